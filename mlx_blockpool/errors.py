@@ -1,0 +1,58 @@
+"""The whole error tree.
+
+    BlockpoolError
+    ├── UnsupportedVersionError      mlx-lm is outside the supported range
+    ├── SpecError                    a model cannot be described, or a spec contradicts its model
+    ├── PluginError                  a plugin raised, or returned nonsense
+    ├── PatchError                   an installed mlx-lm file is not the one that a patch was made for
+    ├── PoolExhaustedError           not enough blocks; nothing was changed
+    └── RequestTooLargeError         a request that could never fit in the pool
+
+Each message says what was found, what was needed and what to do.
+"""
+
+from __future__ import annotations
+
+
+class BlockpoolError(Exception):
+    """Any error that mlx-blockpool raises on purpose."""
+
+
+class UnsupportedVersionError(BlockpoolError):
+    pass
+
+
+class SpecError(BlockpoolError):
+    pass
+
+
+class PluginError(BlockpoolError):
+    pass
+
+
+class PatchError(BlockpoolError):
+    pass
+
+
+class PoolExhaustedError(BlockpoolError):
+    """Fewer blocks than needed. Counts are blocks of one layer group (`group`)."""
+
+    def __init__(self, needed: int, free: int, evictable: int, group: str, hint: str = "") -> None:
+        self.needed = needed
+        self.free = free
+        self.evictable = evictable
+        self.group = group
+        hint = hint or "Raise --pool-bytes, or lower max_tokens or the number of agents."
+        super().__init__(f"Needed {needed} blocks of {group}; {free} free, {evictable} evictable. {hint}")
+
+
+class RequestTooLargeError(BlockpoolError):
+    """A prompt that does not fit in an empty pool. Both figures are tokens."""
+
+    def __init__(self, needed: int, capacity: int) -> None:
+        self.needed = needed
+        self.capacity = capacity
+        super().__init__(
+            f"The request needs room for {needed} tokens and the pool holds at most {capacity} of one sequence. "
+            "Shorten the prompt or raise --pool-bytes."
+        )
