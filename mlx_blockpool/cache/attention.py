@@ -1,0 +1,113 @@
+"""Lets a model's own attention read blocks where they lie.
+
+attach() gives each attention submodule of one model instance a derived class whose __call__ is mlx-lm's code with
+`scaled_dot_product_attention` bound to ours, which asks the cache. mlx-lm's modules and classes stay as they are.
+"""
+
+from __future__ import annotations
+
+import logging
+import types
+from typing import Any
+
+import mlx.core as mx
+from mlx_lm.models import base
+from mlx_lm.models.cache import make_prompt_cache as stock_prompt_cache
+
+from ..upstream import rebind
+from .factory import make_prompt_cache
+from .slabs import Slabs
+
+log = logging.getLogger(__name__)
+
+NAME = "scaled_dot_product_attention"
+
+
+def scaled_dot_product_attention(
+    queries: mx.array, keys: mx.array, values: mx.array, cache: Any, scale: float, mask: Any, sinks: Any = None
+) -> mx.array:
+    """mlx-lm's signature; a pooled cache attends itself."""
+    if hasattr(cache, "attend"):
+        attended: mx.array = cache.attend(queries, keys, values, scale, mask, sinks)
+        return attended
+    return base.scaled_dot_product_attention(queries, keys, values, cache, scale=scale, mask=mask, sinks=sinks)
+
+
+def attach(model: Any) -> int:
+    """Attach one model instance; returns how many submodules attend through their cache now."""
+    derived: dict[type, type] = {}
+    attached = 0
+    for _, module in model.named_modules():
+        cls = type(module)
+        if not _calls_attention(cls):
+            continue
+        if cls not in derived:
+            call = rebind(cls.__call__, **{NAME: scaled_dot_product_attention})
+            derived[cls] = type(cls.__name__, (cls,), {"__call__": call, "_attached_from": cls, "__module__": cls.__module__})
+        module.__class__ = derived[cls]
+        attached += 1
+    return attached
+
+
+def detach(model: Any) -> None:
+    """Undo attach()."""
+    for _, module in model.named_modules():
+        if "_attached_from" in type(module).__dict__:
+            module.__class__ = type(module)._attached_from
+
+
+def attach_if_ragged(model: Any, slabs: Slabs) -> bool:
+    """Attach, and keep it if a ragged batch of random tokens gives the logits of single sequences.
+
+    Sets slabs.ragged. A model that does not pass is detached and batches through mlx-lm's padded caches.
+    """
+    slabs.ragged = attach(model) > 0
+    if slabs.ragged:
+        slabs.ragged = _agrees(model, slabs)
+    if not slabs.ragged:
+        detach(model)
+    return slabs.ragged
+
+
+def _calls_attention(cls: type) -> bool:
+    call = cls.__call__
+    return (
+        isinstance(call, types.FunctionType)
+        and NAME in call.__code__.co_names
+        and call.__globals__.get(NAME) is getattr(base, NAME)
+    )
+
+
+def _agrees(model: Any, slabs: Slabs) -> bool:
+    prompts = [[3, 5, 7, 11, 13, 2, 9], [4, 6, 8]]
+    try:
+        caches = [make_prompt_cache(model, slabs) for _ in prompts]
+        batch = [type(layer[0]).merge(list(layer)) for layer in zip(*caches, strict=True)]
+        found = _ragged_logits(model, batch, prompts)
+    # What a model that was not made for such a cache runs into; its own errors come back on the padded path.
+    except (AttributeError, IndexError, NotImplementedError, TypeError, ValueError) as error:
+        log.info("%s batches through padded caches: %s", type(model).__module__, error)
+        return False
+    needed = mx.concatenate([_single_logits(model, prompt) for prompt in prompts])
+    scale = mx.abs(needed).max()
+    tolerance = 1e-3 if slabs.dtype == mx.float32 else 5e-2
+    return bool((mx.abs(found - needed).max() <= tolerance * scale).item())
+
+
+def _ragged_logits(model: Any, batch: list[Any], prompts: list[list[int]]) -> mx.array:
+    longest = max(map(len, prompts))
+    for cache in batch:
+        cache.prepare(lengths=[len(p) for p in prompts], right_padding=[longest - len(p) for p in prompts])
+    model(mx.array([p + [0] * (longest - len(p)) for p in prompts]), cache=batch)
+    for cache in batch:
+        cache.finalize()
+    for token in (1, 2):
+        logits = model(mx.array([[token]] * len(prompts)), cache=batch)
+    return logits[:, -1].astype(mx.float32)
+
+
+def _single_logits(model: Any, prompt: list[int]) -> mx.array:
+    cache = stock_prompt_cache(model)
+    for tokens in (prompt, [1], [2]):
+        logits = model(mx.array([tokens]), cache=cache)
+    return logits[:, -1].astype(mx.float32)

@@ -1,0 +1,118 @@
+"""PooledBatchCache: several sequences side by side in one layer, each read where it lies. No padding, no copies.
+
+Needs a model that was attached (cache/attention.py): attention comes to attend() instead of reading padded arrays.
+Owned by the generation thread.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import mlx.core as mx
+from mlx_lm.models.cache import _BaseCache
+
+from .layers import PooledLayer
+from .slabs import View
+
+
+class PooledBatchCache(_BaseCache):  # type: ignore[misc]
+    """Stands in for BatchKVCache and BatchRotatingKVCache. Joining and leaving is list work."""
+
+    def __init__(self, members: list[Any]) -> None:
+        self.members: list[PooledLayer] = list(members)
+        self._lengths: list[int] | None = None
+        self._step: list[tuple[int, View | None, Any]] = []
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> PooledBatchCache:
+        # mlx-lm copies a batch to split it in two and then filters both: each sequence stays with one of them.
+        return PooledBatchCache(self.members)
+
+    @property
+    def offset(self) -> mx.array:
+        return mx.array([m.offset for m in self.members])
+
+    def update_and_fetch(self, keys: mx.array, values: mx.array) -> View:
+        """Append keys and values [members, kv_heads, n, dim]; of a right-padded prompt only its own tokens.
+
+        Returns them as they are: attend() reads the slabs.
+        """
+        n = keys.shape[2]
+        self._step = []
+        for i, member in enumerate(self.members):
+            count = n if self._lengths is None else max(0, min(n, self._lengths[i]))
+            mask = _mask(member, count)
+            written = member.write(keys[i : i + 1, :, :count], values[i : i + 1, :, :count]) if count else None
+            self._step.append((count, written, mask))
+        if self._lengths is not None:
+            self._lengths = [length - n for length in self._lengths]
+        return keys, values
+
+    def attend(self, queries: mx.array, keys: mx.array, values: mx.array, scale: float, mask: Any, sinks: Any) -> mx.array:
+        """Attention of queries [members, heads, n, dim], each member to its own keys and values."""
+        n, dim = queries.shape[2], values.shape[3]
+        step, self._step = self._step, []
+        outputs = []
+        for i, (member, (count, written, own_mask)) in enumerate(zip(self.members, step, strict=True)):
+            out = mx.zeros((1, queries.shape[1], n - count, dim), queries.dtype)
+            if count:
+                read = written or member.keys_and_values()
+                real = member.attend(queries[i : i + 1, :, :count], *read, scale, own_mask, sinks)
+                out = real if count == n else mx.concatenate([real, out], axis=2)
+            outputs.append(out)
+        return outputs[0] if len(outputs) == 1 else mx.concatenate(outputs)
+
+    def make_mask(self, N: int, return_array: bool = False, window_size: int | None = None) -> Any:  # noqa: N803
+        """A stand-in: each member has its own mask, made where it attends."""
+        needed = getattr(self.members[0], "max_size", None)
+        if return_array or (window_size is not None and window_size != needed):
+            raise NotImplementedError(f"A model that masks a window of {window_size} in a cache of {needed} needs padding.")
+        return "causal" if N > 1 else None
+
+    def prepare(self, *, left_padding: Any = None, lengths: Any = None, right_padding: Any = None) -> None:
+        if left_padding is not None and max(left_padding) > 0:
+            raise ValueError("A pooled batch takes right-padded prompts only; found left_padding.")
+        if right_padding is not None and max(right_padding) > 0:
+            self._lengths = list(lengths)
+
+    def finalize(self) -> None:
+        self._lengths = None
+
+    def filter(self, batch_indices: Any) -> None:
+        self.members = [self.members[int(i)] for i in batch_indices]
+
+    def extend(self, other: PooledBatchCache) -> None:
+        self.members = self.members + other.members
+
+    def extract(self, idx: int) -> Any:
+        """The cache of one member itself, not a copy."""
+        return self.members[idx]
+
+    def size(self) -> int:
+        return max((m.size() for m in self.members), default=0)
+
+    def is_trimmable(self) -> bool:
+        return all(m.is_trimmable() for m in self.members)  # type: ignore[attr-defined]
+
+    def trim(self, n: int) -> int:
+        return min(m.trim(n) for m in self.members)  # type: ignore[attr-defined]
+
+    def empty(self) -> bool:
+        return all(m.empty() for m in self.members)
+
+    @property
+    def state(self) -> list[mx.array]:
+        """The slabs: evaluating them finishes what was written; nothing is gathered."""
+        return self.members[0].sequence.slabs.arrays() if self.members else []
+
+    @property
+    def nbytes(self) -> int:
+        return sum(m.nbytes for m in self.members)
+
+
+def _mask(member: Any, count: int) -> Any:
+    """The member's own mask for its next `count` tokens, made once for all layers that look alike."""
+    if count <= 1:
+        return None
+    window = getattr(member, "max_size", None)
+    key = (count, member.offset, window or 0)
+    return member.sequence.mask(key, lambda: member.make_mask(count, return_array=False, window_size=window))

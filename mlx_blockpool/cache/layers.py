@@ -1,0 +1,228 @@
+"""PooledKVCache and PooledRotatingKVCache: stand in for mlx-lm's KVCache and RotatingKVCache, keys and values in blocks.
+
+A layer cache knows its place in the pool and where it is in its sequence. It does not know prefixes or requests.
+Owned by the generation thread.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import mlx.core as mx
+from mlx_lm.models.base import scaled_dot_product_attention
+from mlx_lm.models.cache import BatchKVCache, BatchRotatingKVCache, KVCache, RotatingKVCache
+
+from ..spec import WindowLayer
+from .runs import attend_runs
+from .sequence import Sequence, join
+from .slabs import View
+
+
+class PooledLayer:
+    """What both have in common. Subclasses say where tokens go (write) and how many places are read (size)."""
+
+    offset: int
+    _stock_batch: Any
+
+    def __init__(self, sequence: Sequence, layer: int) -> None:
+        self.sequence = sequence
+        self.place = sequence.slabs.places[layer]
+        self.layer = layer
+        self.offset = 0
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> Any:
+        copy = self.__class__.__new__(self.__class__)
+        copy.__dict__.update(self.__dict__)
+        if id(self.sequence) not in memo:
+            memo[id(self.sequence)] = self.sequence.fork()
+        copy.sequence = memo[id(self.sequence)]
+        return copy
+
+    def update_and_fetch(self, keys: mx.array, values: mx.array) -> View:
+        """Append keys and values [1, kv_heads, n, dim]; returns those that these n tokens attend to."""
+        if keys.shape[0] != 1:
+            raise ValueError(
+                f"A pooled cache holds one sequence and was given a batch of {keys.shape[0]}. "
+                "Make one cache for each sequence and merge() them, as batch_generate does."
+            )
+        return self.write(keys, values) or self.keys_and_values()
+
+    def write(self, keys: mx.array, values: mx.array) -> View | None:
+        """The first half of update_and_fetch: no view of a slab is left behind. Returns what to attend to, or None for all."""
+        if keys.shape[2] > 1 and self.layer == 0:
+            # A decode step in flight still reads the slabs; writing now would copy them.
+            mx.synchronize()
+        return self._write(keys, values)
+
+    def _write(self, keys: mx.array, values: mx.array) -> View | None:
+        raise NotImplementedError
+
+    def attend(self, queries: mx.array, keys: mx.array, values: mx.array, scale: float, mask: Any, sinks: Any) -> mx.array:
+        """Attention of queries [1, heads, n, dim]; keys and values are what update_and_fetch returned."""
+        if queries.shape[2] == 1 and mask is None:
+            views = self.views()
+            if len(views) > 1:
+                return attend_runs(queries, views, scale, sinks)
+        return scaled_dot_product_attention(queries, keys, values, None, scale=scale, mask=mask, sinks=sinks)
+
+    def views(self) -> list[View]:
+        """Keys and values of each run, in the order in which they are stored."""
+        return self.sequence.read(self.place, self.size())
+
+    def keys_and_values(self) -> View:
+        return join(self.views())
+
+    @property
+    def keys(self) -> mx.array | None:
+        return None if self.empty() else self.keys_and_values()[0]
+
+    @property
+    def values(self) -> mx.array | None:
+        return None if self.empty() else self.keys_and_values()[1]
+
+    def size(self) -> int:
+        raise NotImplementedError
+
+    def empty(self) -> bool:
+        return self.offset == 0
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of this layer's blocks, shared ones included."""
+        blocks = len(self.sequence.tables[self.place.group])
+        return blocks * self.sequence.slabs.spec.memory_per_block_per_layer(self.place.layer)
+
+    @classmethod
+    def merge(cls, caches: list[Any]) -> Any:
+        """One batch cache of several sequences: ragged where the model was attached, else mlx-lm's padded one."""
+        if all(c.sequence.slabs.ragged for c in caches):
+            from .batch import PooledBatchCache
+
+            return PooledBatchCache(caches)
+        return cls._stock_batch.merge(caches)
+
+    def _run_views(self) -> tuple[list[mx.array], list[mx.array]]:
+        views = [] if self.empty() else self.views()
+        return [k for k, _ in views], [v for _, v in views]
+
+
+class PooledKVCache(PooledLayer, KVCache):  # type: ignore[misc]
+    """The keys and values of one layer of one sequence: [1, kv_heads, offset, dim]. Bit-equal to KVCache.
+
+    Appending takes no copy and reading is a view as long as the sequence is one run.
+    """
+
+    _stock_batch = BatchKVCache
+
+    def _write(self, keys: mx.array, values: mx.array) -> None:
+        self.sequence.write(self.place, self.offset, keys, values)
+        self.offset += keys.shape[2]
+
+    def size(self) -> int:
+        return self.offset
+
+    @property
+    def state(self) -> tuple[Any, ...]:
+        """(keys of each run, values of each run, offset): views, so that evaluating it copies nothing."""
+        return *self._run_views(), self.offset
+
+    @state.setter
+    def state(self, state: tuple[Any, ...]) -> None:
+        keys, values, offset = state
+        if offset:
+            self.sequence.write(self.place, 0, _whole(keys)[..., :offset, :], _whole(values)[..., :offset, :])
+        self.offset = offset
+
+    @classmethod
+    def from_state(cls, state: tuple[Any, ...]) -> KVCache:
+        """mlx-lm's own cache with this content: a saved state has no pool to go back to."""
+        keys, values, offset = state
+        return KVCache.from_state((_whole(keys), _whole(values), offset))
+
+
+class PooledRotatingKVCache(PooledLayer, RotatingKVCache):  # type: ignore[misc]
+    """The last `max_size` tokens of one layer of one sequence, the first `keep` always among them.
+
+    The ring keeps RotatingKVCache's order, temporal after several tokens and rotating one by one, so that attention sums
+    in the same order. Bit-equal to it.
+    """
+
+    _stock_batch = BatchRotatingKVCache
+
+    def __init__(self, sequence: Sequence, layer: int) -> None:
+        super().__init__(sequence, layer)
+        assert isinstance(self.place.layer, WindowLayer)
+        self.max_size = self.place.layer.max_size
+        self.keep = self.place.layer.keep
+        self._idx = 0
+
+    def size(self) -> int:
+        return min(self.offset, self.max_size)
+
+    def _write(self, keys: mx.array, values: mx.array) -> View | None:
+        return self._write_one(keys, values) if keys.shape[2] == 1 else self._write_many(keys, values)
+
+    def _write_one(self, keys: mx.array, values: mx.array) -> None:
+        if self.offset < self.max_size:
+            self._idx = self.offset
+        elif self._idx == self.max_size:
+            self._idx = self.keep
+        self.sequence.write(self.place, self._idx, keys, values)
+        self.offset += 1
+        self._idx += 1
+
+    def _write_many(self, keys: mx.array, values: mx.array) -> View | None:
+        """Each of several tokens sees max_size tokens: beyond the wrap more are returned than the ring keeps."""
+        before, count = self.size(), keys.shape[2]
+        self.offset += count
+        if self.offset <= self.max_size:
+            self.sequence.write(self.place, before, keys, values)
+            self._idx = self.offset
+            return None
+        if before:
+            old = [self._last_tokens(a, self.max_size - 1) for a in self._temporal(before)]
+            # Evaluated now: a lazy copy would be a reader of the slab while the ring is written.
+            mx.eval(old)
+            keys, values = (mx.concatenate(pair, axis=2) for pair in zip(old, (keys, values), strict=True))
+        self.sequence.write(
+            self.place, 0, self._last_tokens(keys, self.max_size), self._last_tokens(values, self.max_size)
+        )
+        self._idx = self.max_size
+        return keys, values
+
+    def _temporal(self, size: int) -> list[mx.array]:
+        return [self._temporal_order(a) for a in join(self.sequence.read(self.place, size))]
+
+    def _last_tokens(self, array: mx.array, count: int) -> mx.array:
+        """The first `keep` and the last of a stretch in temporal order, `count` in all; a copy where it is shorter."""
+        surplus = array.shape[2] - count
+        if surplus <= 0:
+            return mx.contiguous(array)
+        return mx.concatenate([array[..., : self.keep, :], array[..., self.keep + surplus :, :]], axis=2)
+
+    @property
+    def state(self) -> tuple[Any, ...]:
+        """(keys of each run, values of each run, offset, keep, max_size, ring index)."""
+        return *self._run_views(), self.offset, self.keep, self.max_size, self._idx
+
+    @state.setter
+    def state(self, state: tuple[Any, ...]) -> None:
+        keys, values, self.offset, keep, max_size, self._idx = state
+        found, needed = (keep, max_size), (self.keep, self.max_size)
+        assert found == needed, f"state of a window with (keep, max_size) {found} != {needed}"
+        if self.offset:
+            ring = [self._last_tokens(_whole(a)[..., : self.offset, :], max_size) for a in (keys, values)]
+            self.sequence.write(self.place, 0, *ring)
+            self._idx = min(self._idx, max_size)
+
+    @classmethod
+    def from_state(cls, state: tuple[Any, ...]) -> RotatingKVCache:
+        """mlx-lm's own cache with this content."""
+        keys, values, *rest = state
+        return RotatingKVCache.from_state((_whole(keys), _whole(values), *rest))
+
+
+def _whole(arrays: mx.array | list[mx.array] | None) -> mx.array | None:
+    if not isinstance(arrays, list):
+        return arrays
+    return join([(a, a) for a in arrays])[0] if arrays else None

@@ -1,0 +1,122 @@
+"""The memory of a pool: for each layer, keys and values in slabs of neighbouring blocks.
+
+Follows the layout of its BlockPool. Knows arrays and positions, no sequences. Owned by the generation thread.
+No view of a slab may outlive the step that made it: a write would copy the whole slab instead of going in place.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import mlx.core as mx
+
+from ..config import PoolConfig
+from ..pool import BlockPool
+from ..spec import BLOCK_TOKENS, FullLayer, ModelCacheSpec, WindowLayer
+
+View = tuple[mx.array, mx.array]
+
+
+@dataclass(frozen=True)
+class Place:
+    """Where a layer of the model lives: its group, and its index among the layers of the group."""
+
+    group: int
+    index: int
+    layer: FullLayer
+
+
+class Slab:
+    """Keys [1, kv_heads, blocks * 256, key_dim] and values [.., value_dim] of each layer of one group."""
+
+    def __init__(self, layer: FullLayer, layers: int, blocks: int, dtype: mx.Dtype) -> None:
+        shape = (1, layer.kv_heads, blocks * BLOCK_TOKENS)
+        self.blocks = blocks
+        self.keys = [mx.zeros((*shape, layer.key_dim), dtype) for _ in range(layers)]
+        self.values = [mx.zeros((*shape, layer.value_dim), dtype) for _ in range(layers)]
+        mx.eval(self.keys, self.values)
+
+
+class Slabs:
+    """`pool` says which blocks there are; this holds what is in them.
+
+    `ragged`: the model was attached and its attention reads the slabs where they lie (cache/attention.py).
+    """
+
+    def __init__(self, spec: ModelCacheSpec, pool_bytes: int, config: PoolConfig | None = None) -> None:
+        self.pool = BlockPool(spec, pool_bytes, config)
+        self.ragged = False
+        self._start()
+
+    def reconfigure(self, spec: ModelCacheSpec) -> None:
+        """Start anew for another model. Caches of the old one must not be used again."""
+        self._slabs = {}
+        self.ragged = False
+        self.pool.reconfigure(spec)
+        self._start()
+
+    def _start(self) -> None:
+        self.spec = self.pool.spec
+        self.dtype = getattr(mx, self.spec.dtype)
+        self._slabs: dict[tuple[int, int], Slab] = {}
+        self._layout = -1
+        places = [
+            (layer, Place(g, index, group.layer))
+            for g, group in enumerate(self.spec.groups)
+            for index, layer in enumerate(group.layers)
+        ]
+        self.places: dict[int, Place] = dict(places)
+        self.window_groups = [g for g, group in enumerate(self.spec.groups) if isinstance(group.layer, WindowLayer)]
+        self.full_groups = [g for g in range(len(self.spec.groups)) if g not in self.window_groups]
+        self.strides = [self.pool.stride(g) for g in range(len(self.spec.groups))]
+        self.sync()
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of the arrays themselves; what `pool_bytes` limits."""
+        return sum(a.nbytes for slab in self._slabs.values() for a in (*slab.keys, *slab.values))
+
+    def sync(self) -> None:
+        """Give arrays back and make new ones until they match the pool's layout."""
+        if self._layout == self.pool.layout:
+            return
+        wanted = {(g, i): n for g in range(len(self.strides)) for i, n in self.pool.slabs(g).items()}
+        for key in [k for k, slab in self._slabs.items() if wanted.get(k) != slab.blocks]:
+            del self._slabs[key]
+        mx.clear_cache()
+        for (g, i), blocks in wanted.items():
+            if (g, i) not in self._slabs:
+                group = self.spec.groups[g]
+                self._slabs[g, i] = Slab(group.layer, len(group.layers), blocks, self.dtype)
+        self._layout = self.pool.layout
+
+    def write(self, place: Place, block: int, token: int, keys: mx.array, values: mx.array) -> None:
+        """Put keys and values [1, kv_heads, n, dim] at `token` of `block` and on into its neighbours in the slab."""
+        slab, start = self._at(place.group, block)
+        start += token
+        stop = start + keys.shape[2]
+        slab.keys[place.index][..., start:stop, :] = keys
+        slab.values[place.index][..., start:stop, :] = values
+
+    def read(self, place: Place, block: int, token: int, count: int) -> View:
+        """Views of `count` tokens from `token` of `block` on, in one slab."""
+        slab, start = self._at(place.group, block)
+        start += token
+        return slab.keys[place.index][..., start : start + count, :], slab.values[place.index][..., start : start + count, :]
+
+    def copy_block(self, group: int, source: int, target: int) -> None:
+        """Copy one block in all layers of its group. Evaluates: a lazy copy would be a reader of the slab."""
+        slab, start = self._at(group, source)
+        copies = [mx.contiguous(a[..., start : start + BLOCK_TOKENS, :]) for a in (*slab.keys, *slab.values)]
+        mx.eval(copies)
+        layers = len(slab.keys)
+        for index, keys, values in zip(range(layers), copies[:layers], copies[layers:], strict=True):
+            self.write(Place(group, index, self.spec.groups[group].layer), target, 0, keys, values)
+
+    def arrays(self) -> list[mx.array]:
+        return [a for slab in self._slabs.values() for a in (*slab.keys, *slab.values)]
+
+    def _at(self, group: int, block: int) -> tuple[Slab, int]:
+        self.sync()
+        index, position = divmod(block, self.strides[group])
+        return self._slabs[group, index], position * BLOCK_TOKENS

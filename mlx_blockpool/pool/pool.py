@@ -1,0 +1,347 @@
+"""Which blocks are free, held, evictable or pinned.
+
+Knows block ids and their order of use. Does not know tokens, arrays or disk.
+Owned by the generation thread, with two exceptions that any thread may call: give_back(), for finalizers, and counts().
+"""
+
+from __future__ import annotations
+
+import weakref
+from collections import deque
+from collections.abc import Iterable, Mapping, Sequence
+
+from ..config import PoolConfig
+from ..errors import PoolExhaustedError
+from ..spec import ModelCacheSpec
+from .blocks import BlockCounts, GroupBlocks
+from .table import BlockTable
+
+
+class BlockPool:
+    """Blocks for every layer group of one model, under one hard byte budget.
+
+    Memory is taken slab by slab; `layout` counts the changes, so that the owner of the arrays can follow.
+    """
+
+    def __init__(self, spec: ModelCacheSpec, pool_bytes: int, config: PoolConfig | None = None) -> None:
+        self.pool_bytes = pool_bytes
+        self.layout = 0
+        self._config = config or PoolConfig()
+        self._returned: deque[tuple[int, list[int], int, int]] = deque()
+        self._generation = 0
+        self.reconfigure(spec)
+
+    def reconfigure(self, spec: ModelCacheSpec) -> None:
+        """Start anew for another model. Every table and every known block of the old one is void."""
+        self.spec = spec
+        self._generation += 1
+        self._tables: weakref.WeakSet[BlockTable] = weakref.WeakSet()
+        self._groups = []
+        share = self.pool_bytes // self._config.slabs
+        for group in spec.groups:
+            size = spec.bytes_per_block(group)
+            self._groups.append(GroupBlocks(group, size, max(1, share // size)))
+        self.layout += 1
+        minimum = sum(g.bytes_per_block for g in self._groups)
+        if self.pool_bytes < minimum:
+            raise PoolExhaustedError(
+                len(self._groups), 0, 0, f"{spec.model_id} (one block of each group is {minimum} bytes)",
+                f"The pool has {self.pool_bytes} bytes. Raise --pool-bytes.",
+            )
+        if self._config.preallocate:
+            self._preallocate()
+
+    # -- tables --------------------------------------------------------------------------------------------------------
+
+    def open_table(self, group: int) -> BlockTable:
+        blocks = self._groups[group]
+        table = BlockTable(group, blocks.stride, blocks.group.layer.max_blocks)
+        self._tables.add(table)
+        return table
+
+    def reserve(self, tables: Sequence[BlockTable], counts: Sequence[int]) -> None:
+        """Promise counts[i] more blocks to tables[i]: all or nothing. Later extends of these tables cannot fail."""
+        self._drain()
+        needed: dict[int, int] = {}
+        for table, count in zip(tables, counts, strict=True):
+            needed[table.group] = needed.get(table.group, 0) + count
+        self._grow_for(needed)
+        for table, count in zip(tables, counts, strict=True):
+            table.reserved += count
+            self._groups[table.group].reserved += count
+
+    def extend(self, table: BlockTable, count: int) -> None:
+        """Take `count` blocks to the end of a table, next to its last one where possible.
+
+        Raises PoolExhaustedError, before anything is changed, if they are not there or the window is at its cap.
+        """
+        self._check_cap(table, count)
+        table.ids += self._take(table, count, table.ids[-1] if table.ids else None)
+        table.changed()
+
+    def adopt(self, table: BlockTable, ids: Sequence[int]) -> None:
+        """Append blocks that others hold or know, by reference."""
+        self._check_cap(table, len(ids))
+        self._groups[table.group].hold(ids)
+        table.ids += ids
+        table.changed()
+
+    def swap(self, table: BlockTable, index: int, block: int) -> None:
+        """Hold `block` at ids[index] instead of the one that is there."""
+        blocks = self._groups[table.group]
+        blocks.hold([block])
+        old, table.ids[index] = table.ids[index], block
+        blocks.release([old])
+        table.changed()
+
+    def own(self, table: BlockTable, index: int) -> tuple[int, int]:
+        """Copy-on-write: a block of its own at ids[index]. Returns (old, new): the caller copies what they hold."""
+        after = table.ids[index - 1] if index else None
+        old, (new,) = table.ids[index], self._take(table, 1, after)
+        table.ids[index] = new
+        self._groups[table.group].release([old])
+        table.changed()
+        return old, new
+
+    def is_shared(self, table: BlockTable, index: int, token: int) -> bool:
+        """Whether writing from `token` (its place in the block, 0 to 255) on would change what somebody else reads."""
+        block = self._groups[table.group].blocks[table.ids[index]]
+        return block.ref_count > 1 or token < block.frozen
+
+    def fork(self, table: BlockTable) -> BlockTable:
+        """A second table of the same blocks."""
+        copy = self.open_table(table.group)
+        self.adopt(copy, table.ids)
+        return copy
+
+    def release(self, table: BlockTable) -> None:
+        """Let go of all blocks and promises of a table; its first block becomes the most recently used."""
+        self.give_back(table)
+        self._drain()
+
+    def give_back(self, table: BlockTable) -> None:
+        """release() for any thread and for finalizers: takes effect at the pool's next operation."""
+        self._returned.append((table.group, table.ids, table.reserved, self._generation))
+        table.ids, table.reserved = [], 0
+        table.changed()
+
+    # -- known blocks --------------------------------------------------------------------------------------------------
+
+    def know(self, group: int, block: int, tokens: int) -> None:
+        """A trie entry reads the first `tokens` tokens of a held block from now on."""
+        self._groups[group].know(block, tokens)
+
+    def forget(self, group: int, block: int) -> None:
+        """A trie entry is gone; a block that nobody holds or knows is free."""
+        self._groups[group].forget(block)
+
+    def touch(self, group: int, ids: Iterable[int]) -> None:
+        """Used now; the last of `ids` most recently."""
+        evictable = self._groups[group].evictable
+        for block in ids:
+            if block in evictable:
+                evictable.move_to_end(block)
+
+    def pin(self, group: int, block: int) -> None:
+        self._groups[group].blocks[block].pins += 1
+
+    def unpin(self, group: int, block: int) -> None:
+        state = self._groups[group].blocks[block]
+        state.pins = max(0, state.pins - 1)
+
+    def evict(self, group: int, count: int) -> list[tuple[int, int]]:
+        """Free the `count` least recently used evictable blocks, fewer if there are fewer. Returns (group, block) of each."""
+        blocks = self._groups[group]
+        victims = [i for i, _ in zip(blocks.victims(), range(count))]  # noqa: B905
+        for i in victims:
+            blocks.evict(i)
+        return [(group, i) for i in victims]
+
+    def make_room(self, counts: Mapping[int, int]) -> list[tuple[int, int]]:
+        """Evict what reserve() of these counts needs, as far as possible. Returns the victims; the trie must forget them."""
+        self._drain()
+        victims: list[tuple[int, int]] = []
+        left = self._bytes_left()
+        for group, count in counts.items():
+            blocks = self._groups[group]
+            short = max(0, count - blocks.available)
+            grown = min(short, left // blocks.bytes_per_block)
+            left -= grown * blocks.bytes_per_block
+            victims += self.evict(group, short - grown)
+        if self._bytes_to_grow(counts) > self._bytes_left():
+            victims += self._empty_slabs(counts)
+        return victims
+
+    # -- figures -------------------------------------------------------------------------------------------------------
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of all slabs; never more than pool_bytes."""
+        return sum(len(g.blocks) * g.bytes_per_block for g in self._groups)
+
+    def slabs(self, group: int) -> dict[int, int]:
+        """Slab index -> blocks in it."""
+        return dict(self._groups[group].slabs)
+
+    def stride(self, group: int) -> int:
+        return self._groups[group].stride
+
+    def counts(self) -> list[BlockCounts]:
+        """Figures of each group. From other threads a snapshot that may be one operation old."""
+        return [g.counts() for g in list(self._groups)]
+
+    def settle(self) -> list[BlockCounts]:
+        """counts() after everything that was given back has taken effect. Generation thread only."""
+        self._drain()
+        return self.counts()
+
+    def sequence_capacity(self) -> int:
+        """The most tokens that one sequence can have in an otherwise empty pool."""
+        fixed = sum(g.bytes_per_block * (g.group.layer.max_blocks or 0) for g in self._groups)
+        growing = sum(g.bytes_per_block for g in self._groups if g.group.layer.max_blocks is None)
+        if not growing:
+            return 2**31 if self.pool_bytes >= fixed else 0
+        return max(0, (self.pool_bytes - fixed) // growing) * 256
+
+    def fragmentation(self, group: int) -> float:
+        """0.0 where all free blocks of a group are one run, towards 1.0 where they are scattered."""
+        free = self._groups[group].free
+        return 1.0 - free.longest / free.count if free.count else 0.0
+
+    def block_map(self, width: int = 64) -> str:
+        """The pool as text: one line per slab; . free, # held, o evictable, * pinned."""
+        lines = []
+        for blocks in self._groups:
+            lines.append(f"{blocks.group.name}: {blocks.free.count} of {len(blocks.blocks)} free")
+            for index in sorted(blocks.slabs):
+                row = "".join(_letter(blocks, i) for i in blocks.slab_ids(index))
+                lines += [f"  {index}: {row[i : i + width]}" for i in range(0, len(row), width)]
+        return "\n".join(lines)
+
+    def check(self) -> None:
+        """The invariant, with figures. Raises AssertionError: a broken pool is our own bug."""
+        self._drain()
+        assert self.nbytes <= self.pool_bytes, f"{self.nbytes} bytes > {self.pool_bytes} allowed"
+        for g, blocks in enumerate(self._groups):
+            _check_group(blocks, [t for t in self._tables if t.group == g])
+
+    # -- inside --------------------------------------------------------------------------------------------------------
+
+    def _check_cap(self, table: BlockTable, count: int) -> None:
+        if table.max_blocks is not None and len(table) + count > table.max_blocks:
+            blocks = self._groups[table.group]
+            hint = f"A window of this group is a ring in {table.max_blocks} blocks and holds {len(table)} already."
+            raise PoolExhaustedError(count, blocks.available, len(blocks.evictable), blocks.group.name, hint)
+
+    def _take(self, table: BlockTable, count: int, after: int | None) -> list[int]:
+        self._drain()
+        promised = min(count, table.reserved)
+        self._grow_for({table.group: count - promised})
+        blocks = self._groups[table.group]
+        blocks.reserved -= promised
+        table.reserved -= promised
+        ids = blocks.free.take(count, after)
+        for i in ids:
+            blocks.blocks[i].ref_count = 1
+        return ids
+
+    def _grow_for(self, counts: Mapping[int, int]) -> None:
+        """Add the slabs that make counts[group] blocks available in each group, or raise and change nothing."""
+        if all(count <= self._groups[g].available for g, count in counts.items()):
+            return
+        if self._bytes_to_grow(counts) > self._bytes_left():
+            self._drop_empty_slabs(counts)
+        if self._bytes_to_grow(counts) > self._bytes_left():
+            group, count = max(counts.items(), key=lambda item: item[1] - self._groups[item[0]].available)
+            blocks = self._groups[group]
+            raise PoolExhaustedError(count, blocks.available, len(blocks.evictable), blocks.group.name)
+        generous = self._bytes_to_grow(counts, whole_slabs=True) <= self._bytes_left()
+        for group, count in counts.items():
+            self._grow(self._groups[group], count - self._groups[group].available, generous)
+
+    def _grow(self, blocks: GroupBlocks, short: int, generous: bool) -> None:
+        while short > 0:
+            size = blocks.stride if generous else min(short, blocks.stride)
+            blocks.add_slab(size)
+            self.layout += 1
+            short -= size
+
+    def _bytes_to_grow(self, counts: Mapping[int, int], whole_slabs: bool = False) -> int:
+        total = 0
+        for group, count in counts.items():
+            blocks = self._groups[group]
+            short = max(0, count - blocks.available)
+            total += (-(-short // blocks.stride) * blocks.stride if whole_slabs else short) * blocks.bytes_per_block
+        return total
+
+    def _bytes_left(self) -> int:
+        return self.pool_bytes - self.nbytes
+
+    def _drop_empty_slabs(self, counts: Mapping[int, int]) -> None:
+        """Give back slabs without a block in use, as far as the promises of their group and `counts` allow."""
+        for g, blocks in enumerate(self._groups):
+            for index in sorted(blocks.slabs, key=lambda i: blocks.slabs[i]):
+                ids = blocks.slab_ids(index)
+                unused = all(blocks.blocks[i].ref_count == 0 and not blocks.blocks[i].known for i in ids)
+                if unused and blocks.available - len(ids) >= counts.get(g, 0):
+                    blocks.drop_slab(index)
+                    self.layout += 1
+
+    def _empty_slabs(self, counts: Mapping[int, int]) -> list[tuple[int, int]]:
+        """Evict whole slabs of groups that have more than they need, until their bytes are enough for the others."""
+        victims: list[tuple[int, int]] = []
+        for g, blocks in enumerate(self._groups):
+            for index in list(blocks.slabs):
+                if self._bytes_to_grow(counts) <= self._bytes_left():
+                    return victims
+                ids = blocks.slab_ids(index)
+                known = [i for i in ids if blocks.blocks[i].known]
+                spare = blocks.available + len(known) - len(ids) >= counts.get(g, 0)
+                if spare and blocks.is_idle(index):
+                    for i in known:
+                        blocks.evict(i)
+                    victims += [(g, i) for i in known]
+                    blocks.drop_slab(index)
+                    self.layout += 1
+        return victims
+
+    def _preallocate(self) -> None:
+        """All of the budget now: the groups in the proportion that a sequence of the largest size uses."""
+        capacity = self.sequence_capacity()
+        for blocks in self._groups:
+            limit = blocks.group.layer.max_blocks
+            count = capacity // 256 if limit is None else limit
+            self._grow(blocks, count, generous=False)
+
+    def _drain(self) -> None:
+        while self._returned:
+            group, ids, reserved, generation = self._returned.popleft()
+            if generation == self._generation:
+                self._groups[group].release(reversed(ids))
+                self._groups[group].reserved -= reserved
+
+
+def _letter(blocks: GroupBlocks, block: int) -> str:
+    state = blocks.blocks[block]
+    if state.pins:
+        return "*"
+    if state.ref_count:
+        return "#"
+    return "o" if state.known else "."
+
+
+def _check_group(blocks: GroupBlocks, tables: list[BlockTable]) -> None:
+    name = blocks.group.name
+    refs: dict[int, int] = {}
+    for table in tables:
+        for block in table.ids:
+            refs[block] = refs.get(block, 0) + 1
+    free = {i for start, end in blocks.free for i in range(start, end)}  # type: ignore[attr-defined]
+    assert len(free) == blocks.free.count, f"{name}: {len(free)} blocks in free runs != {blocks.free.count} counted"
+    for i, block in blocks.blocks.items():
+        assert block.ref_count == refs.get(i, 0), f"{name} block {i}: ref_count {block.ref_count} != {refs.get(i, 0)} tables"
+        assert (i in free) == (block.ref_count == 0 and block.known == 0), f"{name} block {i}: free={i in free}, {block}"
+        assert (i in blocks.evictable) == (block.ref_count == 0 and block.known > 0), f"{name} block {i}: {block}"
+    promised = sum(t.reserved for t in tables)
+    assert blocks.reserved == promised, f"{name}: {blocks.reserved} reserved != {promised} in tables"
+    assert blocks.available >= 0, f"{name}: {blocks.free.count} free < {blocks.reserved} reserved"

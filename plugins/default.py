@@ -1,0 +1,66 @@
+"""The provider of last resort: runs the model once, unevaluated, and reads the shapes of its caches.
+
+Parameters stay lazy, so a full-size model costs kilobytes and a tenth of a second.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import mlx.core as mx
+from mlx_lm.models import cache as upstream
+from mlx_lm.utils import _get_classes
+
+from mlx_blockpool.errors import SpecError
+from mlx_blockpool.hookspecs import hookimpl
+from mlx_blockpool.spec import ChunkLayer, CompositeLayer, FullLayer, LayerSpec, ModelCacheSpec, StateLayer, WindowLayer
+
+from .config_layers import dtype_of
+
+
+@hookimpl
+def model_cache_spec(model: Any, config: dict[str, Any], model_id: str) -> ModelCacheSpec:
+    if model is not None:
+        return trace(model, model_id)
+    if "model_type" not in config:
+        raise SpecError(f"{model_id}: found a config without model_type; needed mlx-lm's config.json of the model.")
+    model_class, args_class = _get_classes(config)
+    return trace(model_class(args_class.from_dict(config)), model_id).with_dtype(dtype_of(config))
+
+
+def trace(model: Any, model_id: str) -> ModelCacheSpec:
+    """The spec of a model as its own make_cache and forward pass show it. Evaluates nothing.
+
+    Raises SpecError for a cache class that mlx-lm 0.32 does not have.
+    """
+    caches = upstream.make_prompt_cache(model)
+    model(mx.zeros((1, 1), mx.int32), cache=caches)
+    dtypes = [c.keys.dtype for c in caches if getattr(c, "keys", None) is not None]
+    dtype = str(dtypes[0]).removeprefix("mlx.core.") if dtypes else "float16"
+    return ModelCacheSpec(model_id, tuple(_layer(c, model_id) for c in caches), dtype)
+
+
+def _layer(cache: Any, model_id: str) -> LayerSpec:
+    # Exact types: a subclass may keep its content elsewhere.
+    kind = type(cache)
+    if kind is upstream.KVCache:
+        return FullLayer(*_dims(cache))
+    if kind is upstream.RotatingKVCache:
+        return WindowLayer(*_dims(cache), cache.max_size, cache.keep)
+    if kind is upstream.ChunkedKVCache:
+        return ChunkLayer(*_dims(cache), cache.chunk_size)
+    if kind is upstream.ArraysCache:
+        arrays = (a for a in cache.cache if a is not None)
+        return StateLayer(tuple((tuple(a.shape), str(a.dtype).removeprefix("mlx.core.")) for a in arrays))
+    if kind is upstream.CacheList:
+        return CompositeLayer(tuple(_layer(c, model_id) for c in cache.caches))
+    raise SpecError(
+        f"{model_id}: found cache class {kind.__module__}.{kind.__name__}, which has no layer kind. "
+        "Serve the model with mlx-lm's own caches, or install a plugin that describes it."
+    )
+
+
+def _dims(cache: Any) -> tuple[int, int, int]:
+    if cache.keys is None:
+        return 0, 0, 0
+    return cache.keys.shape[1], cache.keys.shape[3], cache.values.shape[3]

@@ -1,0 +1,63 @@
+"""Tiny models of real mlx-lm architectures, random weights, float32."""
+
+from __future__ import annotations
+
+import importlib
+from typing import Any
+
+import mlx.core as mx
+from mlx.utils import tree_map
+
+SMALL = {
+    "hidden_size": 64,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "intermediate_size": 96,
+    "rms_norm_eps": 1e-5,
+    "vocab_size": 131,
+}
+CONFIGS: dict[str, dict[str, Any]] = {
+    "llama": {**SMALL, "model_type": "llama", "num_hidden_layers": 2, "torch_dtype": "float32"},
+    "qwen2": {**SMALL, "model_type": "qwen2", "num_hidden_layers": 2, "torch_dtype": "float32"},
+    "gemma3_text": {
+        **SMALL,
+        "model_type": "gemma3_text",
+        "num_hidden_layers": 4,
+        "head_dim": 16,
+        "query_pre_attn_scalar": 16,
+        "sliding_window": 300,
+        "sliding_window_pattern": 2,
+        "torch_dtype": "float32",
+    },
+    "gpt_oss": {
+        **SMALL,
+        "model_type": "gpt_oss",
+        "num_hidden_layers": 2,
+        "head_dim": 16,
+        "num_local_experts": 4,
+        "num_experts_per_tok": 2,
+        "sliding_window": 128,
+        "torch_dtype": "float32",
+    },
+    "gemma2": {
+        **SMALL,
+        "model_type": "gemma2",
+        "num_hidden_layers": 2,
+        "head_dim": 16,
+        "query_pre_attn_scalar": 16.0,
+        "torch_dtype": "float32",
+    },
+}
+
+
+def make_model(name: str, seed: int = 0, **changes: Any) -> Any:
+    """The model of CONFIGS[name] with `changes`; the same weights for the same seed."""
+    config = {**CONFIGS[name], **changes}
+    module = importlib.import_module(f"mlx_lm.models.{config['model_type']}")
+    mx.random.seed(seed)
+    model = module.Model(module.ModelArgs.from_dict(config))
+    # Untrained weights give nearly equal logits; wider ones give each prompt its own clear answer.
+    model.update(tree_map(lambda p: mx.random.normal(p.shape) * 0.25 if p.ndim > 1 else p, model.parameters()))
+    mx.eval(model.parameters())
+    model.eval()
+    return model
