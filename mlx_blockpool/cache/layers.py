@@ -156,6 +156,14 @@ class PooledRotatingKVCache(PooledLayer, RotatingKVCache):  # type: ignore[misc]
         self.keep = self.place.layer.keep
         self._idx = 0
 
+    @property
+    def ring_index(self) -> int:
+        """Where in the ring the next token goes, before it starts over."""
+        return int(self._idx)
+
+    def set_ring_index(self, index: int) -> None:
+        self._idx = index
+
     def size(self) -> int:
         return min(self.offset, self.max_size)
 

@@ -55,7 +55,7 @@ class Sequence:
         for index in range(start // BLOCK_TOKENS, blocks_for(end)):
             first = max(0, start - index * BLOCK_TOKENS)
             if self.pool.is_shared(table, index, first):
-                self._own(place.group, index, first > 0 or end < (index + 1) * BLOCK_TOKENS)
+                self.own(place.group, index)
         done = 0
         for block, token, count in self._stretches(place.group, start, end):
             self.slabs.write(place, block, token, keys[..., done : done + count, :], values[..., done : done + count, :])
@@ -76,10 +76,16 @@ class Sequence:
     def num_runs(self, group: int) -> int:
         return len(self.tables[group].runs)
 
-    def _own(self, group: int, index: int, keep_content: bool) -> None:
-        old, new = self.pool.own(self.tables[group], index)
-        if keep_content:
-            self.slabs.copy_block(group, old, new)
+    def own(self, group: int, index: int) -> None:
+        """Copy-on-write of one block, with what all layers of the group have in it."""
+        self.slabs.copy_block(group, *self.pool.own(self.tables[group], index))
+
+    def make_own_run(self, group: int) -> None:
+        """Copy all blocks of a group to neighbouring places of its own: one piece for attention that reads nothing else."""
+        old = self.pool.replace(self.tables[group])
+        for source, target in zip(old.ids, self.tables[group].ids, strict=True):
+            self.slabs.copy_block(group, source, target)
+        self.pool.release(old)
 
     def _stretches(self, group: int, start: int, end: int) -> list[tuple[int, int, int]]:
         """(block, token in it, tokens) of each stretch of [start, end) that lies in one piece."""

@@ -103,6 +103,14 @@ class BlockPool:
         table.changed()
         return old, new
 
+    def replace(self, table: BlockTable) -> BlockTable:
+        """As many new blocks, neighbours where possible, in place of a table's. Returns a table of the old ones."""
+        old = self.open_table(table.group)
+        blocks = self._take(table, len(table), None)
+        old.ids, table.ids = table.ids, blocks
+        table.changed()
+        return old
+
     def is_shared(self, table: BlockTable, index: int, token: int) -> bool:
         """Whether writing from `token` (its place in the block, 0 to 255) on would change what somebody else reads."""
         block = self._groups[table.group].blocks[table.ids[index]]
@@ -158,8 +166,13 @@ class BlockPool:
         return [(group, i) for i in victims]
 
     def make_room(self, counts: Mapping[int, int]) -> list[tuple[int, int]]:
-        """Evict what reserve() of these counts needs, as far as possible. Returns the victims; the trie must forget them."""
+        """Evict what reserve() of these counts needs, or nothing if that would not be enough.
+
+        Returns the victims; whoever knew them must forget them.
+        """
         self._drain()
+        if not self._can_make_room(counts):
+            return []
         victims: list[tuple[int, int]] = []
         left = self._bytes_left()
         for group, count in counts.items():
@@ -304,6 +317,18 @@ class BlockPool:
                     blocks.drop_slab(index)
                     self.layout += 1
         return victims
+
+    def _can_make_room(self, counts: Mapping[int, int]) -> bool:
+        needed = 0
+        for group, count in counts.items():
+            blocks = self._groups[group]
+            evictable = sum(1 for _ in blocks.victims())
+            needed += max(0, count - blocks.available - evictable) * blocks.bytes_per_block
+        idle = sum(
+            n * g.bytes_per_block for i, g in enumerate(self._groups) if i not in counts or not counts[i]
+            for index, n in g.slabs.items() if g.is_idle(index)
+        )
+        return needed <= self._bytes_left() + idle
 
     def _preallocate(self) -> None:
         """All of the budget now: the groups in the proportion that a sequence of the largest size uses."""

@@ -1,0 +1,37 @@
+"""mlx-blockpool: a block-pool KV cache with shared prefixes for mlx-lm. Importing this imports no mlx."""
+
+from __future__ import annotations
+
+import importlib
+from typing import Any
+
+__version__ = "0.1.0"
+
+_HOME = {
+    "BLOCK_TOKENS": "spec",
+    "BlockPool": "pool",
+    "BlockpoolError": "errors",
+    "ModelCacheSpec": "spec",
+    "PoolExhaustedError": "errors",
+    "PooledKVCache": "cache.layers",
+    "PooledRotatingKVCache": "cache.layers",
+    "PrefixCache": "prefix.cache",
+    "attach": "cache.attention",
+    "check_spec": "plugins",
+    "detach": "cache.attention",
+    "hookimpl": "hookspecs",
+    "make_prompt_cache": "cache.factory",
+    "open_pool": "cache.factory",
+    "spec_from_config": "plugins",
+}
+__all__ = sorted(_HOME)  # noqa: PLE0605
+
+
+def __getattr__(name: str) -> Any:
+    if name not in _HOME:
+        raise AttributeError(f"module 'mlx_blockpool' has no attribute {name!r}")
+    return getattr(importlib.import_module(f".{_HOME[name]}", __name__), name)
+
+
+def __dir__() -> list[str]:
+    return [*__all__, "__version__"]

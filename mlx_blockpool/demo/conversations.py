@@ -1,0 +1,79 @@
+"""Conversations to train on, put together from topics and sentences of system messages.
+
+Knows text only: (role, text) messages. Does not know tokens or mlx.
+"""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from random import Random
+from typing import Any
+
+Message = tuple[str, str]
+
+_OPENINGS = ["Please: ", "Hello. ", "Hi, ", "One question: ", "Can you tell me: ", "And ", "So, ", "Ok. ", "Thanks. "]
+_GENERAL_SYSTEMS = 6
+
+
+def load_json(name: str) -> Any:
+    return json.loads((Path(__file__).parent / name).read_text(encoding="utf-8"))
+
+
+class Conversations:
+    """Training conversations, drawn at random.
+
+    trained, held_out: all (question, answer) pairs; the last question of each topic is held out.
+    """
+
+    def __init__(self, random: Random) -> None:
+        self._random = random
+        self._topics: list[dict[str, Any]] = load_json("questions.json")
+        self._systems: list[str] = load_json("systems.json")
+        self.trained = [(q, topic["answer"]) for topic in self._topics for q in topic["questions"][:-1]]
+        self.held_out = [(topic["questions"][-1], topic["answer"]) for topic in self._topics]
+
+    def texts(self) -> list[str]:
+        """All text that the tokenizer should know well."""
+        questions = [question for question, _ in self.trained]
+        answers = [topic["answer"] for topic in self._topics]
+        return questions + [question.lower() for question in questions] + answers * 8 + self._systems * 4
+
+    def draw(self, kind: str) -> list[Message]:
+        """One conversation: "single" (one turn), "turns" (up to 4), "long" (system message of some hundred tokens)."""
+        if kind == "single":
+            return self._turns(1)
+        if kind == "turns":
+            return self._system(0.6, 1, 5) + self._turns(self._random.randint(1, 4))
+        return self._system(1.0, 8, 36) + self._turns(self._random.randint(1, 4))
+
+    def _system(self, share: float, fewest: int, most: int) -> list[Message]:
+        if self._random.random() >= share:
+            return []
+        sentences = [self._random.choice(self._systems[:_GENERAL_SYSTEMS])]
+        for _ in range(self._random.randint(fewest, most) - 1):
+            if self._random.random() < 0.2:
+                sentences.append(self._random.choice(self._topics)["answer"])
+            else:
+                sentences.append(self._random.choice(self._systems))
+        return [("system", self._random.choice([" ", "\n"]).join(sentences))]
+
+    def _turns(self, count: int) -> list[Message]:
+        messages: list[Message] = []
+        for _ in range(count):
+            topic = self._random.choice(self._topics)
+            question = self._random.choice(topic["questions"][:-1])
+            messages += [("user", self._reworded(question)), ("assistant", topic["answer"])]
+        return messages
+
+    def _reworded(self, question: str) -> str:
+        """The same question as a hurried user might type it."""
+        if self._random.random() < 0.2:
+            question = self._random.choice(_OPENINGS) + question[0].lower() + question[1:]
+        if self._random.random() < 0.15:
+            words = question.split(" ")
+            del words[self._random.randrange(len(words))]
+            question = " ".join(words) if len(words) > 3 else question
+        if self._random.random() < 0.3:
+            question = question.rstrip("?.!")
+        return question.lower() if self._random.random() < 0.3 else question

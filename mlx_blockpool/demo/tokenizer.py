@@ -1,0 +1,71 @@
+"""The demo model's tokenizer: byte-level BPE and a ChatML template.
+
+Knows text and token ids. Does not know mlx or where the text comes from.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterable
+from pathlib import Path
+
+from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
+
+IM_START, IM_END, END_OF_TEXT = "<|im_start|>", "<|im_end|>", "<|endoftext|>"
+
+# Content may be a text, a list of parts (OpenAI), or None beside tool calls. No system message is added.
+CHAT_TEMPLATE = """\
+{%- for message in messages -%}
+{{- '<|im_start|>' + message['role'] + '\\n' -}}
+{%- if message['content'] is string -%}
+{{- message['content'] -}}
+{%- else -%}
+{%- for part in message['content'] or [] -%}{{- part['text'] -}}{%- endfor -%}
+{%- endif -%}
+{%- if message['tool_calls'] -%}{{- message['tool_calls'] | tojson -}}{%- endif -%}
+{{- '<|im_end|>\\n' -}}
+{%- endfor -%}
+{%- if add_generation_prompt -%}{{- '<|im_start|>assistant\\n' -}}{%- endif -%}
+"""
+
+
+def train_tokenizer(texts: Iterable[str], vocab_size: int) -> Tokenizer:
+    tokenizer = Tokenizer(models.BPE())
+    tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
+    tokenizer.decoder = decoders.ByteLevel()
+    trainer = trainers.BpeTrainer(
+        vocab_size=vocab_size,
+        special_tokens=[END_OF_TEXT, IM_START, IM_END],
+        initial_alphabet=pre_tokenizers.ByteLevel.alphabet(),
+        show_progress=False,
+    )
+    tokenizer.train_from_iterator(texts, trainer)
+    return tokenizer
+
+
+def encode(tokenizer: Tokenizer, messages: Iterable[tuple[str, str]]) -> tuple[list[int], list[bool]]:
+    """Token ids of a whole conversation of (role, text), and which of them the model is to learn to write."""
+    tokens: list[int] = []
+    learned: list[bool] = []
+    for role, text in messages:
+        head = tokenizer.encode(f"{IM_START}{role}\n").ids
+        body = tokenizer.encode(f"{text}{IM_END}").ids
+        tail = tokenizer.encode("\n").ids
+        tokens += head + body + tail
+        learned += [False] * len(head) + [role == "assistant"] * len(body) + [False] * len(tail)
+    return tokens, learned
+
+
+def save_tokenizer(tokenizer: Tokenizer, folder: Path) -> None:
+    tokenizer.save(str(folder / "tokenizer.json"))
+    config = {
+        "tokenizer_class": "PreTrainedTokenizerFast",
+        "bos_token": None,
+        "eos_token": IM_END,
+        "pad_token": END_OF_TEXT,
+        "additional_special_tokens": [IM_START],
+        "clean_up_tokenization_spaces": False,
+        "model_max_length": 8192,
+        "chat_template": CHAT_TEMPLATE,
+    }
+    (folder / "tokenizer_config.json").write_text(json.dumps(config, indent=1) + "\n", encoding="utf-8")

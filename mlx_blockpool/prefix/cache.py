@@ -1,0 +1,280 @@
+"""PrefixCache: computes each prefix once and hands it to whoever starts with it.
+
+Ties tokens to layer caches. What it hands out is held by the layer caches themselves and goes back to the pool with them.
+Owned by the generation thread.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from collections.abc import Sequence as Tokens
+from dataclasses import dataclass
+from typing import Any
+
+from ..cache.factory import pooled_caches
+from ..cache.layers import PooledLayer, PooledRotatingKVCache
+from ..cache.sequence import Sequence
+from ..cache.slabs import Slabs
+from ..config import PoolConfig
+from ..errors import PoolExhaustedError, RequestTooLargeError, SpecError
+from ..spec import BLOCK_TOKENS, WindowLayer, blocks_for
+from .known import KnownBlocks
+from .lookup import Lookup, explain
+from .trie import Checkpoint, Match, Node, encode
+
+
+@dataclass(frozen=True)
+class Fetch:
+    """Layer caches that hold the first `lookup.hit` tokens, and the tokens that are left to compute (at least one)."""
+
+    caches: list[Any]
+    rest: list[int]
+    lookup: Lookup
+
+
+class PrefixCache:
+    """The prefix cache of one model in the pool `slabs`. `namespace` names what its keys and values are computed with."""
+
+    def __init__(self, slabs: Slabs, namespace: str = "") -> None:
+        if not slabs.spec.is_poolable:
+            kinds = sorted({layer.kind for layer in slabs.spec.layers} - {"full", "window"})
+            raise SpecError(
+                f"{slabs.spec.model_id} has layers of kind {kinds}; a prefix cache needs full and window layers only. "
+                "Use mlx-lm's LRUPromptCache for this model."
+            )
+        self.slabs = slabs
+        self.pool = slabs.pool
+        self.known = KnownBlocks(slabs.pool, slabs.full_groups, f"{namespace}/{slabs.spec.fingerprint()}")
+        self.num_lookups = self.num_prompt_tokens = self.num_hit_tokens = self.num_skipped = 0
+
+    # -- fetch ---------------------------------------------------------------------------------------------------------
+
+    def fetch(self, tokens: Tokens[int], max_tokens: int = PoolConfig.max_tokens) -> Fetch:
+        """Caches for a prompt, with room for `max_tokens` more.
+
+        Raises RequestTooLargeError if that can never fit in the pool, PoolExhaustedError if it cannot fit now.
+        """
+        if not len(tokens):
+            raise ValueError("Found an empty prompt; needed at least one token.")
+        total = len(tokens) + max_tokens
+        if total > self.pool.sequence_capacity():
+            raise RequestTooLargeError(total, self.pool.sequence_capacity())
+        match = self.known.trie.match(tokens)
+        hit, checkpoint = self._resumable(match, len(tokens) - 1)
+        try:
+            caches = self._caches(match, hit, checkpoint, len(tokens), total)
+        except PoolExhaustedError:
+            if not hit:
+                raise
+            # A window that resumes needs room for two rings; from the first token on it needs one.
+            hit, caches = 0, self._caches(match, 0, None, len(tokens), total)
+        lookup = explain(self.known, tokens, match, hit)
+        self.num_lookups += 1
+        self.num_prompt_tokens += lookup.tokens
+        self.num_hit_tokens += hit
+        return Fetch(caches, list(tokens[hit:]), lookup)
+
+    def look(self, tokens: Tokens[int]) -> Lookup:
+        """What a fetch of these tokens would find. Changes nothing."""
+        match = self.known.trie.match(tokens)
+        return explain(self.known, tokens, match, self._resumable(match, len(tokens) - 1)[0])
+
+    def _resumable(self, match: Match, most: int) -> tuple[int, Checkpoint | None]:
+        """How many of the matched tokens can be taken over, and from which checkpoint where there are window layers."""
+        known = max(0, min(match.tokens, most))
+        if not self.slabs.window_groups or not known:
+            return known, None
+        last = match.partial or match.nodes[-1]
+        placed = [c for node in last.path() for c in node.checkpoints.values() if c.position <= known]
+        best = max(placed, key=lambda c: c.position, default=None)
+        if best is None or best.position < known:
+            later = self._unwrapped(last, known)
+            if later is not None:
+                return known, later
+        return (best.position, best) if best else (0, None)
+
+    def _unwrapped(self, node: Node, known: int) -> Checkpoint | None:
+        """A later checkpoint whose rings still hold every token: it can be cut back to `known`."""
+        sizes = [g.layer.max_size for g in self.slabs.spec.groups if isinstance(g.layer, WindowLayer)]
+        near = [node, *node.children[:64]]
+        return next((c for n in near for c in n.checkpoints.values() if known <= c.position < min(sizes)), None)
+
+    def _caches(self, match: Match, hit: int, checkpoint: Checkpoint | None, prompt: int, total: int) -> list[Any]:
+        sequence = Sequence(self.slabs)
+        try:
+            self._adopt(sequence, match, hit, checkpoint)
+            self._reserve(sequence, hit, prompt, total)
+        except PoolExhaustedError:
+            sequence.release()
+            raise
+        caches = pooled_caches(self.slabs, sequence)
+        for cache in caches:
+            cache.offset = hit
+            if isinstance(cache, PooledRotatingKVCache) and checkpoint is not None:
+                cache.set_ring_index(hit if hit < checkpoint.position else checkpoint.rings[cache.place.group][1])
+        return caches
+
+    def _adopt(self, sequence: Sequence, match: Match, hit: int, checkpoint: Checkpoint | None) -> None:
+        """Hold the blocks of the hit, before anything is evicted for the rest."""
+        path = [*match.nodes, match.partial][: blocks_for(hit)]
+        for index, group in enumerate(self.slabs.full_groups):
+            self.pool.adopt(sequence.tables[group], [node.blocks[index] for node in path if node is not None])
+        if checkpoint is not None:
+            for group, (ids, _) in checkpoint.rings.items():
+                self.pool.adopt(sequence.tables[group], ids[: blocks_for(hit)])
+
+    def _reserve(self, sequence: Sequence, hit: int, prompt: int, total: int) -> None:
+        """Room for the whole request; the prompt's blocks are taken at once, so that they are neighbours."""
+        one_run = not self.slabs.ragged
+        counts = []
+        for table in sequence.tables:
+            if table.max_blocks is not None:
+                counts.append(min(table.max_blocks, blocks_for(total)))
+                continue
+            copied = len(table) if one_run else self._ends_in_shared_block(sequence, table.group, hit)
+            counts.append(blocks_for(total) - len(table) + copied)
+        self.make_room(dict(enumerate(counts)))
+        self.pool.reserve(sequence.tables, counts)
+        for group in self.slabs.full_groups:
+            if one_run and hit:
+                sequence.make_own_run(group)
+            elif self._ends_in_shared_block(sequence, group, hit):
+                sequence.own(group, hit // BLOCK_TOKENS)
+            table = sequence.tables[group]
+            self.pool.extend(table, blocks_for(prompt) - len(table))
+
+    def _ends_in_shared_block(self, sequence: Sequence, group: int, hit: int) -> bool:
+        index, token = divmod(hit, BLOCK_TOKENS)
+        return token > 0 and self.pool.is_shared(sequence.tables[group], index, token)
+
+    # -- keep ----------------------------------------------------------------------------------------------------------
+
+    def keep(self, tokens: Tokens[int], caches: list[Any], kind: str = "assistant") -> int:
+        """Remember what `caches` hold of `tokens`; the sequence may go on. Returns how many tokens are known now.
+
+        Takes pooled caches by reference and mlx-lm's own by copy. Where there is no room it skips, and counts num_skipped.
+        """
+        return self._keep(tokens, caches, kind, goes_on=True)
+
+    def finish(self, tokens: Tokens[int], caches: list[Any], kind: str = "assistant") -> int:
+        """keep(), and give the blocks back to the pool, evictable from now on. The caches must not be used again."""
+        known = self._keep(tokens, caches, kind, goes_on=False)
+        if isinstance(caches[0], PooledLayer):
+            caches[0].sequence.release()
+        return known
+
+    def _keep(self, tokens: Tokens[int], caches: list[Any], kind: str, goes_on: bool) -> int:
+        if not isinstance(caches[0], PooledLayer):
+            imported = self._import(caches)
+            return 0 if imported is None else self.finish(tokens, imported, kind)
+        count = min(len(tokens), *(c.offset for c in caches))
+        if not count:
+            return 0
+        node = self._insert(tokens[:count], caches[0].sequence, kind)
+        rings = [c for c in caches if isinstance(c, PooledRotatingKVCache)]
+        if rings and all(c.offset == count for c in rings) and count not in node.checkpoints:
+            if not goes_on or self._has_room_for_second_ring(rings[0].sequence):
+                held = {c.place.group: (tuple(c.sequence.tables[c.place.group].ids), c.ring_index) for c in rings}
+                self.known.add_checkpoint(node, Checkpoint(count, held))
+            else:
+                self.num_skipped += 1
+        return count
+
+    def _insert(self, tokens: Tokens[int], sequence: Sequence, kind: str) -> Node:
+        """Add the path of `tokens`; blocks that are known already replace the sequence's own."""
+        node = self.known.trie.root
+        for index, start in enumerate(range(0, len(tokens), BLOCK_TOKENS)):
+            edge = encode(tokens[start : start + BLOCK_TOKENS])
+            child = self.known.trie.child(node, edge)
+            if child is None:
+                blocks = tuple(sequence.tables[g].ids[index] for g in self.slabs.full_groups)
+                child = self.known.add(node, edge, blocks, kind)
+            elif len(edge) == len(child.tokens) and child.is_full:
+                for group, block in zip(self.slabs.full_groups, child.blocks, strict=True):
+                    if sequence.tables[group].ids[index] != block:
+                        self.pool.swap(sequence.tables[group], index, block)
+            node = child
+        return node
+
+    def _has_room_for_second_ring(self, sequence: Sequence) -> bool:
+        """A sequence that goes on copies every block of a checkpoint that it writes to: promise them to it now."""
+        tables = [sequence.tables[g] for g in self.slabs.window_groups]
+        extra = [max(0, (table.max_blocks or 0) - table.reserved) for table in tables]
+        return self._reserved(tables, extra)
+
+    def _import(self, caches: list[Any]) -> list[Any] | None:
+        """mlx-lm's caches of one sequence, copied into the pool; None where there is no room."""
+        sequence = Sequence(self.slabs)
+        counts = [self.slabs.spec.blocks(caches[0].offset, group.layer) for group in self.slabs.spec.groups]
+        if not self._reserved(sequence.tables, counts):
+            self.num_skipped += 1
+            return None
+        pooled = pooled_caches(self.slabs, sequence)
+        for mine, theirs in zip(pooled, caches, strict=True):
+            mine.state = theirs.state
+        return pooled
+
+    def _reserved(self, tables: list[Any], counts: list[int]) -> bool:
+        try:
+            self.make_room({table.group: count for table, count in zip(tables, counts, strict=True)})
+            self.pool.reserve(tables, counts)
+        except PoolExhaustedError:
+            return False
+        return True
+
+    # -- room ----------------------------------------------------------------------------------------------------------
+
+    def make_room(self, counts: dict[int, int]) -> None:
+        """Evict what is needed for `counts[group]` more blocks, leaves first, oldest first; nothing if it cannot be enough."""
+        self.known.forget(self.pool.make_room(counts))
+
+    def trim_to(self, n_bytes: int) -> None:
+        """Evict until at most `n_bytes` of known blocks are left, or all the rest is held or pinned."""
+        victims = [(0, 0)]
+        while victims and self.known.nbytes > max(0, n_bytes):
+            victims = [v for group in range(len(self.slabs.spec.groups)) for v in self.pool.evict(group, 1)]
+            self.known.forget(victims)
+
+    def pin(self, tokens: Tokens[int]) -> int:
+        """Keep the known part of `tokens` from eviction. Returns its length in tokens."""
+        return self._each_block(tokens, self.pool.pin)
+
+    def unpin(self, tokens: Tokens[int]) -> int:
+        return self._each_block(tokens, self.pool.unpin)
+
+    def clear(self) -> None:
+        """Forget everything. What live sequences hold stays with them."""
+        for child in list(self.known.trie.root.children):
+            self.known.drop(child)
+
+    def _each_block(self, tokens: Tokens[int], act: Callable[[int, int], None]) -> int:
+        match = self.known.trie.match(tokens)
+        for node in [*match.nodes, match.partial]:
+            for owned in self.known.blocks_of(node) if node else ():
+                act(*owned)
+        return match.tokens
+
+    # -- figures -------------------------------------------------------------------------------------------------------
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of all known blocks, each counted once however many sequences share it."""
+        return self.known.nbytes
+
+    def __len__(self) -> int:
+        """How many known sequences are not the beginning of another."""
+        return sum(1 for node in self.known.trie if not node.children)
+
+    def stats_by_kind(self) -> dict[str, dict[str, int]]:
+        """Known sequences, and bytes of their full layers, by what they end with: system, user or assistant."""
+        groups = self.slabs.spec.groups
+        size = sum(self.slabs.spec.bytes_per_block(groups[g]) for g in self.slabs.full_groups)
+        stats = {kind: {"n_sequences": 0, "n_bytes": 0} for kind in ("assistant", "user", "system")}
+        for node in self.known.trie:
+            stats[node.kind]["n_sequences"] += not node.children
+            stats[node.kind]["n_bytes"] += size
+        return stats
+
+    def check(self) -> None:
+        """The invariants of trie and pool together. Raises AssertionError: a broken one is our own bug."""
+        self.known.check()

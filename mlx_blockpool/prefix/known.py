@@ -1,0 +1,121 @@
+"""Which known prefix reads which block: keeps trie and pool in step.
+
+A block of a full layer group belongs to one node; a block of a window group to every checkpoint whose ring it is part of.
+Knows tokens and block ids; no arrays. Owned by the generation thread.
+"""
+
+from __future__ import annotations
+
+from collections import OrderedDict
+from collections.abc import Collection, Iterable
+
+from ..pool import BlockPool
+from ..spec import BLOCK_TOKENS
+from .trie import Checkpoint, Node, Trie
+
+Owned = tuple[int, int]  # (layer group, block)
+
+MAX_REMEMBERED_EVICTIONS = 100_000
+
+
+class KnownBlocks:
+    """The trie of one model and the blocks behind it."""
+
+    def __init__(self, pool: BlockPool, full_groups: list[int], namespace: str) -> None:
+        self.pool = pool
+        self.full_groups = full_groups
+        self.trie = Trie(namespace)
+        self._owners: dict[Owned, set[Node]] = {}
+        self._evicted: OrderedDict[bytes, None] = OrderedDict()
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of all known blocks, each counted once."""
+        sizes = [self.pool.spec.bytes_per_block(g) for g in self.pool.spec.groups]
+        return sum(sizes[group] for group, _ in self._owners)
+
+    def add(self, node: Node, edge: bytes, blocks: tuple[int, ...], kind: str) -> Node:
+        """A new child edge in held blocks, one for each full group. Shorter edges that it contains are merged into it."""
+        new, shorter = self.trie.add(node, edge, blocks, kind)
+        for owned in self._blocks(new):
+            self._own(new, owned, new.end - new.start)
+        for old in shorter:
+            for owned in _rings(old.checkpoints.values()):
+                self._owners[owned] = self._owners[owned] - {old} | {new}
+            old.checkpoints = {}
+            self._disown(old, self._blocks(old), ())
+        return new
+
+    def add_checkpoint(self, node: Node, checkpoint: Checkpoint) -> None:
+        """The rings of a checkpoint, in held blocks."""
+        node.checkpoints[checkpoint.position] = checkpoint
+        for owned in _rings([checkpoint]):
+            self._own(node, owned, BLOCK_TOKENS)
+
+    def forget(self, victims: list[Owned]) -> None:
+        """Take evicted blocks out of the trie, and what cannot be reached without them."""
+        gone = set(victims)
+        for victim in victims:
+            for node in list(self._owners.get(victim, ())):
+                if victim[0] in self.full_groups:
+                    self.drop(node, gone)
+                else:
+                    self._drop_checkpoints(node, victim, gone)
+
+    def drop(self, node: Node, gone: Collection[Owned] = ()) -> None:
+        """Forget a node and all below it; `gone` blocks are free already."""
+        for old in self.trie.remove(node):
+            self._evicted[old.hash] = None
+            owned = [*self._blocks(old), *_rings(old.checkpoints.values())]
+            old.checkpoints = {}
+            self._disown(old, owned, gone)
+        while len(self._evicted) > MAX_REMEMBERED_EVICTIONS:
+            self._evicted.popitem(last=False)
+
+    def was_evicted(self, parent: Node, edge: bytes) -> bool:
+        """Whether this edge was known before and had to go."""
+        return Node.name(parent, edge) in self._evicted
+
+    def blocks_of(self, node: Node) -> list[Owned]:
+        return [*self._blocks(node), *_rings(node.checkpoints.values())]
+
+    def check(self) -> None:
+        """The invariants of trie, pool and the index between them. Raises AssertionError."""
+        self.trie.check()
+        self.pool.check()
+        owners: dict[Owned, set[Node]] = {}
+        for node in self.trie:
+            for owned in self.blocks_of(node):
+                owners.setdefault(owned, set()).add(node)
+        assert owners == self._owners, f"{len(owners)} blocks in the trie != {len(self._owners)} in the index"
+
+    def _blocks(self, node: Node) -> list[Owned]:
+        return list(zip(self.full_groups, node.blocks, strict=True))
+
+    def _own(self, node: Node, owned: Owned, tokens: int) -> None:
+        self.pool.know(*owned, tokens)
+        self._owners.setdefault(owned, set()).add(node)
+
+    def _disown(self, node: Node, blocks: list[Owned], gone: Collection[Owned]) -> None:
+        still = self.blocks_of(node) if node.checkpoints else ()
+        for owned in blocks:
+            if owned not in gone:
+                self.pool.forget(*owned)
+            if owned in self._owners and owned not in still:
+                self._owners[owned].discard(node)
+                if not self._owners[owned]:
+                    del self._owners[owned]
+
+    def _drop_checkpoints(self, node: Node, victim: Owned, gone: Collection[Owned]) -> None:
+        for checkpoint in list(node.checkpoints.values()):
+            if victim in _rings([checkpoint]):
+                del node.checkpoints[checkpoint.position]
+                self._disown(node, _rings([checkpoint]), gone)
+        while node.parent is not None and not (node.blocks or node.children or node.checkpoints):
+            node.parent.children.remove(node)
+            node = node.parent
+
+
+def _rings(checkpoints: Iterable[Checkpoint]) -> list[Owned]:
+    """Every ring block, once for each checkpoint."""
+    return [(group, block) for c in checkpoints for group, (ids, _) in c.rings.items() for block in ids]

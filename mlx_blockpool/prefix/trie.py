@@ -1,0 +1,194 @@
+"""Known prefixes: a tree whose edges are blocks of 256 tokens. Knows tokens and hashes; no arrays, no pool, no disk.
+
+The last edge of a sequence may be shorter than a block. Siblings may start alike: matching inside a block is by token.
+Owned by the generation thread.
+"""
+
+from __future__ import annotations
+
+import hashlib
+from array import array
+from bisect import bisect_left, insort
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, field
+
+from ..spec import BLOCK_TOKENS
+
+# Token ids as 64-bit integers: image patches have negative ids of 60 bits.
+TOKEN_BYTES = 8
+EDGE_BYTES = BLOCK_TOKENS * TOKEN_BYTES
+
+
+@dataclass(eq=False)
+class Checkpoint:
+    """What the window layers held at one token position: per window group the ring's block ids and its ring index."""
+
+    position: int
+    rings: dict[int, tuple[tuple[int, ...], int]]
+
+
+@dataclass(eq=False)
+class Node:
+    """One edge: up to 256 tokens, and the block of each full layer group that holds them.
+
+    `hash` names the whole prefix up to here. `checkpoints` are by absolute token position.
+    """
+
+    parent: Node | None
+    start: int
+    tokens: bytes
+    hash: bytes
+    blocks: tuple[int, ...] = ()
+    kind: str = "assistant"
+    children: list[Node] = field(default_factory=list)
+    checkpoints: dict[int, Checkpoint] = field(default_factory=dict)
+
+    @property
+    def end(self) -> int:
+        return self.start + len(self.tokens) // TOKEN_BYTES
+
+    @property
+    def is_full(self) -> bool:
+        return len(self.tokens) == EDGE_BYTES
+
+    @staticmethod
+    def name(parent: Node, edge: bytes) -> bytes:
+        return hashlib.blake2b(parent.hash + edge, digest_size=32).digest()
+
+    def path(self) -> list[Node]:
+        """From the first edge to this one."""
+        nodes: list[Node] = []
+        node: Node | None = self
+        while node is not None and node.parent is not None:
+            nodes.append(node)
+            node = node.parent
+        return nodes[::-1]
+
+    def subtree(self) -> Iterator[Node]:
+        stack = [self]
+        while stack:
+            node = stack.pop()
+            yield node
+            stack += node.children
+
+
+@dataclass(frozen=True)
+class Match:
+    """The longest known prefix: whole edges `nodes`, then `count` tokens of `partial` (None: 0 tokens)."""
+
+    nodes: list[Node]
+    partial: Node | None
+    count: int
+
+    @property
+    def tokens(self) -> int:
+        return len(self.nodes) * BLOCK_TOKENS + self.count
+
+
+class Trie:
+    """`namespace` names what the blocks were computed with: weights, adapter, spec, KV dtype."""
+
+    def __init__(self, namespace: str) -> None:
+        seed = hashlib.blake2b(namespace.encode(), digest_size=32).digest()
+        self.root = Node(None, 0, b"", seed)
+
+    def __iter__(self) -> Iterator[Node]:
+        nodes = self.root.subtree()
+        next(nodes)
+        return nodes
+
+    def match(self, tokens: Sequence[int]) -> Match:
+        """The longest known prefix of `tokens`. Changes nothing."""
+        node, nodes = self.root, []
+        for start in range(0, len(tokens), BLOCK_TOKENS):
+            edge = encode(tokens[start : start + BLOCK_TOKENS])
+            child, count = _closest(node, edge)
+            if child is None:
+                break
+            if count < BLOCK_TOKENS:
+                return Match(nodes, child, count)
+            nodes.append(child)
+            node = child
+        return Match(nodes, None, 0)
+
+    def child(self, node: Node, edge: bytes) -> Node | None:
+        """The child that has all of these tokens, if there is one."""
+        child, count = _closest(node, edge)
+        return child if child is not None and count * TOKEN_BYTES == len(edge) else None
+
+    def add(self, node: Node, edge: bytes, blocks: tuple[int, ...], kind: str) -> tuple[Node, list[Node]]:
+        """A new child. Returns it and the shorter siblings that it makes superfluous, already out of the tree.
+
+        Their checkpoints have moved to the new child; what they know of blocks is the caller's to forget.
+        """
+        new = Node(node, node.end, edge, Node.name(node, edge), blocks, kind)
+        shorter = [c for c in node.children if len(c.tokens) < len(edge) and edge.startswith(c.tokens)]
+        for old in shorter:
+            new.checkpoints.update(old.checkpoints)
+            node.children.remove(old)
+        insort(node.children, new, key=_tokens)
+        return new, shorter
+
+    def remove(self, node: Node) -> list[Node]:
+        """Cut a node and all below it off. Returns them."""
+        assert node.parent is not None, "the root cannot be removed"
+        node.parent.children.remove(node)
+        return list(node.subtree())
+
+    def check(self) -> None:
+        """The invariant: order, hashes and positions. Raises AssertionError."""
+        for node in self:
+            parent = node.parent
+            assert parent is not None
+            assert parent.end == node.start, f"node starts at {node.start}, its parent ends at {parent.end}"
+            assert parent is self.root or parent.is_full, f"the edge before token {node.start} is not full"
+            edges = [c.tokens for c in parent.children]
+            assert edges == sorted(edges), f"children at token {node.start} are out of order"
+            covered = [e for e in edges if len(e) > len(node.tokens) and e.startswith(node.tokens)]
+            assert not covered, f"the edge at token {node.start} is part of a longer one"
+            assert node.hash == Node.name(parent, node.tokens), f"hash at {node.start}"
+            outside = [p for p in node.checkpoints if not node.start < p <= node.end]
+            assert not outside, f"checkpoints {outside} outside of ({node.start}, {node.end}]"
+
+
+def encode(tokens: Sequence[int]) -> bytes:
+    return array("q", tokens).tobytes()
+
+
+def decode(edge: bytes) -> list[int]:
+    return array("q", edge).tolist()
+
+
+def _tokens(node: Node) -> bytes:
+    return node.tokens
+
+
+def _closest(node: Node, edge: bytes) -> tuple[Node | None, int]:
+    """The child with the longest common beginning, and its length in tokens.
+
+    In sorted order that child stands next to where `edge` would stand.
+    """
+    children = node.children
+    if not children:
+        return None, 0
+    at = bisect_left(children, edge, key=_tokens)
+    best, longest = None, 0
+    for child in children[max(0, at - 1) : at + 1]:
+        count = _common_tokens(child.tokens, edge)
+        if count > longest:
+            best, longest = child, count
+    return best, longest
+
+
+def _common_tokens(a: bytes, b: bytes) -> int:
+    size = min(len(a), len(b))
+    if a[:size] == b[:size]:
+        return size // TOKEN_BYTES
+    low, high = 0, size // TOKEN_BYTES
+    while low < high:
+        middle = (low + high + 1) // 2
+        if a[: middle * TOKEN_BYTES] == b[: middle * TOKEN_BYTES]:
+            low = middle
+        else:
+            high = middle - 1
+    return low
