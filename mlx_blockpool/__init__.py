@@ -24,7 +24,7 @@ _HOME = {
     "open_pool": "cache.factory",
     "spec_from_config": "plugins",
 }
-__all__ = sorted(_HOME)  # noqa: PLE0605
+__all__ = sorted(_HOME)
 
 
 def __getattr__(name: str) -> Any:

@@ -6,7 +6,18 @@ from dataclasses import dataclass
 
 from .errors import BlockpoolError
 
-_UNITS = {"": 1, "B": 1, "K": 10**3, "KB": 10**3, "M": 10**6, "MB": 10**6, "G": 10**9, "GB": 10**9, "T": 10**12, "TB": 10**12}
+_UNITS = {
+    "": 1,
+    "B": 1,
+    "K": 10**3,
+    "KB": 10**3,
+    "M": 10**6,
+    "MB": 10**6,
+    "G": 10**9,
+    "GB": 10**9,
+    "T": 10**12,
+    "TB": 10**12,
+}
 _UNITS |= {"KIB": 2**10, "MIB": 2**20, "GIB": 2**30}
 
 

@@ -228,14 +228,11 @@ def _patched(found: PatchStatus, patch: _FilePatch) -> bytes | None:
         return None
     if digest != patch.before:
         raise PatchError(
-            f"Found {path} with sha256 {digest}; needed {patch.before} (mlx-lm {found.version}). "
-            f"{_reinstall(found.version)}"
+            f"Found {path} with sha256 {digest}; needed {patch.before} (mlx-lm {found.version}). {_reinstall(found.version)}"
         )
     result = _apply_hunks(source, patch.hunks)
     if _sha256(result) != patch.after:
-        raise PatchError(
-            f"The patch gave {path} sha256 {_sha256(result)}; needed {patch.after}. Reinstall mlx-blockpool."
-        )
+        raise PatchError(f"The patch gave {path} sha256 {_sha256(result)}; needed {patch.after}. Reinstall mlx-blockpool.")
     return result
 
 

@@ -37,7 +37,11 @@ def rebind(function: Callable[..., Any], **names: Any) -> Callable[..., Any]:
     unknown = [name for name in names if name not in function.__globals__]
     assert not unknown, f"{function.__module__} has no {unknown}"
     copy = types.FunctionType(
-        function.__code__, {**function.__globals__, **names}, function.__name__, function.__defaults__, function.__closure__
+        function.__code__,
+        {**function.__globals__, **names},
+        function.__name__,
+        function.__defaults__,
+        function.__closure__,
     )
     copy.__kwdefaults__ = function.__kwdefaults__
     return copy

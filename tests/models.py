@@ -3,10 +3,20 @@
 from __future__ import annotations
 
 import importlib
+import json
+from pathlib import Path
 from typing import Any
 
 import mlx.core as mx
-from mlx.utils import tree_map
+from mlx.utils import tree_flatten, tree_map
+from tokenizers import Tokenizer
+from tokenizers.decoders import Fuse
+from tokenizers.models import BPE
+
+CHAT_TEMPLATE = (
+    "{% for m in messages %}<|im_start|>{{ m['role'] }}\n{{ m['content'] }}<|im_end|>\n{% endfor %}"
+    "{% if add_generation_prompt %}<|im_start|>assistant\n{% endif %}"
+)
 
 SMALL = {
     "hidden_size": 64,
@@ -61,3 +71,26 @@ def make_model(name: str, seed: int = 0, **changes: Any) -> Any:
     mx.eval(model.parameters())
     model.eval()
     return model
+
+
+def save_model(folder: Path, name: str, seed: int = 0, **changes: Any) -> Path:
+    """A model folder that mlx_lm.load and both servers take: weights, config and a tokenizer of single ASCII characters."""
+    folder.mkdir(parents=True, exist_ok=True)
+    tokenizer = character_tokenizer()
+    changes = {"vocab_size": tokenizer.get_vocab_size(), **changes}
+    weights = dict(tree_flatten(make_model(name, seed, **changes).parameters()))
+    mx.save_safetensors(str(folder / "model.safetensors"), weights, {"format": "mlx"})
+    (folder / "config.json").write_text(json.dumps({**CONFIGS[name], **changes}))
+    tokenizer.save(str(folder / "tokenizer.json"))
+    special = {"tokenizer_class": "PreTrainedTokenizerFast", "eos_token": "<|im_end|>", "chat_template": CHAT_TEMPLATE}
+    (folder / "tokenizer_config.json").write_text(json.dumps(special))
+    return folder
+
+
+def character_tokenizer() -> Tokenizer:
+    """A BPE without merges: what is generated tokenizes back to the same ids, whatever the model says."""
+    alphabet = [chr(c) for c in range(32, 127)] + ["\n"]
+    tokenizer = Tokenizer(BPE({char: i for i, char in enumerate(alphabet)}, [], unk_token="?"))
+    tokenizer.decoder = Fuse()
+    tokenizer.add_special_tokens(["<|im_start|>", "<|im_end|>"])
+    return tokenizer

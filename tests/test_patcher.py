@@ -96,15 +96,11 @@ def read_all(folder: Path) -> dict[str, bytes]:
 
 def run_python(*args: str, path: Path) -> subprocess.CompletedProcess[str]:
     environment = {**os.environ, "PYTHONPATH": str(path), "COLUMNS": "200"}
-    return subprocess.run(
-        [sys.executable, *args], env=environment, cwd=path, capture_output=True, text=True, timeout=60
-    )
+    return subprocess.run([sys.executable, *args], env=environment, cwd=path, capture_output=True, text=True, timeout=60)
 
 
 def test_patcher_imports_neither_mlx_nor_mlx_lm() -> None:
-    code = (
-        "import sys; from mlx_blockpool import patcher; patcher.status(); print({'mlx', 'mlx_lm'} & set(sys.modules))"
-    )
+    code = "import sys; from mlx_blockpool import patcher; patcher.status(); print({'mlx', 'mlx_lm'} & set(sys.modules))"
     result = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=60)
     assert (result.stdout, result.stderr) == ("set()\n", "")
 

@@ -30,7 +30,8 @@ def scaled_dot_product_attention(
     if hasattr(cache, "attend"):
         attended: mx.array = cache.attend(queries, keys, values, scale, mask, sinks)
         return attended
-    return base.scaled_dot_product_attention(queries, keys, values, cache, scale=scale, mask=mask, sinks=sinks)
+    out: mx.array = base.scaled_dot_product_attention(queries, keys, values, cache, scale=scale, mask=mask, sinks=sinks)
+    return out
 
 
 def attach(model: Any) -> int:
@@ -102,12 +103,12 @@ def _ragged_logits(model: Any, batch: list[Any], prompts: list[list[int]]) -> mx
     for cache in batch:
         cache.finalize()
     for token in (1, 2):
-        logits = model(mx.array([[token]] * len(prompts)), cache=batch)
+        logits: mx.array = model(mx.array([[token]] * len(prompts)), cache=batch)
     return logits[:, -1].astype(mx.float32)
 
 
 def _single_logits(model: Any, prompt: list[int]) -> mx.array:
     cache = stock_prompt_cache(model)
     for tokens in (prompt, [1], [2]):
-        logits = model(mx.array([tokens]), cache=cache)
+        logits: mx.array = model(mx.array([tokens]), cache=cache)
     return logits[:, -1].astype(mx.float32)

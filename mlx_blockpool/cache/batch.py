@@ -94,7 +94,7 @@ class PooledBatchCache(_BaseCache):  # type: ignore[misc]
         return all(m.is_trimmable() for m in self.members)  # type: ignore[attr-defined]
 
     def trim(self, n: int) -> int:
-        return min(m.trim(n) for m in self.members)  # type: ignore[attr-defined]
+        return min(int(m.trim(n)) for m in self.members)  # type: ignore[attr-defined]
 
     def empty(self) -> bool:
         return all(m.empty() for m in self.members)

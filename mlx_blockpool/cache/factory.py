@@ -15,6 +15,7 @@ from .layers import PooledKVCache, PooledRotatingKVCache
 from .sequence import Sequence
 from .slabs import Slabs
 
+
 def pooled_caches(slabs: Slabs, sequence: Sequence | None = None) -> list[Any]:
     """Layer caches of one sequence for a model whose layers all live in blocks; empty, without `sequence` a new one."""
     sequence = sequence or Sequence(slabs)

@@ -63,7 +63,8 @@ class PooledLayer:
             views = self.views()
             if len(views) > 1:
                 return attend_runs(queries, views, scale, sinks)
-        return scaled_dot_product_attention(queries, keys, values, None, scale=scale, mask=mask, sinks=sinks)
+        out: mx.array = scaled_dot_product_attention(queries, keys, values, None, scale=scale, mask=mask, sinks=sinks)
+        return out
 
     def views(self) -> list[View]:
         """Keys and values of each run, in the order in which they are stored."""
@@ -170,7 +171,7 @@ class PooledRotatingKVCache(PooledLayer, RotatingKVCache):  # type: ignore[misc]
     def _write(self, keys: mx.array, values: mx.array) -> View | None:
         return self._write_one(keys, values) if keys.shape[2] == 1 else self._write_many(keys, values)
 
-    def _write_one(self, keys: mx.array, values: mx.array) -> None:
+    def _write_one(self, keys: mx.array, values: mx.array) -> View | None:
         if self.offset < self.max_size:
             self._idx = self.offset
         elif self._idx == self.max_size:
@@ -178,6 +179,7 @@ class PooledRotatingKVCache(PooledLayer, RotatingKVCache):  # type: ignore[misc]
         self.sequence.write(self.place, self._idx, keys, values)
         self.offset += 1
         self._idx += 1
+        return None
 
     def _write_many(self, keys: mx.array, values: mx.array) -> View | None:
         """Each of several tokens sees max_size tokens: beyond the wrap more are returned than the ring keeps."""
@@ -191,10 +193,8 @@ class PooledRotatingKVCache(PooledLayer, RotatingKVCache):  # type: ignore[misc]
             old = [self._last_tokens(a, self.max_size - 1) for a in self._temporal(before)]
             # Evaluated now: a lazy copy would be a reader of the slab while the ring is written.
             mx.eval(old)
-            keys, values = (mx.concatenate(pair, axis=2) for pair in zip(old, (keys, values), strict=True))
-        self.sequence.write(
-            self.place, 0, self._last_tokens(keys, self.max_size), self._last_tokens(values, self.max_size)
-        )
+            keys, values = (mx.concatenate(list(pair), axis=2) for pair in zip(old, (keys, values), strict=True))
+        self.sequence.write(self.place, 0, self._last_tokens(keys, self.max_size), self._last_tokens(values, self.max_size))
         self._idx = self.max_size
         return keys, values
 
@@ -230,7 +230,7 @@ class PooledRotatingKVCache(PooledLayer, RotatingKVCache):  # type: ignore[misc]
         return RotatingKVCache.from_state((_whole(keys), _whole(values), *rest))
 
 
-def _whole(arrays: mx.array | list[mx.array] | None) -> mx.array | None:
+def _whole(arrays: Any) -> Any:
     if not isinstance(arrays, list):
         return arrays
     return join([(a, a) for a in arrays])[0] if arrays else None

@@ -25,11 +25,11 @@ def attend_runs(queries: mx.array, views: list[View], scale: float, sinks: mx.ar
         weights = [column.astype(scores[0].dtype), *scores]
     weights = mx.softmax(mx.concatenate(weights, axis=-1), axis=-1, precise=True)
     start = 0 if sinks is None else 1
-    out = None
+    out: mx.array | None = None
     for _, values in views:
         stop = start + values.shape[2]
         part = weights[..., start:stop] @ values
         out = part if out is None else out + part
         start = stop
     assert out is not None
-    return out.reshape(batch, heads, 1, -1)
+    return mx.reshape(out, (batch, heads, 1, -1))

@@ -50,7 +50,7 @@ class Slabs:
 
     def reconfigure(self, spec: ModelCacheSpec) -> None:
         """Start anew for another model. Caches of the old one must not be used again."""
-        self._slabs = {}
+        self._slabs.clear()
         self.ragged = False
         self.pool.reconfigure(spec)
         self._start()

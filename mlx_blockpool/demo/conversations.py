@@ -13,6 +13,7 @@ from typing import Any
 Message = tuple[str, str]
 
 _OPENINGS = ["Please: ", "Hello. ", "Hi, ", "One question: ", "Can you tell me: ", "And ", "So, ", "Ok. ", "Thanks. "]
+_FILLERS = ["exactly", "here", "really", "now", "actually", "please", "just", "in simple words", "so", "very much", "then"]
 _GENERAL_SYSTEMS = 6
 
 
@@ -31,6 +32,7 @@ class Conversations:
         self._topics: list[dict[str, Any]] = load_json("questions.json")
         self._systems: list[str] = load_json("systems.json")
         self.trained = [(q, topic["answer"]) for topic in self._topics for q in topic["questions"][:-1]]
+        self._words = [word for question, _ in self.trained for word in question.rstrip("?.!").split(" ")]
         self.held_out = [(topic["questions"][-1], topic["answer"]) for topic in self._topics]
 
     def texts(self) -> list[str]:
@@ -67,13 +69,18 @@ class Conversations:
         return messages
 
     def _reworded(self, question: str) -> str:
-        """The same question as a hurried user might type it."""
-        if self._random.random() < 0.2:
-            question = self._random.choice(_OPENINGS) + question[0].lower() + question[1:]
-        if self._random.random() < 0.15:
-            words = question.split(" ")
+        """The same question as somebody else might type it: words added, lost or mistaken, no capitals or no mark."""
+        chance = self._random.random
+        words = question.split(" ")
+        if chance() < 0.25:
+            words.insert(self._random.randint(0, len(words)), self._random.choice(_FILLERS))
+        if len(words) > 3 and chance() < 0.2:
             del words[self._random.randrange(len(words))]
-            question = " ".join(words) if len(words) > 3 else question
-        if self._random.random() < 0.3:
-            question = question.rstrip("?.!")
-        return question.lower() if self._random.random() < 0.3 else question
+        if len(words) > 4 and chance() < 0.1:
+            words[self._random.randrange(len(words))] = self._random.choice(self._words)
+        text = " ".join(words)
+        if chance() < 0.2:
+            text = self._random.choice(_OPENINGS) + text[0].lower() + text[1:]
+        if chance() < 0.3:
+            text = text.rstrip("?.!")
+        return text.lower() if chance() < 0.3 else text

@@ -34,7 +34,7 @@ VOCAB_SIZE = 1536
 LEARNING_RATE = 4e-3
 # Conversations per batch, and how often a batch is of that kind: short ones teach most per second, long ones distance.
 BATCHES = {"single": 48, "turns": 14, "long": 5}
-SHARES = {"single": 0.6, "turns": 0.3, "long": 0.1}
+SHARES = {"single": 0.5, "turns": 0.35, "long": 0.15}
 
 
 def model_config(tokenizer: Tokenizer) -> dict[str, Any]:

@@ -58,7 +58,14 @@ class GroupBlocks:
         pinned = sum(1 for b in self.blocks.values() if b.pins)
         held = len(self.blocks) - self.free.count - len(self.evictable)
         return BlockCounts(
-            self.group.name, len(self.blocks), self.free.count, held, len(self.evictable), pinned, self.reserved, self.bytes_per_block
+            self.group.name,
+            len(self.blocks),
+            self.free.count,
+            held,
+            len(self.evictable),
+            pinned,
+            self.reserved,
+            self.bytes_per_block,
         )
 
     def add_slab(self, blocks: int) -> None:

@@ -12,20 +12,21 @@ from collections.abc import Iterable, Mapping, Sequence
 
 from ..config import PoolConfig
 from ..errors import PoolExhaustedError
-from ..spec import ModelCacheSpec
+from ..spec import BLOCK_TOKENS, ModelCacheSpec, blocks_for
+from . import report
 from .blocks import BlockCounts, GroupBlocks
+from .budget import Budget, evict
 from .table import BlockTable
 
 
 class BlockPool:
     """Blocks for every layer group of one model, under one hard byte budget.
 
-    Memory is taken slab by slab; `layout` counts the changes, so that the owner of the arrays can follow.
+    Memory is taken slab by slab; whoever owns the arrays follows `layout` and slabs().
     """
 
     def __init__(self, spec: ModelCacheSpec, pool_bytes: int, config: PoolConfig | None = None) -> None:
         self.pool_bytes = pool_bytes
-        self.layout = 0
         self._config = config or PoolConfig()
         self._returned: deque[tuple[int, list[int], int, int]] = deque()
         self._generation = 0
@@ -41,15 +42,18 @@ class BlockPool:
         for group in spec.groups:
             size = spec.bytes_per_block(group)
             self._groups.append(GroupBlocks(group, size, max(1, share // size)))
-        self.layout += 1
+        self._budget = Budget(self.pool_bytes, self._groups)
         minimum = sum(g.bytes_per_block for g in self._groups)
         if self.pool_bytes < minimum:
             raise PoolExhaustedError(
-                len(self._groups), 0, 0, f"{spec.model_id} (one block of each group is {minimum} bytes)",
+                len(self._groups),
+                0,
+                0,
+                f"{spec.model_id} (one block of each group is {minimum} bytes)",
                 f"The pool has {self.pool_bytes} bytes. Raise --pool-bytes.",
             )
         if self._config.preallocate:
-            self._preallocate()
+            self._budget.grow_all(self._largest_sequence())
 
     # -- tables --------------------------------------------------------------------------------------------------------
 
@@ -65,7 +69,7 @@ class BlockPool:
         needed: dict[int, int] = {}
         for table, count in zip(tables, counts, strict=True):
             needed[table.group] = needed.get(table.group, 0) + count
-        self._grow_for(needed)
+        self._budget.grow_for(needed)
         for table, count in zip(tables, counts, strict=True):
             table.reserved += count
             self._groups[table.group].reserved += count
@@ -159,11 +163,7 @@ class BlockPool:
 
     def evict(self, group: int, count: int) -> list[tuple[int, int]]:
         """Free the `count` least recently used evictable blocks, fewer if there are fewer. Returns (group, block) of each."""
-        blocks = self._groups[group]
-        victims = [i for i, _ in zip(blocks.victims(), range(count))]  # noqa: B905
-        for i in victims:
-            blocks.evict(i)
-        return [(group, i) for i in victims]
+        return evict(self._groups[group], group, count)
 
     def make_room(self, counts: Mapping[int, int]) -> list[tuple[int, int]]:
         """Evict what reserve() of these counts needs, or nothing if that would not be enough.
@@ -171,26 +171,19 @@ class BlockPool:
         Returns the victims; whoever knew them must forget them.
         """
         self._drain()
-        if not self._can_make_room(counts):
-            return []
-        victims: list[tuple[int, int]] = []
-        left = self._bytes_left()
-        for group, count in counts.items():
-            blocks = self._groups[group]
-            short = max(0, count - blocks.available)
-            grown = min(short, left // blocks.bytes_per_block)
-            left -= grown * blocks.bytes_per_block
-            victims += self.evict(group, short - grown)
-        if self._bytes_to_grow(counts) > self._bytes_left():
-            victims += self._empty_slabs(counts)
-        return victims
+        return self._budget.make_room(counts)
 
     # -- figures -------------------------------------------------------------------------------------------------------
 
     @property
     def nbytes(self) -> int:
         """Bytes of all slabs; never more than pool_bytes."""
-        return sum(len(g.blocks) * g.bytes_per_block for g in self._groups)
+        return self._budget.nbytes
+
+    @property
+    def layout(self) -> int:
+        """Changes whenever a slab is added or given back."""
+        return self._budget.layout
 
     def slabs(self, group: int) -> dict[int, int]:
         """Slab index -> blocks in it."""
@@ -214,29 +207,27 @@ class BlockPool:
         growing = sum(g.bytes_per_block for g in self._groups if g.group.layer.max_blocks is None)
         if not growing:
             return 2**31 if self.pool_bytes >= fixed else 0
-        return max(0, (self.pool_bytes - fixed) // growing) * 256
+        return max(0, (self.pool_bytes - fixed) // growing) * BLOCK_TOKENS
+
+    def _largest_sequence(self) -> dict[int, int]:
+        tokens = self.sequence_capacity()
+        limits = [g.group.layer.max_blocks for g in self._groups]
+        return {g: blocks_for(tokens) if limit is None else limit for g, limit in enumerate(limits)}
 
     def fragmentation(self, group: int) -> float:
         """0.0 where all free blocks of a group are one run, towards 1.0 where they are scattered."""
-        free = self._groups[group].free
-        return 1.0 - free.longest / free.count if free.count else 0.0
+        return report.fragmentation(self._groups[group])
 
     def block_map(self, width: int = 64) -> str:
         """The pool as text: one line per slab; . free, # held, o evictable, * pinned."""
-        lines = []
-        for blocks in self._groups:
-            lines.append(f"{blocks.group.name}: {blocks.free.count} of {len(blocks.blocks)} free")
-            for index in sorted(blocks.slabs):
-                row = "".join(_letter(blocks, i) for i in blocks.slab_ids(index))
-                lines += [f"  {index}: {row[i : i + width]}" for i in range(0, len(row), width)]
-        return "\n".join(lines)
+        return "\n".join(line for blocks in self._groups for line in report.block_map(blocks, width))
 
     def check(self) -> None:
         """The invariant, with figures. Raises AssertionError: a broken pool is our own bug."""
         self._drain()
         assert self.nbytes <= self.pool_bytes, f"{self.nbytes} bytes > {self.pool_bytes} allowed"
         for g, blocks in enumerate(self._groups):
-            _check_group(blocks, [t for t in self._tables if t.group == g])
+            report.check(blocks, [t for t in self._tables if t.group == g])
 
     # -- inside --------------------------------------------------------------------------------------------------------
 
@@ -249,7 +240,7 @@ class BlockPool:
     def _take(self, table: BlockTable, count: int, after: int | None) -> list[int]:
         self._drain()
         promised = min(count, table.reserved)
-        self._grow_for({table.group: count - promised})
+        self._budget.grow_for({table.group: count - promised})
         blocks = self._groups[table.group]
         blocks.reserved -= promised
         table.reserved -= promised
@@ -258,115 +249,9 @@ class BlockPool:
             blocks.blocks[i].ref_count = 1
         return ids
 
-    def _grow_for(self, counts: Mapping[int, int]) -> None:
-        """Add the slabs that make counts[group] blocks available in each group, or raise and change nothing."""
-        if all(count <= self._groups[g].available for g, count in counts.items()):
-            return
-        if self._bytes_to_grow(counts) > self._bytes_left():
-            self._drop_empty_slabs(counts)
-        if self._bytes_to_grow(counts) > self._bytes_left():
-            group, count = max(counts.items(), key=lambda item: item[1] - self._groups[item[0]].available)
-            blocks = self._groups[group]
-            raise PoolExhaustedError(count, blocks.available, len(blocks.evictable), blocks.group.name)
-        generous = self._bytes_to_grow(counts, whole_slabs=True) <= self._bytes_left()
-        for group, count in counts.items():
-            self._grow(self._groups[group], count - self._groups[group].available, generous)
-
-    def _grow(self, blocks: GroupBlocks, short: int, generous: bool) -> None:
-        while short > 0:
-            size = blocks.stride if generous else min(short, blocks.stride)
-            blocks.add_slab(size)
-            self.layout += 1
-            short -= size
-
-    def _bytes_to_grow(self, counts: Mapping[int, int], whole_slabs: bool = False) -> int:
-        total = 0
-        for group, count in counts.items():
-            blocks = self._groups[group]
-            short = max(0, count - blocks.available)
-            total += (-(-short // blocks.stride) * blocks.stride if whole_slabs else short) * blocks.bytes_per_block
-        return total
-
-    def _bytes_left(self) -> int:
-        return self.pool_bytes - self.nbytes
-
-    def _drop_empty_slabs(self, counts: Mapping[int, int]) -> None:
-        """Give back slabs without a block in use, as far as the promises of their group and `counts` allow."""
-        for g, blocks in enumerate(self._groups):
-            for index in sorted(blocks.slabs, key=lambda i: blocks.slabs[i]):
-                ids = blocks.slab_ids(index)
-                unused = all(blocks.blocks[i].ref_count == 0 and not blocks.blocks[i].known for i in ids)
-                if unused and blocks.available - len(ids) >= counts.get(g, 0):
-                    blocks.drop_slab(index)
-                    self.layout += 1
-
-    def _empty_slabs(self, counts: Mapping[int, int]) -> list[tuple[int, int]]:
-        """Evict whole slabs of groups that have more than they need, until their bytes are enough for the others."""
-        victims: list[tuple[int, int]] = []
-        for g, blocks in enumerate(self._groups):
-            for index in list(blocks.slabs):
-                if self._bytes_to_grow(counts) <= self._bytes_left():
-                    return victims
-                ids = blocks.slab_ids(index)
-                known = [i for i in ids if blocks.blocks[i].known]
-                spare = blocks.available + len(known) - len(ids) >= counts.get(g, 0)
-                if spare and blocks.is_idle(index):
-                    for i in known:
-                        blocks.evict(i)
-                    victims += [(g, i) for i in known]
-                    blocks.drop_slab(index)
-                    self.layout += 1
-        return victims
-
-    def _can_make_room(self, counts: Mapping[int, int]) -> bool:
-        needed = 0
-        for group, count in counts.items():
-            blocks = self._groups[group]
-            evictable = sum(1 for _ in blocks.victims())
-            needed += max(0, count - blocks.available - evictable) * blocks.bytes_per_block
-        idle = sum(
-            n * g.bytes_per_block for i, g in enumerate(self._groups) if i not in counts or not counts[i]
-            for index, n in g.slabs.items() if g.is_idle(index)
-        )
-        return needed <= self._bytes_left() + idle
-
-    def _preallocate(self) -> None:
-        """All of the budget now: the groups in the proportion that a sequence of the largest size uses."""
-        capacity = self.sequence_capacity()
-        for blocks in self._groups:
-            limit = blocks.group.layer.max_blocks
-            count = capacity // 256 if limit is None else limit
-            self._grow(blocks, count, generous=False)
-
     def _drain(self) -> None:
         while self._returned:
             group, ids, reserved, generation = self._returned.popleft()
             if generation == self._generation:
                 self._groups[group].release(reversed(ids))
                 self._groups[group].reserved -= reserved
-
-
-def _letter(blocks: GroupBlocks, block: int) -> str:
-    state = blocks.blocks[block]
-    if state.pins:
-        return "*"
-    if state.ref_count:
-        return "#"
-    return "o" if state.known else "."
-
-
-def _check_group(blocks: GroupBlocks, tables: list[BlockTable]) -> None:
-    name = blocks.group.name
-    refs: dict[int, int] = {}
-    for table in tables:
-        for block in table.ids:
-            refs[block] = refs.get(block, 0) + 1
-    free = {i for start, end in blocks.free for i in range(start, end)}  # type: ignore[attr-defined]
-    assert len(free) == blocks.free.count, f"{name}: {len(free)} blocks in free runs != {blocks.free.count} counted"
-    for i, block in blocks.blocks.items():
-        assert block.ref_count == refs.get(i, 0), f"{name} block {i}: ref_count {block.ref_count} != {refs.get(i, 0)} tables"
-        assert (i in free) == (block.ref_count == 0 and block.known == 0), f"{name} block {i}: free={i in free}, {block}"
-        assert (i in blocks.evictable) == (block.ref_count == 0 and block.known > 0), f"{name} block {i}: {block}"
-    promised = sum(t.reserved for t in tables)
-    assert blocks.reserved == promised, f"{name}: {blocks.reserved} reserved != {promised} in tables"
-    assert blocks.available >= 0, f"{name}: {blocks.free.count} free < {blocks.reserved} reserved"

@@ -5,7 +5,7 @@ Ids are slab_index * stride + position; a run never crosses from one slab into t
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterator
 
 
 class FreeRuns:
@@ -17,7 +17,7 @@ class FreeRuns:
         self._starts: dict[int, int] = {}
         self.count = 0
 
-    def __iter__(self) -> Iterable[tuple[int, int]]:  # type: ignore[misc]
+    def __iter__(self) -> Iterator[tuple[int, int]]:
         return iter(sorted(self._ends.items()))
 
     def __contains__(self, block: int) -> bool:

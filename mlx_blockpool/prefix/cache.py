@@ -167,7 +167,7 @@ class PrefixCache:
         if not isinstance(caches[0], PooledLayer):
             imported = self._import(caches)
             return 0 if imported is None else self.finish(tokens, imported, kind)
-        count = min(len(tokens), *(c.offset for c in caches))
+        count: int = min(len(tokens), *(c.offset for c in caches))
         if not count:
             return 0
         node = self._insert(tokens[:count], caches[0].sequence, kind)

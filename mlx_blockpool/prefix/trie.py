@@ -99,7 +99,8 @@ class Trie:
 
     def match(self, tokens: Sequence[int]) -> Match:
         """The longest known prefix of `tokens`. Changes nothing."""
-        node, nodes = self.root, []
+        node = self.root
+        nodes: list[Node] = []
         for start in range(0, len(tokens), BLOCK_TOKENS):
             edge = encode(tokens[start : start + BLOCK_TOKENS])
             child, count = _closest(node, edge)

@@ -1,0 +1,1 @@
+"""mlx-lm's server on a block pool. The only room that knows mlx_lm.server."""

@@ -1,0 +1,86 @@
+"""Starts the server: mlx-lm's own main(), with our options, provider, generator and handler in place of its own."""
+
+from __future__ import annotations
+
+import argparse
+import logging
+import signal
+import sys
+import types
+from collections.abc import Callable, Sequence
+from typing import Any
+
+from mlx_lm import server
+
+from ..config import PoolConfig, parse_bytes
+from ..demo import model_path
+from ..upstream import check_version, rebind
+from .generation import BlockpoolGenerator, BlockpoolModelProvider
+from .handler import BlockpoolHandler
+from .prompt_cache import ServerPromptCache
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Serve with mlx-lm's options and ours; `argv` without the program's name. Returns when the server has stopped."""
+    check_version()
+    arguments = sys.argv[1:] if argv is None else list(argv)
+    names: dict[str, Any] = {
+        "argparse": _argparse_with(arguments),
+        "ModelProvider": BlockpoolModelProvider,
+        "run": run,
+    }
+    if hasattr(server, "_run_cache_backend"):
+        # A patched mlx-lm, which has chosen its backend by now.
+        names["_run_cache_backend"] = lambda parser: None
+    rebind(server.main, **names)()
+    return 0
+
+
+def run(host: str, port: int, model_provider: BlockpoolModelProvider, **http: Any) -> None:
+    """Serve until interrupted or terminated. `http` goes to mlx-lm's server, as server_class does."""
+    generator = make_generator(model_provider)
+    signal.signal(signal.SIGTERM, _interrupt)
+    server._run_http_server(host, port, generator, handler_class=BlockpoolHandler, **http)
+    logging.info("Server stopped.")
+
+
+def make_generator(model_provider: BlockpoolModelProvider) -> BlockpoolGenerator:
+    """The running generation thread of one server."""
+    args = model_provider.cli_args
+    config = PoolConfig(pool_bytes=args.pool_bytes or args.prompt_cache_bytes, preallocate=args.preallocate)
+    return BlockpoolGenerator(model_provider, ServerPromptCache(args, config))
+
+
+def _interrupt(*_: Any) -> None:
+    raise KeyboardInterrupt
+
+
+def _argparse_with(arguments: list[str]) -> types.SimpleNamespace:
+    """argparse as mlx-lm's main sees it: its parser takes our options too and parses `arguments`."""
+
+    class Parser(argparse.ArgumentParser):
+        def __init__(self, *args: Any, **kwargs: Any) -> None:
+            super().__init__(prog="mlx-blockpool serve", description="mlx-lm's server on a block pool.")
+
+        def parse_args(self, *_: Any, **__: Any) -> Any:
+            _add_options(self.add_argument_group("block pool").add_argument)
+            args = super().parse_args(arguments)
+            if args.model == "demo":
+                args.model = model_path()
+            return args
+
+    return types.SimpleNamespace(**{**vars(argparse), "ArgumentParser": Parser})
+
+
+def _add_options(add: Callable[..., Any]) -> None:
+    add(
+        "--pool-bytes",
+        type=_size,
+        metavar="SIZE",
+        help="Hard limit for keys and values in memory, such as 4GB; auto: half of what the model leaves free (default)",
+    )
+    add("--preallocate", action="store_true", help="Take the whole pool at start instead of slab by slab")
+
+
+def _size(text: str) -> int | None:
+    return None if text == "auto" else parse_bytes(text)

@@ -1,0 +1,287 @@
+"""The generation thread: takes requests, batches them over the pool, sends tokens back.
+
+mlx-lm's BatchGenerator computes, mlx-lm's ResponseGenerator tokenizes and serves what cannot be batched; this decides when a
+request starts and what is kept of it. A request's failure is that request's failure: the thread goes on.
+"""
+
+from __future__ import annotations
+
+import gc
+import logging
+from collections import deque
+from pathlib import Path
+from queue import Empty
+from typing import Any
+
+import mlx.core as mx
+from mlx_lm.generate import BatchGenerator
+from mlx_lm.server import (
+    GenerationContext,
+    ModelProvider,
+    Response,
+    ResponseGenerator,
+    _format_top_logprobs,
+    _image_parts,
+    _make_logits_processors,
+    _make_sampler,
+)
+from mlx_lm.utils import _download, load_config
+
+from ..demo import model_path
+from ..errors import BlockpoolError, PoolExhaustedError
+from .prompt_cache import ServerPromptCache
+from .requests import Live, Waiting, check_sampling, cut_segments, fit
+
+log = logging.getLogger(__name__)
+
+IDLE_SECONDS = 0.1
+
+
+class BlockpoolModelProvider(ModelProvider):  # type: ignore[misc]
+    """mlx-lm's provider; `demo` names the bundled model, and a model that cannot be found leaves the old one loaded."""
+
+    def __init__(self, cli_args: Any) -> None:
+        super().__init__(cli_args)
+        if self.is_distributed:
+            raise BlockpoolError("Found a distributed run; the block pool serves one machine. Use mlx_lm.server without it.")
+        self.config: dict[str, Any] = {}
+        self._model_map["demo"] = model_path()
+
+    def _load(self, model_path: str, adapter_path: str | None = None, draft_model_path: str | None = None) -> None:
+        if model_path is None:
+            raise ValueError("The request names no model and the server was started without --model.")
+        config = load_config(_download(model_path))
+        if adapter_path is not None and not Path(adapter_path).exists():
+            raise FileNotFoundError(f"Found no adapter at {adapter_path}.")
+        super()._load(model_path, adapter_path, draft_model_path)
+        self.config = config
+
+
+class BlockpoolGenerator(ResponseGenerator):  # type: ignore[misc]
+    """mlx-lm's ResponseGenerator with admission by blocks and a loop that survives."""
+
+    prompt_cache: ServerPromptCache
+
+    def __init__(self, model_provider: BlockpoolModelProvider, prompt_cache: ServerPromptCache) -> None:
+        self._waiting: deque[Waiting] = deque()
+        self._live: dict[int, Live] = {}
+        self._batch: BatchGenerator | None = None
+        self._opened: Any = None
+        self._vocab_size = 0
+        self._blocked_by: int | None = None
+        super().__init__(model_provider, prompt_cache)
+
+    # -- the thread ----------------------------------------------------------------------------------------------------
+
+    def _generate(self) -> None:
+        stream = mx.default_stream(mx.default_device())
+        if self.cli_args.model is not None:
+            self.model_provider.load_default()
+            self._open()
+        while not self._stop:
+            self._take_arrivals()
+            try:
+                self._admit(stream)
+                if self._live:
+                    self._step()
+            except Exception as error:
+                # The top of the thread: whatever went wrong, it was these requests and not the next ones.
+                log.exception("generation failed for %d requests", len(self._live))
+                self._fail_all(error)
+        self._shut_down()
+
+    def _take_arrivals(self) -> None:
+        busy = bool(self._live or self._waiting)
+        try:
+            while True:
+                self._waiting.append(Waiting(*self.requests.get(block=not busy, timeout=None if busy else IDLE_SECONDS)))
+                busy = True
+        except Empty:
+            pass
+
+    def _fail_all(self, error: Exception) -> None:
+        for live in self._live.values():
+            live.fail(error)
+        self._live.clear()
+        self._close_batch()
+        gc.collect()
+        self.prompt_cache.update_report()
+
+    def _shut_down(self) -> None:
+        self._fail_all(RuntimeError("The server is shutting down."))
+        for waiting in self._waiting:
+            waiting.fail(RuntimeError("The server is shutting down."))
+        # Model and caches must go on this thread, under its stream.
+        self.prompt_cache.close()
+        self.model_provider.reset()
+        self._opened = None
+        gc.collect()
+
+    # -- models --------------------------------------------------------------------------------------------------------
+
+    def _open(self) -> None:
+        """Give a newly loaded model its pool."""
+        provider = self.model_provider
+        if provider.model is self._opened:
+            return
+        self._close_batch()
+        self._opened = provider.model
+        path = str(provider.model_key[0])
+        self.prompt_cache.open(
+            provider.model, provider.config, Path(path).name, str(provider.model_key), provider.draft_model is not None
+        )
+        self._vocab_size = provider.model(mx.zeros((1, 1), mx.int32)).shape[-1]
+
+    def _close_batch(self) -> None:
+        if self._batch is not None:
+            self._batch.close()
+            self._batch = None
+
+    def _has_model(self, args: Any) -> bool:
+        """Whether the request's model is the one that is loaded."""
+        provider = self.model_provider
+        adapter = provider._adapter_map.get(args.model.model, args.model.adapter)
+        model = provider._model_map.get(args.model.model, args.model.model)
+        draft = provider._draft_model_map.get(args.model.draft, args.model.draft)
+        return provider.model is not None and bool(provider.model_key == (model, adapter, draft))
+
+    # -- admission -----------------------------------------------------------------------------------------------------
+
+    def _admit(self, stream: mx.Stream) -> None:
+        """Start waiting requests, first come first served, as long as there is room."""
+        while self._waiting and self._blocked_by != len(self._live):
+            waiting = self._waiting[0]
+            self._blocked_by = None
+            try:
+                started = self._start(waiting, stream)
+            except Exception as error:
+                # A client's input met a template, tokenizer or model that could not take it.
+                log.info("request refused: %s: %s", type(error).__name__, error)
+                waiting.fail(error)
+                started = True
+            if not started:
+                # Nothing changes until another request has ended.
+                self._blocked_by = len(self._live)
+                return
+            self._waiting.popleft()
+
+    def _start(self, waiting: Waiting, stream: mx.Stream) -> bool:
+        """Start one request; False if it has to wait for those that are live."""
+        args = waiting.args
+        if not self._has_model(args):
+            if self._live:
+                return False
+            self.model_provider.load(args.model.model, args.model.adapter, args.model.draft)
+        self._open()
+        batchable = self._is_batchable(args) and not any(_image_parts(waiting.request.messages))
+        if not batchable and self._live:
+            return False
+        tokenizer = self.model_provider.tokenizer
+        if waiting.tokenized is None:
+            waiting.tokenized = self._tokenize(tokenizer, waiting.request, args)
+            check_sampling(args, tokenizer, self._vocab_size)
+        waiting.args = args = fit(args, waiting.tokenized[0], self.prompt_cache.capacity())
+        self.prompt_cache.max_tokens = args.max_tokens
+        if not batchable:
+            self._serve_single((waiting.queue, waiting.request, args), stream)
+            return True
+        try:
+            self._insert(waiting)
+        except PoolExhaustedError:
+            if self._live:
+                return False
+            raise
+        return True
+
+    def _insert(self, waiting: Waiting) -> None:
+        assert waiting.tokenized is not None
+        prompt, segments, types, initial_state, _ = waiting.tokenized
+        args, provider, tokenizer = waiting.args, self.model_provider, self.model_provider.tokenizer
+        stop_sequences, text_sm = self._make_state_machine(provider.model_key, tokenizer, args.stop_words)
+        caches, rest = self.prompt_cache.fetch_nearest_cache(provider.model_key, prompt)
+        cached = len(prompt) - len(rest)
+        log.info("prompt of %d tokens: %s", len(prompt), self.prompt_cache.lookup or f"{cached} cached")
+        segments, types = cut_segments(segments, types, cached)
+        context = GenerationContext(
+            has_tool_calling=tokenizer.has_tool_calling,
+            has_thinking=tokenizer.has_thinking,
+            tool_parser=tokenizer.tool_parser,
+            text_sm=text_sm,
+            initial_state=initial_state,
+            prompt=prompt,
+            prompt_cache_count=cached,
+        )
+        if self._batch is None:
+            self._batch = BatchGenerator(
+                provider.model,
+                completion_batch_size=self.cli_args.decode_concurrency,
+                prefill_batch_size=self.cli_args.prompt_concurrency,
+                prefill_step_size=self.cli_args.prefill_step_size,
+                stream=mx.default_stream(mx.default_device()),
+            )
+        (uid,) = self._batch.insert_segments(
+            segments=[segments],
+            max_tokens=[args.max_tokens],
+            caches=[caches],
+            all_tokens=[prompt[:cached]],
+            samplers=[_make_sampler(args, tokenizer)],
+            logits_processors=[_make_logits_processors(args)],
+            stop_sequences=[stop_sequences],
+        )
+        self._live[uid] = Live(waiting.queue, context, tokenizer, tokenizer.detokenizer, types[::-1], args.top_logprobs)
+        waiting.queue.put(context)
+        self.prompt_cache.update_report()
+
+    # -- a step of the batch -------------------------------------------------------------------------------------------
+
+    def _step(self) -> None:
+        assert self._batch is not None
+        prompt_responses, generation_responses = self._batch.next()
+        for response in prompt_responses:
+            self._on_prompt(response)
+        for response in generation_responses:
+            self._on_token(response)
+        for uid in [uid for uid, live in self._live.items() if live.context._should_stop]:
+            self._cancel(uid)
+
+    def _on_prompt(self, response: Any) -> None:
+        live = self._live[response.uid]
+        live.queue.put(response.progress)
+        if response.end_of_segment and not response.end_of_prompt and live.segment_types:
+            caches, tokens = self._batch.extract_cache([response.uid])[response.uid]  # type: ignore[union-attr]
+            self.prompt_cache.keep(self.model_provider.model_key, tokens[:], caches, live.segment_types.pop())
+
+    def _on_token(self, response: Any) -> None:
+        live = self._live[response.uid]
+        live.queue.put(
+            Response(
+                _text(live.detokenizer, response),
+                response.token,
+                response.logprobs[response.token].item(),
+                response.finish_reason,
+                _format_top_logprobs(response.logprobs, live.top_logprobs, live.tokenizer),
+            )
+        )
+        if response.finish_reason is not None:
+            del self._live[response.uid]
+            self._keep_finished(response.all_tokens, response.prompt_cache)
+            live.queue.put(None)
+
+    def _cancel(self, uid: int) -> None:
+        """The client is gone; what was computed for it stays known."""
+        del self._live[uid]
+        caches, tokens = self._batch.remove([uid], return_prompt_caches=True)[uid]  # type: ignore[union-attr]
+        if tokens:
+            self._keep_finished(tokens, caches)
+
+    def _keep_finished(self, tokens: list[int], caches: list[Any]) -> None:
+        self.prompt_cache.insert_cache(self.model_provider.model_key, tokens[:], caches, cache_type="assistant")
+
+
+def _text(detokenizer: Any, response: Any) -> str:
+    """The text that a token adds. The token that stops a reply is not part of it."""
+    if response.finish_reason != "stop":
+        detokenizer.add_token(response.token)
+    if response.finish_reason is not None:
+        detokenizer.finalize()
+    return str(detokenizer.last_segment)

@@ -1,0 +1,137 @@
+"""HTTP: mlx-lm's handler, with clear errors, and GET /v1/cache. Runs on the socket's thread and touches no cache."""
+
+from __future__ import annotations
+
+import json
+import logging
+import math
+from typing import Any
+
+from huggingface_hub.errors import CacheNotFound
+from mlx_lm.server import APIHandler
+
+from ..errors import PoolExhaustedError, RequestTooLargeError
+
+log = logging.getLogger(__name__)
+
+NUMBERS = (
+    "temperature",
+    "top_p",
+    "min_p",
+    "repetition_penalty",
+    "presence_penalty",
+    "frequency_penalty",
+    "xtc_probability",
+    "xtc_threshold",
+)
+
+
+class Generating:
+    """A ResponseGenerator as one request sees it: remembers why its generate() failed."""
+
+    def __init__(self, generator: Any) -> None:
+        self._generator = generator
+        self.error: Exception | None = None
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._generator, name)
+
+    def generate(self, *args: Any, **kwargs: Any) -> Any:
+        try:
+            return self._generator.generate(*args, **kwargs)
+        except Exception as error:
+            self.error = error
+            raise
+
+
+class BlockpoolHandler(APIHandler):  # type: ignore[misc]
+    """mlx-lm's endpoints. Every error is JSON with a status that says whose it is."""
+
+    def __init__(self, response_generator: Any, *args: Any, **kwargs: Any) -> None:
+        self._answered = False
+        super().__init__(Generating(response_generator), *args, **kwargs)
+
+    def do_GET(self) -> None:  # noqa: N802
+        if self.path == "/v1/cache":
+            self._send(200, self.response_generator.prompt_cache.report)
+        else:
+            super().do_GET()
+
+    def do_POST(self) -> None:  # noqa: N802
+        try:
+            super().do_POST()
+        except (BrokenPipeError, ConnectionError):
+            log.info("%s: the client hung up", self.path)
+        except Exception as error:
+            # The top of the request's thread.
+            log.exception("%s failed", self.path)
+            if self._answered:
+                self.close_connection = True
+                return
+            status = 400 if isinstance(error, UnicodeDecodeError) else 500
+            self._send(status, {"error": f"{type(error).__name__}: {error}"})
+
+    def validate_model_parameters(self) -> None:
+        """mlx-lm's checks, and those of values that would only fail later."""
+        super().validate_model_parameters()
+        for name in NUMBERS:
+            if not math.isfinite(getattr(self, name)):
+                raise ValueError(f"{name} must be a finite number")
+        stop = self.body.get("stop")
+        if not (stop is None or isinstance(stop, str) or (isinstance(stop, list) and all(isinstance(s, str) for s in stop))):
+            raise ValueError("stop must be a string or a list of strings")
+        options: Any = self.body.get("stream_options")
+        if options is not None:
+            if not isinstance(options, dict):
+                raise ValueError("stream_options must be a dict")
+            self.stream_options = {"include_usage": False, **options}
+        self._validate("chat_template_kwargs", dict, optional=True)
+        if "messages" in self.body:
+            _check_messages(self.body["messages"])
+        if "prompt" in self.body and not isinstance(self.body["prompt"], str):
+            raise ValueError("prompt must be a string")
+
+    def handle_models_request(self) -> None:
+        try:
+            super().handle_models_request()
+        except CacheNotFound:
+            # No hub cache on this machine yet; mlx-lm has sent the headers by now.
+            model = self.response_generator.cli_args.model
+            found = [{"id": model, "object": "model", "created": self.created}] if model else []
+            self.wfile.write(json.dumps({"object": "list", "data": found}).encode())
+
+    def end_headers(self) -> None:
+        self._answered = True
+        super().end_headers()
+
+    def _set_completion_headers(self, status_code: int = 200) -> None:
+        error = self.response_generator.error
+        # mlx-lm answers 404 to whatever generate() raises.
+        super()._set_completion_headers(_status(error) if status_code == 404 and error is not None else status_code)
+
+    def _send(self, status: int, content: Any) -> None:
+        body = json.dumps(content).encode()
+        self._headers_buffer: list[bytes] = []
+        self._set_completion_headers(status)
+        self.send_header("Content-Length", str(len(body)))
+        self.end_headers()
+        self.wfile.write(body)
+
+
+def _check_messages(messages: Any) -> None:
+    if not isinstance(messages, list) or not messages:
+        raise ValueError("messages must be a list with at least one message")
+    for i, message in enumerate(messages):
+        if not isinstance(message, dict) or not isinstance(message.get("role"), str):
+            raise ValueError(f"messages[{i}] must be a dict with a role")
+
+
+def _status(error: Exception) -> int:
+    """404: no such model. 503: the server cannot now. 400: the request cannot be served as it is."""
+    if isinstance(error, PoolExhaustedError):
+        return 503
+    if isinstance(error, OSError):
+        return 404
+    if isinstance(error, RuntimeError) and not isinstance(error, RequestTooLargeError):
+        return 503
+    return 400

@@ -1,0 +1,83 @@
+"""One request on its way through the generation thread: what it asked for, and whether it can be served."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+from queue import Queue
+from typing import Any
+
+import mlx.core as mx
+from mlx_lm.server import _make_logits_processors, _make_sampler
+
+from ..errors import RequestTooLargeError
+
+
+@dataclass
+class Waiting:
+    """A request that was not started. `tokenized` is filled in once."""
+
+    queue: Queue[Any]
+    request: Any
+    args: Any
+    tokenized: tuple[Any, ...] | None = None
+
+    def fail(self, error: Exception) -> None:
+        self.queue.put(error)
+
+
+@dataclass
+class Live:
+    """A request in the batch."""
+
+    queue: Queue[Any]
+    context: Any
+    tokenizer: Any
+    detokenizer: Any
+    segment_types: list[str]
+    top_logprobs: int
+
+    def fail(self, error: Exception) -> None:
+        self.queue.put(error)
+
+
+def fit(args: Any, prompt: list[int], capacity: int | None) -> Any:
+    """The arguments with max_tokens lowered to what the pool can hold behind the prompt.
+
+    Raises ValueError for an empty prompt and RequestTooLargeError where not one token fits behind it.
+    """
+    if not prompt:
+        raise ValueError("Found an empty prompt; needed at least one token.")
+    if capacity is None:
+        return args
+    if len(prompt) + 1 > capacity:
+        raise RequestTooLargeError(len(prompt) + 1, capacity)
+    return replace(args, max_tokens=min(args.max_tokens, capacity - len(prompt)))
+
+
+def check_sampling(args: Any, tokenizer: Any, vocab_size: int) -> None:
+    """Try the request's sampler and processors on made-up logits: what they refuse must not fail a whole batch.
+
+    Raises ValueError.
+    """
+    outside = [i for i in args.logits.logit_bias or {} if not 0 <= i < vocab_size]
+    if outside:
+        raise ValueError(f"logit_bias has token ids {outside[:5]}; needed ids from 0 to {vocab_size - 1}.")
+    if args.top_logprobs > vocab_size:
+        raise ValueError(f"top_logprobs is {args.top_logprobs}; the vocabulary has {vocab_size} tokens.")
+    logits = mx.zeros((1, vocab_size))
+    tokens = mx.array([0])
+    for process in _make_logits_processors(args):
+        logits = process(tokens, logits)
+    mx.eval(_make_sampler(args, tokenizer)(logits))
+
+
+def cut_segments(segments: list[list[int]], types: list[str], cached: int) -> tuple[list[list[int]], list[str]]:
+    """What is left of a prompt's segments behind its first `cached` tokens."""
+    rest, kinds = [], []
+    for segment, kind in zip(segments, types, strict=True):
+        left = segment[cached:]
+        cached = max(0, cached - len(segment))
+        if left:
+            rest.append(left)
+            kinds.append(kind)
+    return rest, kinds
