@@ -82,7 +82,12 @@ def save_model(folder: Path, name: str, seed: int = 0, **changes: Any) -> Path:
     mx.save_safetensors(str(folder / "model.safetensors"), weights, {"format": "mlx"})
     (folder / "config.json").write_text(json.dumps({**CONFIGS[name], **changes}))
     tokenizer.save(str(folder / "tokenizer.json"))
-    special = {"tokenizer_class": "PreTrainedTokenizerFast", "eos_token": "<|im_end|>", "chat_template": CHAT_TEMPLATE}
+    special = {
+        "tokenizer_class": "PreTrainedTokenizerFast",
+        "eos_token": "<|im_end|>",
+        "chat_template": CHAT_TEMPLATE,
+        "clean_up_tokenization_spaces": False,
+    }
     (folder / "tokenizer_config.json").write_text(json.dumps(special))
     return folder
 

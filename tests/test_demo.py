@@ -57,7 +57,7 @@ def test_a_longer_conversation_extends_the_tokens_of_a_shorter_one(demo: tuple[A
     tokenizer = demo[1]
     messages = [{"role": role, "content": text} for role, text in [("user", "Hi"), ("assistant", "Hello!")] * 2]
     whole = tokenizer.apply_chat_template(messages)
-    for shorter, _ in enumerate(messages):
+    for shorter in range(1, len(messages)):
         tokens = tokenizer.apply_chat_template(messages[:shorter])
         assert tokens == whole[: len(tokens)]
 

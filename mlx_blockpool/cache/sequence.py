@@ -10,18 +10,31 @@ from typing import Any
 
 import mlx.core as mx
 
+from ..pool import BlockTable
 from ..spec import BLOCK_TOKENS, blocks_for
-from .slabs import Place, Slabs, View
+from .slabs import Place, Slab, Slabs, View
+
+
+# (slab, first token in it, tokens): a part of a sequence that lies in one piece.
+Piece = tuple[Slab, int, int]
 
 
 class Sequence:
-    """Block tables of one sequence, one for each layer group."""
+    """Block tables of one sequence, one for each layer group.
+
+    Where a step reads and writes is worked out by the first layer of a group and remembered for the others.
+    """
 
     def __init__(self, slabs: Slabs) -> None:
+        self._set_up(slabs, [slabs.pool.open_table(g) for g in range(len(slabs.spec.groups))])
+
+    def _set_up(self, slabs: Slabs, tables: list[BlockTable]) -> None:
         self.slabs = slabs
         self.pool = slabs.pool
-        self.tables = [self.pool.open_table(g) for g in range(len(slabs.spec.groups))]
+        self.tables = tables
         self._masks: dict[tuple[int, ...], Any] = {}
+        self._writes: dict[int, tuple[tuple[int, ...], list[Piece]]] = {}
+        self._reads: dict[int, tuple[tuple[int, ...], list[Piece]]] = {}
 
     def __del__(self) -> None:
         for table in getattr(self, "tables", ()):
@@ -33,12 +46,13 @@ class Sequence:
     def fork(self) -> Sequence:
         """A second sequence on the same blocks; the first write of either into a shared block copies that block."""
         copy = Sequence.__new__(Sequence)
-        copy.slabs, copy.pool, copy._masks = self.slabs, self.pool, {}
-        copy.tables = [self.pool.fork(table) for table in self.tables]
+        copy._set_up(self.slabs, [self.pool.fork(table) for table in self.tables])
         return copy
 
     def release(self) -> None:
         """Give all blocks back now. Its caches are empty shells afterwards."""
+        self._writes.clear()
+        self._reads.clear()
         for table in self.tables:
             self.pool.release(table)
 
@@ -47,23 +61,25 @@ class Sequence:
 
         Takes blocks as needed (PoolExhaustedError if there are none) and copies shared ones first.
         """
-        table = self.tables[place.group]
-        end = start + keys.shape[2]
-        missing = blocks_for(end) - len(table)
-        if missing > 0:
-            self.pool.extend(table, missing)
-        for index in range(start // BLOCK_TOKENS, blocks_for(end)):
-            first = max(0, start - index * BLOCK_TOKENS)
-            if self.pool.is_shared(table, index, first):
-                self.own(place.group, index)
+        pieces = self._writable(place.group, start, start + keys.shape[2])
+        if len(pieces) == 1:
+            pieces[0][0].write(place.index, pieces[0][1], keys, values)
+            return
         done = 0
-        for block, token, count in self._stretches(place.group, start, end):
-            self.slabs.write(place, block, token, keys[..., done : done + count, :], values[..., done : done + count, :])
+        for slab, first, count in pieces:
+            slab.write(place.index, first, keys[..., done : done + count, :], values[..., done : done + count, :])
             done += count
 
     def read(self, place: Place, end: int) -> list[View]:
         """Views of tokens [0, end), one for each run."""
-        return [self.slabs.read(place, block, token, count) for block, token, count in self._stretches(place.group, 0, end)]
+        return [slab.read(place.index, first, count) for slab, first, count in self.pieces(place.group, end)]
+
+    def pieces(self, group: int, end: int) -> list[Piece]:
+        """Where tokens [0, end) lie: one piece for each run."""
+        key = (end, self.tables[group].version)
+        if group not in self._reads or self._reads[group][0] != key:
+            self._reads[group] = (key, self._locate(group, 0, end))
+        return self._reads[group][1]
 
     def mask(self, key: tuple[int, ...], make: Callable[[], Any]) -> Any:
         """A mask that several layers of one step share."""
@@ -72,9 +88,6 @@ class Sequence:
                 self._masks.clear()
             self._masks[key] = make()
         return self._masks[key]
-
-    def num_runs(self, group: int) -> int:
-        return len(self.tables[group].runs)
 
     def own(self, group: int, index: int) -> None:
         """Copy-on-write of one block, with what all layers of the group have in it."""
@@ -87,17 +100,31 @@ class Sequence:
             self.slabs.copy_block(group, source, target)
         self.pool.release(old)
 
-    def _stretches(self, group: int, start: int, end: int) -> list[tuple[int, int, int]]:
-        """(block, token in it, tokens) of each stretch of [start, end) that lies in one piece."""
-        stretches = []
+    def _writable(self, group: int, start: int, end: int) -> list[Piece]:
+        table = self.tables[group]
+        key = (start, end, table.version, self.pool.sharing(group))
+        if group in self._writes and self._writes[group][0] == key:
+            return self._writes[group][1]
+        missing = blocks_for(end) - len(table)
+        if missing > 0:
+            self.pool.extend(table, missing)
+        for index in range(start // BLOCK_TOKENS, blocks_for(end)):
+            if self.pool.is_shared(table, index, max(0, start - index * BLOCK_TOKENS)):
+                self.own(group, index)
+        pieces = self._locate(group, start, end)
+        self._writes[group] = ((start, end, table.version, self.pool.sharing(group)), pieces)
+        return pieces
+
+    def _locate(self, group: int, start: int, end: int) -> list[Piece]:
+        pieces = []
         base = 0
         for block, blocks in self.tables[group].runs:
             first, last = max(start, base), min(end, base + blocks * BLOCK_TOKENS)
             if first < last:
-                skip, token = divmod(first - base, BLOCK_TOKENS)
-                stretches.append((block + skip, token, last - first))
+                slab, place = self.slabs.locate(group, block)
+                pieces.append((slab, place + first - base, last - first))
             base += blocks * BLOCK_TOKENS
-        return stretches
+        return pieces
 
 
 def join(views: list[View]) -> View:

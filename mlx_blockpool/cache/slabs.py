@@ -36,6 +36,17 @@ class Slab:
         self.values = [mx.zeros((*shape, layer.value_dim), dtype) for _ in range(layers)]
         mx.eval(self.keys, self.values)
 
+    def write(self, index: int, start: int, keys: mx.array, values: mx.array) -> None:
+        """Put keys and values [1, kv_heads, n, dim] of the group's layer `index` at tokens [start, start + n)."""
+        stop = start + keys.shape[2]
+        self.keys[index][..., start:stop, :] = keys
+        self.values[index][..., start:stop, :] = values
+
+    def read(self, index: int, start: int, count: int) -> View:
+        """Views of tokens [start, start + count) of the group's layer `index`."""
+        stop = start + count
+        return self.keys[index][..., start:stop, :], self.values[index][..., start:stop, :]
+
 
 class Slabs:
     """`pool` says which blocks there are; this holds what is in them.
@@ -90,33 +101,20 @@ class Slabs:
                 self._slabs[g, i] = Slab(group.layer, len(group.layers), blocks, self.dtype)
         self._layout = self.pool.layout
 
-    def write(self, place: Place, block: int, token: int, keys: mx.array, values: mx.array) -> None:
-        """Put keys and values [1, kv_heads, n, dim] at `token` of `block` and on into its neighbours in the slab."""
-        slab, start = self._at(place.group, block)
-        start += token
-        stop = start + keys.shape[2]
-        slab.keys[place.index][..., start:stop, :] = keys
-        slab.values[place.index][..., start:stop, :] = values
-
-    def read(self, place: Place, block: int, token: int, count: int) -> View:
-        """Views of `count` tokens from `token` of `block` on, in one slab."""
-        slab, start = self._at(place.group, block)
-        start += token
-        return slab.keys[place.index][..., start : start + count, :], slab.values[place.index][..., start : start + count, :]
-
-    def copy_block(self, group: int, source: int, target: int) -> None:
-        """Copy one block in all layers of its group. Evaluates: a lazy copy would be a reader of the slab."""
-        slab, start = self._at(group, source)
-        copies = [mx.contiguous(a[..., start : start + BLOCK_TOKENS, :]) for a in (*slab.keys, *slab.values)]
-        mx.eval(copies)
-        layers = len(slab.keys)
-        for index, keys, values in zip(range(layers), copies[:layers], copies[layers:], strict=True):
-            self.write(Place(group, index, self.spec.groups[group].layer), target, 0, keys, values)
-
-    def arrays(self) -> list[mx.array]:
-        return [a for slab in self._slabs.values() for a in (*slab.keys, *slab.values)]
-
-    def _at(self, group: int, block: int) -> tuple[Slab, int]:
+    def locate(self, group: int, block: int) -> tuple[Slab, int]:
+        """The slab of a block, and the place of the block's first token in it."""
         self.sync()
         index, position = divmod(block, self.strides[group])
         return self._slabs[group, index], position * BLOCK_TOKENS
+
+    def copy_block(self, group: int, source: int, target: int) -> None:
+        """Copy one block in all layers of its group. Evaluates: a lazy copy would be a reader of the slab."""
+        slab, start = self.locate(group, source)
+        copies = [mx.contiguous(a[..., start : start + BLOCK_TOKENS, :]) for a in (*slab.keys, *slab.values)]
+        mx.eval(copies)
+        slab, start = self.locate(group, target)
+        for index in range(len(slab.keys)):
+            slab.write(index, start, copies[index], copies[index + len(slab.keys)])
+
+    def arrays(self) -> list[mx.array]:
+        return [a for slab in self._slabs.values() for a in (*slab.keys, *slab.values)]

@@ -38,17 +38,23 @@ class BlockCounts:
 
 
 class GroupBlocks:
-    """Every block of one layer group."""
+    """Every block of one layer group.
 
-    def __init__(self, group: LayerGroup, bytes_per_block: int, stride: int) -> None:
+    stride: the most blocks that a slab can have. share: those of an ordinary slab. sharing: counts what may have made a
+    block shared.
+    """
+
+    def __init__(self, group: LayerGroup, bytes_per_block: int, stride: int, share: int) -> None:
         self.group = group
         self.bytes_per_block = bytes_per_block
         self.stride = stride
+        self.share = share
         self.blocks: dict[int, Block] = {}
         self.free = FreeRuns(stride)
         self.evictable: OrderedDict[int, None] = OrderedDict()
         self.slabs: dict[int, int] = {}
         self.reserved = 0
+        self.sharing = 0
 
     @property
     def available(self) -> int:
@@ -90,6 +96,7 @@ class GroupBlocks:
         for i in ids:
             block = self.blocks[i]
             block.ref_count += 1
+            self.sharing += 1
             self.evictable.pop(i, None)
 
     def release(self, ids: Iterable[int]) -> None:
@@ -107,6 +114,7 @@ class GroupBlocks:
     def know(self, i: int, tokens: int) -> None:
         block = self.blocks[i]
         assert block.ref_count > 0 or block.known > 0, f"block {i} of {self.group.name} is free and cannot be known"
+        self.sharing += 1
         block.known += 1
         block.frozen = max(block.frozen, tokens)
 

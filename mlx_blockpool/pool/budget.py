@@ -57,6 +57,14 @@ class Budget:
             blocks = self.groups[group]
             self._grow(blocks, count - blocks.available, spare // blocks.bytes_per_block)
 
+    def make_run(self, group: int, count: int) -> None:
+        """A slab for `count` neighbours and room to grow, where the free blocks are too scattered and the budget allows it."""
+        blocks = self.groups[group]
+        affordable = self._bytes_left() // blocks.bytes_per_block
+        if blocks.free.longest < count <= affordable:
+            blocks.add_slab(min(blocks.stride, affordable, count + blocks.share))
+            self.layout += 1
+
     def grow_all(self, counts: Mapping[int, int]) -> None:
         """Take counts[group] blocks now, and no more."""
         for group, count in counts.items():
@@ -64,7 +72,7 @@ class Budget:
 
     def _grow(self, blocks: GroupBlocks, short: int, spare: int) -> None:
         while short > 0:
-            size = min(blocks.stride, short + spare)
+            size = min(blocks.stride, short + spare, max(blocks.share, short))
             blocks.add_slab(size)
             self.layout += 1
             short -= size

@@ -41,7 +41,7 @@ class BlockPool:
         share = self.pool_bytes // self._config.slabs
         for group in spec.groups:
             size = spec.bytes_per_block(group)
-            self._groups.append(GroupBlocks(group, size, max(1, share // size)))
+            self._groups.append(GroupBlocks(group, size, max(1, self.pool_bytes // size), max(1, share // size)))
         self._budget = Budget(self.pool_bytes, self._groups)
         minimum = sum(g.bytes_per_block for g in self._groups)
         if self.pool_bytes < minimum:
@@ -80,6 +80,9 @@ class BlockPool:
         Raises PoolExhaustedError, before anything is changed, if they are not there or the window is at its cap.
         """
         self._check_cap(table, count)
+        if count > 1:
+            self._drain()
+            self._budget.make_run(table.group, count)
         table.ids += self._take(table, count, table.ids[-1] if table.ids else None)
         table.changed()
 
@@ -190,7 +193,12 @@ class BlockPool:
         return dict(self._groups[group].slabs)
 
     def stride(self, group: int) -> int:
+        """Ids of one slab are [index * stride, (index + 1) * stride)."""
         return self._groups[group].stride
+
+    def sharing(self, group: int) -> int:
+        """Changes whenever is_shared() of a block of the group may have become true."""
+        return self._groups[group].sharing
 
     def counts(self) -> list[BlockCounts]:
         """Figures of each group. From other threads a snapshot that may be one operation old."""

@@ -15,12 +15,14 @@ class BlockTable:
         self.ids: list[int] = []
         self.reserved = 0
         self._stride = stride
+        self.version = 0
         self._runs: list[tuple[int, int]] | None = None
 
     def __len__(self) -> int:
         return len(self.ids)
 
     def changed(self) -> None:
+        self.version += 1
         self._runs = None
 
     @property

@@ -1,0 +1,99 @@
+"""Runs mlx-lm's server and ours in this process, and talks HTTP to them."""
+
+from __future__ import annotations
+
+import json
+import threading
+import urllib.error
+import urllib.request
+from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import contextmanager
+from http.server import ThreadingHTTPServer
+from pathlib import Path
+from typing import Any
+
+from mlx_lm import server
+from mlx_lm.models.cache import LRUPromptCache
+
+from mlx_blockpool.server import app
+from mlx_blockpool.server.generation import BlockpoolModelProvider
+from mlx_blockpool.server.handler import BlockpoolHandler
+from mlx_blockpool.upstream import rebind
+
+
+class Client:
+    """One running server: its generator, and requests to it."""
+
+    def __init__(self, port: int, generator: Any) -> None:
+        self.port = port
+        self.generator = generator
+
+    def send(self, path: str, body: Any = None, raw: bytes | None = None) -> tuple[int, Any]:
+        """(status, decoded JSON) of one request; POST where there is a body."""
+        data = raw if raw is not None else None if body is None else json.dumps(body).encode()
+        request = urllib.request.Request(f"http://127.0.0.1:{self.port}{path}", data)
+        try:
+            with urllib.request.urlopen(request, timeout=120) as response:
+                return response.status, json.loads(response.read())
+        except urllib.error.HTTPError as error:
+            return error.code, json.loads(error.read() or b"null")
+
+    def chat(self, messages: list[dict[str, str]], **options: Any) -> dict[str, Any]:
+        status, answer = self.send("/v1/chat/completions", {"messages": messages, **options})
+        assert status == 200, answer
+        return answer  # type: ignore[no-any-return]
+
+    def settle(self) -> None:
+        """Wait until the generation thread has nothing to do, then check every invariant of pool and trie."""
+        while self.generator.requests.qsize() or self.generator._live or self.generator._waiting:
+            threading.Event().wait(0.02)
+        prefix = self.generator.prompt_cache.prefix
+        if prefix is not None:
+            prefix.check()
+            held = {c.group: c.held for c in prefix.pool.settle()}
+            assert not any(held.values()), f"blocks still held: {held}"
+
+
+def parse(arguments: list[str]) -> Any:
+    """The options of our server as its main() parses them."""
+    parsed: list[Any] = []
+    names = {"argparse": app._argparse_with(arguments), "ModelProvider": lambda args: args}
+    if hasattr(server, "_run_cache_backend"):
+        names["_run_cache_backend"] = lambda parser: None
+    rebind(server.main, run=lambda host, port, args: parsed.append(args), **names)()
+    return parsed[0]
+
+
+@contextmanager
+def blockpool_server(model: Path | str, *arguments: str) -> Iterator[Client]:
+    args = parse(["--model", str(model), *arguments])
+    with _listening(app.make_generator(BlockpoolModelProvider(args)), BlockpoolHandler) as client:
+        yield client
+
+
+@contextmanager
+def stock_server(model: Path | str, *arguments: str) -> Iterator[Client]:
+    args = parse(["--model", str(model), *arguments])
+    with _listening(server.ResponseGenerator(server.ModelProvider(args), LRUPromptCache(10)), server.APIHandler) as client:
+        yield client
+
+
+@contextmanager
+def _listening(generator: Any, handler: Any) -> Iterator[Client]:
+    http = ThreadingHTTPServer(("127.0.0.1", 0), lambda *args: handler(generator, *args, system_fingerprint="test"))
+    thread = threading.Thread(target=http.serve_forever, kwargs={"poll_interval": 0.02})
+    thread.start()
+    try:
+        yield Client(http.server_address[1], generator)
+    finally:
+        http.shutdown()
+        thread.join()
+        http.server_close()
+        generator.stop_and_join()
+
+
+def at_once(jobs: list[Any]) -> list[Any]:
+    """Run all jobs at the same time; their results in order."""
+    with ThreadPoolExecutor(len(jobs)) as pool:
+        return [future.result() for future in [pool.submit(job) for job in jobs]]
