@@ -10,8 +10,9 @@ from typing import Any
 import mlx.core as mx
 from mlx.utils import tree_flatten, tree_map
 from tokenizers import Tokenizer
-from tokenizers.decoders import Fuse
+from tokenizers.decoders import ByteLevel as ByteLevelDecoder
 from tokenizers.models import BPE
+from tokenizers.pre_tokenizers import ByteLevel
 
 CHAT_TEMPLATE = (
     "{% for m in messages %}<|im_start|>{{ m['role'] }}\n{{ m['content'] }}<|im_end|>\n{% endfor %}"
@@ -93,9 +94,11 @@ def save_model(folder: Path, name: str, seed: int = 0, **changes: Any) -> Path:
 
 
 def character_tokenizer() -> Tokenizer:
-    """A BPE without merges: what is generated tokenizes back to the same ids, whatever the model says."""
-    alphabet = [chr(c) for c in range(32, 127)] + ["\n"]
-    tokenizer = Tokenizer(BPE({char: i for i, char in enumerate(alphabet)}, [], unk_token="?"))
-    tokenizer.decoder = Fuse()
+    """A byte-level BPE without merges: what is generated tokenizes back to the same ids, whatever the model says."""
+    # Byte-level BPE writes the space and the newline as these letters.
+    alphabet = [chr(c) for c in range(33, 127)] + ["\u0120", "\u010a"]
+    tokenizer = Tokenizer(BPE({char: i for i, char in enumerate(alphabet)}, []))
+    tokenizer.pre_tokenizer = ByteLevel(add_prefix_space=False)
+    tokenizer.decoder = ByteLevelDecoder()
     tokenizer.add_special_tokens(["<|im_start|>", "<|im_end|>"])
     return tokenizer
