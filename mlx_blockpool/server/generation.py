@@ -240,7 +240,12 @@ class BlockpoolGenerator(ResponseGenerator):  # type: ignore[misc]
         for response in prompt_responses:
             self._on_prompt(response)
         for response in generation_responses:
-            self._on_token(response)
+            try:
+                self._on_token(response)
+            except Exception as error:
+                # A reply that cannot be put into words is one request's failure, not the batch's.
+                log.exception("request %d failed", response.uid)
+                self._drop(response.uid, error)
         for uid in [uid for uid, live in self._live.items() if live.context._should_stop]:
             self._cancel(uid)
 
@@ -266,6 +271,12 @@ class BlockpoolGenerator(ResponseGenerator):  # type: ignore[misc]
             del self._live[response.uid]
             self._keep_finished(response.all_tokens, response.prompt_cache)
             live.queue.put(None)
+
+    def _drop(self, uid: int, error: Exception) -> None:
+        live = self._live.pop(uid, None)
+        if live is not None:
+            live.fail(error)
+        self._batch.remove([uid])  # type: ignore[union-attr]
 
     def _cancel(self, uid: int) -> None:
         """The client is gone; what was computed for it stays known."""

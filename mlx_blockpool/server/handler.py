@@ -15,12 +15,19 @@ from ..errors import PoolExhaustedError, RequestTooLargeError
 log = logging.getLogger(__name__)
 
 NUMBERS = (
+    "max_tokens",
     "temperature",
     "top_p",
+    "top_k",
     "min_p",
+    "num_draft_tokens",
     "repetition_penalty",
+    "repetition_context_size",
     "presence_penalty",
+    "presence_context_size",
     "frequency_penalty",
+    "frequency_context_size",
+    "top_logprobs",
     "xtc_probability",
     "xtc_threshold",
 )
@@ -62,20 +69,22 @@ class BlockpoolHandler(APIHandler):  # type: ignore[misc]
             super().do_POST()
         except (BrokenPipeError, ConnectionError):
             log.info("%s: the client hung up", self.path)
+        except UnicodeDecodeError as error:
+            self._send(400, {"error": f"The body is not UTF-8: {error}"})
         except Exception as error:
             # The top of the request's thread.
             log.exception("%s failed", self.path)
             if self._answered:
                 self.close_connection = True
                 return
-            status = 400 if isinstance(error, UnicodeDecodeError) else 500
-            self._send(status, {"error": f"{type(error).__name__}: {error}"})
+            self._send(500, {"error": f"{type(error).__name__}: {error}"})
 
     def validate_model_parameters(self) -> None:
         """mlx-lm's checks, and those of values that would only fail later."""
         super().validate_model_parameters()
         for name in NUMBERS:
-            if not math.isfinite(getattr(self, name)):
+            value = getattr(self, name)
+            if isinstance(value, bool) or not math.isfinite(value):
                 raise ValueError(f"{name} must be a finite number")
         stop = self.body.get("stop")
         if not (stop is None or isinstance(stop, str) or (isinstance(stop, list) and all(isinstance(s, str) for s in stop))):

@@ -22,7 +22,8 @@ class Waiting:
     tokenized: tuple[Any, ...] | None = None
 
     def fail(self, error: Exception) -> None:
-        self.queue.put(error)
+        # Without its traceback, whose frames hold caches and with them blocks.
+        self.queue.put(error.with_traceback(None))
 
 
 @dataclass
@@ -37,7 +38,7 @@ class Live:
     top_logprobs: int
 
     def fail(self, error: Exception) -> None:
-        self.queue.put(error)
+        self.queue.put(error.with_traceback(None))
 
 
 def fit(args: Any, prompt: list[int], capacity: int | None) -> Any:

@@ -1,0 +1,190 @@
+"""What must not hurt the server: deadly prompts, bad bodies, clients that leave, prompts that do not fit."""
+
+from __future__ import annotations
+
+import json
+import random
+import socket
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+from models import save_model
+from server.serving import Client, at_once, blockpool_server, stock_server
+
+POOL = 2_000_000  # 15 blocks of the llama model: 3,840 tokens
+
+
+@pytest.fixture(scope="module")
+def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return save_model(tmp_path_factory.mktemp("llama"), "llama")
+
+
+@pytest.fixture(scope="module")
+def client(model: Path) -> Iterator[Client]:
+    with blockpool_server(model, "--pool-bytes", str(POOL), "--prefill-step-size", "128") as running:
+        yield running
+
+
+@pytest.fixture(autouse=True)
+def unharmed(client: Client) -> Iterator[None]:
+    """After every test the server is well and no block is held."""
+    yield
+    assert client.send("/health") == (200, {"status": "ok"})
+    client.settle()
+    assert client.chat([{"role": "user", "content": "still there?"}], max_tokens=2)["choices"]
+    client.settle()
+
+
+def complete(client: Client, prompt: str, max_tokens: int) -> dict[str, Any]:
+    status, answer = client.send("/v1/completions", {"prompt": prompt, "max_tokens": max_tokens})
+    assert status == 200, answer
+    return answer  # type: ignore[no-any-return]
+
+
+def test_prompt_that_kills_stock_is_answered(client: Client, model: Path) -> None:
+    """The whole known sequence as prompt leaves stock nothing to compute, and its generation thread dies."""
+    prompt = "The deadly prompt"
+    first = complete(client, prompt, 1)["choices"][0]["text"]
+    second = complete(client, prompt + first, 1)
+    expected = complete(client, prompt, 2)["choices"][0]["text"]
+    assert first + second["choices"][0]["text"] == expected
+    assert second["usage"]["prompt_tokens_details"]["cached_tokens"] == second["usage"]["prompt_tokens"] - 1
+
+
+def test_stock_does_die_of_it(model: Path) -> None:
+    """The hazard that the test above guards against is real."""
+    with stock_server(model) as stock:
+        first = complete(stock, "The deadly prompt", 1)["choices"][0]["text"]
+        with pytest.raises((OSError, AssertionError, json.JSONDecodeError)):
+            complete(stock, "The deadly prompt" + first, 1)
+        assert stock.send("/health")[0] == 503
+
+
+def test_exact_repeats_give_the_same_reply(client: Client) -> None:
+    messages = [{"role": "user", "content": "repeat after me " * 30}]
+    answers = [client.chat(messages, max_tokens=8) for _ in range(4)]
+    assert len({a["choices"][0]["message"]["content"] for a in answers}) == 1
+    cached = [a["usage"]["prompt_tokens_details"]["cached_tokens"] for a in answers]
+    assert cached[1:] == [answers[0]["usage"]["prompt_tokens"] - 1] * 3
+
+
+def test_one_token_prompt(client: Client) -> None:
+    assert complete(client, "x", 4)["usage"]["prompt_tokens"] == 1
+    assert complete(client, "x", 4)["usage"]["prompt_tokens_details"]["cached_tokens"] == 0
+
+
+def test_empty_content_and_empty_prompt(client: Client) -> None:
+    assert client.chat([{"role": "user", "content": ""}], max_tokens=2)["choices"]
+    assert client.send("/v1/chat/completions", {"messages": []})[0] == 400
+    status, answer = client.send("/v1/completions", {"prompt": ""})
+    assert status == 400
+    assert "at least one token" in answer["error"]
+
+
+def test_prompt_longer_than_the_pool_is_refused_with_both_figures(client: Client) -> None:
+    capacity = client.generator.prompt_cache.capacity()
+    status, answer = client.send("/v1/completions", {"prompt": "y" * (capacity + 50), "max_tokens": 5})
+    assert status == 400
+    assert str(capacity + 51) in answer["error"]
+    assert str(capacity) in answer["error"]
+
+
+def test_max_tokens_beyond_the_pool_is_served_as_far_as_it_goes(client: Client) -> None:
+    answer = complete(client, "z" * 3700, 100_000)
+    assert answer["choices"][0]["finish_reason"] in ("length", "stop")
+    assert answer["usage"]["total_tokens"] <= client.generator.prompt_cache.capacity()
+
+
+def test_more_work_than_fits_waits(client: Client) -> None:
+    """Six prompts of 1,500 tokens where two fit: all are answered, with the replies that they get alone."""
+    prompts = [f"{i} waits " * 190 for i in range(6)]
+    together = at_once([lambda p=p: complete(client, p, 8) for p in prompts])
+    alone = [complete(client, p, 8) for p in prompts]
+    assert [a["choices"][0]["text"] for a in together] == [a["choices"][0]["text"] for a in alone]
+
+
+def test_seeded_requests_and_batches_side_by_side(client: Client) -> None:
+    def seeded() -> Any:
+        return client.chat([{"role": "user", "content": "dice"}], max_tokens=6, seed=3, temperature=1.0)
+
+    def greedy() -> Any:
+        return client.chat([{"role": "user", "content": "dice"}], max_tokens=6)
+
+    answers = at_once([seeded, greedy, seeded, greedy])
+    texts = [a["choices"][0]["message"]["content"] for a in answers]
+    assert texts[0] == texts[2]
+    assert texts[1] == texts[3]
+
+
+def test_client_that_hangs_up_in_prefill_leaves_its_prefix(client: Client) -> None:
+    prompt = "a long prompt that nobody waits for " * 70
+    body = json.dumps({"prompt": prompt, "max_tokens": 500, "stream": True}).encode()
+    with socket.create_connection(("127.0.0.1", client.port)) as connection:
+        head = f"POST /v1/completions HTTP/1.1\r\nHost: x\r\nContent-Length: {len(body)}\r\n\r\n"
+        connection.sendall(head.encode() + body)
+        assert b"keepalive" in read_until(connection, b"keepalive")
+    client.settle()
+    again = complete(client, prompt, 2)["usage"]["prompt_tokens_details"]["cached_tokens"]
+    assert again >= 128, "nothing of the prefill was kept"
+
+
+def read_until(connection: socket.socket, text: bytes) -> bytes:
+    received = b""
+    while text not in received:
+        received += connection.recv(4096)
+    return received
+
+
+def test_sampling_that_mlx_refuses_fails_alone(client: Client) -> None:
+    good = {"messages": [{"role": "user", "content": "fine"}], "max_tokens": 30}
+    bad = [
+        {**good, "top_k": 10**6, "temperature": 1.0},
+        {**good, "logit_bias": {"99999": 1.0}},
+        {**good, "temperature": float("nan")},
+        {**good, "stop": [1, 2]},
+        {**good, "stream_options": 7},
+    ]
+    answers = at_once([lambda b=b: client.send("/v1/chat/completions", b) for b in [good, *bad, good]])
+    assert [status for status, _ in answers] == [200, 400, 400, 400, 400, 400, 200]
+    assert all("error" in answer for status, answer in answers if status != 200)
+
+
+def test_200_random_bodies(client: Client) -> None:
+    rng = random.Random(7)
+    statuses = [client.send(*random_request(rng))[0] for _ in range(200)]
+    assert set(statuses) <= {200, 400, 404}
+    assert 200 in statuses
+    assert 400 in statuses
+
+
+def random_request(rng: random.Random) -> tuple[str, Any, bytes | None]:
+    """A path and a body, right or wrong in a random way."""
+    odd: list[Any] = [None, True, -1, 0, 10**12, 1.5, "", "text", [], [1], {}, {"a": 1}, float("inf"), "\ud800"]
+    good = {
+        "messages": [{"role": rng.choice(["user", "system", "tool", "assistant"]), "content": "hi " * rng.randrange(40)}],
+        "prompt": "go on " * rng.randrange(1, 40),
+        "max_tokens": rng.randrange(1, 6),
+        "stream": False,
+    }
+    fields = ["messages", "prompt", "max_tokens", "temperature", "top_p", "top_k", "stop", "seed", "logit_bias", "tools"]
+    fields += ["stream_options", "logprobs", "top_logprobs", "model", "role_mapping", "chat_template_kwargs", "min_p"]
+    for _ in range(rng.randrange(3)):
+        good[rng.choice(fields)] = rng.choice(odd)
+    good.pop("model", None) if rng.random() < 0.9 else None
+    path = rng.choice(["/v1/completions", "/v1/chat/completions", "/chat/completions"])
+    raw = rng.choice([b"", b"{", b"\xff\xfe", b"[]", b"null", b'{"messages": 1}']) if rng.random() < 0.1 else None
+    return path, good, raw
+
+
+def test_pool_bytes_hold_over_500_requests(client: Client) -> None:
+    """Bytes of the arrays themselves, after each of 500 requests whose prefixes come and go."""
+    rng = random.Random(1)
+    slabs = client.generator.prompt_cache.prefix.slabs
+    for _ in range(500):
+        family = rng.randrange(12)
+        prompt = f"family {family} " * 40 + "x" * rng.randrange(300)
+        assert complete(client, prompt, rng.randrange(1, 4))["choices"]
+        assert slabs.nbytes <= POOL
+    assert client.send("/v1/cache")[1]["cached_tokens"] > 0

@@ -1,0 +1,361 @@
+"""Every provider against the trace of the model itself, on tiny and on published configs; and who overrides whom."""
+
+from __future__ import annotations
+
+import copy
+import importlib
+import subprocess
+import sys
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pluggy
+import pytest
+from mlx_blockpool_plugins import default, gemma3, gpt_oss, llama, qwen2
+from models import CONFIGS, make_model
+
+from mlx_blockpool.errors import PluginError, SpecError
+from mlx_blockpool.hookspecs import hookimpl
+from mlx_blockpool.plugins import BUNDLED, check_spec, make_plugin_manager, spec_from_config, spec_of_model
+from mlx_blockpool.spec import FullLayer, ModelCacheSpec, WindowLayer
+
+GEMMA_12B_TEXT = {
+    "model_type": "gemma3_text",
+    "head_dim": 256,
+    "hidden_size": 3840,
+    "intermediate_size": 15360,
+    "num_attention_heads": 16,
+    "num_hidden_layers": 48,
+    "num_key_value_heads": 8,
+    "query_pre_attn_scalar": 256,
+    "rope_scaling": {"factor": 8.0, "rope_type": "linear"},
+    "sliding_window": 1024,
+    "sliding_window_pattern": 6,
+    "torch_dtype": "bfloat16",
+    "vocab_size": 262208,
+}
+# As published: the vision model's config leaves out head_dim and the pattern.
+GEMMA_12B = {
+    "model_type": "gemma3",
+    "architectures": ["Gemma3ForConditionalGeneration"],
+    "mm_tokens_per_image": 256,
+    "text_config": {
+        "hidden_size": 3840,
+        "intermediate_size": 15360,
+        "model_type": "gemma3_text",
+        "num_attention_heads": 16,
+        "num_hidden_layers": 48,
+        "num_key_value_heads": 8,
+        "rope_scaling": {"factor": 8.0, "rope_type": "linear"},
+        "sliding_window": 1024,
+    },
+    "torch_dtype": "bfloat16",
+}
+GEMMA_4B = {
+    "model_type": "gemma3",
+    "text_config": {
+        "hidden_size": 2560,
+        "intermediate_size": 10240,
+        "model_type": "gemma3_text",
+        "num_hidden_layers": 34,
+        "rope_scaling": {"factor": 8.0, "rope_type": "linear"},
+        "sliding_window": 1024,
+    },
+    "torch_dtype": "bfloat16",
+}
+GPT_OSS_20B = {
+    "model_type": "gpt_oss",
+    "architectures": ["GptOssForCausalLM"],
+    "head_dim": 64,
+    "hidden_size": 2880,
+    "intermediate_size": 2880,
+    "layer_types": ["sliding_attention", "full_attention"] * 12,
+    "num_attention_heads": 64,
+    "num_experts_per_tok": 4,
+    "num_hidden_layers": 24,
+    "num_key_value_heads": 8,
+    "num_local_experts": 32,
+    "rms_norm_eps": 1e-05,
+    "rope_theta": 150000,
+    "sliding_window": 128,
+    "vocab_size": 201088,
+}
+QWEN_14B = {
+    "model_type": "qwen2",
+    "hidden_size": 5120,
+    "intermediate_size": 13824,
+    "max_position_embeddings": 32768,
+    "max_window_layers": 70,
+    "num_attention_heads": 40,
+    "num_hidden_layers": 48,
+    "num_key_value_heads": 8,
+    "rms_norm_eps": 1e-06,
+    "rope_theta": 1000000.0,
+    "sliding_window": 131072,
+    "tie_word_embeddings": False,
+    "torch_dtype": "bfloat16",
+    "use_sliding_window": False,
+    "vocab_size": 152064,
+}
+LLAMA_8B = {
+    "model_type": "llama",
+    "hidden_size": 4096,
+    "intermediate_size": 14336,
+    "num_attention_heads": 32,
+    "num_hidden_layers": 32,
+    "num_key_value_heads": 8,
+    "rms_norm_eps": 1e-05,
+    "rope_scaling": {
+        "factor": 8.0,
+        "high_freq_factor": 4.0,
+        "low_freq_factor": 1.0,
+        "original_max_position_embeddings": 8192,
+        "rope_type": "llama3",
+    },
+    "rope_theta": 500000.0,
+    "torch_dtype": "bfloat16",
+    "vocab_size": 128256,
+}
+TINY_LLAMA = CONFIGS["llama"]
+SLIDING = ["sliding_attention", "sliding_attention", "full_attention"]
+SLIDING_LLAMA = {**TINY_LLAMA, "num_hidden_layers": 3, "layer_types": SLIDING, "sliding_window": 300}
+
+CASES = {
+    "tiny llama": (llama, TINY_LLAMA),
+    "llama without kv heads": (llama, {k: v for k, v in TINY_LLAMA.items() if k != "num_key_value_heads"}),
+    "llama with head_dim": (llama, {**TINY_LLAMA, "head_dim": 24}),
+    "llama with windows": (llama, SLIDING_LLAMA),
+    "llama with a window that no layer uses": (llama, {**TINY_LLAMA, "sliding_window": 300}),
+    "llama in float16": (llama, {**TINY_LLAMA, "torch_dtype": "float16"}),
+    "llama with dtype": (llama, {**{k: v for k, v in TINY_LLAMA.items() if k != "torch_dtype"}, "dtype": "float16"}),
+    "llama without dtype": (llama, {k: v for k, v in TINY_LLAMA.items() if k != "torch_dtype"}),
+    "tiny qwen2": (qwen2, CONFIGS["qwen2"]),
+    "qwen2 with a window": (qwen2, {**CONFIGS["qwen2"], "sliding_window": 64, "use_sliding_window": True}),
+    "tiny gemma3_text": (gemma3, CONFIGS["gemma3_text"]),
+    "gemma3_text with layer types": (gemma3, {**CONFIGS["gemma3_text"], "layer_types": ["full_attention"] * 4}),
+    "tiny gemma3": (gemma3, {"model_type": "gemma3", "text_config": CONFIGS["gemma3_text"], "torch_dtype": "float32"}),
+    "gemma3 with dtype": (gemma3, {"model_type": "gemma3", "text_config": {"num_hidden_layers": 2}, "dtype": "float16"}),
+    "tiny gpt_oss": (gpt_oss, CONFIGS["gpt_oss"]),
+    "gpt_oss full first": (gpt_oss, {**CONFIGS["gpt_oss"], "layer_types": ["full_attention", "sliding_attention"]}),
+    "Gemma 3 12B, text": (gemma3, GEMMA_12B_TEXT),
+    "Gemma 3 12B": (gemma3, GEMMA_12B),
+    "Gemma 3 4B": (gemma3, GEMMA_4B),
+    "GPT-OSS 20B": (gpt_oss, GPT_OSS_20B),
+    "GPT-OSS 20B without layer types": (gpt_oss, {k: v for k, v in GPT_OSS_20B.items() if k != "layer_types"}),
+    "Qwen 2.5 14B": (qwen2, QWEN_14B),
+    "Llama 3.1 8B": (llama, LLAMA_8B),
+}
+
+
+class Fixed:
+    """A plugin that describes every model alike."""
+
+    def __init__(self, answer: Any) -> None:
+        self.answer = answer
+
+    @hookimpl
+    def model_cache_spec(self, config: dict[str, Any], model_id: str) -> Any:
+        return self.answer
+
+
+def manager_with(plugin: Any) -> pluggy.PluginManager:
+    manager = make_plugin_manager()
+    manager.register(plugin)
+    return manager
+
+
+def install(folder: Path, monkeypatch: pytest.MonkeyPatch, code: str, name: str = "mine", module: str = "fake_plugin") -> None:
+    """An installed distribution whose entry point `name` is a module with this code."""
+    info = folder / f"{module}-1.0.dist-info"
+    info.mkdir()
+    (info / "METADATA").write_text(f"Metadata-Version: 2.1\nName: {module}\nVersion: 1.0\n")
+    (info / "entry_points.txt").write_text(f"[mlx_blockpool]\n{name} = {module}\n")
+    (folder / f"{module}.py").write_text(code)
+    monkeypatch.syspath_prepend(str(folder))
+    monkeypatch.delitem(sys.modules, module, raising=False)
+
+
+OVERRIDE = """
+from mlx_blockpool.hookspecs import hookimpl
+from mlx_blockpool.spec import FullLayer, ModelCacheSpec
+
+@hookimpl
+def model_cache_spec(config, model_id):
+    if config["model_type"] == "llama":
+        return ModelCacheSpec(model_id, (FullLayer(7, 7, 7),))
+"""
+
+
+@pytest.mark.parametrize("case", CASES)
+def test_a_bundled_provider_says_what_the_model_does(case: str) -> None:
+    provider, config = CASES[case]
+    found = provider.model_cache_spec(config=copy.deepcopy(config), model_id="m")
+    assert found == default.model_cache_spec(model=None, config=copy.deepcopy(config), model_id="m")
+
+
+@pytest.mark.parametrize("provider", [llama, qwen2, gemma3, gpt_oss])
+def test_a_bundled_provider_leaves_other_models_to_others(provider: Any) -> None:
+    assert provider.model_cache_spec(config={"model_type": "mamba"}, model_id="m") is None
+    assert provider.model_cache_spec(config={}, model_id="m") is None
+
+
+@pytest.mark.parametrize("config", [GEMMA_12B, GEMMA_12B_TEXT])
+def test_gemma_12b_has_8_full_layers_and_40_windows_of_1024(config: dict[str, Any]) -> None:
+    spec = spec_from_config(config, "gemma-3-12b")
+    full, window = FullLayer(8, 256, 256), WindowLayer(8, 256, 256, 1024)
+    assert spec.layers == ((window,) * 5 + (full,)) * 8
+    assert spec.dtype == "bfloat16"
+
+
+def test_gpt_oss_20b_slides_first() -> None:
+    spec = spec_from_config(GPT_OSS_20B, "gpt-oss-20b")
+    assert spec.layers == (WindowLayer(8, 64, 64, 128), FullLayer(8, 64, 64)) * 12
+
+
+def test_qwen_14b_and_llama_8b_are_full_layers_only() -> None:
+    assert spec_from_config(QWEN_14B, "m").layers == (FullLayer(8, 128, 128),) * 48
+    assert spec_from_config(LLAMA_8B, "m").layers == (FullLayer(8, 128, 128),) * 32
+
+
+@pytest.mark.parametrize("case", CASES)
+def test_the_config_is_left_as_it_is(case: str) -> None:
+    config = copy.deepcopy(CASES[case][1])
+    spec_from_config(config, "m")
+    assert config == CASES[case][1]
+
+
+@pytest.mark.parametrize("name", [n for n in BUNDLED if n != "default"])
+def test_a_provider_imports_no_mlx(name: str) -> None:
+    key = {"gemma3": "gemma3_text"}.get(name, name)
+    code = f"""
+import sys
+from mlx_blockpool_plugins import {name}
+spec = {name}.model_cache_spec(config={CONFIGS[key]!r}, model_id="m")
+print(len(spec.layers), [m for m in sys.modules if m.partition(".")[0] in ("mlx", "mlx_lm")])
+"""
+    out = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True).stdout
+    assert out == f"{CONFIGS[key]['num_hidden_layers']} []\n"
+
+
+def test_the_bundled_providers_are_tried_before_the_default() -> None:
+    asked: list[str] = []
+    manager = make_plugin_manager()
+    for plugin in manager.get_plugins():
+        assert plugin.__name__.startswith("mlx_blockpool_plugins.")
+    manager.add_hookcall_monitoring(lambda name, impls, kwargs: asked.extend(i.plugin.__name__ for i in impls), lambda *_: None)
+    spec_from_config(TINY_LLAMA, "m", manager)
+    assert asked[0] == "mlx_blockpool_plugins.default"
+    assert sorted(asked) == sorted(f"mlx_blockpool_plugins.{name}" for name in BUNDLED)
+
+
+def test_a_model_without_provider_is_traced() -> None:
+    spec = spec_from_config(CONFIGS["gemma2"], "gemma")
+    assert spec == ModelCacheSpec("gemma", (FullLayer(2, 16, 16),) * 2, "float32")
+
+
+def test_a_plugin_registered_later_overrides_a_bundled_one() -> None:
+    mine = ModelCacheSpec("mine", (FullLayer(7, 7, 7),))
+    assert spec_from_config(TINY_LLAMA, "m", manager_with(Fixed(mine))) is mine
+
+
+def test_a_plugin_that_returns_none_leaves_it_to_the_bundled_ones() -> None:
+    assert spec_from_config(TINY_LLAMA, "m", manager_with(Fixed(None))) == spec_from_config(TINY_LLAMA, "m")
+
+
+def test_an_installed_plugin_overrides_a_bundled_one(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    install(tmp_path, monkeypatch, OVERRIDE)
+    assert spec_from_config(TINY_LLAMA, "m").layers == (FullLayer(7, 7, 7),)
+    assert spec_from_config(CONFIGS["qwen2"], "m").layers == (FullLayer(2, 16, 16),) * 2
+
+
+def test_an_installed_plugin_may_have_the_name_of_the_bundled_one(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    install(tmp_path, monkeypatch, OVERRIDE, name="llama")
+    assert spec_from_config(TINY_LLAMA, "m").layers == (FullLayer(7, 7, 7),)
+
+
+def test_a_misspelt_hook_is_an_error(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    install(tmp_path, monkeypatch, OVERRIDE.replace("def model_cache_spec", "def model_cache_specs"))
+    with pytest.raises(PluginError, match="entry-point group mlx_blockpool does not load: .*model_cache_specs"):
+        make_plugin_manager()
+
+
+def test_a_hook_with_an_argument_that_does_not_exist_is_an_error(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    install(tmp_path, monkeypatch, OVERRIDE.replace("(config, model_id)", "(config, name)"))
+    with pytest.raises(PluginError, match="name"):
+        make_plugin_manager()
+
+
+def test_a_plugin_that_cannot_be_imported_is_an_error(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    install(tmp_path, monkeypatch, "import a_module_that_is_not_there")
+    with pytest.raises(PluginError, match="a_module_that_is_not_there.*Fix or uninstall it"):
+        make_plugin_manager()
+
+
+@pytest.mark.parametrize("nonsense", [{"layers": 3}, "full", 7])
+def test_nonsense_from_a_plugin_is_a_plugin_error(nonsense: Any) -> None:
+    with pytest.raises(PluginError, match=f"m: found {type(nonsense).__name__}.*needed a ModelCacheSpec"):
+        spec_from_config(TINY_LLAMA, "m", manager_with(Fixed(nonsense)))
+
+
+def test_a_plugin_that_raises_is_a_plugin_error() -> None:
+    class Raises:
+        @hookimpl
+        def model_cache_spec(self, config: dict[str, Any]) -> None:
+            raise KeyError("hidden_dimension")
+
+    with pytest.raises(PluginError, match="hidden_dimension"):
+        spec_from_config(TINY_LLAMA, "m", manager_with(Raises()))
+
+
+def test_a_config_without_model_type_is_a_spec_error() -> None:
+    with pytest.raises(SpecError, match="m: found a config without model_type"):
+        spec_from_config({}, "m")
+
+
+def test_a_model_type_that_nobody_knows_is_a_spec_error() -> None:
+    with pytest.raises(SpecError, match="unheard_of"):
+        spec_from_config({"model_type": "unheard_of"}, "m")
+
+
+@pytest.mark.parametrize("name", CONFIGS)
+def test_check_spec_accepts_what_the_model_does_and_returns_its_dtype(name: str) -> None:
+    model = make_model(name)
+    spec = spec_from_config(CONFIGS[name], "m")
+    assert check_spec(spec, model) == spec
+    assert check_spec(spec.with_dtype("float16"), model).dtype == "float32"
+    assert spec_of_model(model, {**CONFIGS[name], "torch_dtype": "bfloat16"}, "m").dtype == "float32"
+
+
+@pytest.mark.parametrize("different", [FullLayer(2, 16, 16), WindowLayer(2, 16, 16, 256), WindowLayer(2, 16, 16, 300, keep=4)])
+def test_check_spec_names_the_layer_that_differs(different: FullLayer) -> None:
+    model = make_model("gemma3_text")
+    spec = spec_from_config(CONFIGS["gemma3_text"], "m")
+    wrong = replace(spec, layers=(*spec.layers[:2], different, *spec.layers[3:]))
+    with pytest.raises(PluginError, match="m, layer 2: the spec says .*; the model makes .*max_size=300, keep=0") as info:
+        check_spec(wrong, model)
+    assert repr(different) in str(info.value)
+
+
+def test_check_spec_counts_the_layers() -> None:
+    spec = spec_from_config(TINY_LLAMA, "m")
+    with pytest.raises(PluginError, match="m: the spec has 3 layers and the model makes 2 caches"):
+        check_spec(replace(spec, layers=(*spec.layers, spec.layers[0])), make_model("llama"))
+
+
+def test_a_plugin_that_contradicts_the_model_is_found_when_it_is_loaded() -> None:
+    wrong = Fixed(ModelCacheSpec("m", (FullLayer(2, 16, 16), FullLayer(2, 16, 8))))
+    with pytest.raises(PluginError, match="layer 1"):
+        spec_of_model(make_model("llama"), TINY_LLAMA, "m", manager_with(wrong))
+
+
+def test_a_cache_class_without_layer_kind_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
+    cache = importlib.import_module("mlx_lm.models.cache")
+
+    class OddCache(cache.KVCache):  # type: ignore[misc, name-defined]
+        pass
+
+    model = make_model("llama")
+    monkeypatch.setattr(type(model), "make_cache", lambda self: [OddCache(), OddCache()], raising=False)
+    with pytest.raises(SpecError, match="OddCache, which has no layer kind"):
+        default.trace(model, "m")

@@ -1,0 +1,207 @@
+"""Memory arithmetic against figures worked out by hand from the published configs."""
+
+from __future__ import annotations
+
+from dataclasses import FrozenInstanceError, replace
+
+import pytest
+
+from mlx_blockpool.errors import SpecError
+from mlx_blockpool.spec import (
+    BLOCK_TOKENS,
+    ChunkLayer,
+    CompositeLayer,
+    FullLayer,
+    LayerGroup,
+    ModelCacheSpec,
+    StateLayer,
+    WindowLayer,
+    blocks_for,
+)
+
+KIB, MIB, GIB = 2**10, 2**20, 2**30
+
+# Gemma 3 12B: every sixth of 48 layers is full, the others see 1024 tokens; 8 kv heads of 256.
+GEMMA_FULL = FullLayer(8, 256, 256)
+GEMMA_WINDOW = WindowLayer(8, 256, 256, 1024)
+GEMMA = ModelCacheSpec("gemma-3-12b", ((GEMMA_WINDOW,) * 5 + (GEMMA_FULL,)) * 8)
+LLAMA = ModelCacheSpec("llama-3.1-8b", (FullLayer(8, 128, 128),) * 32, "bfloat16")
+QWEN = ModelCacheSpec("qwen-2.5-14b", (FullLayer(8, 128, 128),) * 48, "bfloat16")
+GPT_OSS = ModelCacheSpec("gpt-oss-20b", (WindowLayer(8, 64, 64, 128), FullLayer(8, 64, 64)) * 12, "bfloat16")
+# Shapes of one Mamba layer in float32: 3 * 8 and 8 * 4 numbers.
+STATE = StateLayer((((1, 3, 8), "float32"), ((1, 8, 4), "float32")))
+
+
+def test_a_block_is_256_tokens() -> None:
+    assert BLOCK_TOKENS == 256
+    assert [blocks_for(n) for n in (0, 1, 255, 256, 257, 1024, 1025)] == [0, 1, 1, 1, 2, 4, 5]
+
+
+@pytest.mark.parametrize("layer", [GEMMA_FULL, GEMMA_WINDOW])
+def test_gemma_block_of_one_layer_is_2_mib_in_float16_and_half_of_it_at_8_bits(layer: FullLayer) -> None:
+    # 256 tokens * 8 heads * (256 + 256) values * 2 bytes
+    assert GEMMA.memory_per_block_per_layer(layer) == 2 * MIB
+    assert GEMMA.memory_per_block_per_layer(layer, bits=8) == 1 * MIB
+    assert GEMMA.memory_per_block_per_layer(layer, bits=4) == 512 * KIB
+    assert GEMMA.with_dtype("float32").memory_per_block_per_layer(layer) == 4 * MIB
+
+
+def test_gemma_window_is_a_ring_of_4_blocks() -> None:
+    assert GEMMA_WINDOW.max_blocks == 4
+    assert WindowLayer(8, 256, 256, 1025).max_blocks == 5
+    assert GEMMA_FULL.max_blocks is None
+    assert [GEMMA.blocks(n, GEMMA_WINDOW) for n in (0, 1, 256, 257, 1024, 1025, 100_000)] == [0, 1, 1, 2, 4, 4, 4]
+    assert [GEMMA.blocks(n, GEMMA_FULL) for n in (0, 1, 256, 257, 1024, 1025, 100_000)] == [0, 1, 1, 2, 4, 5, 391]
+
+
+def test_gemma_groups_are_its_40_windows_and_its_8_full_layers() -> None:
+    windows = tuple(i for i in range(48) if i % 6 != 5)
+    assert GEMMA.groups == (LayerGroup(GEMMA_WINDOW, windows), LayerGroup(GEMMA_FULL, (5, 11, 17, 23, 29, 35, 41, 47)))
+    assert [g.name for g in GEMMA.groups] == ["window 1024 x40 (8 heads, dim 256)", "full x8 (8 heads, dim 256)"]
+    assert [GEMMA.bytes_per_block(g) for g in GEMMA.groups] == [80 * MIB, 16 * MIB]
+    assert [GEMMA.bytes_per_block(g, bits=8) for g in GEMMA.groups] == [40 * MIB, 8 * MIB]
+
+
+def test_gemma_agent_pays_for_windows_only_until_they_are_full() -> None:
+    assert GEMMA.bytes_per_agent(256) == 96 * MIB
+    assert GEMMA.bytes_per_agent(1024) == 4 * 96 * MIB
+    assert GEMMA.bytes_per_agent(1025) == 4 * 80 * MIB + 5 * 16 * MIB
+    # 32768 tokens: 128 blocks of 16 MiB and the rings.
+    assert GEMMA.bytes_per_agent(32_768) == 2048 * MIB + 320 * MIB
+    assert GEMMA.bytes_per_agent(32_768, bits=8) == 1024 * MIB + 160 * MIB
+    # 8 layers * 8 heads * 512 values * 2 bytes
+    assert GEMMA.bytes_per_token() == 64 * KIB
+
+
+def test_max_agents_in_a_budget() -> None:
+    assert GEMMA.max_agents(2368 * MIB, 32_768) == 1
+    assert GEMMA.max_agents(2368 * MIB - 1, 32_768) == 0
+    assert GEMMA.max_agents(12 * GIB, 32_768) == 5
+    assert GEMMA.max_agents(12 * GIB, 32_768, bits=8) == 10
+
+
+def test_llama_token_is_131072_bytes() -> None:
+    assert LLAMA.bytes_per_token() == 131_072
+    assert LLAMA.bytes_per_token(bits=8) == 65_536
+    assert LLAMA.bytes_per_token_per_layer(LLAMA.layers[0]) == 4096
+    assert LLAMA.groups == (LayerGroup(FullLayer(8, 128, 128), tuple(range(32))),)
+    assert LLAMA.bytes_per_block(LLAMA.groups[0]) == 32 * MIB
+    # In whole blocks: token 8193 costs a block more.
+    assert LLAMA.bytes_per_agent(8192) == 1 * GIB
+    assert LLAMA.bytes_per_agent(8193) == 1 * GIB + 32 * MIB
+
+
+def test_gpt_oss_window_is_one_block_and_comes_first() -> None:
+    window, full = GPT_OSS.groups
+    assert (window.layer, window.layers) == (WindowLayer(8, 64, 64, 128), tuple(range(0, 24, 2)))
+    assert (full.layer, full.layers) == (FullLayer(8, 64, 64), tuple(range(1, 24, 2)))
+    assert window.layer.max_blocks == 1
+    # 12 layers * 256 tokens * 8 heads * 128 values * 2 bytes
+    assert [GPT_OSS.bytes_per_block(g) for g in GPT_OSS.groups] == [6 * MIB, 6 * MIB]
+    assert GPT_OSS.bytes_per_token() == 24 * KIB
+    assert GPT_OSS.bytes_per_agent(10_000) == 6 * MIB + 40 * 6 * MIB
+
+
+def test_qwen_agent_of_10000_tokens() -> None:
+    # 48 layers * 8 heads * 256 values * 2 bytes
+    assert QWEN.bytes_per_token() == 196_608
+    assert QWEN.bytes_per_agent(10_000) == 40 * 256 * 196_608
+    assert QWEN.max_agents(8 * GIB, 10_000) == 4
+
+
+def test_keys_and_values_may_differ_in_size() -> None:
+    layer = FullLayer(1, 192, 128)
+    spec = ModelCacheSpec("mla", (layer,))
+    assert layer.values_per_token == 320
+    assert spec.bytes_per_token() == 640
+    assert spec.groups[0].name == "full x1 (1 heads, dim 192/128)"
+
+
+def test_layers_that_differ_in_any_figure_are_different_groups() -> None:
+    full, window = FullLayer(1, 2, 2), WindowLayer(1, 2, 2, 512)
+    layers = (full, window, WindowLayer(1, 2, 2, 512, keep=4), FullLayer(2, 2, 2), window, full)
+    spec = ModelCacheSpec("m", layers)
+    assert [g.layers for g in spec.groups] == [(0, 5), (1, 4), (2,), (3,)]
+
+
+def test_state_costs_the_same_whatever_the_context() -> None:
+    spec = ModelCacheSpec("mamba", (STATE, STATE))
+    assert spec.fixed_bytes_per_agent() == 2 * (3 * 8 + 8 * 4) * 4
+    assert spec.bytes_per_agent(0) == spec.bytes_per_agent(50_000) == 448
+    assert spec.bytes_per_token() == 0
+    assert spec.blocks(50_000, STATE) == 0
+    assert spec.groups == ()
+    assert not spec.is_poolable
+
+
+def test_chunk_holds_one_chunk_at_most() -> None:
+    chunk = ChunkLayer(1, 2, 2, 8192)
+    spec = ModelCacheSpec("llama4", (chunk, FullLayer(1, 2, 2)), "float32")
+    assert [spec.blocks(n, chunk) for n in (1, 8192, 8193, 20_000)] == [1, 32, 32, 32]
+    assert [g.layers for g in spec.groups] == [(1,)]
+    assert not spec.is_poolable
+    # 16 bytes a token in each layer; only the full layer grows for ever.
+    assert spec.bytes_per_token() == 16
+    assert spec.bytes_per_agent(20_000) == 32 * 4096 + 79 * 4096
+
+
+def test_composite_is_the_sum_of_its_parts() -> None:
+    full, window = FullLayer(1, 2, 2), WindowLayer(1, 2, 2, 512)
+    layer = CompositeLayer((STATE, full, window))
+    spec = ModelCacheSpec("hybrid", (layer,), "float32")
+    assert spec.blocks(1000, layer) == 4 + 2
+    assert spec.memory_per_block_per_layer(layer) == 2 * 4096
+    assert spec.fixed_bytes_per_agent() == 224
+    assert spec.bytes_per_agent(1000) == 224 + 6 * 4096
+    assert not spec.is_poolable
+
+
+def test_full_and_window_layers_are_poolable() -> None:
+    assert GEMMA.is_poolable
+    assert LLAMA.is_poolable
+
+
+def test_fingerprint_ignores_the_name_of_the_model() -> None:
+    assert len(GEMMA.fingerprint()) == 32
+    assert int(GEMMA.fingerprint(), 16) >= 0
+    assert replace(GEMMA, model_id="other").fingerprint() == GEMMA.fingerprint()
+
+
+def test_fingerprint_changes_with_everything_that_shapes_the_caches() -> None:
+    full, window = FullLayer(1, 2, 2), WindowLayer(1, 2, 2, 512)
+    spec = ModelCacheSpec("m", (full, window))
+    others = [
+        spec.with_dtype("bfloat16"),
+        replace(spec, layers=(window, full)),
+        replace(spec, layers=(full, window, window)),
+        replace(spec, layers=(full, full)),
+        replace(spec, layers=(full, WindowLayer(1, 2, 2, 512, keep=4))),
+        replace(spec, layers=(full, WindowLayer(1, 2, 2, 256))),
+        replace(spec, layers=(full, ChunkLayer(1, 2, 2, 512))),
+        replace(spec, layers=(FullLayer(1, 2, 4), window)),
+        replace(spec, layers=(FullLayer(1, 4, 2), window)),
+        replace(spec, layers=(full, CompositeLayer((window,)))),
+        replace(spec, layers=(full, STATE)),
+    ]
+    fingerprints = [s.fingerprint() for s in (spec, *others)]
+    assert len(set(fingerprints)) == len(fingerprints)
+
+
+def test_specs_are_frozen() -> None:
+    with pytest.raises(FrozenInstanceError):
+        LLAMA.dtype = "float32"  # type: ignore[misc]
+    with pytest.raises(FrozenInstanceError):
+        GEMMA_WINDOW.max_size = 512  # type: ignore[misc]
+    assert hash(replace(LLAMA)) == hash(LLAMA)
+
+
+def test_an_unknown_dtype_is_refused_with_both_figures() -> None:
+    with pytest.raises(SpecError, match=r"m: found dtype 'int4', needed one of \['bfloat16', 'float16', 'float32'\]"):
+        ModelCacheSpec("m", (FullLayer(1, 2, 2),), "int4")
+    with pytest.raises(SpecError, match="int8"):
+        LLAMA.with_dtype("int8")
+
+
+def test_a_spec_without_layers_is_refused() -> None:
+    with pytest.raises(SpecError, match="m: a spec needs at least one layer"):
+        ModelCacheSpec("m", ())
