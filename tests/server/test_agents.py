@@ -8,6 +8,7 @@ from typing import Any
 import pytest
 from mlx_lm.utils import load_tokenizer
 from models import save_model
+
 from server.serving import Client, at_once, blockpool_server, stock_server
 
 AGENTS, TURNS, REPLY = 5, 4, 20

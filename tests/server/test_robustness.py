@@ -11,6 +11,7 @@ from typing import Any
 
 import pytest
 from models import save_model
+
 from server.serving import Client, at_once, blockpool_server, stock_server
 
 POOL = 2_000_000  # 15 blocks of the llama model: 3,840 tokens
