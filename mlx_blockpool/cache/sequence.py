@@ -14,7 +14,6 @@ from ..pool import BlockTable
 from ..spec import BLOCK_TOKENS, blocks_for
 from .slabs import Place, Slab, Slabs, View
 
-
 # (slab, first token in it, tokens): a part of a sequence that lies in one piece.
 Piece = tuple[Slab, int, int]
 

@@ -27,7 +27,7 @@ class Budget:
 
     def make_room(self, counts: Mapping[int, int]) -> Victims:
         """Evict what grow_for(counts) needs, or nothing if that would not be enough. Returns the victims."""
-        if not self._can_make_room(counts):
+        if self._bytes_to_grow(counts) == 0 or not self._can_make_room(counts):
             return []
         victims: Victims = []
         left = self._bytes_left()

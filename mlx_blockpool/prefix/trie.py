@@ -7,7 +7,7 @@ Owned by the generation thread.
 from __future__ import annotations
 
 import hashlib
-from array import array
+import struct
 from bisect import bisect_left, insort
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
@@ -17,6 +17,7 @@ from ..spec import BLOCK_TOKENS
 # Token ids as 64-bit integers: image patches have negative ids of 60 bits.
 TOKEN_BYTES = 8
 EDGE_BYTES = BLOCK_TOKENS * TOKEN_BYTES
+_FULL_EDGE = struct.Struct(f"{BLOCK_TOKENS}q")
 
 
 @dataclass(eq=False)
@@ -153,11 +154,12 @@ class Trie:
 
 
 def encode(tokens: Sequence[int]) -> bytes:
-    return array("q", tokens).tobytes()
+    """Token ids as bytes: compared and hashed many times faster than a list, and struct packs faster than array or numpy."""
+    return (_FULL_EDGE if len(tokens) == BLOCK_TOKENS else struct.Struct(f"{len(tokens)}q")).pack(*tokens)
 
 
 def decode(edge: bytes) -> list[int]:
-    return array("q", edge).tolist()
+    return list(struct.unpack(f"{len(edge) // TOKEN_BYTES}q", edge))
 
 
 def _tokens(node: Node) -> bytes:
@@ -172,6 +174,8 @@ def _closest(node: Node, edge: bytes) -> tuple[Node | None, int]:
     children = node.children
     if not children:
         return None, 0
+    if len(children) == 1 and children[0].tokens == edge:
+        return children[0], len(edge) // TOKEN_BYTES
     at = bisect_left(children, edge, key=_tokens)
     best, longest = None, 0
     for child in children[max(0, at - 1) : at + 1]:
