@@ -27,13 +27,15 @@ class PoolConfig:
 
     pool_bytes:   hard limit for keys and values, in bytes; None: half of the memory that the model leaves free.
     preallocate:  take all of it at the start instead of slab by slab.
-    slabs:        how many slabs the budget is divided into; fewer slabs make longer runs, more give memory back sooner.
+    slabs:        an ordinary slab is at most this part of the budget, ...
+    slab_blocks:  ... and at most this many blocks; larger ones make longer runs, smaller ones take memory later.
     max_tokens:   room that a fetch in a script reserves after the prompt unless told otherwise.
     """
 
     pool_bytes: int | None = None
     preallocate: bool = False
     slabs: int = 4
+    slab_blocks: int = 64
     max_tokens: int = 512
 
 

@@ -41,7 +41,7 @@ class BlockPool:
         share = self.pool_bytes // self._config.slabs
         for group in spec.groups:
             size = spec.bytes_per_block(group)
-            self._groups.append(GroupBlocks(group, size, max(1, self.pool_bytes // size), max(1, share // size)))
+            self._groups.append(GroupBlocks(group, size, max(1, self.pool_bytes // size), max(1, min(share // size, self._config.slab_blocks))))
         self._budget = Budget(self.pool_bytes, self._groups)
         minimum = sum(g.bytes_per_block for g in self._groups)
         if self.pool_bytes < minimum:

@@ -29,12 +29,15 @@ from mlx_lm.utils import _download, load_config
 
 from ..demo import model_path
 from ..errors import BlockpoolError, PoolExhaustedError
+
 from .prompt_cache import ServerPromptCache
-from .requests import Live, Waiting, check_sampling, cut_segments, fit
+from .requests import Live, Waiting, check_sampling, common_prefix, cut_segments, fit
 
 log = logging.getLogger(__name__)
 
 IDLE_SECONDS = 0.1
+# Fewer tokens than these are computed again rather than waited for.
+SHARED_TOKENS = 64
 
 
 class BlockpoolModelProvider(ModelProvider):  # type: ignore[misc]
@@ -68,7 +71,7 @@ class BlockpoolGenerator(ResponseGenerator):  # type: ignore[misc]
         self._batch: BatchGenerator | None = None
         self._opened: Any = None
         self._vocab_size = 0
-        self._blocked_by: int | None = None
+        self._may_admit = True
         super().__init__(model_provider, prompt_cache)
 
     # -- the thread ----------------------------------------------------------------------------------------------------
@@ -95,7 +98,7 @@ class BlockpoolGenerator(ResponseGenerator):  # type: ignore[misc]
         try:
             while True:
                 self._waiting.append(Waiting(*self.requests.get(block=not busy, timeout=None if busy else IDLE_SECONDS)))
-                busy = True
+                self._may_admit = busy = True
         except Empty:
             pass
 
@@ -103,6 +106,7 @@ class BlockpoolGenerator(ResponseGenerator):  # type: ignore[misc]
         for live in self._live.values():
             live.fail(error)
         self._live.clear()
+        self._may_admit = True
         self._close_batch()
         gc.collect()
         self.prompt_cache.update_report()
@@ -149,9 +153,8 @@ class BlockpoolGenerator(ResponseGenerator):  # type: ignore[misc]
 
     def _admit(self, stream: mx.Stream) -> None:
         """Start waiting requests, first come first served, as long as there is room."""
-        while self._waiting and self._blocked_by != len(self._live):
+        while self._waiting and self._may_admit:
             waiting = self._waiting[0]
-            self._blocked_by = None
             try:
                 started = self._start(waiting, stream)
             except Exception as error:
@@ -159,11 +162,11 @@ class BlockpoolGenerator(ResponseGenerator):  # type: ignore[misc]
                 log.info("request refused: %s: %s", type(error).__name__, error)
                 waiting.fail(error)
                 started = True
-            if not started:
-                # Nothing changes until another request has ended.
-                self._blocked_by = len(self._live)
-                return
-            self._waiting.popleft()
+            if started:
+                self._waiting.popleft()
+            else:
+                # Until a live request ends or leaves something to share.
+                self._may_admit = False
 
     def _start(self, waiting: Waiting, stream: mx.Stream) -> bool:
         """Start one request; False if it has to wait for those that are live."""
@@ -185,6 +188,8 @@ class BlockpoolGenerator(ResponseGenerator):  # type: ignore[misc]
         if not batchable:
             self._serve_single((waiting.queue, waiting.request, args), stream)
             return True
+        if self._is_being_computed(waiting.tokenized[0]):
+            return False
         try:
             self._insert(waiting)
         except PoolExhaustedError:
@@ -192,6 +197,11 @@ class BlockpoolGenerator(ResponseGenerator):  # type: ignore[misc]
                 return False
             raise
         return True
+
+    def _is_being_computed(self, prompt: list[int]) -> bool:
+        """Whether a live request is about to leave at least one more block of this prompt's beginning."""
+        shared = [common_prefix(prompt, live.context.prompt) for live in self._live.values() if live.in_prefill]
+        return bool(shared) and max(shared) - self.prompt_cache.known_tokens(prompt) >= SHARED_TOKENS
 
     def _insert(self, waiting: Waiting) -> None:
         assert waiting.tokenized is not None
@@ -252,9 +262,11 @@ class BlockpoolGenerator(ResponseGenerator):  # type: ignore[misc]
     def _on_prompt(self, response: Any) -> None:
         live = self._live[response.uid]
         live.queue.put(response.progress)
+        live.in_prefill = not response.end_of_prompt
         if response.end_of_segment and not response.end_of_prompt and live.segment_types:
             caches, tokens = self._batch.extract_cache([response.uid])[response.uid]  # type: ignore[union-attr]
             self.prompt_cache.keep(self.model_provider.model_key, tokens[:], caches, live.segment_types.pop())
+            self._may_admit = True
 
     def _on_token(self, response: Any) -> None:
         live = self._live[response.uid]
@@ -273,6 +285,7 @@ class BlockpoolGenerator(ResponseGenerator):  # type: ignore[misc]
             live.queue.put(None)
 
     def _drop(self, uid: int, error: Exception) -> None:
+        self._may_admit = True
         live = self._live.pop(uid, None)
         if live is not None:
             live.fail(error)
@@ -281,12 +294,14 @@ class BlockpoolGenerator(ResponseGenerator):  # type: ignore[misc]
     def _cancel(self, uid: int) -> None:
         """The client is gone; what was computed for it stays known."""
         del self._live[uid]
+        self._may_admit = True
         caches, tokens = self._batch.remove([uid], return_prompt_caches=True)[uid]  # type: ignore[union-attr]
         if tokens:
             self._keep_finished(tokens, caches)
 
     def _keep_finished(self, tokens: list[int], caches: list[Any]) -> None:
         self.prompt_cache.insert_cache(self.model_provider.model_key, tokens[:], caches, cache_type="assistant")
+        self._may_admit = True
 
 
 def _text(detokenizer: Any, response: Any) -> str:

@@ -134,6 +134,10 @@ class ServerPromptCache:
     def __len__(self) -> int:
         return len(self._stock) if self.prefix is None else len(self.prefix)
 
+    def known_tokens(self, tokens: list[int]) -> int:
+        """How many tokens of a prompt a fetch would find now."""
+        return len(tokens) if self.prefix is None else self.prefix.look(tokens).hit
+
     # -- figures -------------------------------------------------------------------------------------------------------
 
     def capacity(self) -> int | None:

@@ -36,6 +36,7 @@ class Live:
     detokenizer: Any
     segment_types: list[str]
     top_logprobs: int
+    in_prefill: bool = True
 
     def fail(self, error: Exception) -> None:
         self.queue.put(error.with_traceback(None))
@@ -70,6 +71,13 @@ def check_sampling(args: Any, tokenizer: Any, vocab_size: int) -> None:
     for process in _make_logits_processors(args):
         logits = process(tokens, logits)
     mx.eval(_make_sampler(args, tokenizer)(logits))
+
+
+def common_prefix(a: list[int], b: list[int]) -> int:
+    """How many tokens two prompts have in common from the first on."""
+    if a[: len(b)] == b[: len(a)]:
+        return min(len(a), len(b))
+    return next(i for i, (x, y) in enumerate(zip(a, b, strict=False)) if x != y)
 
 
 def cut_segments(segments: list[list[int]], types: list[str], cached: int) -> tuple[list[list[int]], list[str]]:
