@@ -2,23 +2,16 @@
 
 from __future__ import annotations
 
+import re
 from dataclasses import dataclass
 
 from .errors import BlockpoolError
 
-_UNITS = {
-    "": 1,
-    "B": 1,
-    "K": 10**3,
-    "KB": 10**3,
-    "M": 10**6,
-    "MB": 10**6,
-    "G": 10**9,
-    "GB": 10**9,
-    "T": 10**12,
-    "TB": 10**12,
+_UNITS = {"": 1, "B": 1} | {
+    f"{letter}{suffix}": base**power
+    for power, letter in enumerate("KMGT", 1)
+    for suffix, base in (("", 1000), ("B", 1000), ("IB", 1024))
 }
-_UNITS |= {"KIB": 2**10, "MIB": 2**20, "GIB": 2**30}
 
 
 @dataclass(frozen=True)
@@ -41,10 +34,7 @@ class PoolConfig:
 
 def parse_bytes(text: str) -> int:
     """'4GB', '512 MiB' or '1000' in bytes. Raises BlockpoolError on anything else."""
-    stripped = text.strip().upper()
-    number = stripped.rstrip("KMGTIB ")
-    unit = stripped[len(number) :].strip()
-    try:
-        return int(float(number) * _UNITS[unit])
-    except (KeyError, ValueError):
-        raise BlockpoolError(f"Found size {text!r}; needed a number with a unit, such as 4GB or 512MiB.") from None
+    found = re.fullmatch(r"(\d+(?:\.\d*)?)\s*([A-Z]*)", text.strip().upper())
+    if found is None or found[2] not in _UNITS:
+        raise BlockpoolError(f"Found size {text!r}; needed a number with a unit, such as 4GB or 512MiB.")
+    return int(float(found[1]) * _UNITS[found[2]])

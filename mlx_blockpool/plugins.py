@@ -7,12 +7,13 @@ overrides a bundled one.
 from __future__ import annotations
 
 import importlib
+import traceback
 from typing import Any
 
 import pluggy
 
 from . import hookspecs
-from .errors import PluginError, SpecError
+from .errors import BlockpoolError, PluginError
 from .spec import LayerSpec, ModelCacheSpec
 
 BUNDLED = ("default", "llama", "qwen2", "gemma3", "gpt_oss")
@@ -23,7 +24,8 @@ def make_plugin_manager() -> pluggy.PluginManager:
     manager = pluggy.PluginManager("mlx_blockpool")
     manager.add_hookspecs(hookspecs)
     for name in BUNDLED:
-        manager.register(importlib.import_module(f"mlx_blockpool_plugins.{name}"), name)
+        # Under the module's name: an installed plugin may be called like the architecture.
+        manager.register(importlib.import_module(f"mlx_blockpool_plugins.{name}"))
     try:
         manager.load_setuptools_entrypoints("mlx_blockpool")
         manager.check_pending()
@@ -66,7 +68,18 @@ def check_spec(spec: ModelCacheSpec, model: Any) -> ModelCacheSpec:
 
 
 def _ask(manager: pluggy.PluginManager, model: Any, config: dict[str, Any], model_id: str) -> ModelCacheSpec:
-    found = manager.hook.model_cache_spec(model=model, config=config, model_id=model_id)
+    try:
+        found = manager.hook.model_cache_spec(model=model, config=config, model_id=model_id)
+    except BlockpoolError:
+        raise
+    except Exception as error:
+        # Anybody's code: what it raises is its own, and the frame it came from names it.
+        raise PluginError(f"{model_id}: {_culprit(error)} raised {type(error).__name__}: {error}.") from error
     if not isinstance(found, ModelCacheSpec):
-        raise SpecError(f"{model_id}: found {type(found).__name__} from the providers; needed a ModelCacheSpec.")
+        raise PluginError(f"{model_id}: found {type(found).__name__} from a provider; needed a ModelCacheSpec or None.")
     return found
+
+
+def _culprit(error: BaseException) -> str:
+    frames = traceback.extract_tb(error.__traceback__)
+    return f"{frames[-1].filename}, line {frames[-1].lineno}" if frames else "a provider"

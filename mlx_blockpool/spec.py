@@ -192,7 +192,7 @@ class ModelCacheSpec:
 
 def is_poolable(layer: LayerSpec) -> bool:
     """Full and window layers live in blocks; the others in mlx-lm's own caches."""
-    return layer.kind in ("full", "window")
+    return isinstance(layer, FullLayer) and layer.kind in ("full", "window") and layer.values_per_token > 0
 
 
 def _grows(layer: LayerSpec) -> bool:
@@ -208,7 +208,7 @@ def _state_bytes(layer: LayerSpec) -> int:
         return 0
     total = 0
     for shape, dtype in layer.arrays:
-        size = DTYPE_BYTES[dtype]
+        size = int("".join(filter(str.isdigit, dtype)) or 8) // 8
         for n in shape:
             size *= n
         total += size

@@ -5,6 +5,7 @@ Parameters stay lazy, so a full-size model costs kilobytes and a tenth of a seco
 
 from __future__ import annotations
 
+import copy
 from typing import Any
 
 import mlx.core as mx
@@ -24,8 +25,13 @@ def model_cache_spec(model: Any, config: dict[str, Any], model_id: str) -> Model
         return trace(model, model_id)
     if "model_type" not in config:
         raise SpecError(f"{model_id}: found a config without model_type; needed mlx-lm's config.json of the model.")
-    model_class, args_class = _get_classes(config)
-    return trace(model_class(args_class.from_dict(config)), model_id).with_dtype(dtype_of(config))
+    config = copy.deepcopy(config)  # mlx-lm's ModelArgs write into it
+    try:
+        model_class, args_class = _get_classes(config)
+        model = model_class(args_class.from_dict(config))
+    except (KeyError, TypeError, ValueError) as error:
+        raise SpecError(f"{model_id}: mlx-lm cannot build a model from this config: {error}") from error
+    return trace(model, model_id).with_dtype(dtype_of(config))
 
 
 def trace(model: Any, model_id: str) -> ModelCacheSpec:

@@ -31,4 +31,4 @@ def model_cache_spec(config: dict[str, Any], model_id: str) -> ModelCacheSpec | 
     window = kv_layer(text, text["head_dim"], text["sliding_window"])
     pattern = text["sliding_window_pattern"]
     layers = (full if (i + 1) % pattern == 0 else window for i in range(text["num_hidden_layers"]))
-    return spec_of(model_id, {"torch_dtype": config.get("torch_dtype"), **text}, layers)
+    return spec_of(model_id, {"torch_dtype": config.get("torch_dtype") or config.get("dtype"), **text}, layers)

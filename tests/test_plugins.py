@@ -120,6 +120,7 @@ LLAMA_8B = {
 TINY_LLAMA = CONFIGS["llama"]
 SLIDING = ["sliding_attention", "sliding_attention", "full_attention"]
 SLIDING_LLAMA = {**TINY_LLAMA, "num_hidden_layers": 3, "layer_types": SLIDING, "sliding_window": 300}
+GEMMA3_SIX = {"model_type": "gemma3_text", "num_hidden_layers": 6}
 
 CASES = {
     "tiny llama": (llama, TINY_LLAMA),
@@ -135,7 +136,10 @@ CASES = {
     "tiny gemma3_text": (gemma3, CONFIGS["gemma3_text"]),
     "gemma3_text with layer types": (gemma3, {**CONFIGS["gemma3_text"], "layer_types": ["full_attention"] * 4}),
     "tiny gemma3": (gemma3, {"model_type": "gemma3", "text_config": CONFIGS["gemma3_text"], "torch_dtype": "float32"}),
-    "gemma3 with dtype": (gemma3, {"model_type": "gemma3", "text_config": {"num_hidden_layers": 2}, "dtype": "float16"}),
+    "gemma3 with dtype": (
+        gemma3,
+        {"model_type": "gemma3", "text_config": GEMMA3_SIX, "dtype": "float16"},
+    ),
     "tiny gpt_oss": (gpt_oss, CONFIGS["gpt_oss"]),
     "gpt_oss full first": (gpt_oss, {**CONFIGS["gpt_oss"], "layer_types": ["full_attention", "sliding_attention"]}),
     "Gemma 3 12B, text": (gemma3, GEMMA_12B_TEXT),

@@ -131,9 +131,10 @@ class GroupBlocks:
     def victims(self) -> Iterable[int]:
         return (i for i in self.evictable if not self.blocks[i].pins)
 
-    def is_idle(self, index: int) -> bool:
-        """Whether nobody holds or pins a block of this slab."""
-        return all(self.blocks[i].ref_count == 0 and not self.blocks[i].pins for i in self.slab_ids(index))
+    def can_drop(self, index: int, evicting: bool) -> bool:
+        """Whether no block of this slab is in use, or with `evicting` none that is held or pinned."""
+        states = (self.blocks[i] for i in self.slab_ids(index))
+        return all(s.ref_count == 0 and (s.known == 0 or (evicting and not s.pins)) for s in states)
 
     def evict(self, i: int) -> None:
         block = self.blocks[i]
@@ -141,4 +142,5 @@ class GroupBlocks:
         self.forget(i)
 
     def _set_free(self, i: int) -> None:
+        self.blocks[i].pins = 0
         self.free.add(i, i + 1)

@@ -18,6 +18,9 @@ from .blocks import BlockCounts, GroupBlocks
 from .budget import Budget, evict
 from .table import BlockTable
 
+# Blocks of a sequence that nothing limits.
+UNBOUNDED = 2**23
+
 
 class BlockPool:
     """Blocks for every layer group of one model, under one hard byte budget.
@@ -33,25 +36,24 @@ class BlockPool:
         self.reconfigure(spec)
 
     def reconfigure(self, spec: ModelCacheSpec) -> None:
-        """Start anew for another model. Every table and every known block of the old one is void."""
+        """Start anew for another model. Every table and every known block of the old one is void.
+
+        Raises PoolExhaustedError, before anything is changed, if the pool cannot hold one block of each group.
+        """
+        groups = []
+        for group in spec.groups:
+            size = spec.bytes_per_block(group)
+            share = min(self.pool_bytes // self._config.slabs // size, self._config.slab_blocks)
+            groups.append(GroupBlocks(group, size, max(1, self.pool_bytes // size), max(1, share)))
+        minimum = sum(g.bytes_per_block for g in groups)
+        if self.pool_bytes < minimum:
+            hint = f"The least is one block of each group is {minimum} bytes. The pool has {self.pool_bytes} bytes. Raise --pool-bytes."
+            raise PoolExhaustedError(len(groups), 0, 0, spec.model_id, hint)
         self.spec = spec
         self._generation += 1
         self._tables: weakref.WeakSet[BlockTable] = weakref.WeakSet()
-        self._groups = []
-        share = self.pool_bytes // self._config.slabs
-        for group in spec.groups:
-            size = spec.bytes_per_block(group)
-            self._groups.append(GroupBlocks(group, size, max(1, self.pool_bytes // size), max(1, min(share // size, self._config.slab_blocks))))
-        self._budget = Budget(self.pool_bytes, self._groups)
-        minimum = sum(g.bytes_per_block for g in self._groups)
-        if self.pool_bytes < minimum:
-            raise PoolExhaustedError(
-                len(self._groups),
-                0,
-                0,
-                f"{spec.model_id} (one block of each group is {minimum} bytes)",
-                f"The pool has {self.pool_bytes} bytes. Raise --pool-bytes.",
-            )
+        self._groups = groups
+        self._budget = Budget(self.pool_bytes, groups)
         if self._config.preallocate:
             self._budget.grow_all(self._largest_sequence())
 
@@ -59,7 +61,7 @@ class BlockPool:
 
     def open_table(self, group: int) -> BlockTable:
         blocks = self._groups[group]
-        table = BlockTable(group, blocks.stride, blocks.group.layer.max_blocks)
+        table = BlockTable(group, blocks.stride, blocks.group.layer.max_blocks, self._generation)
         self._tables.add(table)
         return table
 
@@ -120,6 +122,7 @@ class BlockPool:
 
     def is_shared(self, table: BlockTable, index: int, token: int) -> bool:
         """Whether writing from `token` (its place in the block, 0 to 255) on would change what somebody else reads."""
+        self._drain()
         block = self._groups[table.group].blocks[table.ids[index]]
         return block.ref_count > 1 or token < block.frozen
 
@@ -136,7 +139,7 @@ class BlockPool:
 
     def give_back(self, table: BlockTable) -> None:
         """release() for any thread and for finalizers: takes effect at the pool's next operation."""
-        self._returned.append((table.group, table.ids, table.reserved, self._generation))
+        self._returned.append((table.group, table.ids, table.reserved, table.generation))
         table.ids, table.reserved = [], 0
         table.changed()
 
@@ -157,6 +160,9 @@ class BlockPool:
             if block in evictable:
                 evictable.move_to_end(block)
 
+    def pins(self, group: int, block: int) -> int:
+        return self._groups[group].blocks[block].pins
+
     def pin(self, group: int, block: int) -> None:
         self._groups[group].blocks[block].pins += 1
 
@@ -166,6 +172,7 @@ class BlockPool:
 
     def evict(self, group: int, count: int) -> list[tuple[int, int]]:
         """Free the `count` least recently used evictable blocks, fewer if there are fewer. Returns (group, block) of each."""
+        self._drain()
         return evict(self._groups[group], group, count)
 
     def make_room(self, counts: Mapping[int, int]) -> list[tuple[int, int]]:
@@ -211,11 +218,18 @@ class BlockPool:
 
     def sequence_capacity(self) -> int:
         """The most tokens that one sequence can have in an otherwise empty pool."""
-        fixed = sum(g.bytes_per_block * (g.group.layer.max_blocks or 0) for g in self._groups)
-        growing = sum(g.bytes_per_block for g in self._groups if g.group.layer.max_blocks is None)
-        if not growing:
-            return 2**31 if self.pool_bytes >= fixed else 0
-        return max(0, (self.pool_bytes - fixed) // growing) * BLOCK_TOKENS
+        growing = [g for g in self._groups if g.group.layer.max_blocks is None]
+        if not growing and self._bytes_of_sequence(UNBOUNDED) <= self.pool_bytes:
+            return UNBOUNDED * BLOCK_TOKENS
+        low, high = 0, self.pool_bytes // min(g.bytes_per_block for g in self._groups)
+        while low < high:
+            middle = (low + high + 1) // 2
+            low, high = (middle, high) if self._bytes_of_sequence(middle) <= self.pool_bytes else (low, middle - 1)
+        return low * BLOCK_TOKENS
+
+    def _bytes_of_sequence(self, blocks: int) -> int:
+        limits = ((g.bytes_per_block, g.group.layer.max_blocks) for g in self._groups)
+        return sum(size * (blocks if limit is None else min(blocks, limit)) for size, limit in limits)
 
     def _largest_sequence(self) -> dict[int, int]:
         tokens = self.sequence_capacity()

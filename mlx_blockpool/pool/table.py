@@ -9,11 +9,12 @@ class BlockTable:
     `reserved` blocks are promised to this table and not yet taken.
     """
 
-    def __init__(self, group: int, stride: int, max_blocks: int | None) -> None:
+    def __init__(self, group: int, stride: int, max_blocks: int | None, generation: int = 0) -> None:
         self.group = group
         self.max_blocks = max_blocks
         self.ids: list[int] = []
         self.reserved = 0
+        self.generation = generation
         self._stride = stride
         self.version = 0
         self._runs: list[tuple[int, int]] | None = None

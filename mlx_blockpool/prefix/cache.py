@@ -178,6 +178,7 @@ class PrefixCache:
                 self.known.add_checkpoint(node, Checkpoint(count, held))
             else:
                 self.num_skipped += 1
+                self.known.prune(node)
         return count
 
     def _insert(self, tokens: Tokens[int], sequence: Sequence, kind: str) -> Node:

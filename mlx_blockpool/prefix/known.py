@@ -43,6 +43,9 @@ class KnownBlocks:
             for owned in _rings(old.checkpoints.values()):
                 self._owners[owned] = self._owners[owned] - {old} | {new}
             old.checkpoints = {}
+            for (group, before), (_, after) in zip(self._blocks(old), self._blocks(new), strict=True):
+                for _ in range(self.pool.pins(group, before) if before != after else 0):
+                    self.pool.pin(group, after)
             self._disown(old, self._blocks(old), ())
         return new
 
@@ -71,6 +74,12 @@ class KnownBlocks:
             self._disown(old, owned, gone)
         while len(self._evicted) > MAX_REMEMBERED_EVICTIONS:
             self._evicted.popitem(last=False)
+
+    def prune(self, node: Node) -> None:
+        """Take a node out that has nothing to give, as in a model without full layers, and the likes of it above."""
+        while node.parent is not None and not (node.blocks or node.children or node.checkpoints):
+            node.parent.children.remove(node)
+            node = node.parent
 
     def was_evicted(self, parent: Node, edge: bytes) -> bool:
         """Whether this edge was known before and had to go."""
@@ -111,9 +120,7 @@ class KnownBlocks:
             if victim in _rings([checkpoint]):
                 del node.checkpoints[checkpoint.position]
                 self._disown(node, _rings([checkpoint]), gone)
-        while node.parent is not None and not (node.blocks or node.children or node.checkpoints):
-            node.parent.children.remove(node)
-            node = node.parent
+        self.prune(node)
 
 
 def _rings(checkpoints: Iterable[Checkpoint]) -> list[Owned]:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 import logging
+import os
 import signal
 import sys
 import types
@@ -15,9 +16,10 @@ from mlx_lm import server
 from ..config import PoolConfig, parse_bytes
 from ..demo import model_path
 from ..upstream import check_version, rebind
-from .generation import BlockpoolGenerator, BlockpoolModelProvider
+from .generation import BlockpoolGenerator
 from .handler import BlockpoolHandler
 from .prompt_cache import ServerPromptCache
+from .provider import BlockpoolModelProvider
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -33,7 +35,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         # A patched mlx-lm, which has chosen its backend by now.
         names["_run_cache_backend"] = lambda parser: None
     rebind(server.main, **names)()
-    return 0
+    return _leave()
 
 
 def run(host: str, port: int, model_provider: BlockpoolModelProvider, **http: Any) -> None:
@@ -49,6 +51,14 @@ def make_generator(model_provider: BlockpoolModelProvider) -> BlockpoolGenerator
     args = model_provider.cli_args
     config = PoolConfig(pool_bytes=args.pool_bytes or args.prompt_cache_bytes, preallocate=args.preallocate)
     return BlockpoolGenerator(model_provider, ServerPromptCache(args, config))
+
+
+def _leave() -> int:
+    """End the process here: with its threads gone, mlx 0.32 aborts when the interpreter takes it down."""
+    logging.shutdown()
+    sys.stdout.flush()
+    sys.stderr.flush()
+    os._exit(0)
 
 
 def _interrupt(*_: Any) -> None:

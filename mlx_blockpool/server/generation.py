@@ -17,7 +17,6 @@ import mlx.core as mx
 from mlx_lm.generate import BatchGenerator
 from mlx_lm.server import (
     GenerationContext,
-    ModelProvider,
     Response,
     ResponseGenerator,
     _format_top_logprobs,
@@ -25,12 +24,10 @@ from mlx_lm.server import (
     _make_logits_processors,
     _make_sampler,
 )
-from mlx_lm.utils import _download, load_config
 
-from ..demo import model_path
-from ..errors import BlockpoolError, PoolExhaustedError
-
+from ..errors import PoolExhaustedError
 from .prompt_cache import ServerPromptCache
+from .provider import BlockpoolModelProvider
 from .requests import Live, Waiting, check_sampling, common_prefix, cut_segments, fit
 
 log = logging.getLogger(__name__)
@@ -38,26 +35,6 @@ log = logging.getLogger(__name__)
 IDLE_SECONDS = 0.1
 # Fewer tokens than these are computed again rather than waited for.
 SHARED_TOKENS = 64
-
-
-class BlockpoolModelProvider(ModelProvider):  # type: ignore[misc]
-    """mlx-lm's provider; `demo` names the bundled model, and a model that cannot be found leaves the old one loaded."""
-
-    def __init__(self, cli_args: Any) -> None:
-        super().__init__(cli_args)
-        if self.is_distributed:
-            raise BlockpoolError("Found a distributed run; the block pool serves one machine. Use mlx_lm.server without it.")
-        self.config: dict[str, Any] = {}
-        self._model_map["demo"] = model_path()
-
-    def _load(self, model_path: str, adapter_path: str | None = None, draft_model_path: str | None = None) -> None:
-        if model_path is None:
-            raise ValueError("The request names no model and the server was started without --model.")
-        config = load_config(_download(model_path))
-        if adapter_path is not None and not Path(adapter_path).exists():
-            raise FileNotFoundError(f"Found no adapter at {adapter_path}.")
-        super()._load(model_path, adapter_path, draft_model_path)
-        self.config = config
 
 
 class BlockpoolGenerator(ResponseGenerator):  # type: ignore[misc]
@@ -141,14 +118,6 @@ class BlockpoolGenerator(ResponseGenerator):  # type: ignore[misc]
             self._batch.close()
             self._batch = None
 
-    def _has_model(self, args: Any) -> bool:
-        """Whether the request's model is the one that is loaded."""
-        provider = self.model_provider
-        adapter = provider._adapter_map.get(args.model.model, args.model.adapter)
-        model = provider._model_map.get(args.model.model, args.model.model)
-        draft = provider._draft_model_map.get(args.model.draft, args.model.draft)
-        return provider.model is not None and bool(provider.model_key == (model, adapter, draft))
-
     # -- admission -----------------------------------------------------------------------------------------------------
 
     def _admit(self, stream: mx.Stream) -> None:
@@ -171,7 +140,7 @@ class BlockpoolGenerator(ResponseGenerator):  # type: ignore[misc]
     def _start(self, waiting: Waiting, stream: mx.Stream) -> bool:
         """Start one request; False if it has to wait for those that are live."""
         args = waiting.args
-        if not self._has_model(args):
+        if not self.model_provider.has(args.model):
             if self._live:
                 return False
             self.model_provider.load(args.model.model, args.model.adapter, args.model.draft)

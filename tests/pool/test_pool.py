@@ -475,7 +475,8 @@ def test_make_room_is_enough_for_reserve_in_all_groups_together() -> None:
     # The pool can grow by 3 - free blocks. They are for the window; the full layer has 3 evictable ones of its own.
     wanted = {0: free + 3, 1: 3 - free}
     pool.make_room(wanted)
-    pool.reserve([pool.open_table(0), pool.open_table(1)], [wanted[0], wanted[1]])
+    tables = [pool.open_table(0), pool.open_table(1)]
+    pool.reserve(tables, [wanted[0], wanted[1]])
     pool.check()
 
 
@@ -535,7 +536,8 @@ def test_the_capacity_is_there_whatever_was_served_before(served: tuple[int, int
         pool.release(table)
     assert pool.sequence_capacity() == 16 * 256
     pool.make_room({0: 16, 1: 4})
-    pool.reserve([pool.open_table(0), pool.open_table(1)], [16, 4])
+    second = [pool.open_table(0), pool.open_table(1)]
+    pool.reserve(second, [16, 4])
     pool.check()
 
 

@@ -17,8 +17,8 @@ from mlx_lm import server
 from mlx_lm.models.cache import LRUPromptCache
 
 from mlx_blockpool.server import app
-from mlx_blockpool.server.generation import BlockpoolModelProvider
 from mlx_blockpool.server.handler import BlockpoolHandler
+from mlx_blockpool.server.provider import BlockpoolModelProvider
 from mlx_blockpool.upstream import rebind
 
 
