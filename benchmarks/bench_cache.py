@@ -14,7 +14,7 @@ from measure import interleave, llama, options, report
 from mlx_lm.generate import generate_step
 from mlx_lm.models.cache import make_prompt_cache as stock_prompt_cache
 
-from mlx_blockpool.cache.attention import attach
+from mlx_blockpool.cache.attention import bind
 from mlx_blockpool.cache.factory import make_prompt_cache, open_pool
 from mlx_blockpool.cache.slabs import Slabs
 
@@ -56,7 +56,7 @@ def address(slabs: Slabs) -> list[int]:
 def bench_decode(args: Any, context: int, steps: int, rounds: int) -> None:
     ours, stock = llama(256, 4, 4, 2), llama(256, 4, 4, 2)
     slabs = open_pool(ours, 2 * 4 * 2 * 64 * 4 * (context + 4096) * 2)
-    attach(ours)
+    bind(ours)
     mine, theirs = filled(ours, make_prompt_cache(ours, slabs), context), filled(stock, stock_prompt_cache(stock), context)
     decode_seconds(ours, mine, 4)
     before, base = address(slabs), mx.get_active_memory()
@@ -76,14 +76,15 @@ def bench_decode(args: Any, context: int, steps: int, rounds: int) -> None:
         args, "cache", f"decode at {context}",
         ours_ms=round(median["ours"] * 1e3, 3), stock_ms=round(median["stock"] * 1e3, 3),
         ratio_tokens_per_second=round(median["stock"] / median["ours"], 3),
-        slabs_moved=moved, extra_bytes_at_peak=max(peaks), slab_bytes=slabs.arrays()[0].nbytes, num_runs=len(mine[0].sequence.tables[0].runs),
+        slabs_moved=moved, num_runs=len(mine[0].sequence.tables[0].runs),
+        extra_bytes_at_peak=max(peaks), slab_bytes=slabs.arrays()[0].nbytes,
     )  # fmt: skip
 
 
 def bench_prefill(args: Any, context: int, rounds: int) -> None:
     ours, stock = llama(256, 4, 4, 2), llama(256, 4, 4, 2)
     slabs = open_pool(ours, 2 * 4 * 2 * 64 * 4 * (context + 4096) * 2)
-    attach(ours)
+    bind(ours)
     prompt = mx.random.randint(0, 2000, (context,))
     mx.eval(prompt)
     step = min(2048, context)

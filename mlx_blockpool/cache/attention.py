@@ -20,6 +20,9 @@ from .slabs import Slabs
 
 log = logging.getLogger(__name__)
 
+# A step of its own needs less; copies of smaller slabs cost nothing that matters.
+MEASURABLE_BYTES = 4 * 2**20
+
 NAME = "scaled_dot_product_attention"
 
 
@@ -34,12 +37,13 @@ def scaled_dot_product_attention(
     return out
 
 
-def attach(model: Any) -> int:
+def bind(model: Any) -> int:
     """Attach one model instance; returns how many submodules attend through their cache now."""
     derived: dict[type, type] = {}
     attached = 0
     for _, module in model.named_modules():
         cls = type(module)
+        attached += "_attached_from" in cls.__dict__
         if not _calls_attention(cls):
             continue
         if cls not in derived:
@@ -51,18 +55,18 @@ def attach(model: Any) -> int:
 
 
 def detach(model: Any) -> None:
-    """Undo attach()."""
+    """Undo attach() and bind()."""
     for _, module in model.named_modules():
         if "_attached_from" in type(module).__dict__:
             module.__class__ = type(module)._attached_from
 
 
-def attach_if_ragged(model: Any, slabs: Slabs) -> bool:
+def attach(model: Any, slabs: Slabs) -> bool:
     """Attach, and keep it if a ragged batch of random tokens gives the logits of single sequences.
 
     Sets slabs.ragged. A model that does not pass is detached and batches through mlx-lm's padded caches.
     """
-    slabs.ragged = attach(model) > 0
+    slabs.ragged = bind(model) > 0
     if slabs.ragged:
         slabs.ragged = _agrees(model, slabs)
     if not slabs.ragged:
@@ -112,3 +116,26 @@ def _single_logits(model: Any, prompt: list[int]) -> mx.array:
     for tokens in (prompt, [1], [2]):
         logits: mx.array = model(mx.array([tokens]), cache=cache)
     return logits[:, -1].astype(mx.float32)
+
+
+def step_synchronously_if_copied(model: Any, slabs: Slabs, caches: list[Any] | None = None, steps: int = 8) -> bool:
+    """Find out whether a decode step that is encoded while the one before still runs copies whole slabs, and forbid it then.
+
+    mlx writes in place only where nothing else reads the buffer; how far it encodes ahead differs by device and model. Sets and
+    returns slabs.synchronous.
+    """
+    caches = caches or make_prompt_cache(model, slabs)
+    token = mx.zeros((1, 1), mx.int32)
+    mx.eval(model(token, cache=caches))
+    largest = max(a.nbytes for a in slabs.arrays())
+    mx.reset_peak_memory()
+    before = mx.get_active_memory()
+    previous = token
+    for _ in range(steps):
+        following = mx.argmax(model(previous, cache=caches)[:, -1:], axis=-1)
+        mx.async_eval(following)  # type: ignore[no-untyped-call]
+        mx.eval(previous)
+        previous = following
+    mx.eval(previous)
+    slabs.synchronous = mx.get_peak_memory() - before > max(largest, MEASURABLE_BYTES)
+    return slabs.synchronous

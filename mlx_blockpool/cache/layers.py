@@ -49,7 +49,7 @@ class PooledLayer:
 
     def write(self, keys: mx.array, values: mx.array) -> View | None:
         """The first half of update_and_fetch: no view of a slab is left behind. Returns what to attend to, or None for all."""
-        if keys.shape[2] > 1 and self.layer == 0:
+        if self.layer == 0 and (keys.shape[2] > 1 or self.sequence.slabs.synchronous):
             # A decode step in flight still reads the slabs; writing now would copy them.
             mx.synchronize()
         return self._write(keys, values)

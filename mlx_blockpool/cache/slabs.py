@@ -51,18 +51,20 @@ class Slab:
 class Slabs:
     """`pool` says which blocks there are; this holds what is in them.
 
-    `ragged`: the model was attached and its attention reads the slabs where they lie (cache/attention.py).
+    `ragged`: the model was attached and its attention reads the slabs where they lie. `synchronous`: a step must have ended
+    before the next one writes, or it would copy slabs (both cache/attention.py).
     """
 
     def __init__(self, spec: ModelCacheSpec, pool_bytes: int, config: PoolConfig | None = None) -> None:
         self.pool = BlockPool(spec, pool_bytes, config)
         self.ragged = False
+        self.synchronous = False
         self._start()
 
     def reconfigure(self, spec: ModelCacheSpec) -> None:
         """Start anew for another model. Caches of the old one must not be used again."""
         self._slabs.clear()
-        self.ragged = False
+        self.ragged = self.synchronous = False
         self.pool.reconfigure(spec)
         self._start()
 

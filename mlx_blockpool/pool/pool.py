@@ -47,7 +47,9 @@ class BlockPool:
             groups.append(GroupBlocks(group, size, max(1, self.pool_bytes // size), max(1, share)))
         minimum = sum(g.bytes_per_block for g in groups)
         if self.pool_bytes < minimum:
-            hint = f"The least is one block of each group is {minimum} bytes. The pool has {self.pool_bytes} bytes. Raise --pool-bytes."
+            hint = (
+                f"Room for one block of each group is {minimum} bytes. The pool has {self.pool_bytes} bytes: raise --pool-bytes."
+            )
             raise PoolExhaustedError(len(groups), 0, 0, spec.model_id, hint)
         self.spec = spec
         self._generation += 1

@@ -15,6 +15,7 @@ from mlx_lm import server
 
 from ..config import PoolConfig, parse_bytes
 from ..demo import model_path
+from ..errors import BlockpoolError
 from ..upstream import check_version, rebind
 from .generation import BlockpoolGenerator
 from .handler import BlockpoolHandler
@@ -34,13 +35,18 @@ def main(argv: Sequence[str] | None = None) -> int:
     if hasattr(server, "_run_cache_backend"):
         # A patched mlx-lm, which has chosen its backend by now.
         names["_run_cache_backend"] = lambda parser: None
-    rebind(server.main, **names)()
-    return _leave()
+    try:
+        rebind(server.main, **names)()
+    except BlockpoolError as error:
+        print(f"mlx-blockpool: {error}", file=sys.stderr)
+        return _leave(1)
+    return _leave(0)
 
 
 def run(host: str, port: int, model_provider: BlockpoolModelProvider, **http: Any) -> None:
     """Serve until interrupted or terminated. `http` goes to mlx-lm's server, as server_class does."""
     generator = make_generator(model_provider)
+    generator.wait_until_loaded()
     signal.signal(signal.SIGTERM, _interrupt)
     server._run_http_server(host, port, generator, handler_class=BlockpoolHandler, **http)
     logging.info("Server stopped.")
@@ -53,12 +59,12 @@ def make_generator(model_provider: BlockpoolModelProvider) -> BlockpoolGenerator
     return BlockpoolGenerator(model_provider, ServerPromptCache(args, config))
 
 
-def _leave() -> int:
+def _leave(status: int) -> int:
     """End the process here: with its threads gone, mlx 0.32 aborts when the interpreter takes it down."""
     logging.shutdown()
     sys.stdout.flush()
     sys.stderr.flush()
-    os._exit(0)
+    os._exit(status)
 
 
 def _interrupt(*_: Any) -> None:

@@ -10,7 +10,7 @@ import gc
 import logging
 from collections import deque
 from pathlib import Path
-from queue import Empty
+from queue import Empty, Queue
 from typing import Any
 
 import mlx.core as mx
@@ -25,7 +25,7 @@ from mlx_lm.server import (
     _make_sampler,
 )
 
-from ..errors import PoolExhaustedError
+from ..errors import BlockpoolError, PoolExhaustedError
 from .prompt_cache import ServerPromptCache
 from .provider import BlockpoolModelProvider
 from .requests import Live, Waiting, check_sampling, common_prefix, cut_segments, fit
@@ -49,15 +49,21 @@ class BlockpoolGenerator(ResponseGenerator):  # type: ignore[misc]
         self._opened: Any = None
         self._vocab_size = 0
         self._may_admit = True
+        self._started: Queue[Exception | None] = Queue()
         super().__init__(model_provider, prompt_cache)
+
+    def wait_until_loaded(self) -> None:
+        """Return when the default model, if there is one, is ready. Raises BlockpoolError if it cannot be loaded."""
+        error = self._started.get()
+        if error is not None:
+            self.stop_and_join()
+            raise BlockpoolError(f"Cannot serve {self.cli_args.model}: {type(error).__name__}: {error}") from error
 
     # -- the thread ----------------------------------------------------------------------------------------------------
 
     def _generate(self) -> None:
         stream = mx.default_stream(mx.default_device())
-        if self.cli_args.model is not None:
-            self.model_provider.load_default()
-            self._open()
+        self._started.put(self._load_default())
         while not self._stop:
             self._take_arrivals()
             try:
@@ -69,6 +75,16 @@ class BlockpoolGenerator(ResponseGenerator):  # type: ignore[misc]
                 log.exception("generation failed for %d requests", len(self._live))
                 self._fail_all(error)
         self._shut_down()
+
+    def _load_default(self) -> Exception | None:
+        try:
+            self.model_provider.load_default()
+            if self.model_provider.model is not None:
+                self._open()
+        except Exception as error:
+            # Whatever is wrong with a model's files is for wait_until_loaded to tell.
+            return error
+        return None
 
     def _take_arrivals(self) -> None:
         busy = bool(self._live or self._waiting)

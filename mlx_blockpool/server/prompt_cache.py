@@ -14,7 +14,7 @@ import mlx.core as mx
 from mlx_lm.models.cache import LRUPromptCache, can_trim_prompt_cache, trim_prompt_cache
 
 from .. import plugins
-from ..cache.attention import attach_if_ragged
+from ..cache.attention import attach, step_synchronously_if_copied
 from ..cache.factory import default_pool_bytes
 from ..cache.slabs import Slabs
 from ..config import PoolConfig
@@ -67,7 +67,9 @@ class ServerPromptCache:
             return
         pool_bytes = self.config.pool_bytes or default_pool_bytes()
         slabs = Slabs(spec, pool_bytes, self.config)
-        ragged = attach_if_ragged(model, slabs)
+        ragged = attach(model, slabs)
+        if step_synchronously_if_copied(model, slabs):
+            log.info("%s: decode steps run one at a time; overlapping ones would copy the pool on this device", model_id)
         self.prefix = PrefixCache(slabs, namespace)
         log.info(
             "%s: pool of %.2f GB, one sequence can have %d tokens, %s batches",

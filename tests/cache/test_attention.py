@@ -15,10 +15,13 @@ from mlx_lm.models import llama
 from mlx_lm.models.cache import BatchKVCache
 from models import make_model
 
-from mlx_blockpool.cache.attention import attach, attach_if_ragged, detach
+from mlx_blockpool.cache.attention import attach, bind, detach, step_synchronously_if_copied
 from mlx_blockpool.cache.batch import PooledBatchCache
 from mlx_blockpool.cache.factory import make_prompt_cache, open_pool, pooled_caches
 from mlx_blockpool.cache.runs import attend_runs
+from mlx_blockpool.cache.slabs import Slabs
+from mlx_blockpool.config import PoolConfig
+from mlx_blockpool.spec import FullLayer, ModelCacheSpec
 
 RAGGED = ["llama", "qwen2", "gemma3_text", "gpt_oss"]
 
@@ -26,13 +29,13 @@ RAGGED = ["llama", "qwen2", "gemma3_text", "gpt_oss"]
 def test_attach_touches_one_instance_and_detach_restores_it() -> None:
     model, other = make_model("llama"), make_model("llama")
     call = llama.Attention.__call__
-    assert attach(model) == 2
+    assert bind(model) == 2
     layer = model.layers[0].self_attn
     assert type(layer) is not llama.Attention
     assert isinstance(layer, llama.Attention)
     assert type(other.layers[0].self_attn) is llama.Attention
     assert llama.Attention.__call__ is call
-    assert attach(model) == 0, "attached once is attached"
+    assert bind(model) == 2, "attached once is attached"
     detach(model)
     assert type(layer) is llama.Attention
 
@@ -42,20 +45,20 @@ def test_attached_model_gives_the_same_logits_on_stock_caches(name: str) -> None
     model = make_model(name)
     tokens = mx.array([[3, 1, 4, 1, 5]])
     before = model(tokens)
-    attach(model)
+    bind(model)
     assert mx.array_equal(model(tokens), before)
 
 
 @pytest.mark.parametrize("name", RAGGED)
 def test_models_that_use_the_base_attention_are_ragged(name: str) -> None:
     model = make_model(name)
-    assert attach_if_ragged(model, open_pool(model, 20_000_000))
+    assert attach(model, open_pool(model, 20_000_000))
 
 
 def test_own_softmax_is_found_out_and_batches_padded() -> None:
     model = make_model("gemma2")
     slabs = open_pool(model, 20_000_000)
-    assert not attach_if_ragged(model, slabs)
+    assert not attach(model, slabs)
     caches = [pooled_caches(slabs) for _ in range(2)]
     for cache in (c for pair in caches for c in pair):
         cache.update_and_fetch(*mx.random.normal((2, 1, 2, 5, 16)))
@@ -91,7 +94,7 @@ def test_batches_with_joins_and_leaves_answer_as_single_stock_sequences(name: st
     stock = MODELS[name]
     model = make_model(name)
     slabs = open_pool(model, 40_000_000)
-    assert attach_if_ragged(model, slabs)
+    assert attach(model, slabs)
     generator = BatchGenerator(model, max_tokens=12, prefill_step_size=128)
     prompts: dict[int, list[int]] = {}
     replies: dict[int, list[int]] = {}
@@ -121,7 +124,7 @@ def test_batches_with_joins_and_leaves_answer_as_single_stock_sequences(name: st
 def test_joining_and_leaving_copies_no_slab() -> None:
     model = make_model("llama")
     slabs = open_pool(model, 20_000_000)
-    attach_if_ragged(model, slabs)
+    attach(model, slabs)
     caches = [make_prompt_cache(model, slabs) for _ in range(4)]
     for i, cache in enumerate(caches):
         model(mx.array([[7] * (50 + 300 * i)]), cache=cache)
@@ -140,3 +143,33 @@ def test_joining_and_leaving_copies_no_slab() -> None:
 
 def addresses(slabs: Any) -> list[int]:
     return [np.asarray(memoryview(a.view(mx.uint8))).ctypes.data for a in slabs.arrays()]
+
+
+class OneAttention:
+    """Nothing but attention over a long cache: mlx encodes its next step before the last has run."""
+
+    def __call__(self, tokens: mx.array, cache: list[Any]) -> mx.array:
+        x = mx.ones((1, 8, 1, 64)) + tokens.reshape(1, 1, 1, 1)
+        keys, values = cache[0].update_and_fetch(x, x)
+        return mx.fast.scaled_dot_product_attention(x, keys, values, scale=1.0).reshape(1, 1, -1)
+
+
+def test_steps_in_flight_that_copy_slabs_are_found_out_and_forbidden() -> None:
+    spec = ModelCacheSpec("one", (FullLayer(8, 64, 64),), "float32")
+    slabs = Slabs(spec, 64 * spec.bytes_per_block(spec.groups[0]), PoolConfig(slabs=1))
+    model = OneAttention()
+    seed = pooled_caches(slabs)
+    seed[0].update_and_fetch(*mx.zeros((2, 1, 8, 12_000, 64)))
+    mx.eval([c.state for c in seed])
+    assert step_synchronously_if_copied(model, slabs, caches=seed)
+    before = addresses(slabs)
+    mx.reset_peak_memory()
+    base = mx.get_active_memory()
+    previous = mx.zeros((1, 1), mx.int32)
+    for _ in range(10):
+        following = mx.argmax(model(previous, seed)[:, -1:], axis=-1)
+        mx.async_eval(following)
+        previous = following
+    mx.eval(previous)
+    assert addresses(slabs) == before
+    assert mx.get_peak_memory() - base < slabs.arrays()[0].nbytes
