@@ -48,7 +48,7 @@ class BlockPool:
         minimum = sum(g.bytes_per_block for g in groups)
         if self.pool_bytes < minimum:
             hint = (
-                f"Room for one block of each group is {minimum} bytes. The pool has {self.pool_bytes} bytes: raise --pool-bytes."
+                f"Room for one block of each group is {minimum} bytes. The pool has {self.pool_bytes} bytes. Raise --pool-bytes."
             )
             raise PoolExhaustedError(len(groups), 0, 0, spec.model_id, hint)
         self.spec = spec

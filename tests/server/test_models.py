@@ -1,0 +1,129 @@
+"""Models and options that go another way through the server: padded batches, state layers, drafts, quantised caches."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+from models import save_model
+
+from server.serving import Client, at_once, blockpool_server, stock_server
+
+MESSAGES = [
+    [{"role": "system", "content": "Common to both. " * 25}, {"role": "user", "content": f"Question {i} " * (3 + 4 * i)}]
+    for i in range(3)
+]
+
+
+def replies(client: Client, **options: Any) -> list[str]:
+    answers = at_once([lambda m=m: client.chat(m, max_tokens=12, **options) for m in MESSAGES])
+    return [a["choices"][0]["message"]["content"] for a in answers]
+
+
+def cached(answer: dict[str, Any]) -> int:
+    return int(answer["usage"]["prompt_tokens_details"]["cached_tokens"])
+
+
+@pytest.mark.parametrize("name", ["gemma2", "lfm2"])
+def test_models_that_are_not_ragged_answer_as_stock(name: str, tmp_path: Path) -> None:
+    model = save_model(tmp_path / name, name)
+    with stock_server(model) as stock:
+        expected = replies(stock)
+    with blockpool_server(model, "--pool-bytes", "40MB") as ours:
+        assert replies(ours) == expected
+        assert replies(ours) == expected, "from what the first round left behind"
+        ours.settle()
+        report = ours.send("/v1/cache")[1]
+    assert report["backend"] == ("blockpool" if name == "gemma2" else "mlx-lm")
+    assert not report.get("ragged", False)
+
+
+def test_prefixes_of_a_padded_model_are_in_blocks(tmp_path: Path) -> None:
+    model = save_model(tmp_path / "gemma2", "gemma2")
+    with blockpool_server(model, "--pool-bytes", "40MB") as ours:
+        first = ours.chat(MESSAGES[0], max_tokens=4)
+        again = ours.chat(MESSAGES[0], max_tokens=4)
+        ours.settle()
+    assert cached(first) == 0
+    assert cached(again) == first["usage"]["prompt_tokens"] - 1
+
+
+def test_state_models_survive_the_prompt_that_kills_stock(tmp_path: Path) -> None:
+    model = save_model(tmp_path / "lfm2", "lfm2")
+    with blockpool_server(model) as ours:
+        status, first = ours.send("/v1/completions", {"prompt": "deadly", "max_tokens": 1})
+        assert status == 200
+        status, _ = ours.send("/v1/completions", {"prompt": "deadly" + first["choices"][0]["text"], "max_tokens": 1})
+        assert status == 200
+        assert ours.send("/health")[0] == 200
+
+
+@pytest.mark.parametrize("options", [("--kv-bits", "8", "--kv-group-size", "32"), ("--draft-model", "DRAFT")])
+def test_quantised_caches_and_drafts_are_served_as_stock_does(options: tuple[str, ...], tmp_path: Path) -> None:
+    model = save_model(tmp_path / "llama", "llama", head_dim=32)
+    draft = save_model(tmp_path / "draft", "llama", seed=1, num_hidden_layers=1)
+    arguments = [o.replace("DRAFT", str(draft)) for o in options]
+    with stock_server(model, *arguments) as stock:
+        expected = replies(stock)
+    with blockpool_server(model, *arguments) as ours:
+        assert replies(ours) == expected
+        assert ours.send("/v1/cache")[1]["backend"] == "mlx-lm"
+
+
+def test_another_model_takes_the_pool_over_and_gives_it_back(tmp_path: Path) -> None:
+    one, two = save_model(tmp_path / "one", "llama"), save_model(tmp_path / "two", "gemma3_text", seed=2)
+    with blockpool_server(one, "--pool-bytes", "30MB") as ours:
+        first = replies(ours)
+        other = replies(ours, model=str(two))
+        groups = {g["group"] for g in ours.send("/v1/cache")[1]["groups"]}
+        assert any(g.startswith("window 300") for g in groups)
+        assert replies(ours) == first
+        assert other != first
+        ours.settle()
+    with blockpool_server(two, "--pool-bytes", "30MB") as alone:
+        assert replies(alone) == other
+
+
+def test_requests_for_two_models_at_once_are_all_answered(tmp_path: Path) -> None:
+    one, two = save_model(tmp_path / "one", "llama"), save_model(tmp_path / "two", "qwen2", seed=2)
+    with blockpool_server(one, "--pool-bytes", "30MB") as ours:
+        jobs = [lambda m=m: ours.chat(MESSAGES[0], max_tokens=6, model=str(m)) for m in (one, two, one, two)]
+        answers = [a["choices"][0]["message"]["content"] for a in at_once(jobs)]
+        ours.settle()
+    assert answers[0] == answers[2]
+    assert answers[1] == answers[3]
+    assert answers[0] != answers[1]
+
+
+def test_a_model_that_is_not_there_leaves_the_old_one_and_what_it_knows(tmp_path: Path) -> None:
+    model = save_model(tmp_path / "llama", "llama")
+    with blockpool_server(model, "--pool-bytes", "30MB") as ours:
+        ours.chat(MESSAGES[0], max_tokens=2)
+        status, answer = ours.send("/v1/chat/completions", {"messages": MESSAGES[0], "model": "no/such-model"})
+        assert status == 404
+        assert answer["error"]
+        assert cached(ours.chat(MESSAGES[0], max_tokens=2)) > 300
+        status, listed = ours.send("/v1/models")
+        assert status == 200
+        assert str(model.resolve()) in [m["id"] for m in listed["data"]]
+        ours.settle()
+
+
+def test_stream_carries_usage_and_keepalives(tmp_path: Path) -> None:
+    import json
+    import urllib.request
+
+    model = save_model(tmp_path / "llama", "llama")
+    with blockpool_server(model, "--pool-bytes", "30MB") as ours:
+        body = {"messages": MESSAGES[1], "max_tokens": 5, "stream": True, "stream_options": {"include_usage": True}}
+        request = urllib.request.Request(f"http://127.0.0.1:{ours.port}/v1/chat/completions", json.dumps(body).encode())
+        lines = urllib.request.urlopen(request).read().decode().split("\n\n")
+        whole = ours.chat(MESSAGES[1], max_tokens=5)
+        ours.settle()
+    events = [json.loads(line[6:]) for line in lines if line.startswith("data: {")]
+    text = "".join(c["delta"].get("content", "") for e in events for c in e["choices"])
+    assert text == whole["choices"][0]["message"]["content"]
+    assert events[-1]["usage"]["prompt_tokens"] == whole["usage"]["prompt_tokens"]
+    assert any(line.startswith(": keepalive") for line in lines)
+    assert lines[-2] == "data: [DONE]"
