@@ -161,7 +161,7 @@ class BlockpoolGenerator(ResponseGenerator):  # type: ignore[misc]
                 return False
             self.model_provider.load(args.model.model, args.model.adapter, args.model.draft)
         self._open()
-        batchable = self._is_batchable(args) and not any(_image_parts(waiting.request.messages))
+        batchable = self.prompt_cache.batches and self._is_batchable(args) and not any(_image_parts(waiting.request.messages))
         if not batchable and self._live:
             return False
         tokenizer = self.model_provider.tokenizer

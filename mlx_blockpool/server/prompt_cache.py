@@ -14,7 +14,7 @@ import mlx.core as mx
 from mlx_lm.models.cache import LRUPromptCache, can_trim_prompt_cache, trim_prompt_cache
 
 from .. import plugins
-from ..cache.attention import attach, step_synchronously_if_copied
+from ..cache.attention import attach, batches_padded, step_synchronously_if_copied
 from ..cache.factory import default_pool_bytes
 from ..cache.slabs import Slabs
 from ..config import PoolConfig
@@ -27,7 +27,17 @@ log = logging.getLogger(__name__)
 
 
 class GuardedPromptCache(LRUPromptCache):  # type: ignore[misc]
-    """mlx-lm's prompt cache, except that a hit always leaves a token to compute."""
+    """mlx-lm's prompt cache, except that a hit leaves a token to compute and that caches end where their tokens end."""
+
+    def insert_cache(self, model: Any, tokens: list[int], prompt_cache: list[Any], *, cache_type: str = "assistant") -> None:
+        # Behind a draft, the model's and the draft's caches are ahead of what was accepted, each by its own amount.
+        if can_trim_prompt_cache(prompt_cache) and all(hasattr(c, "offset") for c in prompt_cache):
+            end = min(len(tokens), *(c.offset for c in prompt_cache))
+            tokens = tokens[:end]
+            for cache in prompt_cache:
+                cache.trim(cache.offset - end)
+        mx.eval([c.state for c in prompt_cache])
+        super().insert_cache(model, tokens, prompt_cache, cache_type=cache_type)
 
     def fetch_nearest_cache(self, model: Any, tokens: list[int]) -> tuple[Any, list[int]]:
         cache, rest = super().fetch_nearest_cache(model, tokens)
@@ -41,13 +51,15 @@ class GuardedPromptCache(LRUPromptCache):  # type: ignore[misc]
 class ServerPromptCache:
     """mlx-lm's prompt cache protocol over a PrefixCache, or over LRUPromptCache where a model's layers are not pooled.
 
-    `max_tokens` is the room that the next fetch reserves behind its prompt; `lookup` explains the last fetch.
+    `batches`: the model gives the same logits in a batch as alone, one way or another. `max_tokens` is the room that the next
+    fetch reserves behind its prompt; `lookup` explains the last fetch.
     """
 
     def __init__(self, cli_args: Any, config: PoolConfig) -> None:
         self.config = config
         self.prefix: PrefixCache | None = None
         self.lookup: Lookup | None = None
+        self.batches = True
         self.max_tokens = config.max_tokens
         self.report: dict[str, Any] = {"backend": None}
         self._cli_args = cli_args
@@ -60,23 +72,26 @@ class ServerPromptCache:
     def open(self, model: Any, config: dict[str, Any], model_id: str, namespace: str, has_draft: bool) -> None:
         """Take over a newly loaded model; what was known of the one before is gone."""
         self.close()
+        self.batches = True
         spec = self._spec(model, config, model_id)
         if spec is None or not spec.is_poolable or has_draft or self._cli_args.kv_bits is not None:
-            log.info("%s is served with mlx-lm's own caches.", model_id)
+            self.batches = batches_padded(model)
+            log.info("%s is served with mlx-lm's own caches, %s", model_id, _how(False, self.batches))
             self.update_report()
             return
         pool_bytes = self.config.pool_bytes or default_pool_bytes()
         slabs = Slabs(spec, pool_bytes, self.config)
         ragged = attach(model, slabs)
+        self.batches = ragged or batches_padded(model)
         if step_synchronously_if_copied(model, slabs):
             log.info("%s: decode steps run one at a time; overlapping ones would copy the pool on this device", model_id)
         self.prefix = PrefixCache(slabs, namespace)
         log.info(
-            "%s: pool of %.2f GB, one sequence can have %d tokens, %s batches",
+            "%s: pool of %.2f GB, one sequence can have %d tokens, %s",
             model_id,
             pool_bytes / 1e9,
             slabs.pool.sequence_capacity(),
-            "ragged" if ragged else "padded",
+            _how(ragged, self.batches),
         )
         self.update_report()
 
@@ -105,7 +120,6 @@ class ServerPromptCache:
     def insert_cache(self, model: Any, tokens: list[int], prompt_cache: list[Any], *, cache_type: str = "assistant") -> None:
         """Keep a finished sequence. Its blocks go back to the pool: the caches must not be used again."""
         if self.prefix is None:
-            mx.eval([c.state for c in prompt_cache])
             self._stock.insert_cache(model, tokens, prompt_cache, cache_type=cache_type)
         else:
             self.prefix.finish(tokens, prompt_cache, cache_type)
@@ -167,3 +181,7 @@ class ServerPromptCache:
             "fragmentation": [round(pool.fragmentation(g), 3) for g in range(len(prefix.slabs.spec.groups))],
             "last": str(self.lookup) if self.lookup else None,
         }
+
+
+def _how(ragged: bool, batches: bool) -> str:
+    return "ragged batches" if ragged else "padded batches" if batches else "one request at a time"

@@ -29,7 +29,8 @@ def cached(answer: dict[str, Any]) -> int:
 def test_models_that_are_not_ragged_answer_as_stock(name: str, tmp_path: Path) -> None:
     model = save_model(tmp_path / name, name)
     with stock_server(model) as stock:
-        expected = replies(stock)
+        # One at a time: stock's thread dies of a batch of gemma2.
+        expected = [stock.chat(m, max_tokens=12)["choices"][0]["message"]["content"] for m in MESSAGES]
     with blockpool_server(model, "--pool-bytes", "40MB") as ours:
         assert replies(ours) == expected
         assert replies(ours) == expected, "from what the first round left behind"
@@ -59,16 +60,25 @@ def test_state_models_survive_the_prompt_that_kills_stock(tmp_path: Path) -> Non
         assert ours.send("/health")[0] == 200
 
 
-@pytest.mark.parametrize("options", [("--kv-bits", "8", "--kv-group-size", "32"), ("--draft-model", "DRAFT")])
-def test_quantised_caches_and_drafts_are_served_as_stock_does(options: tuple[str, ...], tmp_path: Path) -> None:
+def test_quantised_caches_are_served_as_stock_does(tmp_path: Path) -> None:
     model = save_model(tmp_path / "llama", "llama", head_dim=32)
-    draft = save_model(tmp_path / "draft", "llama", seed=1, num_hidden_layers=1)
-    arguments = [o.replace("DRAFT", str(draft)) for o in options]
+    arguments = ("--kv-bits", "8", "--kv-group-size", "32")
     with stock_server(model, *arguments) as stock:
         expected = replies(stock)
     with blockpool_server(model, *arguments) as ours:
         assert replies(ours) == expected
         assert ours.send("/v1/cache")[1]["backend"] == "mlx-lm"
+
+
+def test_a_draft_changes_no_reply_whatever_was_cached_before(tmp_path: Path) -> None:
+    """In stock it does: what it stores behind a draft is ahead of the tokens that it stores it under."""
+    model = save_model(tmp_path / "llama", "llama", head_dim=32)
+    draft = save_model(tmp_path / "draft", "llama", seed=1, num_hidden_layers=1)
+    with stock_server(model) as stock:
+        expected = replies(stock)
+    with blockpool_server(model, "--draft-model", str(draft)) as ours:
+        for _ in range(3):
+            assert replies(ours) == expected
 
 
 def test_another_model_takes_the_pool_over_and_gives_it_back(tmp_path: Path) -> None:
