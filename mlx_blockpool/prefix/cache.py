@@ -10,6 +10,7 @@ from collections.abc import Callable
 from collections.abc import Sequence as Tokens
 from dataclasses import dataclass
 from typing import Any
+from weakref import WeakSet
 
 from ..cache.factory import pooled_caches
 from ..cache.layers import PooledLayer, PooledRotatingKVCache
@@ -45,6 +46,7 @@ class PrefixCache:
         self.slabs = slabs
         self.pool = slabs.pool
         self.known = KnownBlocks(slabs.pool, slabs.full_groups, f"{namespace}/{slabs.spec.fingerprint()}")
+        self._handed_out: WeakSet[Sequence] = WeakSet()
         self.num_lookups = self.num_prompt_tokens = self.num_hit_tokens = self.num_skipped = 0
 
     # -- fetch ---------------------------------------------------------------------------------------------------------
@@ -107,6 +109,7 @@ class PrefixCache:
         except PoolExhaustedError:
             sequence.release()
             raise
+        self._handed_out.add(sequence)
         caches = pooled_caches(self.slabs, sequence)
         for cache in caches:
             cache.offset = hit
@@ -242,6 +245,12 @@ class PrefixCache:
 
     def unpin(self, tokens: Tokens[int]) -> int:
         return self._each_block(tokens, self.pool.unpin)
+
+    def release_all(self) -> None:
+        """Take the blocks of all handed out caches back, whoever still refers to them. None may be used again."""
+        for sequence in list(self._handed_out):
+            sequence.release()
+        self._handed_out.clear()
 
     def clear(self) -> None:
         """Forget everything. What live sequences hold stays with them."""

@@ -101,7 +101,7 @@ class BlockpoolGenerator(ResponseGenerator):  # type: ignore[misc]
         self._live.clear()
         self._may_admit = True
         self._close_batch()
-        gc.collect()
+        self.prompt_cache.release_all()
         self.prompt_cache.update_report()
 
     def _shut_down(self) -> None:

@@ -10,7 +10,7 @@ from typing import Any
 from huggingface_hub.errors import CacheNotFound
 from mlx_lm.server import APIHandler
 
-from ..errors import PoolExhaustedError, RequestTooLargeError
+from ..errors import PoolExhaustedError
 
 log = logging.getLogger(__name__)
 
@@ -74,10 +74,11 @@ class BlockpoolHandler(APIHandler):  # type: ignore[misc]
         except Exception as error:
             # The top of the request's thread.
             log.exception("%s failed", self.path)
-            if self._answered:
-                self.close_connection = True
-                return
-            self._send(500, {"error": f"{type(error).__name__}: {error}"})
+            content = {"error": f"{type(error).__name__}: {error}"}
+            if not self._answered:
+                self._send(500, content)
+            elif self.stream:
+                self.wfile.write(f"data: {json.dumps(content)}\n\n".encode())
 
     def validate_model_parameters(self) -> None:
         """mlx-lm's checks, and those of values that would only fail later."""
@@ -137,10 +138,6 @@ def _check_messages(messages: Any) -> None:
 
 def _status(error: Exception) -> int:
     """404: no such model. 503: the server cannot now. 400: the request cannot be served as it is."""
-    if isinstance(error, PoolExhaustedError):
-        return 503
     if isinstance(error, OSError):
         return 404
-    if isinstance(error, RuntimeError) and not isinstance(error, RequestTooLargeError):
-        return 503
-    return 400
+    return 503 if isinstance(error, PoolExhaustedError | RuntimeError) else 400

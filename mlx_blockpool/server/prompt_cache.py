@@ -150,6 +150,11 @@ class ServerPromptCache:
     def __len__(self) -> int:
         return len(self._stock) if self.prefix is None else len(self.prefix)
 
+    def release_all(self) -> None:
+        """After a failure: no cache that was handed out is in use any more."""
+        if self.prefix is not None:
+            self.prefix.release_all()
+
     def known_tokens(self, tokens: list[int]) -> int:
         """How many tokens of a prompt a fetch would find now."""
         return len(tokens) if self.prefix is None else self.prefix.look(tokens).hit

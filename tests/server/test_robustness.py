@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import random
 import socket
+import urllib.request
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -189,3 +190,37 @@ def test_pool_bytes_hold_over_500_requests(client: Client) -> None:
         assert complete(client, prompt, rng.randrange(1, 4))["choices"]
         assert slabs.nbytes <= POOL
     assert client.send("/v1/cache")[1]["cached_tokens"] > 0
+
+
+def test_a_failure_in_mid_stream_is_told_and_is_that_requests_own(client: Client, monkeypatch: pytest.MonkeyPatch) -> None:
+    from mlx_blockpool.server import generation
+
+    text = generation._text
+    calls = iter(range(1000))
+
+    def failing(detokenizer: Any, response: Any) -> str:
+        if next(calls) == 3:
+            raise LookupError("no word for this")
+        return text(detokenizer, response)
+
+    monkeypatch.setattr(generation, "_text", failing)
+    body = {"messages": [{"role": "user", "content": "speak"}], "max_tokens": 10, "stream": True}
+    request = urllib.request.Request(f"http://127.0.0.1:{client.port}/v1/chat/completions", json.dumps(body).encode())
+    answer = urllib.request.urlopen(request).read().decode()
+    assert "LookupError: no word for this" in answer
+    monkeypatch.undo()
+    assert client.chat([{"role": "user", "content": "speak"}], max_tokens=10)["choices"]
+
+
+def test_a_broken_batch_fails_its_requests_and_not_the_next(client: Client, monkeypatch: pytest.MonkeyPatch) -> None:
+    from mlx_lm.generate import BatchGenerator
+
+    def broken(self: Any) -> None:
+        raise MemoryError("out of something")
+
+    monkeypatch.setattr(BatchGenerator, "next", broken)
+    status, answer = client.send("/v1/completions", {"prompt": "doomed", "max_tokens": 3})
+    assert status == 500
+    assert "out of something" in answer["error"]
+    monkeypatch.undo()
+    assert complete(client, "doomed no more", 3)["choices"]
