@@ -24,17 +24,16 @@ def load_json(name: str) -> Any:
 class Conversations:
     """Training conversations, drawn at random.
 
-    trained, held_out: all (question, answer) pairs; with `hold_out` the last question of each topic is not trained on.
+    trained, held_out: all (question, answer) pairs; the last question of each topic is held out.
     """
 
-    def __init__(self, random: Random, hold_out: bool = False) -> None:
+    def __init__(self, random: Random) -> None:
         self._random = random
         self._topics: list[dict[str, Any]] = load_json("questions.json")
         self._systems: list[str] = load_json("systems.json")
-        pairs = [[(q, topic["answer"]) for q in topic["questions"]] for topic in self._topics]
-        self.held_out = [topic[-1] for topic in pairs if hold_out]
-        self.trained = [pair for topic in pairs for pair in topic if pair not in self.held_out]
+        self.trained = [(q, topic["answer"]) for topic in self._topics for q in topic["questions"][:-1]]
         self._words = [word for question, _ in self.trained for word in question.rstrip("?.!").split(" ")]
+        self.held_out = [(topic["questions"][-1], topic["answer"]) for topic in self._topics]
 
     def texts(self) -> list[str]:
         """All text that the tokenizer should know well."""

@@ -128,12 +128,11 @@ def main() -> None:
     parser = argparse.ArgumentParser(description="Train the demo model.")
     parser.add_argument("--out", type=Path, default=Path(model_path()), help="folder to write")
     parser.add_argument("--steps", type=int, default=1000, help="training steps")
-    parser.add_argument("--hold-out", action="store_true", help="keep one question of each topic for the measure")
     arguments = parser.parse_args()
     started = time.perf_counter()
     mx.random.seed(SEED)
     draw = random.Random(SEED)
-    conversations = Conversations(draw, arguments.hold_out)
+    conversations = Conversations(draw)
     tokenizer = train_tokenizer(conversations.texts(), VOCAB_SIZE)
     config = model_config(tokenizer)
     model = new_model(config)
@@ -144,8 +143,7 @@ def main() -> None:
     print(f"Trained in {time.perf_counter() - started:.0f} s; wrote {arguments.out}.")
     loaded = mlx_lm.load(str(arguments.out))[0]
     for name, pairs in (("trained", conversations.trained), ("held-out", conversations.held_out)):
-        if pairs:
-            print(f"{name} questions answered right: {share_right(loaded, tokenizer, pairs):.1%} of {len(pairs)}")
+        print(f"{name} questions answered right: {share_right(loaded, tokenizer, pairs):.1%} of {len(pairs)}")
 
 
 if __name__ == "__main__":
