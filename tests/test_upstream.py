@@ -2,8 +2,12 @@
 
 from __future__ import annotations
 
+import os
+import subprocess
+import sys
 import types
 from importlib import metadata
+from pathlib import Path
 
 import pytest
 
@@ -89,3 +93,16 @@ def test_rebind_refuses_a_name_that_the_module_does_not_have() -> None:
 def test_rebind_refuses_what_is_not_a_python_function() -> None:
     with pytest.raises(AssertionError, match="not a Python function"):
         rebind(len)
+
+
+@pytest.mark.parametrize("command", ["import mlx_blockpool.cache", "import mlx_blockpool.server", "SERVE"])
+def test_another_mlx_lm_is_refused_before_it_is_used(command: str, tmp_path: Path) -> None:
+    info = tmp_path / "mlx_lm-0.31.3.dist-info"
+    info.mkdir()
+    (info / "METADATA").write_text("Metadata-Version: 2.1\nName: mlx-lm\nVersion: 0.31.3\n")
+    env = {**os.environ, "PYTHONPATH": str(tmp_path)}
+    arguments = ["-m", "mlx_blockpool.cli", "serve", "--model", "demo"] if command == "SERVE" else ["-c", command]
+    ran = subprocess.run([sys.executable, *arguments], env=env, capture_output=True, text=True, cwd="/")
+    assert ran.returncode == 1
+    assert "Found mlx-lm 0.31.3; needed 0.32.2 or newer and older than 0.33" in ran.stderr
+    assert ("Traceback" in ran.stderr) == (command != "SERVE")

@@ -110,7 +110,8 @@ class Slabs:
         return self._slabs[group, index], position * BLOCK_TOKENS
 
     def copy_block(self, group: int, source: int, target: int) -> None:
-        """Copy one block in all layers of its group. Evaluates: a lazy copy would be a reader of the slab."""
+        """Copy one block in all layers of its group. Waits: a lazy copy, or a step in flight, would be a reader of the slab."""
+        mx.synchronize()
         slab, start = self.locate(group, source)
         copies = [mx.contiguous(a[..., start : start + BLOCK_TOKENS, :]) for a in (*slab.keys, *slab.values)]
         mx.eval(copies)

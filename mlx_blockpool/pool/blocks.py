@@ -61,7 +61,7 @@ class GroupBlocks:
         return self.free.count - self.reserved
 
     def counts(self) -> BlockCounts:
-        pinned = sum(1 for b in self.blocks.values() if b.pins)
+        pinned = sum(1 for b in list(self.blocks.values()) if b.pins)
         held = len(self.blocks) - self.free.count - len(self.evictable)
         return BlockCounts(
             self.group.name,

@@ -56,7 +56,8 @@ class PrefixCache:
 
         Raises RequestTooLargeError if that can never fit in the pool, PoolExhaustedError if it cannot fit now.
         """
-        if not len(tokens):
+        tokens = _ids(tokens)
+        if not tokens:
             raise ValueError("Found an empty prompt; needed at least one token.")
         total = len(tokens) + max_tokens
         if total > self.pool.sequence_capacity():
@@ -78,6 +79,7 @@ class PrefixCache:
 
     def look(self, tokens: Tokens[int]) -> Lookup:
         """What a fetch of these tokens would find. Changes nothing."""
+        tokens = _ids(tokens)
         match = self.known.trie.match(tokens)
         return explain(self.known, tokens, match, self._resumable(match, len(tokens) - 1)[0])
 
@@ -173,7 +175,7 @@ class PrefixCache:
         count: int = min(len(tokens), *(c.offset for c in caches))
         if not count:
             return 0
-        node = self._insert(tokens[:count], caches[0].sequence, kind)
+        node = self._insert(_ids(tokens)[:count], caches[0].sequence, kind)
         rings = [c for c in caches if isinstance(c, PooledRotatingKVCache)]
         if rings and all(c.offset == count for c in rings) and count not in node.checkpoints:
             if not goes_on or self._has_room_for_second_ring(rings[0].sequence):
@@ -258,7 +260,7 @@ class PrefixCache:
             self.known.drop(child)
 
     def _each_block(self, tokens: Tokens[int], act: Callable[[int, int], None]) -> int:
-        match = self.known.trie.match(tokens)
+        match = self.known.trie.match(_ids(tokens))
         for node in [*match.nodes, match.partial]:
             for owned in self.known.blocks_of(node) if node else ():
                 act(*owned)
@@ -288,3 +290,9 @@ class PrefixCache:
     def check(self) -> None:
         """The invariants of trie and pool together. Raises AssertionError: a broken one is our own bug."""
         self.known.check()
+
+
+def _ids(tokens: Any) -> Tokens[int]:
+    """Token ids as a sequence of ints, also where they come as an mlx or numpy array."""
+    ids: Tokens[int] = tokens.tolist() if hasattr(tokens, "tolist") else tokens
+    return ids

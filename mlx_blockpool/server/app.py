@@ -16,7 +16,7 @@ from mlx_lm import server
 from ..config import PoolConfig, parse_bytes
 from ..demo import model_path
 from ..errors import BlockpoolError
-from ..upstream import check_version, rebind
+from ..upstream import rebind
 from .generation import BlockpoolGenerator
 from .handler import BlockpoolHandler
 from .prompt_cache import ServerPromptCache
@@ -25,7 +25,6 @@ from .provider import BlockpoolModelProvider
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Serve with mlx-lm's options and ours; `argv` without the program's name. Returns when the server has stopped."""
-    check_version()
     arguments = sys.argv[1:] if argv is None else list(argv)
     names: dict[str, Any] = {
         "argparse": _argparse_with(arguments),
