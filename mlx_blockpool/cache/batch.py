@@ -53,12 +53,13 @@ class PooledBatchCache(_BaseCache):  # type: ignore[misc]
         step, self._step = self._step, []
         outputs = []
         for i, (member, (count, written, own_mask)) in enumerate(zip(self.members, step, strict=True)):
-            out = mx.zeros((1, queries.shape[1], n - count, dim), queries.dtype)
+            parts = []
             if count:
                 read = written or member.keys_and_values()
-                real = member.attend(queries[i : i + 1, :, :count], *read, scale, own_mask, sinks)
-                out = real if count == n else mx.concatenate([real, out], axis=2)
-            outputs.append(out)
+                parts.append(member.attend(queries[i : i + 1, :, :count], *read, scale, own_mask, sinks))
+            if count < n:
+                parts.append(mx.zeros((1, queries.shape[1], n - count, dim), queries.dtype))
+            outputs.append(parts[0] if len(parts) == 1 else mx.concatenate(parts, axis=2))
         return outputs[0] if len(outputs) == 1 else mx.concatenate(outputs)
 
     def make_mask(self, N: int, return_array: bool = False, window_size: int | None = None) -> Any:  # noqa: N803

@@ -59,17 +59,7 @@ class Slabs:
         self.pool = BlockPool(spec, pool_bytes, config)
         self.ragged = False
         self.synchronous = False
-        self._start()
-
-    def reconfigure(self, spec: ModelCacheSpec) -> None:
-        """Start anew for another model. Caches of the old one must not be used again."""
-        self._slabs.clear()
-        self.ragged = self.synchronous = False
-        self.pool.reconfigure(spec)
-        self._start()
-
-    def _start(self) -> None:
-        self.spec = self.pool.spec
+        self.spec = spec
         self.dtype = getattr(mx, self.spec.dtype)
         self._slabs: dict[tuple[int, int], Slab] = {}
         self._layout = -1

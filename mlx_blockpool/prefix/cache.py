@@ -6,7 +6,6 @@ Owned by the generation thread.
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from collections.abc import Sequence as Tokens
 from dataclasses import dataclass
 from typing import Any
@@ -175,15 +174,17 @@ class PrefixCache:
         count: int = min(len(tokens), *(c.offset for c in caches))
         if not count:
             return 0
-        node = self._insert(_ids(tokens)[:count], caches[0].sequence, kind)
+        sequence = caches[0].sequence
         rings = [c for c in caches if isinstance(c, PooledRotatingKVCache)]
-        if rings and all(c.offset == count for c in rings) and count not in node.checkpoints:
-            if not goes_on or self._has_room_for_second_ring(rings[0].sequence):
-                held = {c.place.group: (tuple(c.sequence.tables[c.place.group].ids), c.ring_index) for c in rings}
-                self.known.add_checkpoint(node, Checkpoint(count, held))
-            else:
-                self.num_skipped += 1
-                self.known.prune(node)
+        places = bool(rings) and all(c.offset == count for c in rings)
+        # Room before the path: making it may evict what the path would lean on.
+        room = places and (not goes_on or self._has_room_for_second_ring(sequence))
+        node = self._insert(_ids(tokens)[:count], sequence, kind)
+        if room and count not in node.checkpoints:
+            held = {c.place.group: (tuple(sequence.tables[c.place.group].ids), c.ring_index) for c in rings}
+            self.known.add_checkpoint(node, Checkpoint(count, held))
+        self.num_skipped += places and not room
+        self.known.prune(node)
         return count
 
     def _insert(self, tokens: Tokens[int], sequence: Sequence, kind: str) -> Node:
@@ -243,10 +244,11 @@ class PrefixCache:
 
     def pin(self, tokens: Tokens[int]) -> int:
         """Keep the known part of `tokens` from eviction. Returns its length in tokens."""
-        return self._each_block(tokens, self.pool.pin)
+        return self.known.pin(_ids(tokens))
 
     def unpin(self, tokens: Tokens[int]) -> int:
-        return self._each_block(tokens, self.pool.unpin)
+        """Take back one pin() of the same tokens. Returns how many of them are known."""
+        return self.known.unpin(_ids(tokens))
 
     def release_all(self) -> None:
         """Take the blocks of all handed out caches back, whoever still refers to them. None may be used again."""
@@ -256,15 +258,7 @@ class PrefixCache:
 
     def clear(self) -> None:
         """Forget everything. What live sequences hold stays with them."""
-        for child in list(self.known.trie.root.children):
-            self.known.drop(child)
-
-    def _each_block(self, tokens: Tokens[int], act: Callable[[int, int], None]) -> int:
-        match = self.known.trie.match(_ids(tokens))
-        for node in [*match.nodes, match.partial]:
-            for owned in self.known.blocks_of(node) if node else ():
-                act(*owned)
-        return match.tokens
+        self.known.clear()
 
     # -- figures -------------------------------------------------------------------------------------------------------
 

@@ -7,7 +7,7 @@ Knows tokens and block ids; no arrays. Owned by the generation thread.
 from __future__ import annotations
 
 from collections import OrderedDict
-from collections.abc import Collection, Iterable
+from collections.abc import Collection, Iterable, Sequence
 
 from ..pool import BlockPool
 from ..spec import BLOCK_TOKENS
@@ -26,6 +26,7 @@ class KnownBlocks:
         self.full_groups = full_groups
         self.trie = Trie(namespace)
         self._owners: dict[Owned, set[Node]] = {}
+        self._pins: dict[tuple[int, ...], list[list[Node]]] = {}
         self._evicted: OrderedDict[bytes, None] = OrderedDict()
 
     @property
@@ -43,10 +44,8 @@ class KnownBlocks:
             for owned in _rings(old.checkpoints.values()):
                 self._owners[owned] = self._owners[owned] - {old} | {new}
             old.checkpoints = {}
-            for (group, before), (_, after) in zip(self._blocks(old), self._blocks(new), strict=True):
-                for _ in range(self.pool.pins(group, before) if before != after else 0):
-                    self.pool.pin(group, after)
             self._disown(old, self._blocks(old), ())
+        self._pin_blocks(new)
         return new
 
     def add_checkpoint(self, node: Node, checkpoint: Checkpoint) -> None:
@@ -54,6 +53,24 @@ class KnownBlocks:
         node.checkpoints[checkpoint.position] = checkpoint
         for owned in _rings([checkpoint]):
             self._own(node, owned, BLOCK_TOKENS)
+        self._pin_blocks(node)
+
+    def pin(self, tokens: Sequence[int]) -> int:
+        """Nothing that the known part of `tokens` stands on can be evicted any more. Returns its length."""
+        match = self.trie.match(tokens)
+        nodes = [node for node in [*match.nodes, match.partial] if node is not None]
+        self._pins.setdefault(tuple(tokens), []).append(nodes)
+        self._change_pins(nodes, 1)
+        return match.tokens
+
+    def unpin(self, tokens: Sequence[int]) -> int:
+        """Take back one pin() of these tokens, whatever has become of the nodes since. Returns how many are known."""
+        records = self._pins.get(tuple(tokens), [])
+        if records:
+            self._change_pins(records.pop(), -1)
+        if not records:
+            self._pins.pop(tuple(tokens), None)
+        return self.trie.match(tokens).tokens
 
     def forget(self, victims: list[Owned]) -> None:
         """Take evicted blocks out of the trie, and what cannot be reached without them."""
@@ -81,6 +98,12 @@ class KnownBlocks:
             node.parent.children.remove(node)
             node = node.parent
 
+    def clear(self) -> None:
+        """Forget everything, pins too."""
+        self._pins.clear()
+        for child in list(self.trie.root.children):
+            self.drop(child)
+
     def was_evicted(self, parent: Node, edge: bytes) -> bool:
         """Whether this edge was known before and had to go."""
         return Node.name(parent, edge) in self._evicted
@@ -100,6 +123,21 @@ class KnownBlocks:
 
     def _blocks(self, node: Node) -> list[Owned]:
         return list(zip(self.full_groups, node.blocks, strict=True))
+
+    def _change_pins(self, nodes: list[Node], by: int) -> None:
+        for node in nodes:
+            while node.merged_into is not None:
+                node = node.merged_into
+            node.pins += by
+            self._pin_blocks(node)
+
+    def _pin_blocks(self, node: Node) -> None:
+        for group, block in self.blocks_of(node):
+            pinned = any(owner.pins for owner in self._owners.get((group, block), ()))
+            if pinned and not self.pool.pins(group, block):
+                self.pool.pin(group, block)
+            elif not pinned and self.pool.pins(group, block):
+                self.pool.unpin(group, block)
 
     def _own(self, node: Node, owned: Owned, tokens: int) -> None:
         self.pool.know(*owned, tokens)

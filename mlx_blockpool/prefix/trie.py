@@ -41,6 +41,8 @@ class Node:
     hash: bytes
     blocks: tuple[int, ...] = ()
     kind: str = "assistant"
+    pins: int = 0
+    merged_into: Node | None = None
     children: list[Node] = field(default_factory=list)
     checkpoints: dict[int, Checkpoint] = field(default_factory=dict)
 
@@ -121,12 +123,14 @@ class Trie:
     def add(self, node: Node, edge: bytes, blocks: tuple[int, ...], kind: str) -> tuple[Node, list[Node]]:
         """A new child. Returns it and the shorter siblings that it makes superfluous, already out of the tree.
 
-        Their checkpoints have moved to the new child; what they know of blocks is the caller's to forget.
+        Their checkpoints and pins have moved to the new child; what they know of blocks is the caller's to forget.
         """
         new = Node(node, node.end, edge, Node.name(node, edge), blocks, kind)
         shorter = [c for c in node.children if len(c.tokens) < len(edge) and edge.startswith(c.tokens)]
         for old in shorter:
             new.checkpoints.update(old.checkpoints)
+            new.pins += old.pins
+            old.merged_into = new
             node.children.remove(old)
         insort(node.children, new, key=_tokens)
         return new, shorter

@@ -63,7 +63,6 @@ class ServerPromptCache:
         self.max_tokens = config.max_tokens
         self.report: dict[str, Any] = {"backend": None}
         self._cli_args = cli_args
-        self._slabs: Slabs | None = None
         self._manager = plugins.make_plugin_manager()
         self._stock = GuardedPromptCache(cli_args.prompt_cache_size, cli_args.prompt_cache_bytes or 1 << 63)
 

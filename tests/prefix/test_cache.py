@@ -213,3 +213,15 @@ def test_without_attach_a_hit_is_one_run_of_its_own() -> None:
     assert keys(fetched.caches[0]) == list(range(600))
     mx.eval([c.state for c in fetched.caches])
     prefix.check()
+
+
+def test_unpin_takes_back_what_pin_took_whatever_was_added_since() -> None:
+    prefix = prefix_cache(blocks=8)
+    serve(prefix, [1, 2, 3])
+    assert prefix.pin([1, 2, 9]) == 2
+    serve(prefix, [1, 2, 9])
+    serve(prefix, [1, 2, 3, 4])
+    assert prefix.unpin([1, 2, 9]) == 3
+    prefix.trim_to(0)
+    assert prefix.nbytes == 0
+    assert prefix.unpin([5]) == 0, "what was not pinned can be unpinned"

@@ -1,0 +1,92 @@
+"""Decode of a batch with contexts of mixed length, and joining and leaving it, against mlx-lm's padded batch, in one run.
+
+Both run in mlx-lm's own BatchGenerator. The counter proves the path: members of a PooledBatchCache against a BatchKVCache.
+"""
+
+from __future__ import annotations
+
+import time
+from typing import Any
+
+import mlx.core as mx
+from measure import interleave, llama, options, report
+from mlx_lm.generate import BatchGenerator
+from mlx_lm.models.cache import make_prompt_cache as stock_prompt_cache
+
+from mlx_blockpool.cache.attention import bind
+from mlx_blockpool.cache.batch import PooledBatchCache
+from mlx_blockpool.cache.factory import make_prompt_cache, open_pool
+
+MIXED = [300, 500, 700, 1000, 1500, 2000, 3000, 4000]
+
+
+def filled(caches: list[Any], context: int, heads: int, dim: int) -> list[Any]:
+    for cache in caches:
+        cache.update_and_fetch(*mx.random.normal((2, 1, heads, context, dim)))
+    mx.eval([c.state for c in caches])
+    return caches
+
+
+class System:
+    """One way of batching: its model, and how it makes caches."""
+
+    def __init__(self, pooled: bool, contexts: list[int], size: tuple[int, int, int, int]) -> None:
+        self.model = llama(*size)
+        self.contexts = contexts
+        self.heads, self.dim = size[3], size[0] // size[2]
+        self.pool = open_pool(self.model, 3 * sum(contexts) * 2 * size[1] * size[3] * self.dim * 4) if pooled else None
+        if self.pool is not None:
+            self.pool.ragged = bind(self.model) > 0
+
+    def caches(self, context: int) -> list[Any]:
+        made = stock_prompt_cache(self.model) if self.pool is None else make_prompt_cache(self.model, self.pool)
+        return filled(made, context, self.heads, self.dim)
+
+    def batch(self, contexts: list[int]) -> BatchGenerator:
+        generator = BatchGenerator(self.model, max_tokens=10_000, prefill_batch_size=len(contexts) + 1)
+        generator.insert([[7]] * len(contexts), caches=[self.caches(context) for context in contexts])
+        for _ in range(3):
+            generator.next_generated()
+        return generator
+
+    def step_seconds(self, steps: int) -> float:
+        """Seconds of one decode step of the whole batch; its path is checked."""
+        generator = self.batch(self.contexts)
+        found = isinstance(generator._generation_batch.prompt_cache[0], PooledBatchCache)
+        assert found == (self.pool is not None), "the other path ran"
+        start = time.perf_counter()
+        for _ in range(steps):
+            generator.next_generated()
+        return (time.perf_counter() - start) / steps
+
+    def stall_seconds(self) -> float:
+        """Seconds that one sequence's joining and leaving adds to the layer caches of a batch of the others."""
+        batch = self.batch(self.contexts)._generation_batch.prompt_cache
+        late = self.caches(self.contexts[0])
+        start = time.perf_counter()
+        for cache, own in zip(batch, late, strict=True):
+            cache.extend(type(own).merge([own]))
+            cache.filter(list(range(len(self.contexts))))
+        mx.eval([c.state for c in batch])
+        return time.perf_counter() - start
+
+
+def bench(args: Any, case: str, contexts: list[int], size: tuple[int, int, int, int], steps: int, rounds: int) -> None:
+    ours, stock = System(True, contexts, size), System(False, contexts, size)
+    step = interleave({"ours": lambda: ours.step_seconds(steps), "stock": lambda: stock.step_seconds(steps)}, rounds)
+    stall = interleave({"ours": ours.stall_seconds, "stock": stock.stall_seconds}, rounds)
+    report(
+        args, "batch", case, sequences=len(contexts), utilisation=round(sum(contexts) / len(contexts) / max(contexts), 2),
+        ours_step_ms=round(step["ours"] * 1e3, 1), stock_step_ms=round(step["stock"] * 1e3, 1),
+        ratio_step=round(step["stock"] / step["ours"], 2), ours_stall_ms=round(stall["ours"] * 1e3, 2),
+        stock_stall_ms=round(stall["stock"] * 1e3, 2), ratio_stall=round(stall["stock"] / stall["ours"], 1),
+    )  # fmt: skip
+
+
+if __name__ == "__main__":
+    args = options(__doc__ or "")
+    size, steps, rounds = ((64, 2, 4, 2), 5, 3) if args.quick else ((256, 6, 8, 4), 20, 7)
+    scale = 4 if args.quick else 1
+    bench(args, "mixed lengths", [c // scale for c in MIXED], size, steps, rounds)
+    bench(args, "equal lengths", [2000 // scale] * 8, size, steps, rounds)
+    bench(args, "a batch of one", [4000 // scale], size, steps, rounds)
