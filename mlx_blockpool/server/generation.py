@@ -28,7 +28,7 @@ from mlx_lm.server import (
 from ..errors import BlockpoolError, PoolExhaustedError
 from .prompt_cache import ServerPromptCache
 from .provider import BlockpoolModelProvider
-from .requests import Live, Waiting, check_sampling, common_prefix, cut_segments, fit
+from .requests import Live, Waiting, check_sampling, cut_segments, fit, text_of
 
 log = logging.getLogger(__name__)
 
@@ -184,9 +184,10 @@ class BlockpoolGenerator(ResponseGenerator):  # type: ignore[misc]
         return True
 
     def _is_being_computed(self, prompt: list[int]) -> bool:
-        """Whether a live request is about to leave at least one more block of this prompt's beginning."""
-        shared = [common_prefix(prompt, live.context.prompt) for live in self._live.values() if live.in_prefill]
-        return bool(shared) and max(shared) - self.prompt_cache.known_tokens(prompt) >= SHARED_TOKENS
+        """Whether a live request is about to leave enough of this prompt's beginning to wait for it."""
+        by_chunk = self.prompt_cache.keeps_chunks
+        shared = max((live.leaves(prompt, by_chunk) for live in self._live.values()), default=0)
+        return shared - self.prompt_cache.known_tokens(prompt) >= SHARED_TOKENS
 
     def _insert(self, waiting: Waiting) -> None:
         assert waiting.tokenized is not None
@@ -248,16 +249,20 @@ class BlockpoolGenerator(ResponseGenerator):  # type: ignore[misc]
         live = self._live[response.uid]
         live.queue.put(response.progress)
         live.in_prefill = not response.end_of_prompt
-        if response.end_of_segment and not response.end_of_prompt and live.segment_types:
+        if response.end_of_prompt:
+            return
+        if response.end_of_segment or self.prompt_cache.keeps_chunks:
+            kinds = live.segment_types
+            kind = kinds.pop() if response.end_of_segment and kinds else "user"
             caches, tokens = self._batch.extract_cache([response.uid])[response.uid]  # type: ignore[union-attr]
-            self.prompt_cache.keep(self.model_provider.model_key, tokens[:], caches, live.segment_types.pop())
+            self.prompt_cache.keep(self.model_provider.model_key, tokens[:], caches, kind)
             self._may_admit = True
 
     def _on_token(self, response: Any) -> None:
         live = self._live[response.uid]
         live.queue.put(
             Response(
-                _text(live.detokenizer, response),
+                text_of(live.detokenizer, response),
                 response.token,
                 response.logprobs[response.token].item(),
                 response.finish_reason,
@@ -287,12 +292,3 @@ class BlockpoolGenerator(ResponseGenerator):  # type: ignore[misc]
     def _keep_finished(self, tokens: list[int], caches: list[Any]) -> None:
         self.prompt_cache.insert_cache(self.model_provider.model_key, tokens[:], caches, cache_type="assistant")
         self._may_admit = True
-
-
-def _text(detokenizer: Any, response: Any) -> str:
-    """The text that a token adds. The token that stops a reply is not part of it."""
-    if response.finish_reason != "stop":
-        detokenizer.add_token(response.token)
-    if response.finish_reason is not None:
-        detokenizer.finalize()
-    return str(detokenizer.last_segment)

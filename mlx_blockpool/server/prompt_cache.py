@@ -154,6 +154,11 @@ class ServerPromptCache:
         if self.prefix is not None:
             self.prefix.release_all()
 
+    @property
+    def keeps_chunks(self) -> bool:
+        """Whether keeping costs nothing and serves at any token, so that a prefill may leave its prefix chunk by chunk."""
+        return self.prefix is not None and self.prefix.slabs.ragged and not self.prefix.slabs.window_groups
+
     def known_tokens(self, tokens: list[int]) -> int:
         """How many tokens of a prompt a fetch would find now."""
         return len(tokens) if self.prefix is None else self.prefix.look(tokens).hit

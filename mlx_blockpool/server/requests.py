@@ -38,6 +38,14 @@ class Live:
     top_logprobs: int
     in_prefill: bool = True
 
+    def leaves(self, prompt: list[int], by_chunk: bool) -> int:
+        """How many tokens of another prompt this one's prefill is about to leave behind; 0 where waiting would not pay.
+
+        A prefix that is kept at the end of a segment only comes with all that stands behind it.
+        """
+        shared = common_prefix(prompt, self.context.prompt) if self.in_prefill else 0
+        return shared if by_chunk or 2 * shared >= len(self.context.prompt) else 0
+
     def fail(self, error: Exception) -> None:
         self.queue.put(error.with_traceback(None))
 
@@ -90,3 +98,12 @@ def cut_segments(segments: list[list[int]], types: list[str], cached: int) -> tu
             rest.append(left)
             kinds.append(kind)
     return rest, kinds
+
+
+def text_of(detokenizer: Any, response: Any) -> str:
+    """The text that a token adds. The token that stops a reply is not part of it."""
+    if response.finish_reason != "stop":
+        detokenizer.add_token(response.token)
+    if response.finish_reason is not None:
+        detokenizer.finalize()
+    return str(detokenizer.last_segment)

@@ -195,7 +195,7 @@ def test_pool_bytes_hold_over_500_requests(client: Client) -> None:
 def test_a_failure_in_mid_stream_is_told_and_is_that_requests_own(client: Client, monkeypatch: pytest.MonkeyPatch) -> None:
     from mlx_blockpool.server import generation
 
-    text = generation._text
+    text = generation.text_of
     calls = iter(range(1000))
 
     def failing(detokenizer: Any, response: Any) -> str:
@@ -203,7 +203,7 @@ def test_a_failure_in_mid_stream_is_told_and_is_that_requests_own(client: Client
             raise LookupError("no word for this")
         return text(detokenizer, response)
 
-    monkeypatch.setattr(generation, "_text", failing)
+    monkeypatch.setattr(generation, "text_of", failing)
     body = {"messages": [{"role": "user", "content": "speak"}], "max_tokens": 10, "stream": True}
     request = urllib.request.Request(f"http://127.0.0.1:{client.port}/v1/chat/completions", json.dumps(body).encode())
     answer = urllib.request.urlopen(request).read().decode()
@@ -224,3 +224,13 @@ def test_a_broken_batch_fails_its_requests_and_not_the_next(client: Client, monk
     assert "out of something" in answer["error"]
     monkeypatch.undo()
     assert complete(client, "doomed no more", 3)["choices"]
+
+
+def test_a_prompt_that_is_being_computed_is_waited_for_chunk_by_chunk(client: Client) -> None:
+    """Both start cold at the same time: the second takes over what the first has computed of their common beginning."""
+    common = "both prompts begin like this, and go on for a while. " * 20
+    prompts = [common + "then the first goes on " * 40, common + "the second ends"]
+    first, second = at_once([lambda p=p: complete(client, p, 2) for p in prompts])
+    cached = [a["usage"]["prompt_tokens_details"]["cached_tokens"] for a in (first, second)]
+    assert max(cached) >= len(common) - 128
+    assert [complete(client, p, 2)["choices"][0]["text"] for p in prompts] == [a["choices"][0]["text"] for a in (first, second)]
