@@ -69,12 +69,14 @@ class PrefixCache:
             if not hit:
                 raise
             # A window that resumes needs room for two rings; from the first token on it needs one.
-            hit, caches = 0, self._caches(match, 0, None, len(tokens), total)
-        lookup = explain(self.known, tokens, match, hit)
+            caches = self._caches(match, 0, None, len(tokens), total)
+            lookup = Lookup(len(tokens), match.tokens, 0, "no room")
+        else:
+            lookup = explain(self.known, tokens, match, hit)
         self.num_lookups += 1
         self.num_prompt_tokens += lookup.tokens
-        self.num_hit_tokens += hit
-        return Fetch(caches, list(tokens[hit:]), lookup)
+        self.num_hit_tokens += lookup.hit
+        return Fetch(caches, list(tokens[lookup.hit :]), lookup)
 
     def look(self, tokens: Tokens[int]) -> Lookup:
         """What a fetch of these tokens would find. Changes nothing."""
@@ -163,9 +165,13 @@ class PrefixCache:
     def finish(self, tokens: Tokens[int], caches: list[Any], kind: str = "assistant") -> int:
         """keep(), and give the blocks back to the pool, evictable from now on. The caches must not be used again."""
         known = self._keep(tokens, caches, kind, goes_on=False)
+        self.release(caches)
+        return known
+
+    def release(self, caches: list[Any]) -> None:
+        """Give the blocks back and keep nothing. The caches must not be used again."""
         if isinstance(caches[0], PooledLayer):
             caches[0].sequence.release()
-        return known
 
     def _keep(self, tokens: Tokens[int], caches: list[Any], kind: str, goes_on: bool) -> int:
         if not isinstance(caches[0], PooledLayer):

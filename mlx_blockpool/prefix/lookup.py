@@ -16,6 +16,7 @@ CAUSES = {
     "longer": "the prompt goes on where the known one ends",
     "evicted": "the next tokens were known and their blocks were evicted",
     "no checkpoint": "more tokens are known, but no checkpoint of the window layers lies between",
+    "no room": "the tokens are known, but the pool has no room to go on from them beside them",
 }
 SHOWN = 8
 

@@ -43,11 +43,21 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 
 def run(host: str, port: int, model_provider: BlockpoolModelProvider, **http: Any) -> None:
-    """Serve until interrupted or terminated. `http` goes to mlx-lm's server, as server_class does."""
-    generator = make_generator(model_provider)
-    generator.wait_until_loaded()
+    """Serve until interrupted or terminated. `http` goes to mlx-lm's server, as server_class does.
+
+    Raises BlockpoolError if the model cannot be loaded or the port not be had. The generation thread has ended in any case.
+    """
     signal.signal(signal.SIGTERM, _interrupt)
-    server._run_http_server(host, port, generator, handler_class=BlockpoolHandler, **http)
+    generator = make_generator(model_provider)
+    try:
+        generator.wait_until_loaded()
+        server._run_http_server(host, port, generator, handler_class=BlockpoolHandler, **http)
+    except KeyboardInterrupt:
+        logging.info("Stopped before the server had started.")
+    except OSError as error:
+        raise BlockpoolError(f"Cannot listen on {host}, port {port}: {error}. Choose another --port or --host.") from error
+    finally:
+        generator.stop_and_join()
     logging.info("Server stopped.")
 
 

@@ -9,7 +9,6 @@ from __future__ import annotations
 import gc
 import logging
 from collections import deque
-from pathlib import Path
 from queue import Empty, Queue
 from typing import Any
 
@@ -109,9 +108,8 @@ class BlockpoolGenerator(ResponseGenerator):  # type: ignore[misc]
         for waiting in self._waiting:
             waiting.fail(RuntimeError("The server is shutting down."))
         # Model and caches must go on this thread, under its stream.
-        self.prompt_cache.close()
+        self._let_go()
         self.model_provider.reset()
-        self._opened = None
         gc.collect()
 
     # -- models --------------------------------------------------------------------------------------------------------
@@ -121,13 +119,15 @@ class BlockpoolGenerator(ResponseGenerator):  # type: ignore[misc]
         provider = self.model_provider
         if provider.model is self._opened:
             return
-        self._close_batch()
         self._opened = provider.model
-        path = str(provider.model_key[0])
-        self.prompt_cache.open(
-            provider.model, provider.config, Path(path).name, str(provider.model_key), provider.draft_model is not None
-        )
+        self.prompt_cache.open(provider)
         self._vocab_size = provider.model(mx.zeros((1, 1), mx.int32)).shape[-1]
+
+    def _let_go(self) -> None:
+        """Refer to the loaded model and its pool no longer: both must be gone before the next ones take memory."""
+        self._close_batch()
+        self.prompt_cache.close()
+        self._opened = None
 
     def _close_batch(self) -> None:
         if self._batch is not None:
@@ -159,6 +159,8 @@ class BlockpoolGenerator(ResponseGenerator):  # type: ignore[misc]
         if not self.model_provider.has(args.model):
             if self._live:
                 return False
+            self.model_provider.check(args.model)
+            self._let_go()
             self.model_provider.load(args.model.model, args.model.adapter, args.model.draft)
         self._open()
         batchable = self.prompt_cache.batches and self._is_batchable(args) and not any(_image_parts(waiting.request.messages))
@@ -241,7 +243,7 @@ class BlockpoolGenerator(ResponseGenerator):  # type: ignore[misc]
             except Exception as error:
                 # A reply that cannot be put into words is one request's failure, not the batch's.
                 log.exception("request %d failed", response.uid)
-                self._drop(response.uid, error)
+                self._drop(response, error)
         for uid in [uid for uid, live in self._live.items() if live.context._should_stop]:
             self._cancel(uid)
 
@@ -270,16 +272,17 @@ class BlockpoolGenerator(ResponseGenerator):  # type: ignore[misc]
             )
         )
         if response.finish_reason is not None:
-            del self._live[response.uid]
+            # Live until it is kept, so that a failure to keep it reaches its client.
             self._keep_finished(response.all_tokens, response.prompt_cache)
+            del self._live[response.uid]
             live.queue.put(None)
 
-    def _drop(self, uid: int, error: Exception) -> None:
+    def _drop(self, response: Any, error: Exception) -> None:
+        """End one request with its error; nothing of it is kept."""
         self._may_admit = True
-        live = self._live.pop(uid, None)
-        if live is not None:
-            live.fail(error)
-        self._batch.remove([uid])  # type: ignore[union-attr]
+        self._live.pop(response.uid).fail(error)
+        removed = self._batch.remove([response.uid], return_prompt_caches=True)  # type: ignore[union-attr]
+        self.prompt_cache.release(response.prompt_cache or removed[response.uid][0])
 
     def _cancel(self, uid: int) -> None:
         """The client is gone; what was computed for it stays known."""

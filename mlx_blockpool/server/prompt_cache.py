@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import logging
 from dataclasses import asdict
+from pathlib import Path
 from typing import Any
 
 import mlx.core as mx
@@ -22,6 +23,7 @@ from ..errors import PluginError, SpecError
 from ..prefix.cache import PrefixCache
 from ..prefix.lookup import Lookup
 from ..spec import ModelCacheSpec
+from .provider import BlockpoolModelProvider
 
 log = logging.getLogger(__name__)
 
@@ -68,12 +70,13 @@ class ServerPromptCache:
 
     # -- models --------------------------------------------------------------------------------------------------------
 
-    def open(self, model: Any, config: dict[str, Any], model_id: str, namespace: str, has_draft: bool) -> None:
-        """Take over a newly loaded model; what was known of the one before is gone."""
+    def open(self, provider: BlockpoolModelProvider) -> None:
+        """Take over the model that the provider has loaded; what was known of the one before is gone."""
         self.close()
+        model, model_id = provider.model, Path(str(provider.model_key[0])).name
         self.batches = True
-        spec = self._spec(model, config, model_id)
-        if spec is None or not spec.is_poolable or has_draft or self._cli_args.kv_bits is not None:
+        spec = self._spec(model, provider.config, model_id)
+        if spec is None or not spec.is_poolable or provider.draft_model is not None or self._cli_args.kv_bits is not None:
             self.batches = batches_padded(model)
             log.info("%s is served with mlx-lm's own caches, %s", model_id, _how(False, self.batches))
             self.update_report()
@@ -84,7 +87,7 @@ class ServerPromptCache:
         self.batches = ragged or batches_padded(model)
         if step_synchronously_if_copied(model, slabs):
             log.info("%s: decode steps run one at a time; overlapping ones would copy the pool on this device", model_id)
-        self.prefix = PrefixCache(slabs, namespace)
+        self.prefix = PrefixCache(slabs, str(provider.model_key))
         log.info(
             "%s: pool of %.2f GB, one sequence can have %d tokens, %s",
             model_id,
@@ -148,6 +151,11 @@ class ServerPromptCache:
 
     def __len__(self) -> int:
         return len(self._stock) if self.prefix is None else len(self.prefix)
+
+    def release(self, prompt_cache: list[Any]) -> None:
+        """Give a sequence's blocks back and keep nothing of it, whoever still refers to its caches."""
+        if self.prefix is not None:
+            self.prefix.release(prompt_cache)
 
     def release_all(self) -> None:
         """After a failure: no cache that was handed out is in use any more."""

@@ -13,7 +13,7 @@ from ..errors import BlockpoolError
 
 
 class BlockpoolModelProvider(ModelProvider):  # type: ignore[misc]
-    """mlx-lm's provider; `demo` names the bundled model, and a model that cannot be found leaves the old one loaded."""
+    """mlx-lm's provider; `demo` names the bundled model, and check() finds a model before the old one has to go."""
 
     def __init__(self, cli_args: Any) -> None:
         super().__init__(cli_args)
@@ -22,12 +22,18 @@ class BlockpoolModelProvider(ModelProvider):  # type: ignore[misc]
         self.config: dict[str, Any] = {}
         self._model_map["demo"] = model_path()
 
-    def _load(self, model_path: str, adapter_path: str | None = None, draft_model_path: str | None = None) -> None:
-        if model_path is None:
+    def check(self, wanted: Any) -> None:
+        """Raises ValueError or OSError if the model that a request describes cannot be found; changes nothing."""
+        model = self._model_map.get(wanted.model, wanted.model)
+        if model is None:
             raise ValueError("The request names no model and the server was started without --model.")
+        _download(model)
+        adapter = self._adapter_map.get(wanted.model, wanted.adapter)
+        if adapter is not None and not Path(adapter).exists():
+            raise FileNotFoundError(f"Found no adapter at {adapter}.")
+
+    def _load(self, model_path: str, adapter_path: str | None = None, draft_model_path: str | None = None) -> None:
         config = load_config(_download(model_path))
-        if adapter_path is not None and not Path(adapter_path).exists():
-            raise FileNotFoundError(f"Found no adapter at {adapter_path}.")
         super()._load(model_path, adapter_path, draft_model_path)
         self.config = config
 

@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import weakref
 from pathlib import Path
 from typing import Any
 
 import pytest
+from mlx_lm import server
 from models import save_model
 
 from server.serving import Client, at_once, blockpool_server, stock_server
@@ -93,6 +95,25 @@ def test_another_model_takes_the_pool_over_and_gives_it_back(tmp_path: Path) -> 
         ours.settle()
     with blockpool_server(two, "--pool-bytes", "30MB") as alone:
         assert replies(alone) == other
+
+
+def test_the_old_model_and_its_pool_are_gone_before_the_new_one_is_loaded(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    one, two = save_model(tmp_path / "one", "llama"), save_model(tmp_path / "two", "llama", seed=2)
+    load, alive = server.load, []
+    with blockpool_server(one, "--pool-bytes", "30MB") as ours:
+        ours.chat(MESSAGES[0], max_tokens=2)
+        ours.settle()
+        old = [weakref.ref(ours.generator.model_provider.model), weakref.ref(ours.generator.prompt_cache.prefix.slabs)]
+
+        def spying(*args: Any, **kwargs: Any) -> Any:
+            alive.extend(ref() is not None for ref in old)
+            return load(*args, **kwargs)
+
+        monkeypatch.setattr(server, "load", spying)
+        assert ours.chat(MESSAGES[0], max_tokens=2, model=str(two))["choices"]
+    assert alive == [False, False]
 
 
 def test_requests_for_two_models_at_once_are_all_answered(tmp_path: Path) -> None:

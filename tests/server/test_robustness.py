@@ -234,3 +234,15 @@ def test_a_prompt_that_is_being_computed_is_waited_for_chunk_by_chunk(client: Cl
     cached = [a["usage"]["prompt_tokens_details"]["cached_tokens"] for a in (first, second)]
     assert max(cached) >= len(common) - 128
     assert [complete(client, p, 2)["choices"][0]["text"] for p in prompts] == [a["choices"][0]["text"] for a in (first, second)]
+
+
+def test_a_reply_that_cannot_be_kept_does_not_leave_its_client_waiting(client: Client, monkeypatch: pytest.MonkeyPatch) -> None:
+    def broken(*args: Any, **kwargs: Any) -> None:
+        raise LookupError("cannot keep this")
+
+    monkeypatch.setattr(client.generator, "_keep_finished", broken)
+    status, answer = client.send("/v1/completions", {"prompt": "unkept", "max_tokens": 3})
+    assert status == 500
+    assert "cannot keep this" in answer["error"]
+    monkeypatch.undo()
+    assert complete(client, "kept again", 3)["choices"]
