@@ -13,6 +13,8 @@ _UNITS = {"": 1, "B": 1} | {
     for suffix, base in (("", 1000), ("B", 1000), ("IB", 1024))
 }
 
+DECODE_PATHS = ("auto", "ragged", "shared", "padded")
+
 
 @dataclass(frozen=True)
 class PoolConfig:
@@ -23,6 +25,7 @@ class PoolConfig:
     slabs:        an ordinary slab is at most this part of the budget, ...
     slab_blocks:  ... and at most this many blocks; larger ones make longer runs, smaller ones take memory later.
     max_tokens:   room that a fetch in a script reserves after the prompt unless told otherwise.
+    decode_path:  how a batch reads its keys and values; auto: by a measured rule (cache/paths.py).
     """
 
     pool_bytes: int | None = None
@@ -30,6 +33,29 @@ class PoolConfig:
     slabs: int = 4
     slab_blocks: int = 64
     max_tokens: int = 512
+    decode_path: str = "auto"
+
+
+@dataclass(frozen=True)
+class EngineConfig:
+    """How the engine shares its time and memory.
+
+    prefill_tokens: a prefill is computed in chunks that end at multiples of this.
+    prefill_rows:   at most this many short prompts go into one chunk.
+    decode_share:   part of the time that decode gets while prompts wait for their prefill, 0 to below 1.
+    max_members:    at most this many requests have caches at a time.
+    shared_tokens:  fewer tokens than these are computed again rather than waited for.
+    join_seconds:   requests that arrive within this time of each other start together.
+    stall_seconds:  a server that has work and computes nothing for so long is not healthy.
+    """
+
+    prefill_tokens: int = 512
+    prefill_rows: int = 8
+    decode_share: float = 0.5
+    max_members: int = 32
+    shared_tokens: int = 64
+    join_seconds: float = 0.01
+    stall_seconds: float = 120.0
 
 
 def parse_bytes(text: str) -> int:

@@ -13,6 +13,7 @@ from mlx_lm.models.cache import _BaseCache
 
 from .layers import PooledLayer
 from .slabs import View
+from .steps import Step, step_of
 
 
 class PooledBatchCache(_BaseCache):  # type: ignore[misc]
@@ -21,7 +22,8 @@ class PooledBatchCache(_BaseCache):  # type: ignore[misc]
     def __init__(self, members: list[Any]) -> None:
         self.members: list[PooledLayer] = list(members)
         self._lengths: list[int] | None = None
-        self._step: list[tuple[int, View | None, Any]] = []
+        self._prompts: list[tuple[int, View | None, Any]] = []
+        self._step: Step | None = None
 
     def __deepcopy__(self, memo: dict[int, Any]) -> PooledBatchCache:
         # mlx-lm copies a batch to split it in two and then filters both: each sequence stays with one of them.
@@ -37,22 +39,43 @@ class PooledBatchCache(_BaseCache):  # type: ignore[misc]
         Returns them as they are: attend() reads the slabs.
         """
         n = keys.shape[2]
-        self._step = []
+        if n == 1 and self._lengths is None:
+            self._decode(keys, values)
+            return keys, values
+        self._step, self._prompts = None, []
         for i, member in enumerate(self.members):
             count = n if self._lengths is None else max(0, min(n, self._lengths[i]))
             mask = _mask(member, count)
             written = member.write(keys[i : i + 1, :, :count], values[i : i + 1, :, :count]) if count else None
-            self._step.append((count, written, mask))
+            self._prompts.append((count, written, mask))
         if self._lengths is not None:
             self._lengths = [length - n for length in self._lengths]
         return keys, values
 
     def attend(self, queries: mx.array, keys: mx.array, values: mx.array, scale: float, mask: Any, sinks: Any) -> mx.array:
         """Attention of queries [members, heads, n, dim], each member to its own keys and values."""
+        if self._step is None:
+            return self._attend_prompts(queries, values, scale, sinks)
+        step, self._step = self._step, None
+        first = self.members[0]
+        first.sequence.slabs.path_counts[step.path] += 1
+        return step.attend(first.place.index, queries, scale, sinks)
+
+    def _decode(self, keys: mx.array, values: mx.array) -> None:
+        first = self.members[0]
+        if first.layer == 0 and first.sequence.slabs.synchronous:
+            # A step in flight still reads the slabs; writing now would copy them.
+            mx.synchronize()
+        self._step = step_of(self.members)
+        self._step.write(first.place.index, keys, values)
+        for member in self.members:
+            member.advance()
+
+    def _attend_prompts(self, queries: mx.array, values: mx.array, scale: float, sinks: Any) -> mx.array:
         n, dim = queries.shape[2], values.shape[3]
-        step, self._step = self._step, []
+        prompts, self._prompts = self._prompts, []
         outputs = []
-        for i, (member, (count, written, own_mask)) in enumerate(zip(self.members, step, strict=True)):
+        for i, (member, (count, written, own_mask)) in enumerate(zip(self.members, prompts, strict=True)):
             parts = []
             if count:
                 read = written or member.keys_and_values()

@@ -57,6 +57,22 @@ class PooledLayer:
     def _write(self, keys: mx.array, values: mx.array) -> View | None:
         raise NotImplementedError
 
+    def next_place(self) -> int:
+        """Where in its table the next token goes, in tokens."""
+        raise NotImplementedError
+
+    def next_size(self) -> int:
+        """Places that are read once the next token is there."""
+        raise NotImplementedError
+
+    def advance(self) -> None:
+        """The next token was written at next_place(), by the batch."""
+        self.offset += 1
+
+    def needs_block(self) -> bool:
+        """Whether the next token needs a block that is not promised to the sequence yet."""
+        return self.sequence.needs_block(self.place.group, self.next_place())
+
     def attend(self, queries: mx.array, keys: mx.array, values: mx.array, scale: float, mask: Any, sinks: Any) -> mx.array:
         """Attention of queries [1, heads, n, dim]; keys and values are what update_and_fetch returned."""
         scattered = len(self.sequence.pieces(self.place.group, self.size())) > 1
@@ -118,6 +134,12 @@ class PooledKVCache(PooledLayer, KVCache):  # type: ignore[misc]
         self.sequence.write(self.place, self.offset, keys, values)
         self.offset += keys.shape[2]
 
+    def next_place(self) -> int:
+        return self.offset
+
+    def next_size(self) -> int:
+        return self.offset + 1
+
     def size(self) -> int:
         return self.offset
 
@@ -170,14 +192,21 @@ class PooledRotatingKVCache(PooledLayer, RotatingKVCache):  # type: ignore[misc]
     def _write(self, keys: mx.array, values: mx.array) -> View | None:
         return self._write_one(keys, values) if keys.shape[2] == 1 else self._write_many(keys, values)
 
-    def _write_one(self, keys: mx.array, values: mx.array) -> View | None:
+    def next_place(self) -> int:
         if self.offset < self.max_size:
-            self._idx = self.offset
-        elif self._idx == self.max_size:
-            self._idx = self.keep
-        self.sequence.write(self.place, self._idx, keys, values)
+            return self.offset
+        return self.keep if self._idx == self.max_size else self._idx
+
+    def next_size(self) -> int:
+        return min(self.offset + 1, self.max_size)
+
+    def advance(self) -> None:
+        self._idx = self.next_place() + 1
         self.offset += 1
-        self._idx += 1
+
+    def _write_one(self, keys: mx.array, values: mx.array) -> View | None:
+        self.sequence.write(self.place, self.next_place(), keys, values)
+        self.advance()
         return None
 
     def _write_many(self, keys: mx.array, values: mx.array) -> View | None:

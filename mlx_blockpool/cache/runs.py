@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from typing import Any
-
 import mlx.core as mx
 
 from .slabs import View
@@ -15,16 +13,73 @@ def attend_runs(queries: mx.array, views: list[View], scale: float, sinks: mx.ar
     Equal to attention over the concatenated runs up to the order of sums; nothing is copied. The scores of all runs and of
     the sinks [heads] share one softmax.
     """
+    batch, heads, _, _ = queries.shape
+    out = attend_grouped(group_queries(queries, views[0][0].shape[1], scale), views, sinks)
+    return out.reshape(batch, heads, 1, -1)
+
+
+def group_queries(queries: mx.array, kv_heads: int, scale: float) -> mx.array:
+    """Queries [B, heads, 1, dim] as [B, kv_heads, heads / kv_heads, dim], scaled: all of one kv head in one product."""
     batch, heads, _, dim = queries.shape
-    kv_heads = views[0][0].shape[1]
-    grouped = (queries * scale).reshape(batch, kv_heads, heads // kv_heads, dim)
-    scores = [grouped @ keys.swapaxes(-1, -2) for keys, _ in views]
-    weights: Any = scores
-    if sinks is not None:
-        column = mx.broadcast_to(sinks.reshape(1, kv_heads, -1, 1), (batch, kv_heads, heads // kv_heads, 1))
-        weights = [column.astype(scores[0].dtype), *scores]
-    weights = mx.softmax(mx.concatenate(weights, axis=-1), axis=-1, precise=True)
-    start = 0 if sinks is None else 1
+    return (queries * scale).reshape(batch, kv_heads, heads // kv_heads, dim)
+
+
+def attend_grouped(grouped: mx.array, views: list[View], sinks: mx.array | None) -> mx.array:
+    """attend_runs() of grouped queries [B, kv_heads, group, key_dim]; returns [B, kv_heads, group, value_dim]."""
+    scores = _sink_scores(grouped, sinks) + [grouped @ keys.swapaxes(-1, -2) for keys, _ in views]
+    if len(scores) == 1:
+        return softmax(scores[0]) @ views[0][1]
+    return _weigh(softmax(mx.concatenate(scores, axis=-1)), views, 0 if sinks is None else 1)[0]
+
+
+def attend_cluster(grouped: mx.array, shared: list[View], own: list[list[View]], sinks: mx.array | None) -> mx.array:
+    """The same for M members, queries [M, kv_heads, group, key_dim], that all begin with the runs `shared`, read once.
+
+    Then follow the runs own[i] of each member, of any length but not empty. Each member's scores share one softmax, so that
+    nothing needs merging by log-sum-exp (as fast, and rounded once more).
+    """
+    members, kv_heads, group, dim = grouped.shape
+    stacked = grouped.swapaxes(0, 1).reshape(1, kv_heads, members * group, dim)
+    repeated = None if sinks is None else mx.repeat(sinks.reshape(kv_heads, 1, group), members, axis=1)
+    scores = _sink_scores(stacked, repeated) + [stacked @ keys.swapaxes(-1, -2) for keys, _ in shared]
+    scores.append(_own_scores(grouped, own))
+    weights = softmax(mx.concatenate(scores, axis=-1))
+    out, start = _weigh(weights, shared, 0 if sinks is None else 1)
+    rows = [weights[:, :, i * group : (i + 1) * group] for i in range(members)]
+    out = out + mx.concatenate([_weigh(w, views, start)[0] for w, views in zip(rows, own, strict=True)], axis=2)
+    return out.reshape(kv_heads, members, group, -1).swapaxes(0, 1)
+
+
+def softmax(scores: mx.array) -> mx.array:
+    """Over the last axis, summed in float32. On CPU 16-bit scores take half the time if they are widened first."""
+    if scores.dtype != mx.float32 and mx.default_device() == mx.cpu:
+        return mx.softmax(scores.astype(mx.float32), axis=-1).astype(scores.dtype)
+    return mx.softmax(scores, axis=-1, precise=True)
+
+
+def _sink_scores(grouped: mx.array, sinks: mx.array | None) -> list[mx.array]:
+    """A column of scores for queries [B, kv_heads, rows, dim]; sinks in the order of kv_heads and rows."""
+    if sinks is None:
+        return []
+    batch, kv_heads, rows, _ = grouped.shape
+    return [mx.broadcast_to(sinks.reshape(1, kv_heads, rows, 1), (batch, kv_heads, rows, 1)).astype(grouped.dtype)]
+
+
+def _own_scores(grouped: mx.array, own: list[list[View]]) -> mx.array:
+    """Scores [1, kv_heads, members * group, longest] of each member's own runs, -inf behind the shorter ones."""
+    rows = []
+    for i, views in enumerate(own):
+        scores = [grouped[i : i + 1] @ keys.swapaxes(-1, -2) for keys, _ in views]
+        rows.append(scores[0] if len(scores) == 1 else mx.concatenate(scores, axis=-1))
+    longest = max(r.shape[-1] for r in rows)
+    for i, r in enumerate(rows):
+        if r.shape[-1] < longest:
+            rows[i] = mx.pad(r, [(0, 0)] * 3 + [(0, longest - r.shape[-1])], constant_values=mx.array(-mx.inf, r.dtype))
+    return mx.concatenate(rows, axis=2)
+
+
+def _weigh(weights: mx.array, views: list[View], start: int) -> tuple[mx.array, int]:
+    """The sum of the values, weighed by the columns from `start` on; and the column behind the last one."""
     out: mx.array | None = None
     for _, values in views:
         stop = start + values.shape[2]
@@ -32,4 +87,4 @@ def attend_runs(queries: mx.array, views: list[View], scale: float, sinks: mx.ar
         out = part if out is None else out + part
         start = stop
     assert out is not None
-    return mx.reshape(out, (batch, heads, 1, -1))
+    return out, start

@@ -60,7 +60,7 @@ class Sequence:
 
         Takes blocks as needed (PoolExhaustedError if there are none) and copies shared ones first.
         """
-        pieces = self._writable(place.group, start, start + keys.shape[2])
+        pieces = self.writable(place.group, start, start + keys.shape[2])
         if len(pieces) == 1:
             pieces[0][0].write(place.index, pieces[0][1], keys, values)
             return
@@ -88,6 +88,12 @@ class Sequence:
             self._masks[key] = make()
         return self._masks[key]
 
+    def needs_block(self, group: int, place: int) -> bool:
+        """Whether a write at token `place` of a table takes a block, and none is promised to it."""
+        table = self.tables[group]
+        index, token = divmod(place, BLOCK_TOKENS)
+        return not table.reserved and (index >= len(table) or self.pool.is_shared(table, index, token))
+
     def own(self, group: int, index: int) -> None:
         """Copy-on-write of one block, with what all layers of the group have in it."""
         self.slabs.copy_block(group, *self.pool.own(self.tables[group], index))
@@ -99,7 +105,8 @@ class Sequence:
             self.slabs.copy_block(group, source, target)
         self.pool.release(old)
 
-    def _writable(self, group: int, start: int, end: int) -> list[Piece]:
+    def writable(self, group: int, start: int, end: int) -> list[Piece]:
+        """Where tokens [start, end) are to be written: blocks are taken as needed and shared ones copied."""
         table = self.tables[group]
         key = (start, end, table.version, self.pool.sharing(group))
         if group in self._writes and self._writes[group][0] == key:

@@ -6,7 +6,10 @@ No view of a slab may outlive the step that made it: a write would copy the whol
 
 from __future__ import annotations
 
+import os
+from collections import Counter
 from dataclasses import dataclass
+from typing import Any
 
 import mlx.core as mx
 
@@ -39,26 +42,44 @@ class Slab:
     def write(self, index: int, start: int, keys: mx.array, values: mx.array) -> None:
         """Put keys and values [1, kv_heads, n, dim] of the group's layer `index` at tokens [start, start + n)."""
         stop = start + keys.shape[2]
-        self.keys[index][..., start:stop, :] = keys
-        self.values[index][..., start:stop, :] = values
+        self.keys[index][:, :, start:stop] = keys
+        self.values[index][:, :, start:stop] = values
 
-    def read(self, index: int, start: int, count: int) -> View:
-        """Views of tokens [start, start + count) of the group's layer `index`."""
+    def put(self, index: int, places: mx.array | int, keys: mx.array, values: mx.array) -> None:
+        """Put keys and values [n, kv_heads, 1, dim], one token of each of n sequences, at the tokens `places` [n].
+
+        One scatter in place, where n writes would be n operations.
+        """
+        if isinstance(places, int):
+            self.write(index, places, keys, values)
+            return
+        self.keys[index][:, :, places] = keys.swapaxes(0, 2)
+        self.values[index][:, :, places] = values.swapaxes(0, 2)
+
+    def read(self, index: int, start: int, count: int, first: int = 0, last: int | None = None) -> View:
+        """Views of tokens [start, start + count) and heads [first, last) of the group's layer `index`."""
         stop = start + count
-        return self.keys[index][..., start:stop, :], self.values[index][..., start:stop, :]
+        return self.keys[index][:, first:last, start:stop], self.values[index][:, first:last, start:stop]
 
 
 class Slabs:
     """`pool` says which blocks there are; this holds what is in them.
 
     `ragged`: the model was attached and its attention reads the slabs where they lie. `synchronous`: a step must have ended
-    before the next one writes, or it would copy slabs (both cache/attention.py).
+    before the next one writes, or it would copy slabs (both cache/attention.py). `decode_path`: auto, or the one path that a
+    batch decodes on; `path_counts` counts each attend of a batch, per layer and step, under the path that it took.
+    `decode_streams`: how many streams the attention of a batch is divided between, more than one on a CPU with several cores.
+    `steps`: the last decode step of each layer group.
     """
 
     def __init__(self, spec: ModelCacheSpec, pool_bytes: int, config: PoolConfig | None = None) -> None:
         self.pool = BlockPool(spec, pool_bytes, config)
         self.ragged = False
         self.synchronous = False
+        self.decode_path = "auto"
+        self.path_counts: Counter[str] = Counter()
+        self.decode_streams = default_streams()
+        self.steps: dict[int, Any] = {}
         self.spec = spec
         self.dtype = getattr(mx, self.spec.dtype)
         self._slabs: dict[tuple[int, int], Slab] = {}
@@ -83,6 +104,8 @@ class Slabs:
         """Give arrays back and make new ones until they match the pool's layout."""
         if self._layout == self.pool.layout:
             return
+        # They know slabs, which would not be given back.
+        self.steps.clear()
         wanted = {(g, i): n for g in range(len(self.strides)) for i, n in self.pool.slabs(g).items()}
         for key in [k for k, slab in self._slabs.items() if wanted.get(k) != slab.blocks]:
             del self._slabs[key]
@@ -111,3 +134,8 @@ class Slabs:
 
     def arrays(self) -> list[mx.array]:
         return [a for slab in self._slabs.values() for a in (*slab.keys, *slab.values)]
+
+
+def default_streams() -> int:
+    """Two where mlx runs on a CPU that has them: it uses one core for each stream. More than two were not measured."""
+    return min(2, os.cpu_count() or 1) if mx.default_device() == mx.cpu else 1

@@ -20,6 +20,7 @@ from ..errors import PoolExhaustedError, RequestTooLargeError, SpecError
 from ..spec import BLOCK_TOKENS, WindowLayer, blocks_for
 from .known import KnownBlocks
 from .lookup import Lookup, explain
+from .room import Room
 from .trie import Checkpoint, Match, Node, encode
 
 
@@ -33,7 +34,10 @@ class Fetch:
 
 
 class PrefixCache:
-    """The prefix cache of one model in the pool `slabs`. `namespace` names what its keys and values are computed with."""
+    """The prefix cache of one model in the pool `slabs`. `namespace` names what its keys and values are computed with.
+
+    `room` makes and promises room in the pool.
+    """
 
     def __init__(self, slabs: Slabs, namespace: str = "") -> None:
         if not slabs.spec.is_poolable:
@@ -45,13 +49,14 @@ class PrefixCache:
         self.slabs = slabs
         self.pool = slabs.pool
         self.known = KnownBlocks(slabs.pool, slabs.full_groups, f"{namespace}/{slabs.spec.fingerprint()}")
+        self.room = Room(slabs, self.known)
         self._handed_out: WeakSet[Sequence] = WeakSet()
         self.num_lookups = self.num_prompt_tokens = self.num_hit_tokens = self.num_skipped = 0
 
     # -- fetch ---------------------------------------------------------------------------------------------------------
 
-    def fetch(self, tokens: Tokens[int], max_tokens: int = PoolConfig.max_tokens) -> Fetch:
-        """Caches for a prompt, with room for `max_tokens` more.
+    def fetch(self, tokens: Tokens[int], max_tokens: int = PoolConfig.max_tokens, at_most: int | None = None) -> Fetch:
+        """Caches for a prompt, with room for `max_tokens` more. A hit has no more than `at_most` tokens.
 
         Raises RequestTooLargeError if that can never fit in the pool, PoolExhaustedError if it cannot fit now.
         """
@@ -62,7 +67,8 @@ class PrefixCache:
         if total > self.pool.sequence_capacity():
             raise RequestTooLargeError(total, self.pool.sequence_capacity())
         match = self.known.trie.match(tokens)
-        hit, checkpoint = self._resumable(match, len(tokens) - 1)
+        most = len(tokens) - 1 if at_most is None else min(at_most, len(tokens) - 1)
+        hit, checkpoint = self._resumable(match, most)
         try:
             caches = self._caches(match, hit, checkpoint, len(tokens), total)
         except PoolExhaustedError:
@@ -108,7 +114,7 @@ class PrefixCache:
         sequence = Sequence(self.slabs)
         try:
             self._adopt(sequence, match, hit, checkpoint)
-            self._reserve(sequence, hit, prompt, total)
+            self.room.take(sequence, hit, prompt, total)
         except PoolExhaustedError:
             sequence.release()
             raise
@@ -128,30 +134,6 @@ class PrefixCache:
         if checkpoint is not None:
             for group, (ids, _) in checkpoint.rings.items():
                 self.pool.adopt(sequence.tables[group], ids[: blocks_for(hit)])
-
-    def _reserve(self, sequence: Sequence, hit: int, prompt: int, total: int) -> None:
-        """Room for the whole request; the prompt's blocks are taken at once, so that they are neighbours."""
-        one_run = not self.slabs.ragged
-        counts = []
-        for table in sequence.tables:
-            if table.max_blocks is not None:
-                counts.append(min(table.max_blocks, blocks_for(total)))
-                continue
-            copied = len(table) if one_run else self._ends_in_shared_block(sequence, table.group, hit)
-            counts.append(blocks_for(total) - len(table) + copied)
-        self.make_room(dict(enumerate(counts)))
-        self.pool.reserve(sequence.tables, counts)
-        for group in self.slabs.full_groups:
-            if one_run and hit:
-                sequence.make_own_run(group)
-            elif self._ends_in_shared_block(sequence, group, hit):
-                sequence.own(group, hit // BLOCK_TOKENS)
-            table = sequence.tables[group]
-            self.pool.extend(table, blocks_for(prompt) - len(table))
-
-    def _ends_in_shared_block(self, sequence: Sequence, group: int, hit: int) -> bool:
-        index, token = divmod(hit, BLOCK_TOKENS)
-        return token > 0 and self.pool.is_shared(sequence.tables[group], index, token)
 
     # -- keep ----------------------------------------------------------------------------------------------------------
 
@@ -184,7 +166,7 @@ class PrefixCache:
         rings = [c for c in caches if isinstance(c, PooledRotatingKVCache)]
         places = bool(rings) and all(c.offset == count for c in rings)
         # Room before the path: making it may evict what the path would lean on.
-        room = places and (not goes_on or self._has_room_for_second_ring(sequence))
+        room = places and (not goes_on or self.room.for_second_rings(sequence))
         node = self._insert(_ids(tokens)[:count], sequence, kind)
         if room and count not in node.checkpoints:
             held = {c.place.group: (tuple(sequence.tables[c.place.group].ids), c.ring_index) for c in rings}
@@ -209,17 +191,11 @@ class PrefixCache:
             node = child
         return node
 
-    def _has_room_for_second_ring(self, sequence: Sequence) -> bool:
-        """A sequence that goes on copies every block of a checkpoint that it writes to: promise them to it now."""
-        tables = [sequence.tables[g] for g in self.slabs.window_groups]
-        extra = [max(0, (table.max_blocks or 0) - table.reserved) for table in tables]
-        return self._reserved(tables, extra)
-
     def _import(self, caches: list[Any]) -> list[Any] | None:
         """mlx-lm's caches of one sequence, copied into the pool; None where there is no room."""
         sequence = Sequence(self.slabs)
         counts = [self.slabs.spec.blocks(caches[0].offset, group.layer) for group in self.slabs.spec.groups]
-        if not self._reserved(sequence.tables, counts):
+        if not self.room.can_promise(sequence.tables, counts):
             self.num_skipped += 1
             return None
         pooled = pooled_caches(self.slabs, sequence)
@@ -227,26 +203,11 @@ class PrefixCache:
             mine.state = theirs.state
         return pooled
 
-    def _reserved(self, tables: list[Any], counts: list[int]) -> bool:
-        try:
-            self.make_room({table.group: count for table, count in zip(tables, counts, strict=True)})
-            self.pool.reserve(tables, counts)
-        except PoolExhaustedError:
-            return False
-        return True
-
-    # -- room ----------------------------------------------------------------------------------------------------------
-
-    def make_room(self, counts: dict[int, int]) -> None:
-        """Evict what is needed for `counts[group]` more blocks, leaves first, oldest first; nothing if it cannot be enough."""
-        self.known.forget(self.pool.make_room(counts))
+    # -- what stays -------------------------------------------------------------------------------------------------------
 
     def trim_to(self, n_bytes: int) -> None:
         """Evict until at most `n_bytes` of known blocks are left, or all the rest is held or pinned."""
-        victims = [(0, 0)]
-        while victims and self.known.nbytes > max(0, n_bytes):
-            victims = [v for group in range(len(self.slabs.spec.groups)) for v in self.pool.evict(group, 1)]
-            self.known.forget(victims)
+        self.room.trim_to(n_bytes)
 
     def pin(self, tokens: Tokens[int]) -> int:
         """Keep the known part of `tokens` from eviction. Returns its length in tokens."""

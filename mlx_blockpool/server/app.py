@@ -13,7 +13,7 @@ from typing import Any
 
 from mlx_lm import server
 
-from ..config import PoolConfig, parse_bytes
+from ..config import DECODE_PATHS, EngineConfig, PoolConfig, parse_bytes
 from ..demo import model_path
 from ..errors import BlockpoolError
 from ..upstream import rebind
@@ -64,8 +64,14 @@ def run(host: str, port: int, model_provider: BlockpoolModelProvider, **http: An
 def make_generator(model_provider: BlockpoolModelProvider) -> BlockpoolGenerator:
     """The running generation thread of one server."""
     args = model_provider.cli_args
-    config = PoolConfig(pool_bytes=args.pool_bytes or args.prompt_cache_bytes, preallocate=args.preallocate)
-    return BlockpoolGenerator(model_provider, ServerPromptCache(args, config))
+    pool = PoolConfig(args.pool_bytes or args.prompt_cache_bytes, args.preallocate, decode_path=args.decode_path)
+    engine = EngineConfig(
+        prefill_tokens=args.prefill_step_size,
+        prefill_rows=args.prompt_concurrency,
+        decode_share=args.decode_share,
+        max_members=args.decode_concurrency,
+    )
+    return BlockpoolGenerator(model_provider, ServerPromptCache(args, pool), engine)
 
 
 def _leave(status: int) -> int:
@@ -89,6 +95,7 @@ def _argparse_with(arguments: list[str]) -> types.SimpleNamespace:
 
         def parse_args(self, *_: Any, **__: Any) -> Any:
             _add_options(self.add_argument_group("block pool").add_argument)
+            self.set_defaults(prefill_step_size=EngineConfig.prefill_tokens)
             args = super().parse_args(arguments)
             if args.model == "demo":
                 args.model = model_path()
@@ -105,6 +112,26 @@ def _add_options(add: Callable[..., Any]) -> None:
         help="Hard limit for keys and values in memory, such as 4GB; auto: half of what the model leaves free (default)",
     )
     add("--preallocate", action="store_true", help="Take the whole pool at start instead of slab by slab")
+    add(
+        "--decode-share",
+        type=_share,
+        default=EngineConfig.decode_share,
+        metavar="SHARE",
+        help="Part of the time that running replies get while long prompts are computed, 0 to 0.95 (default: %(default)s)",
+    )
+    add(
+        "--decode-path",
+        choices=DECODE_PATHS,
+        default=PoolConfig.decode_path,
+        help="How a batch reads its keys and values; auto: by a measured rule (default)",
+    )
+
+
+def _share(text: str) -> float:
+    share = float(text)
+    if not 0 <= share <= 0.95:
+        raise argparse.ArgumentTypeError(f"{text} is not between 0 and 0.95")
+    return share
 
 
 def _size(text: str) -> int | None:

@@ -1,53 +1,51 @@
-"""The generation thread: takes requests, batches them over the pool, sends tokens back.
+"""The generation thread: takes requests, puts them into the engine, sends tokens back.
 
-mlx-lm's BatchGenerator computes, mlx-lm's ResponseGenerator tokenizes and serves what cannot be batched; this decides when a
-request starts and what is kept of it. A request's failure is that request's failure: the thread goes on.
+mlx-lm's ResponseGenerator tokenizes, and serves one by one what the engine does not take (drafts, images, quantised caches). A
+request's failure is that request's failure: the thread goes on, and starts anew if it ever dies.
 """
 
 from __future__ import annotations
 
 import gc
 import logging
+import time
 from collections import deque
 from queue import Empty, Queue
 from typing import Any
 
 import mlx.core as mx
-from mlx_lm.generate import BatchGenerator
-from mlx_lm.server import (
-    GenerationContext,
-    Response,
-    ResponseGenerator,
-    _format_top_logprobs,
-    _image_parts,
-    _make_logits_processors,
-    _make_sampler,
-)
+from mlx_lm.server import GenerationContext, ResponseGenerator, _image_parts, _make_logits_processors
 
-from ..errors import BlockpoolError, PoolExhaustedError
+from ..config import EngineConfig
+from ..engine.engine import BlockPoolBatchEngine
+from ..engine.request import Event, Failed, Progress, Request, Started, Token
+from ..errors import BlockpoolError
+from .health import Health
 from .prompt_cache import ServerPromptCache
 from .provider import BlockpoolModelProvider
-from .requests import Live, Waiting, check_sampling, cut_segments, fit, text_of
+from .requests import Live, Marking, Waiting, check_sampling, fit, marks_of
+from .sampling import make_sampler
 
 log = logging.getLogger(__name__)
 
 IDLE_SECONDS = 0.1
-# Fewer tokens than these are computed again rather than waited for.
-SHARED_TOKENS = 64
+REPORT_SECONDS = 0.5
 
 
 class BlockpoolGenerator(ResponseGenerator):  # type: ignore[misc]
-    """mlx-lm's ResponseGenerator with admission by blocks and a loop that survives."""
+    """mlx-lm's ResponseGenerator around a BlockPoolBatchEngine."""
 
     prompt_cache: ServerPromptCache
 
-    def __init__(self, model_provider: BlockpoolModelProvider, prompt_cache: ServerPromptCache) -> None:
+    def __init__(self, model_provider: BlockpoolModelProvider, prompt_cache: ServerPromptCache, config: EngineConfig) -> None:
+        self.health = Health(config.stall_seconds)
+        self._config = config
         self._waiting: deque[Waiting] = deque()
         self._live: dict[int, Live] = {}
-        self._batch: BatchGenerator | None = None
+        self._engine: BlockPoolBatchEngine | None = None
         self._opened: Any = None
         self._vocab_size = 0
-        self._may_admit = True
+        self._reported = 0.0
         self._started: Queue[Exception | None] = Queue()
         super().__init__(model_provider, prompt_cache)
 
@@ -60,20 +58,30 @@ class BlockpoolGenerator(ResponseGenerator):  # type: ignore[misc]
 
     # -- the thread ----------------------------------------------------------------------------------------------------
 
+    def _run_generate(self) -> None:
+        """Supervise _generate(): whatever ends it, the requests learn of it and the next ones are served."""
+        self._started.put(self._load_default())
+        while not self._stop:
+            try:
+                self._generate()
+            except BaseException as error:
+                # The top of the thread: not even an exit that some model's code asks for may end it.
+                log.exception("the generation thread starts anew; %d requests have failed", len(self._live))
+                self.health.restarts += 1
+                self._fail_all(RuntimeError(f"The generation thread failed: {type(error).__name__}: {error}"))
+        self._shut_down()
+
     def _generate(self) -> None:
         stream = mx.default_stream(mx.default_device())
-        self._started.put(self._load_default())
         while not self._stop:
             self._take_arrivals()
             try:
-                self._admit(stream)
-                if self._live:
-                    self._step()
+                self._start_waiting(stream)
+                self._step()
             except Exception as error:
-                # The top of the thread: whatever went wrong, it was these requests and not the next ones.
+                # Whatever went wrong, it was these requests and not the next ones.
                 log.exception("generation failed for %d requests", len(self._live))
-                self._fail_all(error)
-        self._shut_down()
+                self._fail_live(RuntimeError(f"The batch failed: {type(error).__name__}: {error}"))
 
     def _load_default(self) -> Exception | None:
         try:
@@ -86,27 +94,39 @@ class BlockpoolGenerator(ResponseGenerator):  # type: ignore[misc]
         return None
 
     def _take_arrivals(self) -> None:
-        busy = bool(self._live or self._waiting)
+        """Take what has arrived. An idle thread waits for the first, and a moment more for those that come with it."""
+        idle = not (self._live or self._waiting)
+        until = time.monotonic()
         try:
             while True:
-                self._waiting.append(Waiting(*self.requests.get(block=not busy, timeout=None if busy else IDLE_SECONDS)))
-                self._may_admit = busy = True
+                wait = IDLE_SECONDS if idle else until - time.monotonic()
+                self._waiting.append(Waiting(*self.requests.get(block=wait > 0, timeout=max(wait, 0))))
+                if idle:
+                    idle, until = False, time.monotonic() + self._config.join_seconds
         except Empty:
             pass
 
+    def _fail_live(self, error: Exception) -> None:
+        """Fail those whose caches cannot be trusted after an error: all that had any."""
+        uids = self._engine.reset() if self._engine is not None else list(self._live)
+        for live in [self._live.pop(uid) for uid in uids if uid in self._live]:
+            live.fail(error)
+        self.prompt_cache.release_all()
+        self._report()
+
     def _fail_all(self, error: Exception) -> None:
+        self._close_engine()
         for live in self._live.values():
             live.fail(error)
+        for waiting in self._waiting:
+            waiting.fail(error)
         self._live.clear()
-        self._may_admit = True
-        self._close_batch()
+        self._waiting.clear()
         self.prompt_cache.release_all()
-        self.prompt_cache.update_report()
+        self._report()
 
     def _shut_down(self) -> None:
         self._fail_all(RuntimeError("The server is shutting down."))
-        for waiting in self._waiting:
-            waiting.fail(RuntimeError("The server is shutting down."))
         # Model and caches must go on this thread, under its stream.
         self._let_go()
         self.model_provider.reset()
@@ -115,91 +135,80 @@ class BlockpoolGenerator(ResponseGenerator):  # type: ignore[misc]
     # -- models --------------------------------------------------------------------------------------------------------
 
     def _open(self) -> None:
-        """Give a newly loaded model its pool."""
+        """Give a newly loaded model its pool and its engine."""
         provider = self.model_provider
-        if provider.model is self._opened:
-            return
-        self._opened = provider.model
-        self.prompt_cache.open(provider)
-        self._vocab_size = provider.model(mx.zeros((1, 1), mx.int32)).shape[-1]
+        if provider.model is not self._opened:
+            self.prompt_cache.open(provider)
+            self._vocab_size = provider.model(mx.zeros((1, 1), mx.int32)).shape[-1]
+            self._opened = provider.model
+        caches = self.prompt_cache.caches
+        if self._engine is None and caches is not None:
+            self._engine = BlockPoolBatchEngine(provider.model, caches, self._config)
 
     def _let_go(self) -> None:
         """Refer to the loaded model and its pool no longer: both must be gone before the next ones take memory."""
-        self._close_batch()
+        self._close_engine()
         self.prompt_cache.close()
         self._opened = None
 
-    def _close_batch(self) -> None:
-        if self._batch is not None:
-            self._batch.close()
-            self._batch = None
+    def _close_engine(self) -> None:
+        if self._engine is not None:
+            self._engine.close()
+            self._engine = None
 
-    # -- admission -----------------------------------------------------------------------------------------------------
+    # -- requests ------------------------------------------------------------------------------------------------------
 
-    def _admit(self, stream: mx.Stream) -> None:
-        """Start waiting requests, first come first served, as long as there is room."""
-        while self._waiting and self._may_admit:
+    def _start_waiting(self, stream: mx.Stream) -> None:
+        """Hand requests on in the order of their arrival. One that needs the model to itself waits for all others."""
+        while self._waiting:
             waiting = self._waiting[0]
             try:
-                started = self._start(waiting, stream)
-            except Exception as error:
-                # A client's input met a template, tokenizer or model that could not take it.
+                if not self._start(waiting, stream):
+                    return
+            except (Exception, SystemExit) as error:
+                # A client's input met a template, tokenizer or model that could not take it. (Some model files call exit().)
                 log.info("request refused: %s: %s", type(error).__name__, error)
-                waiting.fail(error)
-                started = True
-            if started:
-                self._waiting.popleft()
-            else:
-                # Until a live request ends or leaves something to share.
-                self._may_admit = False
+                waiting.fail(error if isinstance(error, Exception) else RuntimeError(f"The model's code asked to exit: {error}"))
+            self._waiting.popleft()
 
     def _start(self, waiting: Waiting, stream: mx.Stream) -> bool:
-        """Start one request; False if it has to wait for those that are live."""
+        """Give one request to the engine or serve it; False if it has to wait for those that are live."""
         args = waiting.args
         if not self.model_provider.has(args.model):
             if self._live:
                 return False
             self.model_provider.check(args.model)
             self._let_go()
+            self.health.doing("loading a model")
             self.model_provider.load(args.model.model, args.model.adapter, args.model.draft)
         self._open()
-        batchable = self.prompt_cache.batches and self._is_batchable(args) and not any(_image_parts(waiting.request.messages))
-        if not batchable and self._live:
+        alone = self._engine is None or any(_image_parts(waiting.request.messages))
+        if alone and self._live:
             return False
-        tokenizer = self.model_provider.tokenizer
         if waiting.tokenized is None:
-            waiting.tokenized = self._tokenize(tokenizer, waiting.request, args)
-            check_sampling(args, tokenizer, self._vocab_size)
-        waiting.args = args = fit(args, waiting.tokenized[0], self.prompt_cache.capacity())
-        self.prompt_cache.max_tokens = args.max_tokens
-        if not batchable:
-            self._serve_single((waiting.queue, waiting.request, args), stream)
-            return True
-        if self._is_being_computed(waiting.tokenized[0]):
-            return False
-        try:
+            waiting.tokenized = self._tokenize(self.model_provider.tokenizer, waiting.request, args)
+            check_sampling(args, self.model_provider.tokenizer, self._vocab_size)
+        waiting.args = fit(args, waiting.tokenized[0], self.prompt_cache.capacity())
+        if alone:
+            self._serve_alone(waiting, stream)
+        else:
             self._insert(waiting)
-        except PoolExhaustedError:
-            if self._live:
-                return False
-            raise
         return True
 
-    def _is_being_computed(self, prompt: list[int]) -> bool:
-        """Whether a live request is about to leave enough of this prompt's beginning to wait for it."""
-        by_chunk = self.prompt_cache.keeps_chunks
-        shared = max((live.leaves(prompt, by_chunk) for live in self._live.values()), default=0)
-        return shared - self.prompt_cache.known_tokens(prompt) >= SHARED_TOKENS
+    def _serve_alone(self, waiting: Waiting, stream: mx.Stream) -> None:
+        """Through mlx-lm's sequential path, with room for what a draft writes and takes back."""
+        self.health.doing("a request alone")
+        self.prompt_cache.max_tokens = waiting.args.max_tokens
+        self._serve_single((Marking(waiting.queue, self.health.mark), waiting.request, waiting.args), stream)
+        self.health.idle()
+        self._report()
 
     def _insert(self, waiting: Waiting) -> None:
         assert waiting.tokenized is not None
+        assert self._engine is not None
         prompt, segments, types, initial_state, _ = waiting.tokenized
         args, provider, tokenizer = waiting.args, self.model_provider, self.model_provider.tokenizer
         stop_sequences, text_sm = self._make_state_machine(provider.model_key, tokenizer, args.stop_words)
-        caches, rest = self.prompt_cache.fetch_nearest_cache(provider.model_key, prompt)
-        cached = len(prompt) - len(rest)
-        log.info("prompt of %d tokens: %s", len(prompt), self.prompt_cache.lookup or f"{cached} cached")
-        segments, types = cut_segments(segments, types, cached)
         context = GenerationContext(
             has_tool_calling=tokenizer.has_tool_calling,
             has_thinking=tokenizer.has_thinking,
@@ -207,91 +216,58 @@ class BlockpoolGenerator(ResponseGenerator):  # type: ignore[misc]
             text_sm=text_sm,
             initial_state=initial_state,
             prompt=prompt,
-            prompt_cache_count=cached,
         )
-        if self._batch is None:
-            self._batch = BatchGenerator(
-                provider.model,
-                completion_batch_size=self.cli_args.decode_concurrency,
-                prefill_batch_size=self.cli_args.prompt_concurrency,
-                prefill_step_size=self.cli_args.prefill_step_size,
-                stream=mx.default_stream(mx.default_device()),
-            )
-        (uid,) = self._batch.insert_segments(
-            segments=[segments],
-            max_tokens=[args.max_tokens],
-            caches=[caches],
-            all_tokens=[prompt[:cached]],
-            samplers=[_make_sampler(args, tokenizer)],
-            logits_processors=[_make_logits_processors(args)],
-            stop_sequences=[stop_sequences],
+        request = Request(
+            prompt,
+            args.max_tokens,
+            make_sampler(args, tokenizer),
+            _make_logits_processors(args),
+            stop_sequences,
+            marks_of(segments, types),
+            getattr(waiting.request, "agent", None),
         )
-        self._live[uid] = Live(waiting.queue, context, tokenizer, tokenizer.detokenizer, types[::-1], args.top_logprobs)
-        waiting.queue.put(context)
-        self.prompt_cache.update_report()
+        uid = self._engine.insert(request)
+        self._live[uid] = Live(waiting.queue, context, tokenizer, tokenizer.detokenizer, args.top_logprobs)
 
-    # -- a step of the batch -------------------------------------------------------------------------------------------
+    # -- a step of the engine ------------------------------------------------------------------------------------------
 
     def _step(self) -> None:
-        assert self._batch is not None
-        prompt_responses, generation_responses = self._batch.next()
-        for response in prompt_responses:
-            self._on_prompt(response)
-        for response in generation_responses:
+        engine = self._engine
+        if engine is None or not self._live:
+            self.health.idle()
+            return
+        self.health.doing("prefill and decode")
+        for event in engine.next():
             try:
-                self._on_token(response)
+                self._tell(event)
             except Exception as error:
                 # A reply that cannot be put into words is one request's failure, not the batch's.
-                log.exception("request %d failed", response.uid)
-                self._drop(response, error)
+                log.exception("request %d failed", event.uid)
+                engine.cancel(event.uid)
+                self._live.pop(event.uid).fail(error)
+        self.health.mark()
         for uid in [uid for uid, live in self._live.items() if live.context._should_stop]:
-            self._cancel(uid)
+            engine.cancel(uid)
+            del self._live[uid]
+        if not self._live or time.monotonic() - self._reported > REPORT_SECONDS:
+            self._report()
 
-    def _on_prompt(self, response: Any) -> None:
-        live = self._live[response.uid]
-        live.queue.put(response.progress)
-        live.in_prefill = not response.end_of_prompt
-        if response.end_of_prompt:
-            return
-        if response.end_of_segment or self.prompt_cache.keeps_chunks:
-            kinds = live.segment_types
-            kind = kinds.pop() if response.end_of_segment and kinds else "user"
-            caches, tokens = self._batch.extract_cache([response.uid])[response.uid]  # type: ignore[union-attr]
-            self.prompt_cache.keep(self.model_provider.model_key, tokens[:], caches, kind)
-            self._may_admit = True
+    def _tell(self, event: Event) -> None:
+        live = self._live[event.uid]
+        if isinstance(event, Token):
+            live.tell(event)
+            if event.finish_reason is not None:
+                del self._live[event.uid]
+        elif isinstance(event, Progress):
+            live.queue.put((event.done, event.total))
+        elif isinstance(event, Started):
+            log.info("prompt of %d tokens: %s", len(live.context.prompt), event.why or f"{event.cached} cached")
+            live.context.prompt_cache_count = event.cached
+            live.queue.put(live.context)
+        elif isinstance(event, Failed):
+            self._live.pop(event.uid).fail(event.error)
 
-    def _on_token(self, response: Any) -> None:
-        live = self._live[response.uid]
-        live.queue.put(
-            Response(
-                text_of(live.detokenizer, response),
-                response.token,
-                response.logprobs[response.token].item(),
-                response.finish_reason,
-                _format_top_logprobs(response.logprobs, live.top_logprobs, live.tokenizer),
-            )
-        )
-        if response.finish_reason is not None:
-            # Live until it is kept, so that a failure to keep it reaches its client.
-            self._keep_finished(response.all_tokens, response.prompt_cache)
-            del self._live[response.uid]
-            live.queue.put(None)
-
-    def _drop(self, response: Any, error: Exception) -> None:
-        """End one request with its error; nothing of it is kept."""
-        self._may_admit = True
-        self._live.pop(response.uid).fail(error)
-        removed = self._batch.remove([response.uid], return_prompt_caches=True)  # type: ignore[union-attr]
-        self.prompt_cache.release(response.prompt_cache or removed[response.uid][0])
-
-    def _cancel(self, uid: int) -> None:
-        """The client is gone; what was computed for it stays known."""
-        del self._live[uid]
-        self._may_admit = True
-        caches, tokens = self._batch.remove([uid], return_prompt_caches=True)[uid]  # type: ignore[union-attr]
-        if tokens:
-            self._keep_finished(tokens, caches)
-
-    def _keep_finished(self, tokens: list[int], caches: list[Any]) -> None:
-        self.prompt_cache.insert_cache(self.model_provider.model_key, tokens[:], caches, cache_type="assistant")
-        self._may_admit = True
+    def _report(self) -> None:
+        self._reported = time.monotonic()
+        engine = self._engine
+        self.prompt_cache.update_report(engine.live if engine else None, engine.counts if engine else None)

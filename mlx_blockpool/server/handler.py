@@ -34,18 +34,20 @@ NUMBERS = (
 
 
 class Generating:
-    """A ResponseGenerator as one request sees it: remembers why its generate() failed."""
+    """A ResponseGenerator as one request sees it: tells it who asks, remembers why its generate() failed."""
 
     def __init__(self, generator: Any) -> None:
         self._generator = generator
+        self.agent: str | None = None
         self.error: Exception | None = None
 
     def __getattr__(self, name: str) -> Any:
         return getattr(self._generator, name)
 
-    def generate(self, *args: Any, **kwargs: Any) -> Any:
+    def generate(self, request: Any, *args: Any, **kwargs: Any) -> Any:
+        request.agent = self.agent
         try:
-            return self._generator.generate(*args, **kwargs)
+            return self._generator.generate(request, *args, **kwargs)
         except Exception as error:
             self.error = error
             raise
@@ -100,6 +102,19 @@ class BlockpoolHandler(APIHandler):  # type: ignore[misc]
             _check_messages(self.body["messages"])
         if "prompt" in self.body and not isinstance(self.body["prompt"], str):
             raise ValueError("prompt must be a string")
+
+        self.response_generator.agent = self._agent()
+
+    def _agent(self) -> str | None:
+        """Who asks: requests of one agent run in order."""
+        key = self.body.get("prompt_cache_key")
+        if not (key is None or isinstance(key, str)):
+            raise ValueError("prompt_cache_key must be a string")
+        return self.headers.get("X-Agent-Id") or key or None
+
+    def handle_health_check(self) -> None:
+        generator = self.response_generator
+        self._send(*generator.health.report(generator.is_healthy))
 
     def handle_models_request(self) -> None:
         try:

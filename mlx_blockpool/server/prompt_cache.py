@@ -1,69 +1,51 @@
-"""ServerPromptCache: what mlx-lm's ResponseGenerator is given in place of its LRUPromptCache.
+"""ServerPromptCache: the caches of the loaded model. For the engine, and for mlx-lm's sequential path in place of LRUPromptCache.
 
-Chooses, for each loaded model, between the pool's prefix cache and mlx-lm's own. Owned by the generation thread; `report`
-may be read from any.
+Chooses, for each model, between the pool and mlx-lm's own caches. Owned by the generation thread; `report` may be read from any.
 """
 
 from __future__ import annotations
 
 import logging
+from collections.abc import Mapping
 from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
 import mlx.core as mx
-from mlx_lm.models.cache import LRUPromptCache, can_trim_prompt_cache, trim_prompt_cache
 
 from .. import plugins
 from ..cache.attention import attach, batches_padded, step_synchronously_if_copied
 from ..cache.factory import default_pool_bytes
 from ..cache.slabs import Slabs
 from ..config import PoolConfig
+from ..engine.caches import GuardedPromptCache, PaddedCaches, PooledCaches, StockCaches
+from ..engine.request import Running
 from ..errors import PluginError, SpecError
+from ..memory import batch_memory
 from ..prefix.cache import PrefixCache
 from ..prefix.lookup import Lookup
 from ..spec import ModelCacheSpec
+from .drafted import DraftedPrefix
 from .provider import BlockpoolModelProvider
 
 log = logging.getLogger(__name__)
 
 
-class GuardedPromptCache(LRUPromptCache):  # type: ignore[misc]
-    """mlx-lm's prompt cache, except that a hit leaves a token to compute and that caches end where their tokens end."""
-
-    def insert_cache(self, model: Any, tokens: list[int], prompt_cache: list[Any], *, cache_type: str = "assistant") -> None:
-        # Behind a draft, the model's and the draft's caches are ahead of what was accepted, each by its own amount.
-        if can_trim_prompt_cache(prompt_cache) and all(hasattr(c, "offset") for c in prompt_cache):
-            end = min(len(tokens), *(c.offset for c in prompt_cache))
-            tokens = tokens[:end]
-            for cache in prompt_cache:
-                cache.trim(cache.offset - end)
-        mx.eval([c.state for c in prompt_cache])
-        super().insert_cache(model, tokens, prompt_cache, cache_type=cache_type)
-
-    def fetch_nearest_cache(self, model: Any, tokens: list[int]) -> tuple[Any, list[int]]:
-        cache, rest = super().fetch_nearest_cache(model, tokens)
-        if rest or cache is None:
-            return cache, rest
-        if can_trim_prompt_cache(cache) and trim_prompt_cache(cache, 1) == 1:
-            return cache, tokens[-1:]
-        return None, tokens
-
-
 class ServerPromptCache:
-    """mlx-lm's prompt cache protocol over a PrefixCache, or over LRUPromptCache where a model's layers are not pooled.
+    """The caches of one model at a time.
 
-    `batches`: the model gives the same logits in a batch as alone, one way or another. `max_tokens` is the room that the next
-    fetch reserves behind its prompt; `lookup` explains the last fetch.
+    `caches`: what the engine takes; None where requests run one by one through mlx-lm. `max_tokens`: the room that the
+    next fetch of such a request reserves behind its prompt; `lookup` explains it.
     """
 
     def __init__(self, cli_args: Any, config: PoolConfig) -> None:
         self.config = config
+        self.caches: PooledCaches | StockCaches | None = None
         self.prefix: PrefixCache | None = None
         self.lookup: Lookup | None = None
-        self.batches = True
         self.max_tokens = config.max_tokens
         self.report: dict[str, Any] = {"backend": None}
+        self._drafted: DraftedPrefix | None = None
         self._cli_args = cli_args
         self._manager = plugins.make_plugin_manager()
         self._stock = GuardedPromptCache(cli_args.prompt_cache_size, cli_args.prompt_cache_bytes or 1 << 63)
@@ -74,48 +56,76 @@ class ServerPromptCache:
         """Take over the model that the provider has loaded; what was known of the one before is gone."""
         self.close()
         model, model_id = provider.model, Path(str(provider.model_key[0])).name
-        self.batches = True
-        spec = self._spec(model, provider.config, model_id)
-        if spec is None or not spec.is_poolable or provider.draft_model is not None or self._cli_args.kv_bits is not None:
-            self.batches = batches_padded(model)
-            log.info("%s is served with mlx-lm's own caches, %s", model_id, _how(False, self.batches))
-            self.update_report()
-            return
-        pool_bytes = self.config.pool_bytes or default_pool_bytes()
-        slabs = Slabs(spec, pool_bytes, self.config)
-        ragged = attach(model, slabs)
-        self.batches = ragged or batches_padded(model)
-        if step_synchronously_if_copied(model, slabs):
-            log.info("%s: decode steps run one at a time; overlapping ones would copy the pool on this device", model_id)
-        self.prefix = PrefixCache(slabs, str(provider.model_key))
-        log.info(
-            "%s: pool of %.2f GB, one sequence can have %d tokens, %s",
-            model_id,
-            pool_bytes / 1e9,
-            slabs.pool.sequence_capacity(),
-            _how(ragged, self.batches),
-        )
+        spec = None if self._cli_args.kv_bits is not None else self._spec(model, provider.config, model_id)
+        if spec is not None and provider.draft_model is not None:
+            self._open_drafted(provider, spec)
+        elif spec is not None:
+            self.caches = self._open_pool(model, spec, str(provider.model_key))
+        elif provider.draft_model is None and self._cli_args.kv_bits is None:
+            merges = provider.is_batchable and batches_padded(model)
+            self.caches = StockCaches(model, provider.model_key, self._stock, merges)
+        log.info("%s is served with %s", model_id, self._how())
         self.update_report()
 
     def close(self) -> None:
-        self.prefix = None
-        self.lookup = None
+        self.prefix = self.caches = self.lookup = self._drafted = None
         mx.clear_cache()
 
     def _spec(self, model: Any, config: dict[str, Any], model_id: str) -> ModelCacheSpec | None:
+        """The spec of a model whose layers are all in blocks."""
         try:
-            return plugins.spec_of_model(model, config, model_id, self._manager)
+            spec = plugins.spec_of_model(model, config, model_id, self._manager)
         except (PluginError, SpecError) as error:
             log.warning("No pool for %s: %s", model_id, error)
             return None
+        return spec if spec.is_poolable else None
 
-    # -- what ResponseGenerator calls ----------------------------------------------------------------------------------
+    def _open_pool(self, model: Any, spec: ModelCacheSpec, namespace: str) -> PooledCaches:
+        pool_bytes = self.config.pool_bytes or default_pool_bytes()
+        slabs = Slabs(spec, pool_bytes, self.config)
+        if attach(model, slabs):
+            self.prefix = PrefixCache(slabs, namespace)
+            caches = PooledCaches(self.prefix)
+        else:
+            # A padded batch is not in the pool: it has half of the bytes to itself.
+            slabs = Slabs(spec, pool_bytes // 2, self.config)
+            self.prefix = PrefixCache(slabs, namespace)
+            caches = PaddedCaches(self.prefix, pool_bytes - pool_bytes // 2, batches_padded(model))
+        slabs.decode_path = self.config.decode_path
+        if step_synchronously_if_copied(model, slabs):
+            log.info("Decode steps run one at a time; overlapping ones would copy the pool on this device")
+        return caches
+
+    def _open_drafted(self, provider: BlockpoolModelProvider, spec: ModelCacheSpec) -> None:
+        """A pool for the model and one for its draft, by what a block of each takes; mlx-lm's caches if the draft has no spec."""
+        draft = self._spec(provider.draft_model, {}, Path(str(provider.model_key[2])).name)
+        if draft is None:
+            return
+        pool_bytes = self.config.pool_bytes or default_pool_bytes()
+        sizes = [sum(s.bytes_per_block(g) for g in s.groups) for s in (spec, draft)]
+        own = pool_bytes * sizes[0] // sum(sizes)
+        self.prefix = PrefixCache(Slabs(spec, own, self.config), str(provider.model_key))
+        known = PrefixCache(Slabs(draft, pool_bytes - own, self.config), str(provider.model_key))
+        self._drafted = DraftedPrefix(self.prefix, known)
+
+    def _how(self) -> str:
+        if self._drafted is not None:
+            return "pooled caches and a draft, one request at a time"
+        if self.caches is None:
+            return "mlx-lm's own caches, one request at a time"
+        whose = "mlx-lm's own caches" if self.prefix is None else "pooled caches"
+        return f"{whose}, {'ragged batches' if self.caches.ragged else 'padded batches' if self.caches.merges else 'no batches'}"
+
+    # -- what mlx-lm's sequential path calls ---------------------------------------------------------------------------
 
     def fetch_nearest_cache(self, model: Any, tokens: list[int]) -> tuple[Any, list[int]]:
         """Layer caches for a prompt and the tokens left to compute, never none. On a miss of the pool: empty pooled caches."""
         if self.prefix is None:
             return self._stock.fetch_nearest_cache(model, tokens)
-        fetched = self.prefix.fetch(tokens, self.max_tokens)
+        if self._drafted is not None:
+            fetched = self._drafted.fetch(tokens, self.max_tokens)
+        else:
+            fetched = self.prefix.fetch(tokens, self.max_tokens)
         self.lookup = fetched.lookup
         return fetched.caches, fetched.rest
 
@@ -123,27 +133,13 @@ class ServerPromptCache:
         """Keep a finished sequence. Its blocks go back to the pool: the caches must not be used again."""
         if self.prefix is None:
             self._stock.insert_cache(model, tokens, prompt_cache, cache_type=cache_type)
+        elif self._drafted is not None:
+            self._drafted.finish(tokens, prompt_cache, cache_type)
         else:
             self.prefix.finish(tokens, prompt_cache, cache_type)
-        self.update_report()
-
-    def keep(self, model: Any, tokens: list[int], prompt_cache: list[Any], cache_type: str) -> None:
-        """Keep a sequence that goes on."""
-        if self.prefix is None:
-            self.insert_cache(model, tokens, prompt_cache, cache_type=cache_type)
-        else:
-            self.prefix.keep(tokens, prompt_cache, cache_type)
-
-    def trim_to(self, *, n_sequences: int | None = None, n_bytes: int | None = None) -> None:
-        if self.prefix is None:
-            self._stock.trim_to(n_sequences=n_sequences, n_bytes=n_bytes)
-        elif n_bytes is not None:
-            self.prefix.trim_to(n_bytes)
 
     def stats_by_type(self) -> dict[str, dict[str, int]]:
-        if self.prefix is None:
-            return self._stock.stats_by_type()  # type: ignore[no-any-return]
-        return self.prefix.stats_by_kind()
+        return self._stock.stats_by_type() if self.prefix is None else self.prefix.stats_by_kind()
 
     @property
     def nbytes(self) -> int:
@@ -152,38 +148,31 @@ class ServerPromptCache:
     def __len__(self) -> int:
         return len(self._stock) if self.prefix is None else len(self.prefix)
 
-    def release(self, prompt_cache: list[Any]) -> None:
-        """Give a sequence's blocks back and keep nothing of it, whoever still refers to its caches."""
-        if self.prefix is not None:
-            self.prefix.release(prompt_cache)
-
     def release_all(self) -> None:
         """After a failure: no cache that was handed out is in use any more."""
-        if self.prefix is not None:
-            self.prefix.release_all()
-
-    @property
-    def keeps_chunks(self) -> bool:
-        """Whether keeping costs nothing and serves at any token, so that a prefill may leave its prefix chunk by chunk."""
-        return self.prefix is not None and self.prefix.slabs.ragged and not self.prefix.slabs.window_groups
-
-    def known_tokens(self, tokens: list[int]) -> int:
-        """How many tokens of a prompt a fetch would find now."""
-        return len(tokens) if self.prefix is None else self.prefix.look(tokens).hit
+        for prefix in (self.prefix, self._drafted.draft if self._drafted else None):
+            if prefix is not None:
+                prefix.release_all()
 
     # -- figures -------------------------------------------------------------------------------------------------------
 
     def capacity(self) -> int | None:
         """The most tokens that one request can have; None: no limit of ours."""
+        if self._drafted is not None:
+            return self._drafted.capacity()
         return None if self.prefix is None else self.prefix.pool.sequence_capacity()
 
-    def update_report(self) -> None:
+    def update_report(self, batch: list[Running] | None = None, counts: Mapping[str, int] | None = None) -> None:
         """Figures for GET /v1/cache, replaced as a whole so that other threads may read them."""
         if self.prefix is None:
-            self.report = {"backend": "mlx-lm", "sequences": len(self._stock), "known_bytes": self._stock.nbytes}
-            return
-        prefix, pool = self.prefix, self.prefix.pool
-        self.report = {
+            report = {"backend": "mlx-lm", "sequences": len(self._stock), "known_bytes": self._stock.nbytes}
+        else:
+            report = self._pool_report(self.prefix)
+        self.report = report | {"batch": self._batch_report(batch or []), "engine": dict(counts or {})}
+
+    def _pool_report(self, prefix: PrefixCache) -> dict[str, Any]:
+        pool = prefix.pool
+        return {
             "backend": "blockpool",
             "ragged": prefix.slabs.ragged,
             "pool_bytes": pool.pool_bytes,
@@ -196,9 +185,13 @@ class ServerPromptCache:
             "skipped": prefix.num_skipped,
             "groups": [asdict(c) for c in pool.settle()],
             "fragmentation": [round(pool.fragmentation(g), 3) for g in range(len(prefix.slabs.spec.groups))],
-            "last": str(self.lookup) if self.lookup else None,
+            "decode_paths": dict(prefix.slabs.path_counts),
         }
 
-
-def _how(ragged: bool, batches: bool) -> str:
-    return "ragged batches" if ragged else "padded batches" if batches else "one request at a time"
+    def _batch_report(self, batch: list[Running]) -> dict[str, Any] | None:
+        """The running batch in the pool, and what it would take padded."""
+        if self.prefix is None or not self.prefix.slabs.ragged or not batch:
+            return None
+        tables = [running.caches[0].sequence.tables for running in batch if running.caches]
+        held = [len({block for own in tables for block in own[g].ids}) for g in range(len(self.prefix.slabs.spec.groups))]
+        return batch_memory(self.prefix.slabs.spec, [len(running.tokens) for running in batch], held).bytes.as_dict()

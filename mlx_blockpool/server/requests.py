@@ -2,14 +2,19 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass, replace
+from itertools import accumulate
 from queue import Queue
 from typing import Any
 
 import mlx.core as mx
-from mlx_lm.server import _make_logits_processors, _make_sampler
+from mlx_lm.server import Response, _format_top_logprobs, _make_logits_processors
 
+from ..engine.decode import mend_random_state
+from ..engine.request import Token
 from ..errors import RequestTooLargeError
+from .sampling import make_sampler
 
 
 @dataclass
@@ -28,26 +33,42 @@ class Waiting:
 
 @dataclass
 class Live:
-    """A request in the batch."""
+    """A request that the engine has."""
 
     queue: Queue[Any]
     context: Any
     tokenizer: Any
     detokenizer: Any
-    segment_types: list[str]
     top_logprobs: int
-    in_prefill: bool = True
-
-    def leaves(self, prompt: list[int], by_chunk: bool) -> int:
-        """How many tokens of another prompt this one's prefill is about to leave behind; 0 where waiting would not pay.
-
-        A prefix that is kept at the end of a segment only comes with all that stands behind it.
-        """
-        shared = common_prefix(prompt, self.context.prompt) if self.in_prefill else 0
-        return shared if by_chunk or 2 * shared >= len(self.context.prompt) else 0
 
     def fail(self, error: Exception) -> None:
         self.queue.put(error.with_traceback(None))
+
+    def tell(self, event: Token) -> None:
+        """Send a token to the client, with the text that it adds."""
+        self.queue.put(
+            Response(
+                text_of(self.detokenizer, event),
+                event.token,
+                event.logprobs[event.token].item(),
+                event.finish_reason,
+                _format_top_logprobs(event.logprobs, self.top_logprobs, self.tokenizer),
+            )
+        )
+        if event.finish_reason is not None:
+            self.queue.put(None)
+
+
+class Marking:
+    """A client's queue that notes when something was put on it: the sequential path makes progress in no other way."""
+
+    def __init__(self, queue: Queue[Any], mark: Callable[[], None]) -> None:
+        self._queue = queue
+        self._mark = mark
+
+    def put(self, item: Any) -> None:
+        self._mark()
+        self._queue.put(item)
 
 
 def fit(args: Any, prompt: list[int], capacity: int | None) -> Any:
@@ -76,31 +97,21 @@ def check_sampling(args: Any, tokenizer: Any, vocab_size: int) -> None:
         raise ValueError(f"top_logprobs is {args.top_logprobs}; the vocabulary has {vocab_size} tokens.")
     logits = mx.zeros((1, vocab_size))
     tokens = mx.array([0])
-    for process in _make_logits_processors(args):
-        logits = process(tokens, logits)
-    mx.eval(_make_sampler(args, tokenizer)(logits))
+    try:
+        for process in _make_logits_processors(args):
+            logits = process(tokens, logits)
+        mx.eval(make_sampler(args, tokenizer)(logits))
+    except Exception:
+        mend_random_state()
+        raise
 
 
-def common_prefix(a: list[int], b: list[int]) -> int:
-    """How many tokens two prompts have in common from the first on."""
-    if a[: len(b)] == b[: len(a)]:
-        return min(len(a), len(b))
-    return next(i for i, (x, y) in enumerate(zip(a, b, strict=False)) if x != y)
+def marks_of(segments: list[list[int]], types: list[str]) -> list[tuple[int, str]]:
+    """Where each segment of a prompt ends, in tokens, and what it is."""
+    return list(zip(accumulate(len(segment) for segment in segments), types, strict=True))
 
 
-def cut_segments(segments: list[list[int]], types: list[str], cached: int) -> tuple[list[list[int]], list[str]]:
-    """What is left of a prompt's segments behind its first `cached` tokens."""
-    rest, kinds = [], []
-    for segment, kind in zip(segments, types, strict=True):
-        left = segment[cached:]
-        cached = max(0, cached - len(segment))
-        if left:
-            rest.append(left)
-            kinds.append(kind)
-    return rest, kinds
-
-
-def text_of(detokenizer: Any, response: Any) -> str:
+def text_of(detokenizer: Any, response: Token) -> str:
     """The text that a token adds. The token that stops a reply is not part of it."""
     if response.finish_reason != "stop":
         detokenizer.add_token(response.token)

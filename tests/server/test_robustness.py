@@ -33,7 +33,8 @@ def client(model: Path) -> Iterator[Client]:
 def unharmed(client: Client) -> Iterator[None]:
     """After every test the server is well and no block is held."""
     yield
-    assert client.send("/health") == (200, {"status": "ok"})
+    status, health = client.send("/health")
+    assert (status, health["status"]) == (200, "ok")
     client.settle()
     assert client.chat([{"role": "user", "content": "still there?"}], max_tokens=2)["choices"]
     client.settle()
@@ -151,12 +152,15 @@ def test_sampling_that_mlx_refuses_fails_alone(client: Client) -> None:
     answers = at_once([lambda b=b: client.send("/v1/chat/completions", b) for b in [good, *bad, good]])
     assert [status for status, _ in answers] == [200, 400, 400, 400, 400, 400, 200]
     assert all("error" in answer for status, answer in answers if status != 200)
+    # What stock answers after a bad top_k, for ever: its random state is left without a value.
+    assert client.chat(good["messages"], max_tokens=3, temperature=1.0)["choices"]
 
 
 def test_200_random_bodies(client: Client) -> None:
     rng = random.Random(7)
-    statuses = [client.send(*random_request(rng))[0] for _ in range(200)]
-    assert set(statuses) <= {200, 400, 404}
+    answers = [client.send(*random_request(rng)) for _ in range(200)]
+    statuses = {status for status, _ in answers}
+    assert statuses <= {200, 400, 404}, [answer for status, answer in answers if status >= 500]
     assert 200 in statuses
     assert 400 in statuses
 
@@ -193,9 +197,9 @@ def test_pool_bytes_hold_over_500_requests(client: Client) -> None:
 
 
 def test_a_failure_in_mid_stream_is_told_and_is_that_requests_own(client: Client, monkeypatch: pytest.MonkeyPatch) -> None:
-    from mlx_blockpool.server import generation
+    from mlx_blockpool.server import requests
 
-    text = generation.text_of
+    text = requests.text_of
     calls = iter(range(1000))
 
     def failing(detokenizer: Any, response: Any) -> str:
@@ -203,7 +207,7 @@ def test_a_failure_in_mid_stream_is_told_and_is_that_requests_own(client: Client
             raise LookupError("no word for this")
         return text(detokenizer, response)
 
-    monkeypatch.setattr(generation, "text_of", failing)
+    monkeypatch.setattr(requests, "text_of", failing)
     body = {"messages": [{"role": "user", "content": "speak"}], "max_tokens": 10, "stream": True}
     request = urllib.request.Request(f"http://127.0.0.1:{client.port}/v1/chat/completions", json.dumps(body).encode())
     answer = urllib.request.urlopen(request).read().decode()
@@ -213,14 +217,14 @@ def test_a_failure_in_mid_stream_is_told_and_is_that_requests_own(client: Client
 
 
 def test_a_broken_batch_fails_its_requests_and_not_the_next(client: Client, monkeypatch: pytest.MonkeyPatch) -> None:
-    from mlx_lm.generate import BatchGenerator
+    from mlx_blockpool.engine.engine import BlockPoolBatchEngine
 
     def broken(self: Any) -> None:
         raise MemoryError("out of something")
 
-    monkeypatch.setattr(BatchGenerator, "next", broken)
+    monkeypatch.setattr(BlockPoolBatchEngine, "next", broken)
     status, answer = client.send("/v1/completions", {"prompt": "doomed", "max_tokens": 3})
-    assert status == 500
+    assert status == 503
     assert "out of something" in answer["error"]
     monkeypatch.undo()
     assert complete(client, "doomed no more", 3)["choices"]
@@ -236,13 +240,16 @@ def test_a_prompt_that_is_being_computed_is_waited_for_chunk_by_chunk(client: Cl
     assert [complete(client, p, 2)["choices"][0]["text"] for p in prompts] == [a["choices"][0]["text"] for a in (first, second)]
 
 
-def test_a_reply_that_cannot_be_kept_does_not_leave_its_client_waiting(client: Client, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_reply_that_cannot_be_kept_is_still_a_reply(client: Client, monkeypatch: pytest.MonkeyPatch) -> None:
+    from mlx_blockpool.prefix.cache import PrefixCache
+
+    expected = complete(client, "unkept", 3)["choices"][0]["text"]
+
     def broken(*args: Any, **kwargs: Any) -> None:
         raise LookupError("cannot keep this")
 
-    monkeypatch.setattr(client.generator, "_keep_finished", broken)
-    status, answer = client.send("/v1/completions", {"prompt": "unkept", "max_tokens": 3})
-    assert status == 500
-    assert "cannot keep this" in answer["error"]
+    monkeypatch.setattr(PrefixCache, "finish", broken)
+    assert complete(client, "unkept", 3)["choices"][0]["text"] == expected
+    client.settle()
     monkeypatch.undo()
     assert complete(client, "kept again", 3)["choices"]

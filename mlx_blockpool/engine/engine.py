@@ -1,0 +1,289 @@
+"""BlockPoolBatchEngine: prefill and decode of many requests over one pool.
+
+Decides who starts, whose blocks make room for whom, and what is computed next; caches.py knows the pool, prefill.py and decode.py
+call the model. Not thread-safe: one thread owns it.
+"""
+
+from __future__ import annotations
+
+import logging
+import time
+from collections import Counter
+from typing import Any
+
+import mlx.core as mx
+from mlx_lm.utils import maybe_set_recommended_wired_limit
+
+from ..config import EngineConfig
+from ..errors import PoolExhaustedError, RequestTooLargeError
+from ..spec import BLOCK_TOKENS
+from .caches import PooledCaches, StockCaches
+from .decode import DecodeBatch
+from .prefill import choose, chunk_end, compute
+from .request import KIND, Event, Failed, Progress, Request, Running, Started, Token, common_prefix
+
+log = logging.getLogger(__name__)
+
+
+class BlockPoolBatchEngine:
+    """In place of mlx-lm's BatchGenerator: insert() requests, call next() until they are through.
+
+    `counts` says what happened: chunks, prompt_tokens, decode_steps, tokens, swapped_out, swapped_in, and shared: how often a
+    request waited for a prefix in prefill.
+    """
+
+    def __init__(self, model: Any, caches: PooledCaches | StockCaches, config: EngineConfig | None = None) -> None:
+        self.model = model
+        self.caches = caches
+        self.config = config or EngineConfig()
+        self.counts: Counter[str] = Counter()
+        self._uids = 0
+        self._waiting: list[Running] = []
+        self._prefilling: list[Running] = []
+        self._batch = DecodeBatch(model, caches.merges)
+        self._events: list[Event] = []
+        self._may_admit = True
+        self._owed_to_decode = 0.0
+        self._long_first = False
+        self._wired_limit = maybe_set_recommended_wired_limit()
+
+    # -- requests ------------------------------------------------------------------------------------------------------
+
+    def insert(self, request: Request) -> int:
+        """Take a request in. Returns its uid.
+
+        Raises ValueError for an empty prompt and RequestTooLargeError for one that does not fit even alone.
+        """
+        capacity = self.caches.capacity()
+        if not request.tokens or request.max_tokens < 1:
+            found = f"{len(request.tokens)} prompt tokens and max_tokens {request.max_tokens}"
+            raise ValueError(f"Found {found}; needed at least one of each.")
+        if capacity is not None and len(request.tokens) + request.max_tokens > capacity:
+            raise RequestTooLargeError(len(request.tokens) + request.max_tokens, capacity)
+        self._uids += 1
+        self._waiting.append(Running(self._uids, request))
+        self._may_admit = True
+        return self._uids
+
+    def cancel(self, uid: int) -> None:
+        """End a request. What was computed of it stays known."""
+        running = next((r for r in (*self._waiting, *self.live) if r.uid == uid), None)
+        if running is None:
+            return
+        self._withdraw(running)
+        if running in self._waiting:
+            self._waiting.remove(running)
+
+    @property
+    def live(self) -> list[Running]:
+        """The requests that have caches."""
+        return [*self._prefilling, *self._batch.members]
+
+    @property
+    def num_waiting(self) -> int:
+        return len(self._waiting)
+
+    def __len__(self) -> int:
+        """Requests that have not ended."""
+        return len(self._waiting) + len(self._prefilling) + len(self._batch)
+
+    def reset(self) -> list[int]:
+        """After next() has raised: drop the live requests, whose caches cannot be trusted, and what was not told yet.
+
+        Where none was live, those that wait would meet the same error, and go too. Returns the uids of all that have ended.
+        """
+        dropped = sorted({running.uid for running in self.live} | {event.uid for event in self._events})
+        if not dropped:
+            dropped = [running.uid for running in self._waiting]
+        self._waiting = [running for running in self._waiting if running.uid not in dropped]
+        self._prefilling = []
+        self._batch = DecodeBatch(self.model, self.caches.merges)
+        self._events = []
+        self._may_admit = True
+        self.caches.release_all()
+        return dropped
+
+    def close(self) -> None:
+        """Drop everything and give the wired limit back."""
+        self.reset()
+        self._waiting = []
+        if self._wired_limit is not None:
+            mx.synchronize()
+            mx.set_wired_limit(self._wired_limit)
+            self._wired_limit = None
+
+    # -- one step ------------------------------------------------------------------------------------------------------
+
+    def next(self) -> list[Event]:
+        """Start whom there is room for, then compute one chunk of a prefill or one token of each sequence.
+
+        Where both wait, decode gets `decode_share` of the time. Returns what there is to tell; raises what the model raised.
+        """
+        self._admit()
+        start = time.perf_counter()
+        share = self.config.decode_share
+        if self._prefilling and not (len(self._batch) and (self._owed_to_decode > 0 or self._batch.has_new)):
+            self._prefill()
+            if len(self._batch):
+                self._owed_to_decode += (time.perf_counter() - start) * share / (1 - share)
+        elif len(self._batch):
+            self._decode()
+            self._owed_to_decode -= time.perf_counter() - start
+        if not (self._prefilling and len(self._batch)):
+            self._owed_to_decode = 0.0
+        events, self._events = self._events, []
+        return events
+
+    def _prefill(self) -> None:
+        config = self.config
+        rows = config.prefill_rows if self.caches.ragged else 1
+        chosen = choose(self._prefilling, config.prefill_tokens, rows, self._long_first)
+        ends = [chunk_end(running, config.prefill_tokens) for running in chosen]
+        self._long_first = len(chosen) > 1 or ends[0] == chosen[0].prefill_end
+        self.counts["chunks"] += 1
+        self.counts["prompt_tokens"] += sum(end - r.computed for r, end in zip(chosen, ends, strict=True))
+        compute(self.model, chosen, ends, self.caches.ragged)
+        for running in chosen:
+            kind = running.marks.pop(running.computed, None)
+            if kind is not None or (self.caches.keeps_chunks and running.in_prefill):
+                self.caches.keep(running, kind or KIND)
+                self._may_admit = True
+            self._events.append(Progress(running.uid, running.computed + (not running.in_prefill), len(running.tokens)))
+            if not running.in_prefill:
+                self._prefilling.remove(running)
+                self._join(running)
+
+    def _decode(self) -> None:
+        self._secure()
+        if not self._batch.members:
+            return
+        stepped = self._batch.step()
+        self.counts["decode_steps"] += 1
+        self.counts["tokens"] += len(stepped.told)
+        failed = {running.uid: error for running, error in stepped.failed}
+        ended = [running for running, _ in stepped.failed]
+        for running, token, logprobs in stepped.told:
+            if running.uid in failed:
+                continue
+            reason = running.tell(token)
+            self._events.append(Token(running.uid, token, logprobs, reason))
+            if reason is not None:
+                ended.append(running)
+        self._batch.leave(ended)
+        for running in ended:
+            self._end(running, failed.get(running.uid))
+
+    # -- room ----------------------------------------------------------------------------------------------------------
+
+    def _admit(self) -> None:
+        """Start waiting requests, first come first served; who waits for its agent or for a prefix lets others pass."""
+        if not self._may_admit:
+            return
+        self._may_admit = False
+        busy = {running.request.agent for running in self.live} - {None}
+        most = self.config.max_members if self.caches.merges else 1
+        for running in list(self._waiting):
+            if len(self._prefilling) + len(self._batch) >= most:
+                break
+            agent = running.request.agent
+            if agent in busy:
+                continue
+            if agent is not None:
+                busy.add(agent)
+            if not self._waits_for_prefix(running) and not self._start(running):
+                break
+
+    def _waits_for_prefix(self, running: Running) -> bool:
+        """Whether a live prefill is about to compute much of this prompt; that one is to keep it where they part."""
+        known: int | None = None
+        for other in self._prefilling:
+            shared = min(common_prefix(running.tokens, other.tokens), running.prefill_end, other.prefill_end)
+            if shared <= other.computed or shared < self.config.shared_tokens:
+                continue
+            known = self.caches.known(running.tokens) if known is None else known
+            if shared - known >= self.config.shared_tokens:
+                other.marks.setdefault(shared, KIND)
+                self.counts["shared"] += 1
+                return True
+        return False
+
+    def _start(self, running: Running) -> bool:
+        """Give a request its caches. Returns False if it has to wait for room."""
+        room = min(running.left_to_produce(), BLOCK_TOKENS)
+        try:
+            opened = self.caches.open(running.tokens, room, spare=len(self.live) if running.swaps else 0)
+        except PoolExhaustedError as error:
+            if self.live:
+                return False
+            self._fail(running, error)
+            return True
+        self._waiting.remove(running)
+        running.caches, running.computed = opened.caches, opened.cached
+        if running.swaps:
+            self.counts["swapped_in"] += 1
+        else:
+            self._events.append(Started(running.uid, opened.cached, opened.lookup))
+        if running.in_prefill:
+            self._prefilling.append(running)
+        else:
+            self._join(running)
+        return True
+
+    def _join(self, running: Running) -> None:
+        self._batch.join(running)
+        if not self.caches.ragged and self.caches.merges:
+            # The batch has copied them.
+            self.caches.release(running)
+
+    def _secure(self) -> None:
+        """Blocks for the next token of everybody: of the youngest, where there are not enough."""
+        while self._batch.members:
+            try:
+                self.caches.secure(self._batch.members)
+                return
+            except PoolExhaustedError as error:
+                youngest = max(self.live, key=lambda running: running.uid)
+                if len(self.live) == 1:
+                    self._batch.leave([youngest])
+                    self._end(youngest, error)
+                else:
+                    self._swap_out(youngest)
+
+    def _swap_out(self, running: Running) -> None:
+        """Its blocks stay known as long as nobody needs them; the request waits in its old place."""
+        self._withdraw(running)
+        running.swaps += 1
+        running.computed = 0
+        self._waiting.append(running)
+        self._waiting.sort(key=lambda waiting: waiting.uid)
+        self.counts["swapped_out"] += 1
+
+    def _withdraw(self, running: Running) -> None:
+        """Take a request out of prefill or batch; what was computed of it stays known."""
+        if running in self._prefilling:
+            self._prefilling.remove(running)
+        elif running in self._batch.members:
+            self._batch.suspend(running)
+        if running.caches is not None:
+            self.caches.finish(running, "assistant")
+        self._may_admit = True
+
+    def _end(self, running: Running, error: Exception | None) -> None:
+        """A request that has left the batch is through."""
+        self._may_admit = True
+        if error is not None:
+            self.caches.release(running)
+            self._fail(running, error)
+            return
+        try:
+            self.caches.finish(running, "assistant")
+        except Exception:
+            # The reply is whole; that nothing of it could be kept is not its client's failure.
+            log.exception("request %d could not be kept", running.uid)
+            self.caches.release(running)
+
+    def _fail(self, running: Running, error: Exception) -> None:
+        # Without its traceback, whose frames hold caches and with them blocks.
+        self._events.append(Failed(running.uid, error.with_traceback(None)))
+        if running in self._waiting:
+            self._waiting.remove(running)

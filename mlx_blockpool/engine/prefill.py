@@ -1,0 +1,63 @@
+"""Which prompts are computed next, how far, and computing them.
+
+Chunks end on an absolute grid, so that cold and warm runs of a prompt are computed in the same shapes, and at the marks of a
+prompt.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import mlx.core as mx
+
+from .request import Running
+
+
+def chunk_end(running: Running, step: int) -> int:
+    """Where the next chunk of a prompt ends: on the grid of `step` tokens, at a mark, or where the prompt ends."""
+    grid = (running.computed // step + 1) * step
+    return min(running.prefill_end, grid, *(mark for mark in running.marks if mark > running.computed))
+
+
+def choose(prefilling: Sequence[Running], step: int, rows: int, long_first: bool) -> list[Running]:
+    """The prompts of the next chunk: the oldest long one, or short ones together.
+
+    A prompt is short if one chunk is left of it. Short ones go first, so that nobody waits for a long prompt; where both wait
+    they take turns (`long_first`), so that a stream of short ones does not stop a long one. At most `rows` go together, and
+    at most `step` tokens, padding included.
+    """
+    long = [r for r in prefilling if chunk_end(r, step) < r.prefill_end]
+    short = [r for r in prefilling if r not in long]
+    if long and (long_first or not short):
+        return [min(long, key=lambda r: r.uid)]
+    chosen: list[Running] = []
+    longest = 0
+    for running in short:
+        longer = max(longest, running.prefill_end - running.computed)
+        if not chosen or (len(chosen) < rows and (len(chosen) + 1) * longer <= step):
+            chosen.append(running)
+            longest = longer
+    return chosen
+
+
+def compute(model: Any, rows: Sequence[Running], ends: Sequence[int], merges: bool) -> None:
+    """Compute tokens [computed, ends[i]) of each row. Several rows are padded on the right; caches ignore the padding."""
+    chunks = [row.tokens[row.computed : end] for row, end in zip(rows, ends, strict=True)]
+    assert merges or len(rows) == 1, "these caches cannot be merged"
+    caches = [row.caches or [] for row in rows]
+    layers = [type(layer[0]).merge(list(layer)) for layer in zip(*caches, strict=True)] if merges else caches[0]
+    lengths = [len(chunk) for chunk in chunks]
+    longest = max(lengths)
+    padding = [longest - length for length in lengths]
+    if any(padding):
+        for layer in layers:
+            layer.prepare(lengths=lengths, right_padding=padding)
+    model(mx.array([chunk + [0] * pad for chunk, pad in zip(chunks, padding, strict=True)]), cache=layers)
+    if any(padding):
+        for layer in layers:
+            layer.finalize()
+    mx.eval([layer.state for layer in layers])
+    mx.clear_cache()
+    for row, end in zip(rows, ends, strict=True):
+        row.computed = end

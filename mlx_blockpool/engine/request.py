@@ -1,0 +1,129 @@
+"""What the engine is asked for, what it tells, and how far a request has come. Knows token ids; no caches of its own."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import mlx.core as mx
+from mlx_lm.generate import StopSequences
+
+Sampler = Callable[[mx.array], mx.array]
+LogitsProcessor = Callable[[mx.array, mx.array], mx.array]
+
+KIND = "user"
+
+
+@dataclass(frozen=True)
+class Request:
+    """A prompt to go on from.
+
+    tokens:      the prompt, at least one token.
+    max_tokens:  the most tokens to generate, at least one.
+    sampler:     logprobs [1, vocabulary] -> token [1]; None: the most likely one. It may have a state of its own, as seeds do.
+    processors:  mlx-lm's logits processors, called with all tokens so far.
+    stop:        mlx-lm's stop sequences.
+    marks:       (tokens, kind) of each beginning of the prompt that is worth keeping by itself, such as the system prompt.
+    agent:       requests with the same name run one after the other, in the order of their arrival.
+    """
+
+    tokens: Sequence[int]
+    max_tokens: int = 128
+    sampler: Sampler | None = None
+    processors: Sequence[LogitsProcessor] = ()
+    stop: StopSequences = field(default_factory=StopSequences)
+    marks: Sequence[tuple[int, str]] = ()
+    agent: str | None = None
+
+
+@dataclass(frozen=True)
+class Started:
+    """The request has caches now; `cached` tokens of its prompt need not be computed. `why` explains that."""
+
+    uid: int
+    cached: int
+    why: Any
+
+
+@dataclass(frozen=True)
+class Progress:
+    """`done` of the `total` tokens of a prompt are computed."""
+
+    uid: int
+    done: int
+    total: int
+
+
+@dataclass(frozen=True)
+class Token:
+    """One generated token, the logprobs [vocabulary] it was drawn from, and "stop" or "length" with the last one."""
+
+    uid: int
+    token: int
+    logprobs: mx.array
+    finish_reason: str | None
+
+
+@dataclass(frozen=True)
+class Failed:
+    """The request has ended with an error, and no other with it."""
+
+    uid: int
+    error: Exception
+
+
+Event = Started | Progress | Token | Failed
+
+
+class Running:
+    """A request on its way. `uid` is also its place in the order of arrival.
+
+    tokens:    the prompt and what was generated, the next token to be computed included where it is known.
+    computed:  how many of them the caches hold, once the step in flight has run.
+    caches:    the layer caches; None while it waits, or while a padded batch has them.
+    logprobs:  of tokens[-1] where that was drawn and not told yet.
+    """
+
+    def __init__(self, uid: int, request: Request) -> None:
+        self.uid = uid
+        self.request = request
+        self.tokens = list(request.tokens)
+        self.computed = 0
+        self.caches: list[Any] | None = None
+        self.logprobs: mx.array | None = None
+        self.marks = {min(position, self.prefill_end): kind for position, kind in request.marks if position > 0}
+        self.swaps = 0
+        self._produced = 0
+        self._matcher = request.stop.matcher()
+
+    @property
+    def prefill_end(self) -> int:
+        """All tokens but the last are computed in chunks; the last one goes into the batch."""
+        return len(self.tokens) - 1
+
+    @property
+    def in_prefill(self) -> bool:
+        return self.computed < self.prefill_end
+
+    @property
+    def is_new(self) -> bool:
+        """Whether nothing was generated yet."""
+        return self._produced == 0
+
+    def tell(self, token: int) -> str | None:
+        """Count a generated token. Returns why it is the last one, None if it is not."""
+        self._produced += 1
+        stopped = self._matcher.advance(token)
+        return "stop" if stopped else "length" if self._produced >= self.request.max_tokens else None
+
+    def left_to_produce(self) -> int:
+        return self.request.max_tokens - self._produced
+
+
+def common_prefix(a: Sequence[int], b: Sequence[int]) -> int:
+    """How many tokens two sequences have in common from the first on."""
+    end = min(len(a), len(b))
+    if a[:end] == b[:end]:
+        return end
+    return next(i for i, (x, y) in enumerate(zip(a, b, strict=False)) if x != y)

@@ -1,0 +1,98 @@
+"""Room in the pool for sequences, made by evicting known blocks that nobody uses. Owned by the generation thread."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from typing import Any
+
+from ..cache.layers import PooledLayer
+from ..cache.sequence import Sequence
+from ..cache.slabs import Slabs
+from ..errors import PoolExhaustedError
+from ..pool import BlockTable
+from ..spec import BLOCK_TOKENS, blocks_for
+from .known import KnownBlocks
+
+
+class Room:
+    """Promises blocks of `slabs` to sequences, and takes them from what `known` remembers."""
+
+    def __init__(self, slabs: Slabs, known: KnownBlocks) -> None:
+        self.slabs = slabs
+        self.pool = slabs.pool
+        self.known = known
+
+    def make(self, counts: dict[int, int]) -> None:
+        """Evict what is needed for `counts[group]` more blocks, leaves first, oldest first; nothing if it cannot be enough."""
+        self.known.forget(self.pool.make_room(counts))
+
+    def promise(self, tables: list[BlockTable], counts: list[int]) -> None:
+        """counts[i] more blocks for tables[i]: all of them, or PoolExhaustedError and none."""
+        needed: dict[int, int] = {}
+        for table, count in zip(tables, counts, strict=True):
+            needed[table.group] = needed.get(table.group, 0) + count
+        self.make(needed)
+        self.pool.reserve(tables, counts)
+
+    def can_promise(self, tables: list[BlockTable], counts: list[int]) -> bool:
+        """promise() where there is room; whether there was."""
+        try:
+            self.promise(tables, counts)
+        except PoolExhaustedError:
+            return False
+        return True
+
+    def secure(self, batch: Iterable[list[Any]]) -> None:
+        """Promise each sequence, given by its layer caches, the blocks of its next token. Raises PoolExhaustedError."""
+        tables = []
+        for caches in batch:
+            for layer in (group.layers[0] for group in self.slabs.spec.groups):
+                cache: PooledLayer = caches[layer]
+                if cache.needs_block():
+                    tables.append(cache.sequence.tables[cache.place.group])
+        if tables:
+            self.promise(tables, [1] * len(tables))
+
+    def need_spare(self, blocks: int) -> None:
+        """Make sure that each full group has room for `blocks` more. Raises PoolExhaustedError."""
+        if not blocks:
+            return
+        tables = [self.pool.open_table(group) for group in self.slabs.full_groups]
+        self.promise(tables, [blocks] * len(tables))
+        for table in tables:
+            self.pool.release(table)
+
+    def take(self, sequence: Sequence, hit: int, prompt: int, total: int) -> None:
+        """Room for `total` tokens behind a hit of `hit`; the prompt's blocks are taken at once, so that they are neighbours."""
+        one_run = not self.slabs.ragged
+        counts = []
+        for table in sequence.tables:
+            if table.max_blocks is not None:
+                counts.append(min(table.max_blocks, blocks_for(total)))
+                continue
+            copied = len(table) if one_run else self._ends_in_shared_block(sequence, table.group, hit)
+            counts.append(blocks_for(total) - len(table) + copied)
+        self.promise(sequence.tables, counts)
+        for group in self.slabs.full_groups:
+            if one_run and hit:
+                sequence.make_own_run(group)
+            elif self._ends_in_shared_block(sequence, group, hit):
+                sequence.own(group, hit // BLOCK_TOKENS)
+            table = sequence.tables[group]
+            self.pool.extend(table, blocks_for(prompt) - len(table))
+
+    def for_second_rings(self, sequence: Sequence) -> bool:
+        """Promise a sequence that goes on the copies of a checkpoint's blocks that it writes to; whether there was room."""
+        tables = [sequence.tables[g] for g in self.slabs.window_groups]
+        return self.can_promise(tables, [max(0, (table.max_blocks or 0) - table.reserved) for table in tables])
+
+    def trim_to(self, n_bytes: int) -> None:
+        """Evict, in every group in turn, until at most `n_bytes` are known."""
+        victims = [(0, 0)]
+        while victims and self.known.nbytes > max(0, n_bytes):
+            victims = [v for group in range(len(self.slabs.spec.groups)) for v in self.pool.evict(group, 1)]
+            self.known.forget(victims)
+
+    def _ends_in_shared_block(self, sequence: Sequence, group: int, hit: int) -> bool:
+        index, token = divmod(hit, BLOCK_TOKENS)
+        return token > 0 and self.pool.is_shared(sequence.tables[group], index, token)

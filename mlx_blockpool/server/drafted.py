@@ -1,0 +1,53 @@
+"""Prefixes of a model that runs with a draft model: two prefix caches that give the same prefix."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from mlx_lm.models.cache import can_trim_prompt_cache, trim_prompt_cache
+
+from ..prefix.cache import Fetch, PrefixCache
+
+
+class DraftedPrefix:
+    """A prefix cache for the model and one for its draft, each in its own pool. Their caches go in one list, as in mlx-lm."""
+
+    def __init__(self, prefix: PrefixCache, draft: PrefixCache) -> None:
+        self.prefix = prefix
+        self.draft = draft
+
+    def fetch(self, tokens: list[int], room: int) -> Fetch:
+        """Caches of both that end at the same token. Raises what PrefixCache.fetch raises, and holds nothing then."""
+        hit = min(self.prefix.look(tokens).hit, self.draft.look(tokens).hit)
+        first = self.prefix.fetch(tokens, room, at_most=hit)
+        try:
+            second = self.draft.fetch(tokens, room, at_most=first.lookup.hit)
+        except Exception:
+            # Nobody will use the first.
+            self.prefix.release(first.caches)
+            raise
+        if second.lookup.hit != first.lookup.hit:
+            # No window of the draft ends there.
+            self.release([*first.caches, *second.caches])
+            first, second = self.prefix.fetch(tokens, room, at_most=0), self.draft.fetch(tokens, room, at_most=0)
+        return Fetch([*first.caches, *second.caches], first.rest, first.lookup)
+
+    def finish(self, tokens: list[int], caches: list[Any], kind: str) -> None:
+        """Keep what both hold of `tokens`: behind a draft each is ahead of them by its own amount."""
+        for prefix, own in zip((self.prefix, self.draft), self._parts(caches), strict=True):
+            ahead = own[0].offset - len(tokens)
+            if ahead > 0 and can_trim_prompt_cache(own):
+                trim_prompt_cache(own, ahead)
+            prefix.finish(tokens, own, kind)
+
+    def release(self, caches: list[Any]) -> None:
+        for prefix, own in zip((self.prefix, self.draft), self._parts(caches), strict=True):
+            prefix.release(own)
+
+    def capacity(self) -> int:
+        """The most tokens that one sequence can have in both pools."""
+        return min(self.prefix.pool.sequence_capacity(), self.draft.pool.sequence_capacity())
+
+    def _parts(self, caches: list[Any]) -> tuple[list[Any], list[Any]]:
+        first = len(self.prefix.slabs.spec.layers)
+        return caches[:first], caches[first:]

@@ -1,0 +1,38 @@
+"""How the next token of a request is drawn: mlx-lm's samplers, with a random state of its own where there is a seed."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import mlx.core as mx
+from mlx_lm import sample_utils, server
+
+from ..upstream import rebind
+
+
+def make_sampler(args: Any, tokenizer: Any) -> Any:
+    """The sampler that mlx-lm's server makes. With a seed it draws what mlx-lm draws alone, whoever else is in the batch."""
+    if args.seed is None:
+        return server._make_sampler(args, tokenizer)
+    own = OwnRandomness(args.seed)
+    make = rebind(sample_utils.make_sampler, categorical_sampling=own.categorical, apply_xtc=own.xtc)
+    return rebind(server._make_sampler, make_sampler=make)(args, tokenizer)
+
+
+class OwnRandomness:
+    """mlx's global random state after mx.random.seed(seed), for one request: every draw splits the key once."""
+
+    def __init__(self, seed: int) -> None:
+        self._key = mx.random.key(seed)
+
+    def categorical(self, logits: mx.array, temp: float) -> mx.array:
+        return mx.random.categorical(logits * (1.0 / temp), key=self._next())
+
+    def xtc(self, logits: mx.array, probability: float, threshold: float, special_tokens: list[int]) -> mx.array:
+        """apply_xtc with its own throw; at probability 1.0 mlx-lm's own always applies."""
+        applied = sample_utils.apply_xtc(logits, 1.0, threshold, special_tokens)
+        return mx.where(mx.random.uniform(0, 1, key=self._next()) > probability, logits, applied)
+
+    def _next(self) -> mx.array:
+        self._key, drawn = mx.random.split(self._key)
+        return drawn
