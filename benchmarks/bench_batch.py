@@ -1,10 +1,12 @@
 """Decode of a batch with contexts of mixed length, and joining and leaving it, against mlx-lm's padded batch, in one run.
 
-Both run in mlx-lm's own BatchGenerator. The counter proves the path: members of a PooledBatchCache against a BatchKVCache.
+Both run in mlx-lm's own BatchGenerator. The counter proves the path: every attend of every step was the ragged one. On a CPU
+the attention of a batch is divided between cores, mlx-lm's is not; `one stream` is ours without that.
 """
 
 from __future__ import annotations
 
+import functools
 import time
 from typing import Any
 
@@ -16,8 +18,9 @@ from mlx_lm.models.cache import make_prompt_cache as stock_prompt_cache
 from mlx_blockpool.cache.attention import bind
 from mlx_blockpool.cache.batch import PooledBatchCache
 from mlx_blockpool.cache.factory import make_prompt_cache, open_pool
+from mlx_blockpool.cache.slabs import default_streams
 
-MIXED = [300, 500, 700, 1000, 1500, 2000, 3000, 4000]
+MIXED = [500, 600, 1024, 1500, 2048, 300, 4000, 800]
 
 
 def filled(caches: list[Any], context: int, heads: int, dim: int) -> list[Any]:
@@ -33,6 +36,7 @@ class System:
     def __init__(self, pooled: bool, contexts: list[int], size: tuple[int, int, int, int]) -> None:
         self.model = llama(*size)
         self.contexts = contexts
+        self.layers = size[1]
         self.heads, self.dim = size[3], size[0] // size[2]
         self.pool = open_pool(self.model, 3 * sum(contexts) * 2 * size[1] * size[3] * self.dim * 4) if pooled else None
         if self.pool is not None:
@@ -49,15 +53,23 @@ class System:
             generator.next_generated()
         return generator
 
-    def step_seconds(self, steps: int) -> float:
+    def step_seconds(self, steps: int, streams: int | None = None) -> float:
         """Seconds of one decode step of the whole batch; its path is checked."""
+        if self.pool is not None:
+            self.pool.decode_streams = streams or default_streams()
         generator = self.batch(self.contexts)
         found = isinstance(generator._generation_batch.prompt_cache[0], PooledBatchCache)
         assert found == (self.pool is not None), "the other path ran"
+        if self.pool is not None:
+            self.pool.path_counts.clear()
         start = time.perf_counter()
         for _ in range(steps):
             generator.next_generated()
-        return (time.perf_counter() - start) / steps
+        taken = (time.perf_counter() - start) / steps
+        if self.pool is not None:
+            needed = {"ragged": steps * self.layers}
+            assert self.pool.path_counts == needed, f"{self.pool.path_counts} != {needed}: another path ran"
+        return taken
 
     def stall_seconds(self) -> float:
         """Seconds that one sequence's joining and leaving adds to the layer caches of a batch of the others."""
@@ -73,12 +85,16 @@ class System:
 
 def bench(args: Any, case: str, contexts: list[int], size: tuple[int, int, int, int], steps: int, rounds: int) -> None:
     ours, stock = System(True, contexts, size), System(False, contexts, size)
-    step = interleave({"ours": lambda: ours.step_seconds(steps), "stock": lambda: stock.step_seconds(steps)}, rounds)
+    assert ours.pool is not None
+    runs = {"ours": ours.step_seconds, "one": lambda steps: ours.step_seconds(steps, streams=1), "stock": stock.step_seconds}
+    step = interleave({name: functools.partial(run, steps) for name, run in runs.items()}, rounds)
+    counts = dict(ours.pool.path_counts)
     stall = interleave({"ours": ours.stall_seconds, "stock": stock.stall_seconds}, rounds)
     report(
         args, "batch", case, sequences=len(contexts), utilisation=round(sum(contexts) / len(contexts) / max(contexts), 2),
         ours_step_ms=round(step["ours"] * 1e3, 1), stock_step_ms=round(step["stock"] * 1e3, 1),
-        ratio_step=round(step["stock"] / step["ours"], 2), ours_stall_ms=round(stall["ours"] * 1e3, 2),
+        ratio_step=round(step["stock"] / step["ours"], 2), ratio_one_stream=round(step["stock"] / step["one"], 2),
+        streams=default_streams(), path_counts=counts, ours_stall_ms=round(stall["ours"] * 1e3, 2),
         stock_stall_ms=round(stall["stock"] * 1e3, 2), ratio_stall=round(stall["stock"] / stall["ours"], 1),
     )  # fmt: skip
 

@@ -45,8 +45,8 @@ def attend_cluster(grouped: mx.array, shared: list[View], own: list[list[View]],
     scores.append(_own_scores(grouped, own))
     weights = softmax(mx.concatenate(scores, axis=-1))
     out, start = _weigh(weights, shared, 0 if sinks is None else 1)
-    rows = [weights[:, :, i * group : (i + 1) * group] for i in range(members)]
-    out = out + mx.concatenate([_weigh(w, views, start)[0] for w, views in zip(rows, own, strict=True)], axis=2)
+    tails = [_weigh(weights, views, start, slice(i * group, (i + 1) * group))[0] for i, views in enumerate(own)]
+    out = out + mx.concatenate(tails, axis=2)
     return out.reshape(kv_heads, members, group, -1).swapaxes(0, 1)
 
 
@@ -68,8 +68,8 @@ def _sink_scores(grouped: mx.array, sinks: mx.array | None) -> list[mx.array]:
 def _own_scores(grouped: mx.array, own: list[list[View]]) -> mx.array:
     """Scores [1, kv_heads, members * group, longest] of each member's own runs, -inf behind the shorter ones."""
     rows = []
-    for i, views in enumerate(own):
-        scores = [grouped[i : i + 1] @ keys.swapaxes(-1, -2) for keys, _ in views]
+    for mine, views in zip(mx.split(grouped, len(own)), own, strict=True):
+        scores = [mine @ keys.swapaxes(-1, -2) for keys, _ in views]
         rows.append(scores[0] if len(scores) == 1 else mx.concatenate(scores, axis=-1))
     longest = max(r.shape[-1] for r in rows)
     for i, r in enumerate(rows):
@@ -78,12 +78,12 @@ def _own_scores(grouped: mx.array, own: list[list[View]]) -> mx.array:
     return mx.concatenate(rows, axis=2)
 
 
-def _weigh(weights: mx.array, views: list[View], start: int) -> tuple[mx.array, int]:
-    """The sum of the values, weighed by the columns from `start` on; and the column behind the last one."""
+def _weigh(weights: mx.array, views: list[View], start: int, rows: slice = slice(None)) -> tuple[mx.array, int]:
+    """The sum of the values, weighed by these rows and the columns from `start` on; and the column behind the last one."""
     out: mx.array | None = None
     for _, values in views:
         stop = start + values.shape[2]
-        part = weights[..., start:stop] @ values
+        part = weights[:, :, rows, start:stop] @ values
         out = part if out is None else out + part
         start = stop
     assert out is not None

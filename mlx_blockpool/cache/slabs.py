@@ -76,7 +76,7 @@ class Slabs:
         self.pool = BlockPool(spec, pool_bytes, config)
         self.ragged = False
         self.synchronous = False
-        self.decode_path = "auto"
+        self.decode_path = (config or PoolConfig()).decode_path
         self.path_counts: Counter[str] = Counter()
         self.decode_streams = default_streams()
         self.steps: dict[int, Any] = {}

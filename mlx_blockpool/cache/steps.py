@@ -65,13 +65,10 @@ class Step:
             self._pieces = pieces
             self._mask = _padding_mask(self.sizes)
             return
-        # A member outside of every cluster is read alone.
-        self._readings: dict[tuple[int, ...], tuple[list[Piece], list[list[Piece]]]] = {}
-        for cluster in clusters if self.path == "shared" else ():
-            self._readings[cluster.members] = _cut([pieces[i] for i in cluster.members], cluster.blocks * BLOCK_TOKENS)
-        clustered = {i for together in self._readings for i in together}
-        self._readings.update({(i,): ([], [pieces[i]]) for i in range(len(members)) if i not in clustered})
-        self._loads = self._divide(slabs.decode_streams)
+        self._readings = _readings(pieces, clusters if self.path == "shared" else [])
+        self._loads = self._divide(min(slabs.decode_streams, 1 + len(_helpers)))
+        # The others get their work before the stream that waits for them.
+        self._streams = (*_helpers[: len(self._loads) - 1], None)
         shares = [share for load in self._loads for share in load]
         self._divided = [m for m in self._readings if not any(s.members == m and self._is_whole(s) for s in shares)]
         rows = [i for together in [s.members for s in shares if self._is_whole(s)] + self._divided for i in together]
@@ -93,7 +90,7 @@ class Step:
         sinks = None if sinks is None else sinks.reshape(self.layer.kv_heads, -1)
         whole: list[mx.array] = []
         parts: dict[tuple[int, ...], dict[int, mx.array]] = {members: {} for members in self._divided}
-        for stream, load in zip((None, *_helpers), self._loads, strict=False):
+        for stream, load in zip(self._streams, self._loads, strict=True):
             with nullcontext() if stream is None else mx.stream(stream):
                 read = [(share, self._read(share, index, grouped, sinks)) for share in load]
                 # Joined on their own stream: else mlx hands out the work of both in turns, and they wait for each other.
@@ -158,6 +155,16 @@ def _targets(places: list[Piece]) -> list[tuple[Slab, slice, mx.array | int]]:
     if len(places) > 1 and all(slab is places[0][0] for slab, _, _ in places):
         return [(places[0][0], slice(None), mx.array([first for _, first, _ in places]))]
     return [(slab, slice(i, i + 1), first) for i, (slab, first, _) in enumerate(places)]
+
+
+def _readings(pieces: list[list[Piece]], clusters: list[Cluster]) -> dict[tuple[int, ...], tuple[list[Piece], list[list[Piece]]]]:
+    """Members -> what they read together and what each reads alone; who is in no cluster reads everything alone."""
+    readings: dict[tuple[int, ...], tuple[list[Piece], list[list[Piece]]]] = {
+        c.members: _cut([pieces[i] for i in c.members], c.blocks * BLOCK_TOKENS) for c in clusters
+    }
+    clustered = {i for together in readings for i in together}
+    readings.update({(i,): ([], [mine]) for i, mine in enumerate(pieces) if i not in clustered})
+    return readings
 
 
 def _cut(pieces: list[list[Piece]], shared: int) -> tuple[list[Piece], list[list[Piece]]]:

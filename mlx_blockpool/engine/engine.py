@@ -17,10 +17,12 @@ from mlx_lm.utils import maybe_set_recommended_wired_limit
 from ..config import EngineConfig
 from ..errors import PoolExhaustedError, RequestTooLargeError
 from ..spec import BLOCK_TOKENS
-from .caches import PooledCaches, StockCaches
+from .caches import PooledCaches
 from .decode import DecodeBatch
+from .opening import open_caches
 from .prefill import choose, chunk_end, compute
 from .request import KIND, Event, Failed, Progress, Request, Running, Started, Token, common_prefix
+from .stock import StockCaches
 
 log = logging.getLogger(__name__)
 
@@ -46,6 +48,11 @@ class BlockPoolBatchEngine:
         self._owed_to_decode = 0.0
         self._long_first = False
         self._wired_limit = maybe_set_recommended_wired_limit()
+
+    @classmethod
+    def open(cls, model: Any, pool_bytes: int | None = None, config: EngineConfig | None = None) -> BlockPoolBatchEngine:
+        """An engine for a loaded model over a new pool, `pool_bytes` at most (default: half of what the model leaves free)."""
+        return cls(model, open_caches(model, pool_bytes), config)
 
     # -- requests ------------------------------------------------------------------------------------------------------
 

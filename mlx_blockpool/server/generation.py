@@ -270,4 +270,7 @@ class BlockpoolGenerator(ResponseGenerator):  # type: ignore[misc]
     def _report(self) -> None:
         self._reported = time.monotonic()
         engine = self._engine
-        self.prompt_cache.update_report(engine.live if engine else None, engine.counts if engine else None)
+        if engine is None:
+            self.prompt_cache.update_report()
+        else:
+            self.prompt_cache.update_report(engine.live, engine.counts)

@@ -14,12 +14,14 @@ from typing import Any
 import mlx.core as mx
 
 from .. import plugins
-from ..cache.attention import attach, batches_padded, step_synchronously_if_copied
+from ..cache.attention import batches_padded
 from ..cache.factory import default_pool_bytes
 from ..cache.slabs import Slabs
 from ..config import PoolConfig
-from ..engine.caches import GuardedPromptCache, PaddedCaches, PooledCaches, StockCaches
+from ..engine.caches import PooledCaches
+from ..engine.opening import open_pooled
 from ..engine.request import Running
+from ..engine.stock import GuardedPromptCache, StockCaches
 from ..errors import PluginError, SpecError
 from ..memory import batch_memory
 from ..prefix.cache import PrefixCache
@@ -60,10 +62,11 @@ class ServerPromptCache:
         if spec is not None and provider.draft_model is not None:
             self._open_drafted(provider, spec)
         elif spec is not None:
-            self.caches = self._open_pool(model, spec, str(provider.model_key))
+            pool_bytes = self.config.pool_bytes or default_pool_bytes()
+            self.caches = open_pooled(model, spec, pool_bytes, self.config, str(provider.model_key))
+            self.prefix = self.caches.prefix
         elif provider.draft_model is None and self._cli_args.kv_bits is None:
-            merges = provider.is_batchable and batches_padded(model)
-            self.caches = StockCaches(model, provider.model_key, self._stock, merges)
+            self.caches = StockCaches(model, provider.model_key, self._stock, batches_padded(model))
         log.info("%s is served with %s", model_id, self._how())
         self.update_report()
 
@@ -79,22 +82,6 @@ class ServerPromptCache:
             log.warning("No pool for %s: %s", model_id, error)
             return None
         return spec if spec.is_poolable else None
-
-    def _open_pool(self, model: Any, spec: ModelCacheSpec, namespace: str) -> PooledCaches:
-        pool_bytes = self.config.pool_bytes or default_pool_bytes()
-        slabs = Slabs(spec, pool_bytes, self.config)
-        if attach(model, slabs):
-            self.prefix = PrefixCache(slabs, namespace)
-            caches = PooledCaches(self.prefix)
-        else:
-            # A padded batch is not in the pool: it has half of the bytes to itself.
-            slabs = Slabs(spec, pool_bytes // 2, self.config)
-            self.prefix = PrefixCache(slabs, namespace)
-            caches = PaddedCaches(self.prefix, pool_bytes - pool_bytes // 2, batches_padded(model))
-        slabs.decode_path = self.config.decode_path
-        if step_synchronously_if_copied(model, slabs):
-            log.info("Decode steps run one at a time; overlapping ones would copy the pool on this device")
-        return caches
 
     def _open_drafted(self, provider: BlockpoolModelProvider, spec: ModelCacheSpec) -> None:
         """A pool for the model and one for its draft, by what a block of each takes; mlx-lm's caches if the draft has no spec."""

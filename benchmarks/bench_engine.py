@@ -1,0 +1,203 @@
+"""The engine against mlx-lm's BatchGenerator, in one run: steps, starting together, a long prefill beside replies, a small pool.
+
+Counters prove what happened: chunks, prompt tokens computed, sequences swapped out and back. Replies of both are compared.
+"""
+
+from __future__ import annotations
+
+import functools
+import random
+import statistics
+import time
+from typing import Any
+
+from measure import interleave, llama, options, report
+from mlx_lm.generate import BatchGenerator
+
+from mlx_blockpool.cache.attention import bind
+from mlx_blockpool.cache.factory import open_pool
+from mlx_blockpool.config import EngineConfig
+from mlx_blockpool.engine.caches import PooledCaches
+from mlx_blockpool.engine.engine import BlockPoolBatchEngine
+from mlx_blockpool.engine.request import Request, Token
+from mlx_blockpool.memory import batch_memory
+from mlx_blockpool.prefix.cache import PrefixCache
+
+VOCAB = 2048
+LENGTHS = [500, 600, 1024, 1500, 2048, 300, 4000, 800]
+
+
+def prompt(length: int, seed: int, common: list[int] | None = None) -> list[int]:
+    rng = random.Random(seed)
+    return (common or []) + [rng.randrange(VOCAB) for _ in range(length - len(common or []))]
+
+
+class Ours:
+    """A new pool and engine over one model."""
+
+    def __init__(self, model: Any, pool_bytes: int, config: EngineConfig | None = None) -> None:
+        bind(model)
+        self.slabs = open_pool(model, pool_bytes)
+        self.slabs.ragged = True
+        self.prefix = PrefixCache(self.slabs)
+        self.engine = BlockPoolBatchEngine(model, PooledCaches(self.prefix), config)
+
+    def insert(self, tokens: list[int], max_tokens: int) -> int:
+        return self.engine.insert(Request(tokens, max_tokens))
+
+    def next(self) -> list[tuple[int, int]]:
+        """(uid, token) of each token that this step told."""
+        return [(event.uid, event.token) for event in self.engine.next() if isinstance(event, Token)]
+
+
+class Stock:
+    """mlx-lm's BatchGenerator in the same words."""
+
+    def __init__(self, model: Any) -> None:
+        self.generator = BatchGenerator(model)
+
+    def insert(self, tokens: list[int], max_tokens: int) -> int:
+        (uid,) = self.generator.insert([tokens], [max_tokens])
+        return int(uid)
+
+    def next(self) -> list[tuple[int, int]]:
+        return [(r.uid, r.token) for r in self.generator.next()[1]]
+
+
+def run(system: Any, prompts: list[list[int]], max_tokens: int) -> tuple[list[list[int]], list[float], float]:
+    """Replies, seconds to first token of each, and seconds in all."""
+    start = time.perf_counter()
+    uids = [system.insert(p, max_tokens) for p in prompts]
+    replies: dict[int, list[int]] = {uid: [] for uid in uids}
+    first: dict[int, float] = {}
+    while any(len(reply) < max_tokens for reply in replies.values()):
+        for uid, token in system.next():
+            replies[uid].append(token)
+            first.setdefault(uid, time.perf_counter() - start)
+    return [replies[u] for u in uids], sorted(first.values()), time.perf_counter() - start
+
+
+def step_seconds(system: Any, lengths: list[int], steps: int) -> float:
+    """Seconds of one decode step once all prompts are computed."""
+    uids = [system.insert(prompt(n, n), 1000) for n in lengths]
+    told: set[int] = set()
+    while len(told) < len(uids):
+        told |= {uid for uid, _ in system.next()}
+    start = time.perf_counter()
+    for _ in range(steps):
+        assert len(system.next()) == len(uids)
+    return (time.perf_counter() - start) / steps
+
+
+def bench_steps(args: Any, model: Any, stock: Any, case: str, lengths: list[int], steps: int, rounds: int) -> None:
+    runs = {
+        "ours": lambda: step_seconds(Ours(model, 10**9), lengths, steps),
+        "stock": lambda: step_seconds(Stock(stock), lengths, steps),
+    }
+    found = interleave(runs, rounds)
+    figures = {f"{name}_ms": round(seconds * 1e3, 2) for name, seconds in found.items()}
+    report(args, "engine", case, **figures, ratio=round(found["stock"] / found["ours"], 3))
+
+
+def bench_together(args: Any, model: Any, stock: Any, agents: int, system: int, rounds: int) -> None:
+    """Agents that start at the same time on one system prompt."""
+    common = prompt(system, 1)
+    prompts = [prompt(system + 40 + 10 * i, 2 + i, common) for i in range(agents)]
+    needed = system + sum(len(p) - system - 1 for p in prompts)
+    ratios, walls = [], []
+    for _ in range(rounds):
+        ours = Ours(model, 10**9)
+        replies, first, wall = run(ours, prompts, 16)
+        expected, stock_first, stock_wall = run(Stock(stock), prompts, 16)
+        assert replies == expected, "the replies differ"
+        computed = ours.engine.counts["prompt_tokens"]
+        assert computed == needed, f"{computed} prompt tokens computed != {needed}: the common part once, each tail once"
+        ratios.append(first[-1] / stock_first[-1])
+        walls.append(wall / stock_wall)
+    report(
+        args, "engine", f"{agents} agents start together on {system} tokens", prompt_tokens=needed, ttft_last_s=round(first[-1], 2),
+        stock_ttft_last_s=round(stock_first[-1], 2), ttft_of_stock=round(statistics.median(ratios), 3),
+        wall_of_stock=round(statistics.median(walls), 3),
+    )  # fmt: skip
+
+
+def bench_long_prefill(args: Any, model: Any, long: int, step: int) -> None:
+    """A short request that arrives during a long prefill: chunks until its first token, and the speed of its decode since."""
+
+    def run(with_long: bool) -> tuple[float, int]:
+        """Tokens per second over four chunks of the long prompt, or as many tokens alone; chunks until the first token."""
+        ours = Ours(model, 10**9, EngineConfig(prefill_tokens=step))
+        counts = ours.engine.counts
+        if with_long:
+            ours.insert(prompt(long, 5), 1)
+            ours.next()
+        before = counts["chunks"]
+        uid = ours.insert(prompt(200, 6), 5000)
+        while not any(told == uid for told, _ in ours.next()):
+            pass
+        chunks, tokens = counts["chunks"] - before, 0
+        while with_long and counts["chunks"] == before + chunks:
+            ours.next()
+        start, until = time.perf_counter(), counts["chunks"] + 4
+        while counts["chunks"] < until if with_long else tokens < 200:
+            tokens += len(ours.next())
+        return tokens / (time.perf_counter() - start), chunks
+
+    chunks = run(True)[1]
+    found = interleave({"disturbed": lambda: run(True)[0], "alone": lambda: run(False)[0]}, 3)
+    assert chunks <= 3, f"first token after {chunks} chunks > 3"
+    report(
+        args, "engine", f"200 tokens during a prefill of {long}", chunks_to_first_token=chunks, chunk=step,
+        tokens_per_s=round(found["disturbed"], 1), alone=round(found["alone"], 1),
+        speed_kept=round(found["disturbed"] / found["alone"], 2),
+    )  # fmt: skip
+
+
+def bench_small_pool(args: Any, model: Any, stock: Any, length: int, tokens: int) -> None:
+    """A pool for two of five sequences: all end, with the tokens that each gets alone in mlx-lm."""
+    prompts = [prompt(length, 20 + i) for i in range(5)]
+    probe = open_pool(model, 10**9)
+    size = sum(probe.spec.bytes_per_block(group) for group in probe.spec.groups)
+    blocks = -(-(length + tokens) // 256)
+    ours = Ours(model, size * (2 * blocks + 1))
+    replies, _, wall = run(ours, prompts, tokens)
+    expected = [run(Stock(stock), [p], tokens)[0][0] for p in prompts]
+    assert replies == expected, "the replies differ"
+    counts = ours.engine.counts
+    assert counts["swapped_out"] == counts["swapped_in"] > 0, f"nothing was swapped out: {dict(counts)}"
+    ours.prefix.check()
+    report(args, "engine", "a pool for two of five", wall_s=round(wall, 2), equal_replies=True, **counts)
+
+
+def bench_waste(args: Any, model: Any, lengths: list[int]) -> None:
+    """Allocated minus used tokens of sequences in decode, from the block tables themselves."""
+    ours = Ours(model, 10**9)
+    told: set[int] = set()
+    for n in lengths:
+        ours.insert(prompt(n, n), 100)
+    while len(told) < len(lengths):
+        told |= {uid for uid, _ in ours.next()}
+    live = ours.engine.live
+    held = [len({b for r in live for b in (r.caches or [])[0].sequence.tables[g].ids}) for g in range(len(ours.slabs.spec.groups))]
+    memory = batch_memory(ours.slabs.spec, [len(r.tokens) for r in live], held).bytes
+    report(
+        args, "engine", f"{len(lengths)} agents of {lengths[0]} to {lengths[-1]} tokens", waste=round(memory.pool.waste_share, 4),
+        padded_waste=round(memory.padded.waste_share, 4), ratio=round(memory.ratio, 2),
+    )  # fmt: skip
+
+
+if __name__ == "__main__":
+    args = options(__doc__ or "")
+    quick = args.quick
+    size = (128, 2, 4, 2) if quick else (256, 6, 4, 4)
+    model, stock = llama(*size), llama(*size)
+    shrink = 8 if quick else 1
+    steps, rounds = (10, 1) if quick else (25, 5)
+    bench_steps(args, model, stock, "decode step of 8, mixed lengths", [n // shrink for n in LENGTHS], steps, rounds)
+    bench_steps(args, model, stock, "decode step of 8, equal lengths", [1000 // shrink] * 8, steps, rounds)
+    bench_steps(args, model, stock, "decode step of 1", [2000 // shrink], 4 * steps, rounds)
+    together = functools.partial(bench_together, args, model, stock)
+    together(3, 300, 1) if quick else together(5, 1500, 3)
+    bench_long_prefill(args, model, 2048 if quick else 8192, 256 if quick else 512)
+    bench_small_pool(args, model, stock, 100, 600)
+    bench_waste(args, model, [300, 600, 900] if quick else [2000, 3500, 5000, 6500, 8000])

@@ -1,0 +1,54 @@
+"""Which caches a model is run with: found out by describing it and trying it, not by a list."""
+
+from __future__ import annotations
+
+import logging
+from typing import Any
+
+from ..cache.attention import attach, batches_padded, step_synchronously_if_copied
+from ..cache.factory import config_of, default_pool_bytes
+from ..cache.slabs import Slabs
+from ..config import PoolConfig
+from ..errors import SpecError
+from ..plugins import spec_of_model
+from ..prefix.cache import PrefixCache
+from ..spec import ModelCacheSpec
+from .caches import PaddedCaches, PooledCaches
+from .stock import GuardedPromptCache, StockCaches
+
+log = logging.getLogger(__name__)
+
+
+def open_caches(model: Any, pool_bytes: int | None = None) -> PooledCaches | StockCaches:
+    """Caches for a loaded model in a new pool of `pool_bytes` at most (default: half of what the model leaves free).
+
+    A model with layers that are not in blocks runs on mlx-lm's own.
+    """
+    try:
+        spec = spec_of_model(model, config_of(model), type(model).__module__.rpartition(".")[2])
+    except SpecError as error:
+        log.info("no pool: %s", error)
+        spec = None
+    if spec is None or not spec.is_poolable:
+        return StockCaches(model, "", GuardedPromptCache(), batches_padded(model))
+    return open_pooled(model, spec, default_pool_bytes() if pool_bytes is None else pool_bytes)
+
+
+def open_pooled(
+    model: Any, spec: ModelCacheSpec, pool_bytes: int, config: PoolConfig | None = None, name: str = ""
+) -> PooledCaches:
+    """The same for a model whose layers are all in blocks. Attaches it if its batches can be ragged.
+
+    `name` tells its keys and values from those of other weights.
+    """
+    slabs = Slabs(spec, pool_bytes, config)
+    caches: PooledCaches
+    if attach(model, slabs):
+        caches = PooledCaches(PrefixCache(slabs, name))
+    else:
+        # A padded batch is not in the pool: it has half of the bytes to itself.
+        slabs = Slabs(spec, pool_bytes // 2, config)
+        caches = PaddedCaches(PrefixCache(slabs, name), pool_bytes - pool_bytes // 2, batches_padded(model))
+    if step_synchronously_if_copied(model, slabs):
+        log.info("Decode steps run one at a time; overlapping ones would copy the pool on this device")
+    return caches

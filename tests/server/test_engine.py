@@ -1,0 +1,170 @@
+"""The engine through its real door: seeds, order of an agent's requests, drafts, health, and a thread that does not stay dead."""
+
+from __future__ import annotations
+
+import threading
+import types
+from collections import deque
+from collections.abc import Iterator
+from pathlib import Path
+from queue import Queue
+from typing import Any
+
+import pytest
+from models import save_model
+
+from mlx_blockpool.config import EngineConfig
+from mlx_blockpool.engine.engine import BlockPoolBatchEngine
+from mlx_blockpool.server.generation import BlockpoolGenerator
+from mlx_blockpool.server.health import Health
+from server.serving import Client, at_once, blockpool_server, stock_server
+
+
+@pytest.fixture(scope="module")
+def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return save_model(tmp_path_factory.mktemp("llama"), "llama", head_dim=32)
+
+
+@pytest.fixture
+def client(model: Path) -> Iterator[Client]:
+    with blockpool_server(model, "--pool-bytes", "20MB", "--prefill-step-size", "128") as running:
+        yield running
+
+
+def text(answer: dict[str, Any]) -> str:
+    return str(answer["choices"][0]["message"]["content"])
+
+
+SAMPLED: list[dict[str, Any]] = [
+    {"seed": 3, "temperature": 1.0},
+    {"seed": 4, "temperature": 0.8, "top_p": 0.9},
+    {"seed": 5, "temperature": 1.0, "top_k": 20, "min_p": 0.01},
+    {"seed": 6, "temperature": 1.0, "xtc_probability": 0.5, "xtc_threshold": 0.001},
+    {"seed": 7, "temperature": 0.0},
+]
+
+
+def test_seeded_requests_in_one_batch_answer_as_stock_alone(client: Client, model: Path) -> None:
+    messages = [{"role": "user", "content": "throw the dice " * 12}]
+    with stock_server(model) as stock:
+        expected = [text(stock.chat(messages, max_tokens=24, **options)) for options in SAMPLED]
+    jobs = [lambda o=o: text(client.chat(messages, max_tokens=24, **o)) for o in SAMPLED * 2]
+    assert at_once(jobs) == expected * 2
+    client.settle()
+    counts = client.send("/v1/cache")[1]["engine"]
+    assert counts["tokens"] > counts["decode_steps"], "they did not run together"
+
+
+def test_requests_of_one_agent_run_in_order_and_others_pass(client: Client, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Two of agent a and one without a name wait while nothing starts; then a's second starts after its first has ended."""
+    together: list[set[str | None]] = []
+    step = BlockPoolBatchEngine.next
+
+    def watching(self: BlockPoolBatchEngine) -> Any:
+        together.append({running.request.agent for running in self.live})
+        assert len([r for r in self.live if r.request.agent == "a"]) <= 1
+        return step(self)
+
+    monkeypatch.setattr(BlockPoolBatchEngine, "next", watching)
+    body = {"messages": [{"role": "user", "content": "one after the other"}], "max_tokens": 30}
+    bodies = [{**body, "prompt_cache_key": "a"}, {**body, "prompt_cache_key": "a"}, {**body, "prompt_cache_key": "b"}, body]
+    answers = at_once([lambda b=b: client.send("/v1/chat/completions", b) for b in bodies])
+    assert len({text(answer) for _, answer in answers}) == 1
+    assert {"a", "b"} <= set().union(*together)
+
+
+def test_an_agents_name_must_be_text(client: Client) -> None:
+    status, answer = client.send("/v1/completions", {"prompt": "x", "prompt_cache_key": 7})
+    assert status == 400
+    assert "prompt_cache_key" in answer["error"]
+
+
+def test_what_ends_the_thread_is_told_and_the_next_request_is_served(client: Client, monkeypatch: pytest.MonkeyPatch) -> None:
+    class Fatal(BaseException):
+        pass
+
+    def dying(self: Any) -> None:
+        raise Fatal("no one catches this")
+
+    monkeypatch.setattr(BlockPoolBatchEngine, "next", dying)
+    status, answer = client.send("/v1/completions", {"prompt": "doomed", "max_tokens": 3})
+    assert status == 503
+    assert "no one catches this" in answer["error"]
+    monkeypatch.undo()
+    assert client.send("/v1/completions", {"prompt": "doomed no more", "max_tokens": 3})[0] == 200
+    status, health = client.send("/health")
+    assert (status, health["status"], health["restarts"]) == (200, "ok", 1)
+    client.settle()
+
+
+def test_health_tells_a_stall_from_idleness(monkeypatch: pytest.MonkeyPatch) -> None:
+    now = [100.0]
+    monkeypatch.setattr("mlx_blockpool.server.health.time.monotonic", lambda: now[0])
+    health = Health(stall_seconds=10)
+    now[0] += 50
+    assert health.report(alive=True) == (200, {"status": "ok", "doing": "nothing", "restarts": 0})
+    health.doing("prefill and decode")
+    now[0] += 9
+    assert health.report(alive=True)[1]["seconds_since_progress"] == 9
+    now[0] += 2
+    assert health.report(alive=True)[0] == 503
+    assert health.report(alive=True)[1]["status"] == "stalled"
+    health.mark()
+    assert health.report(alive=True)[1]["status"] == "ok"
+    assert health.report(alive=False)[1]["status"] == "unavailable"
+
+
+def test_those_that_arrive_within_a_moment_start_together() -> None:
+    thread = types.SimpleNamespace(_live={}, _waiting=deque(), _config=EngineConfig(join_seconds=5), requests=Queue())
+    thread.requests.put(("first", None, None))
+    late = threading.Timer(0.05, lambda: thread.requests.put(("second", None, None)))
+    late.start()
+    watch = threading.Thread(target=BlockpoolGenerator._take_arrivals, args=(thread,))
+    watch.start()
+    late.join()
+    while len(thread._waiting) < 2:
+        threading.Event().wait(0.005)
+    assert watch.is_alive(), "it still waits for more"
+    assert [waiting.queue for waiting in thread._waiting] == ["first", "second"]
+    watch.join()
+
+
+def test_a_draft_runs_on_pooled_caches_and_changes_no_reply(model: Path, tmp_path: Path) -> None:
+    draft = save_model(tmp_path / "draft", "llama", seed=1, num_hidden_layers=1)
+    messages = [{"role": "system", "content": "Common to all. " * 30}, {"role": "user", "content": "Go on. "}]
+    with stock_server(model) as stock:
+        first = text(stock.chat(messages, max_tokens=20))
+        longer = [*messages, {"role": "assistant", "content": first}, {"role": "user", "content": "And then?"}]
+        second = text(stock.chat(longer, max_tokens=20))
+    with blockpool_server(model, "--pool-bytes", "20MB", "--draft-model", str(draft)) as ours:
+        assert text(ours.chat(messages, max_tokens=20)) == first
+        answer = ours.chat(longer, max_tokens=20)
+        assert text(answer) == second
+        assert answer["usage"]["prompt_tokens_details"]["cached_tokens"] > 400
+        assert [text(ours.chat(messages, max_tokens=20)) for _ in range(2)] == [first] * 2
+        ours.settle()
+        assert ours.send("/v1/cache")[1]["backend"] == "blockpool"
+        known = ours.generator.prompt_cache._drafted.draft
+        known.check()
+        assert not any(c.held for c in known.pool.settle())
+
+
+def test_the_report_compares_the_running_batch_with_a_padded_one(client: Client, monkeypatch: pytest.MonkeyPatch) -> None:
+    reports: list[dict[str, Any]] = []
+    step = BlockPoolBatchEngine.next
+
+    def reporting(self: BlockPoolBatchEngine) -> Any:
+        events = step(self)
+        client.generator._report()
+        reports.append(client.generator.prompt_cache.report)
+        return events
+
+    monkeypatch.setattr(BlockPoolBatchEngine, "next", reporting)
+    prompts = ["a" * 100, "b" * 1500, "c" * 600]
+    at_once([lambda p=p: client.send("/v1/completions", {"prompt": p, "max_tokens": 12}) for p in prompts])
+    widest = max((r["batch"] for r in reports if r["batch"]), key=lambda batch: batch["padded"]["allocated"])
+    assert widest["padded"]["allocated"] > 1.5 * widest["pool"]["allocated"]
+    assert widest["pool"]["waste_share"] < 0.25
+    assert reports[-1]["engine"]["decode_steps"] > 0
+    client.settle()
+    assert client.send("/v1/cache")[1]["batch"] is None
