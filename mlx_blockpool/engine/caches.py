@@ -13,6 +13,7 @@ from ..errors import PoolExhaustedError
 from ..memory import batch_memory
 from ..prefix.cache import PrefixCache
 from ..prefix.lookup import Lookup
+from ..spec import BLOCK_TOKENS
 from .request import Running
 
 
@@ -43,14 +44,15 @@ class PooledCaches:
         """The most tokens that one sequence can have; None: no limit."""
         return self.prefix.pool.sequence_capacity()
 
-    def open(self, tokens: Sequence[int], room: int, spare: int) -> Opened:
-        """Caches for a prompt with room for `room` more tokens.
+    def open(self, running: Running, others: Sequence[Running]) -> Opened:
+        """Caches for a request beside `others`, with room to begin with: the rest is secured step by step.
 
-        Raises PoolExhaustedError if there is no room now, or not for `spare` more blocks for the others.
+        Raises PoolExhaustedError if there is no room now. Who was swapped out needs a block to spare for each of the others, or
+        it would soon have to go again.
         """
-        fetched = self.prefix.fetch(tokens, room)
+        fetched = self.prefix.fetch(running.tokens, min(running.left_to_produce(), BLOCK_TOKENS))
         try:
-            self.prefix.room.need_spare(spare)
+            self.prefix.room.need_spare(len(others) if running.swaps else 0)
         except PoolExhaustedError:
             self.prefix.release(fetched.caches)
             raise
@@ -97,12 +99,20 @@ class PaddedCaches(PooledCaches):
         self.merges = merges
         self.batch_bytes = batch_bytes
 
+    def open(self, running: Running, others: Sequence[Running]) -> Opened:
+        if others:
+            self._fit([*others, running])
+        return super().open(running, others)
+
     def secure(self, batch: Sequence[Running]) -> None:
         if not self.merges:
             super().secure(batch)
-            return
-        lengths = [len(running.tokens) + 1 for running in batch]
-        needed = batch_memory(self.prefix.slabs.spec, lengths).bytes.grown.allocated
-        if len(batch) > 1 and needed > self.batch_bytes:
+        elif len(batch) > 1:
+            self._fit(batch)
+
+    def _fit(self, batch: Sequence[Running]) -> None:
+        """Raises PoolExhaustedError if a padded batch would be too large. One sequence alone is never."""
+        needed = batch_memory(self.prefix.slabs.spec, [len(running.tokens) + 1 for running in batch]).bytes.grown.allocated
+        if needed > self.batch_bytes:
             hint = f"The padded batch would take {needed} bytes and has {self.batch_bytes}. Raise --pool-bytes."
             raise PoolExhaustedError(len(batch), len(batch) - 1, 0, "batch", hint)

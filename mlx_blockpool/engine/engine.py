@@ -16,15 +16,17 @@ from mlx_lm.utils import maybe_set_recommended_wired_limit
 
 from ..config import EngineConfig
 from ..errors import PoolExhaustedError, RequestTooLargeError
-from ..spec import BLOCK_TOKENS
 from .caches import PooledCaches
 from .decode import DecodeBatch
 from .opening import open_caches
-from .prefill import choose, chunk_end, compute
-from .request import KIND, Event, Failed, Progress, Request, Running, Started, Token, common_prefix
+from .prefill import choose, chunk_end, compute, still_shared
+from .request import KIND, Event, Failed, Progress, Request, Running, Started, Token
 from .stock import StockCaches
 
 log = logging.getLogger(__name__)
+
+# As mlx-lm does: buffers of sizes that do not come again would pile up.
+CLEAR_STEPS = 512
 
 
 class BlockPoolBatchEngine:
@@ -167,6 +169,8 @@ class BlockPoolBatchEngine:
         stepped = self._batch.step()
         self.counts["decode_steps"] += 1
         self.counts["tokens"] += len(stepped.told)
+        if self.counts["decode_steps"] % CLEAR_STEPS == 0:
+            mx.clear_cache()
         failed = {running.uid: error for running, error in stepped.failed}
         ended = [running for running, _ in stepped.failed]
         for running, token, logprobs in stepped.told:
@@ -202,13 +206,10 @@ class BlockPoolBatchEngine:
 
     def _waits_for_prefix(self, running: Running) -> bool:
         """Whether a live prefill is about to compute much of this prompt; that one is to keep it where they part."""
-        known: int | None = None
-        for other in self._prefilling:
-            shared = min(common_prefix(running.tokens, other.tokens), running.prefill_end, other.prefill_end)
-            if shared <= other.computed or shared < self.config.shared_tokens:
-                continue
-            known = self.caches.known(running.tokens) if known is None else known
-            if shared - known >= self.config.shared_tokens:
+        least = self.config.shared_tokens
+        ahead = [(still_shared(running, other), other) for other in self._prefilling]
+        for shared, other in ahead:
+            if shared >= least and shared - self.caches.known(running.tokens) >= least:
                 other.marks.setdefault(shared, KIND)
                 self.counts["shared"] += 1
                 return True
@@ -216,9 +217,8 @@ class BlockPoolBatchEngine:
 
     def _start(self, running: Running) -> bool:
         """Give a request its caches. Returns False if it has to wait for room."""
-        room = min(running.left_to_produce(), BLOCK_TOKENS)
         try:
-            opened = self.caches.open(running.tokens, room, spare=len(self.live) if running.swaps else 0)
+            opened = self.caches.open(running, self.live)
         except PoolExhaustedError as error:
             if self.live:
                 return False
@@ -249,8 +249,10 @@ class BlockPoolBatchEngine:
                 self.caches.secure(self._batch.members)
                 return
             except PoolExhaustedError as error:
-                youngest = max(self.live, key=lambda running: running.uid)
-                if len(self.live) == 1:
+                # A padded batch has nothing from those that are not in it.
+                live = self.live if self.caches.ragged else self._batch.members
+                youngest = max(live, key=lambda running: running.uid)
+                if len(live) == 1:
                     self._batch.leave([youngest])
                     self._end(youngest, error)
                 else:
@@ -292,5 +294,6 @@ class BlockPoolBatchEngine:
     def _fail(self, running: Running, error: Exception) -> None:
         # Without its traceback, whose frames hold caches and with them blocks.
         self._events.append(Failed(running.uid, error.with_traceback(None)))
+        self._may_admit = True
         if running in self._waiting:
             self._waiting.remove(running)

@@ -11,7 +11,7 @@ from typing import Any
 
 import mlx.core as mx
 
-from .request import Running
+from .request import Running, common_prefix
 
 
 def chunk_end(running: Running, step: int) -> int:
@@ -39,6 +39,12 @@ def choose(prefilling: Sequence[Running], step: int, rows: int, long_first: bool
             chosen.append(running)
             longest = longer
     return chosen
+
+
+def still_shared(running: Running, other: Running) -> int:
+    """The tokens that two prompts have in common, if the prefill of `other` has not come to their end; else 0."""
+    shared = min(common_prefix(running.tokens, other.tokens), running.prefill_end, other.prefill_end)
+    return shared if shared > other.computed else 0
 
 
 def compute(model: Any, rows: Sequence[Running], ends: Sequence[int], merges: bool) -> None:

@@ -29,11 +29,11 @@ class StockCaches:
     def capacity(self) -> int | None:
         return None
 
-    def open(self, tokens: Sequence[int], room: int, spare: int) -> Opened:
-        caches, rest = self._known.fetch_nearest_cache(self._key, list(tokens))
+    def open(self, running: Running, others: Sequence[Running]) -> Opened:
+        caches, rest = self._known.fetch_nearest_cache(self._key, running.tokens)
         if caches is None:
-            caches, rest = stock_prompt_cache(self._model), list(tokens)
-        return Opened(caches, len(tokens) - len(rest), None)
+            caches, rest = stock_prompt_cache(self._model), running.tokens
+        return Opened(caches, len(running.tokens) - len(rest), None)
 
     def known(self, tokens: Sequence[int]) -> int:
         return self._known.known_tokens(self._key, list(tokens))

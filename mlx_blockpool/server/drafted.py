@@ -18,6 +18,7 @@ class DraftedPrefix:
 
     def fetch(self, tokens: list[int], room: int) -> Fetch:
         """Caches of both that end at the same token. Raises what PrefixCache.fetch raises, and holds nothing then."""
+        room += 1  # what is verified last is written one token behind the reply
         hit = min(self.prefix.look(tokens).hit, self.draft.look(tokens).hit)
         first = self.prefix.fetch(tokens, room, at_most=hit)
         try:
@@ -46,7 +47,7 @@ class DraftedPrefix:
 
     def capacity(self) -> int:
         """The most tokens that one sequence can have in both pools."""
-        return min(self.prefix.pool.sequence_capacity(), self.draft.pool.sequence_capacity())
+        return min(self.prefix.pool.sequence_capacity(), self.draft.pool.sequence_capacity()) - 1
 
     def _parts(self, caches: list[Any]) -> tuple[list[Any], list[Any]]:
         first = len(self.prefix.slabs.spec.layers)

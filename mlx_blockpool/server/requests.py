@@ -68,7 +68,8 @@ class Marking:
 
     def put(self, item: Any) -> None:
         self._mark()
-        self._queue.put(item)
+        # An error's traceback holds the frames that hold the caches.
+        self._queue.put(item.with_traceback(None) if isinstance(item, Exception) else item)
 
 
 def fit(args: Any, prompt: list[int], capacity: int | None) -> Any:

@@ -1,0 +1,155 @@
+"""Engines over small pools, driven step by step, and what mlx-lm alone answers."""
+
+from __future__ import annotations
+
+import functools
+import random
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import mlx.core as mx
+from mlx_lm.generate import generate_step
+from models import make_model
+
+from mlx_blockpool.cache.attention import attach
+from mlx_blockpool.cache.factory import open_pool
+from mlx_blockpool.cache.slabs import Slabs
+from mlx_blockpool.config import EngineConfig
+from mlx_blockpool.engine.caches import PooledCaches
+from mlx_blockpool.engine.engine import BlockPoolBatchEngine
+from mlx_blockpool.engine.request import Failed, Progress, Request, Started, Token
+from mlx_blockpool.prefix.cache import PrefixCache
+from mlx_blockpool.spec import ModelCacheSpec, blocks_for
+
+ROOMY = 40_000_000
+VOCABULARY = 131
+# Two logits of a sum in another order may change places where they are nearer than this.
+TIE = 1e-3
+# One layer of each kind is enough.
+CHANGES: dict[str, dict[str, Any]] = {"gemma3_text": {"num_hidden_layers": 2}}
+
+
+@functools.cache
+def stock_model(name: str) -> Any:
+    """As mlx-lm makes it."""
+    return make_model(name, **CHANGES.get(name, {}))
+
+
+@functools.cache
+def attached(name: str) -> tuple[Any, ModelCacheSpec]:
+    """The same model, attached, and its spec."""
+    model = make_model(name, **CHANGES.get(name, {}))
+    slabs = open_pool(model, ROOMY)
+    assert attach(model, slabs)
+    return model, slabs.spec
+
+
+def open_prefix(name: str, n_bytes: int = ROOMY) -> PrefixCache:
+    slabs = Slabs(attached(name)[1], n_bytes)
+    slabs.ragged = True
+    return PrefixCache(slabs)
+
+
+def bytes_of(name: str, tokens: int, more_blocks: int = 0) -> int:
+    """What one sequence takes, and as many full blocks more."""
+    spec = attached(name)[1]
+    own = [(spec.bytes_per_block(g), g.layer.max_blocks) for g in spec.groups]
+    needed = sum(size * min(blocks_for(tokens), most or blocks_for(tokens)) for size, most in own)
+    return needed + more_blocks * sum(size for size, most in own if most is None)
+
+
+def make_engine(name: str, n_bytes: int = ROOMY, **config: Any) -> tuple[BlockPoolBatchEngine, PrefixCache]:
+    prefix = open_prefix(name, n_bytes)
+    config = {"prefill_tokens": 128, **config}
+    return BlockPoolBatchEngine(attached(name)[0], PooledCaches(prefix), EngineConfig(**config)), prefix
+
+
+@functools.cache
+def words(seed: int, count: int) -> tuple[int, ...]:
+    """Random tokens; the same ones for the same seed."""
+    rng = random.Random(seed)
+    return tuple(rng.randrange(VOCABULARY) for _ in range(count))
+
+
+@functools.cache
+def stock_reply(name: str, prompt: tuple[int, ...], count: int) -> tuple[tuple[int, ...], int]:
+    """mlx-lm's greedy tokens on its own caches, and how many of them come before the first tie."""
+    tokens, certain = [], 0
+    gaps = []
+    for token, logprobs in generate_step(mx.array(prompt), stock_model(name), max_tokens=count):
+        best = mx.sort(logprobs)[-2:]
+        gaps.append(best[1] - best[0])
+        tokens.append(int(token))
+    for gap in mx.stack(gaps).tolist():
+        if gap < TIE:
+            break
+        certain += 1
+    return tuple(tokens), certain
+
+
+def assert_stock(name: str, prompt: Sequence[int], found: Sequence[int]) -> None:
+    """`found` is what mlx-lm says, as far as it goes; after a tie both may be right."""
+    if not found:
+        return
+    tokens, certain = stock_reply(name, tuple(prompt), 8 if len(found) <= 8 else 40 if len(found) <= 40 else len(found))
+    certain = min(certain, len(found))
+    assert list(found[:certain]) == list(tokens[:certain])
+
+
+@dataclass
+class Told:
+    """What an engine told about each request, by uid, and in which order."""
+
+    started: dict[int, Started] = field(default_factory=dict)
+    progress: dict[int, list[tuple[int, int]]] = field(default_factory=dict)
+    tokens: dict[int, list[int]] = field(default_factory=dict)
+    logprobs: dict[int, list[mx.array]] = field(default_factory=dict)
+    reasons: dict[int, str] = field(default_factory=dict)
+    failed: dict[int, Exception] = field(default_factory=dict)
+    order: list[Any] = field(default_factory=list)
+
+    def take(self, events: Sequence[Any]) -> None:
+        for event in events:
+            self.order.append(event)
+            uid = event.uid
+            assert uid not in self.reasons, "told something of a request that has ended"
+            assert uid not in self.failed, "told something of a request that has failed"
+            if isinstance(event, Started):
+                assert uid not in self.started, "started twice"
+                self.started[uid] = event
+            elif isinstance(event, Progress):
+                self.progress.setdefault(uid, []).append((event.done, event.total))
+            elif isinstance(event, Token):
+                self.tokens.setdefault(uid, []).append(event.token)
+                self.logprobs.setdefault(uid, []).append(event.logprobs)
+                if event.finish_reason is not None:
+                    self.reasons[uid] = event.finish_reason
+            elif isinstance(event, Failed):
+                self.failed[uid] = event.error
+
+
+def drive(
+    engine: BlockPoolBatchEngine, told: Told | None = None, after: Callable[[Told], bool | None] | None = None, steps: int = 5000
+) -> Told:
+    """Run until all requests have ended, or until `after` a step says True."""
+    told = told or Told()
+    for _ in range(steps):
+        if not len(engine):
+            return told
+        told.take(engine.next())
+        if after is not None and after(told):
+            return told
+    raise AssertionError(f"{len(engine)} requests did not end; {dict(engine.counts)}")
+
+
+def serve(engine: BlockPoolBatchEngine, prompts: Sequence[Sequence[int]], max_tokens: int = 8, **more: Any) -> tuple[list[int], Told]:
+    """All prompts at once. Returns their uids and what was told."""
+    uids = [engine.insert(Request(prompt, max_tokens, **more)) for prompt in prompts]
+    return uids, drive(engine)
+
+
+def assert_nothing_held(prefix: PrefixCache) -> None:
+    prefix.check()
+    prefix.pool.check()
+    assert [(c.held, c.reserved) for c in prefix.pool.settle()] == [(0, 0)] * len(prefix.slabs.spec.groups)
