@@ -133,7 +133,7 @@ def run(name: str, model: Path, agents: int, turns: int, system: str) -> dict[st
 
 if __name__ == "__main__":
     args = options(__doc__ or "")
-    agents, turns, repeats, rounds = (3, 2, 12, 1) if args.quick else (5, 4, 90, 3)
+    agents, turns, repeats, rounds = (3, 2, 12, 1) if args.quick else (5, 3, 90, 3)
     system = "You are a helpful assistant that answers questions about blocks, slabs and prefixes. " * repeats
     with tempfile.TemporaryDirectory() as folder:
         make_model(Path(folder))

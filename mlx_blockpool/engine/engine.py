@@ -248,15 +248,11 @@ class BlockPoolBatchEngine:
             try:
                 self.caches.secure(self._batch.members)
                 return
-            except PoolExhaustedError as error:
+            except PoolExhaustedError:
                 # A padded batch has nothing from those that are not in it.
                 live = self.live if self.caches.ragged else self._batch.members
-                youngest = max(live, key=lambda running: running.uid)
-                if len(live) == 1:
-                    self._batch.leave([youngest])
-                    self._end(youngest, error)
-                else:
-                    self._swap_out(youngest)
+                # Also the only one: it may find room where it starts anew, as bytes in its own checkpoints.
+                self._swap_out(max(live, key=lambda running: running.uid))
 
     def _swap_out(self, running: Running) -> None:
         """Its blocks stay known as long as nobody needs them; the request waits in its old place."""

@@ -118,7 +118,8 @@ class Running:
         return "stop" if stopped else "length" if self._produced >= self.request.max_tokens else None
 
     def left_to_produce(self) -> int:
-        return self.request.max_tokens - self._produced
+        """Tokens that may still follow `tokens`, of which the last may be drawn and not told yet."""
+        return len(self.request.tokens) + self.request.max_tokens - len(self.tokens)
 
 
 def common_prefix(a: Sequence[int], b: Sequence[int]) -> int:

@@ -19,7 +19,7 @@ from engine.engines import (
 from hypothesis import HealthCheck, Phase, given, settings
 from hypothesis import strategies as st
 
-from mlx_blockpool.engine import engine as engine_module
+from mlx_blockpool.engine import caches as caches_module
 from mlx_blockpool.engine.engine import BlockPoolBatchEngine
 from mlx_blockpool.engine.request import Request
 from mlx_blockpool.prefix.cache import PrefixCache
@@ -141,7 +141,7 @@ def test_replies_of_a_schedule_are_those_of_single_stock_sequences(
     schedule = Schedule(name, requests, more_blocks, config)
     with pytest.MonkeyPatch.context() as patch:
         # The room that a request finds at its start; with little of it, short replies are swapped out too.
-        patch.setattr(engine_module, "BLOCK_TOKENS", promised)
+        patch.setattr(caches_module, "BLOCK_TOKENS", promised)
         engine, prefix, told = schedule.run()
     TOTAL.update(engine.counts)
     schedule.check(told)
