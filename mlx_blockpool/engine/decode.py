@@ -40,7 +40,8 @@ class DecodeBatch:
         self._inputs: mx.array | None = None
         self._logprobs: list[mx.array | None] = []
         self._contexts: list[TokenBuffer | None] = []
-        self._failed: list[tuple[Running, Exception]] = []
+        # A request fails once, also where both its processor and its sampler do.
+        self._failed: dict[Running, Exception] = {}
 
     def __len__(self) -> int:
         return len(self.members)
@@ -101,7 +102,7 @@ class DecodeBatch:
         inputs, logprobs = self._inputs, self._logprobs
         assert inputs is not None
         logits = self.model(inputs[:, None], cache=self._layers)[:, -1, :]
-        self._failed = []
+        self._failed = {}
         contexts: list[mx.array] = []
         logits = self._process(logits, inputs, contexts)
         found = logits - mx.logsumexp(logits, axis=-1, keepdims=True)
@@ -109,7 +110,7 @@ class DecodeBatch:
         self._logprobs = list(found)
         mx.async_eval(self._inputs, self._logprobs, contexts)  # type: ignore[no-untyped-call]
         mx.eval(inputs, [row for row in logprobs if row is not None])
-        result = Stepped(failed=self._failed)
+        result = Stepped(failed=list(self._failed.items()))
         for member, token, row in zip(self.members, _ids(inputs), logprobs, strict=True):
             if member.computed == len(member.tokens):
                 member.tokens.append(token)
@@ -132,7 +133,7 @@ class DecodeBatch:
                     rows[i] = processor(context, rows[i])
             except Exception as error:
                 # Somebody else's code: its error is this request's own.
-                self._failed.append((member, error))
+                self._failed[member] = error
                 rows[i] = logits[i : i + 1]
         return mx.concatenate(rows)
 
@@ -149,7 +150,7 @@ class DecodeBatch:
             except Exception as error:
                 # As above.
                 mend_random_state()
-                self._failed.append((self.members[i], error))
+                self._failed.setdefault(self.members[i], error)
                 drawn = greedy_sampler(row)
             rows.append(drawn.astype(mx.uint32))
         return mx.concatenate(rows)

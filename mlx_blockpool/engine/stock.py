@@ -84,4 +84,5 @@ class GuardedPromptCache(LRUPromptCache):  # type: ignore[misc]
         if found.longer is None or found.common_prefix <= whole:
             return whole
         cut = can_trim_prompt_cache(self._trie.get(model, found.longer).prompt_cache)
-        return found.common_prefix if cut else whole
+        # mlx-lm leaves one of the tokens that it is asked for.
+        return min(found.common_prefix, len(tokens) - 2) if cut else whole

@@ -72,29 +72,37 @@ def words(seed: int, count: int) -> tuple[int, ...]:
     return tuple(rng.randrange(VOCABULARY) for _ in range(count))
 
 
+class StockReply:
+    """mlx-lm's greedy tokens on its own caches, generated as far as they are asked for."""
+
+    def __init__(self, model: Any, prompt: tuple[int, ...]) -> None:
+        self._steps = generate_step(mx.array(prompt), model, max_tokens=10_000)
+        self._tokens: list[int] = []
+        self._tie: int | None = None
+
+    def tokens(self, count: int) -> tuple[int, ...]:
+        while len(self._tokens) < count:
+            token, logprobs = next(self._steps)
+            second, first = mx.sort(logprobs)[-2:].tolist()
+            if first - second < TIE and self._tie is None:
+                self._tie = len(self._tokens)
+            self._tokens.append(int(token))
+        return tuple(self._tokens[:count])
+
+    def certain(self, count: int) -> tuple[int, ...]:
+        """Those before the first tie: after it both may be right."""
+        return self.tokens(count)[: self._tie]
+
+
 @functools.cache
-def stock_reply(name: str, prompt: tuple[int, ...], count: int) -> tuple[tuple[int, ...], int]:
-    """mlx-lm's greedy tokens on its own caches, and how many of them come before the first tie."""
-    tokens, certain = [], 0
-    gaps = []
-    for token, logprobs in generate_step(mx.array(prompt), stock_model(name), max_tokens=count):
-        best = mx.sort(logprobs)[-2:]
-        gaps.append(best[1] - best[0])
-        tokens.append(int(token))
-    for gap in mx.stack(gaps).tolist():
-        if gap < TIE:
-            break
-        certain += 1
-    return tuple(tokens), certain
+def stock_reply(name: str, prompt: tuple[int, ...]) -> StockReply:
+    return StockReply(stock_model(name), prompt)
 
 
 def assert_stock(name: str, prompt: Sequence[int], found: Sequence[int]) -> None:
-    """`found` is what mlx-lm says, as far as it goes; after a tie both may be right."""
-    if not found:
-        return
-    tokens, certain = stock_reply(name, tuple(prompt), 8 if len(found) <= 8 else 40 if len(found) <= 40 else len(found))
-    certain = min(certain, len(found))
-    assert list(found[:certain]) == list(tokens[:certain])
+    """`found` is what mlx-lm says, as far as it goes."""
+    expected = stock_reply(name, tuple(prompt)).certain(len(found))
+    assert list(expected) == list(found[: len(expected)])
 
 
 @dataclass
@@ -143,7 +151,9 @@ def drive(
     raise AssertionError(f"{len(engine)} requests did not end; {dict(engine.counts)}")
 
 
-def serve(engine: BlockPoolBatchEngine, prompts: Sequence[Sequence[int]], max_tokens: int = 8, **more: Any) -> tuple[list[int], Told]:
+def serve(
+    engine: BlockPoolBatchEngine, prompts: Sequence[Sequence[int]], max_tokens: int = 8, **more: Any
+) -> tuple[list[int], Told]:
     """All prompts at once. Returns their uids and what was told."""
     uids = [engine.insert(Request(prompt, max_tokens, **more)) for prompt in prompts]
     return uids, drive(engine)

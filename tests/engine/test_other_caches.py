@@ -1,0 +1,233 @@
+"""Models whose batches are not in the pool: mlx-lm's own caches, and padded batches beside the pool."""
+
+from __future__ import annotations
+
+import functools
+from typing import Any
+
+import mlx.core as mx
+import pytest
+from engine.engines import StockReply, Told, assert_nothing_held, drive, words
+from mlx_lm.generate import generate_step
+from mlx_lm.models.cache import make_prompt_cache
+from models import make_model
+
+from mlx_blockpool.cache.attention import batches_padded
+from mlx_blockpool.cache.factory import open_pool
+from mlx_blockpool.config import EngineConfig
+from mlx_blockpool.engine.caches import PaddedCaches
+from mlx_blockpool.engine.engine import BlockPoolBatchEngine
+from mlx_blockpool.engine.request import Request
+from mlx_blockpool.engine.stock import GuardedPromptCache, StockCaches
+from mlx_blockpool.memory import batch_memory
+from mlx_blockpool.prefix.cache import PrefixCache
+
+ROOMY = 40_000_000
+COMMON = words(1, 300)
+PROMPTS = [words(2, 1), words(3, 40), (*COMMON, *words(4, 30)), words(5, 129), (*COMMON, *words(6, 90)), words(7, 130)]
+
+
+@functools.cache
+def plain_model(name: str) -> Any:
+    return make_model(name)
+
+
+@functools.cache
+def batches(name: str) -> bool:
+    return batches_padded(plain_model(name))
+
+
+@functools.cache
+def expected(name: str, prompt: tuple[int, ...]) -> StockReply:
+    return StockReply(plain_model(name), prompt)
+
+
+def check(name: str, prompt: tuple[int, ...], found: list[int], count: int) -> None:
+    assert len(found) == count
+    certain = expected(name, prompt).certain(count)
+    assert list(certain) == found[: len(certain)]
+
+
+def stock_engine(name: str, **config: Any) -> tuple[BlockPoolBatchEngine, GuardedPromptCache]:
+    known = GuardedPromptCache(50)
+    caches = StockCaches(plain_model(name), name, known, batches(name))
+    return BlockPoolBatchEngine(plain_model(name), caches, EngineConfig(**{"prefill_tokens": 128, **config})), known
+
+
+def padded_engine(name: str, batch_bytes: int = ROOMY, pool_bytes: int = ROOMY) -> tuple[BlockPoolBatchEngine, PrefixCache]:
+    prefix = PrefixCache(open_pool(plain_model(name), pool_bytes))
+    caches = PaddedCaches(prefix, batch_bytes, batches(name))
+    return BlockPoolBatchEngine(plain_model(name), caches, EngineConfig(prefill_tokens=128)), prefix
+
+
+def serve_all(engine: BlockPoolBatchEngine, name: str, count: int = 8) -> Told:
+    uids = [engine.insert(Request(prompt, count)) for prompt in PROMPTS]
+    told = drive(engine)
+    for uid, prompt in zip(uids, PROMPTS, strict=True):
+        check(name, prompt, told.tokens[uid], count)
+    return told
+
+
+# -- mlx-lm's own caches -----------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(("name", "together"), [("lfm2", True), ("gemma2", False), ("llama", True), ("gemma3_text", True)])
+def test_on_mlx_lms_own_caches_replies_are_those_of_single_sequences(name: str, together: bool) -> None:
+    assert batches(name) == together
+    engine, _ = stock_engine(name)
+    serve_all(engine, name)
+    assert (engine.counts["decode_steps"] < engine.counts["tokens"]) == together
+    assert not engine.live
+
+
+@pytest.mark.parametrize("name", ["lfm2", "gemma2", "llama"])
+def test_on_mlx_lms_own_caches_a_second_turn_reuses_the_first(name: str) -> None:
+    engine, known = stock_engine(name)
+    first = engine.insert(Request(COMMON, 5))
+    told = drive(engine)
+    turn = (*COMMON, *told.tokens[first], *words(9, 20))
+    assert engine.caches.known(turn) == 305
+    second = engine.insert(Request(turn, 5))
+    told = drive(engine)
+    assert told.started[second].cached == 305
+    check(name, turn, told.tokens[second], 5)
+    assert known.nbytes > 0
+
+
+@pytest.mark.parametrize("name", ["lfm2", "llama"])
+def test_on_mlx_lms_own_caches_a_common_beginning_is_computed_once(name: str) -> None:
+    engine, _ = stock_engine(name)
+    prompts = [(*COMMON, i, *words(20 + i, 60)) for i in range(3)]
+    uids = [engine.insert(Request(prompt, 4)) for prompt in prompts]
+    told = drive(engine)
+    assert engine.counts["prompt_tokens"] == 300 + 3 * 60
+    for uid, prompt in zip(uids, prompts, strict=True):
+        check(name, prompt, told.tokens[uid], 4)
+
+
+@pytest.mark.parametrize("name", ["lfm2", "gemma2"])
+@pytest.mark.parametrize("steps", [1, 2, 4, 6])
+def test_on_mlx_lms_own_caches_cancel_keeps_what_was_computed(name: str, steps: int) -> None:
+    engine, _ = stock_engine(name)
+    uid, other = engine.insert(Request(COMMON, 20)), engine.insert(Request(words(3, 40), 4))
+    told = Told()
+    for _ in range(steps):
+        told.take(engine.next())
+    (computed,) = [r.computed for r in engine.live if r.uid == uid]
+    engine.cancel(uid)
+    question = (*COMMON, *expected(name, COMMON).tokens(20), 9)
+    assert engine.caches.known(question) == computed
+    drive(engine, told)
+    check(name, words(3, 40), told.tokens[other], 4)
+    again = engine.insert(Request(question, 4))
+    told = drive(engine)
+    check(name, question, told.tokens[again], 4)
+
+
+# -- padded batches beside the pool ------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(("name", "together"), [("gemma2", False), ("llama", True), ("gemma3_text", True), ("gpt_oss", True)])
+def test_in_padded_batches_replies_are_those_of_single_sequences(name: str, together: bool) -> None:
+    assert batches(name) == together
+    engine, prefix = padded_engine(name)
+    serve_all(engine, name)
+    assert (engine.counts["decode_steps"] < engine.counts["tokens"]) == together
+    assert engine.counts["swapped_out"] == 0
+    assert_nothing_held(prefix)
+
+
+@pytest.mark.parametrize("name", ["gemma2", "llama", "gemma3_text"])
+def test_in_padded_batches_a_second_turn_reuses_the_first(name: str) -> None:
+    engine, prefix = padded_engine(name)
+    first = engine.insert(Request(COMMON, 5))
+    told = drive(engine)
+    turn = (*COMMON, *told.tokens[first], *words(9, 20))
+    second, beside = engine.insert(Request(turn, 5)), engine.insert(Request(words(3, 40), 5))
+    told = drive(engine)
+    assert told.started[second].cached == 305
+    check(name, turn, told.tokens[second], 5)
+    check(name, words(3, 40), told.tokens[beside], 5)
+    assert_nothing_held(prefix)
+
+
+@pytest.mark.parametrize("name", ["llama", "gemma3_text", "gpt_oss"])
+def test_a_padded_batch_that_grows_out_of_its_bytes_swaps_out_and_never_exceeds_them(name: str) -> None:
+    prompts = [words(i, 120 - 7 * i) for i in range(4)]
+    spec = open_pool(plain_model(name), ROOMY).spec
+    size = batch_memory(spec, [200] * 3).bytes.grown.allocated
+    engine, prefix = padded_engine(name, batch_bytes=size)
+    uids = [engine.insert(Request(prompt, 200)) for prompt in prompts]
+
+    def fits(_: Told) -> None:
+        lengths = [len(r.tokens) for r in engine._batch.members]
+        assert len(lengths) < 2 or batch_memory(spec, lengths).bytes.grown.allocated <= size
+
+    told = drive(engine, after=fits)
+    for uid, prompt in zip(uids, prompts, strict=True):
+        check(name, prompt, told.tokens[uid], 200)
+    assert 0 < engine.counts["swapped_out"] == engine.counts["swapped_in"] < 20, "not one that goes and comes all the time"
+    assert [e.uid for e in told.order if getattr(e, "finish_reason", None)] == uids
+    assert_nothing_held(prefix)
+
+
+def test_a_padded_batch_of_one_needs_no_bytes_of_its_own() -> None:
+    engine, prefix = padded_engine("llama", batch_bytes=1)
+    serve_all(engine, "llama", 3)
+    assert engine.counts["decode_steps"] >= engine.counts["tokens"]
+    assert_nothing_held(prefix)
+
+
+def test_a_model_that_does_not_batch_has_its_pool_to_one_sequence() -> None:
+    spec = open_pool(plain_model("gemma2"), ROOMY).spec
+    engine, prefix = padded_engine("gemma2", pool_bytes=2 * sum(map(spec.bytes_per_block, spec.groups)))
+    uids = [engine.insert(Request(words(i, 250), 20)) for i in range(3)]
+
+    def alone(_: Told) -> None:
+        assert len(engine.live) <= 1
+
+    told = drive(engine, after=alone)
+    for i, uid in enumerate(uids):
+        check("gemma2", words(i, 250), told.tokens[uid], 20)
+    assert_nothing_held(prefix)
+
+
+# -- mlx-lm's prompt cache with a guard --------------------------------------------------------------------------------
+
+
+def computed(name: str, tokens: tuple[int, ...]) -> list[Any]:
+    caches = make_prompt_cache(plain_model(name))
+    mx.eval(plain_model(name)(mx.array([tokens]), cache=caches))
+    return caches
+
+
+@pytest.mark.parametrize(("name", "kept"), [("llama", 298), ("lfm2", 0)])
+def test_an_exact_repeat_leaves_tokens_to_compute(name: str, kept: int) -> None:
+    """mlx-lm's cut and ours leave one each. A state cannot be cut: only what was kept at a shorter place serves."""
+    known = GuardedPromptCache(10)
+    known.insert_cache(name, list(COMMON), computed(name, COMMON))
+    assert known.known_tokens(name, list(COMMON)) == kept
+    caches, rest = known.fetch_nearest_cache(name, list(COMMON))
+    assert (rest, caches is None) == (list(COMMON[kept:]), kept == 0)
+    steps = generate_step(mx.array(rest), plain_model(name), max_tokens=5, prompt_cache=caches)
+    check(name, COMMON, [token for token, _ in steps], 5)
+
+
+@pytest.mark.parametrize("name", ["llama", "lfm2"])
+def test_an_exact_repeat_is_served_from_what_was_kept_before_its_last_token(name: str) -> None:
+    engine, known = stock_engine(name)
+    for _ in range(3):
+        uid = engine.insert(Request(COMMON, 5, marks=[(299, "user")]))
+        told = drive(engine)
+        check(name, COMMON, told.tokens[uid], 5)
+    assert told.started[uid].cached == (299 if name == "lfm2" else 298)
+    assert known.known_tokens(name, [COMMON[0]]) == 0
+
+
+def test_caches_that_are_ahead_of_their_tokens_are_cut_back_to_them() -> None:
+    known = GuardedPromptCache(10)
+    caches = computed("llama", COMMON)
+    known.insert_cache("llama", list(COMMON[:250]), caches)
+    assert [c.offset for c in caches] == [250, 250]
+    found, rest = known.fetch_nearest_cache("llama", list(COMMON))
+    assert (rest, [c.offset for c in found]) == (list(COMMON[250:]), [250, 250])

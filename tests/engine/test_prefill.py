@@ -1,0 +1,191 @@
+"""Prefill: where chunks end, whose turn it is, and how it shares time with decode."""
+
+from __future__ import annotations
+
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+from engine.engines import Told, assert_nothing_held, assert_stock, drive, make_engine, serve, words
+
+from mlx_blockpool.engine import engine as engine_module
+from mlx_blockpool.engine.prefill import choose, chunk_end
+from mlx_blockpool.engine.request import Request, Running
+
+
+def running(uid: int, tokens: int, computed: int = 0, marks: tuple[int, ...] = ()) -> Running:
+    found = Running(uid, Request([0] * tokens, marks=[(mark, "user") for mark in marks]))
+    found.computed = computed
+    return found
+
+
+@pytest.mark.parametrize(
+    ("tokens", "computed", "marks", "expected"),
+    [
+        (1000, 0, (), 128),
+        (1000, 128, (), 256),
+        (1000, 130, (), 256),
+        (1000, 130, (140, 200, 700), 140),
+        (1000, 140, (140, 200), 200),
+        (1000, 200, (140, 200), 256),
+        (1000, 896, (), 999),
+        (150, 130, (), 149),
+        (150, 130, (150,), 149),
+        (150, 0, (0,), 128),
+    ],
+)
+def test_a_chunk_ends_on_the_grid_at_a_mark_or_with_the_prompt(tokens: int, computed: int, marks: Any, expected: int) -> None:
+    assert chunk_end(running(1, tokens, computed, marks), 128) == expected
+
+
+def chosen(prefilling: list[Running], rows: int = 8, long_first: bool = False) -> list[int]:
+    return [r.uid for r in choose(prefilling, 128, rows, long_first)]
+
+
+def test_short_prompts_go_before_a_long_one() -> None:
+    assert chosen([running(1, 900), running(2, 30)]) == [2]
+
+
+def test_a_long_prompt_has_its_turn_after_short_ones() -> None:
+    assert chosen([running(1, 900), running(2, 30)], long_first=True) == [1]
+    assert chosen([running(2, 30)], long_first=True) == [2]
+
+
+def test_the_oldest_long_prompt_goes_alone() -> None:
+    assert chosen([running(3, 900), running(2, 900)]) == [2]
+
+
+def test_short_prompts_go_together_within_the_tokens_of_a_chunk_padding_included() -> None:
+    # 30 tokens are left of each but the last, and one of 60 makes the padding of all as long.
+    assert chosen([running(i, 31) for i in range(6)]) == [0, 1, 2, 3]
+    assert chosen([running(1, 31), running(2, 61), running(3, 31)]) == [1, 2]
+    assert chosen([running(1, 31), running(2, 120), running(3, 31)]) == [1, 3]
+    assert chosen([running(1, 31, computed=20), running(2, 31, computed=20)]) == [1, 2]
+
+
+def test_no_more_rows_than_allowed_go_together() -> None:
+    assert chosen([running(i, 11) for i in range(6)], rows=3) == [0, 1, 2]
+    assert chosen([running(i, 11) for i in range(6)], rows=1) == [0]
+
+
+def test_a_prompt_that_has_come_to_its_last_chunk_is_short() -> None:
+    assert chosen([running(1, 900), running(2, 900, computed=896)]) == [2]
+
+
+def test_a_mark_before_the_end_makes_a_prompt_long() -> None:
+    assert chosen([running(1, 30, marks=(10,)), running(2, 30)], long_first=True) == [1]
+
+
+# -- in the engine -----------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("share", [0.0, 0.5, 0.8])
+def test_a_short_prompt_need_not_wait_for_a_long_one(share: float) -> None:
+    engine, _ = make_engine("llama", decode_share=share, prefill_tokens=256)
+    engine.insert(Request(words(1, 2048), 4))
+    drive(engine, after=lambda _: engine.counts["chunks"] == 3)
+    late = engine.insert(Request(words(2, 200), 4))
+    told = drive(engine, after=lambda told: late in told.tokens)
+    assert engine.counts["chunks"] <= 3 + 3
+    assert_stock("llama", words(2, 200), told.tokens[late])
+
+
+def test_a_stream_of_short_prompts_does_not_stop_a_long_one() -> None:
+    engine, _ = make_engine("llama", decode_share=0.0)
+    long = engine.insert(Request(words(1, 128 * 6), 2))
+    count = iter(range(100, 200))
+    told = Told()
+    for chunk in range(1, 40):
+        engine.insert(Request(words(next(count), 60), 1))
+        drive(engine, told, after=lambda _, chunk=chunk: engine.counts["chunks"] >= chunk)
+        if long in told.tokens:
+            break
+    assert len(told.progress[long]) == 6
+    # Every second chunk is one of its own.
+    assert engine.counts["chunks"] <= 14
+    drive(engine, told)
+    assert_stock("llama", words(1, 128 * 6), told.tokens[long])
+
+
+def test_short_prompts_that_wait_together_are_one_chunk() -> None:
+    engine, prefix = make_engine("llama")
+    prompts = [words(i, 20 + i) for i in range(4)]
+    uids, told = serve(engine, prompts)
+    assert engine.counts["chunks"] == 1
+    for uid, prompt in zip(uids, prompts, strict=True):
+        assert told.progress[uid] == [(len(prompt), len(prompt))]
+        assert_stock("llama", prompt, told.tokens[uid])
+    assert_nothing_held(prefix)
+
+
+def test_progress_tells_every_chunk_and_ends_with_the_whole_prompt() -> None:
+    engine, _ = make_engine("llama")
+    (uid,), told = serve(engine, [words(1, 300)], marks=[(200, "system")])
+    assert told.progress[uid] == [(128, 300), (200, 300), (256, 300), (300, 300)]
+    assert engine.counts["prompt_tokens"] == 299
+
+
+@pytest.mark.parametrize("name", ["llama", "gemma3_text", "gpt_oss"])
+def test_a_marked_beginning_is_known_before_the_prompt_has_ended(name: str) -> None:
+    engine, prefix = make_engine(name)
+    engine.insert(Request(words(1, 700), 4, marks=[(350, "system"), (500, "user")]))
+    other = (*words(1, 350), *words(2, 40))
+    later = (*words(1, 500), *words(3, 40))
+    drive(engine, after=lambda told: any(done == 350 for _, p in told.progress.items() for done, _ in p))
+    assert prefix.look(other).hit == 350
+    drive(engine)
+    assert (prefix.look(other).hit, prefix.look(later).hit) == (350, 500)
+    (uid,), told = serve(engine, [other])
+    assert told.started[uid].cached == 350
+    assert_stock(name, other, told.tokens[uid])
+    assert_nothing_held(prefix)
+
+
+def test_every_chunk_of_a_model_without_windows_is_known_at_once() -> None:
+    engine, prefix = make_engine("llama")
+    engine.insert(Request(words(1, 700), 4))
+    for chunk in range(1, 6):
+        engine.next()
+        assert prefix.look(words(1, 700)).hit == chunk * 128
+
+
+def test_a_window_model_keeps_nothing_to_go_on_from_where_there_is_no_mark() -> None:
+    """What the marks are for: without one the windows of a middle token are gone."""
+    engine, prefix = make_engine("gemma3_text")
+    serve(engine, [words(1, 700)])
+    lookup = prefix.look((*words(1, 350), *words(2, 40)))
+    assert (lookup.known, lookup.hit, lookup.cause) == (350, 0, "no checkpoint")
+
+
+class Clock:
+    """Stands in for time where a chunk takes 8 seconds and a token of the batch takes one."""
+
+    def __init__(self, model: Any) -> None:
+        self.now = 0.0
+        self._model = model
+
+    def __call__(self, tokens: Any, **more: Any) -> Any:
+        self.now += 8 if tokens.shape[1] > 1 else 1
+        return self._model(tokens, **more)
+
+
+@pytest.mark.parametrize(("share", "expected"), [(0.0, 0), (0.5, 8), (0.8, 32)])
+def test_decode_has_its_share_of_the_time_while_prompts_wait(
+    monkeypatch: pytest.MonkeyPatch, share: float, expected: int
+) -> None:
+    engine, _ = make_engine("llama", decode_share=share, prefill_tokens=64)
+    clock = Clock(engine.model)
+    monkeypatch.setattr(engine_module, "time", SimpleNamespace(perf_counter=lambda: clock.now))
+    engine.model = engine._batch.model = clock
+    engine.insert(Request(words(1, 30), 400))
+    drive(engine, after=lambda told: 1 in told.tokens)
+    engine.insert(Request(words(2, 64 * 5 + 1), 1))
+    before: dict[int, int] = {}
+
+    def note(_: Told) -> bool:
+        before.setdefault(engine.counts["chunks"], engine.counts["decode_steps"])
+        return engine.counts["chunks"] == 6
+
+    drive(engine, after=note)
+    # A step more where the share is not a sum of binary fractions.
+    assert before[6] - before[2] in (4 * expected, 4 * expected + bool(expected))
