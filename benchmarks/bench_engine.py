@@ -9,6 +9,7 @@ import functools
 import random
 import statistics
 import time
+from collections.abc import Callable
 from typing import Any
 
 from measure import interleave, llama, options, report
@@ -77,26 +78,32 @@ def run(system: Any, prompts: list[list[int]], max_tokens: int) -> tuple[list[li
     return [replies[u] for u in uids], sorted(first.values()), time.perf_counter() - start
 
 
-def step_seconds(system: Any, lengths: list[int], steps: int) -> float:
-    """Seconds of one decode step once all prompts are computed."""
-    uids = [system.insert(prompt(n, n), 1000) for n in lengths]
+def filled(system: Any, lengths: list[int]) -> Callable[[int], float]:
+    """Compute the prompts; then a function that gives the seconds of one decode step of all of them, over some steps."""
+    uids = [system.insert(prompt(n, i), 10_000) for i, n in enumerate(lengths)]
     told: set[int] = set()
     while len(told) < len(uids):
         told |= {uid for uid, _ in system.next()}
-    start = time.perf_counter()
-    for _ in range(steps):
-        assert len(system.next()) == len(uids)
-    return (time.perf_counter() - start) / steps
+
+    def seconds(steps: int) -> float:
+        start = time.perf_counter()
+        for _ in range(steps):
+            assert len(system.next()) == len(uids)
+        return (time.perf_counter() - start) / steps
+
+    return seconds
 
 
 def bench_steps(args: Any, model: Any, stock: Any, case: str, lengths: list[int], steps: int, rounds: int) -> None:
-    runs = {
-        "ours": lambda: step_seconds(Ours(model, 10**9), lengths, steps),
-        "stock": lambda: step_seconds(Stock(stock), lengths, steps),
-    }
+    # Without a share for decode: nobody grows much while the last prompts are computed.
+    ours = Ours(model, 10**9, EngineConfig(decode_share=0))
+    runs = {name: functools.partial(filled(s, lengths), steps) for name, s in (("ours", ours), ("stock", Stock(stock)))}
+    ours.slabs.path_counts.clear()
     found = interleave(runs, rounds)
+    counted = sum(ours.slabs.path_counts.values())
+    assert counted == steps * rounds * len(model.layers), f"{counted} attends of a batch: another path ran"
     figures = {f"{name}_ms": round(seconds * 1e3, 2) for name, seconds in found.items()}
-    report(args, "engine", case, **figures, ratio=round(found["stock"] / found["ours"], 3))
+    report(args, "engine", case, **figures, ratio=round(found["stock"] / found["ours"], 3), paths=dict(ours.slabs.path_counts))
 
 
 def bench_together(args: Any, model: Any, stock: Any, agents: int, system: int, rounds: int) -> None:
@@ -115,17 +122,22 @@ def bench_together(args: Any, model: Any, stock: Any, agents: int, system: int, 
         ratios.append(first[-1] / stock_first[-1])
         walls.append(wall / stock_wall)
     report(
-        args, "engine", f"{agents} agents start together on {system} tokens", prompt_tokens=needed, ttft_last_s=round(first[-1], 2),
-        stock_ttft_last_s=round(stock_first[-1], 2), ttft_of_stock=round(statistics.median(ratios), 3),
+        args,
+        "engine",
+        f"{agents} agents start together on {system} tokens",
+        prompt_tokens=needed,
+        ttft_last_s=round(first[-1], 2),
+        stock_ttft_last_s=round(stock_first[-1], 2),
+        ttft_of_stock=round(statistics.median(ratios), 3),
         wall_of_stock=round(statistics.median(walls), 3),
-    )  # fmt: skip
+    )
 
 
 def bench_long_prefill(args: Any, model: Any, long: int, step: int) -> None:
     """A short request that arrives during a long prefill: chunks until its first token, and the speed of its decode since."""
 
-    def run(with_long: bool) -> tuple[float, int]:
-        """Tokens per second over four chunks of the long prompt, or as many tokens alone; chunks until the first token."""
+    def run(with_long: bool, most: int) -> tuple[float, int, int]:
+        """Tokens per second over four chunks of the long prompt, or over `most` tokens alone; chunks to the first one; tokens."""
         ours = Ours(model, 10**9, EngineConfig(prefill_tokens=step))
         counts = ours.engine.counts
         if with_long:
@@ -139,12 +151,12 @@ def bench_long_prefill(args: Any, model: Any, long: int, step: int) -> None:
         while with_long and counts["chunks"] == before + chunks:
             ours.next()
         start, until = time.perf_counter(), counts["chunks"] + 4
-        while counts["chunks"] < until if with_long else tokens < 200:
+        while counts["chunks"] < until if with_long else tokens < most:
             tokens += len(ours.next())
-        return tokens / (time.perf_counter() - start), chunks
+        return tokens / (time.perf_counter() - start), chunks, tokens
 
-    chunks = run(True)[1]
-    found = interleave({"disturbed": lambda: run(True)[0], "alone": lambda: run(False)[0]}, 3)
+    _, chunks, tokens = run(True, 0)
+    found = interleave({"disturbed": lambda: run(True, 0)[0], "alone": lambda: run(False, tokens)[0]}, 3)
     assert chunks <= 3, f"first token after {chunks} chunks > 3"
     report(
         args, "engine", f"200 tokens during a prefill of {long}", chunks_to_first_token=chunks, chunk=step,
@@ -171,14 +183,11 @@ def bench_small_pool(args: Any, model: Any, stock: Any, length: int, tokens: int
 
 def bench_waste(args: Any, model: Any, lengths: list[int]) -> None:
     """Allocated minus used tokens of sequences in decode, from the block tables themselves."""
-    ours = Ours(model, 10**9)
-    told: set[int] = set()
-    for n in lengths:
-        ours.insert(prompt(n, n), 100)
-    while len(told) < len(lengths):
-        told |= {uid for uid, _ in ours.next()}
+    ours = Ours(model, 10**9, EngineConfig(decode_share=0))
+    filled(ours, lengths)
     live = ours.engine.live
-    held = [len({b for r in live for b in (r.caches or [])[0].sequence.tables[g].ids}) for g in range(len(ours.slabs.spec.groups))]
+    tables = [(running.caches or [])[0].sequence.tables for running in live]
+    held = [len({block for own in tables for block in own[g].ids}) for g in range(len(ours.slabs.spec.groups))]
     memory = batch_memory(ours.slabs.spec, [len(r.tokens) for r in live], held).bytes
     report(
         args, "engine", f"{len(lengths)} agents of {lengths[0]} to {lengths[-1]} tokens", waste=round(memory.pool.waste_share, 4),
@@ -191,13 +200,12 @@ if __name__ == "__main__":
     quick = args.quick
     size = (128, 2, 4, 2) if quick else (256, 6, 4, 4)
     model, stock = llama(*size), llama(*size)
-    shrink = 8 if quick else 1
-    steps, rounds = (10, 1) if quick else (25, 5)
+    small, small_stock = llama(128, 2, 4, 2), llama(128, 2, 4, 2)
+    shrink, steps, rounds = (8, 10, 1) if quick else (1, 25, 5)
     bench_steps(args, model, stock, "decode step of 8, mixed lengths", [n // shrink for n in LENGTHS], steps, rounds)
     bench_steps(args, model, stock, "decode step of 8, equal lengths", [1000 // shrink] * 8, steps, rounds)
     bench_steps(args, model, stock, "decode step of 1", [2000 // shrink], 4 * steps, rounds)
-    together = functools.partial(bench_together, args, model, stock)
-    together(3, 300, 1) if quick else together(5, 1500, 3)
-    bench_long_prefill(args, model, 2048 if quick else 8192, 256 if quick else 512)
-    bench_small_pool(args, model, stock, 100, 600)
-    bench_waste(args, model, [300, 600, 900] if quick else [2000, 3500, 5000, 6500, 8000])
+    bench_together(args, model, stock, *((3, 300, 1) if quick else (5, 1500, 2)))
+    bench_long_prefill(args, small, 2048 if quick else 8192, 256 if quick else 512)
+    bench_small_pool(args, small, small_stock, 100, 600)
+    bench_waste(args, small, [300, 600, 900] if quick else [2000, 3500, 5000, 6500, 8000])

@@ -1,7 +1,7 @@
 """Random load on a real server process: ten agents, hang-ups, bad bodies, seeds, stop words, prompts that do not fit.
 
-Fails on a dead or stalled thread, a server error without a cause, a repeated request with another reply, blocks that are held when
-nobody asks any more, or memory that grows. Prints one JSON line.
+Fails on a dead or stalled thread, a server error without a cause, a repeated request with another reply, blocks that are held
+when nobody asks any more, or memory that grows. Prints one JSON line.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ from typing import Any
 from bench_server import Server, make_model
 from measure import report
 
-WORDS = "block slab prefix agent pool token window ring table run shared evict hold pin free known chunk".split()
+WORDS = ["block", "slab", "prefix", "agent", "pool", "token", "window", "ring", "table", "run", "shared", "evict", "hold", "pin"]
 FAMILIES = [f"You are agent family {n}. " + " ".join(WORDS) * (8 + 6 * n) for n in range(3)]
 BAD = [b"", b"{", b"[]", b"\xff\xfe", b'{"messages": 1}', b'{"messages": [], "max_tokens": 3}', b'{"prompt": 7}']
 

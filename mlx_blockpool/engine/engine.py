@@ -32,8 +32,8 @@ CLEAR_STEPS = 512
 class BlockPoolBatchEngine:
     """In place of mlx-lm's BatchGenerator: insert() requests, call next() until they are through.
 
-    `counts` says what happened: chunks, prompt_tokens, decode_steps, tokens, swapped_out, swapped_in, and shared: how often a
-    request waited for a prefix in prefill.
+    `counts` says what happened: chunks, prompt_tokens, decode_steps, tokens, swapped_out, swapped_in, and shared: the requests
+    that waited for a prefix in prefill.
     """
 
     def __init__(self, model: Any, caches: PooledCaches | StockCaches, config: EngineConfig | None = None) -> None:
@@ -211,7 +211,8 @@ class BlockPoolBatchEngine:
         for shared, other in ahead:
             if shared >= least and shared - self.caches.known(running.tokens) >= least:
                 other.marks.setdefault(shared, KIND)
-                self.counts["shared"] += 1
+                self.counts["shared"] += not running.has_waited
+                running.has_waited = True
                 return True
         return False
 

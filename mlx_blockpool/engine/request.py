@@ -83,6 +83,7 @@ class Running:
     computed:  how many of them the caches hold, once the step in flight has run.
     caches:    the layer caches; None while it waits, or while a padded batch has them.
     logprobs:  of tokens[-1] where that was drawn and not told yet.
+    swaps, has_waited: how often it was swapped out, and whether it waited for another's prefill.
     """
 
     def __init__(self, uid: int, request: Request) -> None:
@@ -94,6 +95,7 @@ class Running:
         self.logprobs: mx.array | None = None
         self.marks = {min(position, self.prefill_end): kind for position, kind in request.marks if position > 0}
         self.swaps = 0
+        self.has_waited = False
         self._produced = 0
         self._matcher = request.stop.matcher()
 

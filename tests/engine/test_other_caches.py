@@ -101,6 +101,11 @@ def test_on_mlx_lms_own_caches_a_common_beginning_is_computed_once(name: str) ->
     uids = [engine.insert(Request(prompt, 4)) for prompt in prompts]
     told = drive(engine)
     assert engine.counts["prompt_tokens"] == 300 + 3 * 60
+    # What was kept on the way is as it was, though the first went on with it.
+    prompts.append((*COMMON, 9, *words(29, 60)))
+    uids.append(engine.insert(Request(prompts[-1], 4)))
+    drive(engine, told)
+    assert told.started[uids[-1]].cached == 300
     for uid, prompt in zip(uids, prompts, strict=True):
         check(name, prompt, told.tokens[uid], 4)
 

@@ -140,9 +140,9 @@ def test_a_request_as_large_as_the_pool_can_be_swapped_out_and_ends() -> None:
     assert_nothing_held(prefix)
 
 
-@pytest.mark.parametrize("name", ["gemma3_text", "gpt_oss"])
 @pytest.mark.usefixtures("little_promised")
-def test_a_request_alone_takes_back_what_its_own_checkpoints_took(name: str) -> None:
+def test_a_request_alone_takes_back_what_its_own_checkpoints_took() -> None:
+    name = "gemma3_text"
     engine, prefix = make_engine(name, bytes_of(name, 768))
     prompt = words(3, 500)
     (uid,), told = serve(engine, [prompt], 40, marks=[(256, "system"), (400, "user")])
