@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import re
 from dataclasses import dataclass
+from pathlib import Path
 
 from .errors import BlockpoolError
 
@@ -56,6 +57,32 @@ class EngineConfig:
     shared_tokens: int = 64
     join_seconds: float = 0.01
     stall_seconds: float = 120.0
+
+
+@dataclass(frozen=True)
+class StoreConfig:
+    """The prompt store on disk.
+
+    folder:          None: the user's cache folder.
+    store_bytes:     hard limit for all records together.
+    bits:            8 or 4: quantise on disk; None: as it is in memory.
+    queue_bytes:     at most so much waits to be written; what is more stays in memory only.
+    step_bytes:      at most so much is copied out of the pool between two steps.
+    min_free_bytes:  what the file system keeps free.
+    daily_bytes:     at most so much is written in a day; None: no limit.
+    flush_seconds:   how long a shutdown waits for what is not written yet.
+    retry_seconds:   how long a disk that failed is left alone.
+    """
+
+    folder: Path | None = None
+    store_bytes: int = 20 * 10**9
+    bits: int | None = None
+    queue_bytes: int = 256 * 10**6
+    step_bytes: int = 32 * 10**6
+    min_free_bytes: int = 2 * 10**9
+    daily_bytes: int | None = None
+    flush_seconds: float = 10.0
+    retry_seconds: float = 30.0
 
 
 def parse_bytes(text: str) -> int:

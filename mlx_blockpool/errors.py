@@ -6,7 +6,9 @@
     ├── PluginError                  a plugin raised, or returned nonsense
     ├── PatchError                   an installed mlx-lm file is not the one that a patch was made for
     ├── PoolExhaustedError           not enough blocks; nothing was changed
-    └── RequestTooLargeError         a request that could never fit in the pool
+    ├── RequestTooLargeError         a request that could never fit in the pool
+    └── StoreError                   the prompt store cannot do what it was asked to
+        └── BadRecordError           a file is not the record that was wanted: a miss, and the file belongs in quarantine
 
 Each message says what was found, what was needed and what to do.
 """
@@ -56,3 +58,11 @@ class RequestTooLargeError(BlockpoolError):
             f"The request needs room for {needed} tokens and the pool holds at most {capacity} of one sequence. "
             "Shorten the prompt or raise --pool-bytes."
         )
+
+
+class StoreError(BlockpoolError):
+    pass
+
+
+class BadRecordError(StoreError):
+    pass

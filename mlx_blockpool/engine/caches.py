@@ -13,8 +13,12 @@ from ..errors import PoolExhaustedError
 from ..memory import batch_memory
 from ..prefix.cache import PrefixCache
 from ..prefix.lookup import Lookup
+from ..prefix.stored import Restore
 from ..spec import BLOCK_TOKENS
 from .request import Running
+
+# Records are copied into the pool for so long at a time, so that running replies go on.
+RESTORE_SECONDS = 0.02
 
 
 @dataclass(frozen=True)
@@ -34,6 +38,7 @@ class PooledCaches:
     def __init__(self, prefix: PrefixCache) -> None:
         self.prefix = prefix
         self.merges = True
+        self._restores: dict[int, Restore] = {}
 
     @property
     def keeps_chunks(self) -> bool:
@@ -50,6 +55,7 @@ class PooledCaches:
         Raises PoolExhaustedError if there is no room now. Who was swapped out needs a block to spare for each of the others, or
         it would soon have to go again.
         """
+        self.abandon(running)
         fetched = self.prefix.fetch(running.tokens, min(running.left_to_produce(), BLOCK_TOKENS))
         try:
             self.prefix.room.need_spare(len(others) if running.swaps else 0)
@@ -57,6 +63,42 @@ class PooledCaches:
             self.prefix.release(fetched.caches)
             raise
         return Opened(fetched.caches, fetched.lookup.hit, fetched.lookup)
+
+    def is_ready(self, running: Running) -> bool:
+        """Whether open() would not have to wait for the disk; what is missing is read from now on, see advance()."""
+        stored = self.prefix.stored
+        if stored is None:
+            return True
+        if running.uid not in self._restores:
+            path = self.prefix.known.trie.match(running.tokens).path
+            missing = stored.missing(path)
+            if not stored.arriving.isdisjoint(missing):
+                # Another request waits for the same.
+                return False
+            if not missing:
+                return True
+            try:
+                self._restores[running.uid] = stored.restore(path)
+            except PoolExhaustedError:
+                # It starts from what is in memory, once there is room for that.
+                return True
+        return self._restores[running.uid].advance()
+
+    def advance(self, idle: bool) -> bool:
+        """Between two steps: write behind, and go on reading. Returns whether something that was waited for is there.
+
+        `idle`: there is nothing to compute meanwhile, so that it may take its time.
+        """
+        if self.prefix.stored is not None:
+            self.prefix.stored.write_behind()
+        done = [restore.advance(wait=idle, seconds=RESTORE_SECONDS) for restore in self._restores.values()]
+        return any(done)
+
+    def abandon(self, running: Running) -> None:
+        """A request that has started, or never will: what was read for it is known like anything else."""
+        restore = self._restores.pop(running.uid, None)
+        if restore is not None:
+            restore.release()
 
     def known(self, tokens: Sequence[int]) -> int:
         """How many tokens of a prompt an open() would find now."""
@@ -83,6 +125,9 @@ class PooledCaches:
 
     def release_all(self) -> None:
         """After a failure: no caches that were handed out are in use any more."""
+        for restore in self._restores.values():
+            restore.release()
+        self._restores.clear()
         self.prefix.release_all()
 
 

@@ -128,6 +128,7 @@ class BlockPoolBatchEngine:
 
         Where both wait, decode gets `decode_share` of the time. Returns what there is to tell; raises what the model raised.
         """
+        self._may_admit |= self.caches.advance(idle=not self.live)
         self._admit()
         start = time.perf_counter()
         share = self.config.decode_share
@@ -201,7 +202,9 @@ class BlockPoolBatchEngine:
                 continue
             if agent is not None:
                 busy.add(agent)
-            if not self._waits_for_prefix(running) and not self._start(running):
+            if self._waits_for_prefix(running) or not self.caches.is_ready(running):
+                continue
+            if not self._start(running):
                 break
 
     def _waits_for_prefix(self, running: Running) -> bool:
@@ -209,7 +212,7 @@ class BlockPoolBatchEngine:
         least = self.config.shared_tokens
         ahead = [(still_shared(running, other), other) for other in self._prefilling]
         for shared, other in ahead:
-            if shared >= least and shared - self.caches.known(running.tokens) >= least:
+            if shared >= least and (shared in other.marks or shared - self.caches.known(running.tokens) >= least):
                 other.marks.setdefault(shared, KIND)
                 self.counts["shared"] += not running.has_waited
                 running.has_waited = True
@@ -270,6 +273,7 @@ class BlockPoolBatchEngine:
             self._prefilling.remove(running)
         elif running in self._batch.members:
             self._batch.suspend(running)
+        self.caches.abandon(running)
         if running.caches is not None:
             self.caches.finish(running, "assistant")
         self._may_admit = True

@@ -35,6 +35,16 @@ class StockCaches:
             caches, rest = stock_prompt_cache(self._model), running.tokens
         return Opened(caches, len(running.tokens) - len(rest), None)
 
+    def is_ready(self, running: Running) -> bool:
+        return True
+
+    def advance(self, idle: bool) -> bool:
+        """Nothing is on disk."""
+        return False
+
+    def abandon(self, running: Running) -> None:
+        """Nothing is on its way."""
+
     def known(self, tokens: Sequence[int]) -> int:
         return self._known.known_tokens(self._key, list(tokens))
 

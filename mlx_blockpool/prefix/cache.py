@@ -7,6 +7,7 @@ Owned by the generation thread.
 from __future__ import annotations
 
 from collections.abc import Sequence as Tokens
+from contextlib import suppress
 from dataclasses import dataclass
 from typing import Any
 from weakref import WeakSet
@@ -18,9 +19,11 @@ from ..cache.slabs import Slabs
 from ..config import PoolConfig
 from ..errors import PoolExhaustedError, RequestTooLargeError, SpecError
 from ..spec import BLOCK_TOKENS, WindowLayer, blocks_for
+from ..store.store import PromptStore
 from .known import KnownBlocks
 from .lookup import Lookup, explain
 from .room import Room
+from .stored import StoredPrefixes
 from .trie import Checkpoint, Match, Node, encode
 
 
@@ -39,7 +42,7 @@ class PrefixCache:
     `room` makes and promises room in the pool.
     """
 
-    def __init__(self, slabs: Slabs, namespace: str = "") -> None:
+    def __init__(self, slabs: Slabs, namespace: str = "", store: PromptStore | None = None) -> None:
         if not slabs.spec.is_poolable:
             kinds = sorted({layer.kind for layer in slabs.spec.layers} - {"full", "window"})
             raise SpecError(
@@ -50,6 +53,7 @@ class PrefixCache:
         self.pool = slabs.pool
         self.known = KnownBlocks(slabs.pool, slabs.full_groups, f"{namespace}/{slabs.spec.fingerprint()}")
         self.room = Room(slabs, self.known)
+        self.stored = None if store is None else StoredPrefixes(self.known, slabs, self.room, store)
         self._handed_out: WeakSet[Sequence] = WeakSet()
         self.num_lookups = self.num_prompt_tokens = self.num_hit_tokens = self.num_skipped = 0
 
@@ -66,7 +70,7 @@ class PrefixCache:
         total = len(tokens) + max_tokens
         if total > self.pool.sequence_capacity():
             raise RequestTooLargeError(total, self.pool.sequence_capacity())
-        match = self.known.trie.match(tokens)
+        match = self._in_memory(tokens)
         most = len(tokens) - 1 if at_most is None else min(at_most, len(tokens) - 1)
         hit, checkpoint = self._resumable(match, most)
         try:
@@ -83,6 +87,18 @@ class PrefixCache:
         self.num_prompt_tokens += lookup.tokens
         self.num_hit_tokens += lookup.hit
         return Fetch(caches, list(tokens[lookup.hit :]), lookup)
+
+    def _in_memory(self, tokens: Tokens[int]) -> Match:
+        """What is known of a prompt, brought back from disk as far as there is room for it."""
+        match = self.known.trie.match(tokens)
+        if self.stored is None:
+            return match
+        if self.stored.missing(match.path):
+            with suppress(PoolExhaustedError):
+                self.stored.restore_now(match.path)
+            match = self.known.trie.match(tokens)
+        self.stored.touch(match.path)
+        return match.in_memory()
 
     def look(self, tokens: Tokens[int]) -> Lookup:
         """What a fetch of these tokens would find. Changes nothing."""
@@ -184,10 +200,14 @@ class PrefixCache:
             if child is None:
                 blocks = tuple(sequence.tables[g].ids[index] for g in self.slabs.full_groups)
                 child = self.known.add(node, edge, blocks, kind)
+            elif len(edge) == len(child.tokens) and not child.resident:
+                self.known.revive(child, tuple(sequence.tables[g].ids[index] for g in self.slabs.full_groups))
             elif len(edge) == len(child.tokens) and child.is_full:
                 for group, block in zip(self.slabs.full_groups, child.blocks, strict=True):
                     if sequence.tables[group].ids[index] != block:
                         self.pool.swap(sequence.tables[group], index, block)
+            if self.stored is not None:
+                self.stored.note(child)
             node = child
         return node
 

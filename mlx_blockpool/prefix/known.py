@@ -28,6 +28,8 @@ class KnownBlocks:
         self._owners: dict[Owned, set[Node]] = {}
         self._pins: dict[tuple[int, ...], list[list[Node]]] = {}
         self._evicted: OrderedDict[bytes, None] = OrderedDict()
+        # Hashes of nodes that were stored and cannot be reached any more; whoever has their files takes them.
+        self.unreachable: list[bytes] = []
 
     @property
     def nbytes(self) -> int:
@@ -45,8 +47,23 @@ class KnownBlocks:
                 self._owners[owned] = self._owners[owned] - {old} | {new}
             old.checkpoints = {}
             self._disown(old, self._blocks(old), ())
+            self.unreachable += [old.hash] if old.stored else []
         self._pin_blocks(new)
         return new
+
+    def add_stored(self, node: Node, edge: bytes, kind: str) -> Node:
+        """A new child edge whose blocks are on disk only."""
+        new, shorter = self.trie.add(node, edge, (), kind)
+        new.resident, new.stored = False, True
+        self.unreachable += [old.hash for old in shorter]
+        return new
+
+    def revive(self, node: Node, blocks: tuple[int, ...]) -> None:
+        """A node whose blocks were on disk only has these held blocks now."""
+        node.blocks, node.resident = blocks, True
+        for owned in self._blocks(node):
+            self._own(node, owned, node.end - node.start)
+        self._pin_blocks(node)
 
     def add_checkpoint(self, node: Node, checkpoint: Checkpoint) -> None:
         """The rings of a checkpoint, in held blocks."""
@@ -77,7 +94,9 @@ class KnownBlocks:
         gone = set(victims)
         for victim in victims:
             for node in list(self._owners.get(victim, ())):
-                if victim[0] in self.full_groups:
+                if victim[0] in self.full_groups and node.stored:
+                    self._leave_memory(node, gone)
+                elif victim[0] in self.full_groups:
                     self.drop(node, gone)
                 else:
                     self._drop_checkpoints(node, victim, gone)
@@ -86,6 +105,7 @@ class KnownBlocks:
         """Forget a node and all below it; `gone` blocks are free already."""
         for old in self.trie.remove(node):
             self._evicted[old.hash] = None
+            self.unreachable += [old.hash] if old.stored else []
             owned = [*self._blocks(old), *_rings(old.checkpoints.values())]
             old.checkpoints = {}
             self._disown(old, owned, gone)
@@ -94,7 +114,7 @@ class KnownBlocks:
 
     def prune(self, node: Node) -> None:
         """Take a node out that has nothing to give, as in a model without full layers, and the likes of it above."""
-        while node.parent is not None and not (node.blocks or node.children or node.checkpoints):
+        while node.parent is not None and not (node.blocks or node.children or node.checkpoints or node.stored):
             node.parent.children.remove(node)
             node = node.parent
 
@@ -121,7 +141,14 @@ class KnownBlocks:
                 owners.setdefault(owned, set()).add(node)
         assert owners == self._owners, f"{len(owners)} blocks in the trie != {len(self._owners)} in the index"
 
+    def _leave_memory(self, node: Node, gone: Collection[Owned]) -> None:
+        owned = self._blocks(node)
+        node.blocks, node.resident = (), False
+        self._disown(node, owned, gone)
+
     def _blocks(self, node: Node) -> list[Owned]:
+        if not node.resident:
+            return []
         return list(zip(self.full_groups, node.blocks, strict=True))
 
     def _change_pins(self, nodes: list[Node], by: int) -> None:

@@ -11,6 +11,7 @@ import struct
 from bisect import bisect_left, insort
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
+from itertools import takewhile
 
 from ..spec import BLOCK_TOKENS
 
@@ -32,7 +33,8 @@ class Checkpoint:
 class Node:
     """One edge: up to 256 tokens, and the block of each full layer group that holds them.
 
-    `hash` names the whole prefix up to here. `checkpoints` are by absolute token position.
+    `hash` names the whole prefix up to here. `checkpoints` are by absolute token position. `resident`: its blocks are in the
+    pool. `stored`: they are on disk, or about to be.
     """
 
     parent: Node | None
@@ -41,6 +43,8 @@ class Node:
     hash: bytes
     blocks: tuple[int, ...] = ()
     kind: str = "assistant"
+    resident: bool = True
+    stored: bool = False
     pins: int = 0
     merged_into: Node | None = None
     children: list[Node] = field(default_factory=list)
@@ -56,7 +60,7 @@ class Node:
 
     @staticmethod
     def name(parent: Node, edge: bytes) -> bytes:
-        return hashlib.blake2b(parent.hash + edge, digest_size=32).digest()
+        return name_of(parent.hash, edge)
 
     def path(self) -> list[Node]:
         """From the first edge to this one."""
@@ -86,6 +90,17 @@ class Match:
     @property
     def tokens(self) -> int:
         return len(self.nodes) * BLOCK_TOKENS + self.count
+
+    @property
+    def path(self) -> list[Node]:
+        return self.nodes if self.partial is None else [*self.nodes, self.partial]
+
+    def in_memory(self) -> Match:
+        """The part of it whose blocks are in the pool."""
+        nodes = list(takewhile(lambda node: node.resident, self.nodes))
+        if len(nodes) == len(self.nodes) and self.partial is not None and self.partial.resident:
+            return self
+        return Match(nodes, None, 0)
 
 
 class Trie:
@@ -155,6 +170,11 @@ class Trie:
             assert node.hash == Node.name(parent, node.tokens), f"hash at {node.start}"
             outside = [p for p in node.checkpoints if not node.start < p <= node.end]
             assert not outside, f"checkpoints {outside} outside of ({node.start}, {node.end}]"
+
+
+def name_of(parent: bytes, edge: bytes) -> bytes:
+    """The hash of a prefix, from that of its parent and its last tokens."""
+    return hashlib.blake2b(parent + edge, digest_size=32).digest()
 
 
 def encode(tokens: Sequence[int]) -> bytes:

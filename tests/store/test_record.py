@@ -1,0 +1,316 @@
+"""Records: what is written is read again, by us and by others, and each way of being another record is told."""
+
+from __future__ import annotations
+
+import dataclasses
+import errno
+import json
+import struct
+import subprocess
+import sys
+from pathlib import Path
+
+import mlx.core as mx
+import pytest
+import safetensors
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from store.disks import StillDisk
+from store.records import PARENT, expected_of, make_buffers, make_file, make_record, naming
+
+from mlx_blockpool.errors import BadRecordError
+from mlx_blockpool.prefix.trie import Node
+from mlx_blockpool.prefix.trie import encode as edge_of
+from mlx_blockpool.store.disk import Disk, write_whole
+from mlx_blockpool.store.record import (
+    ITEM_BYTES,
+    MAX_HEADER_BYTES,
+    Expected,
+    Part,
+    Record,
+    decode_header,
+    encode,
+    header_size,
+    read,
+    read_header,
+)
+
+RECORD = make_record(bits="8", ring="3")
+FILE = make_file(RECORD)
+FOLDER = Path("/models/blocks")
+PATH = FOLDER / RECORD.file_name
+INT64 = st.integers(-(1 << 63), (1 << 63) - 1)
+
+
+def disk_with(data: bytes, name: str = PATH.name) -> StillDisk:
+    return StillDisk({FOLDER / name: data})
+
+
+def assert_bad(message: str, data: bytes = FILE, expected: Expected | None = None, name: str = PATH.name) -> None:
+    """Neither the whole record nor, as far as it can tell, its header is read."""
+    with pytest.raises(BadRecordError, match=message) as raised:
+        read(disk_with(data, name), FOLDER / name, expected or expected_of(RECORD), naming)
+    assert str(raised.value).startswith(f"{FOLDER / name}: ")
+
+
+def test_a_record_is_read_as_it_was_written(tmp_path: Path) -> None:
+    path = tmp_path / RECORD.file_name
+    buffers = make_buffers(RECORD)
+    write_whole(Disk(), path, encode(RECORD, buffers))
+    record, views = read(Disk(), path, expected_of(RECORD), naming)
+    assert dataclasses.replace(record, checksums=()) == RECORD
+    assert [bytes(view) for view in views] == buffers
+    assert all(view.readonly for view in views)
+    assert read_header(Disk(), path, expected_of(RECORD), naming) == record == decode_header(FILE)
+
+
+def test_what_is_not_known_beforehand_is_read_from_the_header() -> None:
+    record, views = read(disk_with(FILE), PATH, Expected("model", "block"), naming)
+    assert record.parts == RECORD.parts
+    assert [bytes(view) for view in views] == make_buffers(RECORD)
+
+
+def test_the_buffers_are_not_copied() -> None:
+    buffers = [memoryview(buffer) for buffer in make_buffers(RECORD)]
+    assert all(mine is yours for mine, yours in zip(encode(RECORD, buffers)[1:], buffers, strict=True))
+
+
+@given(
+    tokens=st.lists(INT64, max_size=256).map(tuple),
+    shapes=st.dictionaries(
+        st.text(st.characters(max_codepoint=127), max_size=9).filter(lambda name: name != "__metadata__"),
+        st.tuples(st.sampled_from(sorted(ITEM_BYTES)), st.lists(st.integers(0, 3), max_size=4).map(tuple)),
+        max_size=5,
+    ),
+    extra=st.dictionaries(st.text(st.characters(max_codepoint=127), max_size=9), st.text(st.characters(max_codepoint=127))),
+    start=st.integers(0, (1 << 63) - 1),
+)
+@settings(max_examples=100, deadline=None)
+def test_any_record_is_read_as_it_was_written(
+    tokens: tuple[int, ...], shapes: dict[str, tuple[str, tuple[int, ...]]], extra: dict[str, str], start: int
+) -> None:
+    parts = tuple(Part(name, dtype, shape) for name, (dtype, shape) in shapes.items())
+    record = Record("state", "model", naming(PARENT, tokens), PARENT, start, tokens, parts, extra)
+    found, views = read(disk_with(make_file(record), record.file_name), FOLDER / record.file_name, expected_of(record), naming)
+    assert dataclasses.replace(found, checksums=()) == record
+    assert [bytes(view) for view in views] == make_buffers(record)
+    assert safetensors.deserialize(make_file(record)) is not None
+
+
+def test_hashes_are_those_of_the_trie() -> None:
+    tokens = tuple(range(256))
+    assert naming(PARENT, tokens) == Node.name(Node(None, 0, b"", PARENT), edge_of(tokens))
+
+
+def test_safetensors_reads_the_same_bytes(tmp_path: Path) -> None:
+    path = tmp_path / RECORD.file_name
+    write_whole(Disk(), path, [FILE])
+    found = dict(safetensors.deserialize(path.read_bytes()))
+    assert [(name, tuple(t["shape"]), t["dtype"], bytes(t["data"])) for name, t in sorted(found.items())] == [
+        (part.name, part.shape, part.dtype, data) for part, data in zip(RECORD.parts, make_buffers(RECORD), strict=True)
+    ]
+    with safetensors.safe_open(path, "numpy") as opened:
+        metadata = opened.metadata()
+        assert opened.get_tensor("ring").tobytes() == make_buffers(RECORD)[2]
+    assert metadata["tokens"] == " ".join(map(str, RECORD.tokens))
+    assert metadata["extra.bits"] == "8"
+    assert len(metadata["seal"]) == 64
+    assert metadata["seal"] != "0" * 64
+
+
+def test_mlx_reads_the_same_arrays(tmp_path: Path) -> None:
+    arrays = {
+        "keys": mx.arange(48, dtype=mx.float32).reshape(1, 2, 6, 4),
+        "values": (mx.arange(60) + 1000).astype(mx.bfloat16).reshape(1, 2, 6, 5),
+        "empty": mx.zeros((1, 2, 6, 0), mx.float16),
+    }
+    dtypes = {mx.float32: "F32", mx.float16: "F16", mx.bfloat16: "BF16"}
+    parts = tuple(Part(name, dtypes[array.dtype], array.shape) for name, array in arrays.items())
+    record = make_record(parts=parts)
+    stored = [array.view(mx.uint16) if array.dtype == mx.bfloat16 else array for array in arrays.values()]
+    mx.eval(stored)
+    path = tmp_path / record.file_name
+    write_whole(Disk(), path, encode(record, [memoryview(array) for array in stored]))
+    found = mx.load(str(path))
+    assert {name: (array.dtype, array.shape) for name, array in found.items()} == {
+        name: (array.dtype, array.shape) for name, array in arrays.items()
+    }
+    assert all(mx.array_equal(found[name], arrays[name]) for name in arrays)
+
+
+def test_other_records_are_not_the_one_that_was_wanted() -> None:
+    expected = expected_of(RECORD)
+    assert_bad("Namespace: found model, needed other", expected=dataclasses.replace(expected, namespace="other"))
+    assert_bad("Kind: found block, needed window", expected=dataclasses.replace(expected, kind="window"))
+    assert_bad("Hash: found .*, needed 7070", expected=dataclasses.replace(expected, hash=b"p" * 32))
+    assert_bad("Parts: found 3, needed 2", expected=dataclasses.replace(expected, parts=RECORD.parts[:2]))
+    assert_bad("A record named: found .*, needed other", name="other.safetensors")
+    for change in ({"name": "x"}, {"dtype": "I32"}, {"shape": (1, 2, 4, 3)}):
+        parts = (dataclasses.replace(RECORD.parts[0], **change), *RECORD.parts[1:])
+        assert_bad("Part: found Part.*, needed Part", expected=dataclasses.replace(expected, parts=parts))
+
+
+def test_tokens_and_parent_belong_to_the_hash() -> None:
+    for change in ({"tokens": (*RECORD.tokens[:-1], 7)}, {"tokens": RECORD.tokens[:-1]}, {"parent": b"p" * 32}):
+        record = dataclasses.replace(RECORD, **change)
+        assert_bad("Parent and tokens of hash: found", make_file(record))
+        with pytest.raises(BadRecordError, match="Parent and tokens of hash"):
+            read_header(disk_with(make_file(record)), PATH, expected_of(RECORD), naming)
+
+
+def test_each_part_has_its_checksum() -> None:
+    for part, (start, end) in zip(RECORD.parts, ((0, 96), (96, 156), (156, 184)), strict=True):
+        for at in (start, end - 1):
+            data = bytearray(FILE)
+            data[header_size(FILE) + at] ^= 1
+            assert_bad(f"Checksum of {part.name}: found [0-9a-f]{{8}}, needed [0-9a-f]{{8}}", bytes(data))
+
+
+def test_a_header_scan_finds_a_wrong_length_but_reads_no_data() -> None:
+    class HeaderDisk(StillDisk):
+        def read(self, path: Path, start: int = 0, size: int | None = None) -> bytes:
+            assert size is not None
+            assert start + size <= 1 << 14
+            return super().read(path, start, size)
+
+    record = make_record(parts=(Part("keys", "U8", (100_000,)),))
+    path, data, expected = FOLDER / record.file_name, make_file(record), Expected("model", "block")
+    assert read_header(HeaderDisk({path: data}), path, expected, naming).nbytes == 100_000
+    for wrong in (data[:-1], data + b"x"):
+        with pytest.raises(BadRecordError, match=f"Bytes of the file: found {len(wrong)}, needed {len(data)}"):
+            read_header(HeaderDisk({path: wrong}), path, expected, naming)
+
+
+def test_a_header_longer_than_the_first_read() -> None:
+    parts = tuple(Part(f"layers.{n}.keys", "U8", (1,)) for n in range(1000))
+    record = make_record(parts=parts)
+    path = FOLDER / record.file_name
+    assert header_size(make_file(record)) > 1 << 15
+    assert read_header(disk_with(make_file(record), path.name), path, expected_of(record), naming).parts == parts
+
+
+def test_the_longest_header_hides_no_longer_file() -> None:
+    record = make_record(extra="")
+    record = make_record(extra="x" * (MAX_HEADER_BYTES - header_size(make_file(record))))
+    data = make_file(record)
+    assert header_size(data) == MAX_HEADER_BYTES
+    read(disk_with(data), PATH, expected_of(record), naming)
+    assert_bad("Bytes of the file: found", data + b"x")
+
+
+def test_equal_records_are_equal_files() -> None:
+    assert make_file(make_record(ring="3", bits="8")) == make_file(make_record(bits="8", ring="3")) == FILE
+
+
+@pytest.mark.parametrize("length", [MAX_HEADER_BYTES, 1 << 31, 1 << 63, (1 << 64) - 1])
+def test_a_giant_header_length_allocates_nothing(length: int) -> None:
+    class BoundedDisk(StillDisk):
+        def read(self, path: Path, start: int = 0, size: int | None = None) -> bytes:
+            assert size is not None
+            assert size <= 2 * MAX_HEADER_BYTES
+            return super().read(path, start, size)
+
+    disk = BoundedDisk({PATH: struct.pack("<Q", length) + FILE[8:]})
+    for reader in (read, read_header):
+        with pytest.raises(BadRecordError, match=f"Bytes of header: found {length + 8}, needed at most {MAX_HEADER_BYTES}"):
+            reader(disk, PATH, expected_of(RECORD), naming)
+
+
+def rewritten(change: dict[str, object] | None = None, **metadata: str) -> bytes:
+    """The file with another header, whose seal is not right."""
+    size = header_size(FILE)
+    entries = json.loads(FILE[8:size])
+    entries["__metadata__"].update(metadata)
+    text = json.dumps(entries | (change or {}), separators=(",", ":")).encode()
+    return struct.pack("<Q", len(text)) + text + FILE[size:]
+
+
+def with_header(text: bytes) -> bytes:
+    return struct.pack("<Q", len(text)) + text
+
+
+def test_headers_of_others_are_told() -> None:
+    assert_bad("Bytes of the file: found 0, needed at least 8", b"")
+    assert_bad("Bytes of the file: found 20, needed at least", FILE[:20])
+    assert_bad("Format: found mlx-blockpool 2, needed mlx-blockpool 1", rewritten(version="2"))
+    assert_bad("Header: found KeyError .'format'", with_header(b'{"__metadata__":{}}'))
+    assert_bad(
+        "Header: found KeyError .'__metadata__'", with_header(b'{"weight":{"dtype":"F32","shape":[1],"data_offsets":[0,4]}}')
+    )
+    assert_bad("Header: found JSONDecodeError", with_header(b"{"))
+    assert_bad("Header: found RecursionError", with_header(b"[" * 100_000))
+    assert_bad("Header: found UnicodeDecodeError", with_header(b'{"\xff":1}'))
+    assert_bad("Header: found", with_header(b"[]"))
+    assert_bad("Header: found", with_header(b"3"))
+    assert_bad("Header: found TypeError", rewritten({"layers.0.keys": 3}))
+    assert_bad("Header: found ValueError", rewritten(start="9" * 5000))
+
+
+def test_headers_that_are_not_as_written_are_told() -> None:
+    changed = "Header: found one that was changed"
+    keys = {"dtype": "F32", "shape": [1, 2, 3, 4], "data_offsets": [0, 96]}
+    assert_bad(changed, rewritten())
+    assert_bad(changed, rewritten(start="0512"))
+    assert_bad(changed, rewritten(tokens="1_0 2"))
+    assert_bad(changed, rewritten({"layers.0.keys": keys | {"data_offsets": [8, 104]}}))
+    assert_bad(changed, rewritten({"layers.0.keys": keys | {"more": 1}}))
+    assert_bad(
+        "Part: found Part.name=.layers.0.keys., .*, needed a name in ASCII, a dtype of BOOL",
+        rewritten({"layers.0.keys": keys | {"shape": [True, 2, 3, 4]}}),
+    )
+    assert_bad(
+        "Part: found Part.name=.layers.0.keys., .*, needed a name in ASCII, a dtype of BOOL",
+        rewritten({"layers.0.keys": keys | {"shape": [1.0, 2, 3, 4]}}),
+    )
+    assert_bad(
+        "Part: found Part.name=.layers.0.keys., .*, needed a name in ASCII, a dtype of BOOL",
+        rewritten({"layers.0.keys": keys | {"shape": [-1, 2, 3, -4]}}),
+    )
+    assert_bad(
+        "Part: found Part.name=.layers.0.keys., .*, needed a name in ASCII, a dtype of BOOL",
+        rewritten({"layers.0.keys": keys | {"dtype": "F33"}}),
+    )
+    text = FILE[8 : header_size(FILE)]
+    twice = text.replace(b'{"__metadata__"', b'{"ring":{"dtype":"U32","shape":[7],"data_offsets":[156,184]},"__metadata__"', 1)
+    assert_bad(changed, with_header(twice) + FILE[header_size(FILE) :])
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        ({"tokens": tuple(range(257))}, "Tokens: found 257, needed at most 256"),
+        ({"tokens": (1 << 63,)}, "Tokens: found 9223372036854775808 to 9223372036854775808, needed integers of 64 bits"),
+        ({"hash": b"short"}, "Bytes of a hash: found 5, needed 32"),
+        ({"start": -1}, "Start: found -1"),
+        ({"namespace": "ü"}, "found 'ü', needed ASCII text"),
+        ({"extra": {"ring": 3}}, "found 3, needed ASCII text"),
+        ({"parts": (*RECORD.parts[:2], RECORD.parts[0])}, "Parts: found .*, needed names that differ"),
+        ({"parts": (*RECORD.parts[:2], Part("__metadata__", "U32", (7,)))}, "needed names that differ"),
+        (
+            {"parts": (*RECORD.parts[:2], Part("ring", "F7", (7,)))},
+            "Part: found Part.*F7.*, needed a name in ASCII, a dtype of BOOL, ",
+        ),
+        ({"parts": (*RECORD.parts[:2], Part("ring", "U32", (8,)))}, "Bytes of ring: found 28, needed 32"),
+        ({"parts": RECORD.parts[:2]}, "Buffers: found 3, needed 2"),
+        ({"extra": {"ring": "3" * MAX_HEADER_BYTES}}, "Bytes of header: found"),
+    ],
+)
+def test_what_could_not_be_read_again_is_not_written(change: dict[str, object], message: str) -> None:
+    with pytest.raises(BadRecordError, match=message):
+        encode(dataclasses.replace(RECORD, **change), make_buffers(RECORD))
+
+
+def test_a_file_that_cannot_be_read_is_no_bad_record() -> None:
+    class BrokenDisk(StillDisk):
+        def read(self, path: Path, start: int = 0, size: int | None = None) -> bytes:
+            raise OSError(errno.EIO, "broken")
+
+    with pytest.raises(OSError, match="broken"):
+        read(BrokenDisk({}), PATH, expected_of(RECORD), naming)
+    with pytest.raises(FileNotFoundError):
+        read(StillDisk({}), PATH, expected_of(RECORD), naming)
+
+
+def test_records_need_no_arrays() -> None:
+    code = "import sys, mlx_blockpool.store.record; print([m for m in sys.modules if m in ('mlx', 'mlx_lm', 'numpy')])"
+    assert subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True).stdout.strip() == "[]"
