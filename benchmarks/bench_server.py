@@ -27,7 +27,7 @@ from mlx_blockpool.demo import model_path
 
 MARKS = ("system prompt", "agents share it", "each asks in turn", "none of them waits for long")
 COMMANDS = {
-    "ours": [sys.executable, "-m", "mlx_blockpool.cli", "serve", "--pool-bytes", "1GB"],
+    "ours": [sys.executable, "-m", "mlx_blockpool.cli", "serve", "--pool-bytes", "1GB", "--no-store"],
     "stock": [sys.executable, "-m", "mlx_lm", "server"],
 }
 

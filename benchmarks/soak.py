@@ -132,7 +132,7 @@ if __name__ == "__main__":
     args = parser.parse_args()
     with tempfile.TemporaryDirectory() as folder:
         make_model(Path(folder))
-        command = [sys.executable, "-m", "mlx_blockpool.cli", "serve", "--pool-bytes", args.pool_bytes]
+        command = [sys.executable, "-m", "mlx_blockpool.cli", "serve", "--pool-bytes", args.pool_bytes, "--no-store"]
         server = Server(command, Path(folder))
         load = Load(server, time.monotonic() + 60 * args.minutes)
         resident: list[int] = []

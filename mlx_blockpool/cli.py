@@ -7,13 +7,19 @@ import json
 import re
 import sys
 from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
 
 from . import __version__, patcher
+from .config import parse_bytes
 from .errors import BlockpoolError
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Run one subcommand. Exit status 0, or 1 after an error of ours, which is printed without a traceback."""
+    """Run one subcommand. Exit status 0, or 1 after an error of ours, which is printed without a traceback.
+
+    `run` of a subcommand gives what to print, and the exit status where that is not 0.
+    """
     arguments = sys.argv[1:] if argv is None else list(argv)
     parser = _parser()
     args, rest = parser.parse_known_args(arguments[:1] if arguments[:1] == ["serve"] else _with_negative_lengths(arguments))
@@ -24,11 +30,13 @@ def main(argv: Sequence[str] | None = None) -> int:
             return serve(arguments[1:])
         if rest:
             parser.error(f"unrecognized arguments: {' '.join(rest)}")
-        print(args.run(args))
+        answer = args.run(args)
+        text, status = answer if isinstance(answer, tuple) else (answer, 0)
+        print(text)
     except BlockpoolError as error:
         print(f"mlx-blockpool: {error}", file=sys.stderr)
         return 1
-    return 0
+    return int(status)
 
 
 def _parser() -> argparse.ArgumentParser:
@@ -38,6 +46,7 @@ def _parser() -> argparse.ArgumentParser:
     commands.add_parser("serve", add_help=False, help="mlx-lm's server on a block pool; --help lists its options")
     _add_patch(commands.add_parser("patch", help="give mlx_lm.server the option --cache-backend, or take it away"))
     _add_plan(commands.add_parser("plan", help="what a batch takes in memory: padded, as mlx-lm batches, against the pool"))
+    _add_store(commands.add_parser("store", help="the prefixes on disk: look at them, check, clear, carry in and out"))
     return parser
 
 
@@ -62,6 +71,100 @@ def _plan(args: argparse.Namespace) -> str:
     lengths = planning.parse_lengths(args.lengths)
     report = memory.batch_memory(planning.spec_at(args.model), lengths)
     return json.dumps(report.as_dict(), indent=2) if args.json else planning.describe(report)
+
+
+def _add_store(store: argparse.ArgumentParser) -> None:
+    actions = store.add_subparsers(dest="action", required=True, metavar="ACTION")
+
+    def add(name: str, act: Any, text: str) -> argparse.ArgumentParser:
+        action = actions.add_parser(name, help=text, description=f"{text[0].upper()}{text[1:]}.")
+        action.add_argument("--store-dir", type=Path, metavar="DIR", help="where the store is (default: the user's cache folder)")
+        action.add_argument("--json", action="store_true", help="everything as JSON")
+        action.set_defaults(run=lambda args: _store(args, act))
+        return action
+
+    add("path", _store_path, "print the folder of the store")
+    add("stats", _store_stats, "what is stored for each model")
+    fix = "bad records to quarantine; leftovers, and records that nothing leads to, removed"
+    add("check", _store_check, "check the name, length and header of every record; status 1 if something is wrong").add_argument(
+        "--fix", action="store_true", help=fix
+    )
+    add("scrub", _store_check, "check every record to its last byte; status 1 if something is wrong").add_argument(
+        "--fix", action="store_true", help=fix
+    )
+    clear = add("clear", _store_clear, "remove records")
+    clear.add_argument("--model", metavar="ID", help="only those of this model, by its id or namespace (default: all)")
+    clear.add_argument("--yes", action="store_true", help="do not ask")
+    export = add("export", _store_export, "write the longest stored prefix of a prompt as a prompt-cache file of mlx-lm")
+    _add_exchange(export, "OUT", prompt_required=True)
+    taken = add("import", _store_import, "put the prefix in a prompt-cache file of mlx-lm into the store")
+    _add_exchange(taken, "FILE", prompt_required=False)
+    taken.add_argument("--store-bytes", type=_size, metavar="SIZE", help="hard limit for what is on disk, as the server's")
+
+
+def _add_exchange(action: argparse.ArgumentParser, file: str, prompt_required: bool) -> None:
+    action.add_argument("file", type=Path, metavar=file, help="a .safetensors file of mlx-lm's save_prompt_cache")
+    action.add_argument("--model", required=True, help="the model folder, or the id of a downloaded model")
+    action.add_argument("--adapter-path", type=Path, metavar="DIR", help="the adapter that the model runs with")
+    action.add_argument("--store-bits", type=int, choices=(4, 8), help="as the server's: how the store is quantised")
+    prompt = action.add_mutually_exclusive_group(required=prompt_required)
+    prompt.add_argument("--tokens", metavar="N,N,..", help="token ids of the prompt")
+    prompt.add_argument("--prompt-file", type=Path, metavar="FILE", help="the prompt's text, special tokens and all")
+
+
+def _store(args: argparse.Namespace, act: Any) -> tuple[str, int]:
+    report, describe, status = act(args)
+    return json.dumps(report, indent=2) if args.json else describe(report), status
+
+
+def _store_path(args: argparse.Namespace) -> Any:
+    from .store.store import default_folder
+
+    return {"folder": str(args.store_dir or default_folder())}, lambda report: report["folder"], 0
+
+
+def _store_stats(args: argparse.Namespace) -> Any:
+    from . import storing
+
+    return storing.stats(storing.folder_at(args.store_dir)), storing.describe_stats, 0
+
+
+def _store_check(args: argparse.Namespace) -> Any:
+    from . import storing
+
+    report = storing.check(storing.folder_at(args.store_dir), args.action == "scrub", args.fix)
+    return report, storing.describe_check, int(not report["clean"])
+
+
+def _store_clear(args: argparse.Namespace) -> Any:
+    from . import storing
+
+    return storing.clear(storing.folder_at(args.store_dir), args.model, args.yes), storing.describe_clear, 0
+
+
+def _store_export(args: argparse.Namespace) -> Any:
+    from . import exchange, source, storing
+
+    prompt = source.prompt_of(args.tokens, args.prompt_file)
+    model = source.Source(args.model, storing.folder_at(args.store_dir), args.adapter_path, args.store_bits)
+    return exchange.export(model, prompt, args.file), exchange.describe_export, 0
+
+
+def _store_import(args: argparse.Namespace) -> Any:
+    from . import exchange, source
+    from .store.store import default_folder
+
+    prompt = source.prompt_of(args.tokens, args.prompt_file)
+    root = args.store_dir or default_folder()
+    model = source.Source(args.model, root, args.adapter_path, args.store_bits, args.store_bytes)
+    return exchange.take_in(model, prompt, args.file), exchange.describe_import, 0
+
+
+def _size(text: str) -> int:
+    try:
+        return parse_bytes(text)
+    except BlockpoolError as error:
+        raise argparse.ArgumentTypeError(str(error)) from error
 
 
 def _with_negative_lengths(arguments: Sequence[str]) -> list[str]:

@@ -70,6 +70,7 @@ class StoreConfig:
     step_bytes:      at most so much is copied out of the pool between two steps.
     min_free_bytes:  what the file system keeps free.
     daily_bytes:     at most so much is written in a day; None: no limit.
+    idle_seconds:    once nothing was asked for so long, the partial blocks at the ends of conversations are written too.
     flush_seconds:   how long a shutdown waits for what is not written yet.
     retry_seconds:   how long a disk that failed is left alone.
     """
@@ -81,6 +82,7 @@ class StoreConfig:
     step_bytes: int = 32 * 10**6
     min_free_bytes: int = 2 * 10**9
     daily_bytes: int | None = None
+    idle_seconds: float = 60.0
     flush_seconds: float = 10.0
     retry_seconds: float = 30.0
 

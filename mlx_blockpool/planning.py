@@ -17,6 +17,7 @@ from .errors import BlockpoolError, PluginError, SpecError
 from .memory import BatchMemory, Comparison, GroupMemory
 from .plugins import spec_from_config
 from .spec import FullLayer, ModelCacheSpec
+from .wording import count, human_bytes, table
 
 LENGTHS_EXAMPLE = "--lengths 500,4000,1200"
 # Beyond any context; what is longer is a slip of the keyboard.
@@ -87,8 +88,8 @@ def describe(report: BatchMemory) -> str:
     """The report as two tables, tokens of each sequence and bytes of each layer group, and a closing sentence."""
     leading = _leading(report)
     where = f"; tokens of {leading.group.name}" if len(report.groups) > 1 else ""
-    lines = [f"{report.model_id}, {report.dtype}: {_count(len(report.lengths), 'sequence')}{where}", ""]
-    lines += [*_table(_sequence_rows(report.lengths, leading)), "", *_table(_byte_rows(report)), "", _verdict(report)]
+    lines = [f"{report.model_id}, {report.dtype}: {count(len(report.lengths), 'sequence')}{where}", ""]
+    lines += [*table(_sequence_rows(report.lengths, leading)), "", *table(_byte_rows(report)), "", _verdict(report)]
     return "\n".join(lines)
 
 
@@ -121,7 +122,7 @@ def _verdict(report: BatchMemory) -> str:
     of = report.bytes
     padded, pool, grown = (human_bytes(side.allocated) for side in (of.padded, of.pool, of.grown))
     if report.other_layers:
-        others = _count(report.other_layers, "other layer")
+        others = count(report.other_layers, "other layer")
         return (
             f"The pool would take {pool} instead of {padded}, but {others} cannot live in blocks: mlx-lm's own caches serve it."
         )
@@ -129,27 +130,3 @@ def _verdict(report: BatchMemory) -> str:
     if of.saved:
         change = f"{of.saved / of.padded.allocated:.0%} less" if of.saved > 0 else f"{human_bytes(-of.saved)} more"
     return f"The pool takes {pool} instead of {padded}, {change}; as it decodes, mlx-lm's padded batch grows to {grown}."
-
-
-def _table(rows: list[list[str]]) -> list[str]:
-    """Aligned lines: the first column to the left, the others to the right."""
-    widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
-    lines = []
-    for first, *rest in rows:
-        cells = [first.ljust(widths[0]), *(cell.rjust(width) for cell, width in zip(rest, widths[1:], strict=True))]
-        lines.append("  ".join(cells).rstrip())
-    return lines
-
-
-def _count(number: int, noun: str) -> str:
-    return f"{number:,} {noun}" + ("" if number == 1 else "s")
-
-
-def human_bytes(count: int) -> str:
-    """`count` bytes with the unit that fits: '6.0 MB', decimal as config.parse_bytes reads it."""
-    size, unit = float(count), "B"
-    for larger in ("kB", "MB", "GB", "TB"):
-        if size < 999.95:
-            break
-        size, unit = size / 1000, larger
-    return f"{size:,.0f} {unit}" if unit == "B" else f"{size:,.1f} {unit}"

@@ -15,9 +15,9 @@ from models import CONFIGS
 from mlx_blockpool.cli import main
 from mlx_blockpool.demo import model_path
 from mlx_blockpool.memory import batch_memory
-from mlx_blockpool.planning import human_bytes
 from mlx_blockpool.plugins import spec_from_config
 from mlx_blockpool.spec import ModelCacheSpec
+from mlx_blockpool.wording import human_bytes
 
 README = (Path(__file__).parent.parent / "README.md").read_text(encoding="utf-8")
 

@@ -89,6 +89,13 @@ def test_the_server_starts_and_the_requests_are_answered() -> None:
     assert json.loads(health)["status"] == "ok"
 
 
+@pytest.mark.parametrize("command", [c for c in COMMANDS if "blockpool store" in c])
+def test_store_commands_run(command: str, tmp_path: Path) -> None:
+    ran = subprocess.run(installed(command), env={**os.environ, "XDG_CACHE_HOME": str(tmp_path)}, capture_output=True, text=True)
+    assert (ran.returncode, ran.stderr) == (0, "")
+    assert ran.stdout
+
+
 @pytest.fixture
 def copied_mlx_lm(tmp_path: Path) -> dict[str, str]:
     """An environment whose mlx-lm is a copy that may be patched."""

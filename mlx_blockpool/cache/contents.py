@@ -67,8 +67,11 @@ def copy_out(slabs: Slabs, places: Sequence[tuple[int, int]], start: int, end: i
 def copy_in(
     slabs: Slabs, places: Sequence[tuple[int, int]], start: int, arrays: Sequence[mx.array], bits: int | None = None
 ) -> None:
-    """Put what copy_out() gave at tokens [start, ...) of blocks. Waits for steps in flight, which still read the slabs."""
-    mx.synchronize()
+    """Put what copy_out() gave at tokens [start, ...) of blocks.
+
+    No step may be in flight, which would still read the slabs: see mx.synchronize(). For the same reason it waits for its own
+    writes: of two that are in flight the second copies the slab.
+    """
     rest = iter(arrays)
     for group, block in places:
         slab, first = slabs.locate(group, block)
@@ -76,6 +79,7 @@ def copy_in(
         for index in range(len(slab.keys)):
             keys, values = (_loaded(rest, dim, bits) for dim in (layer.key_dim, layer.value_dim))
             slab.write(index, first + start, keys[None], values[None])
+        mx.eval(slab.keys, slab.values)
 
 
 def as_bytes(array: mx.array) -> memoryview:

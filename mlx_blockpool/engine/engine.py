@@ -16,6 +16,7 @@ from mlx_lm.utils import maybe_set_recommended_wired_limit
 
 from ..config import EngineConfig
 from ..errors import PoolExhaustedError, RequestTooLargeError
+from ..spec import BLOCK_TOKENS
 from .caches import PooledCaches
 from .decode import DecodeBatch
 from .opening import open_caches
@@ -76,12 +77,9 @@ class BlockPoolBatchEngine:
 
     def cancel(self, uid: int) -> None:
         """End a request. What was computed of it stays known."""
-        running = next((r for r in (*self._waiting, *self.live) if r.uid == uid), None)
-        if running is None:
-            return
-        self._withdraw(running)
-        if running in self._waiting:
-            self._waiting.remove(running)
+        for running in [r for r in (*self._waiting, *self.live) if r.uid == uid]:
+            self._withdraw(running)
+            self._waiting = [r for r in self._waiting if r is not running]
 
     @property
     def live(self) -> list[Running]:
@@ -181,6 +179,8 @@ class BlockPoolBatchEngine:
             self._events.append(Token(running.uid, token, logprobs, reason))
             if reason is not None:
                 ended.append(running)
+            elif self.caches.keeps_chunks and running.computed % BLOCK_TOKENS == 0:
+                self.caches.keep(running, "assistant")
         self._batch.leave(ended)
         for running in ended:
             self._end(running, failed.get(running.uid))
@@ -296,5 +296,4 @@ class BlockPoolBatchEngine:
         # Without its traceback, whose frames hold caches and with them blocks.
         self._events.append(Failed(running.uid, error.with_traceback(None)))
         self._may_admit = True
-        if running in self._waiting:
-            self._waiting.remove(running)
+        self._waiting = [r for r in self._waiting if r is not running]

@@ -13,6 +13,7 @@ from ..errors import SpecError
 from ..plugins import spec_of_model
 from ..prefix.cache import PrefixCache
 from ..spec import ModelCacheSpec
+from ..store.store import PromptStore
 from .caches import PaddedCaches, PooledCaches
 from .stock import GuardedPromptCache, StockCaches
 
@@ -35,20 +36,20 @@ def open_caches(model: Any, pool_bytes: int | None = None) -> PooledCaches | Sto
 
 
 def open_pooled(
-    model: Any, spec: ModelCacheSpec, pool_bytes: int, config: PoolConfig | None = None, name: str = ""
+    model: Any, spec: ModelCacheSpec, pool_bytes: int, config: PoolConfig | None = None, store: PromptStore | None = None
 ) -> PooledCaches:
     """The same for a model whose layers are all in blocks. Attaches it if its batches can be ragged.
 
-    `name` tells its keys and values from those of other weights.
+    `store` has the records of these weights.
     """
     slabs = Slabs(spec, pool_bytes, config)
     caches: PooledCaches
     if attach(model, slabs):
-        caches = PooledCaches(PrefixCache(slabs, name))
+        caches = PooledCaches(PrefixCache(slabs, store=store))
     else:
         # A padded batch is not in the pool: it has half of the bytes to itself.
         slabs = Slabs(spec, pool_bytes // 2, config)
-        caches = PaddedCaches(PrefixCache(slabs, name), pool_bytes - pool_bytes // 2, batches_padded(model))
+        caches = PaddedCaches(PrefixCache(slabs, store=store), pool_bytes - pool_bytes // 2, batches_padded(model))
     if step_synchronously_if_copied(model, slabs):
         log.info("Decode steps run one at a time; overlapping ones would copy the pool on this device")
     return caches

@@ -51,7 +51,8 @@ class PrefixCache:
             )
         self.slabs = slabs
         self.pool = slabs.pool
-        self.known = KnownBlocks(slabs.pool, slabs.full_groups, f"{namespace}/{slabs.spec.fingerprint()}")
+        named = f"{namespace}/{slabs.spec.fingerprint()}" if store is None else store.namespace
+        self.known = KnownBlocks(slabs.pool, slabs.full_groups, named)
         self.room = Room(slabs, self.known)
         self.stored = None if store is None else StoredPrefixes(self.known, slabs, self.room, store)
         self._handed_out: WeakSet[Sequence] = WeakSet()
@@ -242,6 +243,10 @@ class PrefixCache:
         for sequence in list(self._handed_out):
             sequence.release()
         self._handed_out.clear()
+
+    def close(self) -> bool:
+        """Write what is not on disk yet. Whether all of it is; without a store there is nothing to write."""
+        return self.stored is None or self.stored.close()
 
     def clear(self) -> None:
         """Forget everything. What live sequences hold stays with them."""

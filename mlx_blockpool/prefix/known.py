@@ -109,6 +109,8 @@ class KnownBlocks:
             owned = [*self._blocks(old), *_rings(old.checkpoints.values())]
             old.checkpoints = {}
             self._disown(old, owned, gone)
+            # Whoever still refers to it must not read its blocks, which are somebody else's soon.
+            old.blocks, old.resident, old.stored, old.children = (), False, False, []
         while len(self._evicted) > MAX_REMEMBERED_EVICTIONS:
             self._evicted.popitem(last=False)
 

@@ -6,16 +6,21 @@ can be reached from its beginning.
 
 from __future__ import annotations
 
+import math
 import time
-from collections import OrderedDict, deque
+from collections import deque
 from collections.abc import Iterator, Sequence
 from concurrent.futures import Future
+from typing import Any
+from weakref import WeakKeyDictionary
+
+import mlx.core as mx
 
 from ..cache.contents import as_bytes, contents, copy_in, copy_out
 from ..cache.slabs import Slabs
 from ..errors import BadRecordError
 from ..store.record import Expected, Part, Record
-from ..store.store import BLOCK, PromptStore
+from ..store.store import BLOCK, OVER_BUDGET, PromptStore
 from .known import KnownBlocks
 from .room import Room
 from .trie import Node, decode, encode, name_of
@@ -38,7 +43,8 @@ class StoredPrefixes:
         self.store = store
         self.bits = store.config.bits
         self.num_restored = self.num_unread = 0
-        self._pending: OrderedDict[Node, None] = OrderedDict()
+        self._used = math.inf
+        self._pending: WeakKeyDictionary[Node, None] = WeakKeyDictionary()
         self._by_hash: dict[bytes, Node] = {}
         # The nodes that a Restore is bringing back.
         self.arriving: set[Node] = set()
@@ -56,16 +62,29 @@ class StoredPrefixes:
             node = nodes.popleft()
             for record in children.get(node.hash, []):
                 edge = encode(record.tokens)
-                if record.start == node.end and self.known.trie.child(node, edge) is None:
+                if record.start == node.end and self.known.trie.child(node, edge) is not None:
+                    self.known.unreachable.append(record.hash)
+                elif record.start == node.end:
                     child = self.known.add_stored(node, edge, record.extra.get("kind", "assistant"))
                     self._by_hash[child.hash] = child
                     nodes += [child] if child.is_full else []
         self._settle()
+        self._lose(self.store.settle(self._by_need(records)))
+
+    def _by_need(self, records: Sequence[Record]) -> Iterator[bytes]:
+        """The hashes of records, given in the order of use: those used last first, and each after what it stands on."""
+        seen: set[Node] = set()
+        for record in reversed(records):
+            node = self._by_hash.get(record.hash)
+            path = [] if node is None else [n for n in node.path() if n not in seen]
+            seen.update(path)
+            yield from (n.hash for n in path)
 
     # -- writing -------------------------------------------------------------------------------------------------------
 
     def note(self, node: Node) -> None:
         """A known node that may be written when there is time."""
+        self._used = time.monotonic()
         if not node.stored and node.resident and node.is_full:
             self._pending[node] = None
 
@@ -77,10 +96,17 @@ class StoredPrefixes:
             node = next(iter(self._pending))
             if self._is_writable(node):
                 written = self._write(node)
-                if written == 0:
+                if written is None:
                     return
                 left -= written
             del self._pending[node]
+
+    def idle(self) -> None:
+        """Nothing is computed now: write behind, and once that has lasted for idle_seconds, write the tails too."""
+        self.write_behind()
+        if time.monotonic() - self._used >= self.store.config.idle_seconds:
+            self.write_tails()
+            self._used = math.inf
 
     def write_tails(self) -> None:
         """Hand over all that is pending, and the partial blocks at the ends: for an idle server, or one that stops."""
@@ -89,41 +115,55 @@ class StoredPrefixes:
             if self._is_writable(node):
                 self._write(node)
 
+    def report(self) -> dict[str, Any]:
+        """Figures of the store and of what was brought back from it; sizes in bytes."""
+        own = {"pending": len(self._pending), "restored_tokens": self.num_restored, "unread": self.num_unread}
+        return own | self.store.report()
+
     def close(self) -> bool:
         """Write what is left, within the store's time for it. Whether all is on disk."""
-        self.write_tails()
+        until = time.monotonic() + self.store.config.flush_seconds
+        left, before = self._num_unwritten(), -1
+        # The queue takes a part at a time.
+        while left not in (0, before) and time.monotonic() < until:
+            self.write_tails()
+            self.store.flush()
+            left, before = self._num_unwritten(), left
         return self.store.close()
+
+    def _num_unwritten(self) -> int:
+        return sum(1 for node in self.known.trie if not node.stored)
 
     def _is_writable(self, node: Node) -> bool:
         parent = node.parent
         assert parent is not None
         return node.resident and not node.stored and (parent.parent is None or parent.stored) and node in parent.children
 
-    def _write(self, node: Node) -> int:
-        """Bytes handed over; 0 if the store did not take them."""
+    def _write(self, node: Node) -> int | None:
+        """Bytes handed over; None if the store does not take them now, 0 if the budget has no room for them."""
         assert node.parent is not None
-        tokens = node.end - node.start
-        arrays = copy_out(self.slabs, self._places(node), 0, tokens, self.bits)
-        record = Record(
-            kind=BLOCK,
-            namespace=self.store.namespace,
-            hash=node.hash,
-            parent=node.parent.hash,
-            start=node.start,
-            tokens=tuple(decode(node.tokens)),
-            parts=self._parts(tokens),
-            extra={"kind": node.kind, "bits": str(self.bits or 0)},
-        )
-        put = self.store.put(record, [as_bytes(array) for array in arrays], {n.hash for n in node.path()})
+        path, tokens, parts = [n.hash for n in node.path()], tuple(decode(node.tokens)), self._parts(node.end - node.start)
+        extra = {"kind": node.kind, "bits": str(self.bits or 0)}
+        record = Record(BLOCK, self.store.namespace, node.hash, node.parent.hash, node.start, tokens, parts, extra)
+        put = self.store.put(record, lambda: self._copied(node), {*path, *(n.hash for n in self.arriving)})
         self._lose(put.dropped)
-        if put.taken:
-            node.stored = True
-            self._by_hash[node.hash] = node
-        return record.nbytes if put.taken else 0
+        if not put.taken:
+            return 0 if put.refusal == OVER_BUDGET else None
+        node.stored = True
+        self._by_hash[node.hash] = node
+        # What it stands on goes after it.
+        self.store.touch(path)
+        return record.nbytes
+
+    def _copied(self, node: Node) -> list[memoryview]:
+        return [as_bytes(a) for a in copy_out(self.slabs, self._places(node), 0, node.end - node.start, self.bits)]
 
     def _settle(self) -> None:
-        """Take note of what could not be written, and of files that nothing leads to any more."""
-        self._lose(self.store.poll())
+        """Take note of what could not be written, which is tried again, and of files that nothing leads to any more."""
+        failed = self.store.poll()
+        again = [self._by_hash[digest] for digest in failed if digest in self._by_hash]
+        self._lose(failed)
+        self._pending.update({node: None for node in again if node.resident and node.is_full})
         gone, self.known.unreachable = self.known.unreachable, []
         for digest in gone:
             self._by_hash.pop(digest, None)
@@ -224,6 +264,8 @@ class Restore:
     def advance(self, wait: bool = False, seconds: float = 0.0) -> bool:
         """Copy what has been read, with `wait` at least one record, for so many seconds. Whether no more will come."""
         until = time.perf_counter() + seconds
+        # A step in flight still reads the slabs; writing now would copy them.
+        mx.synchronize()
         while self._nodes and (wait or self._reading[0].done()):
             node, block, reading = self._nodes.popleft(), self._blocks.popleft(), self._reading.popleft()
             try:

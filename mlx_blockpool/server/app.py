@@ -9,11 +9,12 @@ import signal
 import sys
 import types
 from collections.abc import Callable, Sequence
+from pathlib import Path
 from typing import Any
 
 from mlx_lm import server
 
-from ..config import DECODE_PATHS, EngineConfig, PoolConfig, parse_bytes
+from ..config import DECODE_PATHS, EngineConfig, PoolConfig, StoreConfig, parse_bytes
 from ..demo import model_path
 from ..errors import BlockpoolError
 from ..upstream import rebind
@@ -71,7 +72,10 @@ def make_generator(model_provider: BlockpoolModelProvider) -> BlockpoolGenerator
         decode_share=args.decode_share,
         max_members=args.decode_concurrency,
     )
-    return BlockpoolGenerator(model_provider, ServerPromptCache(args, pool), engine)
+    store = None
+    if not args.no_store:
+        store = StoreConfig(args.store_dir, args.store_bytes, args.store_bits)
+    return BlockpoolGenerator(model_provider, ServerPromptCache(args, pool, store), engine)
 
 
 def _leave(status: int) -> int:
@@ -125,6 +129,16 @@ def _add_options(add: Callable[..., Any]) -> None:
         default=PoolConfig.decode_path,
         help="How a batch reads its keys and values; auto: by a measured rule (default)",
     )
+    add("--no-store", action="store_true", help="Keep nothing on disk")
+    add("--store-dir", type=Path, metavar="DIR", help="Where prefixes are kept on disk (default: the user's cache folder)")
+    add(
+        "--store-bytes",
+        type=parse_bytes,
+        default=StoreConfig.store_bytes,
+        metavar="SIZE",
+        help="Hard limit for what is kept on disk, such as 20GB (default: 20 GB)",
+    )
+    add("--store-bits", type=int, choices=(4, 8), help="Quantise what is kept on disk (default: as it is in memory)")
 
 
 def _share(text: str) -> float:

@@ -235,6 +235,8 @@ class BlockpoolGenerator(ResponseGenerator):  # type: ignore[misc]
         engine = self._engine
         if engine is None or not self._live:
             self.health.idle()
+            self.prompt_cache.idle()
+            self._report_again()
             return
         self.health.doing("prefill and decode")
         for event in engine.next():
@@ -249,8 +251,9 @@ class BlockpoolGenerator(ResponseGenerator):  # type: ignore[misc]
         for uid in [uid for uid, live in self._live.items() if live.context._should_stop]:
             engine.cancel(uid)
             del self._live[uid]
-        if not self._live or time.monotonic() - self._reported > REPORT_SECONDS:
+        if not self._live:
             self._report()
+        self._report_again()
 
     def _tell(self, event: Event) -> None:
         live = self._live[event.uid]
@@ -266,6 +269,10 @@ class BlockpoolGenerator(ResponseGenerator):  # type: ignore[misc]
             live.queue.put(live.context)
         elif isinstance(event, Failed):
             self._live.pop(event.uid).fail(event.error)
+
+    def _report_again(self) -> None:
+        if time.monotonic() - self._reported > REPORT_SECONDS:
+            self._report()
 
     def _report(self) -> None:
         self._reported = time.monotonic()

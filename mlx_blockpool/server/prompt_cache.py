@@ -17,16 +17,18 @@ from .. import plugins
 from ..cache.attention import batches_padded
 from ..cache.factory import default_pool_bytes
 from ..cache.slabs import Slabs
-from ..config import PoolConfig
+from ..config import PoolConfig, StoreConfig
 from ..engine.caches import PooledCaches
 from ..engine.opening import open_pooled
 from ..engine.request import Running
 from ..engine.stock import GuardedPromptCache, StockCaches
-from ..errors import PluginError, SpecError
+from ..errors import PluginError, SpecError, StoreError
 from ..memory import batch_memory
 from ..prefix.cache import PrefixCache
 from ..prefix.lookup import Lookup
+from ..prefix.opening import open_store
 from ..spec import ModelCacheSpec
+from ..store.store import PromptStore
 from .drafted import DraftedPrefix
 from .provider import BlockpoolModelProvider
 
@@ -40,8 +42,9 @@ class ServerPromptCache:
     next fetch of such a request reserves behind its prompt; `lookup` explains it.
     """
 
-    def __init__(self, cli_args: Any, config: PoolConfig) -> None:
+    def __init__(self, cli_args: Any, config: PoolConfig, store: StoreConfig | None = None) -> None:
         self.config = config
+        self.store_config = store
         self.caches: PooledCaches | StockCaches | None = None
         self.prefix: PrefixCache | None = None
         self.lookup: Lookup | None = None
@@ -63,7 +66,7 @@ class ServerPromptCache:
             self._open_drafted(provider, spec)
         elif spec is not None:
             pool_bytes = self.config.pool_bytes or default_pool_bytes()
-            self.caches = open_pooled(model, spec, pool_bytes, self.config, str(provider.model_key))
+            self.caches = open_pooled(model, spec, pool_bytes, self.config, self._open_store(provider, spec, model_id))
             self.prefix = self.caches.prefix
         elif provider.draft_model is None and self._cli_args.kv_bits is None:
             self.caches = StockCaches(model, provider.model_key, self._stock, batches_padded(model))
@@ -71,8 +74,16 @@ class ServerPromptCache:
         self.update_report()
 
     def close(self) -> None:
+        """Let go of the model; what is not on disk yet is written first, within the store's time for it."""
+        if self.prefix is not None:
+            self.prefix.close()
         self.prefix = self.caches = self.lookup = self._drafted = None
         mx.clear_cache()
+
+    def idle(self) -> None:
+        """Nobody asks for anything: write behind what is whole, and after a while the ends of conversations too."""
+        if self.prefix is not None and self.prefix.stored is not None:
+            self.prefix.stored.idle()
 
     def _spec(self, model: Any, config: dict[str, Any], model_id: str) -> ModelCacheSpec | None:
         """The spec of a model whose layers are all in blocks."""
@@ -82,6 +93,19 @@ class ServerPromptCache:
             log.warning("No pool for %s: %s", model_id, error)
             return None
         return spec if spec.is_poolable else None
+
+    def _open_store(self, provider: BlockpoolModelProvider, spec: ModelCacheSpec, model_id: str) -> PromptStore | None:
+        if self.store_config is None:
+            return None
+        if any(group.layer.max_blocks is not None for group in spec.groups):
+            log.info("%s has windows, which are not kept on disk yet: a restart begins with an empty pool", model_id)
+            return None
+        adapter = provider.model_key[1]
+        try:
+            return open_store(self.store_config, provider.folder, Path(adapter) if adapter else None, spec, model_id)
+        except StoreError as error:
+            log.warning("Nothing of %s is kept on disk: %s", model_id, error)
+            return None
 
     def _open_drafted(self, provider: BlockpoolModelProvider, spec: ModelCacheSpec) -> None:
         """A pool for the model and one for its draft, by what a block of each takes; mlx-lm's caches if the draft has no spec."""
@@ -173,6 +197,7 @@ class ServerPromptCache:
             "groups": [asdict(c) for c in pool.settle()],
             "fragmentation": [round(pool.fragmentation(g), 3) for g in range(len(prefix.slabs.spec.groups))],
             "decode_paths": dict(prefix.slabs.path_counts),
+            "store": None if prefix.stored is None else prefix.stored.report(),
         }
 
     def _batch_report(self, batch: list[Running]) -> dict[str, Any] | None:

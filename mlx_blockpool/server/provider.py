@@ -20,6 +20,7 @@ class BlockpoolModelProvider(ModelProvider):  # type: ignore[misc]
         if self.is_distributed:
             raise BlockpoolError("Found a distributed run; the block pool serves one machine. Use mlx_lm.server without it.")
         self.config: dict[str, Any] = {}
+        self.folder = Path()
         self._model_map["demo"] = model_path()
 
     def check(self, wanted: Any) -> None:
@@ -33,9 +34,10 @@ class BlockpoolModelProvider(ModelProvider):  # type: ignore[misc]
             raise FileNotFoundError(f"Found no adapter at {adapter}.")
 
     def _load(self, model_path: str, adapter_path: str | None = None, draft_model_path: str | None = None) -> None:
-        config = load_config(_download(model_path))
+        folder = Path(_download(model_path))
+        config = load_config(folder)
         super()._load(model_path, adapter_path, draft_model_path)
-        self.config = config
+        self.config, self.folder = config, folder
 
     def has(self, wanted: Any) -> bool:
         """Whether the model that a request describes is the one that is loaded."""

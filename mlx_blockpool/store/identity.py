@@ -31,19 +31,24 @@ MAX_HEADER_BYTES = 100_000_000
 def identity(model: Path, adapter: Path | None = None) -> str:
     """A name of the weights in a model folder and an adapter folder: headers, sizes and sampled bytes of every tensor.
 
-    Reads some kilobytes a tensor file and looks at every tensor. Raises StoreError for a folder without weights.
+    Reads some kilobytes a tensor file and looks at every tensor. Raises StoreError for a folder without weights, or with such
+    as cannot be read.
     """
     digest = hashlib.blake2b(digest_size=32)
     # The files that mlx-lm loads; a training leaves others beside them.
     for pattern, folder in (("model*.safetensors", model), ("adapters.safetensors", adapter)):
         if folder is None:
             continue
-        digest.update(pattern.encode() + _config(folder))
         files = sorted(folder.glob(pattern))
         if not files:
             raise StoreError(f"Found no {pattern} in {folder}; needed the weights, to tell their keys and values apart.")
-        for path in files:
-            _add_tensors(digest, path)
+        try:
+            digest.update(pattern.encode() + _config(folder))
+            for path in files:
+                _add_tensors(digest, path)
+        except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
+            found = f"{type(error).__name__} ({error})"
+            raise StoreError(f"{folder}: found {found}; needed config.json and safetensors files that mlx-lm loads.") from error
     return digest.hexdigest()
 
 
@@ -71,8 +76,10 @@ def _add_tensors(digest: Any, path: Path) -> None:
             raise StoreError(f"{path.name}: found a header of {length} bytes in a file of {size}; needed a safetensors file.")
         tensors = {name: t for name, t in sorted(json.loads(file.read(length)).items()) if name != "__metadata__"}
         digest.update(size.to_bytes(8, "little") + json.dumps(tensors, sort_keys=True).encode())
-        for tensor in tensors.values():
+        for name, tensor in tensors.items():
             start, end = tensor["data_offsets"]
+            if 8 + length + end > size:
+                raise StoreError(f"{path.name}: found {size} bytes; needed {8 + length + end} for {name}. The file is cut off.")
             for at in sorted({start, (start + end) // 2, max(start, end - SAMPLE_BYTES)}):
                 file.seek(8 + length + at)
                 digest.update(file.read(min(SAMPLE_BYTES, end - at)))

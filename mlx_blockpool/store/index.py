@@ -6,7 +6,7 @@ A name is the path of a file below the store's folder. The files are the only tr
 from __future__ import annotations
 
 from collections import OrderedDict
-from collections.abc import Collection, Iterable
+from collections.abc import Collection, Iterable, Iterator
 
 
 class Index:
@@ -18,6 +18,10 @@ class Index:
 
     def __len__(self) -> int:
         return len(self._sizes)
+
+    def __iter__(self) -> Iterator[str]:
+        """Names, the one used longest ago first."""
+        return iter(self._sizes)
 
     def __contains__(self, name: str) -> bool:
         return name in self._sizes
@@ -31,8 +35,23 @@ class Index:
         self._sizes[name] = size
         self.nbytes += size
 
-    def remove(self, name: str) -> None:
-        self.nbytes -= self._sizes.pop(name, 0)
+    def remove(self, name: str) -> int:
+        """Returns its size; 0 if it was not there."""
+        size = self._sizes.pop(name, 0)
+        self.nbytes -= size
+        return size
+
+    def put_back(self, name: str, size: int) -> None:
+        """A file that could not be removed: it is the first to go."""
+        if name not in self._sizes:
+            self.add(name, size)
+            self._sizes.move_to_end(name, last=False)
+
+    def arrange(self, names: Iterable[str]) -> None:
+        """Let these files, the one that is to go last given first, take each other's places in the order of use."""
+        given = [name for name in names if name in self._sizes]
+        ordered, found = set(given), reversed(given)
+        self._sizes = OrderedDict((n, self._sizes[n]) for n in (next(found) if n in ordered else n for n in list(self._sizes)))
 
     def touch(self, names: Iterable[str]) -> None:
         """Used now, the first of them last of all: a path is given from its beginning, which outlives its end."""

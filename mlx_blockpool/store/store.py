@@ -10,9 +10,10 @@ import json
 import logging
 import os
 import sys
+import threading
 import time
 from collections import Counter
-from collections.abc import Collection, Iterable, Sequence
+from collections.abc import Callable, Collection, Iterable, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path
@@ -31,14 +32,19 @@ READERS = 2
 # Younger temporary files may be live writes of another process.
 LEFTOVER_SECONDS = 3600.0
 BLOCK = "block"
+OVER_BUDGET = "over budget"
 
 
 @dataclass(frozen=True)
 class Put:
-    """Whether a record was taken, and the hashes of those of the same model that had to go for it."""
+    """Why a record was not taken, and the hashes of those of the same model that had to go for it."""
 
-    taken: bool
+    refusal: str | None
     dropped: list[bytes]
+
+    @property
+    def taken(self) -> bool:
+        return self.refusal is None
 
 
 class PromptStore:
@@ -63,6 +69,7 @@ class PromptStore:
         self._touched: set[str] = set()
         self._retry_at = 0.0
         self._day = (0, 0)
+        self._counting = threading.Lock()
         self._writer = Writer(self._disk, config.queue_bytes, config.min_free_bytes)
         self._readers = ThreadPoolExecutor(READERS, "prompt store reader")
 
@@ -83,7 +90,15 @@ class PromptStore:
             self._suspend(error)
             return []
         mine = [name for name, _ in found if name.startswith(self._folder + "/")]
-        return [record for record in self._readers.map(self._header, mine) if record is not None]
+        records = list(self._readers.map(self._header, mine))
+        for name in (name for name, record in zip(mine, records, strict=True) if record is None):
+            self._index.remove(name)
+        return [record for record in records if record is not None]
+
+    def settle(self, hashes: Iterable[bytes]) -> list[bytes]:
+        """Say what of the found is needed most, that first, and drop() what is over the budget."""
+        self._index.arrange(map(self._name, hashes))
+        return self.drop(self._index.victims(self._index.nbytes - self.config.store_bytes))
 
     def _describe(self) -> None:
         path = self.root / self._folder / "model.json"
@@ -114,40 +129,35 @@ class PromptStore:
             self._set_aside(path, error)
         except OSError as error:
             log.warning("prompt store: %s", error)
-        self._index.remove(name)
         return None
 
     # -- writing -------------------------------------------------------------------------------------------------------
 
-    def put(self, record: Record, buffers: Sequence[Buffer], spared: Collection[bytes] = ()) -> Put:
-        """Hand a record to the writer; the buffers must not change. Records used longest ago make room, but none of `spared`.
+    def put(self, record: Record, copy: Callable[[], Sequence[Buffer]], spared: Collection[bytes] = ()) -> Put:
+        """Hand a record to the writer. Records used longest ago make room, but none of `spared`.
 
-        Refused, counted and forgotten where the disk, the day's limit or the queue does not allow it; nobody waits.
+        Refused and counted where disk, budget, the day's limit or the queue does not allow it; nobody waits. Only if it is
+        taken, its buffers are asked for: they must not change.
         """
         name, size = self._name(record.hash), file_size(record)
         if name in self._index:
-            return Put(True, [])
-        refusal = self._refusal(size)
+            return Put(None, [])
         surplus = self._index.nbytes + size - self.config.store_bytes
         victims = self._index.victims(surplus, {self._name(h) for h in spared})
-        if refusal is None and surplus > 0 and not victims:
-            refusal = "over budget"
+        refusal = OVER_BUDGET if surplus > 0 and not victims else self._refusal(size)
         if refusal is not None:
             self.counts[refusal] += 1
-            return Put(False, [])
+            return Put(refusal, [])
         dropped = self.drop(victims)
-        if not self._writer.put(Job(name, self.root / name, record, buffers, size)):
-            self.counts["queue full"] += 1
-            return Put(False, dropped)
+        self._writer.put(Job(name, self.root / name, record, copy(), size))
         self._index.add(name, size)
-        return Put(True, dropped)
+        return Put(None, dropped)
 
     def drop(self, names: Iterable[str]) -> list[bytes]:
         """Remove files. Returns the hashes of those that were of this model."""
         mine = []
         for name in names:
-            self._index.remove(name)
-            self._writer.put(Job(name, self.root / name))
+            self._remove(name)
             self.counts["dropped"] += 1
             if name.startswith(self._folder + "/"):
                 mine.append(bytes.fromhex(Path(name).stem))
@@ -157,33 +167,39 @@ class PromptStore:
         """Remove the records of these hashes, where there are any."""
         self.drop([name for name in map(self._name, hashes) if name in self._index])
 
+    def _remove(self, name: str) -> None:
+        self._writer.put(Job(name, self.root / name, size=self._index.remove(name)))
+
     def poll(self) -> list[bytes]:
         """Take note of what the writer has done. Returns the hashes of records that could not be written."""
         failed = []
         for done in self._writer.poll():
             if done.error is not None:
                 self._suspend(done.error)
-            if done.job.record is None:
-                continue
-            if done.error is None:
+            if done.job.record is not None and done.error is None:
                 self.problem = None
                 self.counts["written"] += 1
                 self.counts["written_bytes"] += done.job.size
-            else:
+            elif done.job.record is not None:
                 self._index.remove(done.job.name)
                 self.counts["failed"] += 1
                 failed.append(done.job.record.hash)
+            elif done.error is not None:
+                self._index.put_back(done.job.name, done.job.size)
         return failed
 
     def _refusal(self, size: int) -> str | None:
-        if self.problem is not None:
-            if time.monotonic() < self._retry_at:
-                return "disk failed"
-            self._retry_at = time.monotonic() + self.config.retry_seconds
         limit, today = self.config.daily_bytes, int(time.time() // 86400)
         day, written = self._day if self._day[0] == today else (today, 0)
         if limit is not None and written + size > limit:
             return "daily limit"
+        if not self._writer.accepts(size):
+            return "queue full"
+        if self.problem is not None:
+            if time.monotonic() < self._retry_at:
+                return "disk failed"
+            # One record tries whether the disk is well again.
+            self._retry_at = time.monotonic() + self.config.retry_seconds
         self._day = (day, written + size)
         return None
 
@@ -201,18 +217,28 @@ class PromptStore:
     def read(self, expected: Expected) -> Future[tuple[Record, list[memoryview]]]:
         """A record and the bytes of its parts, proven. Raises BadRecordError, the file is in quarantine then, or OSError."""
         assert expected.hash is not None
+        job = self._writer.waiting(self._name(expected.hash))
+        if job is not None and job.record is not None:
+            found: Future[tuple[Record, list[memoryview]]] = Future()
+            found.set_result((job.record, [memoryview(buffer) for buffer in job.buffers]))
+            return found
         return self._readers.submit(self._read, self.root / self._name(expected.hash), expected)
 
     def _read(self, path: Path, expected: Expected) -> tuple[Record, list[memoryview]]:
         try:
-            return read(self._disk, path, expected, self._naming)
+            record, views = read(self._disk, path, expected, self._naming)
         except BadRecordError as error:
             self._set_aside(path, error)
             raise
+        with self._counting:
+            self.counts["read"] += 1
+            self.counts["read_bytes"] += record.nbytes
+        return record, views
 
     def gone(self, digest: bytes) -> None:
-        """A record could not be read."""
-        self._index.remove(self._name(digest))
+        """A record could not be read: what may be left of its file is of no use."""
+        if digest in self:
+            self._remove(self._name(digest))
 
     def touch(self, hashes: Sequence[bytes]) -> None:
         """Used now, from the beginning of a path to its end."""
@@ -222,7 +248,8 @@ class PromptStore:
 
     def _set_aside(self, path: Path, error: BadRecordError) -> None:
         log.warning("prompt store: %s", error)
-        self.counts["quarantined"] += 1
+        with self._counting:
+            self.counts["quarantined"] += 1
         try:
             quarantine(self._disk, path, self.root / "quarantine", str(error))
         except OSError as failed:
@@ -239,7 +266,7 @@ class PromptStore:
         flushed = self._writer.close(self.config.flush_seconds)
         self._readers.shutdown(cancel_futures=True)
         self.poll()
-        for name in self._touched:
+        for name in [name for name in self._index if name in self._touched]:
             try:
                 self._disk.touch(self.root / name)
             except OSError:
@@ -268,7 +295,6 @@ class PromptStore:
 
 
 def default_folder() -> Path:
-    """Where this user's caches belong: ~/Library/Caches on macOS, $XDG_CACHE_HOME or ~/.cache elsewhere."""
-    if sys.platform == "darwin":
-        return Path.home() / "Library" / "Caches" / "mlx-blockpool"
-    return Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "mlx-blockpool"
+    """Where this user's caches belong: $XDG_CACHE_HOME if it is set, else ~/Library/Caches on macOS and ~/.cache elsewhere."""
+    own = Path.home() / ("Library/Caches" if sys.platform == "darwin" else ".cache")
+    return Path(os.environ.get("XDG_CACHE_HOME") or own) / "mlx-blockpool"

@@ -19,7 +19,7 @@ from .record import Record, encode
 
 @dataclass(frozen=True)
 class Job:
-    """A record of `size` bytes to write at `path`, or without one: a file to remove."""
+    """A record to write at `path`, or without one: a file to remove. `size`: bytes of the file."""
 
     name: str
     path: Path
@@ -49,21 +49,34 @@ class Writer:
         self.queued_bytes = 0
         self._jobs: deque[Job] = deque()
         self._done: deque[Done] = deque()
+        self._writing: dict[str, Job] = {}
         self._changed = threading.Condition()
         self._busy = False
         self._closing = False
         self._thread = threading.Thread(target=self._run, name="prompt store", daemon=True)
         self._thread.start()
 
-    def put(self, job: Job) -> bool:
-        """Hand a job over. False, and nothing happens, if too much is waiting."""
+    def accepts(self, size: int) -> bool:
+        """Whether a record of so many bytes may wait with the others."""
         with self._changed:
-            if self.queued_bytes + job.size > self.queue_bytes and self.queued_bytes:
-                return False
+            return not self.queued_bytes or self.queued_bytes + size <= self.queue_bytes
+
+    def put(self, job: Job) -> bool:
+        """Hand a job over. False, and nothing happens, if it is a record and too much is waiting."""
+        with self._changed:
+            if job.record is not None:
+                if self.queued_bytes and self.queued_bytes + job.size > self.queue_bytes:
+                    return False
+                self.queued_bytes += job.size
+                self._writing[job.name] = job
             self._jobs.append(job)
-            self.queued_bytes += job.size
             self._changed.notify_all()
         return True
+
+    def waiting(self, name: str) -> Job | None:
+        """The record that is to be written under a name, as long as it is not."""
+        with self._changed:
+            return self._writing.get(name)
 
     def poll(self) -> list[Done]:
         """What became of jobs since the last call."""
@@ -102,7 +115,10 @@ class Writer:
                 job, self._busy = self._jobs.popleft(), True
             error = self._do(job)
             with self._changed:
-                self.queued_bytes -= job.size
+                if job.record is not None:
+                    self.queued_bytes -= job.size
+                if self._writing.get(job.name) is job:
+                    del self._writing[job.name]
             self._done.append(Done(job, error))
 
     def _do(self, job: Job) -> OSError | None:

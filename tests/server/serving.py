@@ -67,7 +67,8 @@ def parse(arguments: list[str]) -> Any:
 
 @contextmanager
 def blockpool_server(model: Path | str, *arguments: str) -> Iterator[Client]:
-    args = parse(["--model", str(model), *arguments])
+    stored = [] if "--store-dir" in arguments else ["--no-store"]
+    args = parse(["--model", str(model), *stored, *arguments])
     with _listening(app.make_generator(BlockpoolModelProvider(args)), BlockpoolHandler) as client:
         yield client
 

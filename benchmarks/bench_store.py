@@ -1,0 +1,168 @@
+"""The prompt store: first token after a restart against prefilling again, restoring against reading the files, stalls of decode.
+
+Each case runs both in this process, in turns. Files are in the page cache for both.
+"""
+
+from __future__ import annotations
+
+import functools
+import random
+import statistics
+import tempfile
+import time
+import zlib
+from pathlib import Path
+from typing import Any
+
+import mlx.core as mx
+from measure import interleave, llama, options, report
+
+from mlx_blockpool.cache.attention import bind
+from mlx_blockpool.cache.factory import open_pool
+from mlx_blockpool.config import EngineConfig, PoolConfig, StoreConfig
+from mlx_blockpool.engine.caches import PooledCaches
+from mlx_blockpool.engine.engine import BlockPoolBatchEngine
+from mlx_blockpool.engine.request import Request, Token
+from mlx_blockpool.prefix.cache import PrefixCache
+from mlx_blockpool.prefix.stored import naming
+from mlx_blockpool.store.store import PromptStore
+
+VOCAB = 2048
+
+
+def opened(model: Any, folder: Path | None, config: PoolConfig | None = None) -> BlockPoolBatchEngine:
+    """An engine over a new pool, with what the store in `folder` knows."""
+    bind(model)
+    slabs = open_pool(model, 10**9 if config is None else config.pool_bytes, config)
+    slabs.ragged = True
+    store = None
+    if folder is not None:
+        store = PromptStore(StoreConfig(folder, min_free_bytes=0), "bench", naming, {"model": "bench"})
+    prefix = PrefixCache(slabs, store=store)
+    return BlockPoolBatchEngine(model, PooledCaches(prefix), EngineConfig(decode_share=0))
+
+
+def stored(engine: BlockPoolBatchEngine) -> Any:
+    assert isinstance(engine.caches, PooledCaches)
+    return engine.caches.prefix.stored
+
+
+def first_token(engine: BlockPoolBatchEngine, prompt: list[int]) -> tuple[int, float]:
+    """The first token, and the seconds until it is told."""
+    start = time.perf_counter()
+    engine.insert(Request(prompt, max_tokens=1))
+    while True:
+        for event in engine.next():
+            if isinstance(event, Token):
+                return event.token, time.perf_counter() - start
+
+
+def bench_restart(args: Any, model: Any, length: int, folder: Path) -> None:
+    rng = random.Random(0)
+    prompt = [rng.randrange(VOCAB) for _ in range(length)]
+    engine = opened(model, folder)
+    expected, cold = first_token(engine, prompt)
+    assert stored(engine).close(), "the store could not write everything"
+    warm = []
+    for _ in range(3):
+        start = time.perf_counter()
+        again = opened(model, folder)
+        scanned = time.perf_counter() - start
+        token, seconds = first_token(again, prompt)
+        assert token == expected, f"another token after the restart: {token} != {expected}"
+        computed = again.counts["prompt_tokens"]
+        assert stored(again).num_restored == length, f"{stored(again).num_restored} tokens restored != {length}"
+        warm.append(scanned + seconds)
+        stored(again).store.close()
+    figures = {"cold_s": round(cold, 2), "warm_s": round(statistics.median(warm), 3), "computed_again": computed}
+    report(args, "store", f"first token of {length} after a restart", **figures, ratio=round(cold / statistics.median(warm), 1))
+
+
+def fill(model: Any, folder: Path, length: int) -> None:
+    """Random keys and values of one sequence, on disk."""
+    engine = opened(model, folder)
+    assert isinstance(engine.caches, PooledCaches)
+    prefix, layer = engine.caches.prefix, engine.caches.prefix.slabs.spec.layers[0]
+    tokens = [i % VOCAB for i in range(length)]
+    caches = prefix.fetch(tokens, 1).caches
+    for cache in caches:
+        cache.update_and_fetch(*mx.random.normal((2, 1, layer.kv_heads, length, layer.key_dim)))
+    prefix.finish(tokens, caches)
+    assert prefix.close(), "the store could not write everything"
+
+
+def bench_restore(args: Any, model: Any, length: int, folder: Path, rounds: int) -> None:
+    """Blocks from disk into the pool, against reading the same files one after the other with a checksum."""
+    fill(model, folder, length)
+    files = sorted((folder / "models").rglob("blocks/*/*.safetensors"))
+    size = sum(path.stat().st_size for path in files)
+
+    def restore() -> float:
+        # The memory is there already: making it is no part of reading a file either.
+        engine = opened(model, folder, PoolConfig(pool_bytes=2 * size + 10**7, preallocate=True))
+        found = stored(engine)
+        path = next(node for node in found.known.trie if not node.children).path()
+        mx.synchronize()
+        start = time.perf_counter()
+        found.restore_now(path)
+        mx.eval(found.slabs.arrays())
+        seconds = time.perf_counter() - start
+        assert found.num_restored == length, f"{found.num_restored} tokens restored != {length}"
+        found.store.close()
+        return seconds
+
+    def plain() -> float:
+        start = time.perf_counter()
+        for path in files:
+            zlib.crc32(path.read_bytes())
+        return time.perf_counter() - start
+
+    found = interleave({"ours": restore, "plain": plain}, rounds)
+    figures = {f"{name}_mb_s": round(size / seconds / 1e6) for name, seconds in found.items()}
+    ratio = round(found["plain"] / found["ours"], 2)
+    report(args, "store", f"restore of {length} tokens", mb=round(size / 1e6, 1), **figures, ratio=ratio)
+
+
+def bench_stall(args: Any, model: Any, folder: Path, context: int, steps: int, rounds: int) -> None:
+    """Decode steps of 8 sequences while their blocks are written behind, against no store."""
+    engines = {"on": opened(model, folder), "off": opened(model, None)}
+    times: dict[str, list[float]] = {name: [] for name in engines}
+    for engine in engines.values():
+        rng = random.Random(1)
+        for i in range(8):
+            engine.insert(Request([rng.randrange(VOCAB) for _ in range(context + 31 * i)], max_tokens=100_000))
+        while engine.num_waiting or any(running.in_prefill or running.is_new for running in engine.live):
+            engine.next()
+
+    def run(name: str) -> float:
+        for _ in range(steps):
+            start = time.perf_counter()
+            engines[name].next()
+            times[name].append(time.perf_counter() - start)
+        return 0.0
+
+    interleave({name: functools.partial(run, name) for name in engines}, rounds)
+    written = stored(engines["on"]).store.report()["written"]
+    assert written >= 8, f"only {written} blocks were written: nothing was measured"
+    figures = {}
+    for name, seconds in times.items():
+        ordered = sorted(seconds)
+        figures[f"{name}_median_ms"] = round(ordered[len(ordered) // 2] * 1e3, 2)
+        figures[f"{name}_p99_ms"] = round(ordered[int(0.99 * len(ordered))] * 1e3, 2)
+    ratio = round(figures["on_p99_ms"] / figures["off_p99_ms"], 3)
+    report(args, "store", "decode steps of 8 with the store on and off", written=written, **figures, ratio_p99=ratio)
+    for engine in engines.values():
+        engine.close()
+    stored(engines["on"]).store.close()
+
+
+if __name__ == "__main__":
+    args = options(__doc__ or "")
+    model = llama(128, 2, 4, 2) if args.quick else llama(256, 4, 4, 2)
+    length, rounds = (1024, 3) if args.quick else (8192, 7)
+    with tempfile.TemporaryDirectory() as folder:
+        bench_restart(args, model, length, Path(folder) / "restart")
+        # Blocks of 4 MB; those of an 8B model have 32.
+        bench_restore(args, llama(256, 8, 4, 4), length, Path(folder) / "restore", rounds)
+        context, steps, rounds = (230, 80, 3) if args.quick else (700, 50, 10)
+        bench_stall(args, model, Path(folder) / "stall", context, steps, rounds)

@@ -1,0 +1,192 @@
+"""Carries prefixes between a prompt store and the prompt-cache files of mlx-lm.
+
+The weights of the model are read where a file does not say whose it is.
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Sequence
+from itertools import takewhile
+from pathlib import Path
+from typing import Any
+
+import mlx.core as mx
+from mlx_lm.models.cache import KVCache, load_prompt_cache, make_prompt_cache, save_prompt_cache
+
+from .errors import StoreError
+from .prefix.cache import PrefixCache
+from .source import Prompt, Source, ids_in, line_of
+from .spec import BLOCK_TOKENS, FullLayer, ModelCacheSpec, blocks_for
+from .storing import Report
+
+SUFFIX = ".safetensors"
+# Of a file that does not say whose it is, these many tokens are computed and compared ...
+COMPARED_TOKENS = 16
+# ... and may be so far off, as rounding in bfloat16 is; those of other weights or tokens are off by about 1.
+TOLERANCE = 0.05
+
+
+# -- export ------------------------------------------------------------------------------------------------------------
+
+
+def export(source: Source, prompt: Prompt, file: Path) -> Report:
+    """The longest stored prefix of a prompt as a file that mlx-lm's load_prompt_cache reads.
+
+    Raises StoreError if nothing of it is stored, or the file cannot be written.
+    """
+    tokens = source.tokens(prompt)
+    if not tokens:
+        raise StoreError("Found no tokens to look for; needed those of a prompt. Give --tokens 1,2,3 or --prompt-file.")
+    path = file if file.suffix == SUFFIX else file.with_name(file.name + SUFFIX)
+    prefix = source.open(len(tokens))
+    try:
+        known = prefix.known.trie.match(tokens).tokens
+        # A fetch leaves one token to compute: this one, of which nothing is kept.
+        fetched = prefix.fetch([*tokens[:known], 0], 0, at_most=known)
+        hit = fetched.lookup.hit
+        if not hit:
+            raise StoreError(
+                f"Found nothing of these {len(tokens)} tokens in {source.config.folder} under {source.spec.model_id}; needed a "
+                "prompt that a server with the same model, adapter and --store-bits has kept."
+            )
+        metadata = _metadata(source, tokens[:hit])
+        _save(path, [type(cache).from_state(cache.state) for cache in fetched.caches], metadata)
+        prefix.release(fetched.caches)
+    finally:
+        prefix.close()
+    return {"file": str(path), "tokens": hit, "given": len(tokens), "bytes": path.stat().st_size}
+
+
+def _metadata(source: Source, tokens: Sequence[int]) -> dict[str, str]:
+    """What mlx-lm's generate needs, and what proves later whose keys and values these are."""
+    return {
+        "model": source.name,
+        "tokenizer_config": "{}",
+        "tokens": ",".join(map(str, tokens)),
+        "weights": source.weights,
+        "bits": str(source.config.bits or 0),
+    }
+
+
+def _save(path: Path, caches: list[Any], metadata: dict[str, str]) -> None:
+    temporary = path.with_name(f".writing-{os.getpid()}-{path.name}")
+    try:
+        save_prompt_cache(str(temporary), caches, metadata)
+        os.replace(temporary, path)
+    except (OSError, RuntimeError) as error:
+        temporary.unlink(missing_ok=True)
+        raise StoreError(f"Cannot write {path}: {line_of(error)}. Needed a folder with room and the right to write.") from error
+
+
+def describe_export(report: Report) -> str:
+    return f"Wrote {report['tokens']:,} of {report['given']:,} tokens to {report['file']}."
+
+
+# -- import ------------------------------------------------------------------------------------------------------------
+
+
+def take_in(source: Source, prompt: Prompt, file: Path) -> Report:
+    """Put the prefix in a file of mlx-lm's save_prompt_cache into the store: its full blocks, and its tail.
+
+    Raises StoreError if it cannot be the prefix of this model that it is said to be, or could not be stored.
+    """
+    caches, metadata = _read(file)
+    tokens = source.tokens(prompt) or _tokens_in(metadata, file)
+    _check_shapes(source.spec, caches, tokens)
+    _check_origin(source, caches, metadata, tokens)
+    prefix = source.open(len(tokens))
+    try:
+        kept = _keep(prefix, tokens, caches)
+    finally:
+        prefix.close()
+    if kept < len(tokens):
+        assert prefix.stored is not None
+        report = prefix.stored.report()
+        why = report["problem"] or f"the store holds {report['bytes']} of {report['store_bytes']} bytes"
+        raise StoreError(f"Stored {kept} of {len(tokens)} tokens: {why}. Make room on the disk or raise --store-bytes.")
+    return {"file": str(file), "tokens": kept, "blocks": blocks_for(kept), "folder": str(source.config.folder)}
+
+
+def _keep(prefix: PrefixCache, tokens: list[int], caches: list[Any]) -> int:
+    """How many tokens are in the store now, from the first on."""
+    stored = prefix.stored
+    assert stored is not None
+    prefix.finish(tokens, caches)
+    before = -1
+    # The store's queue takes a part at a time.
+    while stored.store.counts["written"] > before:
+        before = stored.store.counts["written"]
+        stored.write_tails()
+        stored.store.flush()
+        stored.write_behind(0)
+    path = prefix.known.trie.match(tokens).path
+    return sum(node.end - node.start for node in takewhile(lambda node: node.stored, path))
+
+
+def _read(file: Path) -> tuple[list[Any], dict[str, Any]]:
+    if not file.is_file():
+        raise StoreError(f"Found no file {file}; needed one of mlx-lm's save_prompt_cache.")
+    try:
+        caches, metadata = load_prompt_cache(str(file), return_metadata=True)
+    except (RuntimeError, ValueError, KeyError, IndexError, TypeError, AttributeError) as error:
+        raise StoreError(f"Cannot read {file}: {line_of(error)}. Needed a file of mlx-lm's save_prompt_cache.") from error
+    return caches, metadata if isinstance(metadata, dict) else {}
+
+
+def _tokens_in(metadata: dict[str, Any], file: Path) -> list[int]:
+    try:
+        return list(ids_in(metadata["tokens"]))
+    except (KeyError, ValueError, AttributeError) as error:
+        raise StoreError(
+            f"Found no token ids in the metadata of {file}; needed those of its prompt. Give --tokens 1,2,3 or --prompt-file."
+        ) from error
+
+
+def _check_shapes(spec: ModelCacheSpec, caches: list[Any], tokens: list[int]) -> None:
+    if len(caches) != len(spec.layers):
+        raise StoreError(f"Found a file of {len(caches)} layers; needed {len(spec.layers)} as {spec.model_id} has.")
+    for index, (cache, layer) in enumerate(zip(caches, spec.layers, strict=True)):
+        if type(cache) is not KVCache or cache.keys is None:
+            raise StoreError(f"Layer {index}: found {type(cache).__name__} in the file; needed a KVCache that is not empty.")
+        if cache.offset != len(tokens):
+            raise StoreError(
+                f"Layer {index}: found {cache.offset} tokens in the file and were told of {len(tokens)}; needed as many."
+            )
+        assert isinstance(layer, FullLayer)
+        for array, dim in ((cache.keys, layer.key_dim), (cache.values, layer.value_dim)):
+            found = (str(array.dtype).rpartition(".")[2], *array.shape)
+            needed = (spec.dtype, 1, layer.kv_heads, cache.offset, dim)
+            long_enough = array.ndim == 4 and array.shape[2] >= cache.offset
+            if not long_enough or (*found[:3], found[4]) != (*needed[:3], needed[4]):
+                raise StoreError(f"Layer {index}: found {found} in the file; needed {needed} as {spec.model_id} has.")
+
+
+def _check_origin(source: Source, caches: list[Any], metadata: dict[str, Any], tokens: list[int]) -> None:
+    """Keys and values of other weights would give wrong replies: what a file says is compared, or its first tokens are."""
+    bits = str(metadata.get("bits", "0"))
+    if bits not in ("0", str(source.config.bits or 0)):
+        raise StoreError(
+            f"Found keys and values that were stored in {bits} bits; needed the same store. Give --store-bits {bits}."
+        )
+    if "weights" in metadata and metadata["weights"] != source.weights:
+        raise StoreError(f"Found a file of other weights ({metadata.get('model')}); needed one of {source.name}.")
+    if "weights" in metadata and metadata.get("tokens") == ",".join(map(str, tokens)):
+        return
+    count = min(len(tokens), COMPARED_TOKENS)
+    fresh = make_prompt_cache(source.model)
+    source.model(mx.array([tokens[:count]]), cache=fresh)
+    for index, (mine, theirs) in enumerate(zip(fresh, caches, strict=True)):
+        for needed, found in ((mine.keys, theirs.keys), (mine.values, theirs.values)):
+            needed, found = (array[..., :count, :].astype(mx.float32) for array in (needed, found))
+            off: Any = mx.sqrt(mx.mean((needed - found) ** 2) / mx.mean(needed**2)).item()
+            if not off <= TOLERANCE:
+                raise StoreError(
+                    f"Layer {index}: found keys and values that are off by {off:.0%} from those of {source.name} for the first "
+                    f"{count} tokens; needed a file of the same weights and tokens."
+                )
+
+
+def describe_import(report: Report) -> str:
+    blocks = f"{report['blocks']:,} blocks of at most {BLOCK_TOKENS} tokens"
+    return f"Stored {report['tokens']:,} tokens from {report['file']} in {report['folder']}, {blocks}."

@@ -1,0 +1,28 @@
+"""How figures are put into words and tables for people to read."""
+
+from __future__ import annotations
+
+
+def count(number: int, noun: str) -> str:
+    """1 record, 2,000 records."""
+    return f"{number:,} {noun}" + ("" if number == 1 else "s")
+
+
+def table(rows: list[list[str]], left: int = 1) -> list[str]:
+    """Aligned lines: the first `left` columns to the left, the others to the right."""
+    widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
+    lines = []
+    for row in rows:
+        cells = [c.ljust(w) if i < left else c.rjust(w) for i, (c, w) in enumerate(zip(row, widths, strict=True))]
+        lines.append("  ".join(cells).rstrip())
+    return lines
+
+
+def human_bytes(count: int) -> str:
+    """`count` bytes with the unit that fits: '6.0 MB', decimal as config.parse_bytes reads it."""
+    size, unit = float(count), "B"
+    for larger in ("kB", "MB", "GB", "TB"):
+        if size < 999.95:
+            break
+        size, unit = size / 1000, larger
+    return f"{size:,.0f} {unit}" if unit == "B" else f"{size:,.1f} {unit}"

@@ -1,0 +1,231 @@
+"""PrefixCache over a store, under random requests, restarts and damage: what comes back from disk is what was computed.
+
+Keys are made as in test_prefix_machine. Nothing is computed by a model.
+"""
+
+from __future__ import annotations
+
+import random
+import shutil
+import tempfile
+from pathlib import Path
+
+import mlx.core as mx
+import numpy as np
+from hypothesis import HealthCheck, Phase, settings
+from hypothesis import strategies as st
+from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
+from prefix.test_prefix_machine import LAYER_STEP, LENGTHS, Conversation, difference, family, keys_of, numbers
+from store.stores import DAMAGES, QuickDisk, open_store, record_files, remove_bad, temporaries
+
+from mlx_blockpool.cache.slabs import Slabs
+from mlx_blockpool.config import PoolConfig
+from mlx_blockpool.errors import PoolExhaustedError
+from mlx_blockpool.prefix.cache import PrefixCache
+from mlx_blockpool.spec import FullLayer, ModelCacheSpec
+
+# A block of the two layers is 8192 bytes.
+SPEC = ModelCacheSpec("m", (FullLayer(1, 2, 2), FullLayer(1, 2, 2)), "float32")
+
+
+class StoredMachine(RuleBasedStateMachine):
+    @initialize(
+        size=st.integers(60_000, 250_000),
+        slabs=st.integers(1, 5),
+        store_bytes=st.sampled_from([30_000, 70_000, 150_000, 10**9]),
+        queue_bytes=st.sampled_from([1, 30_000, 10**9]),
+    )
+    def start(self, size: int, slabs: int, store_bytes: int, queue_bytes: int) -> None:
+        self.folder = Path(tempfile.mkdtemp())
+        self.config = {"store_bytes": store_bytes, "queue_bytes": queue_bytes}
+        self.pool = (size, slabs)
+        self.past: list[list[int]] = [[1, 2, 3]]
+        self.is_damaged = False
+        self.open()
+
+    def open(self) -> None:
+        self.slabs = Slabs(SPEC, self.pool[0], PoolConfig(slabs=self.pool[1]))
+        self.slabs.ragged = True
+        self.store = open_store(self.folder, QuickDisk(), **self.config)
+        self.prefix = PrefixCache(self.slabs, store=self.store)
+        self.live: list[Conversation] = []
+
+    # -- requests ------------------------------------------------------------------------------------------------------
+
+    @precondition(lambda self: len(self.live) < 3)
+    @rule(
+        which=st.integers(0, 2),
+        length=st.sampled_from(LENGTHS),
+        branch=st.integers(0, 2),
+        tail=st.sampled_from([1, 30, 256]),
+        answer=st.integers(0, 12),
+        finishes=st.booleans(),
+    )
+    def request(self, which: int, length: int, branch: int, tail: int, answer: int, finishes: bool) -> None:
+        self.serve([*family(which, length), *(family(branch + 5, tail) if branch else ())], answer, finishes)
+
+    @precondition(lambda self: len(self.live) < 3)
+    @rule(number=st.integers(0, 100), cut=st.sampled_from([0, 0, 1, 50]), tail=st.integers(0, 300), answer=st.integers(0, 12))
+    def next_turn(self, number: int, cut: int, tail: int, answer: int) -> None:
+        past = self.past[number % len(self.past)]
+        self.serve([*past[: max(1, len(past) - cut)], *(900 + number % 50 for _ in range(tail))], answer, True)
+
+    def serve(self, prompt: list[int], answer: int, finishes: bool) -> None:
+        if len(prompt) + 20 > self.slabs.pool.sequence_capacity() - 512:
+            return
+        expected = self.prefix.look(prompt).hit
+        try:
+            found = self.prefix.fetch(prompt, 20)
+        except PoolExhaustedError:
+            assert self.live, "exhausted, and nobody holds anything"
+            return
+        assert found.lookup.hit <= expected
+        assert found.lookup.hit == expected or self.live or self.is_damaged, "what is on disk was not brought back"
+        conversation = Conversation(prompt, found.caches, found.lookup.hit, len(prompt), 20)
+        self.look_into(conversation)
+        self.feed(conversation)
+        conversation.tokens = [*prompt, *[7] * answer]
+        self.feed(conversation)
+        self.live.append(conversation)
+        if finishes:
+            self.finish(len(self.live) - 1)
+
+    def feed(self, conversation: Conversation) -> None:
+        for layer, cache in enumerate(conversation.caches):
+            keys = keys_of(conversation.tokens, conversation.fed, layer)
+            if keys.shape[2]:
+                mx.eval(cache.update_and_fetch(keys, keys + 1000))
+        conversation.fed = len(conversation.tokens)
+
+    @precondition(lambda self: self.live)
+    @rule(number=st.integers(0, 100))
+    def keep(self, number: int) -> None:
+        conversation = self.live[number % len(self.live)]
+        self.prefix.keep(conversation.tokens, conversation.caches, "user")
+
+    @precondition(lambda self: self.live)
+    @rule(number=st.integers(0, 100))
+    def finish(self, number: int) -> None:
+        conversation = self.live.pop(number % len(self.live))
+        self.prefix.finish(conversation.tokens, conversation.caches)
+        self.past = [*self.past[-5:], conversation.tokens]
+        assert self.prefix.look(conversation.tokens).known == len(conversation.tokens)
+
+    @precondition(lambda self: self.live)
+    @rule(number=st.integers(0, 100))
+    def hang_up(self, number: int) -> None:
+        self.prefix.release(self.live.pop(number % len(self.live)).caches)
+
+    # -- memory and disk -----------------------------------------------------------------------------------------------
+
+    @rule(n_bytes=st.sampled_from([0, 20_000, 60_000]))
+    def evict(self, n_bytes: int) -> None:
+        self.prefix.trim_to(n_bytes)
+
+    @rule(rarely=st.integers(0, 9))
+    def clear(self, rarely: int) -> None:
+        if rarely == 0:
+            self.prefix.clear()
+
+    @rule(limit=st.sampled_from([1, 20_000, None]), flush=st.booleans())
+    def write_behind(self, limit: int | None, flush: bool) -> None:
+        assert self.prefix.stored is not None
+        self.prefix.stored.write_behind(limit)
+        if flush:
+            assert self.store.flush()
+
+    @rule()
+    def write_tails(self) -> None:
+        assert self.prefix.stored is not None
+        self.prefix.stored.write_tails()
+
+    @rule(number=st.integers(0, 1000), how=st.sampled_from(sorted(DAMAGES)), seed=st.integers(0, 1000))
+    def damage(self, number: int, how: str, seed: int) -> None:
+        assert self.store.flush()
+        files = record_files(self.folder)
+        if files:
+            self.is_damaged = True
+            DAMAGES[how](files[number % len(files)], random.Random(seed))
+
+    @rule(closes=st.booleans(), repairs=st.booleans())
+    def restart(self, closes: bool, repairs: bool) -> None:
+        """With close(), or killed: then the disk has what the writer has finished."""
+        for conversation in self.live:
+            self.prefix.release(conversation.caches)
+        prefix, was_damaged = self.prefix, self.is_damaged
+        if closes:
+            assert prefix.close()
+        else:
+            assert self.store.flush()
+            self.store.close()
+        self.nothing_is_held()
+        if repairs:
+            assert not remove_bad(self.folder) or self.is_damaged
+            self.is_damaged = False
+        self.open()
+        if closes and not was_damaged and self.config["store_bytes"] == 10**9:
+            assert {n.hash for n in prefix.known.trie} == {n.hash for n in self.prefix.known.trie}
+
+    # -- what always holds ---------------------------------------------------------------------------------------------
+
+    def look_into(self, conversation: Conversation) -> None:
+        expected = numbers(tuple(conversation.tokens[: conversation.fed]))
+        for layer, cache in enumerate(conversation.caches):
+            assert cache.offset == conversation.fed
+            if not conversation.fed:
+                continue
+            keys, values = (np.array(a)[0, 0] for a in cache.keys_and_values())
+            wanted = expected + layer * LAYER_STEP
+            assert np.array_equal(wanted, keys[:, 0]), f"layer {layer}: {difference(wanted, keys[:, 0])}"
+            assert np.array_equal(-wanted, keys[:, 1])
+            assert np.array_equal(wanted + 1000, values[:, 0]), f"layer {layer}: {difference(wanted + 1000, values[:, 0])}"
+
+    @invariant()
+    def nobody_writes_into_what_others_read(self) -> None:
+        for conversation in self.live:
+            self.look_into(conversation)
+
+    @invariant()
+    def trie_and_pool_agree(self) -> None:
+        self.prefix.check()
+
+    @invariant()
+    def what_is_on_disk_can_be_reached(self) -> None:
+        for node in self.prefix.known.trie:
+            parent = node.parent
+            assert parent is not None
+            assert not node.stored or parent.parent is None or parent.stored, f"the parent of {node.start} is not on disk"
+            assert not node.stored or node.hash in self.store
+            assert node.resident or node.stored
+
+    @invariant()
+    def index_and_disk_agree(self) -> None:
+        assert self.store.flush()
+        assert self.store.report()["bytes"] <= self.config["store_bytes"]
+        if not self.is_damaged:
+            index = dict(self.store._index._sizes)
+            found = {p.relative_to(self.folder).as_posix(): p.stat().st_size for p in record_files(self.folder)}
+            assert index == found
+            assert temporaries(self.folder) == []
+            assert self.store.counts["quarantined"] == self.store.counts["failed"] == 0
+
+    def nothing_is_held(self) -> None:
+        assert [(c.held, c.reserved) for c in self.slabs.pool.settle()] == [(0, 0)]
+
+    def teardown(self) -> None:
+        if hasattr(self, "prefix"):
+            for conversation in self.live:
+                self.prefix.release(conversation.caches)
+            self.nothing_is_held()
+            self.store.close()
+            shutil.rmtree(self.folder)
+
+
+TestStoredMachine = StoredMachine.TestCase
+TestStoredMachine.settings = settings(
+    max_examples=300,
+    stateful_step_count=40,
+    deadline=None,
+    phases=[p for p in Phase if p is not Phase.explain],
+    suppress_health_check=[HealthCheck.too_slow, HealthCheck.data_too_large],
+)
