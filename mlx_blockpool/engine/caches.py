@@ -56,7 +56,13 @@ class PooledCaches:
         it would soon have to go again.
         """
         self.abandon(running)
-        fetched = self.prefix.fetch(running.tokens, min(running.left_to_produce(), BLOCK_TOKENS))
+        room = min(running.left_to_produce(), BLOCK_TOKENS)
+        try:
+            fetched = self.prefix.fetch(running.tokens, room)
+        except PoolExhaustedError:
+            if not self.stop_restoring():
+                raise
+            fetched = self.prefix.fetch(running.tokens, room)
         try:
             self.prefix.room.need_spare(len(others) if running.swaps else 0)
         except PoolExhaustedError:
@@ -100,6 +106,14 @@ class PooledCaches:
         if restore is not None:
             restore.release()
 
+    def stop_restoring(self) -> bool:
+        """Give up the blocks of what is being read: who can go on now goes first. Returns whether there were any."""
+        stopped = list(self._restores.values())
+        self._restores.clear()
+        for restore in stopped:
+            restore.release()
+        return bool(stopped)
+
     def known(self, tokens: Sequence[int]) -> int:
         """How many tokens of a prompt an open() would find now."""
         return self.prefix.look(tokens).hit
@@ -125,9 +139,7 @@ class PooledCaches:
 
     def release_all(self) -> None:
         """After a failure: no caches that were handed out are in use any more."""
-        for restore in self._restores.values():
-            restore.release()
-        self._restores.clear()
+        self.stop_restoring()
         self.prefix.release_all()
 
 

@@ -256,7 +256,8 @@ class BlockPoolBatchEngine:
                 # A padded batch has nothing from those that are not in it.
                 live = self.live if self.caches.ragged else self._batch.members
                 # Also the only one: it may find room where it starts anew, as bytes in its own checkpoints.
-                self._swap_out(max(live, key=lambda running: running.uid))
+                if not self.caches.stop_restoring():
+                    self._swap_out(max(live, key=lambda running: running.uid))
 
     def _swap_out(self, running: Running) -> None:
         """Its blocks stay known as long as nobody needs them; the request waits in its old place."""

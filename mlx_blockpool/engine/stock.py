@@ -42,6 +42,10 @@ class StockCaches:
         """Nothing is on disk."""
         return False
 
+    def stop_restoring(self) -> bool:
+        """Nothing is on its way."""
+        return False
+
     def abandon(self, running: Running) -> None:
         """Nothing is on its way."""
 

@@ -559,8 +559,8 @@ def test_two_processes_churn_in_one_folder(tmp_path: Path) -> None:
                 except FileNotFoundError:
                     misses += 1
                     store.gone(record.hash)
-    assert child.communicate()[1] == ""
-    assert child.returncode == 0
+    complaint = child.communicate()[1]
+    assert child.returncode == 0, complaint
     assert store.close()
     assert (store.problem, store.counts["failed"], store.counts["quarantined"]) == (None, 0, 0)
     assert store.counts["written"] > 0

@@ -1,0 +1,82 @@
+"""Engines over a store, and folders as a kill would leave them."""
+
+from __future__ import annotations
+
+import shutil
+import threading
+from concurrent.futures import Future
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from engine.engines import ROOMY, attached
+from store.stores import QuickDisk, open_store
+
+from mlx_blockpool.cache.slabs import Slabs
+from mlx_blockpool.config import EngineConfig
+from mlx_blockpool.engine.caches import PooledCaches
+from mlx_blockpool.engine.engine import BlockPoolBatchEngine
+from mlx_blockpool.prefix.cache import PrefixCache
+from mlx_blockpool.prefix.stored import StoredPrefixes
+from mlx_blockpool.store.disk import Disk
+from mlx_blockpool.store.store import PromptStore
+
+
+@dataclass
+class Machine:
+    """One server's life, without the server."""
+
+    engine: BlockPoolBatchEngine
+    prefix: PrefixCache
+    store: PromptStore
+
+    @property
+    def stored(self) -> StoredPrefixes:
+        assert self.prefix.stored is not None
+        return self.prefix.stored
+
+
+def start(
+    folder: Path, n_bytes: int = ROOMY, disk: Disk | None = None, model: Any = None, name: str = "llama", **config: Any
+) -> Machine:
+    own, spec = attached(name) if model is None else model
+    slabs = Slabs(spec, n_bytes)
+    slabs.ragged = True
+    store = open_store(folder, disk, **config)
+    prefix = PrefixCache(slabs, store=store)
+    return Machine(BlockPoolBatchEngine(own, PooledCaches(prefix), EngineConfig(prefill_tokens=128)), prefix, store)
+
+
+def write_all(machine: Machine) -> None:
+    """As if there had been time."""
+    machine.stored.write_behind(1 << 40)
+    assert machine.store.flush()
+
+
+def killed(machine: Machine, folder: Path) -> Path:
+    """What a kill leaves on disk now, in a folder of its own."""
+    return shutil.copytree(machine.store.root, folder)
+
+
+def read_at_once(store: PromptStore) -> None:
+    """Every read has ended before anybody asks."""
+    read = store.read
+
+    def done(expected: Any) -> Future[Any]:
+        found = read(expected)
+        found.exception()
+        return found
+
+    store.read = done  # type: ignore[method-assign]
+
+
+class GatedDisk(QuickDisk):
+    """Reads of records wait until the gate is open."""
+
+    def __init__(self) -> None:
+        self.gate = threading.Event()
+        self.gate.set()
+
+    def read(self, path: Path, start: int = 0, size: int | None = None) -> bytes:
+        assert self.gate.wait(5)
+        return super().read(path, start, size)
