@@ -18,7 +18,7 @@ import mlx.core as mx
 
 from ..cache.contents import as_bytes, contents, copy_in, copy_out
 from ..cache.slabs import Slabs
-from ..errors import BadRecordError
+from ..errors import BadRecordError, PoolExhaustedError
 from ..store.record import Expected, Part, Record
 from ..store.store import BLOCK, OVER_BUDGET, PromptStore
 from .known import KnownBlocks
@@ -244,11 +244,11 @@ class Restore:
         room, pool = stored.room, stored.slabs.pool
         groups = stored.known.full_groups
         self._tables = [pool.open_table(group) for group in groups]
-        for table, index in zip(self._tables, range(len(groups)), strict=True):
+        for index, table in enumerate(self._tables):
             pool.adopt(table, [node.blocks[index] for node in path if node.resident])
         try:
             room.promise(self._tables, [len(self._nodes)] * len(groups))
-        except Exception:
+        except PoolExhaustedError:
             self.release()
             raise
         first = [len(table) for table in self._tables]
@@ -264,8 +264,9 @@ class Restore:
     def advance(self, wait: bool = False, seconds: float = 0.0) -> bool:
         """Copy what has been read, with `wait` at least one record, for so many seconds. Whether no more will come."""
         until = time.perf_counter() + seconds
-        # A step in flight still reads the slabs; writing now would copy them.
-        mx.synchronize()
+        if self._nodes and (wait or self._reading[0].done()):
+            # A step in flight still reads the slabs; writing now would copy them. Nobody is held up while nothing has come.
+            mx.synchronize()
         while self._nodes and (wait or self._reading[0].done()):
             node, block, reading = self._nodes.popleft(), self._blocks.popleft(), self._reading.popleft()
             try:

@@ -6,6 +6,7 @@ from typing import Any
 
 from mlx_lm.models.cache import can_trim_prompt_cache, trim_prompt_cache
 
+from ..errors import BlockpoolError
 from ..prefix.cache import Fetch, PrefixCache
 
 
@@ -23,7 +24,7 @@ class DraftedPrefix:
         first = self.prefix.fetch(tokens, room, at_most=hit)
         try:
             second = self.draft.fetch(tokens, room, at_most=first.lookup.hit)
-        except Exception:
+        except BlockpoolError:
             # Nobody will use the first.
             self.prefix.release(first.caches)
             raise
