@@ -11,12 +11,14 @@ import hashlib
 import os
 import re
 import secrets
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from contextlib import suppress
 from pathlib import Path
 from typing import NamedTuple, TypeAlias
 
 Buffer: TypeAlias = bytes | bytearray | memoryview
+# Gives so many bytes to read into.
+Into: TypeAlias = Callable[[int], "bytearray | memoryview"]
 
 # What a file is called until it is whole. Hidden, and never the beginning of a safe name.
 TEMPORARY = ".writing-"
@@ -83,9 +85,9 @@ class Disk:
         finally:
             os.close(fd)
 
-    def touch(self, path: Path) -> None:
-        """Used now: its time of modification."""
-        os.utime(path)
+    def touch(self, path: Path, moment: float) -> None:
+        """Used then, in seconds since the epoch: its time of modification."""
+        os.utime(path, (moment, moment))
 
     def unlink(self, path: Path) -> None:
         os.unlink(path)
@@ -128,6 +130,18 @@ class Disk:
                 pieces.append(piece)
                 rest -= len(piece)
             return b"".join(pieces)
+        finally:
+            os.close(fd)
+
+    def read_into(self, path: Path, into: Into, most: int) -> memoryview:
+        """read() from the beginning, at most `most` bytes, into what into(bytes) gives."""
+        fd = os.open(path, os.O_RDONLY)
+        try:
+            data = memoryview(into(min(most, os.fstat(fd).st_size)))
+            done = 0
+            while done < len(data) and (count := os.readv(fd, [data[done:]])):
+                done += count
+            return data[:done]
         finally:
             os.close(fd)
 

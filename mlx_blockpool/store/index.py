@@ -1,6 +1,7 @@
-"""Which record files there are and how lately each was used. Knows names and sizes, no disk. Owned by the generation thread.
+"""Which record files there are, how lately each was used, and who has to go. Knows names and sizes, no disk.
 
 A name is the path of a file below the store's folder. The files are the only truth; this is rebuilt from them at start.
+Owned by the generation thread.
 """
 
 from __future__ import annotations
@@ -10,11 +11,15 @@ from collections.abc import Collection, Iterable, Iterator
 
 
 class Index:
-    """Sizes in bytes, in the order of use; `nbytes` is their sum."""
+    """Sizes in bytes, in the order of use; `nbytes` is their sum, to be at most `limit`. `pinned` files never have to go."""
 
-    def __init__(self) -> None:
-        self._sizes: OrderedDict[str, int] = OrderedDict()
+    def __init__(self, limit: int) -> None:
+        self.limit = limit
         self.nbytes = 0
+        self.pinned: Collection[str] = frozenset()
+        self._sizes: OrderedDict[str, int] = OrderedDict()
+        # Used since take_touched(), in the order of use.
+        self._touched: dict[str, None] = {}
 
     def __len__(self) -> int:
         return len(self._sizes)
@@ -58,14 +63,38 @@ class Index:
         for name in reversed(list(names)):
             if name in self._sizes:
                 self._sizes.move_to_end(name)
+                self._touched.pop(name, None)
+                self._touched[name] = None
 
-    def victims(self, surplus: int, spared: Collection[str] = ()) -> list[str]:
-        """The files used longest ago that make `surplus` bytes of room together; none if those that may go are not enough."""
+    @property
+    def pinned_bytes(self) -> int:
+        return sum(self._sizes.get(name, 0) for name in self.pinned)
+
+    @property
+    def has_touched(self) -> bool:
+        return bool(self._touched)
+
+    def take_touched(self) -> list[str]:
+        """What is still there of the files touched since the last call, the one used longest ago first."""
+        touched, self._touched = self._touched, {}
+        return [name for name in touched if name in self._sizes]
+
+    def room_for(self, size: int, spared: Collection[str] = ()) -> list[str] | None:
+        """The files used longest ago that must go for `size` bytes more; None if those that may go are not enough."""
+        surplus = self.nbytes + size - self.limit
+        found = self._oldest(surplus, spared)
+        return found if sum(self._sizes[name] for name in found) >= surplus else None
+
+    def surplus(self) -> list[str]:
+        """The files used longest ago that are over the limit together, or all that may go."""
+        return self._oldest(self.nbytes - self.limit, ())
+
+    def _oldest(self, n_bytes: int, spared: Collection[str]) -> list[str]:
         found: list[str] = []
         for name, size in self._sizes.items():
-            if surplus <= 0:
+            if n_bytes <= 0:
                 break
-            if name not in spared:
+            if name not in spared and name not in self.pinned:
                 found.append(name)
-                surplus -= size
-        return found if surplus <= 0 else []
+                n_bytes -= size
+        return found

@@ -21,11 +21,11 @@ from typing import Any
 from ..errors import BadRecordError
 from ..spec import BLOCK_TOKENS
 from .disk import TEMPORARY, Disk, Entry, quarantine
-from .record import SUFFIX, Expected, Naming, read, read_header
-from .store import BLOCK, LEFTOVER_SECONDS
+from .layout import KINDS, LEFTOVER_SECONDS, MODEL_FILE
+from .proof import read, read_header
+from .record import BLOCK, SUFFIX, Expected, Naming
 
 READERS = 4
-MODEL_FILE = "model.json"
 _MAX_MODEL_BYTES = 1 << 20
 _SHARD = re.compile("[0-9a-f]{2}")
 _RECORD = re.compile(f"[0-9a-f]{{64}}{re.escape(SUFFIX)}")
@@ -47,6 +47,7 @@ class File:
 class Header:
     """What a good record says of its place: the tokens [start, end) behind the prefix `parent`."""
 
+    kind: str
     hash: bytes
     parent: bytes
     start: int
@@ -98,7 +99,7 @@ class Listing:
     def _add_model(self, folder: Path) -> None:
         self.models[folder.name] = _about(folder / MODEL_FILE)
         for inner in self._inside(folder, folder.name):
-            if inner.name != "blocks":
+            if inner.name not in KINDS:
                 self.foreign.append(inner)
                 continue
             for shard in self._inside(inner, folder.name):
@@ -166,7 +167,7 @@ def judge(files: Sequence[File], naming: Naming, with_data: bool = False, disk: 
 
 
 def _judge(disk: Disk, file: File, naming: Naming, with_data: bool) -> Judged:
-    expected = Expected(file.namespace, BLOCK)
+    expected = Expected(file.namespace, KINDS[file.path.parents[1].name])
     try:
         record = read(disk, file.path, expected, naming)[0] if with_data else read_header(disk, file.path, expected, naming)
     except FileNotFoundError:
@@ -175,7 +176,7 @@ def _judge(disk: Disk, file: File, naming: Naming, with_data: bool) -> Judged:
         return Judged(file, problem=str(error))
     if file.path.parent.name != file.path.name[:2]:
         return Judged(file, problem=f"{file.path}: found in folder {file.path.parent.name}, needed in {file.path.name[:2]}.")
-    return Judged(file, Header(record.hash, record.parent, record.start, record.start + len(record.tokens)))
+    return Judged(file, Header(record.kind, record.hash, record.parent, record.start, record.start + len(record.tokens)))
 
 
 def orphans(found: Iterable[Judged]) -> list[File]:
@@ -187,7 +188,7 @@ def orphans(found: Iterable[Judged]) -> list[File]:
     reached = [header for _, header in good if header.start == 0]
     reachable = set(reached)
     for parent in reached:
-        if parent.end - parent.start == BLOCK_TOKENS:
+        if parent.kind == BLOCK and parent.end - parent.start == BLOCK_TOKENS:
             nearer = [h for h in children.get(parent.hash, []) if h.start == parent.end and h not in reachable]
             reached += nearer
             reachable.update(nearer)

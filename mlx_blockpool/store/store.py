@@ -1,46 +1,36 @@
 """PromptStore: the records of one model on disk, under one budget for the whole folder.
 
 Knows records and files; no trie, no arrays. Asked by the generation thread alone; a thread of its own writes, others read.
-The files are the only truth: what is known here is found by their headers at start.
+The files are the only truth: what is known here is found by their headers at start, and by looking again what others changed.
 """
 
 from __future__ import annotations
 
-import json
-import logging
-import os
-import sys
-import threading
 import time
 from collections import Counter
 from collections.abc import Callable, Collection, Iterable, Sequence
-from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass
-from pathlib import Path
+from functools import partial
 from typing import Any
 
 from ..config import StoreConfig
-from ..errors import BadRecordError
-from .disk import Buffer, Disk, Entry, quarantine, sweep, write_whole
+from .disk import Buffer, Disk, Into
+from .folder import Folder
 from .index import Index
-from .record import SUFFIX, Expected, Naming, Record, file_size, read, read_header
-from .writer import Job, Writer
-
-log = logging.getLogger(__name__)
-
-READERS = 2
-# Younger temporary files may be live writes of another process.
-LEFTOVER_SECONDS = 3600.0
-BLOCK = "block"
-OVER_BUDGET = "over budget"
+from .layout import default_folder, describe, keys_in, name_of
+from .limits import Limits
+from .looks import Looks, News, Seen, Watch
+from .reader import Reader, Reading
+from .record import Expected, Key, Naming, Record, file_size
+from .writer import Done, Job, Look, Writer
 
 
 @dataclass(frozen=True)
 class Put:
-    """Why a record was not taken, and the hashes of those of the same model that had to go for it."""
+    """Why a record was not taken, and the keys of those of the same model that had to go for it."""
 
     refusal: str | None
-    dropped: list[bytes]
+    dropped: list[Key]
 
     @property
     def taken(self) -> bool:
@@ -50,8 +40,10 @@ class Put:
 class PromptStore:
     """Records under `namespace`, whose hashes are made by `naming`. `about` is written beside them for people to read.
 
-    `counts`: written, written_bytes, read, read_bytes, dropped, quarantined, and what was refused and why. `problem`: why the
-    disk is left alone at present.
+    Several processes may use one folder. Each looks at what the others wrote after look_bytes of its own, and hands over no more
+    than that, or one record, while it looks: for each beside the first they exceed the budget by at most twice that and a record.
+
+    `counts`: written, written_bytes, read, read_bytes, dropped, quarantined, looks, and what was refused and why.
     """
 
     def __init__(
@@ -61,199 +53,216 @@ class PromptStore:
         self.namespace = namespace
         self.root = config.folder or default_folder()
         self.counts: Counter[str] = Counter()
-        self.problem: str | None = None
-        self._about = about
-        self._naming = naming
-        self._disk = disk or Disk()
-        self._index = Index()
-        self._touched: set[str] = set()
-        self._retry_at = 0.0
-        self._day = (0, 0)
-        self._counting = threading.Lock()
-        self._writer = Writer(self._disk, config.queue_bytes, config.min_free_bytes)
-        self._readers = ThreadPoolExecutor(READERS, "prompt store reader")
+        self._index = Index(config.store_bytes)
+        self._pinned: Collection[Key] = ()
+        # Records that could not be read, and when to try again: they are written anew if they are made again.
+        self._unread: dict[Key, float] = {}
+        self._news = News([], [])
+        # The last job of each name that nothing was heard of yet.
+        self._jobs: dict[str, Job] = {}
+        disk, look_bytes = disk or Disk(), config.store_bytes // 32 if config.look_bytes is None else config.look_bytes
+        self._describe = partial(describe, disk, self.root, namespace, about)
+        self._folder = Folder(disk, self.root)
+        self._reader = Reader(disk, self.root, naming, self.counts)
+        self._looks = Looks(self._folder, self._reader, namespace, self._describe)
+        self._watch = Watch(look_bytes, config.look_seconds)
+        self._writer = Writer(self._folder, config.queue_bytes, config.min_free_bytes)
+        self._limits = Limits(config, lambda size: self._writer.accepts(size) and self._watch.allows(size))
 
     # -- at start ------------------------------------------------------------------------------------------------------
 
     def open(self) -> list[Record]:
-        """Make the folder, and read the headers of all records of this model. Those of others count for the budget only.
+        """Read the headers of all records of this model, and make its folder. Those of others count for the budget only.
 
-        What is not a record goes into quarantine. A disk that does not let us is left alone, and nothing is known.
+        What is not a record goes into quarantine. A disk that does not let us look is left alone for a while; nothing is known
+        until it does, and news() tells then.
         """
         try:
-            self._disk.make_directory(self.root / self._folder)
+            seen = self._looks.first()
+        except OSError as error:
+            self._limits.is_away = True
+            self._limits.suspend(error)
+            return []
+        self._note(seen)
+        try:
             self._describe()
-            found = sorted(self._files(), key=lambda item: (item[1].modified, item[0]))
-            for name, entry in found:
-                self._index.add(name, entry.size)
         except OSError as error:
-            self._suspend(error)
-            return []
-        mine = [name for name, _ in found if name.startswith(self._folder + "/")]
-        records = list(self._readers.map(self._header, mine))
-        for name in (name for name, record in zip(mine, records, strict=True) if record is None):
-            self._index.remove(name)
-        return [record for record in records if record is not None]
+            self._limits.suspend(error)
+        return seen.records
 
-    def settle(self, hashes: Iterable[bytes]) -> list[bytes]:
+    def settle(self, keys: Iterable[Key]) -> list[Key]:
         """Say what of the found is needed most, that first, and drop() what is over the budget."""
-        self._index.arrange(map(self._name, hashes))
-        return self.drop(self._index.victims(self._index.nbytes - self.config.store_bytes))
-
-    def _describe(self) -> None:
-        path = self.root / self._folder / "model.json"
-        text = json.dumps(self._about, indent=2).encode()
-        if not path.exists() or path.read_bytes() != text:
-            write_whole(self._disk, path, [text])
-
-    def _files(self) -> Iterable[tuple[str, Entry]]:
-        """Every record file of every model, by its name below the root."""
-        for model in self._folders(self.root / "models"):
-            for shard in self._folders(model / "blocks"):
-                sweep(self._disk, shard, time.time() - LEFTOVER_SECONDS)
-                for entry in self._disk.scan(shard):
-                    if entry.name.endswith(SUFFIX):
-                        yield (shard / entry.name).relative_to(self.root).as_posix(), entry
-
-    def _folders(self, path: Path) -> list[Path]:
-        try:
-            return [path / entry.name for entry in self._disk.scan(path) if entry.is_directory]
-        except FileNotFoundError:
-            return []
-
-    def _header(self, name: str) -> Record | None:
-        path = self.root / name
-        try:
-            return read_header(self._disk, path, Expected(self.namespace, BLOCK), self._naming)
-        except BadRecordError as error:
-            self._set_aside(path, error)
-        except OSError as error:
-            log.warning("prompt store: %s", error)
-        return None
+        self._index.arrange(map(self._name, keys))
+        return self.drop(self._index.surplus())
 
     # -- writing -------------------------------------------------------------------------------------------------------
 
-    def put(self, record: Record, copy: Callable[[], Sequence[Buffer]], spared: Collection[bytes] = ()) -> Put:
-        """Hand a record to the writer. Records used longest ago make room, but none of `spared`.
+    def takes(self) -> bool:
+        """Whether what was refused last would be taken now: to be asked before a record is made. A refusal is counted."""
+        refusal = self._limits.still()
+        if refusal is not None:
+            self.counts[refusal] += 1
+        return refusal is None
+
+    def put(self, record: Record, copy: Callable[[], Sequence[Buffer]], spared: Collection[Key] = (), anew: bool = False) -> Put:
+        """Hand a record to the writer. Records used longest ago make room, but none of `spared`. `anew`: replaces what is there.
 
         Refused and counted where disk, budget, the day's limit or the queue does not allow it; nobody waits. Only if it is
         taken, its buffers are asked for: they must not change.
         """
-        name, size = self._name(record.hash), file_size(record)
-        if name in self._index:
+        name, size = self._name(record.key), file_size(record)
+        if name in self._index and not anew and record.key not in self._unread:
             return Put(None, [])
-        surplus = self._index.nbytes + size - self.config.store_bytes
-        victims = self._index.victims(surplus, {self._name(h) for h in spared})
-        refusal = OVER_BUDGET if surplus > 0 and not victims else self._refusal(size)
+        victims = self._index.room_for(size, {name, *map(self._name, spared)})
+        refusal = self._limits.refusal(size) if victims is not None else self._limits.over_budget(self._index.pinned_bytes)
         if refusal is not None:
             self.counts[refusal] += 1
             return Put(refusal, [])
-        dropped = self.drop(victims)
-        self._writer.put(Job(name, self.root / name, record, copy(), size))
+        dropped = self.drop(victims or ())
+        self._limits.charge(size)
+        self._unread.pop(record.key, None)
+        self._hand(Job(name, record, copy(), size))
         self._index.add(name, size)
         return Put(None, dropped)
 
-    def drop(self, names: Iterable[str]) -> list[bytes]:
-        """Remove files. Returns the hashes of those that were of this model."""
-        mine = []
-        for name in names:
+    def drop(self, names: Iterable[str]) -> list[Key]:
+        """Remove files. Returns the keys of those that were of this model."""
+        dropped = list(names)
+        for name in dropped:
             self._remove(name)
             self.counts["dropped"] += 1
-            if name.startswith(self._folder + "/"):
-                mine.append(bytes.fromhex(Path(name).stem))
-        return mine
+        return keys_in(self.namespace, dropped)
 
-    def forget(self, hashes: Iterable[bytes]) -> None:
-        """Remove the records of these hashes, where there are any."""
-        self.drop([name for name in map(self._name, hashes) if name in self._index])
+    def forget(self, keys: Iterable[Key]) -> None:
+        """Remove these records, where there are any."""
+        self.drop([name for name in map(self._name, keys) if name in self._index])
 
-    def _remove(self, name: str) -> None:
-        self._writer.put(Job(name, self.root / name, size=self._index.remove(name)))
+    def poll(self) -> list[Key]:
+        """Take note of what the writer has done. Returns the keys of records that could not be written."""
+        if self._watch.is_due(self._index.has_touched, self._limits.is_away and self._limits.may_retry()):
+            self._look()
+        return self._hear()
 
-    def poll(self) -> list[bytes]:
-        """Take note of what the writer has done. Returns the hashes of records that could not be written."""
-        failed = []
+    def _hear(self) -> list[Key]:
+        failed: list[Key] = []
         for done in self._writer.poll():
             if done.error is not None:
-                self._suspend(done.error)
-            if done.job.record is not None and done.error is None:
-                self.problem = None
-                self.counts["written"] += 1
-                self.counts["written_bytes"] += done.job.size
-            elif done.job.record is not None:
-                self._index.remove(done.job.name)
-                self.counts["failed"] += 1
-                failed.append(done.job.record.hash)
-            elif done.error is not None:
-                self._index.put_back(done.job.name, done.job.size)
+                self._limits.suspend(done.error)
+            if isinstance(done.job, Job):
+                failed += self._done(done.job, done)
+            else:
+                self._looked(done.seen)
         return failed
 
-    def _refusal(self, size: int) -> str | None:
-        limit, today = self.config.daily_bytes, int(time.time() // 86400)
-        day, written = self._day if self._day[0] == today else (today, 0)
-        if limit is not None and written + size > limit:
-            return "daily limit"
-        if not self._writer.accepts(size):
-            return "queue full"
-        if self.problem is not None:
-            if time.monotonic() < self._retry_at:
-                return "disk failed"
-            # One record tries whether the disk is well again.
-            self._retry_at = time.monotonic() + self.config.retry_seconds
-        self._day = (day, written + size)
-        return None
+    def _done(self, job: Job, done: Done) -> list[Key]:
+        """The key of a record that could not be written, unless something else is to be done under its name."""
+        is_last = self._jobs.get(job.name) is job
+        if is_last:
+            del self._jobs[job.name]
+        if job.record is not None and done.error is None:
+            self._limits.problem = None
+            self.counts["written"] += 1
+            self.counts["written_bytes"] += job.size
+        elif job.record is not None:
+            self.counts["failed"] += 1
+            if is_last:
+                self._index.remove(job.name)
+                if done.left is not None:
+                    self._index.add(job.name, done.left)
+                return [job.record.key]
+        elif done.error is not None and is_last:
+            self._index.put_back(job.name, job.size)
+        return []
 
-    def _suspend(self, error: OSError) -> None:
-        if self.problem is None:
-            log.warning("prompt store: %s; nothing is written for %s seconds", error, self.config.retry_seconds)
-        self.problem = str(error)
-        self._retry_at = time.monotonic() + self.config.retry_seconds
+    def _hand(self, job: Job) -> None:
+        self._watch.hand(job.name, 0 if job.record is None else job.size)
+        self._jobs[job.name] = job
+        self._writer.put(job)
+
+    def _remove(self, name: str) -> None:
+        self._hand(Job(name, size=self._index.remove(name)))
+
+    # -- what agents keep ----------------------------------------------------------------------------------------------
+
+    @property
+    def pinned(self) -> Collection[Key]:
+        """Records of this model that the budget never takes, whether they are there or not."""
+        return self._pinned
+
+    @pinned.setter
+    def pinned(self, keys: Collection[Key]) -> None:
+        self._pinned = keys
+        self._index.pinned = frozenset(map(self._name, keys))
+
+    # -- beside others -------------------------------------------------------------------------------------------------
+
+    def news(self) -> News:
+        """What others have done since the last call, as far as it was seen."""
+        news, self._news = self._news, News([], [])
+        return news
+
+    def _look(self) -> None:
+        """Have the writer look at the folder once it has done what it was asked before."""
+        used = self._index.take_touched()
+        self._watch.ask()
+        if self._limits.is_away:
+            self._limits.wait()
+        self._writer.put(Look(lambda: self._looks.again(used)))
+
+    def _looked(self, seen: Seen | None) -> None:
+        self._watch.is_looking = False
+        if seen is not None:
+            self.counts["looks"] += 1
+            self._limits.come_back()
+            seen = self._watch.sift(seen)
+            self._note(seen)
+            lost = keys_in(self.namespace, seen.gone) + self.drop(self._index.surplus())
+            self._news = News([*self._news.found, *seen.records], [*self._news.lost, *lost])
+
+    def _note(self, seen: Seen) -> None:
+        for found in seen.found:
+            self._index.add(found.name, found.size)
+        for name in seen.gone:
+            self._index.remove(name)
+        self._unread.update((key, 0.0) for key in seen.unread)
 
     # -- reading -------------------------------------------------------------------------------------------------------
 
-    def __contains__(self, digest: bytes) -> bool:
-        return self._name(digest) in self._index
+    def __contains__(self, key: Key) -> bool:
+        return self._name(key) in self._index
 
-    def read(self, expected: Expected) -> Future[tuple[Record, list[memoryview]]]:
-        """A record and the bytes of its parts, proven. Raises BadRecordError, the file is in quarantine then, or OSError."""
+    def size(self, key: Key) -> int:
+        """Bytes of a file; 0 if there is none."""
+        return self._index.size(self._name(key)) if key in self else 0
+
+    def read(self, expected: Expected, into: Into | None = None) -> Reading:
+        """A record and the bytes of its parts, proven; what is read from a file is in what `into` gives.
+
+        Raises BadRecordError, the file is in quarantine then, or OSError.
+        """
         assert expected.hash is not None
-        job = self._writer.waiting(self._name(expected.hash))
+        name = self._name(Key(expected.kind, expected.hash))
+        job = self._writer.waiting(name)
         if job is not None and job.record is not None:
-            found: Future[tuple[Record, list[memoryview]]] = Future()
-            found.set_result((job.record, [memoryview(buffer) for buffer in job.buffers]))
-            return found
-        return self._readers.submit(self._read, self.root / self._name(expected.hash), expected)
+            return Reading.of(job.record, job.buffers)
+        return self._reader.read(name, expected, into)
 
-    def _read(self, path: Path, expected: Expected) -> tuple[Record, list[memoryview]]:
-        try:
-            record, views = read(self._disk, path, expected, self._naming)
-        except BadRecordError as error:
-            self._set_aside(path, error)
-            raise
-        with self._counting:
-            self.counts["read"] += 1
-            self.counts["read_bytes"] += record.nbytes
-        return record, views
+    def gone(self, key: Key) -> None:
+        """A record was not what it should be, or not there: what may be left of its file is of no use."""
+        if key in self:
+            self._remove(self._name(key))
 
-    def gone(self, digest: bytes) -> None:
-        """A record could not be read: what may be left of its file is of no use."""
-        if digest in self:
-            self._remove(self._name(digest))
+    def put_off(self, key: Key) -> None:
+        """A record could not be read, and perhaps can later: its file stays."""
+        self._unread[key] = time.monotonic() + self.config.retry_seconds
 
-    def touch(self, hashes: Sequence[bytes]) -> None:
+    def is_put_off(self, key: Key) -> bool:
+        """Whether it would be of no use to read it now."""
+        return bool(self._unread) and self._unread.get(key, 0.0) > time.monotonic()
+
+    def touch(self, keys: Iterable[Key]) -> None:
         """Used now, from the beginning of a path to its end."""
-        names = [self._name(h) for h in hashes]
-        self._index.touch(names)
-        self._touched.update(names)
-
-    def _set_aside(self, path: Path, error: BadRecordError) -> None:
-        log.warning("prompt store: %s", error)
-        with self._counting:
-            self.counts["quarantined"] += 1
-        try:
-            quarantine(self._disk, path, self.root / "quarantine", str(error))
-        except OSError as failed:
-            log.warning("prompt store: %s", failed)
+        self._index.touch(map(self._name, keys))
 
     # -- at the end ----------------------------------------------------------------------------------------------------
 
@@ -264,13 +273,10 @@ class PromptStore:
     def close(self) -> bool:
         """flush(), note what was used on the files themselves, and end the threads."""
         flushed = self._writer.close(self.config.flush_seconds)
-        self._readers.shutdown(cancel_futures=True)
-        self.poll()
-        for name in [name for name in self._index if name in self._touched]:
-            try:
-                self._disk.touch(self.root / name)
-            except OSError:
-                continue
+        self._reader.close()
+        self._hear()
+        if flushed:
+            self._folder.touch(self._index.take_touched())
         return flushed
 
     def report(self) -> dict[str, Any]:
@@ -286,15 +292,9 @@ class PromptStore:
         }
 
     @property
-    def _folder(self) -> str:
-        return f"models/{self.namespace}"
+    def problem(self) -> str | None:
+        """Why the disk is left alone at present."""
+        return self._limits.problem
 
-    def _name(self, digest: bytes) -> str:
-        text = digest.hex()
-        return f"{self._folder}/blocks/{text[:2]}/{text}{SUFFIX}"
-
-
-def default_folder() -> Path:
-    """Where this user's caches belong: $XDG_CACHE_HOME if it is set, else ~/Library/Caches on macOS and ~/.cache elsewhere."""
-    own = Path.home() / ("Library/Caches" if sys.platform == "darwin" else ".cache")
-    return Path(os.environ.get("XDG_CACHE_HOME") or own) / "mlx-blockpool"
+    def _name(self, key: Key) -> str:
+        return name_of(self.namespace, key)

@@ -1,39 +1,50 @@
-"""The writer thread: records written and removed behind the generation thread, in order, within a bound.
+"""The writer thread: records written and removed behind the generation thread, and looks at the folder, in order, within a bound.
 
 Whoever hands work over polls for what became of it.
 """
 
 from __future__ import annotations
 
-import errno
 import threading
 import time
 from collections import deque
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from pathlib import Path
 
-from .disk import Buffer, Disk, write_whole
+from .disk import Buffer
+from .folder import Folder
+from .looks import Seen
 from .record import Record, encode
 
 
 @dataclass(frozen=True)
 class Job:
-    """A record to write at `path`, or without one: a file to remove. `size`: bytes of the file."""
+    """A record to write under `name`, or without one: a file to remove. `size`: bytes of the file."""
 
     name: str
-    path: Path
     record: Record | None = None
     buffers: Sequence[Buffer] = ()
     size: int = 0
 
 
 @dataclass(frozen=True)
-class Done:
-    """What became of a job; None: it is on disk, or gone from it."""
+class Look:
+    """See what others did. Raises OSError where nothing can be seen."""
 
-    job: Job
-    error: OSError | None
+    take: Callable[[], Seen]
+
+
+@dataclass(frozen=True)
+class Done:
+    """What became of a job. `error` None: it is on disk, or gone from it.
+
+    left:  with an error, bytes of what lies under its name now; None: nothing. seen: what a look has found.
+    """
+
+    job: Job | Look
+    error: OSError | None = None
+    left: int | None = None
+    seen: Seen | None = None
 
 
 class Writer:
@@ -42,12 +53,12 @@ class Writer:
     A file system that would have less than `min_free_bytes` left is full.
     """
 
-    def __init__(self, disk: Disk, queue_bytes: int, min_free_bytes: int) -> None:
-        self.disk = disk
+    def __init__(self, folder: Folder, queue_bytes: int, min_free_bytes: int) -> None:
+        self.folder = folder
         self.queue_bytes = queue_bytes
         self.min_free_bytes = min_free_bytes
         self.queued_bytes = 0
-        self._jobs: deque[Job] = deque()
+        self._jobs: deque[Job | Look] = deque()
         self._done: deque[Done] = deque()
         self._writing: dict[str, Job] = {}
         self._changed = threading.Condition()
@@ -61,10 +72,10 @@ class Writer:
         with self._changed:
             return not self.queued_bytes or self.queued_bytes + size <= self.queue_bytes
 
-    def put(self, job: Job) -> bool:
+    def put(self, job: Job | Look) -> bool:
         """Hand a job over. False, and nothing happens, if it is a record and too much is waiting."""
         with self._changed:
-            if job.record is not None:
+            if isinstance(job, Job) and job.record is not None:
                 if self.queued_bytes and self.queued_bytes + job.size > self.queue_bytes:
                     return False
                 self.queued_bytes += job.size
@@ -113,27 +124,30 @@ class Writer:
                         return
                     self._changed.wait()
                 job, self._busy = self._jobs.popleft(), True
-            error = self._do(job)
-            with self._changed:
-                if job.record is not None:
-                    self.queued_bytes -= job.size
-                if self._writing.get(job.name) is job:
-                    del self._writing[job.name]
-            self._done.append(Done(job, error))
+            done = self._do(job)
+            if isinstance(job, Job):
+                with self._changed:
+                    if job.record is not None:
+                        self.queued_bytes -= job.size
+                    if self._writing.get(job.name) is job:
+                        del self._writing[job.name]
+            self._done.append(done)
 
-    def _do(self, job: Job) -> OSError | None:
+    def _do(self, job: Job | Look) -> Done:
         try:
+            if isinstance(job, Look):
+                return Done(job, seen=job.take())
             if job.record is None:
-                self.disk.unlink(job.path)
-                return None
-            self.disk.make_directory(job.path.parent)
-            free = self.disk.free_bytes(job.path.parent)
-            if free - job.size < self.min_free_bytes:
-                raise OSError(errno.ENOSPC, f"{free} bytes free, {self.min_free_bytes} are to stay so", str(job.path))
-            write_whole(self.disk, job.path, encode(job.record, job.buffers))
-        except FileNotFoundError as error:
-            # Somebody else removed it first.
-            return None if job.record is None else error
+                self.folder.remove(job.name)
+            else:
+                self._write(job, encode(job.record, job.buffers))
         except OSError as error:
-            return error
-        return None
+            return Done(job, error, self.folder.size_of(job.name) if isinstance(job, Job) else None)
+        return Done(job)
+
+    def _write(self, job: Job, buffers: Sequence[Buffer]) -> None:
+        try:
+            self.folder.write(job.name, buffers, job.size, self.min_free_bytes)
+        except FileNotFoundError:
+            # Somebody who clears the store may remove a folder between its making and the write.
+            self.folder.write(job.name, buffers, job.size, self.min_free_bytes)

@@ -6,8 +6,13 @@ import hashlib
 import struct
 from pathlib import Path
 
+import pytest
+from store.disks import StillDisk
+
+from mlx_blockpool.errors import BadRecordError
 from mlx_blockpool.store.disk import Disk
-from mlx_blockpool.store.record import Expected, Part, Record, encode, read
+from mlx_blockpool.store.proof import read
+from mlx_blockpool.store.record import Expected, Part, Record, encode
 
 PARENT = hashlib.blake2b(b"parent", digest_size=32).digest()
 PARTS = (Part("layers.0.keys", "F32", (1, 2, 3, 4)), Part("layers.0.values", "BF16", (1, 2, 3, 5)), Part("ring", "U32", (7,)))
@@ -59,3 +64,21 @@ def read_turn(disk: Disk, path: Path) -> str:
     data = {"old": OLD_FILE, "new": NEW_FILE}[record.extra["turn"]]
     assert data.endswith(b"".join(views))
     return record.extra["turn"]
+
+
+# One record in a file of its own, read from memory.
+RECORD = make_record(bits="8", ring="3")
+FILE = make_file(RECORD)
+FOLDER = Path("/models/blocks")
+PATH = FOLDER / RECORD.file_name
+
+
+def disk_with(data: bytes, name: str = PATH.name) -> StillDisk:
+    return StillDisk({FOLDER / name: data})
+
+
+def assert_bad(message: str, data: bytes = FILE, expected: Expected | None = None, name: str = PATH.name) -> None:
+    """Neither the whole record nor, as far as it can tell, its header is read."""
+    with pytest.raises(BadRecordError, match=message) as raised:
+        read(disk_with(data, name), FOLDER / name, expected or expected_of(RECORD), naming)
+    assert str(raised.value).startswith(f"{FOLDER / name}: ")

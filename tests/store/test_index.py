@@ -8,8 +8,8 @@ from hypothesis import strategies as st
 from mlx_blockpool.store.index import Index
 
 
-def make(**sizes: int) -> Index:
-    index = Index()
+def make(limit: int = 100, **sizes: int) -> Index:
+    index = Index(limit)
     for name, size in sizes.items():
         index.add(name, size)
     return index
@@ -23,19 +23,49 @@ def test_the_sum_follows_what_is_added_and_removed() -> None:
     assert (index.nbytes, list(index), "b" in index) == (15, ["a"], False)
 
 
-def test_victims_are_those_used_longest_ago_and_no_more_than_needed() -> None:
-    index = make(a=10, b=20, c=30)
-    assert index.victims(10) == ["a"]
-    assert index.victims(11) == ["a", "b"]
-    assert index.victims(0) == index.victims(-5) == []
+def test_who_was_used_longest_ago_makes_room_and_no_more_than_needed() -> None:
+    index = make(60, a=10, b=20, c=30)
+    assert index.room_for(10) == ["a"]
+    assert index.room_for(11) == ["a", "b"]
+    assert index.room_for(0) == index.room_for(-5) == []
     assert list(index) == ["a", "b", "c"]
 
 
 def test_nobody_goes_where_all_would_not_be_enough() -> None:
-    index = make(a=10, b=20, c=30)
-    assert index.victims(61) == []
-    assert index.victims(41, {"b"}) == []
-    assert index.victims(40, {"b"}) == ["a", "c"]
+    index = make(60, a=10, b=20, c=30)
+    assert index.room_for(61) is None
+    assert index.room_for(41, {"b"}) is None
+    assert index.room_for(40, {"b"}) == ["a", "c"]
+
+
+def test_over_the_limit_goes_what_may_even_if_it_is_not_enough() -> None:
+    index = make(25, a=10, b=20, c=30)
+    assert index.surplus() == ["a", "b", "c"]
+    index.pinned = {"b"}
+    assert index.surplus() == ["a", "c"]
+    index.limit = 60
+    assert index.surplus() == []
+
+
+def test_pinned_files_make_no_room() -> None:
+    index = make(60, a=10, b=20, c=30)
+    index.pinned = {"a", "unknown"}
+    assert index.pinned_bytes == 10
+    assert index.room_for(10) == ["b"]
+    assert index.room_for(10, {"b"}) == ["c"]
+    assert index.room_for(51) is None
+
+
+def test_what_was_touched_is_told_once_in_the_order_of_use() -> None:
+    index = make(a=1, b=1, c=1, d=1)
+    assert not index.has_touched
+    index.touch(["a", "b", "unknown"])
+    index.touch(["d", "c"])
+    index.touch(["a"])
+    index.remove("d")
+    assert index.has_touched
+    assert index.take_touched() == ["b", "c", "a"]
+    assert index.take_touched() == []
 
 
 def test_the_beginning_of_a_path_that_was_used_outlives_its_end() -> None:
@@ -67,7 +97,7 @@ def test_arranged_files_take_each_others_places() -> None:
 
 @given(st.lists(st.tuples(st.sampled_from("abcdef"), st.integers(0, 9), st.sampled_from(["add", "remove", "back", "touch"]))))
 def test_the_sum_is_the_sum(steps: list[tuple[str, int, str]]) -> None:
-    index = Index()
+    index = Index(100)
     for name, size, what in steps:
         if what == "add":
             index.add(name, size)

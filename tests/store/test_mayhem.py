@@ -13,7 +13,8 @@ from store.records import expected_of, make_file, make_record, naming
 
 from mlx_blockpool.errors import BadRecordError
 from mlx_blockpool.store.disk import Disk
-from mlx_blockpool.store.record import Part, header_size, read, read_header
+from mlx_blockpool.store.proof import read, read_header
+from mlx_blockpool.store.record import Part, header_size
 
 PARTS = (Part("layers.0.keys", "BF16", (1, 2, 9, 16)), Part("layers.0.values", "BF16", (1, 2, 9, 16)))
 RECORD = make_record(parts=PARTS, bits="16")

@@ -97,7 +97,7 @@ def test_a_good_record_is_known_by_its_place(tmp_path: Path) -> None:
     for with_data in (False, True):
         (found,) = judged(tmp_path, with_data)
         assert found.problem is None
-        assert found.header == Header(record.hash, record.parent, 512, 532)
+        assert found.header == Header("block", record.hash, record.parent, 512, 532)
 
 
 def test_a_flipped_bit_in_the_data_is_found_by_its_checksum_only(tmp_path: Path) -> None:

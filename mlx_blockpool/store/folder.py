@@ -1,0 +1,162 @@
+"""What lies in the store's folder, and what other processes changed there since the last look. Knows names, sizes and times.
+
+Owned by the writer's thread once the store is open.
+"""
+
+from __future__ import annotations
+
+import errno
+import logging
+import time
+from collections.abc import Collection, Iterable, Iterator, Sequence
+from contextlib import suppress
+from pathlib import Path
+from typing import NamedTuple
+
+from .disk import TEMPORARY, Buffer, Disk, Entry, sweep, write_whole
+from .layout import FOLDERS, LEFTOVER_SECONDS
+from .record import SUFFIX
+
+log = logging.getLogger(__name__)
+
+# Times of use of files that were used one after the other differ by this much, in seconds.
+TICK = 1e-6
+
+
+class Found(NamedTuple):
+    """A file that is there and its bytes; `is_new`: it was not, or not as large, when we looked last."""
+
+    name: str
+    size: int
+    is_new: bool
+
+
+class Changes(NamedTuple):
+    """What others have done: files that they wrote or used, the one used longest ago first, and names that are no more."""
+
+    found: list[Found]
+    gone: list[str]
+
+
+class Known(NamedTuple):
+    """Bytes of a file, and when it was used; None: by us, and not looked at since."""
+
+    size: int
+    used: float | None
+
+
+class Folder:
+    """The record files of all models below `root`. Names are paths below it, as in layout."""
+
+    def __init__(self, disk: Disk, root: Path) -> None:
+        self.disk = disk
+        self.root = root
+        self._known: dict[str, dict[str, Known]] = {}
+
+    def look(self) -> Changes:
+        """What has changed since the last look other than by this process; leftovers of writes that never ended go away.
+
+        Raises OSError where nothing can be seen. What lies in a folder that cannot be read is taken to be as it was.
+        """
+        known, self._known = self._known, {}
+        found: list[tuple[float, Found]] = []
+        try:
+            for shard in self._shards(known):
+                before = known.get(shard, {})
+                self._known[shard] = self._scan(shard, before)
+                for file, (size, used) in self._known[shard].items():
+                    was = before.get(file)
+                    if was is None or was.size != size or was.used not in (None, used):
+                        found.append((used or 0.0, Found(f"{shard}/{file}", size, was is None or was.size != size)))
+        except OSError:
+            self._known = known
+            raise
+        gone = [f"{shard}/{file}" for shard, files in known.items() for file in files if file not in self._known.get(shard, {})]
+        return Changes([one for _, one in sorted(found)], gone)
+
+    def write(self, name: str, buffers: Sequence[Buffer], size: int, keep_free: int = 0) -> None:
+        """A whole file of `size` bytes that leaves `keep_free` free. Raises OSError; size_of() tells what is there then."""
+        path = self.root / name
+        try:
+            self.disk.make_directory(path.parent)
+            free = self.disk.free_bytes(path.parent)
+            if free - size < keep_free:
+                raise OSError(errno.ENOSPC, f"{free} bytes free, {keep_free} are to stay so", str(path))
+            write_whole(self.disk, path, buffers)
+        except OSError:
+            self._note(name, self._ask(path))
+            raise
+        self._note(name, size)
+
+    def remove(self, name: str) -> None:
+        """Raises OSError if it cannot; what is gone already is as good."""
+        with suppress(FileNotFoundError):
+            self.disk.unlink(self.root / name)
+        self._note(name, None)
+
+    def touch(self, names: Iterable[str]) -> None:
+        """These were used just now, one after the other. A file whose time cannot be set stays as it is."""
+        moment = time.time()
+        for number, name in enumerate(names):
+            size = self.size_of(name)
+            if size is not None:
+                with suppress(OSError):
+                    self.disk.touch(self.root / name, moment + number * TICK)
+                    self._note(name, size)
+
+    def size_of(self, name: str) -> int | None:
+        """Bytes of a file as this process knows it; None: there is none."""
+        shard, _, file = name.rpartition("/")
+        found = self._known.get(shard, {}).get(file)
+        return None if found is None else found.size
+
+    def forget(self, name: str) -> None:
+        """It was moved away."""
+        self._note(name, None)
+
+    def _note(self, name: str, size: int | None) -> None:
+        shard, _, file = name.rpartition("/")
+        if size is None:
+            self._known.get(shard, {}).pop(file, None)
+        else:
+            self._known.setdefault(shard, {})[file] = Known(size, None)
+
+    def _ask(self, path: Path) -> int | None:
+        try:
+            return self.disk.size(path)
+        except OSError:
+            # Should there be something after all, the next look finds it.
+            return None
+
+    def _shards(self, known: Collection[str]) -> Iterator[str]:
+        for model in _folders(self.disk, self.root / "models"):
+            for kind in FOLDERS.values():
+                place = f"models/{model}/{kind}"
+                try:
+                    yield from (f"{place}/{shard}" for shard in _folders(self.disk, self.root / place))
+                except OSError:
+                    yield from (shard for shard in known if shard.startswith(place + "/"))
+
+    def _scan(self, shard: str, before: dict[str, Known]) -> dict[str, Known]:
+        try:
+            entries = self.disk.scan(self.root / shard)
+        except FileNotFoundError:
+            return {}
+        except OSError as error:
+            log.warning("prompt store: %s", error)
+            return before
+        if any(entry.name.startswith(TEMPORARY) for entry in entries):
+            with suppress(OSError):
+                sweep(self.disk, self.root / shard, time.time() - LEFTOVER_SECONDS)
+        return {entry.name: Known(entry.size, entry.modified) for entry in entries if _is_record(entry)}
+
+
+def _is_record(entry: Entry) -> bool:
+    return entry.name.endswith(SUFFIX) and not entry.name.startswith(TEMPORARY)
+
+
+def _folders(disk: Disk, path: Path) -> list[str]:
+    try:
+        return [entry.name for entry in disk.scan(path) if entry.is_directory]
+    except FileNotFoundError:
+        return []

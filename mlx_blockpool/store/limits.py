@@ -1,0 +1,96 @@
+"""What may be written at present: as much as the writer takes, so much a day, and nothing for a while after the disk has failed.
+
+Knows sizes and the time; no records. Owned by the generation thread.
+"""
+
+from __future__ import annotations
+
+import logging
+import time
+from collections.abc import Callable
+
+from ..config import StoreConfig
+
+log = logging.getLogger(__name__)
+
+DAY_SECONDS = 86400
+OVER_BUDGET = "over budget"
+
+
+class Limits:
+    """`problem`: why the disk is left alone at present. `is_away`: it could not be seen at all yet, and is not written before.
+
+    `accepts` says whether the writer takes so many bytes.
+    """
+
+    def __init__(self, config: StoreConfig, accepts: Callable[[int], bool]) -> None:
+        self.problem: str | None = None
+        self.is_away = False
+        self._config = config
+        self._accepts = accepts
+        self._retry_at = 0.0
+        self._day = (0, 0)
+        # Bytes of what was refused last, until it would be taken.
+        self._refused: int | None = None
+        self._has_told = False
+
+    def refusal(self, size: int) -> str | None:
+        """Why `size` bytes cannot be written now; None: they can."""
+        found = self._refusal(size)
+        self._refused = size if found is not None else None
+        return found
+
+    def over_budget(self, pinned: int) -> str:
+        """Nothing that may go makes room. `pinned` bytes may not, which is said once."""
+        if pinned and not self._has_told:
+            self._has_told = True
+            budget = self._config.store_bytes
+            log.warning("prompt store: agents keep %d of %d bytes, and no more fits. Raise --store-bytes.", pinned, budget)
+        return OVER_BUDGET
+
+    def still(self) -> str | None:
+        """Why what was refused last would be refused again; None: it would not, or nothing was."""
+        return None if self._refused is None else self.refusal(self._refused)
+
+    def charge(self, size: int) -> None:
+        """So many bytes will be written. After a failure one record tries whether the disk is well again."""
+        self._day = (self._date(), self._today() + size)
+        if self.problem is not None:
+            self.wait()
+
+    def suspend(self, error: OSError) -> None:
+        """The disk has failed."""
+        if self.problem is None:
+            log.warning("prompt store: %s; nothing is written for %s seconds", error, self._config.retry_seconds)
+        self.problem = str(error)
+        self._refused = self._refused or 0
+        self.wait()
+
+    def wait(self) -> None:
+        """Leave the disk alone for a while."""
+        self._retry_at = time.monotonic() + self._config.retry_seconds
+
+    def may_retry(self) -> bool:
+        """Whether it was left alone for long enough."""
+        return time.monotonic() >= self._retry_at
+
+    def come_back(self) -> None:
+        """The disk can be seen; what is written next tries whether it can be written too."""
+        if self.is_away:
+            self.is_away, self._retry_at = False, 0.0
+
+    def _refusal(self, size: int) -> str | None:
+        limit = self._config.daily_bytes
+        if limit is not None and self._today() + size > limit:
+            return "daily limit"
+        if not self._accepts(size):
+            return "queue full"
+        if self.is_away or (self.problem is not None and not self.may_retry()):
+            return "disk failed"
+        return None
+
+    def _today(self) -> int:
+        return self._day[1] if self._day[0] == self._date() else 0
+
+    def _date(self) -> int:
+        return int(time.time() // DAY_SECONDS)

@@ -1,0 +1,88 @@
+"""Proof of what a file says and holds: nothing of a record is handed out before. Knows bytes and tokens; no arrays.
+
+Any thread may call anything here.
+"""
+
+from __future__ import annotations
+
+import zlib
+from collections.abc import Iterator
+from contextlib import contextmanager
+from itertools import accumulate, pairwise
+from pathlib import Path
+
+from ..errors import BadRecordError
+from .checksums import first_wrong
+from .disk import Disk, Into
+from .record import MAX_HEADER_BYTES, Expected, Naming, Record, decode_header, header_size, need
+
+# A header scan reads this much at first; few headers are longer.
+_FIRST_BYTES = 1 << 14
+
+
+def read_header(disk: Disk, path: Path, expected: Expected, naming: Naming) -> Record:
+    """What a file holds, by its header and length alone: its data are not read and may be bad.
+
+    `naming` is the rule that gives the hash of a prefix from its parent's hash and its last tokens.
+    Raises BadRecordError, and OSError if the file cannot be read.
+    """
+    with _told(path):
+        data = disk.read(path, 0, _FIRST_BYTES)
+        if header_size(data) > len(data):
+            data = disk.read(path, 0, header_size(data))
+        record = decode_header(data)
+        _check_file(record, path, disk.size(path), header_size(data))
+        _check_identity(record, expected, naming)
+        return record
+
+
+def read(disk: Disk, path: Path, expected: Expected, naming: Naming, into: Into | None = None) -> tuple[Record, list[memoryview]]:
+    """A record and the bytes of each part, views of what `into` gave, after everything about them was verified.
+
+    Errors and `naming` as in read_header. Reading and checksums release the GIL: to be faster, read several at a time.
+    """
+    parts = read_header(disk, path, expected, naming).parts if expected.parts is None else expected.parts
+    with _told(path):
+        most = MAX_HEADER_BYTES + sum(part.nbytes for part in parts) + 1
+        data = memoryview(disk.read(path, 0, most)) if into is None else disk.read_into(path, into, most)
+        record = decode_header(data, parts)
+        _check_file(record, path, len(data), header_size(data))
+        _check_identity(record, expected, naming)
+        return record, _proven(record, data[header_size(data) :])
+
+
+def _proven(record: Record, data: memoryview) -> list[memoryview]:
+    starts = list(accumulate((part.nbytes for part in record.parts), initial=0))
+    views = [data[start:end] for start, end in pairwise(starts)]
+    wrong = first_wrong(views, record.checksums, data)
+    if wrong is not None:
+        found, needed = f"{zlib.crc32(views[wrong]):08x}", f"{record.checksums[wrong]:08x}"
+        need(False, f"checksum of {record.parts[wrong].name}", found, needed)
+    return views
+
+
+def _check_file(record: Record, path: Path, size: int, header: int) -> None:
+    need(size == header + record.nbytes, "bytes of the file", size, header + record.nbytes)
+    need(path.name == record.file_name, "a record named", record.file_name, path.name)
+
+
+def _check_identity(record: Record, expected: Expected, naming: Naming) -> None:
+    need(record.namespace == expected.namespace, "namespace", record.namespace, expected.namespace)
+    need(record.kind == expected.kind, "kind", record.kind, expected.kind)
+    if expected.hash is not None:
+        need(record.hash == expected.hash, "hash", record.hash.hex(), expected.hash.hex())
+    named = naming(record.parent, record.tokens)
+    need(named == record.hash, "parent and tokens of hash", named.hex(), record.hash.hex())
+    if expected.parts is not None:
+        need(len(record.parts) == len(expected.parts), "parts", len(record.parts), len(expected.parts))
+        for found, needed in zip(record.parts, expected.parts, strict=True):
+            need(found == needed, "part", found, needed)
+
+
+@contextmanager
+def _told(path: Path) -> Iterator[None]:
+    """The path goes before what is wrong with it."""
+    try:
+        yield
+    except BadRecordError as error:
+        raise BadRecordError(f"{path}: {error}") from None

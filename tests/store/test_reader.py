@@ -1,0 +1,77 @@
+"""A record that is on its way is read once, by whoever comes first."""
+
+from __future__ import annotations
+
+import threading
+from collections import Counter
+from pathlib import Path
+
+import pytest
+from store.disks import StillDisk
+from store.records import expected_of, make_buffers, make_file, make_record, naming
+
+from mlx_blockpool.errors import BadRecordError
+from mlx_blockpool.store.disk import Disk, Into
+from mlx_blockpool.store.reader import READERS, Reader, Reading
+
+RECORDS = [make_record(tokens=(n, n + 1)) for n in range(READERS + 2)]
+
+
+class GatedDisk(Disk):
+    """Reading waits for the gate, and says who reads."""
+
+    def __init__(self) -> None:
+        self.gate = threading.Event()
+        self.begun: list[str] = []
+        self.changed = threading.Condition()
+
+    def read_into(self, path: Path, into: Into, most: int) -> memoryview:
+        with self.changed:
+            self.begun.append(threading.current_thread().name)
+            self.changed.notify_all()
+        assert threading.current_thread() is threading.main_thread() or self.gate.wait(20)
+        return super().read_into(path, into, most)
+
+    def wait_for(self, count: int) -> None:
+        with self.changed:
+            assert self.changed.wait_for(lambda: len(self.begun) >= count, 20)
+
+
+def test_whoever_waits_reads_what_no_thread_has_begun_with(tmp_path: Path) -> None:
+    disk, counts = GatedDisk(), Counter[str]()
+    for record in RECORDS:
+        (tmp_path / record.file_name).write_bytes(make_file(record))
+    reader = Reader(disk, tmp_path, naming, counts)
+    readings = [reader.read(record.file_name, expected_of(record), bytearray) for record in RECORDS]
+    disk.wait_for(READERS)
+    assert [reading.run() for reading in readings] == [False] * READERS + [True] * 2
+    assert [reading.done() for reading in readings] == [False] * READERS + [True] * 2
+    disk.gate.set()
+    for reading, record in zip(readings, RECORDS, strict=True):
+        assert [bytes(view) for view in reading.result(20)[1]] == make_buffers(record)
+        assert 0 < reading.begun <= reading.ended
+    reader.close()
+    assert len(disk.begun) == len(RECORDS)
+    assert disk.begun.count(threading.current_thread().name) == 2
+    assert counts == {"read": len(RECORDS), "read_bytes": sum(record.nbytes for record in RECORDS)}
+
+
+def test_what_went_wrong_is_for_whoever_asks(tmp_path: Path) -> None:
+    record = RECORDS[0]
+    reader = Reader(StillDisk({}), tmp_path, naming, Counter())
+    with pytest.raises(FileNotFoundError):
+        reader.read(record.file_name, expected_of(record)).result(20)
+    (tmp_path / record.file_name).write_bytes(make_file(record)[:-1])
+    reading = Reader(Disk(), tmp_path, naming, counts := Counter()).read(record.file_name, expected_of(record), bytearray)
+    reading.run()
+    with pytest.raises(BadRecordError):
+        reading.result(20)
+    assert counts == {"quarantined": 1}
+
+
+def test_what_is_in_memory_is_there_at_once() -> None:
+    record = RECORDS[0]
+    reading = Reading.of(record, make_buffers(record))
+    assert reading.done()
+    assert not reading.run()
+    assert (reading.result()[0], [bytes(view) for view in reading.result()[1]]) == (record, make_buffers(record))
