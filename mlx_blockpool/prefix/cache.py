@@ -14,17 +14,25 @@ from weakref import WeakSet
 
 from ..cache.factory import pooled_caches
 from ..cache.layers import PooledLayer, PooledRotatingKVCache
+from ..cache.parts import leaves_of, sequence_of, state_caches
 from ..cache.sequence import Sequence
 from ..cache.slabs import Slabs
+from ..cache.states import PooledArraysCache, copied
 from ..config import PoolConfig
-from ..errors import PoolExhaustedError, RequestTooLargeError, SpecError
-from ..spec import BLOCK_TOKENS, WindowLayer, blocks_for
+from ..errors import PoolExhaustedError, RequestTooLargeError
+from ..spec import BLOCK_TOKENS
 from ..store.store import PromptStore
 from .known import KnownBlocks
 from .lookup import Lookup, explain
+from .restore import Wanted
+from .resume import lay_out, resumable
 from .room import Room
 from .stored import StoredPrefixes
 from .trie import Checkpoint, Match, Node, encode
+
+# So many known tokens are enough to tell, and less than this part of them reused is an alarm.
+ALARM_TOKENS = 20_000
+ALARM_SHARE = 0.05
 
 
 @dataclass(frozen=True)
@@ -43,12 +51,6 @@ class PrefixCache:
     """
 
     def __init__(self, slabs: Slabs, namespace: str = "", store: PromptStore | None = None) -> None:
-        if not slabs.spec.is_poolable:
-            kinds = sorted({layer.kind for layer in slabs.spec.layers} - {"full", "window"})
-            raise SpecError(
-                f"{slabs.spec.model_id} has layers of kind {kinds}; a prefix cache needs full and window layers only. "
-                "Use mlx-lm's LRUPromptCache for this model."
-            )
         self.slabs = slabs
         self.pool = slabs.pool
         named = f"{namespace}/{slabs.spec.fingerprint()}" if store is None else store.namespace
@@ -56,7 +58,7 @@ class PrefixCache:
         self.room = Room(slabs, self.known)
         self.stored = None if store is None else StoredPrefixes(self.known, slabs, self.room, store)
         self._handed_out: WeakSet[Sequence] = WeakSet()
-        self.num_lookups = self.num_prompt_tokens = self.num_hit_tokens = self.num_skipped = 0
+        self.num_lookups = self.num_prompt_tokens = self.num_known_tokens = self.num_hit_tokens = self.num_skipped = 0
 
     # -- fetch ---------------------------------------------------------------------------------------------------------
 
@@ -71,86 +73,58 @@ class PrefixCache:
         total = len(tokens) + max_tokens
         if total > self.pool.sequence_capacity():
             raise RequestTooLargeError(total, self.pool.sequence_capacity())
-        match = self._in_memory(tokens)
         most = len(tokens) - 1 if at_most is None else min(at_most, len(tokens) - 1)
-        hit, checkpoint = self._resumable(match, most)
+        match = self._in_memory(tokens, most)
+        hit, checkpoint = resumable(self.slabs, match, most)
         try:
-            caches = self._caches(match, hit, checkpoint, len(tokens), total)
+            caches = lay_out(self.room, match, hit, checkpoint, len(tokens), total)
         except PoolExhaustedError:
             if not hit:
                 raise
             # A window that resumes needs room for two rings; from the first token on it needs one.
-            caches = self._caches(match, 0, None, len(tokens), total)
+            caches = lay_out(self.room, match, 0, None, len(tokens), total)
             lookup = Lookup(len(tokens), match.tokens, 0, "no room")
         else:
             lookup = explain(self.known, tokens, match, hit)
+            if checkpoint is not None:
+                self.known.use(checkpoint)
+        self._note(caches)
         self.num_lookups += 1
         self.num_prompt_tokens += lookup.tokens
+        self.num_known_tokens += lookup.known
         self.num_hit_tokens += lookup.hit
         return Fetch(caches, list(tokens[lookup.hit :]), lookup)
 
-    def _in_memory(self, tokens: Tokens[int]) -> Match:
+    def _in_memory(self, tokens: Tokens[int], most: int) -> Match:
         """What is known of a prompt, brought back from disk as far as there is room for it."""
         match = self.known.trie.match(tokens)
         if self.stored is None:
             return match
-        if self.stored.missing(match.path):
+        wanted = self._on_disk(match, most)
+        if wanted is not None and not self.stored.is_worth_reading(wanted):
+            self.stored.num_cheaper += 1
+        elif wanted is not None:
             with suppress(PoolExhaustedError):
-                self.stored.restore_now(match.path)
+                self.stored.restore_now(wanted)
             match = self.known.trie.match(tokens)
         self.stored.touch(match.path)
         return match.in_memory()
+
+    def wanted(self, tokens: Tokens[int], at_most: int | None = None) -> Wanted | None:
+        """What is to be brought back of a prompt; None: nothing that the store has beyond memory, or that is worth it."""
+        wanted = self._on_disk(self.known.trie.match(tokens), len(tokens) - 1 if at_most is None else at_most)
+        return wanted if wanted is not None and self.stored and self.stored.is_worth_reading(wanted) else None
+
+    def _on_disk(self, match: Match, most: int) -> Wanted | None:
+        if self.stored is None:
+            return None
+        return self.stored.wanted(match, most, resumable(self.slabs, match.in_memory(), most)[0])
 
     def look(self, tokens: Tokens[int]) -> Lookup:
         """What a fetch of these tokens would find. Changes nothing."""
         tokens = _ids(tokens)
         match = self.known.trie.match(tokens)
-        return explain(self.known, tokens, match, self._resumable(match, len(tokens) - 1)[0])
-
-    def _resumable(self, match: Match, most: int) -> tuple[int, Checkpoint | None]:
-        """How many of the matched tokens can be taken over, and from which checkpoint where there are window layers."""
-        known = max(0, min(match.tokens, most))
-        if not self.slabs.window_groups or not known:
-            return known, None
-        last = match.partial or match.nodes[-1]
-        placed = [c for node in last.path() for c in node.checkpoints.values() if c.position <= known]
-        best = max(placed, key=lambda c: c.position, default=None)
-        if best is None or best.position < known:
-            later = self._unwrapped(last, known)
-            if later is not None:
-                return known, later
-        return (best.position, best) if best else (0, None)
-
-    def _unwrapped(self, node: Node, known: int) -> Checkpoint | None:
-        """A later checkpoint whose rings still hold every token: it can be cut back to `known`."""
-        sizes = [g.layer.max_size for g in self.slabs.spec.groups if isinstance(g.layer, WindowLayer)]
-        near = [node, *node.children[:64]]
-        return next((c for n in near for c in n.checkpoints.values() if known <= c.position < min(sizes)), None)
-
-    def _caches(self, match: Match, hit: int, checkpoint: Checkpoint | None, prompt: int, total: int) -> list[Any]:
-        sequence = Sequence(self.slabs)
-        try:
-            self._adopt(sequence, match, hit, checkpoint)
-            self.room.take(sequence, hit, prompt, total)
-        except PoolExhaustedError:
-            sequence.release()
-            raise
-        self._handed_out.add(sequence)
-        caches = pooled_caches(self.slabs, sequence)
-        for cache in caches:
-            cache.offset = hit
-            if isinstance(cache, PooledRotatingKVCache) and checkpoint is not None:
-                cache.set_ring_index(hit if hit < checkpoint.position else checkpoint.rings[cache.place.group][1])
-        return caches
-
-    def _adopt(self, sequence: Sequence, match: Match, hit: int, checkpoint: Checkpoint | None) -> None:
-        """Hold the blocks of the hit, before anything is evicted for the rest."""
-        path = [*match.nodes, match.partial][: blocks_for(hit)]
-        for index, group in enumerate(self.slabs.full_groups):
-            self.pool.adopt(sequence.tables[group], [node.blocks[index] for node in path if node is not None])
-        if checkpoint is not None:
-            for group, (ids, _) in checkpoint.rings.items():
-                self.pool.adopt(sequence.tables[group], ids[: blocks_for(hit)])
+        return explain(self.known, tokens, match, resumable(self.slabs, match, len(tokens) - 1)[0])
 
     # -- keep ----------------------------------------------------------------------------------------------------------
 
@@ -169,28 +143,49 @@ class PrefixCache:
 
     def release(self, caches: list[Any]) -> None:
         """Give the blocks back and keep nothing. The caches must not be used again."""
-        if isinstance(caches[0], PooledLayer):
-            caches[0].sequence.release()
+        sequence = sequence_of(caches)
+        if sequence is not None:
+            sequence.release()
 
     def _keep(self, tokens: Tokens[int], caches: list[Any], kind: str, goes_on: bool) -> int:
-        if not isinstance(caches[0], PooledLayer):
-            imported = self._import(caches)
+        sequence = sequence_of(caches)
+        if sequence is None:
+            imported = self._import(caches, len(tokens))
             return 0 if imported is None else self.finish(tokens, imported, kind)
-        count: int = min(len(tokens), *(c.offset for c in caches))
+        leaves = leaves_of(caches)
+        offsets = [leaf.offset for leaf in leaves if isinstance(leaf, PooledLayer)]
+        count: int = min([len(tokens), *offsets])
         if not count:
             return 0
-        sequence = caches[0].sequence
-        rings = [c for c in caches if isinstance(c, PooledRotatingKVCache)]
-        places = bool(rings) and all(c.offset == count for c in rings)
+        # A state is what it is now: it cannot be cut back to where the tokens end.
+        places = self.slabs.spec.needs_checkpoints and all(offset == count for offset in offsets)
         # Room before the path: making it may evict what the path would lean on.
-        room = places and (not goes_on or self.room.for_second_rings(sequence))
+        room = places and self._has_room(sequence, goes_on)
         node = self._insert(_ids(tokens)[:count], sequence, kind)
         if room and count not in node.checkpoints:
-            held = {c.place.group: (tuple(sequence.tables[c.place.group].ids), c.ring_index) for c in rings}
-            self.known.add_checkpoint(node, Checkpoint(count, held))
+            self._place(node, count, sequence, leaves, kind)
         self.num_skipped += places and not room
         self.known.prune(node)
         return count
+
+    def _has_room(self, sequence: Sequence, goes_on: bool) -> bool:
+        """Whether a checkpoint of a sequence can be kept; its states take the place of the sequence's own where that ends."""
+        if not goes_on:
+            sequence.count_states(0)
+        states = self.slabs.spec.fixed_bytes_per_agent()
+        return (not states or self.room.for_states(states)) and (not goes_on or self.room.for_second_rings(sequence))
+
+    def _place(self, node: Node, position: int, sequence: Sequence, leaves: list[Any], kind: str) -> None:
+        rings = {
+            leaf.place.group: (tuple(sequence.tables[leaf.place.group].ids), leaf.ring_index)
+            for leaf in leaves
+            if isinstance(leaf, PooledRotatingKVCache)
+        }
+        states = {i: copied(leaf.cache) for i, leaf in state_caches(leaves).items()}
+        checkpoint = Checkpoint(position, rings, states, kind)
+        self.known.add_checkpoint(node, checkpoint)
+        if self.stored is not None:
+            self.stored.placed.note(node, checkpoint)
 
     def _insert(self, tokens: Tokens[int], sequence: Sequence, kind: str) -> Node:
         """Add the path of `tokens`; blocks that are known already replace the sequence's own."""
@@ -212,17 +207,27 @@ class PrefixCache:
             node = child
         return node
 
-    def _import(self, caches: list[Any]) -> list[Any] | None:
-        """mlx-lm's caches of one sequence, copied into the pool; None where there is no room."""
+    def _import(self, caches: list[Any], tokens: int) -> list[Any] | None:
+        """mlx-lm's caches of one sequence of `tokens`, copied into the pool; None where there is no room."""
         sequence = Sequence(self.slabs)
-        counts = [self.slabs.spec.blocks(caches[0].offset, group.layer) for group in self.slabs.spec.groups]
+        theirs = leaves_of(caches)
+        held = max([0, *(leaf.offset for leaf in theirs if hasattr(leaf, "offset"))])
+        counts = [self.slabs.spec.blocks(held, group.layer) for group in self.slabs.spec.groups]
         if not self.room.can_promise(sequence.tables, counts):
             self.num_skipped += 1
             return None
         pooled = pooled_caches(self.slabs, sequence)
-        for mine, theirs in zip(pooled, caches, strict=True):
-            mine.state = theirs.state
+        for mine, their in zip(leaves_of(pooled), theirs, strict=True):
+            if isinstance(mine, PooledArraysCache):
+                mine.cache = list(their.cache)
+            elif isinstance(mine, PooledLayer):
+                mine.state = their.state
         return pooled
+
+    def _note(self, caches: list[Any]) -> None:
+        sequence = sequence_of(caches)
+        assert sequence is not None, "caches of a model that has none"
+        self._handed_out.add(sequence)
 
     # -- what stays -------------------------------------------------------------------------------------------------------
 
@@ -253,6 +258,15 @@ class PrefixCache:
         self.known.clear()
 
     # -- figures -------------------------------------------------------------------------------------------------------
+
+    @property
+    def alarm(self) -> str | None:
+        """What is wrong if prompts are known again and again and next to nothing of them can be resumed."""
+        if self.num_known_tokens < ALARM_TOKENS or self.num_hit_tokens > self.num_known_tokens * ALARM_SHARE:
+            return None
+        found = f"{self.num_hit_tokens} of {self.num_known_tokens} known tokens were reused"
+        own = self.slabs.spec.bytes_per_checkpoint()
+        return f"{found}: checkpoints are gone before they are asked for. One takes {own} bytes; raise --pool-bytes."
 
     @property
     def nbytes(self) -> int:

@@ -11,6 +11,7 @@ from collections.abc import Collection, Iterable, Sequence
 
 from ..pool import BlockPool
 from ..spec import BLOCK_TOKENS
+from ..store.record import BLOCK, STATE, WINDOW, Key
 from .trie import Checkpoint, Node, Trie
 
 Owned = tuple[int, int]  # (layer group, block)
@@ -28,14 +29,17 @@ class KnownBlocks:
         self._owners: dict[Owned, set[Node]] = {}
         self._pins: dict[tuple[int, ...], list[list[Node]]] = {}
         self._evicted: OrderedDict[bytes, None] = OrderedDict()
-        # Hashes of nodes that were stored and cannot be reached any more; whoever has their files takes them.
-        self.unreachable: list[bytes] = []
+        # Checkpoints with states, the one used longest ago first.
+        self._states: OrderedDict[Checkpoint, Node] = OrderedDict()
+        self.state_bytes = 0
+        # Records of what cannot be reached any more; whoever has their files takes them.
+        self.unreachable: list[Key] = []
 
     @property
     def nbytes(self) -> int:
-        """Bytes of all known blocks, each counted once."""
+        """Bytes of all known blocks, each counted once, and of states."""
         sizes = [self.pool.spec.bytes_per_block(g) for g in self.pool.spec.groups]
-        return sum(sizes[group] for group, _ in self._owners)
+        return sum(sizes[group] for group, _ in self._owners) + self.state_bytes
 
     def add(self, node: Node, edge: bytes, blocks: tuple[int, ...], kind: str) -> Node:
         """A new child edge in held blocks, one for each full group. Shorter edges that it contains are merged into it."""
@@ -47,16 +51,22 @@ class KnownBlocks:
                 self._owners[owned] = self._owners[owned] - {old} | {new}
             old.checkpoints = {}
             self._disown(old, self._blocks(old), ())
-            self.unreachable += [old.hash] if old.stored else []
+            new.covers += [*old.covers, *([old] if old.stored else [])]
         self._pin_blocks(new)
         return new
 
     def add_stored(self, node: Node, edge: bytes, kind: str) -> Node:
         """A new child edge whose blocks are on disk only."""
         new, shorter = self.trie.add(node, edge, (), kind)
-        new.resident, new.stored = False, True
-        self.unreachable += [old.hash for old in shorter]
+        new.resident, new.stored = not self.full_groups, True
+        self.unreachable += [Key(BLOCK, old.hash) for old in shorter]
         return new
+
+    def written(self, node: Node) -> None:
+        """A node is on disk: what it covers need not be any more."""
+        node.stored = True
+        self.unreachable += [Key(BLOCK, old.hash) for old in node.covers]
+        node.covers = []
 
     def revive(self, node: Node, blocks: tuple[int, ...]) -> None:
         """A node whose blocks were on disk only has these held blocks now."""
@@ -66,11 +76,30 @@ class KnownBlocks:
         self._pin_blocks(node)
 
     def add_checkpoint(self, node: Node, checkpoint: Checkpoint) -> None:
-        """The rings of a checkpoint, in held blocks."""
+        """A checkpoint whose rings are in held blocks."""
         node.checkpoints[checkpoint.position] = checkpoint
+        if checkpoint.states:
+            self._states[checkpoint] = node
+            self.state_bytes += checkpoint.nbytes
         for owned in _rings([checkpoint]):
             self._own(node, owned, BLOCK_TOKENS)
         self._pin_blocks(node)
+
+    def use(self, checkpoint: Checkpoint) -> None:
+        """A checkpoint was resumed: others go before it."""
+        if checkpoint in self._states:
+            self._states.move_to_end(checkpoint)
+
+    def evict_state(self) -> bool:
+        """Forget the checkpoint with states that was used longest ago. Whether there was one that is not pinned."""
+        for checkpoint, node in self._states.items():
+            while node.merged_into is not None:
+                node = node.merged_into
+            if not node.pins:
+                self._drop_checkpoint(node, checkpoint, ())
+                self.prune(node)
+                return True
+        return False
 
     def pin(self, tokens: Sequence[int]) -> int:
         """Nothing that the known part of `tokens` stands on can be evicted any more. Returns its length."""
@@ -102,15 +131,22 @@ class KnownBlocks:
                     self._drop_checkpoints(node, victim, gone)
 
     def drop(self, node: Node, gone: Collection[Owned] = ()) -> None:
-        """Forget a node and all below it; `gone` blocks are free already."""
+        """Forget a node and all below it; `gone` blocks are free already. What it covers is known again."""
+        covers, cuts, saved = node.covers, node.cuts, node.saved
+        node.covers, node.cuts, node.saved = [], {}, set()
         for old in self.trie.remove(node):
             self._evicted[old.hash] = None
-            self.unreachable += [old.hash] if old.stored else []
-            owned = [*self._blocks(old), *_rings(old.checkpoints.values())]
-            old.checkpoints = {}
-            self._disown(old, owned, gone)
+            self.unreachable += [Key(BLOCK, record.hash) for record in (*old.covers, *([old] if old.stored else []))]
+            self.unreachable += _records_at(old, 0)
+            for checkpoint in list(old.checkpoints.values()):
+                self._drop_checkpoint(old, checkpoint, gone)
+            self._disown(old, self._blocks(old), gone)
             # Whoever still refers to it must not read its blocks, which are somebody else's soon.
             old.blocks, old.resident, old.stored, old.children = (), False, False, []
+            old.cuts, old.saved, old.covers = {}, set(), []
+        node.cuts, node.saved = cuts, saved
+        self._uncover(node, covers)
+        node.cuts, node.saved = {}, set()
         while len(self._evicted) > MAX_REMEMBERED_EVICTIONS:
             self._evicted.popitem(last=False)
 
@@ -118,13 +154,36 @@ class KnownBlocks:
         """Take a node out that has nothing to give, as in a model without full layers, and the likes of it above."""
         while node.parent is not None and not (node.blocks or node.children or node.checkpoints or node.stored):
             node.parent.children.remove(node)
+            self._uncover(node, node.covers)
             node = node.parent
+
+    def _uncover(self, node: Node, covers: list[Node]) -> None:
+        """The longest of what a node that has gone covered is known again, or covered by another node."""
+        longest = max(covers, key=lambda covered: covered.end, default=None)
+        last = 0 if longest is None else longest.end
+        self.unreachable += _records_at(node, last)
+        self.unreachable += [Key(BLOCK, covered.hash) for covered in covers if covered is not longest]
+        if longest is None or longest.parent is None:
+            return
+        longest.blocks, longest.resident, longest.stored = (), not self.full_groups, True
+        longest.cuts = {end: cut for end, cut in node.cuts.items() if end <= last}
+        longest.saved = {end for end in node.saved if end <= last}
+        other = self.trie.child(longest.parent, longest.tokens)
+        if other is None:
+            self.trie.put_back(longest)
+            return
+        longest.merged_into = other
+        other.cuts = longest.cuts | other.cuts
+        other.saved |= longest.saved
+        other.covers += [longest]
+        if other.stored:
+            self.written(other)
 
     def clear(self) -> None:
         """Forget everything, pins too."""
         self._pins.clear()
-        for child in list(self.trie.root.children):
-            self.drop(child)
+        while self.trie.root.children:
+            self.drop(self.trie.root.children[0])
 
     def was_evicted(self, parent: Node, edge: bytes) -> bool:
         """Whether this edge was known before and had to go."""
@@ -142,6 +201,9 @@ class KnownBlocks:
             for owned in self.blocks_of(node):
                 owners.setdefault(owned, set()).add(node)
         assert owners == self._owners, f"{len(owners)} blocks in the trie != {len(self._owners)} in the index"
+        states = {c for node in self.trie for c in node.checkpoints.values() if c.states}
+        assert states == set(self._states), f"{len(states)} checkpoints with states != {len(self._states)} in the index"
+        assert self.state_bytes == sum(c.nbytes for c in states), f"{self.state_bytes} bytes of states"
 
     def _leave_memory(self, node: Node, gone: Collection[Owned]) -> None:
         owned = self._blocks(node)
@@ -185,9 +247,20 @@ class KnownBlocks:
     def _drop_checkpoints(self, node: Node, victim: Owned, gone: Collection[Owned]) -> None:
         for checkpoint in list(node.checkpoints.values()):
             if victim in _rings([checkpoint]):
-                del node.checkpoints[checkpoint.position]
-                self._disown(node, _rings([checkpoint]), gone)
+                self._drop_checkpoint(node, checkpoint, gone)
         self.prune(node)
+
+    def _drop_checkpoint(self, node: Node, checkpoint: Checkpoint, gone: Collection[Owned]) -> None:
+        del node.checkpoints[checkpoint.position]
+        if self._states.pop(checkpoint, None) is not None:
+            self.state_bytes -= checkpoint.nbytes
+        self._disown(node, _rings([checkpoint]), gone)
+
+
+def _records_at(node: Node, last: int) -> list[Key]:
+    """The records of checkpoints that end in this node, behind `last`."""
+    windows = [Key(WINDOW, node.hash_at(end)) for end in node.cuts if end > last]
+    return windows + [Key(STATE, node.hash_at(end)) for end in node.saved if end > last]
 
 
 def _rings(checkpoints: Iterable[Checkpoint]) -> list[Owned]:

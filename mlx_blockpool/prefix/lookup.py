@@ -46,6 +46,13 @@ def explain(known: KnownBlocks, tokens: Sequence[int], match: Match, hit: int) -
     return Lookup(len(tokens), match.tokens, hit, cause, given, tuple(expected[:SHOWN]))
 
 
+def path_of(known: KnownBlocks, tokens: Sequence[int]) -> tuple[list[bytes], int]:
+    """The hashes of the blocks that a known beginning of `tokens` lies in, the last one maybe a partial one, and its length."""
+    match = known.trie.match(tokens)
+    hashes = [node.hash for node in match.nodes]
+    return hashes + ([match.partial.hash_at(match.tokens)] if match.partial is not None else []), match.tokens
+
+
 def _cause(known: KnownBlocks, tokens: Sequence[int], match: Match, hit: int) -> tuple[str, list[int]]:
     most = len(tokens) - 1
     if hit >= most:

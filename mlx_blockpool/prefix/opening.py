@@ -1,20 +1,47 @@
 """Opens the prompt store of a model: the one place that says under which name its records are kept.
 
-Server and command line both come here, so that one finds what the other wrote.
+Server, command line and scripts all come here, so that one finds what the others wrote.
 """
 
 from __future__ import annotations
 
 from pathlib import Path
+from typing import Any
+
+from mlx_lm.utils import _download, load_config
 
 from .. import __version__
+from ..cache.factory import default_pool_bytes
+from ..cache.slabs import Slabs
 from ..config import StoreConfig
 from ..errors import StoreError
+from ..plugins import spec_of_model
 from ..spec import ModelCacheSpec
 from ..store.identity import identity, namespace
 from ..store.record import VERSION
 from ..store.store import PromptStore
+from .cache import PrefixCache
 from .stored import naming
+
+
+def open_prefix(
+    model: Any,
+    path: str | Path,
+    pool_bytes: int | None = None,
+    store: StoreConfig | None = None,
+    adapter_path: str | Path | None = None,
+) -> PrefixCache:
+    """A prefix cache over the prompt store for a model that mlx-lm's load() has read from `path`, a folder or an id.
+
+    `pool_bytes` as in open_pool; `store`: None for the same folder and budget as the server's. What is kept is on disk at the
+    latest when close() returns. Raises SpecError for a model that cannot be in blocks, StoreError if its weights cannot be told
+    from others.
+    """
+    folder = Path(_download(str(path)))
+    spec = spec_of_model(model, load_config(folder), folder.name)
+    slabs = Slabs(spec, default_pool_bytes() if pool_bytes is None else pool_bytes)
+    adapter = None if adapter_path is None else Path(adapter_path)
+    return PrefixCache(slabs, store=open_store(store or StoreConfig(), folder, adapter, spec, folder.name))
 
 
 def open_store(

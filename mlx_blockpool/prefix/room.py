@@ -6,6 +6,7 @@ from collections.abc import Iterable
 from typing import Any
 
 from ..cache.layers import PooledLayer
+from ..cache.parts import leaves_of
 from ..cache.sequence import Sequence
 from ..cache.slabs import Slabs
 from ..errors import PoolExhaustedError
@@ -46,8 +47,9 @@ class Room:
         """Promise each sequence, given by its layer caches, the blocks of its next token. Raises PoolExhaustedError."""
         tables = []
         for caches in batch:
+            leaves = leaves_of(caches)
             for layer in (group.layers[0] for group in self.slabs.spec.groups):
-                cache: PooledLayer = caches[layer]
+                cache: PooledLayer = leaves[layer]
                 if cache.needs_block():
                     tables.append(cache.sequence.tables[cache.place.group])
         if tables:
@@ -62,8 +64,23 @@ class Room:
         for table in tables:
             self.pool.release(table)
 
+    def for_states(self, n_bytes: int) -> bool:
+        """Whether there is room for so many bytes of states, after those used longest ago had to go for it."""
+        limit = self.slabs.state_bytes - self.slabs.running_bytes - n_bytes
+        while limit >= 0 and self.known.state_bytes > limit and self.known.evict_state():
+            pass
+        return 0 <= limit >= self.known.state_bytes
+
     def take(self, sequence: Sequence, hit: int, prompt: int, total: int) -> None:
-        """Room for `total` tokens behind a hit of `hit`; the prompt's blocks are taken at once, so that they are neighbours."""
+        """Room for `total` tokens behind a hit of `hit`; the prompt's blocks are taken at once, so that they are neighbours.
+
+        Raises PoolExhaustedError.
+        """
+        states = self.slabs.spec.fixed_bytes_per_agent()
+        if states and not self.for_states(states):
+            hint = f"States have {self.slabs.state_bytes} bytes, and {self.slabs.running_bytes} are in use. Raise --pool-bytes."
+            raise PoolExhaustedError(1, 0, 0, "state", hint)
+        sequence.count_states(states)
         one_run = not self.slabs.ragged
         counts = []
         for table in sequence.tables:
@@ -88,10 +105,11 @@ class Room:
 
     def trim_to(self, n_bytes: int) -> None:
         """Evict, in every group in turn, until at most `n_bytes` are known."""
-        victims = [(0, 0)]
-        while victims and self.known.nbytes > max(0, n_bytes):
+        went = True
+        while went and self.known.nbytes > max(0, n_bytes):
             victims = [v for group in range(len(self.slabs.spec.groups)) for v in self.pool.evict(group, 1)]
             self.known.forget(victims)
+            went = self.known.evict_state() or bool(victims)
 
     def _ends_in_shared_block(self, sequence: Sequence, group: int, hit: int) -> bool:
         index, token = divmod(hit, BLOCK_TOKENS)

@@ -8,32 +8,32 @@ from __future__ import annotations
 
 import math
 import time
-from collections import deque
-from collections.abc import Iterator, Sequence
-from concurrent.futures import Future
+from collections.abc import Callable, Sequence
+from itertools import takewhile
 from typing import Any
 from weakref import WeakKeyDictionary
 
-import mlx.core as mx
-
-from ..cache.contents import as_bytes, contents, copy_in, copy_out
+from ..cache.contents import Content, as_bytes, contents, copy_in, copy_out
 from ..cache.slabs import Slabs
-from ..errors import BadRecordError, PoolExhaustedError
-from ..store.record import Expected, Part, Record
-from ..store.store import BLOCK, OVER_BUDGET, PromptStore
+from ..store.disk import Into
+from ..store.limits import OVER_BUDGET
+from ..store.reader import Reading
+from ..store.record import BLOCK, Expected, Key, Part, Record
+from ..store.store import PromptStore
 from .known import KnownBlocks
+from .learned import Learned
+from .placed import PlacedCheckpoints
+from .rates import Rates
+from .restore import Restore, Wanted
 from .room import Room
-from .trie import Node, decode, encode, name_of
-
-# Records that are read ahead of the copy into the pool.
-READ_AHEAD = 4
-Reading = Future[tuple[Record, list[memoryview]]]
+from .trie import Match, Node, decode, encode, name_of
 
 
 class StoredPrefixes:
-    """The nodes of `known` that `store` has. Only models whose layers are all full can be resumed from it.
+    """The nodes of `known` that `store` has, and in `placed` the checkpoints.
 
-    `num_restored` counts tokens brought back, `num_unread` nodes that could not be.
+    `num_restored` counts tokens brought back, `num_unread` records that could not be, `num_cheaper` prompts that were rather
+    computed, by what `rates` has measured. `restoring`: what is on its way.
     """
 
     def __init__(self, known: KnownBlocks, slabs: Slabs, room: Room, store: PromptStore) -> None:
@@ -42,83 +42,67 @@ class StoredPrefixes:
         self.room = room
         self.store = store
         self.bits = store.config.bits
-        self.num_restored = self.num_unread = 0
-        self._used = math.inf
+        self.placed = PlacedCheckpoints(known, slabs, store)
+        self.num_restored = self.num_unread = self.num_cheaper = 0
+        self.rates = Rates()
+        self.restoring: list[Restore] = []
+        # By tokens of a block.
+        self._known_parts: dict[int, tuple[Part, ...]] = {}
+        self._known_contents: dict[int, list[Content]] = {}
         self._pending: WeakKeyDictionary[Node, None] = WeakKeyDictionary()
+        # Partial blocks, in the order in which their time comes, in seconds of time.monotonic().
+        self._resting: WeakKeyDictionary[Node, float] = WeakKeyDictionary()
         self._by_hash: dict[bytes, Node] = {}
+        self._learned = Learned(known, self.placed, store, self._by_hash)
         # The nodes that a Restore is bringing back.
         self.arriving: set[Node] = set()
-        self._load(store.open())
-
-    # -- at start ------------------------------------------------------------------------------------------------------
-
-    def _load(self, records: Sequence[Record]) -> None:
-        """Rebuild the trie from what the headers say. What has no beginning is of no use before that is computed again."""
-        children: dict[bytes, list[Record]] = {}
-        for record in records:
-            children.setdefault(record.parent, []).append(record)
-        nodes = deque([self.known.trie.root])
-        while nodes:
-            node = nodes.popleft()
-            for record in children.get(node.hash, []):
-                edge = encode(record.tokens)
-                if record.start == node.end and self.known.trie.child(node, edge) is not None:
-                    self.known.unreachable.append(record.hash)
-                elif record.start == node.end:
-                    child = self.known.add_stored(node, edge, record.extra.get("kind", "assistant"))
-                    self._by_hash[child.hash] = child
-                    nodes += [child] if child.is_full else []
+        records = store.open()
+        self._learned.load(records)
         self._settle()
-        self._lose(self.store.settle(self._by_need(records)))
-
-    def _by_need(self, records: Sequence[Record]) -> Iterator[bytes]:
-        """The hashes of records, given in the order of use: those used last first, and each after what it stands on."""
-        seen: set[Node] = set()
-        for record in reversed(records):
-            node = self._by_hash.get(record.hash)
-            path = [] if node is None else [n for n in node.path() if n not in seen]
-            seen.update(path)
-            yield from (n.hash for n in path)
+        self._lose(store.settle(self._learned.by_need(records)))
 
     # -- writing -------------------------------------------------------------------------------------------------------
 
     def note(self, node: Node) -> None:
-        """A known node that may be written when there is time."""
-        self._used = time.monotonic()
-        if not node.stored and node.resident and node.is_full:
+        """A known node that may be written when there is time; a partial block once its conversation has rested."""
+        if node.stored or not node.resident:
+            return
+        if node.is_full:
             self._pending[node] = None
+        else:
+            self._resting.pop(node, None)
+            self._resting[node] = time.monotonic() + self.store.config.idle_seconds
 
-    def write_behind(self, limit: int | None = None) -> None:
-        """Copy pending blocks out of the pool for the writer, `limit` bytes (None: step_bytes) and at most a block more."""
+    def write_behind(self, limit: int | None = None, at_once: bool = False) -> None:
+        """Copy what is pending out of the pool for the writer, `limit` bytes (None: step_bytes) and at most a block more.
+
+        `at_once`: the ends of conversations too.
+        """
         left = self.store.config.step_bytes if limit is None else limit
         self._settle()
-        while self._pending and left > 0:
-            node = next(iter(self._pending))
+        while left > 0 and (node := self._due(at_once)) is not None:
             if self._is_writable(node):
-                written = self._write(node)
+                written = self._write(node) if self.store.takes() else None
                 if written is None:
                     return
                 left -= written
-            del self._pending[node]
-
-    def idle(self) -> None:
-        """Nothing is computed now: write behind, and once that has lasted for idle_seconds, write the tails too."""
-        self.write_behind()
-        if time.monotonic() - self._used >= self.store.config.idle_seconds:
-            self.write_tails()
-            self._used = math.inf
+            self._pending.pop(node, None)
+            self._resting.pop(node, None)
+        self.placed.write(self._put, left, self._leads_on, at_once)
 
     def write_tails(self) -> None:
-        """Hand over all that is pending, and the partial blocks at the ends: for an idle server, or one that stops."""
-        self.write_behind(1 << 62)
-        for node in [node for node in self.known.trie if not (node.stored or node.is_full)]:
-            if self._is_writable(node):
-                self._write(node)
+        """Hand over all that is pending, and the ends of conversations: for a server that stops."""
+        self.write_behind(1 << 62, at_once=True)
 
     def report(self) -> dict[str, Any]:
         """Figures of the store and of what was brought back from it; sizes in bytes."""
-        own = {"pending": len(self._pending), "restored_tokens": self.num_restored, "unread": self.num_unread}
-        return own | self.store.report()
+        pending = {
+            "pending": len(self._pending) + self.placed.num_pending,
+            "resting": len(self._resting) + self.placed.num_resting,
+        }
+        restored = {"restored_tokens": self.num_restored, "unread": self.num_unread, "cheaper_to_compute": self.num_cheaper}
+        restoring = [{"tokens": restore.tokens, "done": restore.done} for restore in self.restoring]
+        return pending | restored | {"restoring": restoring} | self.rates.report() | self.store.report()
 
     def close(self) -> bool:
         """Write what is left, within the store's time for it. Whether all is on disk."""
@@ -129,50 +113,84 @@ class StoredPrefixes:
             self.write_tails()
             self.store.flush()
             left, before = self._num_unwritten(), left
+        # Files of what was forgotten since the last step, or is covered by what was just written.
+        self._settle()
         return self.store.close()
 
     def _num_unwritten(self) -> int:
-        return sum(1 for node in self.known.trie if not node.stored)
+        unwritten = sum(1 for node in self.known.trie if not node.stored)
+        return unwritten + self.placed.num_pending + self.placed.num_resting
+
+    def _due(self, at_once: bool) -> Node | None:
+        """A full block, or a partial one whose time has come."""
+        node = next(iter(self._pending), None)
+        if node is None and (first := next(iter(self._resting.items()), None)) is not None:
+            return first[0] if at_once or first[1] <= time.monotonic() else None
+        return node
 
     def _is_writable(self, node: Node) -> bool:
         parent = node.parent
         assert parent is not None
         return node.resident and not node.stored and (parent.parent is None or parent.stored) and node in parent.children
 
+    def _leads_on(self, node: Node) -> bool | None:
+        """Whether a checkpoint in this node could be reached on disk; a partial block is written now for it. None: not now."""
+        if self._is_writable(node) and self._write(node) is None:
+            return None
+        return node.stored
+
     def _write(self, node: Node) -> int | None:
         """Bytes handed over; None if the store does not take them now, 0 if the budget has no room for them."""
         assert node.parent is not None
-        path, tokens, parts = [n.hash for n in node.path()], tuple(decode(node.tokens)), self._parts(node.end - node.start)
+        tokens, parts = tuple(decode(node.tokens)), self._parts(node.end - node.start)
         extra = {"kind": node.kind, "bits": str(self.bits or 0)}
         record = Record(BLOCK, self.store.namespace, node.hash, node.parent.hash, node.start, tokens, parts, extra)
-        put = self.store.put(record, lambda: self._copied(node), {*path, *(n.hash for n in self.arriving)})
+        written = self._put(record, lambda: self._copied(node), node)
+        if written:
+            self.known.written(node)
+            self._by_hash[node.hash] = node
+        return written
+
+    def _put(self, record: Record, copy: Callable[[], list[memoryview]], node: Node) -> int | None:
+        """_write() for any record of a node: what the node stands on does not make room for it, and outlives it."""
+        path = [Key(BLOCK, n.hash) for n in node.path()]
+        spared = {*path, *(Key(BLOCK, n.hash) for n in self.arriving)}
+        put = self.store.put(record, copy, spared, anew=record.kind != BLOCK)
         self._lose(put.dropped)
         if not put.taken:
             return 0 if put.refusal == OVER_BUDGET else None
-        node.stored = True
-        self._by_hash[node.hash] = node
-        # What it stands on goes after it.
         self.store.touch(path)
-        return record.nbytes
+        return max(1, record.nbytes)
 
     def _copied(self, node: Node) -> list[memoryview]:
         return [as_bytes(a) for a in copy_out(self.slabs, self._places(node), 0, node.end - node.start, self.bits)]
 
     def _settle(self) -> None:
-        """Take note of what could not be written, which is tried again, and of files that nothing leads to any more."""
+        """Take note of what could not be written, and try it again; of files that nothing leads to; of what others did."""
         failed = self.store.poll()
-        again = [self._by_hash[digest] for digest in failed if digest in self._by_hash]
-        self._lose(failed)
-        self._pending.update({node: None for node in again if node.resident and node.is_full})
+        again = [self._by_hash[key.hash] for key in failed if key.kind == BLOCK and key.hash in self._by_hash]
+        self._lose(failed, again=True)
+        for node in again:
+            self.note(node)
+        news = self.store.news()
+        self._lose(news.lost)
+        self._learned.expect(news.found)
         gone, self.known.unreachable = self.known.unreachable, []
-        for digest in gone:
-            self._by_hash.pop(digest, None)
+        for key in gone:
+            if key.kind == BLOCK:
+                self._by_hash.pop(key.hash, None)
+            else:
+                self.placed.lose(key)
         self.store.forget(gone)
+        self._learned.learn()
 
-    def _lose(self, hashes: Sequence[bytes]) -> None:
+    def _lose(self, keys: Sequence[Key], again: bool = False) -> None:
         """These are not on disk any more: what is not in memory either is forgotten."""
-        for digest in hashes:
-            node = self._by_hash.pop(digest, None)
+        for key in keys:
+            if key.kind != BLOCK:
+                self.placed.lose(key, again)
+                continue
+            node = self._by_hash.pop(key.hash, None)
             if node is None:
                 continue
             node.stored = False
@@ -181,115 +199,83 @@ class StoredPrefixes:
 
     # -- reading -------------------------------------------------------------------------------------------------------
 
-    def missing(self, path: Sequence[Node]) -> list[Node]:
-        """The nodes of a path that would have to be brought back, as far as they lead on."""
-        found = []
-        for node in path:
-            if not node.resident and not node.stored:
-                break
-            found += [] if node.resident else [node]
-        return found
+    def wanted(self, match: Match, at_most: int, have: int) -> Wanted | None:
+        """What would have to be brought back to resume at more than `have` tokens of a match; None: nothing of it is here."""
+        if self.slabs.spec.needs_checkpoints:
+            found = self.placed.find(match.path, min(match.tokens, at_most), have)
+            if found is None:
+                return None
+            node, position = found
+            path = [n for n in match.path if n.start < position]
+            missing = [n for n in path if not n.resident]
+            whole = all(map(self._is_at_hand, path))
+            return Wanted(path, missing, have, position - have, node, position) if whole else None
+        path = list(takewhile(self._is_at_hand, match.path))
+        missing = [n for n in path if not n.resident]
+        return Wanted(match.path, missing, have, min(path[-1].end, match.tokens, at_most) - have) if missing else None
+
+    def is_worth_reading(self, wanted: Wanted) -> bool:
+        """Whether it comes back before it would be computed."""
+        keys = [Key(BLOCK, node.hash) for node in wanted.missing]
+        keys += [] if wanted.node is None else self.placed.keys(wanted.node, wanted.position)
+        return self.rates.is_worth_reading(sum(map(self.store.size, keys)), wanted.tokens)
+
+    def _is_at_hand(self, node: Node) -> bool:
+        return node.resident or (node.stored and not self.store.is_put_off(Key(BLOCK, node.hash)))
 
     def touch(self, path: Sequence[Node]) -> None:
         """A path was used: its records outlive those that were not."""
-        self.store.touch([node.hash for node in path if node.stored])
+        keys = [Key(BLOCK, node.hash) for node in path if node.stored]
+        checkpoints = path and self.slabs.spec.needs_checkpoints
+        found = self.placed.find(path, path[-1].end) if checkpoints else None
+        self.store.touch(keys if found is None else [*keys, *self.placed.keys(*found)])
 
-    def restore(self, path: Sequence[Node]) -> Restore:
-        """Begin to bring the missing nodes of a path back. Raises PoolExhaustedError if there is no room for them."""
-        return Restore(self, path)
+    def restore(self, wanted: Wanted) -> Restore:
+        """Begin to bring it back. Raises PoolExhaustedError if there is no room for it."""
+        self.touch(wanted.path)
+        return Restore(self, wanted)
 
-    def restore_now(self, path: Sequence[Node]) -> None:
+    def restore_now(self, wanted: Wanted) -> None:
         """restore(), and wait for it."""
-        restore = self.restore(path)
-        while not restore.advance(wait=True):
+        restore = self.restore(wanted)
+        while not restore.advance(wait=True, seconds=math.inf):
             pass
         restore.release()
 
-    def read(self, node: Node) -> Reading:
+    def read(self, node: Node, into: Into) -> Reading:
         expected = Expected(self.store.namespace, BLOCK, node.hash, self._parts(node.end - node.start))
-        return self.store.read(expected)
+        return self.store.read(expected, into)
 
     def arrived(self, node: Node, block: tuple[int, ...], views: list[memoryview]) -> None:
         """Put what was read into held blocks, and let everybody share it, unless it was computed meanwhile."""
         if node.resident or node.parent is None or node not in node.parent.children:
             return
-        groups = self.known.full_groups
-        arrays = [c.array(v) for c, v in zip(contents(self.slabs, groups, node.end - node.start, self.bits), views, strict=True)]
-        copy_in(self.slabs, list(zip(groups, block, strict=True)), 0, arrays, self.bits)
+        arrays = [c.array(v) for c, v in zip(self._contents(node.end - node.start), views, strict=True)]
+        copy_in(self.slabs, list(zip(self.known.full_groups, block, strict=True)), 0, arrays, self.bits)
         self.known.revive(node, block)
         self.num_restored += node.end - node.start
 
-    def unread(self, node: Node, error: Exception) -> None:
-        """A node that could not be read is a miss, and all behind it."""
+    def unread(self, key: Key, error: Exception) -> None:
+        """A record that could not be read is a miss, and all behind it; what the disk may give later stays where it is."""
         self.num_unread += 1
-        self.store.gone(node.hash)
-        self._lose([node.hash])
+        if isinstance(error, OSError) and not isinstance(error, FileNotFoundError):
+            self.store.put_off(key)
+            return
+        self.store.gone(key)
+        self._lose([key])
 
     def _places(self, node: Node) -> list[tuple[int, int]]:
         return list(zip(self.known.full_groups, node.blocks, strict=True))
 
     def _parts(self, tokens: int) -> tuple[Part, ...]:
-        found = contents(self.slabs, self.known.full_groups, tokens, self.bits)
-        return tuple(Part(c.name, c.safetensors_dtype, c.shape) for c in found)
+        if tokens not in self._known_parts:
+            self._known_parts[tokens] = tuple(Part(c.name, c.safetensors_dtype, c.shape) for c in self._contents(tokens))
+        return self._known_parts[tokens]
 
-
-class Restore:
-    """Nodes on their way from disk into the pool, in order. Holds the blocks of the whole path until release()."""
-
-    def __init__(self, stored: StoredPrefixes, path: Sequence[Node]) -> None:
-        self._stored = stored
-        self._nodes = deque(stored.missing(path))
-        self._reading: deque[Reading] = deque()
-        self._all: set[Node] = set()
-        room, pool = stored.room, stored.slabs.pool
-        groups = stored.known.full_groups
-        self._tables = [pool.open_table(group) for group in groups]
-        for index, table in enumerate(self._tables):
-            pool.adopt(table, [node.blocks[index] for node in path if node.resident])
-        try:
-            room.promise(self._tables, [len(self._nodes)] * len(groups))
-        except PoolExhaustedError:
-            self.release()
-            raise
-        first = [len(table) for table in self._tables]
-        for table in self._tables:
-            pool.extend(table, len(self._nodes))
-        ids = [table.ids[start:] for table, start in zip(self._tables, first, strict=True)]
-        self._blocks = deque(zip(*ids, strict=True))
-        self._unread: Iterator[Node] = iter(list(self._nodes))
-        self._all = set(self._nodes)
-        stored.arriving |= self._all
-        self._read_ahead()
-
-    def advance(self, wait: bool = False, seconds: float = 0.0) -> bool:
-        """Copy what has been read, with `wait` at least one record, for so many seconds. Whether no more will come."""
-        until = time.perf_counter() + seconds
-        if self._nodes and (wait or self._reading[0].done()):
-            # A step in flight still reads the slabs; writing now would copy them. Nobody is held up while nothing has come.
-            mx.synchronize()
-        while self._nodes and (wait or self._reading[0].done()):
-            node, block, reading = self._nodes.popleft(), self._blocks.popleft(), self._reading.popleft()
-            try:
-                _, views = reading.result()
-            except (BadRecordError, OSError) as error:
-                self._stored.unread(node, error)
-                self._nodes.clear()
-                break
-            self._stored.arrived(node, block, views)
-            self._read_ahead()
-            if time.perf_counter() >= until:
-                break
-        return not self._nodes
-
-    def release(self) -> None:
-        """Let the blocks go: from now on they are known like any others."""
-        self._stored.arriving -= self._all
-        for table in self._tables:
-            self._stored.slabs.pool.release(table)
-
-    def _read_ahead(self) -> None:
-        while len(self._reading) < READ_AHEAD and (node := next(self._unread, None)) is not None:
-            self._reading.append(self._stored.read(node))
+    def _contents(self, tokens: int) -> list[Content]:
+        if tokens not in self._known_contents:
+            self._known_contents[tokens] = contents(self.slabs, self.known.full_groups, tokens, self.bits)
+        return self._known_contents[tokens]
 
 
 def naming(parent: bytes, tokens: tuple[int, ...]) -> bytes:

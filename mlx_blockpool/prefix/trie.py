@@ -11,22 +11,37 @@ import struct
 from bisect import bisect_left, insort
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
+from functools import cached_property
 from itertools import takewhile
+from typing import Any
 
 from ..spec import BLOCK_TOKENS
 
 # Token ids as 64-bit integers: image patches have negative ids of 60 bits.
 TOKEN_BYTES = 8
 EDGE_BYTES = BLOCK_TOKENS * TOKEN_BYTES
+# Of many siblings, so many on each side are looked at.
+MAX_KIN = 64
 _FULL_EDGE = struct.Struct(f"{BLOCK_TOKENS}q")
 
 
 @dataclass(eq=False)
 class Checkpoint:
-    """What the window layers held at one token position: per window group the ring's block ids and its ring index."""
+    """What layers that forget held at one token position.
+
+    rings:   per window group the ring's block ids and its ring index.
+    states:  per state leaf its arrays, copies; `nbytes` of all of them.
+    kind:    what ends here: system, user or assistant.
+    """
 
     position: int
     rings: dict[int, tuple[tuple[int, ...], int]]
+    states: dict[int, list[Any]] = field(default_factory=dict, repr=False)
+    kind: str = "assistant"
+
+    @cached_property
+    def nbytes(self) -> int:
+        return sum(a.nbytes for arrays in self.states.values() for a in arrays if a is not None)
 
 
 @dataclass(eq=False)
@@ -34,21 +49,26 @@ class Node:
     """One edge: up to 256 tokens, and the block of each full layer group that holds them.
 
     `hash` names the whole prefix up to here. `checkpoints` are by absolute token position. `resident`: its blocks are in the
-    pool. `stored`: they are on disk, or about to be.
+    pool. `stored`: they are on disk, or about to be. `cuts`: up to which tokens what windows held of them is there too, and at
+    which position it was cut; `saved`: behind which tokens the states are. `covers`: shorter edges whose records serve until this
+    one is on disk itself.
     """
 
-    parent: Node | None
+    parent: Node | None = field(repr=False)
     start: int
-    tokens: bytes
+    tokens: bytes = field(repr=False)
     hash: bytes
     blocks: tuple[int, ...] = ()
     kind: str = "assistant"
     resident: bool = True
     stored: bool = False
     pins: int = 0
-    merged_into: Node | None = None
-    children: list[Node] = field(default_factory=list)
+    merged_into: Node | None = field(default=None, repr=False)
+    children: list[Node] = field(default_factory=list, repr=False)
     checkpoints: dict[int, Checkpoint] = field(default_factory=dict)
+    cuts: dict[int, int] = field(default_factory=dict)
+    saved: set[int] = field(default_factory=set)
+    covers: list[Node] = field(default_factory=list, repr=False)
 
     @property
     def end(self) -> int:
@@ -62,6 +82,12 @@ class Node:
     def name(parent: Node, edge: bytes) -> bytes:
         return name_of(parent.hash, edge)
 
+    def hash_at(self, end: int) -> bytes:
+        """The hash of the prefix that ends with the token before `end`, which is one of this edge."""
+        if end == self.end or self.parent is None:
+            return self.hash
+        return name_of(self.parent.hash, self.tokens[: (end - self.start) * TOKEN_BYTES])
+
     def path(self) -> list[Node]:
         """From the first edge to this one."""
         nodes: list[Node] = []
@@ -70,6 +96,16 @@ class Node:
             nodes.append(node)
             node = node.parent
         return nodes[::-1]
+
+    def kin(self) -> Iterator[tuple[Node, int]]:
+        """This node and the siblings that start like it, each with the absolute position up to which they are alike."""
+        yield self, self.end
+        siblings = self.parent.children if self.parent is not None else []
+        if len(siblings) > 1:
+            at = bisect_left(siblings, self.tokens, key=_tokens)
+            for nearby in (siblings[at + 1 : at + 1 + MAX_KIN], siblings[max(0, at - MAX_KIN) : at][::-1]):
+                alike = ((node, _common_tokens(node.tokens, self.tokens)) for node in nearby)
+                yield from ((node, self.start + count) for node, count in takewhile(lambda found: found[1], alike))
 
     def subtree(self) -> Iterator[Node]:
         stack = [self]
@@ -144,11 +180,19 @@ class Trie:
         shorter = [c for c in node.children if len(c.tokens) < len(edge) and edge.startswith(c.tokens)]
         for old in shorter:
             new.checkpoints.update(old.checkpoints)
+            new.cuts.update(old.cuts)
+            new.saved.update(old.saved)
             new.pins += old.pins
             old.merged_into = new
             node.children.remove(old)
         insort(node.children, new, key=_tokens)
         return new, shorter
+
+    def put_back(self, node: Node) -> None:
+        """A node that was merged into a longer one, which has gone."""
+        assert node.parent is not None
+        node.merged_into, node.children, node.checkpoints = None, [], {}
+        insort(node.parent.children, node, key=_tokens)
 
     def remove(self, node: Node) -> list[Node]:
         """Cut a node and all below it off. Returns them."""

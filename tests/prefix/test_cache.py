@@ -9,10 +9,8 @@ import pytest
 from cache.arrays import make_slabs, numbered
 from mlx_lm.models.cache import KVCache, RotatingKVCache
 
-from mlx_blockpool.cache.slabs import Slabs
-from mlx_blockpool.errors import PoolExhaustedError, RequestTooLargeError, SpecError
+from mlx_blockpool.errors import PoolExhaustedError, RequestTooLargeError
 from mlx_blockpool.prefix.cache import Fetch, PrefixCache
-from mlx_blockpool.spec import FullLayer, ModelCacheSpec, StateLayer
 
 LONG = list(range(10_000, 10_700))
 
@@ -187,12 +185,9 @@ def test_what_cannot_fit_is_refused_and_changes_nothing() -> None:
     assert prefix.fetch([4] * 1000, 10).rest == [4] * 1000
 
 
-def test_an_empty_prompt_and_a_model_with_states_are_refused() -> None:
+def test_an_empty_prompt_is_refused() -> None:
     with pytest.raises(ValueError, match="at least one token"):
         prefix_cache().fetch([], 10)
-    spec = ModelCacheSpec("hybrid", (FullLayer(1, 2, 2), StateLayer((((1, 4), "float32"),))), "float32")
-    with pytest.raises(SpecError, match="state"):
-        PrefixCache(Slabs(spec, 1_000_000))
 
 
 def test_namespaces_do_not_meet() -> None:

@@ -296,16 +296,14 @@ class PrefixMachine(RuleBasedStateMachine):
             if not conversation.fed:
                 assert cache.empty()
                 continue
-            keys, values = (np.array(a)[0, 0] for a in cache.keys_and_values())
+            keys, values = (np.array(a)[0, 0] for a in (cache.keys, cache.values))
             wanted = expected + layer * LAYER_STEP
             if isinstance(cache, PooledRotatingKVCache):
                 wanted = wanted[-WINDOW:]
                 assert cache.size() == len(wanted)
                 order, given = np.argsort(keys[:, 0] % 1024), np.argsort(wanted % 1024)
                 keys, values, wanted = keys[order], values[order], wanted[given]
-            assert np.array_equal(wanted, keys[:, 0]), f"layer {layer}: {difference(wanted, keys[:, 0])}"
-            assert np.array_equal(-wanted, keys[:, 1])
-            assert np.array_equal(wanted + 1000, values[:, 0]), f"layer {layer}: {difference(wanted + 1000, values[:, 0])}"
+            assert_right(layer, wanted, keys, values)
 
     @invariant()
     def nobody_writes_into_what_others_read(self) -> None:
@@ -332,6 +330,13 @@ class PrefixMachine(RuleBasedStateMachine):
         self.live.clear()
         if hasattr(self, "prefix"):
             assert [(c.held, c.reserved) for c in self.slabs.pool.settle()] == [(0, 0), (0, 0)]
+
+
+def assert_right(layer: int, wanted: np.ndarray[Any, Any], keys: np.ndarray[Any, Any], values: np.ndarray[Any, Any]) -> None:
+    """Keys and values [tokens, 2] are those of the numbers `wanted`."""
+    assert np.array_equal(wanted, keys[:, 0]), f"layer {layer}: {difference(wanted, keys[:, 0])}"
+    assert np.array_equal(-wanted, keys[:, 1])
+    assert np.array_equal(wanted + 1000, values[:, 0]), f"layer {layer}: {difference(wanted + 1000, values[:, 0])}"
 
 
 def difference(expected: Any, actual: Any) -> str:

@@ -1,0 +1,95 @@
+"""Learns of records on disk: of all at start, later of those of other processes, or of all where the disk was away.
+
+Owned by the generation thread.
+"""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Iterable, Iterator, Sequence
+
+from ..store.record import BLOCK, Key, Record
+from ..store.store import PromptStore
+from .known import KnownBlocks
+from .placed import PlacedCheckpoints
+from .trie import Node, encode
+
+# Records that are learned between two steps; a disk that was away may show thousands.
+LEARN_AT_ONCE = 64
+
+
+class Learned:
+    """Records that wait to be known. `nodes`: those that are on disk, by hash."""
+
+    def __init__(self, known: KnownBlocks, placed: PlacedCheckpoints, store: PromptStore, nodes: dict[bytes, Node]) -> None:
+        self._known = known
+        self._placed = placed
+        self._store = store
+        self._nodes = nodes
+        self._waiting: deque[Record] = deque()
+
+    # -- at start ------------------------------------------------------------------------------------------------------
+
+    def load(self, records: Sequence[Record]) -> None:
+        """Rebuild the trie from what the headers say. What has no beginning is of no use before that is computed again."""
+        children: dict[bytes, list[Record]] = {}
+        for record in (r for r in records if r.kind == BLOCK):
+            children.setdefault(record.parent, []).append(record)
+        nodes = deque([self._known.trie.root])
+        while nodes:
+            node = nodes.popleft()
+            for record in children.get(node.hash, []):
+                edge = encode(record.tokens)
+                if record.start == node.end and self._known.trie.child(node, edge) is not None:
+                    self._known.unreachable.append(record.key)
+                elif record.start == node.end:
+                    child = self._known.add_stored(node, edge, record.extra.get("kind", "assistant"))
+                    self._nodes[child.hash] = child
+                    nodes += [child] if child.is_full else []
+        self._placed.load((r for r in records if r.kind != BLOCK), self._nodes)
+
+    def by_need(self, records: Sequence[Record]) -> Iterator[Key]:
+        """The keys of records, given in the order of use: those used last first, and each after what it stands on."""
+        seen: set[Node] = set()
+        for record in reversed(records):
+            if record.kind != BLOCK:
+                yield record.key
+                continue
+            node = self._nodes.get(record.hash)
+            path = [] if node is None else [n for n in node.path() if n not in seen]
+            seen.update(path)
+            yield from (Key(BLOCK, n.hash) for n in path)
+
+    # -- later ---------------------------------------------------------------------------------------------------------
+
+    def expect(self, records: Iterable[Record]) -> None:
+        """These have appeared: blocks first, parents before what stands on them."""
+        self._waiting.extend(sorted(records, key=lambda record: (record.kind != BLOCK, record.start)))
+
+    def learn(self) -> None:
+        """Know some of them, as far as they lead on from what is on disk already.
+
+        Nothing that is known here is given up for them, nor a file that another process may need.
+        """
+        for _ in range(min(LEARN_AT_ONCE, len(self._waiting))):
+            record = self._waiting.popleft()
+            if record.key not in self._store:
+                continue
+            if record.kind == BLOCK:
+                self._add(record)
+            else:
+                self._placed.place(record, self._nodes)
+
+    def _add(self, record: Record) -> None:
+        parent = self._known.trie.root if record.parent == self._known.trie.root.hash else self._nodes.get(record.parent)
+        if parent is None or parent.end != record.start or not (parent.stored or parent.parent is None):
+            return
+        edge = encode(record.tokens)
+        child = self._known.trie.child(parent, edge)
+        if child is None and not any(edge.startswith(other.tokens) for other in parent.children):
+            # A shorter edge here is the end of a conversation that goes on in this process.
+            child = self._known.add_stored(parent, edge, record.extra.get("kind", "assistant"))
+        elif child is None or child.hash != record.hash:
+            return
+        self._known.written(child)
+        self._nodes[child.hash] = child

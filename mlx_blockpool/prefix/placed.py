@@ -1,0 +1,244 @@
+"""Which checkpoints are on disk as well, and where they can be put back. Owned by the generation thread.
+
+Of the rings of a checkpoint each piece is written once: whole blocks behind the next steps, and the piece between the last block
+and the checkpoint once the conversation has rested, or at once where nothing near it could be resumed otherwise. A state is one
+piece, and rests likewise.
+"""
+
+from __future__ import annotations
+
+import math
+import time
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from functools import partial
+from typing import Any
+from weakref import WeakKeyDictionary, ref
+
+from ..cache.slabs import Slabs
+from ..errors import BadRecordError
+from ..spec import BLOCK_TOKENS
+from ..store.disk import Into
+from ..store.reader import Found, Reading
+from ..store.record import STATE, WINDOW, Expected, Key, Part, Record
+from ..store.store import PromptStore
+from .known import KnownBlocks
+from .rings import CUT, Piece, Rings
+from .saved import state_bytes, state_parts, states_in
+from .trie import Checkpoint, Node, decode, encode
+
+# Whether a node can be reached on disk, if need be from now on; None: not now.
+Reach = Callable[[Node], "bool | None"]
+# Hands a record over with what makes its bytes: bytes taken, 0 if there is no room for it, None if not now.
+Put = Callable[[Record, Callable[[], list[memoryview]], Node], "int | None"]
+# A state is written at once where the keys and values since the last one are so many times as large.
+MUCH = 10
+
+
+class PlacedCheckpoints:
+    """The checkpoints of `known` that `store` can put back: those of which every piece of the rings and the state are there."""
+
+    def __init__(self, known: KnownBlocks, slabs: Slabs, store: PromptStore) -> None:
+        self.known = known
+        self.slabs = slabs
+        self.rings = Rings(slabs, store.config.bits)
+        self.store = store
+        self._pending: WeakKeyDictionary[Checkpoint, Node] = WeakKeyDictionary()
+        # Those whose last piece waits for its time.
+        self._resting: WeakKeyDictionary[Checkpoint, tuple[Node, float]] = WeakKeyDictionary()
+        self._places: dict[Key, tuple[Node, int]] = {}
+        self._sources: dict[Key, tuple[Node, ref[Checkpoint]]] = {}
+
+    @property
+    def num_pending(self) -> int:
+        """How many have something to write now."""
+        return len(self._pending)
+
+    @property
+    def num_resting(self) -> int:
+        """How many have something to write once it is their time."""
+        return len(self._resting)
+
+    # -- at start ------------------------------------------------------------------------------------------------------
+
+    def load(self, records: Iterable[Record], nodes: dict[bytes, Node]) -> None:
+        """Take note of what is on disk. `nodes`: the stored ones by hash; what belongs to none of them is unreachable."""
+        self.known.unreachable += [record.key for record in records if not self.place(record, nodes)]
+
+    def place(self, record: Record, nodes: dict[bytes, Node]) -> bool:
+        """Take note of one record. Whether it belongs to any of the nodes."""
+        parent = nodes.get(record.parent, self.known.trie.root if record.start == 0 else None)
+        node = None if parent is None else self.known.trie.child(parent, encode(record.tokens))
+        cut = record.extra.get(CUT, "")
+        if node is None or node.start != record.start or (record.kind == WINDOW and not cut.isdecimal()):
+            return False
+        self._add(record.key, node, node.start + len(record.tokens), int(cut or 0))
+        return True
+
+    # -- writing -------------------------------------------------------------------------------------------------------
+
+    def note(self, node: Node, checkpoint: Checkpoint) -> None:
+        """A checkpoint that may be written when there is time."""
+        if self.rings.can_be_cut:
+            self._pending[checkpoint] = node
+
+    def write(self, put: Put, limit: int, reach: Reach, at_once: bool = False) -> None:
+        """Hand pieces over, `limit` bytes and at most one more; `at_once`: none waits for its time."""
+        now = math.inf if at_once else time.monotonic()
+        while limit > 0 and (found := next(self._due(now), None)) is not None and self.store.takes():
+            checkpoint, node = found
+            written = self._write(put, checkpoint, node, now, reach)
+            if written is None:
+                return
+            limit -= written
+
+    def _due(self, now: float) -> Iterator[tuple[Checkpoint, Node]]:
+        yield from self._pending.items()
+        for checkpoint, (node, due) in self._resting.items():
+            if due > now:
+                return
+            yield checkpoint, node
+
+    def _write(self, put: Put, checkpoint: Checkpoint, node: Node, now: float, reach: Reach) -> int | None:
+        """Bytes of one record of a checkpoint; 0 if there is none to write now."""
+        while node.merged_into is not None:
+            node = node.merged_into
+        record, copy, of = self._unwritten(node, checkpoint)
+        if record is not None and not (record.kind == WINDOW and of.is_full and record.hash == of.hash):
+            due = self._resting.get(checkpoint, (node, now + self.store.config.idle_seconds))[1]
+            if due > now and self._is_near(node, checkpoint.position):
+                self._pending.pop(checkpoint, None)
+                self._resting[checkpoint] = (node, due)
+                return 0
+            if _is_superseded(node, checkpoint):
+                record = None
+        reached = record is not None and reach(of)
+        if reached is None:
+            return None
+        written = put(record, copy, of) if record is not None and reached else 0
+        if record is not None and written:
+            self._add(record.key, of, record.start + len(record.tokens), checkpoint.position)
+            self._sources[record.key] = (node, ref(checkpoint))
+        elif written == 0:
+            # Nothing is left to write, or there is no room in the budget, and none for the rest of it either.
+            self._pending.pop(checkpoint, None)
+            self._resting.pop(checkpoint, None)
+        return written
+
+    def _unwritten(self, node: Node, checkpoint: Checkpoint) -> tuple[Record | None, Callable[[], list[memoryview]], Node]:
+        """The first record of a checkpoint, if it is still known, that is not on disk; what makes its bytes; and its node."""
+        position = checkpoint.position
+        if node.checkpoints.get(position) is not checkpoint:
+            return None, list, node
+        for piece in reversed(list(self._pieces(node, position))):
+            if not self._has(piece, position):
+                extra = {CUT: str(position), "kind": checkpoint.kind}
+                record = self._record(WINDOW, piece, self._parts(piece, position), extra)
+                return record, partial(self.rings.cut, piece, checkpoint), piece.node
+        if checkpoint.states and position not in node.saved:
+            record = self._record(STATE, Piece(node, position), state_parts(checkpoint.states), {"kind": checkpoint.kind})
+            return record, partial(state_bytes, checkpoint.states), node
+        return None, list, node
+
+    def _record(self, kind: str, piece: Piece, parts: tuple[Part, ...], extra: dict[str, str]) -> Record:
+        node, end = piece
+        assert node.parent is not None
+        tokens = tuple(decode(node.tokens)[: end - node.start])
+        return Record(kind, self.store.namespace, node.hash_at(end), node.parent.hash, node.start, tokens, parts, extra)
+
+    def _is_near(self, node: Node, position: int) -> bool:
+        """Whether disk has a place to resume at so near that this one may wait."""
+        found = self.find(node.path(), position)
+        at = 0 if found is None else found[1]
+        if self.slabs.state_leaves:
+            spec = self.slabs.spec
+            since = (position - at) * sum(spec.bytes_per_token_per_layer(leaf) for leaf in spec.leaves)
+            return since < MUCH * spec.fixed_bytes_per_agent()
+        return at >= position // BLOCK_TOKENS * BLOCK_TOKENS > 0
+
+    def _add(self, key: Key, node: Node, end: int, cut: int) -> None:
+        if key.kind == WINDOW:
+            node.cuts[end] = cut
+        else:
+            node.saved.add(end)
+        self._places[key] = (node, end)
+
+    def lose(self, key: Key, again: bool = False) -> None:
+        """This record is not on disk any more; `again`: it could not be written, and is to be tried once more."""
+        found: tuple[Node | None, int] = self._places.pop(key, (None, 0))
+        node, end = found
+        while node is not None:
+            for knows in (node, *node.covers):
+                if key.kind == WINDOW:
+                    knows.cuts.pop(end, None)
+                else:
+                    knows.saved.discard(end)
+            node = node.merged_into
+        source = self._sources.pop(key, None)
+        checkpoint = source[1]() if source else None
+        if again and source is not None and checkpoint is not None:
+            self.note(source[0], checkpoint)
+
+    # -- reading -------------------------------------------------------------------------------------------------------
+
+    def find(self, path: Sequence[Node], at_most: int, more_than: int = 0) -> tuple[Node, int] | None:
+        """The last position in (more_than, at_most] on a path that can be put back, and the node that knows of it."""
+        for on_path in reversed(path):
+            if on_path.end <= more_than:
+                return None
+            kin = ((node, min(at_most, alike)) for node, alike in on_path.kin())
+            ends = ((end, node) for node, limit in kin for end in self._ends(node) if more_than < end <= limit)
+            for end, node in sorted(ends, key=lambda found: -found[0]):
+                pieces = self._pieces(node, end)
+                if all(self._has(piece, end) for piece in pieces) and not any(map(self.store.is_put_off, self.keys(node, end))):
+                    return node, end
+        return None
+
+    def _ends(self, node: Node) -> Iterable[int]:
+        return node.saved if self.slabs.state_leaves else node.cuts
+
+    def keys(self, node: Node, position: int) -> list[Key]:
+        """The records that a position stands on, those of its last tokens first."""
+        windows = [Key(WINDOW, piece.node.hash_at(piece.end)) for piece in self._pieces(node, position)]
+        return windows + ([Key(STATE, node.hash_at(position))] if self.slabs.state_leaves else [])
+
+    def read(self, key: Key, into: Into | None = None) -> Reading:
+        """A record as it is on disk now: another process may have cut it elsewhere."""
+        return self.store.read(Expected(self.store.namespace, key.kind, key.hash), into)
+
+    def lay(self, piece: Piece, found: Found, position: int, ids: dict[int, list[int]]) -> None:
+        """Put what was read into held blocks. Raises BadRecordError if it is not what rings at `position` need."""
+        record, views = found
+        text = record.extra.get(CUT, "")
+        cut = int(text) if text.isdecimal() else 1 << 62
+        if not self.rings.covers(piece, cut, position) or record.parts != self._parts(piece, cut):
+            raise BadRecordError(f"{record.file_name}: found what was cut at {text!r}, needed what windows hold at {position}.")
+        self.rings.put_back(piece, cut, views, position, ids)
+
+    def states(self, found: Found) -> dict[int, list[Any]]:
+        """The states in what was read. Raises BadRecordError if they are not this model's."""
+        return states_in(*found, self.slabs)
+
+    def pieces(self, node: Node, position: int) -> list[Piece]:
+        """Where the tokens lie that windows hold at `position`; none for a model without windows."""
+        return list(self._pieces(node, position))
+
+    def _pieces(self, node: Node, position: int) -> Iterable[Piece]:
+        return self.rings.pieces(node, position) if self.rings.sizes else ()
+
+    def _has(self, piece: Piece, position: int) -> bool:
+        cut = piece.node.cuts.get(piece.end)
+        return cut is not None and self.rings.covers(piece, cut, position)
+
+    def _parts(self, piece: Piece, cut: int) -> tuple[Part, ...]:
+        return tuple(Part(c.name, c.safetensors_dtype, c.shape) for c in self.rings.contents(piece, cut))
+
+
+def _is_superseded(node: Node, checkpoint: Checkpoint) -> bool:
+    """Whether the conversation has gone on to a later checkpoint of the same kind, and no other has begun here."""
+    if checkpoint.kind == "system":
+        return False
+    while not any(c.kind == checkpoint.kind and c.position > checkpoint.position for c in node.checkpoints.values()):
+        if len(node.children) != 1:
+            return False
+        node = node.children[0]
+    return True

@@ -1,0 +1,71 @@
+"""Where a known prefix can be resumed, and the layer caches that resume it. Owned by the generation thread."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from ..cache.factory import pooled_caches
+from ..cache.layers import PooledLayer, PooledRotatingKVCache
+from ..cache.parts import leaves_of, state_caches
+from ..cache.sequence import Sequence
+from ..cache.slabs import Slabs
+from ..errors import PoolExhaustedError
+from ..spec import WindowLayer, blocks_for
+from .room import Room
+from .trie import Checkpoint, Match, Node
+
+
+def resumable(slabs: Slabs, match: Match, most: int) -> tuple[int, Checkpoint | None]:
+    """How many of the matched tokens can be taken over, `most` at most, and from which checkpoint where one is needed."""
+    known = max(0, min(match.tokens, most))
+    if not slabs.spec.needs_checkpoints or not known:
+        return known, None
+    last = match.partial or match.nodes[-1]
+    kin = ((node, min(known, alike)) for on_path in last.path() for node, alike in on_path.kin())
+    placed = (c for node, limit in kin for c in node.checkpoints.values() if c.position <= limit)
+    best = max(placed, key=lambda c: c.position, default=None)
+    if best is None or best.position < known:
+        later = _unwrapped(slabs, last, known)
+        if later is not None:
+            return known, later
+    return (best.position, best) if best else (0, None)
+
+
+def _unwrapped(slabs: Slabs, node: Node, known: int) -> Checkpoint | None:
+    """A later checkpoint whose rings still hold every token: it can be cut back to `known`. A state cannot."""
+    if slabs.state_leaves:
+        return None
+    sizes = [g.layer.max_size for g in slabs.spec.groups if isinstance(g.layer, WindowLayer)]
+    near = [node, *node.children[:64]]
+    return next((c for n in near for c in n.checkpoints.values() if known <= c.position < min(sizes)), None)
+
+
+def lay_out(room: Room, match: Match, hit: int, checkpoint: Checkpoint | None, prompt: int, total: int) -> list[Any]:
+    """Caches that hold `hit` tokens of a match, with room for `total`. Raises PoolExhaustedError and holds nothing then."""
+    sequence = Sequence(room.slabs)
+    try:
+        _adopt(sequence, match, hit, checkpoint)
+        room.take(sequence, hit, prompt, total)
+    except PoolExhaustedError:
+        sequence.release()
+        raise
+    caches = pooled_caches(room.slabs, sequence)
+    for cache in leaves_of(caches):
+        if isinstance(cache, PooledLayer):
+            cache.offset = hit
+        if isinstance(cache, PooledRotatingKVCache) and checkpoint is not None:
+            cache.set_ring_index(hit if hit < checkpoint.position else checkpoint.rings[cache.place.group][1])
+    if checkpoint is not None:
+        for leaf, cache in state_caches(caches).items():
+            cache.cache = list(checkpoint.states[leaf])
+    return caches
+
+
+def _adopt(sequence: Sequence, match: Match, hit: int, checkpoint: Checkpoint | None) -> None:
+    """Hold the blocks of the hit, before anything is evicted for the rest."""
+    path = [*match.nodes, match.partial][: blocks_for(hit)]
+    for index, group in enumerate(sequence.slabs.full_groups):
+        sequence.pool.adopt(sequence.tables[group], [node.blocks[index] for node in path if node is not None])
+    if checkpoint is not None:
+        for group, (ids, _) in checkpoint.rings.items():
+            sequence.pool.adopt(sequence.tables[group], ids[: blocks_for(hit)])

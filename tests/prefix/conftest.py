@@ -1,0 +1,16 @@
+"""Fixtures of the prefix room's tests."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+import pytest
+from prefix.lives import GatedDisk
+
+
+@pytest.fixture
+def gated() -> Iterator[GatedDisk]:
+    disk = GatedDisk()
+    yield disk
+    disk.writes.set()
+    disk.reads.set()

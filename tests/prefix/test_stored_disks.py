@@ -1,0 +1,191 @@
+"""StoredPrefixes on disks that fail: nothing is made in vain, and nothing that is still there is given up."""
+
+from __future__ import annotations
+
+import errno
+import os
+from pathlib import Path
+from typing import Any
+
+import pytest
+from prefix.lives import BLOCK, ONE, TWO, WINDOWED, Life
+from prefix.test_prefix_machine import answer, family
+from store.clock import Clock
+from store.stores import BrokenDisk, record_files
+
+from mlx_blockpool.prefix import placed as placed_module
+from mlx_blockpool.prefix import stored as stored_module
+from mlx_blockpool.store.disk import Into
+
+
+def test_what_the_store_does_not_take_is_not_copied(tmp_path: Path, clock: Clock, monkeypatch: pytest.MonkeyPatch) -> None:
+    life = Life(tmp_path, BrokenDisk(create=OSError(errno.ENOSPC, "full")))
+    life.store._limits.suspend(OSError(errno.ENOSPC, "full"))
+    answer(life.prefix, ONE)
+
+    def copy_out(*_: Any) -> None:
+        raise AssertionError("copied in vain")
+
+    monkeypatch.setattr(stored_module, "copy_out", copy_out)
+    for _ in range(5):
+        life.stored.write_behind()
+    assert life.store.counts["disk failed"] == 5
+    assert life.stored.report()["pending"] == 5
+
+
+@pytest.mark.parametrize("why", ["disk failed", "queue full", "daily limit"])
+def test_a_record_that_would_be_refused_is_not_made_at_each_step(
+    tmp_path: Path, clock: Clock, monkeypatch: pytest.MonkeyPatch, why: str
+) -> None:
+    made = []
+
+    def record(*args: Any) -> Any:
+        made.append(args[0])
+        return stored_module_record(*args)
+
+    stored_module_record = stored_module.Record
+    monkeypatch.setattr(stored_module, "Record", record)
+    monkeypatch.setattr(placed_module, "Record", record)
+    config: dict[str, Any] = {"queue full": {"queue_bytes": 1}, "daily limit": {"daily_bytes": 1}}.get(why, {})
+    life = Life(tmp_path, spec=WINDOWED, **config)
+    if why == "disk failed":
+        life.store._limits.suspend(OSError(errno.EIO, "broken"))
+    with life.store._writer._changed:
+        answer(life.prefix, ONE)
+        for _ in range(100):
+            life.stored.write_behind(at_once=True)
+    assert len(made) == {"disk failed": 0, "queue full": 2, "daily limit": 1}[why]
+    assert life.store.counts[why] >= 99
+    if why == "disk failed":
+        clock.now += 31
+        for _ in range(20):
+            life.stored.write_behind(at_once=True)
+            assert life.store.flush()
+        assert set(made) == {"block", "window"}
+        assert Life(tmp_path, spec=WINDOWED).fetched([*ONE, 1]) == len(ONE)
+
+
+def test_what_failed_is_written_once_the_disk_is_well(tmp_path: Path, clock: Clock) -> None:
+    disk = BrokenDisk()
+    life = Life(tmp_path, disk)
+    disk.broken["write"] = OSError(errno.ENOSPC, "full")
+    answer(life.prefix, ONE)
+    life.write()
+    life.write()
+    assert life.on_disk(ONE) == [False] * 6
+    assert life.stored.report()["problem"] is not None
+    assert life.fetched([*ONE, 1]) == len(ONE)
+    disk.broken.clear()
+    clock.now += 31
+    life.write()
+    life.write()
+    assert life.on_disk(ONE) == [True] * 5 + [False]
+    assert life.stored.report()["problem"] is None
+    assert life.prefix.close()
+    assert Life(tmp_path).fetched([*ONE, 1]) == len(ONE)
+
+
+def test_what_was_evicted_before_it_could_be_written_is_not_waited_for(tmp_path: Path) -> None:
+    life = Life(tmp_path)
+    life.store._limits.suspend(OSError(errno.ENOSPC, "full"))
+    for n in range(20):
+        answer(life.prefix, list(family(n, 2 * BLOCK)))
+        life.prefix.trim_to(0)
+        life.stored.write_behind()
+    assert life.stored.report()["pending"] == 0
+
+
+# -- read --------------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("spec", ["full", "windowed"])
+@pytest.mark.parametrize("number", [errno.EIO, errno.EMFILE])
+def test_what_cannot_be_read_once_is_a_miss_and_nothing_is_given_up(tmp_path: Path, clock: Clock, number: int, spec: str) -> None:
+    specs: dict[str, Any] = {} if spec == "full" else {"spec": WINDOWED}
+    first = Life(tmp_path, **specs)
+    answer(first.prefix, ONE)
+    assert first.prefix.close()
+    files = len(list(tmp_path.rglob("*.safetensors")))
+    disk = BrokenDisk()
+    life = Life(tmp_path, disk, **specs)
+    disk.broken["read"] = OSError(number, os.strerror(number))
+    assert life.prefix.fetch([*ONE, 1], 20).lookup.hit == 0
+    assert life.stored.num_unread == 1
+    disk.broken.clear()
+    reads = disk.calls.count("read")
+    assert life.prefix.fetch([*ONE, 2], 20).lookup.hit == 0, "it is let alone for a while"
+    assert disk.calls.count("read") == reads
+    life.prefix.release_all()
+    life.write()
+    assert len(list(tmp_path.rglob("*.safetensors"))) == files
+    clock.now += 31
+    assert life.fetched([*ONE, 1]) == len(ONE)
+    assert life.stored.num_unread == 1
+    life.prefix.check()
+
+
+def test_what_lies_before_a_record_that_cannot_be_read_comes_back(tmp_path: Path, clock: Clock) -> None:
+    first = Life(tmp_path)
+    answer(first.prefix, ONE)
+    assert first.prefix.close()
+
+    class Sector(BrokenDisk):
+        bad = ""
+
+        def read_into(self, path: Path, into: Into, most: int) -> memoryview:
+            if path.stem == self.bad:
+                raise OSError(errno.EIO, "broken sector")
+            return super().read_into(path, into, most)
+
+    life = Life(tmp_path, disk := Sector())
+    disk.bad = life.hashes(ONE)[2].hex()
+    assert [life.fetched([*ONE, 1]) for _ in range(2)] == [2 * BLOCK, 2 * BLOCK]
+    assert life.stored.num_unread == 1
+    answer(life.prefix, ONE)
+    assert life.fetched([*ONE, 1]) == len(ONE), "it was computed again"
+    assert life.prefix.close()
+    assert len(record_files(tmp_path)) == 6
+    assert Life(tmp_path).fetched([*ONE, 1]) == len(ONE)
+
+
+def test_what_is_damaged_or_gone_is_given_up_with_all_behind_it(tmp_path: Path) -> None:
+    first = Life(tmp_path)
+    answer(first.prefix, ONE)
+    assert first.prefix.close()
+    life = Life(tmp_path)
+    for path in record_files(tmp_path):
+        if path.stem == life.hashes(ONE)[2].hex():
+            path.unlink()
+    assert life.fetched([*ONE, 1]) == 2 * BLOCK
+    life.write()
+    assert len(record_files(tmp_path)) == 2
+
+
+# -- away at the start -------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("spec", ["full", "windowed"])
+def test_a_disk_that_was_away_at_the_start_is_known_once_it_is_back(tmp_path: Path, clock: Clock, spec: str) -> None:
+    specs: dict[str, Any] = {} if spec == "full" else {"spec": WINDOWED}
+    first = Life(tmp_path, **specs)
+    for prompt in (ONE, TWO):
+        answer(first.prefix, prompt)
+    assert first.prefix.close()
+    files = len(list(tmp_path.rglob("*.safetensors")))
+    disk = BrokenDisk(scan=OSError(errno.EIO, "asleep"))
+    life = Life(tmp_path, disk, **specs)
+    # Computed meanwhile, and in memory.
+    answer(life.prefix, TWO)
+    life.write()
+    assert life.fetched([*ONE, 1]) == 0
+    disk.broken.clear()
+    clock.now += 31
+    for _ in range(3):
+        life.write()
+    assert life.fetched([*ONE, 1]) == len(ONE)
+    assert life.fetched([*TWO, 1]) == len(TWO)
+    assert all(life.on_disk(TWO)[:5])
+    life.prefix.check()
+    assert life.prefix.close()
+    assert len(list(tmp_path.rglob("*.safetensors"))) == files
+    assert Life(tmp_path, **specs).fetched([*TWO, 1]) == len(TWO)
