@@ -15,6 +15,7 @@ import mlx.core as mx
 from mlx_lm.models import base
 from mlx_lm.models.cache import make_prompt_cache as stock_prompt_cache
 
+from ..spec import ModelCacheSpec, StateLayer
 from ..upstream import rebind
 from .factory import make_prompt_cache
 from .slabs import Slabs
@@ -67,17 +68,23 @@ def attach(model: Any, slabs: Slabs) -> bool:
 
     Sets slabs.ragged. A model that does not pass is detached and batches through mlx-lm's padded caches.
     """
-    slabs.ragged = bind(model) > 0
+    spec = slabs.spec
+    # A model without attention has nothing to attach.
+    slabs.ragged = spec.batches and (bind(model) > 0 or not spec.groups)
     if slabs.ragged:
-        slabs.ragged = _agrees(model, lambda: make_prompt_cache(model, slabs))
+        slabs.ragged = _agrees(model, lambda: make_prompt_cache(model, slabs), not slabs.state_leaves)
     if not slabs.ragged:
         detach(model)
     return slabs.ragged
 
 
-def batches_padded(model: Any) -> bool:
-    """Whether mlx-lm's own padded batch gives the logits of single sequences. (In mlx-lm 0.32.2 gemma2's does not run at all.)"""
-    return _agrees(model, lambda: stock_prompt_cache(model))
+def batches_padded(model: Any, spec: ModelCacheSpec | None = None) -> bool:
+    """Whether mlx-lm's own padded batch gives the logits of single sequences. (In mlx-lm 0.32.2 gemma2's does not run at all.)
+
+    `spec`: of a model whose prompts are computed one at a time where it has states.
+    """
+    has_states = spec is not None and any(isinstance(leaf, StateLayer) for leaf in spec.leaves)
+    return (spec is None or spec.batches) and _agrees(model, lambda: stock_prompt_cache(model), not has_states)
 
 
 def _calls_attention(cls: type) -> bool:
@@ -89,12 +96,16 @@ def _calls_attention(cls: type) -> bool:
     )
 
 
-def _agrees(model: Any, make_caches: Callable[[], list[Any]]) -> bool:
+def _agrees(model: Any, make_caches: Callable[[], list[Any]], pads: bool) -> bool:
+    """`pads`: prompts are computed together, the shorter ones padded."""
     prompts = [[3, 5, 7, 11, 13, 2, 9], [4, 6, 8]]
     try:
         caches = [make_caches() for _ in prompts]
+        if not pads:
+            for own, prompt in zip(caches, prompts, strict=True):
+                model(mx.array([prompt]), cache=own)
         batch = [type(layer[0]).merge(list(layer)) for layer in zip(*caches, strict=True)]
-        found = _batch_logits(model, batch, prompts)
+        found = _batch_logits(model, batch, prompts if pads else [])
     # What a model that was not made for such a cache runs into; its own errors come back on the padded path.
     except (AttributeError, IndexError, NotImplementedError, TypeError, ValueError) as error:
         log.info("%s does not batch this way: %s", type(model).__module__, error)
@@ -106,14 +117,16 @@ def _agrees(model: Any, make_caches: Callable[[], list[Any]]) -> bool:
 
 
 def _batch_logits(model: Any, batch: list[Any], prompts: list[list[int]]) -> mx.array:
-    longest = max(map(len, prompts))
-    for cache in batch:
-        cache.prepare(lengths=[len(p) for p in prompts], right_padding=[longest - len(p) for p in prompts])
-    model(mx.array([p + [0] * (longest - len(p)) for p in prompts]), cache=batch)
-    for cache in batch:
-        cache.finalize()
+    """Logits [2, vocabulary] behind two prompts, which are still to be computed, or none, and two tokens more."""
+    if prompts:
+        longest = max(map(len, prompts))
+        for cache in batch:
+            cache.prepare(lengths=[len(p) for p in prompts], right_padding=[longest - len(p) for p in prompts])
+        model(mx.array([p + [0] * (longest - len(p)) for p in prompts]), cache=batch)
+        for cache in batch:
+            cache.finalize()
     for token in (1, 2):
-        logits: mx.array = model(mx.array([[token]] * len(prompts)), cache=batch)
+        logits: mx.array = model(mx.array([[token]] * 2), cache=batch)
     return logits[:, -1]
 
 
@@ -133,7 +146,7 @@ def step_synchronously_if_copied(model: Any, slabs: Slabs, caches: list[Any] | N
     caches = caches or make_prompt_cache(model, slabs)
     token = mx.zeros((1, 1), mx.int32)
     mx.eval(model(token, cache=caches))
-    largest = max(a.nbytes for a in slabs.arrays())
+    largest = max((a.nbytes for a in slabs.arrays()), default=0)
     mx.reset_peak_memory()
     before = mx.get_active_memory()
     previous = token

@@ -63,7 +63,7 @@ class PooledBatchCache(_BaseCache):  # type: ignore[misc]
 
     def _decode(self, keys: mx.array, values: mx.array) -> None:
         first = self.members[0]
-        if first.layer == 0 and first.sequence.slabs.synchronous:
+        if first.layer == first.sequence.slabs.first and first.sequence.slabs.synchronous:
             # A step in flight still reads the slabs; writing now would copy them.
             mx.synchronize()
         self._step = step_of(self.members)

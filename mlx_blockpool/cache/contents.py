@@ -8,12 +8,17 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
+from functools import cache
+from typing import Any, TypeAlias
 
 import mlx.core as mx
 import numpy as np
 
 from ..spec import LayerGroup
 from .slabs import Slabs
+
+# In the memory of the processor; bfloat16 as uint16, which has its bits.
+HostArray: TypeAlias = "np.ndarray[Any, Any]"
 
 GROUP_SIZE = 32
 _SAFETENSORS = {mx.float32: "F32", mx.float16: "F16", mx.bfloat16: "BF16", mx.uint32: "U32"}
@@ -32,10 +37,9 @@ class Content:
     def safetensors_dtype(self) -> str:
         return _SAFETENSORS[self.dtype]
 
-    def array(self, data: memoryview) -> mx.array:
-        """The array in these bytes, copied."""
-        found = mx.array(np.frombuffer(data, _NUMPY[self.dtype]).reshape(self.shape))
-        return found.view(mx.bfloat16) if self.dtype == mx.bfloat16 else found
+    def array(self, data: memoryview) -> HostArray:
+        """The array in these bytes, not copied."""
+        return np.frombuffer(data, _NUMPY[self.dtype]).reshape(self.shape)
 
 
 def contents(slabs: Slabs, groups: Sequence[int], tokens: int, bits: int | None = None) -> list[Content]:
@@ -65,25 +69,74 @@ def copy_out(slabs: Slabs, places: Sequence[tuple[int, int]], start: int, end: i
 
 
 def copy_in(
-    slabs: Slabs, places: Sequence[tuple[int, int]], start: int, arrays: Sequence[mx.array], bits: int | None = None
+    slabs: Slabs, places: Sequence[tuple[int, int]], start: int, arrays: Sequence[HostArray], bits: int | None = None
 ) -> None:
-    """Put what copy_out() gave at tokens [start, ...) of blocks.
+    """Put arrays in the order of contents() at tokens [start, ...) of blocks. They may change once this returns.
 
-    No step may be in flight, which would still read the slabs: see mx.synchronize(). For the same reason it waits for its own
-    writes: of two that are in flight the second copies the slab.
+    Where the device writes, a step in flight would still read the slabs, and make it copy them: that is waited for, and so are
+    its own writes.
     """
     rest = iter(arrays)
+    in_place = shares_memory()
+    if not in_place:
+        mx.synchronize()
     for group, block in places:
         slab, first = slabs.locate(group, block)
         layer = slabs.spec.groups[group].layer
-        for index in range(len(slab.keys)):
-            keys, values = (_loaded(rest, dim, bits) for dim in (layer.key_dim, layer.value_dim))
-            slab.write(index, first + start, keys[None], values[None])
-        mx.eval(slab.keys, slab.values)
+        targets = [array for pair in zip(slab.keys, slab.values, strict=True) for array in pair]
+        dims = [layer.key_dim, layer.value_dim] * len(slab.keys)
+        parts = [_loaded(rest, dim, bits, slabs.dtype) for dim in dims]
+        mx.eval([part for part in parts if isinstance(part, mx.array)])
+        for target, part in zip(targets, parts, strict=True):
+            if in_place:
+                _write(target, first + start, part)
+            else:
+                target[:, :, first + start : first + start + part.shape[1]] = _on_device(part, slabs.dtype)[None]
+        mx.eval(targets)
+
+
+def shares_memory() -> bool:
+    """Whether the processor can write where the device reads, which is one copy instead of two. Found out by trying."""
+    return (mx.default_device() == mx.cpu or mx.metal.is_available()) and _is_seen(str(mx.default_device()))
+
+
+@cache
+def _is_seen(device: str) -> bool:
+    """Whether the default device, named by `device`, sees what the processor has written."""
+    array = mx.zeros((1024,))
+    mx.eval(array)
+    try:
+        _in_host_memory(array)[:] = 1
+    except ValueError:
+        # A copy, or a view that may not be written.
+        return False
+    return bool((mx.sum(array) == 1024).item())
+
+
+def _write(target: mx.array, start: int, part: HostArray | mx.array) -> None:
+    """Put [kv_heads, n, dim] at tokens [start, start + n) of an array of a slab; the view of it is gone when this returns."""
+    host = _in_host_memory(part) if isinstance(part, mx.array) else part
+    _in_host_memory(target)[0, :, start : start + part.shape[1]] = host
+
+
+def _in_host_memory(array: mx.array) -> HostArray:
+    """An evaluated array, not copied; what is written to it is in the array."""
+    buffer: Any = array
+    return np.frombuffer(buffer, _NUMPY[array.dtype]).reshape(array.shape)
+
+
+def _on_device(part: HostArray | mx.array, dtype: mx.Dtype) -> mx.array:
+    if isinstance(part, mx.array):
+        return part
+    found = mx.array(part)
+    return found.view(mx.bfloat16) if dtype == mx.bfloat16 and found.dtype == mx.uint16 else found
 
 
 def as_bytes(array: mx.array) -> memoryview:
     """The bytes of an evaluated array, not copied."""
+    if not array.size:
+        # Values of dimension 0, as of keys that only choose what is attended to.
+        return memoryview(b"")
     plain = array.view(mx.uint16) if array.dtype == mx.bfloat16 else array
     return memoryview(plain).cast("B")  # type: ignore[arg-type]
 
@@ -100,7 +153,8 @@ def _stored(array: mx.array, bits: int | None) -> list[mx.array]:
     return [mx.contiguous(part) for part in mx.quantize(array, group_size=GROUP_SIZE, bits=bits)]
 
 
-def _loaded(arrays: Iterator[mx.array], dim: int, bits: int | None) -> mx.array:
+def _loaded(arrays: Iterator[HostArray], dim: int, bits: int | None, dtype: mx.Dtype) -> HostArray | mx.array:
     if bits is None or dim % GROUP_SIZE:
         return next(arrays)
-    return mx.dequantize(next(arrays), next(arrays), next(arrays), group_size=GROUP_SIZE, bits=bits)
+    packed, scales, biases = (_on_device(next(arrays), dtype) for _ in range(3))
+    return mx.dequantize(packed, scales, biases, group_size=GROUP_SIZE, bits=bits)

@@ -3,35 +3,32 @@
 from __future__ import annotations
 
 import os
+from collections.abc import Iterator
+from itertools import count
 from typing import Any
 
 import mlx.core as mx
-from mlx_lm.models.cache import make_prompt_cache as stock_prompt_cache
 
 from ..config import PoolConfig
 from ..plugins import spec_of_model
-from ..spec import WindowLayer
+from ..spec import ChunkLayer, CompositeLayer, LayerSpec, StateLayer, WindowLayer
 from .layers import PooledKVCache, PooledRotatingKVCache
+from .parts import PooledCacheList, PooledChunkedKVCache, UnusedKVCache
 from .sequence import Sequence
 from .slabs import Slabs
+from .states import PooledArraysCache
 
 
 def pooled_caches(slabs: Slabs, sequence: Sequence | None = None) -> list[Any]:
-    """Layer caches of one sequence for a model whose layers all live in blocks; empty, without `sequence` a new one."""
+    """Layer caches of one sequence, one for each that mlx-lm makes; empty, without `sequence` a new one."""
     sequence = sequence or Sequence(slabs)
-    return [_pooled(sequence, layer) for layer in range(len(slabs.spec.layers))]
+    leaves = count()
+    return [_pooled(sequence, layer, leaves) for layer in slabs.spec.layers]
 
 
 def make_prompt_cache(model: Any, slabs: Slabs) -> list[Any]:
-    """In place of mlx-lm's make_prompt_cache: one sequence in the pool `slabs`.
-
-    Full and window layers are in blocks; other layers keep mlx-lm's own cache class.
-    """
-    if slabs.spec.is_poolable:
-        return pooled_caches(slabs)
-    sequence = Sequence(slabs)
-    own = stock_prompt_cache(model)
-    return [_pooled(sequence, i) if i in slabs.places else cache for i, cache in enumerate(own)]
+    """In place of mlx-lm's make_prompt_cache: one sequence in the pool `slabs`, which was opened for this model."""
+    return pooled_caches(slabs)
 
 
 def open_pool(model: Any, pool_bytes: int | None = None, config: PoolConfig | None = None) -> Slabs:
@@ -55,6 +52,15 @@ def default_pool_bytes() -> int:
     return max(0, int(total) - mx.get_active_memory()) // 2
 
 
-def _pooled(sequence: Sequence, layer: int) -> PooledKVCache | PooledRotatingKVCache:
-    is_window = isinstance(sequence.slabs.places[layer].layer, WindowLayer)
-    return PooledRotatingKVCache(sequence, layer) if is_window else PooledKVCache(sequence, layer)
+def _pooled(sequence: Sequence, layer: LayerSpec, leaves: Iterator[int]) -> Any:
+    """The cache of one layer; `leaves` counts what is made."""
+    if isinstance(layer, CompositeLayer):
+        return PooledCacheList(*(_pooled(sequence, part, leaves) for part in layer.parts))
+    leaf = next(leaves)
+    if isinstance(layer, StateLayer):
+        return PooledArraysCache(sequence, len(layer.arrays))
+    if leaf not in sequence.slabs.places:
+        return UnusedKVCache()
+    if isinstance(layer, ChunkLayer):
+        return PooledChunkedKVCache(sequence, leaf)
+    return (PooledRotatingKVCache if isinstance(layer, WindowLayer) else PooledKVCache)(sequence, leaf)

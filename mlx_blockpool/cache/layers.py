@@ -22,6 +22,7 @@ class PooledLayer:
     """What both have in common. Subclasses say where tokens go (write) and how many places are read (size)."""
 
     offset: int
+    state: Any
     _stock_batch: Any
 
     def __init__(self, sequence: Sequence, layer: int) -> None:
@@ -49,7 +50,7 @@ class PooledLayer:
 
     def write(self, keys: mx.array, values: mx.array) -> View | None:
         """The first half of update_and_fetch: no view of a slab is left behind. Returns what to attend to, or None for all."""
-        if self.layer == 0 and (keys.shape[2] > 1 or self.sequence.slabs.synchronous):
+        if self.layer == self.sequence.slabs.first and (keys.shape[2] > 1 or self.sequence.slabs.synchronous):
             # A decode step in flight still reads the slabs; writing now would copy them.
             mx.synchronize()
         return self._write(keys, values)
@@ -90,11 +91,19 @@ class PooledLayer:
 
     @property
     def keys(self) -> mx.array | None:
-        return None if self.empty() else self.keys_and_values()[0]
+        return None if self.empty() else join(self.views())[0]
+
+    @keys.setter
+    def keys(self, keys: mx.array) -> None:
+        """Some models put back what they have read, to say when it is to be evaluated; blocks are written at once."""
 
     @property
     def values(self) -> mx.array | None:
-        return None if self.empty() else self.keys_and_values()[1]
+        return None if self.empty() else join(self.views())[1]
+
+    @values.setter
+    def values(self, values: mx.array) -> None:
+        """As for keys; where a model keeps no values, they are not kept either."""
 
     def size(self) -> int:
         raise NotImplementedError
@@ -177,6 +186,8 @@ class PooledRotatingKVCache(PooledLayer, RotatingKVCache):  # type: ignore[misc]
         self.max_size = self.place.layer.max_size
         self.keep = self.place.layer.keep
         self._idx = 0
+        # What several tokens were attended with beyond the wrap: layers that share this cache ask for it in the same pass.
+        self._attended: View | None = None
 
     @property
     def ring_index(self) -> int:
@@ -189,8 +200,12 @@ class PooledRotatingKVCache(PooledLayer, RotatingKVCache):  # type: ignore[misc]
     def size(self) -> int:
         return min(self.offset, self.max_size)
 
+    def keys_and_values(self) -> View:
+        return self._attended or super().keys_and_values()
+
     def _write(self, keys: mx.array, values: mx.array) -> View | None:
-        return self._write_one(keys, values) if keys.shape[2] == 1 else self._write_many(keys, values)
+        self._attended = self._write_one(keys, values) if keys.shape[2] == 1 else self._write_many(keys, values)
+        return self._attended
 
     def next_place(self) -> int:
         if self.offset < self.max_size:
@@ -238,7 +253,8 @@ class PooledRotatingKVCache(PooledLayer, RotatingKVCache):  # type: ignore[misc]
 
     @property
     def state(self) -> tuple[Any, ...]:
-        """(keys of each run, values of each run, offset, keep, max_size, ring index)."""
+        """(keys of each run, values of each run, offset, keep, max_size, ring index). Whoever evaluates it has ended the pass."""
+        self._attended = None
         return *self._run_views(), self.offset, self.keep, self.max_size, self._idx
 
     @state.setter

@@ -31,6 +31,7 @@ class Sequence:
         self.slabs = slabs
         self.pool = slabs.pool
         self.tables = tables
+        self.state_bytes = 0
         self._masks: dict[tuple[int, ...], Any] = {}
         self._writes: dict[int, tuple[tuple[int, ...], list[Piece]]] = {}
         self._reads: dict[int, tuple[tuple[int, ...], list[Piece]]] = {}
@@ -38,6 +39,7 @@ class Sequence:
     def __del__(self) -> None:
         for table in getattr(self, "tables", ()):
             self.pool.give_back(table)
+        self.count_states(0)
 
     def __deepcopy__(self, memo: dict[int, Any]) -> Sequence:
         return self.fork()
@@ -46,7 +48,14 @@ class Sequence:
         """A second sequence on the same blocks; the first write of either into a shared block copies that block."""
         copy = Sequence.__new__(Sequence)
         copy._set_up(self.slabs, [self.pool.fork(table) for table in self.tables])
+        copy.count_states(self.state_bytes)
         return copy
+
+    def count_states(self, n_bytes: int) -> None:
+        """So much are its states counted with from now on."""
+        if hasattr(self, "state_bytes"):
+            self.slabs.running_bytes += n_bytes - self.state_bytes
+            self.state_bytes = n_bytes
 
     def release(self) -> None:
         """Give all blocks back now. Its caches are empty shells afterwards."""
@@ -54,6 +63,7 @@ class Sequence:
         self._reads.clear()
         for table in self.tables:
             self.pool.release(table)
+        self.count_states(0)
 
     def write(self, place: Place, start: int, keys: mx.array, values: mx.array) -> None:
         """Write keys and values [1, kv_heads, n, dim] at tokens [start, start + n) of a table.

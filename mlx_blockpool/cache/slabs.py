@@ -14,8 +14,9 @@ from typing import Any
 import mlx.core as mx
 
 from ..config import PoolConfig
+from ..errors import PoolExhaustedError
 from ..pool import BlockPool
-from ..spec import BLOCK_TOKENS, FullLayer, ModelCacheSpec, WindowLayer
+from ..spec import BLOCK_TOKENS, FullLayer, ModelCacheSpec, StateLayer, WindowLayer
 
 View = tuple[mx.array, mx.array]
 
@@ -69,11 +70,14 @@ class Slabs:
     before the next one writes, or it would copy slabs (both cache/attention.py). `decode_path`: auto, or the one path that a
     batch decodes on; `path_counts` counts each attend of a batch, per layer and step, under the path that it took.
     `decode_streams`: how many streams the attention of a batch is divided between, more than one on a CPU with several cores.
-    `steps`: the last decode step of each layer group.
+    `steps`: the last decode step of each layer group. `first`: the first leaf that lives in blocks. `state_bytes`: what states
+    of running sequences and checkpoints may take of `pool_bytes`; `running_bytes`: what the running ones are counted with.
     """
 
     def __init__(self, spec: ModelCacheSpec, pool_bytes: int, config: PoolConfig | None = None) -> None:
-        self.pool = BlockPool(spec, pool_bytes, config)
+        self.state_bytes = state_share(spec, pool_bytes, config or PoolConfig())
+        self.running_bytes = 0
+        self.pool = BlockPool(spec, pool_bytes - self.state_bytes, config)
         self.ragged = False
         self.synchronous = False
         self.decode_path = (config or PoolConfig()).decode_path
@@ -90,6 +94,8 @@ class Slabs:
             for index, layer in enumerate(group.layers)
         ]
         self.places: dict[int, Place] = dict(places)
+        self.first = min(self.places, default=0)
+        self.state_leaves = [i for i, leaf in enumerate(spec.leaves) if isinstance(leaf, StateLayer)]
         self.window_groups = [g for g, group in enumerate(self.spec.groups) if isinstance(group.layer, WindowLayer)]
         self.full_groups = [g for g in range(len(self.spec.groups)) if g not in self.window_groups]
         self.strides = [self.pool.stride(g) for g in range(len(self.spec.groups))]
@@ -134,6 +140,21 @@ class Slabs:
 
     def arrays(self) -> list[mx.array]:
         return [a for slab in self._slabs.values() for a in (*slab.keys, *slab.values)]
+
+
+def state_share(spec: ModelCacheSpec, pool_bytes: int, config: PoolConfig) -> int:
+    """Bytes for states: all where nothing lives in blocks, else a quarter, or more where that would not hold a few.
+
+    Raises PoolExhaustedError if they would not hold those of one sequence.
+    """
+    own = spec.fixed_bytes_per_agent()
+    share = max(pool_bytes // 4, min(pool_bytes // 2, config.states * own)) if spec.groups else pool_bytes
+    if config.state_bytes is not None:
+        share = min(config.state_bytes, pool_bytes)
+    if own > share:
+        hint = f"The states of one sequence take {own} bytes, and {share} of {pool_bytes} are theirs. Raise --pool-bytes."
+        raise PoolExhaustedError(1, 0, 0, spec.model_id, hint)
+    return share if own else 0
 
 
 def default_streams() -> int:

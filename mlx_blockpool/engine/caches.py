@@ -5,6 +5,7 @@ The engine asks for caches, for room before each step, and gives back what it co
 
 from __future__ import annotations
 
+import time
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -12,13 +13,16 @@ from typing import Any
 from ..errors import PoolExhaustedError
 from ..memory import batch_memory
 from ..prefix.cache import PrefixCache
-from ..prefix.lookup import Lookup
-from ..prefix.stored import Restore
+from ..prefix.lookup import Lookup, path_of
+from ..prefix.restore import Restore
 from ..spec import BLOCK_TOKENS
-from .request import Running
+from .request import KIND, Restoring, Running
 
+# A long prompt is kept behind so many tokens, and behind twice, four times.. as many.
+LATTICE_TOKENS = 2048
 # Records are copied into the pool for so long at a time, so that running replies go on.
 RESTORE_SECONDS = 0.02
+TELL_SECONDS = 1.0
 
 
 @dataclass(frozen=True)
@@ -38,12 +42,26 @@ class PooledCaches:
     def __init__(self, prefix: PrefixCache) -> None:
         self.prefix = prefix
         self.merges = True
+        # The path of each agent whose turn has ended, for whoever takes note of it.
+        self.turns: dict[str, tuple[list[bytes], int]] = {}
         self._restores: dict[int, Restore] = {}
+        # When each was last told of, in seconds of time.monotonic().
+        self._told: dict[int, float] = {}
 
     @property
     def keeps_chunks(self) -> bool:
         """Whether keeping costs nothing and serves at any token, so that every chunk of a prefill is kept."""
-        return self.ragged and not self.prefix.slabs.window_groups
+        return self.ragged and not self.prefix.slabs.spec.needs_checkpoints
+
+    @property
+    def needs_marks(self) -> bool:
+        """Whether a prompt can be resumed only where something was kept."""
+        return self.prefix.slabs.spec.needs_checkpoints
+
+    @property
+    def pads_prompts(self) -> bool:
+        """Whether prompts of several lengths may be computed together: what is padded must not reach a state."""
+        return self.ragged and not self.prefix.slabs.state_leaves
 
     def capacity(self) -> int | None:
         """The most tokens that one sequence can have; None: no limit."""
@@ -68,7 +86,20 @@ class PooledCaches:
         except PoolExhaustedError:
             self.prefix.release(fetched.caches)
             raise
+        if self.needs_marks:
+            self._mark(running, fetched.lookup)
         return Opened(fetched.caches, fetched.lookup.hit, fetched.lookup)
+
+    def _mark(self, running: Running, lookup: Lookup) -> None:
+        """Beside what the request marks: where known prompts part from it, and a few places of a long prompt."""
+        places = [lookup.known] if lookup.known > lookup.hit else []
+        place = LATTICE_TOKENS
+        while place < running.prefill_end:
+            places.append(place)
+            place *= 2
+        for place in places:
+            if lookup.hit < place <= running.prefill_end:
+                running.marks.setdefault(place, KIND)
 
     def is_ready(self, running: Running) -> bool:
         """Whether open() would not have to wait for the disk; what is missing is read from now on, see advance()."""
@@ -76,15 +107,15 @@ class PooledCaches:
         if stored is None:
             return True
         if running.uid not in self._restores:
-            path = self.prefix.known.trie.match(running.tokens).path
-            missing = stored.missing(path)
-            if not stored.arriving.isdisjoint(missing):
+            wanted = self.prefix.wanted(running.tokens)
+            if wanted is None:
+                return True
+            if not stored.arriving.isdisjoint(wanted.arriving):
                 # Another request waits for the same.
                 return False
-            if not missing:
-                return True
             try:
-                self._restores[running.uid] = stored.restore(path)
+                self._restores[running.uid] = stored.restore(wanted)
+                self._told[running.uid] = time.monotonic()
             except PoolExhaustedError:
                 # It starts from what is in memory, once there is room for that.
                 return True
@@ -100,9 +131,23 @@ class PooledCaches:
         done = [restore.advance(wait=idle, seconds=RESTORE_SECONDS) for restore in self._restores.values()]
         return any(done)
 
+    def restoring(self) -> list[Restoring]:
+        """What is on its way, of each every TELL_SECONDS: few take as long."""
+        now = time.monotonic()
+        due = [uid for uid in self._restores if now - self._told[uid] >= TELL_SECONDS]
+        self._told.update(dict.fromkeys(due, now))
+        found = [(uid, self._restores[uid]) for uid in due]
+        return [Restoring(uid, restore.have + restore.done, restore.have + restore.tokens) for uid, restore in found]
+
+    def computed(self, tokens: int, seconds: float) -> None:
+        """So long it took to compute so many tokens of prompts: what is to be brought back from disk has to be faster."""
+        if self.prefix.stored is not None:
+            self.prefix.stored.rates.computed(tokens, seconds)
+
     def abandon(self, running: Running) -> None:
         """A request that has started, or never will: what was read for it is known like anything else."""
         restore = self._restores.pop(running.uid, None)
+        self._told.pop(running.uid, None)
         if restore is not None:
             restore.release()
 
@@ -110,6 +155,7 @@ class PooledCaches:
         """Give up the blocks of what is being read: who can go on now goes first. Returns whether there were any."""
         stopped = list(self._restores.values())
         self._restores.clear()
+        self._told.clear()
         for restore in stopped:
             restore.release()
         return bool(stopped)
@@ -128,8 +174,11 @@ class PooledCaches:
 
     def finish(self, running: Running, kind: str) -> None:
         """Keep what is computed of a sequence and take its caches back."""
-        self.prefix.finish(running.tokens[: running.computed], running.caches or [], kind)
+        tokens = running.tokens[: running.computed]
+        self.prefix.finish(tokens, running.caches or [], kind)
         running.caches = None
+        if running.request.agent is not None:
+            self.turns[running.request.agent] = path_of(self.prefix.known, tokens)
 
     def release(self, running: Running) -> None:
         """Take its caches back and keep nothing."""

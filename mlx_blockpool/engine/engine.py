@@ -139,18 +139,18 @@ class BlockPoolBatchEngine:
             self._owed_to_decode -= time.perf_counter() - start
         if not (self._prefilling and len(self._batch)):
             self._owed_to_decode = 0.0
-        events, self._events = self._events, []
+        events, self._events = [*self._events, *self.caches.restoring()], []
         return events
 
     def _prefill(self) -> None:
         config = self.config
-        rows = config.prefill_rows if self.caches.ragged else 1
+        rows = config.prefill_rows if self.caches.pads_prompts else 1
         chosen = choose(self._prefilling, config.prefill_tokens, rows, self._long_first)
         ends = [chunk_end(running, config.prefill_tokens) for running in chosen]
         self._long_first = len(chosen) > 1 or ends[0] == chosen[0].prefill_end
-        self.counts["chunks"] += 1
-        self.counts["prompt_tokens"] += sum(end - r.computed for r, end in zip(chosen, ends, strict=True))
-        compute(self.model, chosen, ends, self.caches.ragged)
+        tokens, seconds = compute(self.model, chosen, ends, self.caches.ragged)
+        self.counts.update(chunks=1, prompt_tokens=tokens)
+        self.caches.computed(tokens, seconds)
         for running in chosen:
             kind = running.marks.pop(running.computed, None)
             if kind is not None or (self.caches.keeps_chunks and running.in_prefill):

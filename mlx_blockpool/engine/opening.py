@@ -23,14 +23,14 @@ log = logging.getLogger(__name__)
 def open_caches(model: Any, pool_bytes: int | None = None) -> PooledCaches | StockCaches:
     """Caches for a loaded model in a new pool of `pool_bytes` at most (default: half of what the model leaves free).
 
-    A model with layers that are not in blocks runs on mlx-lm's own.
+    A model that nobody can describe, for its caches are of classes of its own, runs on them.
     """
     try:
         spec = spec_of_model(model, config_of(model), type(model).__module__.rpartition(".")[2])
     except SpecError as error:
         log.info("no pool: %s", error)
         spec = None
-    if spec is None or not spec.is_poolable:
+    if spec is None:
         return StockCaches(model, "", GuardedPromptCache(), batches_padded(model))
     return open_pooled(model, spec, default_pool_bytes() if pool_bytes is None else pool_bytes)
 
@@ -38,7 +38,7 @@ def open_caches(model: Any, pool_bytes: int | None = None) -> PooledCaches | Sto
 def open_pooled(
     model: Any, spec: ModelCacheSpec, pool_bytes: int, config: PoolConfig | None = None, store: PromptStore | None = None
 ) -> PooledCaches:
-    """The same for a model whose layers are all in blocks. Attaches it if its batches can be ragged.
+    """The same for a model that was described. Attaches it if its batches can be ragged.
 
     `store` has the records of these weights.
     """
@@ -49,7 +49,7 @@ def open_pooled(
     else:
         # A padded batch is not in the pool: it has half of the bytes to itself.
         slabs = Slabs(spec, pool_bytes // 2, config)
-        caches = PaddedCaches(PrefixCache(slabs, store=store), pool_bytes - pool_bytes // 2, batches_padded(model))
+        caches = PaddedCaches(PrefixCache(slabs, store=store), pool_bytes - pool_bytes // 2, batches_padded(model, spec))
     if step_synchronously_if_copied(model, slabs):
         log.info("Decode steps run one at a time; overlapping ones would copy the pool on this device")
     return caches

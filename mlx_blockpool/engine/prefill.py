@@ -6,6 +6,7 @@ prompt.
 
 from __future__ import annotations
 
+import time
 from collections.abc import Sequence
 from typing import Any
 
@@ -47,8 +48,12 @@ def still_shared(running: Running, other: Running) -> int:
     return shared if shared > other.computed else 0
 
 
-def compute(model: Any, rows: Sequence[Running], ends: Sequence[int], merges: bool) -> None:
-    """Compute tokens [computed, ends[i]) of each row. Several rows are padded on the right; caches ignore the padding."""
+def compute(model: Any, rows: Sequence[Running], ends: Sequence[int], merges: bool) -> tuple[int, float]:
+    """Compute tokens [computed, ends[i]) of each row. Returns how many, and the seconds that it took.
+
+    Several rows are padded on the right; caches ignore the padding.
+    """
+    start = time.perf_counter()
     chunks = [row.tokens[row.computed : end] for row, end in zip(rows, ends, strict=True)]
     assert merges or len(rows) == 1, "these caches cannot be merged"
     caches = [row.caches or [] for row in rows]
@@ -65,5 +70,8 @@ def compute(model: Any, rows: Sequence[Running], ends: Sequence[int], merges: bo
             layer.finalize()
     mx.eval([layer.state for layer in layers])
     mx.clear_cache()
-    for row, end in zip(rows, ends, strict=True):
+    for i, (row, end) in enumerate(zip(rows, ends, strict=True)):
         row.computed = end
+        if merges:
+            row.caches = [layer.extract(i) for layer in layers]
+    return sum(lengths), time.perf_counter() - start

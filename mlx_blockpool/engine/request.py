@@ -38,6 +38,15 @@ class Request:
 
 
 @dataclass(frozen=True)
+class Restoring:
+    """The request waits for tokens of its prompt that come from disk: `done` of the `total` that it starts with are there."""
+
+    uid: int
+    done: int
+    total: int
+
+
+@dataclass(frozen=True)
 class Started:
     """The request has caches now; `cached` tokens of its prompt need not be computed. `why` explains that."""
 
@@ -73,7 +82,7 @@ class Failed:
     error: Exception
 
 
-Event = Started | Progress | Token | Failed
+Event = Restoring | Started | Progress | Token | Failed
 
 
 class Running:

@@ -11,13 +11,15 @@ from mlx_lm.models.cache import LRUPromptCache, can_trim_prompt_cache
 from mlx_lm.models.cache import make_prompt_cache as stock_prompt_cache
 
 from .caches import Opened
-from .request import Running
+from .request import Restoring, Running
 
 
 class StockCaches:
     """In place of PooledCaches. What goes on is kept by copy; there is no limit but that of `known`."""
 
     ragged = False
+    pads_prompts = False
+    needs_marks = True
     keeps_chunks = False
 
     def __init__(self, model: Any, key: Any, known: GuardedPromptCache, merges: bool) -> None:
@@ -41,6 +43,13 @@ class StockCaches:
     def advance(self, idle: bool) -> bool:
         """Nothing is on disk."""
         return False
+
+    def restoring(self) -> list[Restoring]:
+        """Nothing is on its way."""
+        return []
+
+    def computed(self, tokens: int, seconds: float) -> None:
+        """Nobody asks how fast that was."""
 
     def stop_restoring(self) -> bool:
         """Nothing is on its way."""

@@ -8,6 +8,7 @@ import mlx.core as mx
 import numpy as np
 import pytest
 
+from mlx_blockpool.cache import contents as contents_module
 from mlx_blockpool.cache.contents import GROUP_SIZE, as_bytes, contents, copy_in, copy_out
 from mlx_blockpool.cache.slabs import Slabs
 from mlx_blockpool.config import PoolConfig
@@ -58,6 +59,20 @@ def bits_of(arrays: list[mx.array]) -> list[Any]:
     return [np.array(a.view(mx.uint32 if a.dtype == mx.float32 else mx.uint16)) for a in arrays]
 
 
+def given(slabs: Slabs, copies: list[mx.array], tokens: int = BLOCK_TOKENS, bits: int | None = None) -> list[Any]:
+    """What copy_in() takes, from what copy_out() gave."""
+    wanted = contents(slabs, slabs.full_groups, tokens, bits)
+    return [c.array(as_bytes(a)) for c, a in zip(wanted, copies, strict=True)]
+
+
+@pytest.fixture(params=[True, False], ids=["in place", "by the device"])
+def writes_in_place(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> bool:
+    """Devices that do not share the processor's memory are written to in another way."""
+    monkeypatch.setattr(contents_module, "shares_memory", lambda: request.param)
+    found: bool = request.param
+    return found
+
+
 def addresses(slabs: Slabs) -> list[int]:
     return [np.asarray(memoryview(a.view(mx.uint8))).ctypes.data for a in slabs.arrays()]
 
@@ -67,6 +82,7 @@ def assert_equal(expected: list[Any], found: list[Any]) -> None:
     assert all(np.array_equal(e, f) for e, f in zip(expected, found, strict=True))
 
 
+@pytest.mark.usefixtures("writes_in_place")
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize("slabs_count", [1, 8])
 def test_copies_are_bit_equal_and_come_back_bit_equal(dtype: str, slabs_count: int) -> None:
@@ -81,20 +97,20 @@ def test_copies_are_bit_equal_and_come_back_bit_equal(dtype: str, slabs_count: i
     _, (one, two) = take(target)
     kept = fill(target, one, 3)
     wanted = contents(target, target.full_groups, BLOCK_TOKENS)
-    arrays = [c.array(as_bytes(a)) for c, a in zip(wanted, copies, strict=True)]
     assert [(c.dtype, c.shape) for c in wanted] == [(a.dtype, a.shape) for a in copies]
-    copy_in(target, two, 0, arrays)
+    copy_in(target, two, 0, given(target, copies))
     assert_equal(before, bits_of(copy_out(target, two, 0, BLOCK_TOKENS)))
     assert_equal(kept, bits_of(copy_out(target, one, 0, BLOCK_TOKENS)))
     assert_equal(others, bits_of(copy_out(slabs, second, 0, BLOCK_TOKENS)))
 
 
+@pytest.mark.usefixtures("writes_in_place")
 @pytest.mark.parametrize(("start", "end"), [(0, 1), (0, 100), (100, 256), (255, 256)])
 def test_a_part_of_a_block_goes_where_it_belongs(start: int, end: int) -> None:
     slabs = make_slabs("bfloat16")
     _, (first, second) = take(slabs)
     source, target = fill(slabs, first, 1), fill(slabs, second, 2)
-    copy_in(slabs, second, start, copy_out(slabs, first, start, end))
+    copy_in(slabs, second, start, given(slabs, copy_out(slabs, first, start, end), end - start))
     for s, t, f in zip(source, target, bits_of(copy_out(slabs, second, 0, BLOCK_TOKENS)), strict=True):
         assert np.array_equal(f[:, start:end], s[:, start:end])
         assert np.array_equal(f[:, :start], t[:, :start])
@@ -111,7 +127,9 @@ def test_copies_outlive_the_block_and_its_next_content(dtype: str, blocks: int, 
     fill(slabs, first, 1)
     if bits:
         # Random bits have no scale.
-        copy_in(slabs, first, 0, [mx.ones(c.shape, c.dtype) for c in contents(slabs, slabs.full_groups, BLOCK_TOKENS)])
+        ones = [mx.ones(c.shape, c.dtype) for c in contents(slabs, slabs.full_groups, BLOCK_TOKENS)]
+        mx.eval(ones)
+        copy_in(slabs, first, 0, given(slabs, ones))
     copies = copy_out(slabs, first, 0, BLOCK_TOKENS, bits)
     views = [as_bytes(array) for array in copies]
     before = [bytes(view) for view in views]
@@ -123,6 +141,45 @@ def test_copies_outlive_the_block_and_its_next_content(dtype: str, blocks: int, 
     assert [bytes(view) for view in views] == before
 
 
+@pytest.mark.usefixtures("writes_in_place")
+@pytest.mark.parametrize("bits", [None, 8])
+def test_what_was_copied_in_may_change_at_once(bits: int | None) -> None:
+    """As memory does that the next record is read into."""
+    slabs = make_slabs()
+    _, (first, second) = take(slabs)
+    mx.random.seed(1)
+    wanted = contents(slabs, slabs.full_groups, BLOCK_TOKENS)
+    before = [mx.random.normal(c.shape) for c in wanted]
+    mx.eval(before)
+    copy_in(slabs, first, 0, given(slabs, before))
+    arrays = [array.copy() for array in given(slabs, copy_out(slabs, first, 0, BLOCK_TOKENS, bits), bits=bits)]
+    copy_in(slabs, second, 0, arrays, bits)
+    for array in arrays:
+        array[:] = 7
+    for expected, found in zip(before, copy_out(slabs, second, 0, BLOCK_TOKENS), strict=True):
+        assert mx.allclose(expected, found, atol=0.05 if bits else 0).item()
+
+
+@pytest.mark.usefixtures("writes_in_place")
+def test_a_step_in_flight_reads_what_was_there() -> None:
+    slabs = make_slabs(blocks=4, slabs=1)
+    _, (first, second) = take(slabs)
+    fill(slabs, first, 1)
+    slab, start = slabs.locate(*first[0])
+    before, expected = addresses(slabs), mx.sum(mx.abs(mx.nan_to_num(slab.keys[0]) > 0)).item()
+    big = mx.random.normal((1500, 1500))
+    for _ in range(4):
+        big = big @ big / 40
+    read = mx.sum(mx.abs(mx.nan_to_num(slab.keys[0]) > 0)) + 0 * big[0, 0].astype(mx.int32)
+    mx.async_eval(read)
+    del big
+    copy_in(slabs, second, 0, [np.full(c.shape, -1, np.float32) for c in contents(slabs, slabs.full_groups, BLOCK_TOKENS)])
+    assert read.item() == expected
+    assert addresses(slabs) == before
+    assert slab.keys[0][0, 0, start, 0].item() != -1
+
+
+@pytest.mark.usefixtures("writes_in_place")
 def test_no_slab_moves() -> None:
     slabs = make_slabs("bfloat16", blocks=4, slabs=1)
     _, places = take(slabs, 4)
@@ -131,7 +188,7 @@ def test_no_slab_moves() -> None:
     before = addresses(slabs)
     for source, target in ((0, 1), (1, 2), (2, 3)):
         copies = copy_out(slabs, places[source], 0, BLOCK_TOKENS)
-        copy_in(slabs, places[target], 0, copies)
+        copy_in(slabs, places[target], 0, given(slabs, copies))
         mx.eval(slabs.arrays())
     assert addresses(slabs) == before
 
@@ -150,6 +207,7 @@ def test_dtypes_have_the_names_of_the_safetensors_format(dtype: str, name: str) 
     assert {c.safetensors_dtype for c in contents(slabs, slabs.full_groups, 5, 8)} == {name, "U32"}
 
 
+@pytest.mark.usefixtures("writes_in_place")
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize("bits", [8, 4])
 def test_the_error_of_quantised_keys_is_bounded_by_their_range(dtype: str, bits: int) -> None:
@@ -158,12 +216,13 @@ def test_the_error_of_quantised_keys_is_bounded_by_their_range(dtype: str, bits:
     _, (first, second) = take(slabs)
     mx.random.seed(1)
     wanted = contents(slabs, slabs.full_groups, BLOCK_TOKENS)
-    given = [mx.random.normal(c.shape).astype(c.dtype) * 3 for c in wanted]
-    copy_in(slabs, first, 0, given)
+    values = [mx.random.normal(c.shape).astype(c.dtype) * 3 for c in wanted]
+    mx.eval(values)
+    copy_in(slabs, first, 0, given(slabs, values))
     copies = copy_out(slabs, first, 0, BLOCK_TOKENS, bits)
     stored = contents(slabs, slabs.full_groups, BLOCK_TOKENS, bits)
-    copy_in(slabs, second, 0, [c.array(as_bytes(a)) for c, a in zip(stored, copies, strict=True)], bits)
-    for before, after in zip(given, copy_out(slabs, second, 0, BLOCK_TOKENS), strict=True):
+    copy_in(slabs, second, 0, given(slabs, copies, bits=bits), bits)
+    for before, after in zip(values, copy_out(slabs, second, 0, BLOCK_TOKENS), strict=True):
         a, b = (np.array(x.astype(mx.float32)).reshape(-1, GROUP_SIZE) for x in (before, after))
         step = (a.max(1) - a.min(1)) / (2**bits - 1)
         rounding = 2.0 ** -{"float32": 23, "float16": 10, "bfloat16": 7}[dtype] * np.abs(a).max(1) * 2
@@ -179,5 +238,5 @@ def test_dims_that_do_not_divide_stay_as_they_are() -> None:
     assert contents(slabs, slabs.full_groups, 7, 8) == contents(slabs, slabs.full_groups, 7)
     _, (first, second) = take(slabs)
     before = fill(slabs, first, 1)
-    copy_in(slabs, second, 0, copy_out(slabs, first, 0, BLOCK_TOKENS, 4), 4)
+    copy_in(slabs, second, 0, given(slabs, copy_out(slabs, first, 0, BLOCK_TOKENS, 4), bits=4), 4)
     assert_equal(before, bits_of(copy_out(slabs, second, 0, BLOCK_TOKENS)))

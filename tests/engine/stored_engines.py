@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import shutil
 import threading
-from concurrent.futures import Future
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -18,7 +17,8 @@ from mlx_blockpool.engine.caches import PooledCaches
 from mlx_blockpool.engine.engine import BlockPoolBatchEngine
 from mlx_blockpool.prefix.cache import PrefixCache
 from mlx_blockpool.prefix.stored import StoredPrefixes
-from mlx_blockpool.store.disk import Disk
+from mlx_blockpool.store.disk import Disk, Into
+from mlx_blockpool.store.reader import Reading
 from mlx_blockpool.store.store import PromptStore
 
 
@@ -62,8 +62,8 @@ def read_at_once(store: PromptStore) -> None:
     """Every read has ended before anybody asks."""
     read = store.read
 
-    def done(expected: Any) -> Future[Any]:
-        found = read(expected)
+    def done(*wanted: Any) -> Reading:
+        found = read(*wanted)
         found.exception()
         return found
 
@@ -80,3 +80,7 @@ class GatedDisk(QuickDisk):
     def read(self, path: Path, start: int = 0, size: int | None = None) -> bytes:
         assert self.gate.wait(5)
         return super().read(path, start, size)
+
+    def read_into(self, path: Path, into: Into, most: int) -> memoryview:
+        assert self.gate.wait(5)
+        return super().read_into(path, into, most)

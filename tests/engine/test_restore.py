@@ -14,13 +14,14 @@ import pytest
 from engine.engines import Told, assert_nothing_held, assert_stock, bytes_of, drive, serve, stock_reply, words
 from engine.stored_engines import GatedDisk, Machine, killed, read_at_once, start, write_all
 from models import make_model
-from store.stores import DAMAGES, BrokenDisk, WatchedDisk, quarantined, record_files, temporaries
+from store.clock import Clock
+from store.damages import DAMAGES
+from store.stores import BrokenDisk, WatchedDisk, quarantined, record_files, temporaries
 
 from mlx_blockpool.cache.attention import attach
 from mlx_blockpool.cache.factory import open_pool
 from mlx_blockpool.engine import caches as caches_module
 from mlx_blockpool.engine.request import Request, Started, Token
-from mlx_blockpool.store import store as store_module
 
 BLOCK = 256
 SYSTEM = words(1, 700)
@@ -155,10 +156,8 @@ def test_a_conversation_is_written_little_more_than_once(tmp_path: Path) -> None
 @pytest.mark.parametrize("number", [errno.ENOSPC, errno.EROFS, errno.EIO])
 @pytest.mark.parametrize("call", ["create", "write", "sync", "rename"])
 def test_requests_go_on_without_a_disk_and_are_stored_again_with_one(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, call: str, number: int
+    tmp_path: Path, clock: Clock, call: str, number: int
 ) -> None:
-    clock = Clock()
-    monkeypatch.setattr(store_module, "time", clock)
     machine = start(tmp_path, disk=(disk := BrokenDisk()))
     talk(machine, 2, 1)
     write_all(machine)
@@ -238,18 +237,6 @@ def keys_of(machine: Machine, tokens: tuple[int, ...]) -> list[mx.array]:
     mx.eval(keys)
     machine.prefix.release(found.caches)
     return keys
-
-
-class Clock:
-    """In place of the module time: moves only by hand."""
-
-    now = 1_000_000.0
-
-    def monotonic(self) -> float:
-        return self.now
-
-    def time(self) -> float:
-        return self.now
 
 
 # -- beside running replies --------------------------------------------------------------------------------------------

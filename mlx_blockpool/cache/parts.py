@@ -1,0 +1,157 @@
+"""Caches of several parts, caches of chunks, and caches that nobody uses. Owned by the generation thread."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator
+from typing import Any
+
+import mlx.core as mx
+from mlx_lm.models.base import scaled_dot_product_attention
+from mlx_lm.models.cache import CacheList, ChunkedKVCache, KVCache, _BaseCache
+
+from ..spec import ChunkLayer
+from .layers import PooledKVCache
+from .sequence import Sequence
+from .slabs import View
+from .states import PooledArraysCache
+
+
+class PooledCacheList(CacheList):  # type: ignore[misc]
+    """Stands in for CacheList: its parts are pooled caches of one sequence, or of one batch."""
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> PooledCacheList:
+        return PooledCacheList(*(part.__deepcopy__(memo) for part in self.caches))
+
+    def extract(self, idx: int) -> PooledCacheList:
+        return PooledCacheList(*(part.extract(idx) for part in self.caches))
+
+
+class PooledChunkedKVCache(PooledKVCache, ChunkedKVCache):  # type: ignore[misc]
+    """Stands in for ChunkedKVCache: reads at most the last `chunk_size` tokens of those before a call, and what comes with it.
+
+    All tokens stay in blocks, so that a prefix is resumed at any of them.
+    """
+
+    def __init__(self, sequence: Sequence, layer: int) -> None:
+        super().__init__(sequence, layer)
+        assert isinstance(self.place.layer, ChunkLayer)
+        self.chunk_size = self.place.layer.chunk_size
+        self.start_position = 0
+
+    def maybe_trim_front(self) -> None:
+        self.start_position = max(self.start_position, self.offset - self.chunk_size)
+
+    def attend(self, queries: mx.array, keys: mx.array, values: mx.array, scale: float, mask: Any, sinks: Any) -> mx.array:
+        """As in PooledLayer, and never over more than `keys`: runs begin before the chunk does."""
+        out: mx.array = scaled_dot_product_attention(queries, keys, values, None, scale=scale, mask=mask, sinks=sinks)
+        return out
+
+    def keys_and_values(self) -> View:
+        keys, values = super().keys_and_values()
+        return keys[..., self.start_position :, :], values[..., self.start_position :, :]
+
+    def trim(self, n: int) -> int:
+        n = min(self.offset - self.start_position, n)
+        self.offset -= n
+        return n
+
+    @property
+    def state(self) -> tuple[Any, ...]:
+        """(keys, values, offset, chunk_size, start_position) as ChunkedKVCache has them."""
+        if self.empty():
+            return None, None, 0, self.chunk_size, 0
+        return *self.keys_and_values(), self.offset, self.chunk_size, self.start_position
+
+    @state.setter
+    def state(self, state: tuple[Any, ...]) -> None:
+        keys, values, self.offset, self.chunk_size, self.start_position = state
+        if self.offset:
+            start, count = self.start_position, self.offset - self.start_position
+            self.sequence.write(self.place, start, keys[..., :count, :], values[..., :count, :])
+
+    @classmethod
+    def from_state(cls, state: tuple[Any, ...]) -> ChunkedKVCache:
+        return ChunkedKVCache.from_state(state)
+
+    @classmethod
+    def merge(cls, caches: list[Any]) -> Any:
+        raise NotImplementedError("A model that cuts its own chunks asks its cache for one position; it takes no batch.")
+
+
+class UnusedKVCache(KVCache):  # type: ignore[misc]
+    """Stands in for a cache that mlx-lm makes for a layer without attention. It stays empty, alone and in a batch."""
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> UnusedKVCache:
+        return UnusedKVCache()
+
+    @classmethod
+    def merge(cls, caches: list[Any]) -> UnusedBatch:
+        return UnusedBatch()
+
+
+class UnusedBatch(_BaseCache):  # type: ignore[misc]
+    """As many UnusedKVCaches as anybody asks for."""
+
+    def extract(self, idx: int) -> UnusedKVCache:
+        return UnusedKVCache()
+
+    def filter(self, batch_indices: Any) -> None:
+        """Nothing is kept of anybody."""
+
+    def extend(self, other: UnusedBatch) -> None:
+        """Nothing is kept of anybody."""
+
+    def prepare(self, **_: Any) -> None:
+        """There is nothing to pad."""
+
+    def finalize(self) -> None:
+        """There is nothing to pad."""
+
+    def make_mask(self, *args: Any, **_: Any) -> Any:
+        return "causal" if args and args[0] > 1 else None
+
+    @property
+    def state(self) -> list[mx.array]:
+        return []
+
+    def empty(self) -> bool:
+        return True
+
+    @property
+    def nbytes(self) -> int:
+        return 0
+
+
+def leaves_of(caches: Iterable[Any]) -> list[Any]:
+    """The caches of one sequence, each list replaced by its parts, in the order of spec.leaves."""
+    return list(_leaves(caches))
+
+
+def as_stock(caches: Iterable[Any]) -> list[Any]:
+    """mlx-lm's own caches with the content of pooled ones, as its prompt-cache files take them."""
+    return [_as_stock(cache) for cache in caches]
+
+
+def _as_stock(cache: Any) -> Any:
+    if isinstance(cache, CacheList):
+        return CacheList(*as_stock(cache.caches))
+    return KVCache() if isinstance(cache, UnusedKVCache) else type(cache).from_state(cache.state)
+
+
+def sequence_of(caches: Iterable[Any]) -> Sequence | None:
+    """The sequence that pooled caches belong to; None for mlx-lm's own."""
+    found = [getattr(leaf, "sequence", None) for leaf in _leaves(caches) if not isinstance(leaf, UnusedKVCache)]
+    return found[0] if found and all(sequence is not None for sequence in found) else None
+
+
+def state_caches(caches: Iterable[Any]) -> dict[int, PooledArraysCache]:
+    """The caches of state layers, by their place among the leaves."""
+    return {i: leaf for i, leaf in enumerate(_leaves(caches)) if isinstance(leaf, PooledArraysCache)}
+
+
+def _leaves(caches: Iterable[Any]) -> Iterator[Any]:
+    for cache in caches:
+        if isinstance(cache, CacheList):
+            yield from _leaves(cache.caches)
+        else:
+            yield cache
