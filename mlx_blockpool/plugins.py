@@ -7,36 +7,50 @@ overrides a bundled one.
 from __future__ import annotations
 
 import importlib
+import inspect
 import traceback
+from collections.abc import Callable, Iterator
+from importlib.metadata import EntryPoint, entry_points
 from typing import Any
 
 import pluggy
 
 from . import hookspecs
-from .errors import BlockpoolError, PluginError
-from .spec import LayerSpec, ModelCacheSpec
+from .errors import BlockpoolError, PluginError, SpecError
+from .spec import CompositeLayer, FullLayer, LayerSpec, ModelCacheSpec, StateLayer
 
+GROUP = "mlx_blockpool"
 BUNDLED = ("default", "llama", "qwen2", "gemma3", "gpt_oss")
+NORMALISERS = ("volatile",)
+PACKAGE = "mlx_blockpool_plugins"
 
 
 def make_plugin_manager() -> pluggy.PluginManager:
     """All providers. Raises PluginError if one cannot be imported or implements a hook that does not exist."""
+    manager = empty_plugin_manager()
+    for name in (*BUNDLED, *NORMALISERS):
+        # Under the module's name: an installed plugin may be called like the architecture.
+        manager.register(importlib.import_module(f"{PACKAGE}.{name}"))
+    for point in entry_points(group=GROUP):
+        _load(point)
+    try:
+        manager.load_setuptools_entrypoints(GROUP)
+        manager.check_pending()
+    except pluggy.PluginValidationError as error:
+        raise PluginError(f"A plugin in entry-point group {GROUP} does not load: {error}. Fix or uninstall it.") from error
+    return manager
+
+
+def empty_plugin_manager() -> pluggy.PluginManager:
+    """A manager that knows the hooks and no provider."""
     manager = pluggy.PluginManager("mlx_blockpool")
     manager.add_hookspecs(hookspecs)
-    for name in BUNDLED:
-        # Under the module's name: an installed plugin may be called like the architecture.
-        manager.register(importlib.import_module(f"mlx_blockpool_plugins.{name}"))
-    try:
-        manager.load_setuptools_entrypoints("mlx_blockpool")
-        manager.check_pending()
-    except (pluggy.PluginValidationError, ImportError) as error:
-        raise PluginError(f"A plugin in entry-point group mlx_blockpool does not load: {error}. Fix or uninstall it.") from error
     return manager
 
 
 def spec_from_config(config: dict[str, Any], model_id: str, manager: pluggy.PluginManager | None = None) -> ModelCacheSpec:
     """Describe a model of which only config.json is at hand."""
-    return _ask(manager or make_plugin_manager(), None, config, model_id)
+    return _described(ask(manager or make_plugin_manager(), None, config, model_id), model_id)
 
 
 def spec_of_model(
@@ -46,8 +60,12 @@ def spec_of_model(
 
     Raises PluginError if the provider contradicts the model, SpecError if nobody can describe it.
     """
-    spec = _ask(manager or make_plugin_manager(), model, config, model_id)
-    return check_spec(spec, model)
+    manager = manager or make_plugin_manager()
+    spec = _described(ask(manager, model, config, model_id), model_id)
+    try:
+        return check_spec(spec, model)
+    except PluginError as error:
+        raise PluginError(f"{error} The spec is from {_who_says(manager, model, config, model_id)}.") from error
 
 
 def check_spec(spec: ModelCacheSpec, model: Any) -> ModelCacheSpec:
@@ -55,7 +73,7 @@ def check_spec(spec: ModelCacheSpec, model: Any) -> ModelCacheSpec:
 
     Raises PluginError that names the first layer that differs.
     """
-    traced = importlib.import_module("mlx_blockpool_plugins.default").trace(model, spec.model_id)
+    traced = importlib.import_module(f"{PACKAGE}.default").trace(model, spec.model_id)
     if len(spec.layers) != len(traced.layers):
         raise PluginError(
             f"{spec.model_id}: the spec has {len(spec.layers)} layers and the model makes {len(traced.layers)} caches."
@@ -67,19 +85,117 @@ def check_spec(spec: ModelCacheSpec, model: Any) -> ModelCacheSpec:
     return spec.with_dtype(traced.dtype)
 
 
-def _ask(manager: pluggy.PluginManager, model: Any, config: dict[str, Any], model_id: str) -> ModelCacheSpec:
+def ask(manager: pluggy.PluginManager, model: Any, config: dict[str, Any], model_id: str) -> ModelCacheSpec | None:
+    """What the providers say of a model, not compared with it; None: nobody says anything.
+
+    Raises PluginError that names the one which raised, or returned nonsense, and SpecError of one that cannot describe it.
+    """
     try:
         found = manager.hook.model_cache_spec(model=model, config=config, model_id=model_id)
+    except SpecError as error:
+        plugin = _raiser(manager, error)
+        if plugin is None or _is_bundled(plugin):
+            raise
+        raise SpecError(f"{str(error).rstrip('.')}. Said by {name_of(manager, plugin)}.") from error
     except BlockpoolError:
         raise
     except Exception as error:
-        # Anybody's code: what it raises is its own, and the frame it came from names it.
-        raise PluginError(f"{model_id}: {_culprit(error)} raised {type(error).__name__}: {error}.") from error
-    if not isinstance(found, ModelCacheSpec):
-        raise PluginError(f"{model_id}: found {type(found).__name__} from a provider; needed a ModelCacheSpec or None.")
+        # Anybody's code: what it raises is its own.
+        raise PluginError(
+            f"{model_id}: {_culprit(manager, error)} raised {type(error).__name__}: {error}. Fix or uninstall it."
+        ) from error
+    problem = None if found is None else _problem_with(found)
+    if problem is not None:
+        raise PluginError(
+            f"{model_id}: found {problem} from {_who_says(manager, model, config, model_id)}; needed a ModelCacheSpec or None."
+        )
+    assert found is None or isinstance(found, ModelCacheSpec)
     return found
 
 
-def _culprit(error: BaseException) -> str:
+def name_of(manager: pluggy.PluginManager, plugin: Any) -> str:
+    """A plugin in words: its distribution where it has one, its module and its file."""
+    where = plugin if inspect.ismodule(plugin) or inspect.isclass(plugin) else type(plugin)
+    name = where.__name__ if inspect.ismodule(where) else f"{where.__module__}.{where.__qualname__}"
+    try:
+        file = inspect.getsourcefile(where) or "no file"
+    except TypeError:
+        file = "no file"
+    dists = [dist for registered, dist in manager.list_plugin_distinfo() if registered is plugin]
+    named = f"plugin {dists[0].metadata['Name']} {dists[0].version}" if dists else "provider"
+    return f"{named} ({name}, {file})"
+
+
+def _load(point: EntryPoint) -> None:
+    """Import a plugin, so that one that does not load is named. Raises PluginError."""
+    try:
+        point.load()
+    except Exception as error:
+        # Anybody's code, as in ask().
+        dist = f"{point.dist.name} {point.dist.version}" if point.dist else "An unknown distribution"
+        raise PluginError(
+            f"{dist}: entry point {point.name} = {point.value} in group {GROUP} does not load: "
+            f"{type(error).__name__}: {error}. Fix or uninstall it."
+        ) from error
+
+
+def _described(found: ModelCacheSpec | None, model_id: str) -> ModelCacheSpec:
+    if found is None:
+        raise SpecError(f"{model_id}: no provider describes this model. Install a plugin that does.")
+    return found
+
+
+def _problem_with(found: Any) -> str | None:
+    if not isinstance(found, ModelCacheSpec):
+        return type(found).__name__
+    if not isinstance(found.layers, tuple):
+        return f"a spec whose layers are a {type(found.layers).__name__}, not a tuple,"
+    wrong = list(_no_layers(found.layers))
+    return f"a spec with {wrong[0]!r} for a layer" if wrong else None
+
+
+def _no_layers(layers: Any) -> Iterator[Any]:
+    """What is among layers, or parts of layers, and is no LayerSpec."""
+    if not isinstance(layers, tuple):
+        yield layers
+        return
+    for layer in layers:
+        if isinstance(layer, CompositeLayer):
+            yield from _no_layers(layer.parts)
+        elif not isinstance(layer, FullLayer | StateLayer):
+            yield layer
+
+
+def _who_says(manager: pluggy.PluginManager, model: Any, config: dict[str, Any], model_id: str) -> str:
+    """The provider whose answer counts: pluggy does not tell, so each is asked again, alone."""
+    given = {"model": model, "config": config, "model_id": model_id}
+    for impl in reversed(manager.hook.model_cache_spec.get_hookimpls()):
+        try:
+            if impl.function(*(given[name] for name in impl.argnames)) is not None:
+                return name_of(manager, impl.plugin)
+        except Exception:
+            break
+    return "a provider"
+
+
+def _culprit(manager: pluggy.PluginManager, error: BaseException) -> str:
+    """Who raised, and where."""
     frames = traceback.extract_tb(error.__traceback__)
-    return f"{frames[-1].filename}, line {frames[-1].lineno}" if frames else "a provider"
+    plugin = _raiser(manager, error)
+    line = f"{frames[-1].filename}, line {frames[-1].lineno}" if frames else "no file"
+    return f"a provider ({line})" if plugin is None else f"{name_of(manager, plugin)}, at {line},"
+
+
+def _raiser(manager: pluggy.PluginManager, error: BaseException) -> Any:
+    """The plugin whose hook an error came through; None: none."""
+    codes = {_code(impl.function): impl.plugin for impl in manager.hook.model_cache_spec.get_hookimpls()}
+    passed = (frame.f_code for frame, _ in traceback.walk_tb(error.__traceback__))
+    return next((codes[code] for code in passed if code in codes), None)
+
+
+def _code(function: Callable[..., Any]) -> Any:
+    return getattr(function, "__code__", None)
+
+
+def _is_bundled(plugin: Any) -> bool:
+    return inspect.ismodule(plugin) and plugin.__name__.startswith(f"{PACKAGE}.")

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import hashlib
 import json
+from collections.abc import Iterator
 from dataclasses import asdict, dataclass, replace
 from functools import cached_property
 from typing import ClassVar, TypeAlias
@@ -53,7 +54,7 @@ class WindowLayer(FullLayer):
 
 @dataclass(frozen=True)
 class ChunkLayer(FullLayer):
-    """Keys and values of the current chunk of `chunk_size` tokens."""
+    """Keys and values of which `chunk_size` tokens are read; all are kept, so that a prefix is resumed at any token."""
 
     kind: ClassVar[str] = "chunk"
     chunk_size: int
@@ -80,7 +81,7 @@ LayerSpec: TypeAlias = "FullLayer | WindowLayer | ChunkLayer | StateLayer | Comp
 
 @dataclass(frozen=True)
 class LayerGroup:
-    """Layers that look alike: one block id addresses the same 256 tokens in all of them."""
+    """Leaves that look alike: one block id addresses the same 256 tokens in all. `layers`: their places in spec.leaves."""
 
     layer: FullLayer
     layers: tuple[int, ...]
@@ -101,12 +102,14 @@ def blocks_for(tokens: int) -> int:
 class ModelCacheSpec:
     """The caches of one model: `layers` has one entry per cache that mlx-lm makes, in order.
 
-    `dtype` is the type of keys and values in memory: float32, float16 or bfloat16.
+    `dtype` is the type of keys and values in memory: float32, float16 or bfloat16. `batches` False: sequences side by side do
+    not give the replies that each gives alone, so that the model is never asked for several.
     """
 
     model_id: str
     layers: tuple[LayerSpec, ...]
     dtype: str = "float16"
+    batches: bool = True
 
     def __post_init__(self) -> None:
         if self.dtype not in DTYPE_BYTES:
@@ -115,19 +118,24 @@ class ModelCacheSpec:
             raise SpecError(f"{self.model_id}: a spec needs at least one layer.")
 
     @cached_property
+    def leaves(self) -> tuple[LayerSpec, ...]:
+        """The layers, each composite one replaced by its parts."""
+        return tuple(leaf for layer in self.layers for leaf in _leaves(layer))
+
+    @cached_property
     def groups(self) -> tuple[LayerGroup, ...]:
-        """Layer groups of the full and window layers, in order of their first layer."""
+        """Layer groups of the leaves that live in blocks, in order of their first leaf."""
         members: dict[FullLayer, list[int]] = {}
-        for index, layer in enumerate(self.layers):
+        for index, layer in enumerate(self.leaves):
             if is_poolable(layer):
                 assert isinstance(layer, FullLayer)
                 members.setdefault(layer, []).append(index)
         return tuple(LayerGroup(layer, tuple(layers)) for layer, layers in members.items())
 
     @property
-    def is_poolable(self) -> bool:
-        """Whether every layer lives in blocks."""
-        return all(is_poolable(layer) for layer in self.layers)
+    def needs_checkpoints(self) -> bool:
+        """Whether a prefix can be resumed only where its windows and states were kept."""
+        return any(isinstance(leaf, WindowLayer | StateLayer) for leaf in self.leaves)
 
     def bytes_per_token_per_layer(self, layer: LayerSpec, bits: int | None = None) -> int:
         """Keys and values of one token in one layer; `bits` as in memory_per_block_per_layer."""
@@ -147,11 +155,16 @@ class ModelCacheSpec:
 
     def bytes_per_token(self, bits: int | None = None) -> int:
         """What one more token costs once every window is full: its growing layers."""
-        return sum(self.bytes_per_token_per_layer(layer, bits) for layer in self.layers if _grows(layer))
+        return sum(self.bytes_per_token_per_layer(leaf, bits) for leaf in self.leaves if _grows(leaf))
 
     def fixed_bytes_per_agent(self) -> int:
         """State arrays of one sequence."""
         return sum(_state_bytes(layer) for layer in self.layers)
+
+    def bytes_per_checkpoint(self) -> int:
+        """What one checkpoint takes at most: full rings and states; 0: none is needed."""
+        rings = sum(self.bytes_per_block(g) * g.layer.max_blocks for g in self.groups if g.layer.max_blocks is not None)
+        return rings + self.fixed_bytes_per_agent()
 
     def blocks(self, tokens: int, layer: LayerSpec) -> int:
         """Blocks that one layer holds for a sequence of `tokens` tokens."""
@@ -159,8 +172,6 @@ class ModelCacheSpec:
             return sum(self.blocks(tokens, part) for part in layer.parts)
         if isinstance(layer, StateLayer):
             return 0
-        if isinstance(layer, ChunkLayer):
-            return blocks_for(min(tokens, layer.chunk_size))
         limit = layer.max_blocks
         return blocks_for(tokens) if limit is None else min(blocks_for(tokens), limit)
 
@@ -191,14 +202,20 @@ class ModelCacheSpec:
 
 
 def is_poolable(layer: LayerSpec) -> bool:
-    """Full and window layers live in blocks; the others in mlx-lm's own caches."""
-    return isinstance(layer, FullLayer) and layer.kind in ("full", "window") and layer.values_per_token > 0
+    """Whether a leaf lives in blocks: not states, and not caches that a model makes and never uses."""
+    return isinstance(layer, FullLayer) and layer.values_per_token > 0
 
 
-def _grows(layer: LayerSpec) -> bool:
+def _leaves(layer: LayerSpec) -> Iterator[LayerSpec]:
     if isinstance(layer, CompositeLayer):
-        return any(_grows(part) for part in layer.parts)
-    return layer.kind == "full"
+        for part in layer.parts:
+            yield from _leaves(part)
+    else:
+        yield layer
+
+
+def _grows(leaf: LayerSpec) -> bool:
+    return isinstance(leaf, FullLayer) and leaf.max_blocks is None
 
 
 def _state_bytes(layer: LayerSpec) -> int:

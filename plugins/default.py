@@ -9,14 +9,17 @@ import copy
 from typing import Any
 
 import mlx.core as mx
-from mlx_lm.models import cache as upstream
-from mlx_lm.utils import _get_classes
 
 from mlx_blockpool.errors import SpecError
 from mlx_blockpool.hookspecs import hookimpl
 from mlx_blockpool.spec import ChunkLayer, CompositeLayer, FullLayer, LayerSpec, ModelCacheSpec, StateLayer, WindowLayer
 
+from . import shapes
 from .config_layers import dtype_of
+
+# What a look at short prompts does not show: sparse attention chooses blocks of keys by their place in the cache, which padding
+# moves.
+ALONE = ("minimax_m3_vl",)
 
 
 @hookimpl
@@ -27,8 +30,7 @@ def model_cache_spec(model: Any, config: dict[str, Any], model_id: str) -> Model
         raise SpecError(f"{model_id}: found a config without model_type; needed mlx-lm's config.json of the model.")
     config = copy.deepcopy(config)  # mlx-lm's ModelArgs write into it
     try:
-        model_class, args_class = _get_classes(config)
-        model = model_class(args_class.from_dict(config))
+        model = shapes.build(config)
     except (KeyError, TypeError, ValueError) as error:
         raise SpecError(f"{model_id}: mlx-lm cannot build a model from this config: {error}") from error
     return trace(model, model_id).with_dtype(dtype_of(config))
@@ -39,14 +41,17 @@ def trace(model: Any, model_id: str) -> ModelCacheSpec:
 
     Raises SpecError for a cache class that mlx-lm 0.32 does not have.
     """
+    upstream = shapes.cache_module(model)
     caches = upstream.make_prompt_cache(model)
     model(mx.zeros((1, 1), mx.int32), cache=caches)
-    dtypes = [c.keys.dtype for c in caches if getattr(c, "keys", None) is not None]
+    leaves = [leaf for c in caches for leaf in getattr(c, "caches", (c,))]
+    dtypes = [leaf.keys.dtype for leaf in leaves if getattr(leaf, "keys", None) is not None]
     dtype = str(dtypes[0]).removeprefix("mlx.core.") if dtypes else "float16"
-    return ModelCacheSpec(model_id, tuple(_layer(c, model_id) for c in caches), dtype)
+    batches = type(model).__module__.rpartition(".")[2] not in ALONE
+    return ModelCacheSpec(model_id, tuple(_layer(c, upstream, model_id) for c in caches), dtype, batches)
 
 
-def _layer(cache: Any, model_id: str) -> LayerSpec:
+def _layer(cache: Any, upstream: Any, model_id: str) -> LayerSpec:
     # Exact types: a subclass may keep its content elsewhere.
     kind = type(cache)
     if kind is upstream.KVCache:
@@ -59,9 +64,9 @@ def _layer(cache: Any, model_id: str) -> LayerSpec:
         arrays = (a for a in cache.cache if a is not None)
         return StateLayer(tuple((tuple(a.shape), str(a.dtype).removeprefix("mlx.core.")) for a in arrays))
     if kind is upstream.CacheList:
-        return CompositeLayer(tuple(_layer(c, model_id) for c in cache.caches))
+        return CompositeLayer(tuple(_layer(c, upstream, model_id) for c in cache.caches))
     raise SpecError(
-        f"{model_id}: found cache class {kind.__module__}.{kind.__name__}, which has no layer kind. "
+        f"{model_id}: found cache class {shapes.module_of(kind)}.{kind.__name__}, which has no layer kind. "
         "Serve the model with mlx-lm's own caches, or install a plugin that describes it."
     )
 

@@ -1,0 +1,42 @@
+"""What a prompt normaliser is: it makes the volatile parts of a chat stay the same, so that its prefix is known again.
+
+Off unless a user asks for it by name, for it changes what the model sees. Knows messages as OpenAI's API has them; no tokens.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Any, Protocol, TypeAlias
+
+Message: TypeAlias = dict[str, Any]
+
+
+class Replies(Protocol):
+    """What this server has generated lately."""
+
+    def sampled(self, message: Message) -> str | None:
+        """The text as it was generated, for an assistant message that a client has sent back; None: not one of ours."""
+
+
+@dataclass(frozen=True)
+class Normaliser:
+    """`does`: one sentence that says exactly what the model sees instead. `apply` gets a chat, and returns another one."""
+
+    name: str
+    does: str
+    apply: Callable[[Sequence[Message], Replies], list[Message]]
+
+
+def map_text(message: Message, change: Callable[[str], str]) -> Message:
+    """A message whose text, given as a string or in parts, has been changed."""
+    content = message.get("content")
+    if isinstance(content, str):
+        return {**message, "content": change(content)}
+    if isinstance(content, list):
+        parts = [
+            {**part, "text": change(part["text"])} if isinstance(part, dict) and isinstance(part.get("text"), str) else part
+            for part in content
+        ]
+        return {**message, "content": parts}
+    return message

@@ -1,0 +1,78 @@
+"""Normalisers for what changes in prompts of agents from one request to the next."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Sequence
+
+from mlx_blockpool.hookspecs import hookimpl
+from mlx_blockpool.messages import Message, Normaliser, Replies, map_text
+
+# Lines that a client adds for its own book-keeping.
+BOOKKEEPING = re.compile(
+    r"^[ \t]*(?:x-anthropic-billing-header|x-request-id|(?:request|session|trace|conversation)[ _-]?id|nonce)"
+    r"[ \t]*[:=].*(?:\n|\Z)",
+    re.IGNORECASE | re.MULTILINE,
+)
+DATE = re.compile(
+    r"^[ \t]*(?:today's date(?: is)?|(?:the )?current (?:date|time|date and time)(?: is)?|date)[ \t]*:?[ \t].*\d.*(?:\n|\Z)",
+    re.IGNORECASE | re.MULTILINE,
+)
+SYSTEM = ("system", "developer")
+
+
+@hookimpl
+def prompt_normalisers() -> list[Normaliser]:
+    return [
+        Normaliser(
+            "bookkeeping",
+            "Lines of the system prompt that begin with x-anthropic-billing-header:, nonce: or a request, session, trace or "
+            "conversation id are left out.",
+            drop_bookkeeping,
+        ),
+        Normaliser(
+            "date",
+            "Lines of the system prompt that give the date or time are moved to the beginning of the last user message.",
+            move_dates,
+        ),
+        Normaliser(
+            "replay",
+            "Assistant messages that this server has generated are put back as they were generated, with their thinking and the "
+            "tool calls as they were written.",
+            replay,
+        ),
+    ]
+
+
+def drop_bookkeeping(messages: Sequence[Message], replies: Replies) -> list[Message]:
+    return [map_text(m, lambda text: BOOKKEEPING.sub("", text)) if m.get("role") in SYSTEM else m for m in messages]
+
+
+def move_dates(messages: Sequence[Message], replies: Replies) -> list[Message]:
+    moved: list[str] = []
+
+    def take(text: str) -> str:
+        moved.extend(found.group().strip() for found in DATE.finditer(text))
+        return DATE.sub("", text)
+
+    changed = [map_text(m, take) if m.get("role") in SYSTEM else m for m in messages]
+    last = max((i for i, m in enumerate(changed) if m.get("role") == "user"), default=None)
+    if not moved or last is None:
+        return list(messages)
+    changed[last] = _put_before("\n".join(moved) + "\n\n", changed[last])
+    return changed
+
+
+def replay(messages: Sequence[Message], replies: Replies) -> list[Message]:
+    changed = []
+    for message in messages:
+        said = replies.sampled(message) if message.get("role") == "assistant" else None
+        changed.append(message if said is None else {"role": "assistant", "content": said})
+    return changed
+
+
+def _put_before(text: str, message: Message) -> Message:
+    content = message.get("content")
+    if isinstance(content, list):
+        return {**message, "content": [{"type": "text", "text": text}, *content]}
+    return {**message, "content": text + (content or "")}

@@ -1,0 +1,109 @@
+"""The small configs cover mlx-lm's models, and the default provider describes each as it is."""
+
+from __future__ import annotations
+
+import ast
+import copy
+from pathlib import Path
+from typing import Any
+
+import mlx.core as mx
+import mlx_lm.models
+import pytest
+from mlx_lm.models import cache as upstream
+from mlx_lm.utils import _get_classes
+
+from architectures.configs import CONFIGS, NEEDS, OWN_CACHE, RUNNABLE, runs_here
+from mlx_blockpool import plugins
+from mlx_blockpool.errors import SpecError
+from mlx_blockpool.spec import CompositeLayer, LayerSpec, StateLayer
+
+DESCRIBED = [name for name in RUNNABLE if name not in OWN_CACHE]
+STATES_ONLY = ("mamba", "mamba2", "rwkv7")
+# The token ids that its n-grams look back on: the state has one more column a token until all are there.
+GROWING_STATE = ("longcat_flash_ngram",)
+
+
+def build(name: str) -> Any:
+    config = copy.deepcopy(CONFIGS[name])  # mlx-lm's ModelArgs write into it
+    model_class, args_class = _get_classes(config)
+    model = model_class(args_class.from_dict(config))
+    model.eval()
+    return model
+
+
+def run(model: Any, tokens: list[int]) -> list[Any]:
+    """The caches that mlx-lm makes, after these tokens went through the model."""
+    caches: list[Any] = upstream.make_prompt_cache(model)
+    mx.eval(model(mx.array([tokens]), cache=caches))
+    return caches
+
+
+def names_of(path: Path) -> set[str]:
+    """Classes that a module defines or imports by name."""
+    body = ast.parse(path.read_text(encoding="utf-8")).body
+    imported = {a.asname or a.name for node in body if isinstance(node, ast.ImportFrom) for a in node.names}
+    return imported | {node.name for node in body if isinstance(node, ast.ClassDef)}
+
+
+def seen(cache: Any) -> tuple[Any, ...]:
+    """What a layer spec has to say of this cache: its kind, then what it holds."""
+    kind = type(cache).__name__
+    if kind == "CacheList":
+        return "composite", *map(seen, cache.caches)
+    if kind == "ArraysCache":
+        return "state", *((tuple(a.shape), str(a.dtype).removeprefix("mlx.core.")) for a in cache.cache)
+    dims = (0, 0, 0) if cache.keys is None else (cache.keys.shape[1], cache.keys.shape[3], cache.values.shape[3])
+    own = {"RotatingKVCache": ("max_size", "keep"), "ChunkedKVCache": ("chunk_size",)}.get(kind, ())
+    kinds = {"KVCache": "full", "RotatingKVCache": "window", "ChunkedKVCache": "chunk"}
+    return kinds[kind], *dims, *(getattr(cache, name) for name in own)
+
+
+def told(layer: LayerSpec) -> tuple[Any, ...]:
+    """The same of a layer spec."""
+    if isinstance(layer, CompositeLayer):
+        return layer.kind, *map(told, layer.parts)
+    return layer.kind, *(layer.arrays if isinstance(layer, StateLayer) else vars(layer).values())
+
+
+def test_the_table_has_every_model_type_of_mlx_lm() -> None:
+    files = Path(mlx_lm.models.__path__[0]).glob("*.py")
+    assert {p.stem for p in files if {"Model", "ModelArgs"} <= names_of(p)} == set(CONFIGS)
+
+
+@pytest.mark.parametrize("name", CONFIGS)
+def test_a_config_is_of_the_type_that_it_is_listed_under(name: str) -> None:
+    assert CONFIGS[name]["model_type"] == name
+
+
+@pytest.mark.parametrize("name", sorted(set(CONFIGS) - set(RUNNABLE)))
+def test_what_does_not_run_here_needs_something_that_is_not_here(name: str) -> None:
+    assert not runs_here(name)
+    if NEEDS[name] == "hf_olmo":
+        with pytest.raises(SystemExit):
+            build(name)
+    else:
+        with pytest.raises(RuntimeError, match="No Metal back-end"):
+            run(build(name), [3])
+
+
+@pytest.mark.parametrize("name", DESCRIBED)
+def test_the_spec_is_what_the_model_makes(name: str) -> None:
+    spec = plugins.spec_from_config(CONFIGS[name], name)
+    model = build(name)
+    caches = run(model, [3] if name in GROWING_STATE else [3, 5, 7])
+    assert [told(layer) for layer in spec.layers] == [seen(cache) for cache in caches]
+    assert plugins.check_spec(spec, model).layers == spec.layers
+
+
+@pytest.mark.parametrize("name", [n for n in DESCRIBED if n not in STATES_ONLY])
+def test_the_dtype_is_the_models_own(name: str) -> None:
+    model = build(name)
+    assert plugins.spec_of_model(model, {**CONFIGS[name], "torch_dtype": "bfloat16"}, name).dtype == "float32"
+
+
+@pytest.mark.parametrize("name", OWN_CACHE)
+def test_a_cache_class_of_the_models_own_has_no_layer_kind(name: str) -> None:
+    assert {type(cache).__name__ for cache in run(build(name), [3, 5, 7])} == {OWN_CACHE[name]}
+    with pytest.raises(SpecError, match=OWN_CACHE[name]):
+        plugins.spec_from_config(CONFIGS[name], name)

@@ -1,0 +1,79 @@
+"""Every architecture of mlx-lm on pooled caches: the logits of mlx-lm's own caches, alone and in a batch, cold and warm."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import mlx.core as mx
+import pytest
+from mlx_lm.generate import generate_step
+
+from architectures.configs import OWN_CACHE, RUNNABLE
+from architectures.pooled import POOL, distance, logits, make_model, prompt, stock
+from architectures.table import in_readme, row_of, rows_in
+from mlx_blockpool.cache.attention import detach
+from mlx_blockpool.cache.factory import open_pool, pooled_caches
+from mlx_blockpool.config import EngineConfig
+from mlx_blockpool.engine.engine import BlockPoolBatchEngine
+from mlx_blockpool.engine.request import Failed, Request, Started, Token
+
+CHUNK = 64
+TOKENS = 12
+
+
+@pytest.mark.parametrize("name", [name for name in sorted(RUNNABLE) if name not in OWN_CACHE])
+def test_logits_are_those_of_stock(name: str) -> None:
+    """A prefill in two parts, beyond every window and chunk, and 16 tokens more."""
+    model = make_model(name)
+    chunks = [prompt(1, 37), prompt(2, 40)]
+    needed = logits(model, stock(model), chunks, 16)
+    found = logits(model, pooled_caches(open_pool(model, POOL)), chunks, 16)
+    assert distance(needed, found) <= 1e-5
+
+
+class Agents:
+    """An engine over a pool of its own, and what stock says alone."""
+
+    def __init__(self, name: str) -> None:
+        self.model = make_model(name)
+        self.engine = BlockPoolBatchEngine.open(self.model, POOL, EngineConfig(prefill_tokens=CHUNK))
+
+    def ask(self, prompts: list[list[int]]) -> tuple[list[list[int]], list[int]]:
+        """Greedy replies to prompts that are served together, and how many tokens of each were cached."""
+        uids = {self.engine.insert(Request(p, TOKENS)): i for i, p in enumerate(prompts)}
+        replies: list[list[int]] = [[] for _ in prompts]
+        cached = [0] * len(prompts)
+        while len(self.engine):
+            for event in self.engine.next():
+                if isinstance(event, Failed):
+                    raise event.error
+                if isinstance(event, Token):
+                    replies[uids[event.uid]].append(event.token)
+                elif isinstance(event, Started):
+                    cached[uids[event.uid]] = event.cached
+        return replies, cached
+
+    def close(self) -> None:
+        self.engine.close()
+        detach(self.model)
+
+
+def stock_reply(model: Any, tokens: list[int]) -> list[int]:
+    steps = generate_step(mx.array(tokens), model, max_tokens=TOKENS, prefill_step_size=CHUNK)
+    return [int(token) for token, _ in steps]
+
+
+@pytest.mark.parametrize("name", sorted(RUNNABLE))
+def test_agents_get_what_each_gets_alone_and_turn_two_reuses_turn_one(name: str) -> None:
+    agents = Agents(name)
+    try:
+        assert rows_in(in_readme())[name] == row_of(agents.engine.caches), "run python -m architectures.table in tests/"
+        prompts = [prompt(1, 77), prompt(1, 50) + prompt(3, 41), prompt(4, 9)]
+        replies, _ = agents.ask(prompts)
+        assert replies == [stock_reply(agents.model, p) for p in prompts]
+        later = [p + reply + prompt(9, 20) for p, reply in zip(prompts, replies, strict=True)]
+        again, cached = agents.ask(later)
+        assert again == [stock_reply(agents.model, p) for p in later]
+        assert cached == [len(p) + TOKENS for p in prompts]
+    finally:
+        agents.close()
