@@ -1,0 +1,100 @@
+"""The check of several sequences side by side in the engine."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import mlx.core as mx
+
+from ..cache.attention import detach
+from ..config import EngineConfig
+from ..engine.caches import PooledCaches
+from ..engine.engine import BlockPoolBatchEngine
+from ..engine.opening import open_pooled
+from ..engine.request import Failed, Request, Started, Token
+from .outcome import ConformanceError
+from .runs import HINT, allowed, cold, cut, distance
+from .subject import Subject
+
+CHUNK = 64
+# Attention over several runs of blocks, and padded batches, sum in another order.
+TOLERANCE = 1e-4
+AROUND = 64
+
+
+def check_batch(subject: Subject) -> str:
+    """Sequences of several lengths decode side by side as each alone; one joins late, others leave, one goes and comes back."""
+    caches = open_pooled(subject.model, subject.spec, 2 * subject.pool_bytes)
+    engine = BlockPoolBatchEngine(subject.model, caches, EngineConfig(prefill_tokens=CHUNK))
+    try:
+        reach = max([AROUND, *subject.short_sizes])
+        table = _Table(subject, engine)
+        table.seat(subject.tokens(1, reach + 13), 16)
+        table.seat(subject.tokens(2, 9), 5)
+        table.seat(subject.tokens(3, reach - 3), 11)
+        leaves = table.seat(subject.tokens(4, 30), 40)
+        table.go_on(until=leaves, count=4)
+        table.seat(subject.tokens(5, 41), 8)
+        table.go_on(until=leaves, count=7)
+        said = table.send_away(leaves)
+        back = table.seat([*table.prompts[leaves], *said, *subject.tokens(6, 12)], 6)
+        table.go_on()
+        held = len(table.prompts[leaves]) + len(said) - 1
+        if table.cached[back] < held:
+            raise ConformanceError(f"{table.cached[back]} tokens of a cancelled request known", f"{held} at least", HINT)
+        gap = max(map(table.compared, table.prompts))
+    finally:
+        engine.close()
+        detach(subject.model)
+    return f"{len(table.prompts)} sequences, {_how(caches)}; within {gap:.0e} of the largest logprob"
+
+
+class _Table:
+    """Requests in an engine, by uid, and what was told of them."""
+
+    def __init__(self, subject: Subject, engine: BlockPoolBatchEngine) -> None:
+        self.subject = subject
+        self.engine = engine
+        self.prompts: dict[int, list[int]] = {}
+        self.told: dict[int, list[tuple[int, mx.array]]] = {}
+        self.cached: dict[int, int] = {}
+
+    def seat(self, tokens: Sequence[int], count: int) -> int:
+        uid = self.engine.insert(Request(list(tokens), count))
+        self.prompts[uid], self.told[uid] = list(tokens), []
+        return uid
+
+    def go_on(self, until: int | None = None, count: int = 0) -> None:
+        """Until the request `until` was told `count` tokens, or all are through."""
+        while len(self.engine) and (until is None or len(self.told[until]) < count):
+            for event in self.engine.next():
+                if isinstance(event, Failed):
+                    raise event.error
+                if isinstance(event, Token):
+                    self.told[event.uid].append((event.token, event.logprobs))
+                elif isinstance(event, Started):
+                    self.cached[event.uid] = event.cached
+
+    def send_away(self, uid: int) -> list[int]:
+        """Cancel a request; what it was told."""
+        self.engine.cancel(uid)
+        return [token for token, _ in self.told[uid]]
+
+    def compared(self, uid: int) -> float:
+        """How far the logprobs of a request are from those that it gets alone, on mlx-lm's caches. Raises ConformanceError."""
+        prompt, told = self.prompts[uid], self.told[uid]
+        ends = [self.cached[uid], *range(CHUNK, len(prompt) - 1, CHUNK)]
+        parts = [*cut(prompt[:-1], ends), prompt[-1:], *([token] for token, _ in told[:-1])]
+        tolerance = allowed(self.subject, cut(prompt, [*ends, len(prompt) - 1]), TOLERANCE)
+        alone = cold(self.subject, parts)[len(parts) - len(told) :]
+        needed = [row - mx.logsumexp(row) for row in alone]
+        apart = distance(needed, [row.astype(mx.float32) for _, row in told])
+        for step, gap in enumerate(apart):
+            if not gap <= tolerance:
+                found = f"logprobs of step {step} behind a prompt of {len(prompt)} tokens that differ by {gap:.1e}"
+                raise ConformanceError(f"{found} beside others", f"{tolerance:.0e} at most from those alone", HINT)
+        return max(apart)
+
+
+def _how(caches: PooledCaches) -> str:
+    return "ragged" if caches.ragged else "padded" if caches.merges else "one at a time, as the model's batches are not right"

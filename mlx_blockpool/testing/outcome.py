@@ -1,0 +1,35 @@
+"""What a check comes to. Knows no models."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+PASSED, FAILED, NOT_CHECKED = "passed", "FAILED", "not checked"
+
+
+class ConformanceError(AssertionError):
+    """A check failed. Says what was found, what was needed and what to do."""
+
+    def __init__(self, found: str, needed: str, hint: str) -> None:
+        super().__init__(f"Found {found}; needed {needed}. {hint}")
+
+
+class NotCheckedError(Exception):
+    """A check has nothing to look at; the message says why."""
+
+
+@dataclass(frozen=True)
+class Result:
+    """What became of one check: "passed", "FAILED" or "not checked"; `text`: what was looked at, what was found, or why not."""
+
+    check: str
+    outcome: str
+    text: str
+
+    @property
+    def passed(self) -> bool:
+        """Whether the check found nothing wrong; also where it had nothing to look at."""
+        return self.outcome != FAILED
+
+    def __str__(self) -> str:
+        return f"{self.check}: {self.outcome}. {self.text}"

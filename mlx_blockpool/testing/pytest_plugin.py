@@ -1,0 +1,97 @@
+"""`pytest --blockpool-config config.json`: the checks for the model of a config, as the installed plugins describe it.
+
+Alone it runs these checks only; beside paths it runs both. Imports nothing of ours until a config is given.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+OPTION = "--blockpool-config"
+
+
+def pytest_addoption(parser: pytest.Parser) -> None:
+    text = (
+        "check that mlx-blockpool works for the tiny model of this config.json, or folder, as the installed plugins describe it"
+    )
+    parser.getgroup("blockpool").addoption(OPTION, action="append", default=[], metavar="FILE", help=f"{text}; may be repeated")
+
+
+def pytest_configure(config: pytest.Config) -> None:
+    configs = [str(path) for path in _configs(config)]
+    if configs and config.args_source is not pytest.Config.ArgsSource.ARGS:
+        config.args = []
+    config.args += configs
+
+
+def pytest_collect_file(file_path: Path, parent: pytest.Collector) -> pytest.Collector | None:
+    if file_path in _configs(parent.config):
+        return ConfigFile.from_parent(parent, path=file_path)
+    return None
+
+
+class ConfigFile(pytest.File):
+    """A config.json, and a test for each check of its model."""
+
+    subject: Any = None
+
+    def collect(self) -> Iterator[pytest.Item]:
+        from .kit import CHECKS
+
+        for check in CHECKS:
+            yield CheckItem.from_parent(self, name=check)
+
+    def described(self) -> Any:
+        """The Subject, made once for all checks."""
+        from .subject import Subject
+
+        if self.subject is None:
+            self.subject = Subject(_read(self.path))
+        return self.subject
+
+
+class CheckItem(pytest.Item):
+    """One check."""
+
+    def runtest(self) -> None:
+        from .kit import run_check
+        from .outcome import NotCheckedError
+
+        assert isinstance(self.parent, ConfigFile)
+        try:
+            self.add_report_section("call", "looked at", run_check(self.name, self.parent.described()))
+        except NotCheckedError as reason:
+            pytest.skip(str(reason))
+
+    def repr_failure(self, excinfo: pytest.ExceptionInfo[BaseException], style: Any = None) -> Any:
+        from .outcome import ConformanceError
+
+        if isinstance(excinfo.value, ConformanceError) and excinfo.value.__cause__ is None:
+            return f"{self.name}: {excinfo.value}"
+        return super().repr_failure(excinfo, style)
+
+    def reportinfo(self) -> tuple[Path, int | None, str]:
+        return self.path, None, f"{self.path.name}: {self.name}"
+
+
+def _configs(config: pytest.Config) -> list[Path]:
+    """The files of --blockpool-config."""
+    found = [config.invocation_params.dir / given for given in config.getoption(OPTION)]
+    return [(path / "config.json" if path.is_dir() else path).resolve() for path in found]
+
+
+def _read(path: Path) -> dict[str, Any]:
+    try:
+        found = json.loads(path.read_text(encoding="utf-8"))
+    except (OSError, ValueError) as error:
+        raise pytest.UsageError(f"Cannot read {path}: {error}. Needed the config.json of a tiny model.") from error
+    if not isinstance(found, dict):
+        raise pytest.UsageError(
+            f"Found a {type(found).__name__} in {path}; needed the config.json of a tiny model, a JSON object."
+        )
+    return found

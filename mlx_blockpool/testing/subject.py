@@ -1,0 +1,181 @@
+"""Subject: a tiny model, and what a provider says of its caches. What every check is given.
+
+Knows how to make a model of a config; does not know what is checked.
+"""
+
+from __future__ import annotations
+
+import copy
+import random
+from functools import cached_property
+from typing import Any
+
+import mlx.core as mx
+import mlx.nn as nn
+import pluggy
+from mlx.utils import tree_flatten, tree_map
+from mlx_lm.utils import _get_classes
+
+from ..cache.factory import config_of
+from ..cache.slabs import Slabs
+from ..errors import BlockpoolError
+from ..plugins import ask, check_spec, empty_plugin_manager, make_plugin_manager
+from ..spec import ChunkLayer, ModelCacheSpec, StateLayer, WindowLayer
+from .outcome import ConformanceError
+
+MOST_PARAMETERS = 50_000_000
+# Windows and chunks up to here are checked beyond their end.
+MOST_TOKENS = 1100
+POOL_BYTES = 64_000_000
+ROOM = 12
+
+
+class Subject:
+    """A tiny model in float32, to which a loaded one is cast, and its provider.
+
+    `model`: a loaded mlx-lm model, the config.json of one as a dict, or a function that returns either. `provider`: a module or
+    object with the hook, asked alone; None: all that are installed, as the server asks them. `config`: the config.json of a model
+    that was loaded; None: what its args say.
+    """
+
+    def __init__(self, model: Any, provider: Any = None, config: dict[str, Any] | None = None) -> None:
+        # A module of mlx is a dict too.
+        if not isinstance(model, dict) and callable(model):
+            model = model()
+        if isinstance(model, dict) and not isinstance(model, nn.Module):
+            config, model = model, tiny_model(model)
+        if not isinstance(model, nn.Module):
+            needed = "an mlx-lm model, its config.json as a dict, or a function that returns one of them"
+            raise ConformanceError(f"{type(model).__name__} for a model", needed, "See mlx_blockpool.testing.Subject.")
+        model.set_dtype(mx.float32)
+        model.eval()
+        self.model = model
+        self.config = in_float32(config_of(model) if config is None else config)
+        self.model_id = type(model).__module__.rpartition(".")[2]
+        self.provider = provider
+        self.manager = make_plugin_manager() if provider is None else _manager_of(provider)
+
+    def asked(self, model: Any, config: dict[str, Any]) -> ModelCacheSpec | None:
+        """What the provider says; None: it leaves the model to others. Raises PluginError for nonsense, and SpecError."""
+        if self.provider is not None:
+            hook = self.manager.hook.model_cache_spec
+            if not hook.get_hookimpls():
+                raise ConformanceError(
+                    f"no hook in {self.provider!r}", "a function model_cache_spec", "Mark it with mlx_blockpool.hookimpl."
+                )
+        return ask(self.manager, model, config, self.model_id)
+
+    @cached_property
+    def spec(self) -> ModelCacheSpec:
+        """What the provider says of the model. Raises ConformanceError if that is nothing."""
+        found = self.asked(self.model, copy.deepcopy(self.config))
+        if found is None:
+            raise ConformanceError(
+                f"None for a model of type {self.config.get('model_type', self.model_id)!r}",
+                "a ModelCacheSpec",
+                "Return None for models of other types only.",
+            )
+        return found
+
+    @cached_property
+    def wrong(self) -> str | None:
+        """What is wrong with the spec, so that nothing else can be right; None: nothing."""
+        try:
+            check_spec(self.spec, self.model)
+        except (ConformanceError, BlockpoolError) as error:
+            return str(error)
+        return None
+
+    @cached_property
+    def vocabulary(self) -> int:
+        """Tokens that the model knows."""
+        caches = self.stock()
+        return int(self.model(mx.zeros((1, 1), mx.int32), cache=caches).shape[-1])
+
+    @cached_property
+    def sizes(self) -> list[int]:
+        """The lengths of windows and chunks, in tokens."""
+        windows = {leaf.max_size for leaf in self.spec.leaves if isinstance(leaf, WindowLayer)}
+        return sorted(windows | {leaf.chunk_size for leaf in self.spec.leaves if isinstance(leaf, ChunkLayer)})
+
+    @property
+    def short_sizes(self) -> list[int]:
+        """Those that a tiny model can be run beyond."""
+        return [size for size in self.sizes if size <= MOST_TOKENS]
+
+    @property
+    def has_states(self) -> bool:
+        return any(isinstance(leaf, StateLayer) for leaf in self.spec.leaves)
+
+    def stock(self) -> list[Any]:
+        """mlx-lm's own caches of one sequence."""
+        from mlx_lm.models.cache import make_prompt_cache
+
+        found: list[Any] = make_prompt_cache(self.model)
+        return found
+
+    @property
+    def pool_bytes(self) -> int:
+        """Room for a dozen sequences of the longest kind."""
+        return max(POOL_BYTES, ROOM * (self.spec.bytes_per_agent(3 * MOST_TOKENS) + self.spec.bytes_per_checkpoint()))
+
+    def slabs(self) -> Slabs:
+        """A new pool."""
+        return Slabs(self.spec, self.pool_bytes)
+
+    def tokens(self, seed: int, count: int) -> list[int]:
+        """Random ones; not the last of the vocabulary, which often mean something."""
+        return random.Random(seed).choices(range(1, max(2, self.vocabulary * 9 // 10)), k=count)
+
+
+def _manager_of(provider: Any) -> pluggy.PluginManager:
+    manager = empty_plugin_manager()
+    try:
+        manager.register(provider)
+        manager.check_pending()
+    except pluggy.PluginValidationError as error:
+        hint = "The README has the signature of each hook; an implementation takes the arguments that it needs."
+        raise ConformanceError(" ".join(str(error).split()), "hooks and arguments that there are", hint) from error
+    return manager
+
+
+def tiny_model(config: dict[str, Any]) -> Any:
+    """The mlx-lm model of a config.json, float32, with random weights in which a wrong key shows.
+
+    Raises ConformanceError if mlx-lm has none, or if it is not tiny.
+    """
+    config = copy.deepcopy(config)  # mlx-lm's ModelArgs write into it
+    try:
+        model_class, args_class = _get_classes(config)
+        model = model_class(args_class.from_dict(config))
+    except (KeyError, TypeError, ValueError) as error:
+        raise ConformanceError(
+            f"{type(error).__name__}: {error}",
+            "the config.json of a model that mlx-lm has",
+            "Give a model instead.",
+        ) from error
+    size = sum(value.size for _, value in tree_flatten(model.parameters()))
+    if size > MOST_PARAMETERS:
+        raise ConformanceError(
+            f"a model of {size:,} parameters",
+            f"a tiny one, {MOST_PARAMETERS:,} at most",
+            "Lower hidden_size, intermediate_size, num_hidden_layers and vocab_size in a copy of its config.json.",
+        )
+    keys = iter(mx.random.split(mx.random.key(0), len(tree_flatten(model.parameters())) + 1))
+    model.update(tree_map(lambda value: _random(value, next(keys)), model.parameters()))
+    mx.eval(model.parameters())
+    model.eval()
+    return model
+
+
+def in_float32(config: dict[str, Any]) -> dict[str, Any]:
+    """A config as it would be if the model were published in float32, as the kit runs it."""
+    found = {**copy.deepcopy(config), "torch_dtype": "float32"}
+    for part in (found, found.get("text_config")):
+        if isinstance(part, dict):
+            part.update({key: "float32" for key in ("torch_dtype", "dtype") if part.get(key)})
+    return found
+
+
+def _random(value: Any, key: mx.array) -> Any:
+    return mx.random.normal(value.shape, key=key) * 0.25 if mx.issubdtype(value.dtype, mx.floating) else value

@@ -1,0 +1,122 @@
+"""`pytest --blockpool-config` and the class Conformance, in processes of their own."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+import tomllib
+from pathlib import Path
+from typing import Any
+
+import pytest
+from architectures.configs import CONFIGS
+from testing.runs_pytest import PLUGIN
+
+from mlx_blockpool.testing import CHECKS
+
+pytest_plugins = ["pytester"]
+
+TESTS = str(Path(__file__).parent.parent)
+WRONG = f"""
+import sys
+sys.path.insert(0, {TESTS!r})
+from architectures.configs import CONFIGS
+from testing import saboteurs
+from mlx_blockpool.testing import Conformance
+
+class TestWrong(Conformance):
+    config = CONFIGS["llama"]
+    provider = saboteurs.Provider("llama", saboteurs.one_less)
+
+class TestRight(Conformance):
+    provider = saboteurs.Provider("jamba")
+    made = 0
+
+    def make_model(self):
+        from mlx_blockpool.testing import tiny_model
+        type(self).made += 1
+        assert self.made == 1
+        return tiny_model(CONFIGS["jamba"])
+"""
+
+
+def run(pytester: pytest.Pytester, *arguments: str) -> pytest.RunResult:
+    return pytester.runpytest_subprocess(*PLUGIN, "-p", "no:cacheprovider", *arguments, timeout=60)
+
+
+def write(pytester: pytest.Pytester, config: Any, name: str = "config.json") -> str:
+    path = pytester.path / name
+    path.parent.mkdir(exist_ok=True)
+    path.write_text(config if isinstance(config, str) else json.dumps(config))
+    return name
+
+
+def test_a_config_is_checked_and_other_tests_are_not_run(pytester: pytest.Pytester) -> None:
+    pytester.makepyfile("def test_mine(): assert False")
+    ran = run(pytester, "-v", "-rs", "--blockpool-config", write(pytester, CONFIGS["jamba"]))
+    ran.assert_outcomes(passed=len(CHECKS) - 1, skipped=1)
+    ran.stdout.fnmatch_lines([f"config.json::{check} PASSED*" for check in CHECKS if check != "wrap"])
+    ran.stdout.fnmatch_lines(["SKIPPED * No layer has a window or a chunk."])
+
+
+def test_beside_paths_both_are_run(pytester: pytest.Pytester) -> None:
+    mine = pytester.makepyfile("def test_mine(): pass")
+    write(pytester, CONFIGS["mamba2"], "model/config.json")
+    ran = run(pytester, mine.name, "--blockpool-config", "model")
+    ran.assert_outcomes(passed=len(CHECKS), skipped=1)
+
+
+def test_what_fails_is_said_without_a_traceback(pytester: pytest.Pytester) -> None:
+    ran = run(pytester, "--blockpool-config", write(pytester, {**CONFIGS["llama"], "hidden_size": 65_536}))
+    ran.assert_outcomes(failed=len(CHECKS))
+    ran.stdout.fnmatch_lines(["spec: Found a model of * parameters; needed a tiny one, 50,000,000 at most. Lower hidden_size*"])
+    ran.stdout.no_fnmatch_line("*Traceback*")
+
+
+@pytest.mark.parametrize(
+    ("text", "said"), [("{", "Cannot read *config.json: *"), ("[]", "Found a list in *config.json; needed *")]
+)
+def test_what_is_no_config_is_said(pytester: pytest.Pytester, text: str, said: str) -> None:
+    ran = run(pytester, "--blockpool-config", write(pytester, text))
+    assert ran.ret != 0
+    ran.stdout.fnmatch_lines([f"*{said}"])
+
+
+def test_a_config_that_is_not_there_is_an_error(pytester: pytest.Pytester) -> None:
+    ran = run(pytester, "--blockpool-config", "nothing.json")
+    assert ran.ret == pytest.ExitCode.USAGE_ERROR
+    ran.stderr.fnmatch_lines(["*nothing.json*"])
+
+
+def test_a_class_has_a_test_for_each_check(pytester: pytest.Pytester) -> None:
+    pytester.makepyfile(WRONG)
+    ran = run(pytester, "-v")
+    right, wrong = len(CHECKS) - 1, len(CHECKS) - 3
+    ran.assert_outcomes(passed=right + 2, failed=1, skipped=1 + wrong)
+    ran.stdout.fnmatch_lines(["*TestWrong::test_spec FAILED*", "*TestRight::test_damage PASSED*"])
+    ran.stdout.fnmatch_lines(["*ConformanceError: Found llama: the spec has 3 layers and the model makes 4 caches; needed *"])
+    ran.stdout.no_fnmatch_line("*::test_class*")
+
+
+def test_without_the_option_nothing_of_ours_is_imported(pytester: pytest.Pytester) -> None:
+    pytester.makepyfile("""
+        import sys
+        def test_light():
+            loaded = {m.partition(".")[0] for m in sys.modules}
+            assert not loaded & {"mlx", "mlx_lm", "numpy"}
+            assert {m for m in sys.modules if m.startswith("mlx_blockpool.")} <= {
+                "mlx_blockpool.testing", "mlx_blockpool.testing.pytest_plugin"
+            }
+    """)
+    run(pytester).assert_outcomes(passed=1)
+
+
+def test_the_plugin_is_an_entry_point_of_the_package() -> None:
+    project = tomllib.loads((Path(TESTS).parent / "pyproject.toml").read_text())["project"]
+    assert project["entry-points"]["pytest11"] == {"blockpool": "mlx_blockpool.testing.pytest_plugin"}
+
+
+def test_importing_the_kit_imports_no_mlx() -> None:
+    code = "import sys, mlx_blockpool.testing; print({'mlx', 'mlx.core', 'mlx_lm', 'pytest'} & set(sys.modules))"
+    assert subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True).stdout == "set()\n"
