@@ -1,0 +1,160 @@
+"""A model's config.json, its spec and what its weights take in memory, before anything of it is loaded.
+
+Reads config.json, the index of the weights and the first 8 bytes of their files. Does not know what is planned with it.
+"""
+
+from __future__ import annotations
+
+import importlib
+import json
+import os
+import re
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any
+
+from .calculator import Weights, parts
+from .demo import model_path
+from .errors import BlockpoolError, PluginError, SpecError
+from .plugins import spec_from_config
+from .spec import FullLayer, ModelCacheSpec
+
+INDEX = "model.safetensors.index.json"
+
+
+@dataclass(frozen=True)
+class ModelFile:
+    """`name` as it was given; `path` of its config.json, and what is in it."""
+
+    name: str
+    path: Path
+    config: dict[str, Any]
+
+    @property
+    def model_type(self) -> str:
+        return str(self.config.get("model_type", ""))
+
+    @property
+    def longest_context(self) -> int | None:
+        """max_position_embeddings, where config.json has it."""
+        text = self.config.get("text_config")
+        for part in (self.config, text if isinstance(text, dict) else {}):
+            found = part.get("max_position_embeddings")
+            if type(found) is int and found > 0:
+                return found
+        return None
+
+
+def find(model: str) -> ModelFile:
+    """`demo`, a model folder, a config.json or the id of a downloaded model. Raises BlockpoolError if there is none."""
+    path = _config_path(model)
+    return ModelFile(model, path, _read_config(path))
+
+
+def spec_of(found: ModelFile) -> ModelCacheSpec:
+    """Raises SpecError if config.json says too little, or nobody knows the model."""
+    try:
+        return _checked(spec_from_config(found.config, found.name))
+    except (SpecError, PluginError) as error:
+        # mlx-lm's own messages may have several lines.
+        said = " ".join(str(error).split()).rstrip(".")
+        raise SpecError(
+            f"{said}. Needed a config.json that describes an mlx-lm model; check {found.path} or install a plugin for it."
+        ) from error
+
+
+def weights_of(found: ModelFile) -> Weights:
+    """From the files if they are all there, else from their index, else an estimate from config.json."""
+    if found.path.name == "config.json":
+        folder = found.path.parent
+        index = _read_index(folder / INDEX)
+        files = {path.name: size for path in folder.glob("model*.safetensors") if (size := _data_bytes(path)) is not None}
+        if files and set(index["weight_map"].values() if index else files) <= set(files):
+            return Weights(sum(files.values()), "files")
+        total = index["metadata"].get("total_size") if index else None
+        if isinstance(total, int | float) and total > 0:
+            return Weights(int(total), "index")
+    return _estimate(found.config)
+
+
+def _estimate(config: dict[str, Any]) -> Weights:
+    shapes = importlib.import_module("mlx_blockpool_plugins.shapes")
+    try:
+        size, parameters, bits = shapes.weight_bytes(json.loads(json.dumps(config)))
+    except Exception:
+        # Of a model that mlx-lm does not build a plugin may still know the caches: the plan goes on without its weights.
+        return Weights()
+    return Weights(size, "estimate", parameters, bits)
+
+
+def _data_bytes(path: Path) -> int | None:
+    """Bytes of the arrays in a safetensors file; None if it is none, such as a pointer that git-lfs left."""
+    try:
+        with open(path, "rb") as file:
+            header = int.from_bytes(file.read(8), "little")
+        size = os.path.getsize(path) - 8 - header
+    except OSError:
+        # The hub's cache keeps links to what it has dropped.
+        return None
+    return size if size > 0 else None
+
+
+def _read_index(path: Path) -> dict[str, Any]:
+    """Its metadata and weight_map; empty if they are not there."""
+    try:
+        found = json.loads(path.read_text(encoding="utf-8"))
+    except (OSError, ValueError):
+        return {}
+    parts = {key: found.get(key) for key in ("metadata", "weight_map")} if isinstance(found, dict) else {}
+    return parts if parts and all(isinstance(part, dict) for part in parts.values()) else {}
+
+
+def _config_path(model: str) -> Path:
+    path = Path(model_path() if model == "demo" else model)
+    path = path / "config.json" if os.path.isdir(path) else path
+    if os.path.isfile(path):
+        return path
+    if re.fullmatch(r"[\w-][\w.-]*/[\w.-]+", model) and not os.path.isdir(path.parent):
+        return _downloaded(model)
+    raise BlockpoolError(
+        f"Found no file {path}; needed a model folder or its config.json. Give --model the path of one, "
+        "the id of a downloaded model, or demo."
+    )
+
+
+def _downloaded(model: str) -> Path:
+    """Where the hub's cache keeps the config.json of a model."""
+    from huggingface_hub import try_to_load_from_cache
+
+    try:
+        path = try_to_load_from_cache(model, "config.json")
+    except ValueError:
+        # Not even an id.
+        path = None
+    if not isinstance(path, str):
+        raise BlockpoolError(
+            f"Found neither a folder {model} nor a downloaded model of that id; needed its config.json. "
+            f"To plan before the download get that alone: hf download {model} config.json"
+        )
+    return Path(path)
+
+
+def _read_config(path: Path) -> dict[str, Any]:
+    try:
+        config = json.loads(path.read_text(encoding="utf-8"))
+    except (OSError, ValueError) as error:
+        raise BlockpoolError(f"Cannot read {path}: {error}. Needed the config.json of a model.") from error
+    if not isinstance(config, dict):
+        raise BlockpoolError(f"Found a {type(config).__name__} in {path}; needed the config.json of a model, a JSON object.")
+    return config
+
+
+def _checked(spec: ModelCacheSpec) -> ModelCacheSpec:
+    """Providers copy figures from config.json as they are."""
+    for index, layer in enumerate(spec.layers):
+        for leaf in parts(layer):
+            figures = asdict(leaf) if isinstance(leaf, FullLayer) else {}
+            positive = figures.get("max_size", 1), figures.get("chunk_size", 1)
+            if not all(type(n) is int and n >= 0 for n in figures.values()) or 0 in positive:
+                raise SpecError(f"{spec.model_id}: found {leaf} as layer {index}, whose figures are no sizes")
+    return spec
