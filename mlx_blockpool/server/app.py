@@ -14,14 +14,16 @@ from typing import Any
 
 from mlx_lm import server
 
-from ..config import DECODE_PATHS, EngineConfig, PoolConfig, StoreConfig, parse_bytes
+from ..config import DECODE_PATHS, EngineConfig, ModelsConfig, PoolConfig, StoreConfig, parse_bytes, parse_seconds
 from ..demo import model_path
 from ..errors import BlockpoolError
+from ..plugins import make_plugin_manager
 from ..upstream import rebind
-from .generation import BlockpoolGenerator
 from .handler import BlockpoolHandler
+from .normalise import Normalisers
 from .prompt_cache import ServerPromptCache
 from .provider import BlockpoolModelProvider
+from .rendering import ChatGenerator
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -62,7 +64,7 @@ def run(host: str, port: int, model_provider: BlockpoolModelProvider, **http: An
     logging.info("Server stopped.")
 
 
-def make_generator(model_provider: BlockpoolModelProvider) -> BlockpoolGenerator:
+def make_generator(model_provider: BlockpoolModelProvider) -> ChatGenerator:
     """The running generation thread of one server."""
     args = model_provider.cli_args
     pool = PoolConfig(args.pool_bytes or args.prompt_cache_bytes, args.preallocate, decode_path=args.decode_path)
@@ -75,7 +77,17 @@ def make_generator(model_provider: BlockpoolModelProvider) -> BlockpoolGenerator
     store = None
     if not args.no_store:
         store = StoreConfig(args.store_dir, args.store_bytes, args.store_bits)
-    return BlockpoolGenerator(model_provider, ServerPromptCache(args, pool, store), engine)
+    try:
+        normalisers = Normalisers(make_plugin_manager(), args.normalise)
+    except ValueError as error:
+        raise BlockpoolError(f"--normalise: {error}") from error
+    models = ModelsConfig(
+        max_models=args.max_models,
+        patience_seconds=args.swap_patience,
+        idle_seconds=args.idle_unload,
+        allowed=args.allow_models,
+    )
+    return ChatGenerator(model_provider, lambda: ServerPromptCache(args, pool, store), engine, normalisers, models)
 
 
 def _leave(status: int) -> int:
@@ -99,6 +111,7 @@ def _argparse_with(arguments: list[str]) -> types.SimpleNamespace:
 
         def parse_args(self, *_: Any, **__: Any) -> Any:
             _add_options(self.add_argument_group("block pool").add_argument)
+            _add_model_options(self.add_argument_group("models").add_argument)
             self.set_defaults(prefill_step_size=EngineConfig.prefill_tokens)
             args = super().parse_args(arguments)
             if args.model == "demo":
@@ -129,6 +142,14 @@ def _add_options(add: Callable[..., Any]) -> None:
         default=PoolConfig.decode_path,
         help="How a batch reads its keys and values; auto: by a measured rule (default)",
     )
+    add(
+        "--normalise",
+        type=lambda text: [name for name in text.split(",") if name],
+        default=[],
+        metavar="NAMES",
+        help="Normalisers for volatile parts of prompts, such as bookkeeping,date,replay; a request chooses others with the "
+        "header X-Normalise (default: none, for they change what the model sees)",
+    )
     add("--no-store", action="store_true", help="Keep nothing on disk")
     add("--store-dir", type=Path, metavar="DIR", help="Where prefixes are kept on disk (default: the user's cache folder)")
     add(
@@ -139,6 +160,48 @@ def _add_options(add: Callable[..., Any]) -> None:
         help="Hard limit for what is kept on disk, such as 20GB (default: 20 GB)",
     )
     add("--store-bits", type=int, choices=(4, 8), help="Quantise what is kept on disk (default: as it is in memory)")
+
+
+def _add_model_options(add: Callable[..., Any]) -> None:
+    add(
+        "--max-models",
+        type=_count,
+        default=ModelsConfig.max_models,
+        metavar="N",
+        help="Keep up to N models loaded, each with an Nth of --pool-bytes; the one used longest ago goes first (default: 1)",
+    )
+    add(
+        "--swap-patience",
+        type=_seconds,
+        default=ModelsConfig.patience_seconds,
+        metavar="TIME",
+        help="How long requests for another model let those for a loaded one pass, such as 30s (default: 30s)",
+    )
+    add(
+        "--idle-unload",
+        type=_seconds,
+        metavar="TIME",
+        help="Unload a model that nobody asked for so long, such as 15m; the next request loads it again (default: never)",
+    )
+    add(
+        "--allow-models",
+        type=lambda text: tuple(name for name in text.split(",") if name),
+        metavar="NAMES",
+        help="Folders and ids that requests may name, separated by commas, beside --model (default: any)",
+    )
+
+
+def _count(text: str) -> int:
+    if not text.isdecimal() or not int(text):
+        raise argparse.ArgumentTypeError(f"{text} is not a number from 1")
+    return int(text)
+
+
+def _seconds(text: str) -> float:
+    try:
+        return parse_seconds(text)
+    except BlockpoolError as error:
+        raise argparse.ArgumentTypeError(str(error)) from error
 
 
 def _share(text: str) -> float:

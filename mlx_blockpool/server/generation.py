@@ -1,4 +1,4 @@
-"""The generation thread: takes requests, puts them into the engine, sends tokens back.
+"""The generation thread: takes requests, has their models loaded, puts them into the engines, sends tokens back.
 
 mlx-lm's ResponseGenerator tokenizes, and serves one by one what the engine does not take (drafts, images, quantised caches). A
 request's failure is that request's failure: the thread goes on, and starts anew if it ever dies.
@@ -6,48 +6,73 @@ request's failure is that request's failure: the thread goes on, and starts anew
 
 from __future__ import annotations
 
-import gc
 import logging
 import time
-from collections import deque
+from collections.abc import Callable
+from dataclasses import replace
 from queue import Empty, Queue
 from typing import Any
 
 import mlx.core as mx
-from mlx_lm.server import GenerationContext, ResponseGenerator, _image_parts, _make_logits_processors
+from mlx_lm.server import ResponseGenerator, _image_parts
 
-from ..config import EngineConfig
-from ..engine.engine import BlockPoolBatchEngine
-from ..engine.request import Event, Failed, Progress, Request, Started, Token
+from ..config import EngineConfig, ModelsConfig
 from ..errors import BlockpoolError
 from .health import Health
+from .line import Line
+from .normalise import Normalisers
 from .prompt_cache import ServerPromptCache
 from .provider import BlockpoolModelProvider
-from .requests import Live, Marking, Waiting, check_sampling, fit, marks_of
-from .sampling import make_sampler
+from .registry import ModelRegistry, Order
+from .requests import Live, Marking, Waiting, check_sampling, fit
+from .served import ServedModel
 
 log = logging.getLogger(__name__)
 
 IDLE_SECONDS = 0.1
+# Who waits for a model's rest, a disk or a file is looked at this often.
+CHANGE_SECONDS = 0.005
 REPORT_SECONDS = 0.5
 
 
 class BlockpoolGenerator(ResponseGenerator):  # type: ignore[misc]
-    """mlx-lm's ResponseGenerator around a BlockPoolBatchEngine."""
+    """mlx-lm's ResponseGenerator around a registry of models with an engine each.
+
+    `model_provider` and `prompt_cache` are those of the model that a request has started on last. `normalisers` are for whoever
+    asks it; it does not use them.
+    """
 
     prompt_cache: ServerPromptCache
+    model_provider: BlockpoolModelProvider
 
-    def __init__(self, model_provider: BlockpoolModelProvider, prompt_cache: ServerPromptCache, config: EngineConfig) -> None:
+    def __init__(
+        self,
+        model_provider: BlockpoolModelProvider,
+        make_cache: Callable[[], ServerPromptCache],
+        config: EngineConfig,
+        normalisers: Normalisers,
+        models: ModelsConfig,
+    ) -> None:
+        prompt_cache = make_cache()
+        self.normalisers = normalisers
         self.health = Health(config.stall_seconds)
+        self.registry = ModelRegistry(model_provider, make_cache, config, models, prompt_cache.config.pool_bytes)
         self._config = config
-        self._waiting: deque[Waiting] = deque()
-        self._live: dict[int, Live] = {}
-        self._engine: BlockPoolBatchEngine | None = None
-        self._opened: Any = None
-        self._vocab_size = 0
+        self._waiting = Line(models.patience_seconds)
         self._reported = 0.0
         self._started: Queue[Exception | None] = Queue()
         super().__init__(model_provider, prompt_cache)
+
+    # -- from any thread -----------------------------------------------------------------------------------------------
+
+    def generate(self, request: Any, generation_args: Any, progress_callback: Any = None) -> Any:
+        """mlx-lm's own, once the request's model has been found. Raises what ModelRegistry.find() raises."""
+        args = replace(generation_args, model=self.registry.find(generation_args.model))
+        return super().generate(request, args, progress_callback)
+
+    def order(self, order: Order) -> None:
+        """Have a model loaded or unloaded."""
+        self.requests.put(order)
 
     def wait_until_loaded(self) -> None:
         """Return when the default model, if there is one, is ready. Raises BlockpoolError if it cannot be loaded."""
@@ -76,123 +101,138 @@ class BlockpoolGenerator(ResponseGenerator):  # type: ignore[misc]
         while not self._stop:
             self._take_arrivals()
             try:
+                self.registry.make_plan(self._waiting)
                 self._start_waiting(stream)
+                self._change_models()
                 self._step()
             except Exception as error:
                 # Whatever went wrong, it was these requests and not the next ones.
                 log.exception("generation failed for %d requests", len(self._live))
-                self._fail_live(RuntimeError(f"The batch failed: {type(error).__name__}: {error}"))
+                for served in self._models:
+                    served.fail(RuntimeError(f"The batch failed: {type(error).__name__}: {error}"))
+
+    @property
+    def _models(self) -> list[ServedModel]:
+        return list(self.registry.loaded.values())
+
+    @property
+    def _live(self) -> list[Live]:
+        return [live for served in self._models for live in served.live.values()]
 
     def _load_default(self) -> Exception | None:
         try:
-            self.model_provider.load_default()
-            if self.model_provider.model is not None:
-                self._open()
+            key = self.registry.default()
+            if key is None:
+                return None
+            self.registry.find(key)
+            change = self.registry.begin_with(key)
+            while not self._stop and self.registry.advance(self._waiting) is None:
+                pass
+            if key in self.registry.loaded:
+                self._choose(self.registry.loaded[key])
+            return change.error
         except Exception as error:
             # Whatever is wrong with a model's files is for wait_until_loaded to tell.
             return error
-        return None
 
     def _take_arrivals(self) -> None:
         """Take what has arrived. An idle thread waits for the first, and a moment more for those that come with it."""
-        idle = not (self._live or self._waiting)
+        idle = not (self._live or self._waiting or self.registry.change)
+        wait = IDLE_SECONDS if idle else 0.0 if self._live else CHANGE_SECONDS
         until = time.monotonic()
         try:
             while True:
-                wait = IDLE_SECONDS if idle else until - time.monotonic()
-                self._waiting.append(Waiting(*self.requests.get(block=wait > 0, timeout=max(wait, 0))))
+                self._arrive(self.requests.get(block=wait > 0, timeout=wait))
                 if idle:
                     idle, until = False, time.monotonic() + self._config.join_seconds
+                wait = max(until - time.monotonic(), 0)
         except Empty:
             pass
 
-    def _fail_live(self, error: Exception) -> None:
-        """Fail those whose caches cannot be trusted after an error: all that had any."""
-        uids = self._engine.reset() if self._engine is not None else list(self._live)
-        for live in [self._live.pop(uid) for uid in uids if uid in self._live]:
-            live.fail(error)
-        self.prompt_cache.release_all()
-        self._report()
+    def _arrive(self, item: Any) -> None:
+        if not isinstance(item, Order):
+            waiting = Waiting(*item)
+            self._waiting.add(waiting.args.model, waiting)
+        elif item.unload:
+            self.registry.let_go(item, self._waiting.clock())
+        else:
+            self._waiting.add(item.key, item)
 
     def _fail_all(self, error: Exception) -> None:
-        self._close_engine()
-        for live in self._live.values():
-            live.fail(error)
-        for waiting in self._waiting:
-            waiting.fail(error)
-        self._live.clear()
-        self._waiting.clear()
-        self.prompt_cache.release_all()
-        self._report()
+        for served in self._models:
+            served.fail_all(error)
+        for item in self._waiting.clear():
+            item.fail(error)
+        self.registry.abort()
 
     def _shut_down(self) -> None:
+        while not self.requests.empty():
+            self._arrive(self.requests.get())
         self._fail_all(RuntimeError("The server is shutting down."))
-        # Model and caches must go on this thread, under its stream.
-        self._let_go()
-        self.model_provider.reset()
-        gc.collect()
+        # Models and caches must go on this thread, under its stream.
+        self.registry.close()
 
     # -- models --------------------------------------------------------------------------------------------------------
 
-    def _open(self) -> None:
-        """Give a newly loaded model its pool and its engine."""
-        provider = self.model_provider
-        if provider.model is not self._opened:
-            self.prompt_cache.open(provider)
-            self._vocab_size = provider.model(mx.zeros((1, 1), mx.int32)).shape[-1]
-            self._opened = provider.model
-        caches = self.prompt_cache.caches
-        if self._engine is None and caches is not None:
-            self._engine = BlockPoolBatchEngine(provider.model, caches, self._config)
+    def _change_models(self) -> None:
+        """Go on with what is to be loaded and unloaded; tell those that wait for a model that cannot be."""
+        self.registry.begin(self._waiting)
+        if self.registry.change is not None:
+            self.health.doing("loading a model")
+        change = self.registry.advance(self._waiting)
+        if change is None:
+            return
+        # They refer to tokenizers.
+        self._state_machine_cache.clear()
+        used_last = max(self._models, key=lambda served: served.used, default=None)
+        if used_last is not None:
+            self._choose(used_last)
+        if change.error is not None:
+            for item in self._waiting.clear(change.load):
+                item.fail(change.error)
 
-    def _let_go(self) -> None:
-        """Refer to the loaded model and its pool no longer: both must be gone before the next ones take memory."""
-        self._close_engine()
-        self.prompt_cache.close()
-        self._opened = None
-
-    def _close_engine(self) -> None:
-        if self._engine is not None:
-            self._engine.close()
-            self._engine = None
+    def _choose(self, served: ServedModel) -> None:
+        """From now on mlx-lm's own code works with this model."""
+        self.model_provider, self.prompt_cache = served.provider, served.prompt_cache
 
     # -- requests ------------------------------------------------------------------------------------------------------
 
     def _start_waiting(self, stream: mx.Stream) -> None:
-        """Hand requests on in the order of their arrival. One that needs the model to itself waits for all others."""
-        while self._waiting:
-            waiting = self._waiting[0]
+        """Hand requests on in the order of the line. One that needs its model to itself waits for all others of that model."""
+        passed: set[Any] = set()
+        while (place := self._waiting.next(self.registry.uses(), passed)) is not None:
+            served, item = self.registry.loaded[place.key], place.item
             try:
-                if not self._start(waiting, stream):
-                    return
+                if isinstance(item, Order):
+                    item.done()
+                elif not self._start(served, item, stream):
+                    passed.add(place.key)
+                    continue
             except (Exception, SystemExit) as error:
                 # A client's input met a template, tokenizer or model that could not take it. (Some model files call exit().)
                 log.info("request refused: %s: %s", type(error).__name__, error)
-                waiting.fail(error if isinstance(error, Exception) else RuntimeError(f"The model's code asked to exit: {error}"))
-            self._waiting.popleft()
+                item.fail(error if isinstance(error, Exception) else RuntimeError(f"The model's code asked to exit: {error}"))
+            self._waiting.remove(place)
 
-    def _start(self, waiting: Waiting, stream: mx.Stream) -> bool:
+    def _start(self, served: ServedModel, waiting: Waiting, stream: mx.Stream) -> bool:
         """Give one request to the engine or serve it; False if it has to wait for those that are live."""
-        args = waiting.args
-        if not self.model_provider.has(args.model):
-            if self._live:
-                return False
-            self.model_provider.check(args.model)
-            self._let_go()
-            self.health.doing("loading a model")
-            self.model_provider.load(args.model.model, args.model.adapter, args.model.draft)
-        self._open()
-        alone = self._engine is None or any(_image_parts(waiting.request.messages))
-        if alone and self._live:
+        self._choose(served)
+        served.open_engine()
+        alone = served.engine is None or any(_image_parts(waiting.request.messages))
+        if alone and served.live:
             return False
+        provider, args = served.provider, waiting.args
         if waiting.tokenized is None:
-            waiting.tokenized = self._tokenize(self.model_provider.tokenizer, waiting.request, args)
-            check_sampling(args, self.model_provider.tokenizer, self._vocab_size)
-        waiting.args = fit(args, waiting.tokenized[0], self.prompt_cache.capacity())
+            waiting.tokenized = self._tokenize(provider.tokenizer, waiting.request, args)
+            check_sampling(args, provider.tokenizer, served.vocab_size)
+        waiting.args = fit(args, waiting.tokenized[0], served.prompt_cache.capacity())
         if alone:
             self._serve_alone(waiting, stream)
         else:
-            self._insert(waiting)
+            machine = self._make_state_machine(provider.model_key, provider.tokenizer, waiting.args.stop_words)
+            served.join(self._models)
+            served.insert(waiting, machine)
+        served.used = self._waiting.clock()
         return True
 
     def _serve_alone(self, waiting: Waiting, stream: mx.Stream) -> None:
@@ -203,81 +243,41 @@ class BlockpoolGenerator(ResponseGenerator):  # type: ignore[misc]
         self.health.idle()
         self._report()
 
-    def _insert(self, waiting: Waiting) -> None:
-        assert waiting.tokenized is not None
-        assert self._engine is not None
-        prompt, segments, types, initial_state, _ = waiting.tokenized
-        args, provider, tokenizer = waiting.args, self.model_provider, self.model_provider.tokenizer
-        stop_sequences, text_sm = self._make_state_machine(provider.model_key, tokenizer, args.stop_words)
-        context = GenerationContext(
-            has_tool_calling=tokenizer.has_tool_calling,
-            has_thinking=tokenizer.has_thinking,
-            tool_parser=tokenizer.tool_parser,
-            text_sm=text_sm,
-            initial_state=initial_state,
-            prompt=prompt,
-        )
-        request = Request(
-            prompt,
-            args.max_tokens,
-            make_sampler(args, tokenizer),
-            _make_logits_processors(args),
-            stop_sequences,
-            marks_of(segments, types),
-            getattr(waiting.request, "agent", None),
-        )
-        uid = self._engine.insert(request)
-        self._live[uid] = Live(waiting.queue, context, tokenizer, tokenizer.detokenizer, args.top_logprobs)
-
-    # -- a step of the engine ------------------------------------------------------------------------------------------
+    # -- a step of an engine -------------------------------------------------------------------------------------------
 
     def _step(self) -> None:
-        engine = self._engine
-        if engine is None or not self._live:
-            self.health.idle()
-            self.prompt_cache.idle()
-            self._report_again()
+        """A step of the model that has had the least time, of those that have something to do."""
+        busy = [served for served in self._models if served.live]
+        self._report_again()
+        if not busy:
+            self._rest()
             return
         self.health.doing("prefill and decode")
-        for event in engine.next():
-            try:
-                self._tell(event)
-            except Exception as error:
-                # A reply that cannot be put into words is one request's failure, not the batch's.
-                log.exception("request %d failed", event.uid)
-                engine.cancel(event.uid)
-                self._live.pop(event.uid).fail(error)
+        served = min(busy, key=lambda served: served.spent)
+        try:
+            served.step()
+        except Exception as error:
+            # Whatever went wrong, it was the requests of this model and not the next ones.
+            log.exception("generation failed for %d requests", len(served.live))
+            served.fail(RuntimeError(f"The batch failed: {type(error).__name__}: {error}"))
         self.health.mark()
-        for uid in [uid for uid, live in self._live.items() if live.context._should_stop]:
-            engine.cancel(uid)
-            del self._live[uid]
-        if not self._live:
-            self._report()
-        self._report_again()
+        if not served.live:
+            served.report()
 
-    def _tell(self, event: Event) -> None:
-        live = self._live[event.uid]
-        if isinstance(event, Token):
-            live.tell(event)
-            if event.finish_reason is not None:
-                del self._live[event.uid]
-        elif isinstance(event, Progress):
-            live.queue.put((event.done, event.total))
-        elif isinstance(event, Started):
-            log.info("prompt of %d tokens: %s", len(live.context.prompt), event.why or f"{event.cached} cached")
-            live.context.prompt_cache_count = event.cached
-            live.queue.put(live.context)
-        elif isinstance(event, Failed):
-            self._live.pop(event.uid).fail(event.error)
+    def _rest(self) -> None:
+        if self.registry.change is None:
+            self.health.idle()
+        for served in self._models:
+            served.prompt_cache.idle()
 
     def _report_again(self) -> None:
         if time.monotonic() - self._reported > REPORT_SECONDS:
             self._report()
 
     def _report(self) -> None:
+        """Figures of all models; those that rest write behind meanwhile."""
         self._reported = time.monotonic()
-        engine = self._engine
-        if engine is None:
-            self.prompt_cache.update_report()
-        else:
-            self.prompt_cache.update_report(engine.live, engine.counts)
+        for served in self._models:
+            if not served.live:
+                served.prompt_cache.idle()
+            served.report()

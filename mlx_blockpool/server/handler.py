@@ -1,4 +1,4 @@
-"""HTTP: mlx-lm's handler, with clear errors, and GET /v1/cache. Runs on the socket's thread and touches no cache."""
+"""HTTP: mlx-lm's handler, with clear errors and the endpoints that it has not. Runs on the socket's thread, without caches."""
 
 from __future__ import annotations
 
@@ -7,10 +7,13 @@ import logging
 import math
 from typing import Any
 
-from huggingface_hub.errors import CacheNotFound
 from mlx_lm.server import APIHandler
 
-from ..errors import PoolExhaustedError
+from ..errors import BlockpoolError, ModelNotFoundError, PoolExhaustedError
+from .admin import ORDERS, Admin
+from .anthropic_http import Endpoint, is_messages, is_models
+from .asking import Asking
+from .listing import cache_report
 
 log = logging.getLogger(__name__)
 
@@ -33,42 +36,41 @@ NUMBERS = (
 )
 
 
-class Generating:
-    """A ResponseGenerator as one request sees it: tells it who asks, remembers why its generate() failed."""
-
-    def __init__(self, generator: Any) -> None:
-        self._generator = generator
-        self.agent: str | None = None
-        self.error: Exception | None = None
-
-    def __getattr__(self, name: str) -> Any:
-        return getattr(self._generator, name)
-
-    def generate(self, request: Any, *args: Any, **kwargs: Any) -> Any:
-        request.agent = self.agent
-        try:
-            return self._generator.generate(request, *args, **kwargs)
-        except Exception as error:
-            self.error = error
-            raise
-
-
 class BlockpoolHandler(APIHandler):  # type: ignore[misc]
     """mlx-lm's endpoints. Every error is JSON with a status that says whose it is."""
 
+    wfile: Any
+
     def __init__(self, response_generator: Any, *args: Any, **kwargs: Any) -> None:
         self._answered = False
-        super().__init__(Generating(response_generator), *args, **kwargs)
+        super().__init__(Asking(response_generator), *args, **kwargs)
 
     def do_GET(self) -> None:  # noqa: N802
         if self.path == "/v1/cache":
-            self._send(200, self.response_generator.prompt_cache.report)
+            self._send(200, cache_report(self.response_generator.registry, self.response_generator.prompt_cache.report))
+        elif self.path == "/admin/models":
+            self._send(200, Admin(self.response_generator).figures())
+        elif is_models(self.path, self.headers):
+            Endpoint(self).get_models()
         else:
             super().do_GET()
 
+    def do_HEAD(self) -> None:  # noqa: N802
+        """The headers of do_GET; clients look with HEAD / whether a server is there."""
+        self.wfile = _OnlyHeaders(self.wfile)
+        if self.path == "/":
+            self._send(200, {})
+        else:
+            self.do_GET()
+
     def do_POST(self) -> None:  # noqa: N802
         try:
-            super().do_POST()
+            if is_messages(self.path):
+                Endpoint(self).post()
+            elif self.path in ORDERS:
+                self._order()
+            else:
+                super().do_POST()
         except (BrokenPipeError, ConnectionError):
             log.info("%s: the client hung up", self.path)
         except UnicodeDecodeError as error:
@@ -104,6 +106,13 @@ class BlockpoolHandler(APIHandler):  # type: ignore[misc]
             raise ValueError("prompt must be a string")
 
         self.response_generator.agent = self._agent()
+        self.response_generator.normalisers = self.response_generator.known_normalisers.asked(self.headers.get("X-Normalise"))
+
+    def generate_response(self, text: str, finish_reason: Any, *args: Any, **kwargs: Any) -> Any:
+        """mlx-lm's; what the client is told is remembered with what was sampled."""
+        if self.object_type.startswith("chat"):
+            self.response_generator.told(text, kwargs.get("tool_calls"), finish_reason is not None)
+        return super().generate_response(text, finish_reason, *args, **kwargs)
 
     def _agent(self) -> str | None:
         """Who asks: requests of one agent run in order."""
@@ -118,12 +127,17 @@ class BlockpoolHandler(APIHandler):  # type: ignore[misc]
 
     def handle_models_request(self) -> None:
         try:
-            super().handle_models_request()
-        except CacheNotFound:
-            # No hub cache on this machine yet; mlx-lm has sent the headers by now.
-            model = self.response_generator.cli_args.model
-            found = [{"id": model, "object": "model", "created": self.created}] if model else []
-            self.wfile.write(json.dumps({"object": "list", "data": found}).encode())
+            self._send(200, Admin(self.response_generator).models(self.path, self.created))
+        except ModelNotFoundError as error:
+            self._send(404, {"error": str(error)})
+
+    def _order(self) -> None:
+        """A model is to be loaded or unloaded."""
+        try:
+            answer = Admin(self.response_generator).order(self.path, self.headers.get("Content-Length"), self.rfile.read)
+        except (BlockpoolError, ValueError, RuntimeError) as error:
+            answer = _status(error), {"error": str(error)}
+        self._send(*answer)
 
     def end_headers(self) -> None:
         self._answered = True
@@ -141,6 +155,27 @@ class BlockpoolHandler(APIHandler):  # type: ignore[misc]
         self.send_header("Content-Length", str(len(body)))
         self.end_headers()
         self.wfile.write(body)
+
+
+class _OnlyHeaders:
+    """A socket that lets the headers of an answer through, which are written at once, and nothing else."""
+
+    closed = False
+
+    def __init__(self, wfile: Any) -> None:
+        self._wfile: Any = wfile
+
+    def write(self, data: bytes) -> int:
+        if self._wfile is not None:
+            self._wfile.write(data)
+            self._wfile = None
+        return len(data)
+
+    def flush(self) -> None:
+        pass
+
+    def close(self) -> None:
+        self.closed = True
 
 
 def _check_messages(messages: Any) -> None:

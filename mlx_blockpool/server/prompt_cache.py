@@ -1,22 +1,21 @@
-"""ServerPromptCache: the caches of the loaded model. For the engine, and for mlx-lm's sequential path in place of LRUPromptCache.
+"""ServerPromptCache: the caches of one loaded model. For the engine, and for mlx-lm's sequential path in place of LRUPromptCache.
 
-Chooses, for each model, between the pool and mlx-lm's own caches. Owned by the generation thread; `report` may be read from any.
+Chooses, for its model, between the pool and mlx-lm's own caches. Owned by the generation thread; `report` may be read from any.
 """
 
 from __future__ import annotations
 
 import logging
-from collections.abc import Mapping
-from dataclasses import asdict
+import time
+from collections.abc import Iterator, Mapping
+from dataclasses import asdict, replace
 from pathlib import Path
 from typing import Any
 
-import mlx.core as mx
-
 from .. import plugins
 from ..cache.attention import batches_padded
-from ..cache.factory import default_pool_bytes
-from ..cache.slabs import Slabs
+from ..cache.parts import sequence_of
+from ..cache.slabs import Slabs, state_share
 from ..config import PoolConfig, StoreConfig
 from ..engine.caches import PooledCaches
 from ..engine.opening import open_pooled
@@ -24,19 +23,26 @@ from ..engine.request import Running
 from ..engine.stock import GuardedPromptCache, StockCaches
 from ..errors import PluginError, SpecError, StoreError
 from ..memory import batch_memory
+from ..pool import BlockPool
 from ..prefix.cache import PrefixCache
 from ..prefix.lookup import Lookup
 from ..prefix.opening import open_store
-from ..spec import ModelCacheSpec
+from ..spec import FullLayer, ModelCacheSpec
+from ..store.layout import FOLDERS
+from ..store.record import Key
 from ..store.store import PromptStore
+from .agents import ServedAgents
 from .drafted import DraftedPrefix
 from .provider import BlockpoolModelProvider
 
 log = logging.getLogger(__name__)
 
+# So few checkpoints do not serve even a handful of agents.
+FEW = 8
+
 
 class ServerPromptCache:
-    """The caches of one model at a time.
+    """The caches of one model, from open() to close(). Of `config` counts what is not its bytes: those are given to open().
 
     `caches`: what the engine takes; None where requests run one by one through mlx-lm. `max_tokens`: the room that the
     next fetch of such a request reserves behind its prompt; `lookup` explains it.
@@ -49,75 +55,149 @@ class ServerPromptCache:
         self.prefix: PrefixCache | None = None
         self.lookup: Lookup | None = None
         self.max_tokens = config.max_tokens
+        self.agents: ServedAgents | None = None
         self.report: dict[str, Any] = {"backend": None}
+        self._spec: ModelCacheSpec | None = None
         self._drafted: DraftedPrefix | None = None
+        self._alarmed = False
+        self._pinned: set[bytes] = set()
         self._cli_args = cli_args
         self._manager = plugins.make_plugin_manager()
-        self._stock = GuardedPromptCache(cli_args.prompt_cache_size, cli_args.prompt_cache_bytes or 1 << 63)
+        self._stock = GuardedPromptCache(cli_args.prompt_cache_size)
 
     # -- models --------------------------------------------------------------------------------------------------------
 
-    def open(self, provider: BlockpoolModelProvider) -> None:
-        """Take over the model that the provider has loaded; what was known of the one before is gone."""
-        self.close()
-        model, model_id = provider.model, Path(str(provider.model_key[0])).name
-        spec = None if self._cli_args.kv_bits is not None else self._spec(model, provider.config, model_id)
+    def describe(self, provider: BlockpoolModelProvider) -> None:
+        """Find out what the caches of a model are, of which no weight has to be read yet."""
+        kv_bits = self._cli_args.kv_bits
+        self._spec = None if kv_bits is not None else self._describe(provider.model, provider.config, provider.name)
+
+    def check_room(self, pool_bytes: int) -> None:
+        """Raises PoolExhaustedError if so many bytes are too few for the model that was described. Takes no memory."""
+        if self._spec is not None:
+            config = replace(self.config, preallocate=False)
+            BlockPool(self._spec, pool_bytes - state_share(self._spec, pool_bytes, config), config)
+
+    def open(self, provider: BlockpoolModelProvider, pool_bytes: int) -> None:
+        """Make the caches of the model that was described, which the provider has loaded."""
+        spec = self._spec
         if spec is not None and provider.draft_model is not None:
-            self._open_drafted(provider, spec)
+            self._open_drafted(provider, spec, pool_bytes)
         elif spec is not None:
-            pool_bytes = self.config.pool_bytes or default_pool_bytes()
-            self.caches = open_pooled(model, spec, pool_bytes, self.config, self._open_store(provider, spec, model_id))
-            self.prefix = self.caches.prefix
-        elif provider.draft_model is None and self._cli_args.kv_bits is None:
-            self.caches = StockCaches(model, provider.model_key, self._stock, batches_padded(model))
-        log.info("%s is served with %s", model_id, self._how())
+            self._open_pooled(provider, spec, pool_bytes)
+        if self.prefix is None:
+            most = pool_bytes if self.config.pool_bytes is not None else 1 << 63
+            self._stock = GuardedPromptCache(self._cli_args.prompt_cache_size, most)
+        if spec is None and provider.draft_model is None and self._cli_args.kv_bits is None:
+            self.caches = StockCaches(provider.model, provider.model_key, self._stock, batches_padded(provider.model))
+        log.info("%s is served with %s", provider.name, self._how())
         self.update_report()
 
     def close(self) -> None:
         """Let go of the model; what is not on disk yet is written first, within the store's time for it."""
+        self.note_turns()
         if self.prefix is not None:
             self.prefix.close()
-        self.prefix = self.caches = self.lookup = self._drafted = None
-        mx.clear_cache()
+        if self.agents is not None:
+            self.agents.close()
+        self.agents = None
+        self._pinned = set()
+        self.prefix = self.caches = self.lookup = self._drafted = self._spec = None
+        self._stock = GuardedPromptCache()
+        self.report = {"backend": None}
+
+    def save(self) -> Iterator[None]:
+        """Hand what is not on disk yet to the store's writer, a part at a time, within the store's time for it."""
+        stored = None if self.prefix is None else self.prefix.stored
+        if stored is None:
+            return
+        self.note_turns()
+        until = time.monotonic() + stored.store.config.flush_seconds
+        while any(stored.report()[what] for what in ("pending", "resting", "queued_bytes")) and time.monotonic() < until:
+            if stored.store.problem is not None:
+                return
+            stored.write_behind(at_once=True)
+            yield
 
     def idle(self) -> None:
-        """Nobody asks for anything: write behind what is whole, and after a while the ends of conversations too."""
+        """Nobody asks for anything: write behind, the ends of conversations too once they have rested."""
         if self.prefix is not None and self.prefix.stored is not None:
-            self.prefix.stored.idle()
+            self.note_turns()
+            self.prefix.stored.write_behind()
 
-    def _spec(self, model: Any, config: dict[str, Any], model_id: str) -> ModelCacheSpec | None:
-        """The spec of a model whose layers are all in blocks."""
+    def note_turns(self) -> None:
+        """Agents whose turn has ended are written down, and what is pinned of them is spared."""
+        if self.agents is None or not isinstance(self.caches, PooledCaches):
+            return
+        for name, (hashes, tokens) in self.caches.turns.items():
+            self.agents.note(name, hashes, tokens)
+        self.caches.turns.clear()
+        if self.prefix is not None and self.prefix.stored is not None:
+            self._spare(self.prefix.stored.store)
+
+    def _spare(self, store: PromptStore) -> None:
+        """No budget takes what agents are pinned with."""
+        assert self.agents is not None
+        pinned = self.agents.pinned()
+        if pinned != self._pinned:
+            self._pinned = set(pinned)
+            store.pinned = {Key(kind, digest) for digest in pinned for kind in FOLDERS}
+
+    def _describe(self, model: Any, config: dict[str, Any], model_id: str) -> ModelCacheSpec | None:
+        """The spec of a model; None where nobody can describe it."""
         try:
-            spec = plugins.spec_of_model(model, config, model_id, self._manager)
+            return plugins.spec_of_model(model, config, model_id, self._manager)
         except (PluginError, SpecError) as error:
             log.warning("No pool for %s: %s", model_id, error)
             return None
-        return spec if spec.is_poolable else None
 
-    def _open_store(self, provider: BlockpoolModelProvider, spec: ModelCacheSpec, model_id: str) -> PromptStore | None:
+    def _open_store(self, provider: BlockpoolModelProvider, spec: ModelCacheSpec) -> PromptStore | None:
         if self.store_config is None:
-            return None
-        if any(group.layer.max_blocks is not None for group in spec.groups):
-            log.info("%s has windows, which are not kept on disk yet: a restart begins with an empty pool", model_id)
             return None
         adapter = provider.model_key[1]
         try:
-            return open_store(self.store_config, provider.folder, Path(adapter) if adapter else None, spec, model_id)
+            store = open_store(self.store_config, provider.folder, Path(adapter) if adapter else None, spec, provider.name)
+            self.agents = ServedAgents(store.root, store.namespace, provider.name)
+            self._spare(store)
+            return store
         except StoreError as error:
-            log.warning("Nothing of %s is kept on disk: %s", model_id, error)
+            log.warning("Nothing of %s is kept on disk: %s", provider.name, error)
             return None
 
-    def _open_drafted(self, provider: BlockpoolModelProvider, spec: ModelCacheSpec) -> None:
+    def _open_pooled(self, provider: BlockpoolModelProvider, spec: ModelCacheSpec, pool_bytes: int) -> None:
+        store = self._open_store(provider, spec)
+        try:
+            self.caches = open_pooled(provider.model, spec, pool_bytes, self.config, store)
+        except Exception:
+            # Nobody else knows its threads.
+            if store is not None:
+                store.close()
+            raise
+        self.prefix = self.caches.prefix
+        self._warn_of_few(self.prefix)
+
+    def _open_drafted(self, provider: BlockpoolModelProvider, spec: ModelCacheSpec, pool_bytes: int) -> None:
         """A pool for the model and one for its draft, by what a block of each takes; mlx-lm's caches if the draft has no spec."""
-        draft = self._spec(provider.draft_model, {}, Path(str(provider.model_key[2])).name)
-        if draft is None:
+        draft = self._describe(provider.draft_model, {}, Path(str(provider.model_key[2])).name)
+        # What a draft got wrong is taken back, and a state cannot be.
+        if draft is None or not all(isinstance(layer, FullLayer) for layer in (*spec.layers, *draft.layers)):
             return
-        pool_bytes = self.config.pool_bytes or default_pool_bytes()
         sizes = [sum(s.bytes_per_block(g) for g in s.groups) for s in (spec, draft)]
         own = pool_bytes * sizes[0] // sum(sizes)
         self.prefix = PrefixCache(Slabs(spec, own, self.config), str(provider.model_key))
         known = PrefixCache(Slabs(draft, pool_bytes - own, self.config), str(provider.model_key))
         self._drafted = DraftedPrefix(self.prefix, known)
+
+    def _warn_of_few(self, prefix: PrefixCache) -> None:
+        """Where hardly a checkpoint fits, every turn would begin anew."""
+        own, slabs = prefix.slabs.spec.bytes_per_checkpoint(), prefix.slabs
+        room = slabs.state_bytes if slabs.state_leaves else prefix.pool.pool_bytes
+        if own and room // own < FEW:
+            needed = FEW * own * (1 if not slabs.state_leaves or not slabs.spec.groups else 4)
+            log.warning(
+                "%d checkpoints of %d bytes fit; agents will compute their prompts again. Raise --pool-bytes to %d or more.",
+                room // own, own, needed,
+            )  # fmt: skip
 
     def _how(self) -> str:
         if self._drafted is not None:
@@ -179,7 +259,13 @@ class ServerPromptCache:
             report = {"backend": "mlx-lm", "sequences": len(self._stock), "known_bytes": self._stock.nbytes}
         else:
             report = self._pool_report(self.prefix)
+        self._tell_alarm(report.get("alarm"))
         self.report = report | {"batch": self._batch_report(batch or []), "engine": dict(counts or {})}
+
+    def _tell_alarm(self, alarm: str | None) -> None:
+        if alarm is not None and not self._alarmed:
+            log.warning("Almost nothing is reused: %s", alarm)
+        self._alarmed = alarm is not None
 
     def _pool_report(self, prefix: PrefixCache) -> dict[str, Any]:
         pool = prefix.pool
@@ -193,7 +279,9 @@ class ServerPromptCache:
             "lookups": prefix.num_lookups,
             "prompt_tokens": prefix.num_prompt_tokens,
             "cached_tokens": prefix.num_hit_tokens,
+            "known_tokens": prefix.num_known_tokens,
             "skipped": prefix.num_skipped,
+            "alarm": prefix.alarm,
             "groups": [asdict(c) for c in pool.settle()],
             "fragmentation": [round(pool.fragmentation(g), 3) for g in range(len(prefix.slabs.spec.groups))],
             "decode_paths": dict(prefix.slabs.path_counts),
@@ -204,6 +292,7 @@ class ServerPromptCache:
         """The running batch in the pool, and what it would take padded."""
         if self.prefix is None or not self.prefix.slabs.ragged or not batch:
             return None
-        tables = [running.caches[0].sequence.tables for running in batch if running.caches]
+        sequences = [sequence_of(running.caches) for running in batch if running.caches]
+        tables = [sequence.tables for sequence in sequences if sequence is not None]
         held = [len({block for own in tables for block in own[g].ids}) for g in range(len(self.prefix.slabs.spec.groups))]
         return batch_memory(self.prefix.slabs.spec, [len(running.tokens) for running in batch], held).bytes.as_dict()

@@ -1,19 +1,34 @@
-"""Which model is loaded: mlx-lm's ModelProvider, with its config at hand. Owned by the generation thread."""
+"""One model's files in memory: mlx-lm's ModelProvider in two steps, so that the old model goes only for one that loads.
+
+Owned by the generation thread.
+"""
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
-from mlx_lm.server import ModelProvider
-from mlx_lm.utils import _download, load_config
+import mlx.core as mx
+from mlx.utils import tree_flatten
+from mlx_lm import server
+from mlx_lm.utils import hf_repo_to_path, load_config
 
 from ..demo import model_path
 from ..errors import BlockpoolError
+from ..upstream import rebind
 
 
-class BlockpoolModelProvider(ModelProvider):  # type: ignore[misc]
-    """mlx-lm's provider; `demo` names the bundled model, and check() finds a model before the old one has to go."""
+class ModelKey(NamedTuple):
+    """What is loaded together: folder or id of the model, folder of its adapter, folder or id of its draft model."""
+
+    model: str
+    adapter: str | None = None
+    draft: str | None = None
+
+
+class BlockpoolModelProvider(server.ModelProvider):  # type: ignore[misc]
+    """mlx-lm's provider for one model; `demo` names the bundled one."""
 
     def __init__(self, cli_args: Any) -> None:
         super().__init__(cli_args)
@@ -23,25 +38,71 @@ class BlockpoolModelProvider(ModelProvider):  # type: ignore[misc]
         self.folder = Path()
         self._model_map["demo"] = model_path()
 
-    def check(self, wanted: Any) -> None:
-        """Raises ValueError or OSError if the model that a request describes cannot be found; changes nothing."""
-        model = self._model_map.get(wanted.model, wanted.model)
-        if model is None:
-            raise ValueError("The request names no model and the server was started without --model.")
-        _download(model)
-        adapter = self._adapter_map.get(wanted.model, wanted.adapter)
-        if adapter is not None and not Path(adapter).exists():
-            raise FileNotFoundError(f"Found no adapter at {adapter}.")
+    @property
+    def name(self) -> str:
+        """The model's name, for people."""
+        return Path(str(self.model_key[0])).name
 
-    def _load(self, model_path: str, adapter_path: str | None = None, draft_model_path: str | None = None) -> None:
-        folder = Path(_download(model_path))
+    def another(self) -> BlockpoolModelProvider:
+        """One with the same options and no model."""
+        return BlockpoolModelProvider(self.cli_args)
+
+    def named(self, name: str) -> str:
+        """What a name stands for: `demo`, `default_model`, or itself."""
+        return self._model_map.get(name) or name
+
+    def default_key(self) -> ModelKey | None:
+        """The model that the server was started with; None: it was started without."""
+        return self.key_of(server.ModelDescription("default_model", "default_model", None))
+
+    def key_of(self, wanted: Any) -> ModelKey | None:
+        """The key of the model that a request describes: one folder has one key, however it is written; None: it names none."""
+        model = self._model_map.get(wanted.model, wanted.model)
+        adapter = self._adapter_map.get(wanted.model, wanted.adapter)
+        draft = self._draft_model_map.get(wanted.draft, wanted.draft)
+        return None if model is None else ModelKey(canonical(model), adapter and canonical(adapter), draft and canonical(draft))
+
+    def prepare(self, key: ModelKey) -> None:
+        """Everything but the weights themselves: config, tokenizer, and the model with all arrays checked and not yet read.
+
+        Raises whatever mlx-lm and the model's files raise.
+        """
+        folder = _folder(key.model)
         config = load_config(folder)
-        super()._load(model_path, adapter_path, draft_model_path)
+        rebind(server.ModelProvider._load, load=_load_lazily)(self, *key)
         self.config, self.folder = config, folder
 
-    def has(self, wanted: Any) -> bool:
-        """Whether the model that a request describes is the one that is loaded."""
-        adapter = self._adapter_map.get(wanted.model, wanted.adapter)
-        model = self._model_map.get(wanted.model, wanted.model)
-        draft = self._draft_model_map.get(wanted.draft, wanted.draft)
-        return self.model is not None and bool(self.model_key == (model, adapter, draft))
+    def weights(self) -> list[mx.array]:
+        models = [model for model in (self.model, self.draft_model) if model is not None]
+        return [array for model in models for _, array in tree_flatten(model.parameters())]
+
+    def read(self, piece_bytes: int) -> Iterator[int]:
+        """Read the weights of a prepared model, about `piece_bytes` at a time. Yields the bytes read so far."""
+        done = told = 0
+        piece: list[mx.array] = []
+        for array in self.weights():
+            piece.append(array)
+            done += array.nbytes
+            if done - told >= piece_bytes:
+                mx.eval(piece)
+                piece.clear()
+                told = done
+                yield done
+        mx.eval(piece)
+        yield done
+
+
+def _load_lazily(name: str, **options: Any) -> Any:
+    return server.load(str(_folder(name)), lazy=True, **options)
+
+
+def _folder(name: str) -> Path:
+    """Where a model is, without asking the hub for news: who has found the model has."""
+    path = Path(name)
+    return path if path.exists() else Path(hf_repo_to_path(name))
+
+
+def canonical(name: str) -> str:
+    """A folder's one path; a hub id as it is."""
+    path = Path(name)
+    return str(path.resolve()) if path.exists() else name

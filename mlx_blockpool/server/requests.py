@@ -40,6 +40,14 @@ class Live:
     tokenizer: Any
     detokenizer: Any
     top_logprobs: int
+    is_begun: bool = False
+
+    def begin(self, cached: int) -> None:
+        """Let the client's thread answer, which is told of progress from now on; `cached` tokens need not be computed."""
+        self.context.prompt_cache_count = cached
+        if not self.is_begun:
+            self.is_begun = True
+            self.queue.put(self.context)
 
     def fail(self, error: Exception) -> None:
         self.queue.put(error.with_traceback(None))

@@ -29,10 +29,12 @@ class Client:
         self.port = port
         self.generator = generator
 
-    def send(self, path: str, body: Any = None, raw: bytes | None = None) -> tuple[int, Any]:
+    def send(
+        self, path: str, body: Any = None, raw: bytes | None = None, headers: dict[str, str] | None = None
+    ) -> tuple[int, Any]:
         """(status, decoded JSON) of one request; POST where there is a body."""
         data = raw if raw is not None else None if body is None else json.dumps(body).encode()
-        request = urllib.request.Request(f"http://127.0.0.1:{self.port}{path}", data)
+        request = urllib.request.Request(f"http://127.0.0.1:{self.port}{path}", data, headers or {})
         try:
             with urllib.request.urlopen(request, timeout=120) as response:
                 return response.status, json.loads(response.read())
@@ -46,13 +48,15 @@ class Client:
 
     def settle(self) -> None:
         """Wait until the generation thread has nothing to do, then check every invariant of pool and trie."""
-        while self.generator.requests.qsize() or self.generator._live or self.generator._waiting:
+        generator = self.generator
+        while generator.requests.qsize() or generator._live or generator._waiting or generator.registry.change:
             threading.Event().wait(0.02)
-        prefix = self.generator.prompt_cache.prefix
-        if prefix is not None:
-            prefix.check()
-            held = {c.group: c.held for c in prefix.pool.settle()}
-            assert not any(held.values()), f"blocks still held: {held}"
+        for served in generator.registry.loaded.values():
+            prefix = served.prompt_cache.prefix
+            if prefix is not None:
+                prefix.check()
+                held = {c.group: c.held for c in prefix.pool.settle()}
+                assert not any(held.values()), f"blocks still held: {held}"
 
 
 def parse(arguments: list[str]) -> Any:

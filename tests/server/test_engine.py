@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import threading
 import types
-from collections import deque
 from collections.abc import Iterator
 from pathlib import Path
 from queue import Queue
@@ -115,17 +114,25 @@ def test_health_tells_a_stall_from_idleness(monkeypatch: pytest.MonkeyPatch) -> 
 
 
 def test_those_that_arrive_within_a_moment_start_together() -> None:
-    thread = types.SimpleNamespace(_live={}, _waiting=deque(), _config=EngineConfig(join_seconds=5), requests=Queue())
-    thread.requests.put(("first", None, None))
-    late = threading.Timer(0.05, lambda: thread.requests.put(("second", None, None)))
+    arrived: list[Any] = []
+    thread = types.SimpleNamespace(
+        _live={},
+        _waiting=(),
+        _config=EngineConfig(join_seconds=5),
+        _arrive=arrived.append,
+        registry=types.SimpleNamespace(change=None),
+        requests=Queue(),
+    )
+    thread.requests.put("first")
+    late = threading.Timer(0.05, lambda: thread.requests.put("second"))
     late.start()
     watch = threading.Thread(target=BlockpoolGenerator._take_arrivals, args=(thread,))
     watch.start()
     late.join()
-    while len(thread._waiting) < 2:
+    while len(arrived) < 2:
         threading.Event().wait(0.005)
     assert watch.is_alive(), "it still waits for more"
-    assert [waiting.queue for waiting in thread._waiting] == ["first", "second"]
+    assert arrived == ["first", "second"]
     watch.join()
 
 

@@ -7,9 +7,9 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from mlx_lm import server
 from models import save_model
 
+from mlx_blockpool.server.provider import BlockpoolModelProvider
 from server.serving import Client, at_once, blockpool_server, stock_server
 
 MESSAGES = [
@@ -27,8 +27,8 @@ def cached(answer: dict[str, Any]) -> int:
     return int(answer["usage"]["prompt_tokens_details"]["cached_tokens"])
 
 
-@pytest.mark.parametrize("name", ["gemma2", "lfm2"])
-def test_models_that_are_not_ragged_answer_as_stock(name: str, tmp_path: Path) -> None:
+@pytest.mark.parametrize(("name", "ragged"), [("gemma2", False), ("lfm2", True)])
+def test_models_with_attention_or_states_of_their_own_answer_as_stock(name: str, ragged: bool, tmp_path: Path) -> None:
     model = save_model(tmp_path / name, name)
     with stock_server(model) as stock:
         # One at a time: stock's thread dies of a batch of gemma2.
@@ -38,8 +38,7 @@ def test_models_that_are_not_ragged_answer_as_stock(name: str, tmp_path: Path) -
         assert replies(ours) == expected, "from what the first round left behind"
         ours.settle()
         report = ours.send("/v1/cache")[1]
-    assert report["backend"] == ("blockpool" if name == "gemma2" else "mlx-lm")
-    assert not report.get("ragged", False)
+    assert (report["backend"], report["ragged"]) == ("blockpool", ragged)
 
 
 def test_prefixes_of_a_padded_model_are_in_blocks(tmp_path: Path) -> None:
@@ -101,7 +100,7 @@ def test_the_old_model_and_its_pool_are_gone_before_the_new_one_is_loaded(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     one, two = save_model(tmp_path / "one", "llama"), save_model(tmp_path / "two", "llama", seed=2)
-    load, alive = server.load, []
+    read, alive = BlockpoolModelProvider.read, []
     with blockpool_server(one, "--pool-bytes", "30MB") as ours:
         ours.chat(MESSAGES[0], max_tokens=2)
         ours.settle()
@@ -109,9 +108,9 @@ def test_the_old_model_and_its_pool_are_gone_before_the_new_one_is_loaded(
 
         def spying(*args: Any, **kwargs: Any) -> Any:
             alive.extend(ref() is not None for ref in old)
-            return load(*args, **kwargs)
+            return read(*args, **kwargs)
 
-        monkeypatch.setattr(server, "load", spying)
+        monkeypatch.setattr(BlockpoolModelProvider, "read", spying)
         assert ours.chat(MESSAGES[0], max_tokens=2, model=str(two))["choices"]
     assert alive == [False, False]
 

@@ -1,0 +1,90 @@
+"""A chat request as every protocol asks it here: mlx-lm's CompletionRequest, and what that has no words for.
+
+Messages and tools have the shape of OpenAI's API. A message, or a part of its content, may have a `cache_control`, as parts have
+it in both protocols: up to its end the prompt is worth keeping. Templates do not look at it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from typing import Any, Literal
+
+from mlx_lm.server import CompletionRequest
+
+from ..messages import Message
+
+SECONDS = {"5m": 300, "1h": 3600}
+
+
+@dataclass(frozen=True)
+class Mark:
+    """A beginning of a chat that is worth keeping for `seconds`.
+
+    It ends behind `parts` content parts of message number `message`, behind the whole message where `parts` is None, and behind
+    `parts` tools where `message` is None.
+    """
+
+    message: int | None
+    parts: int | None
+    seconds: int
+
+
+@dataclass
+class Rendered:
+    """What the generation thread has found out about a request's prompt. Complete when the reply's context is there.
+
+    marks:   (tokens, seconds) of each beginning that was marked, by tokens; None until then.
+    stops:   the stop words by their token ids.
+    call:    what stands before and behind a tool call.
+    """
+
+    prompt_tokens: int = 0
+    marks: list[tuple[int, int]] | None = None
+    stops: Mapping[tuple[int, ...], str] = field(default_factory=dict)
+    call: tuple[str, str] = ("", "")
+
+
+@dataclass
+class ChatRequest(CompletionRequest):  # type: ignore[misc]
+    """What a client asks for.
+
+    tool_marks:  marks on tools; those on messages are in the messages.
+    calls:       whether the reply may call tools, must begin with a call, or never calls one.
+    begin:       text that the reply begins with; it is part of the prompt.
+    only_count:  nothing is generated, only the length of the prompt is told.
+    image_at:    where the client's first image is.
+    """
+
+    tool_marks: tuple[Mark, ...] = ()
+    calls: Literal["may", "must", "never"] = "may"
+    begin: str = ""
+    only_count: bool = False
+    image_at: str | None = None
+    rendered: Rendered = field(default_factory=Rendered)
+
+    @property
+    def marks_wanted(self) -> list[Mark]:
+        """All beginnings that the client has marked, as long as mlx-lm has not joined the parts of the messages."""
+        return [*self.tool_marks, *message_marks(self.messages)]
+
+
+def message_marks(messages: list[Message]) -> list[Mark]:
+    """The marks in messages, in their order."""
+    marks = []
+    for i, message in enumerate(messages):
+        content = message.get("content")
+        parts = content if isinstance(content, list) else []
+        marks += [Mark(i, j, s) for j, part in enumerate(parts, 1) if isinstance(part, dict) and (s := seconds_of(part))]
+        if seconds := seconds_of(message):
+            marks.append(Mark(i, None, seconds))
+    return marks
+
+
+def seconds_of(marked: Mapping[str, Any]) -> int:
+    """How long a `cache_control` keeps what it stands on; 0 without one that can be understood."""
+    control = marked.get("cache_control")
+    if not isinstance(control, dict):
+        return 0
+    ttl = control.get("ttl", "5m")
+    return SECONDS.get(ttl, 0) if isinstance(ttl, str) else 0

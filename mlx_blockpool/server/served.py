@@ -1,0 +1,213 @@
+"""ServedModel: one loaded model with its pool, caches and engine, and the requests that run on it.
+
+Owned by the generation thread; what other threads may read is replaced as a whole.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import gc
+import logging
+import sys
+import time
+from collections.abc import Iterator, Sequence
+from typing import Any
+
+import mlx.core as mx
+from mlx_lm.server import GenerationContext, _make_logits_processors
+
+from ..config import EngineConfig
+from ..engine.engine import BlockPoolBatchEngine
+from ..engine.request import Event, Failed, Progress, Request, Restoring, Started, Token
+from .marks import message_marks
+from .prompt_cache import ServerPromptCache
+from .provider import BlockpoolModelProvider, ModelKey
+from .requests import Live, Waiting, marks_of
+from .sampling import make_sampler
+
+log = logging.getLogger(__name__)
+
+
+class ServedModel:
+    """A model from prepare() to close().
+
+    `weights_bytes` of arrays, of which `read_bytes` are in memory; `pool_bytes`: what its pool may take. `engine`: None where
+    requests run one by one through mlx-lm. `ready`, `used`: when it was loaded, and when a request of it started or ended last,
+    in seconds of time.monotonic(). `spent`: seconds of the generation thread that its requests took, for their turns.
+    """
+
+    def __init__(
+        self, key: ModelKey, provider: BlockpoolModelProvider, prompt_cache: ServerPromptCache, config: EngineConfig
+    ) -> None:
+        self.key = key
+        self.provider = provider
+        self.prompt_cache = prompt_cache
+        self.engine: BlockPoolBatchEngine | None = None
+        self.live: dict[int, Live] = {}
+        self.vocab_size = 0
+        self.weights_bytes = self.read_bytes = self.pool_bytes = 0
+        self.ready = self.used = time.monotonic()
+        self.spent = 0.0
+        self._config = config
+
+    # -- coming and going ----------------------------------------------------------------------------------------------
+
+    def prepare(self, pool_bytes: int | None) -> None:
+        """All that can be done before memory is taken. Raises what the model's files, mlx-lm and the pool raise."""
+        self.provider.prepare(self.key)
+        self.weights_bytes = sum(array.nbytes for array in self.provider.weights())
+        self.prompt_cache.describe(self.provider)
+        if pool_bytes is not None:
+            self.prompt_cache.check_room(pool_bytes)
+
+    def read(self, piece_bytes: int) -> Iterator[None]:
+        """Take the weights into memory, a piece at a time."""
+        for done in self.provider.read(piece_bytes):
+            self.read_bytes = done
+            yield
+
+    def open(self, pool_bytes: int) -> None:
+        """Give the model its pool and its engine: from now on it serves."""
+        self.pool_bytes = pool_bytes
+        self.prompt_cache.open(self.provider, pool_bytes)
+        self.vocab_size = self.provider.model(mx.zeros((1, 1), mx.int32)).shape[-1]
+        self.open_engine()
+        mx.clear_cache()
+        _trim()
+        self.ready = self.used = time.monotonic()
+
+    def open_engine(self) -> None:
+        """An engine, if the model is to have one and has none."""
+        caches = self.prompt_cache.caches
+        if self.engine is None and caches is not None:
+            self.engine = BlockPoolBatchEngine(self.provider.model, caches, self._config)
+
+    def close_engine(self) -> None:
+        if self.engine is not None:
+            self.engine.close()
+            self.engine = None
+
+    def close(self) -> None:
+        """Write what is not on disk yet, within the store's time for it, and give all memory back. No caches are in use."""
+        self.close_engine()
+        self.prompt_cache.close()
+        self.provider.reset()
+        # The model's classes and its layers refer to each other.
+        gc.collect()
+        mx.clear_cache()
+        _trim()
+
+    @property
+    def array_bytes(self) -> int:
+        """What of its pool is taken."""
+        return int(self.prompt_cache.report.get("array_bytes", 0))
+
+    # -- requests ------------------------------------------------------------------------------------------------------
+
+    def join(self, others: Sequence[ServedModel]) -> None:
+        """Take turns with those that have requests: what was not used while there were none here is gone."""
+        if not self.live:
+            self.spent = max(self.spent, min((other.spent for other in others if other.live), default=0.0))
+
+    def insert(self, waiting: Waiting, machine: tuple[Any, Any]) -> None:
+        """Start a request; `machine`: its stop sequences and what takes its text apart."""
+        assert waiting.tokenized is not None
+        assert self.engine is not None
+        prompt, segments, types, initial_state, _ = waiting.tokenized
+        args, tokenizer = waiting.args, self.provider.tokenizer
+        stop_sequences, text_sm = machine
+        context = GenerationContext(
+            has_tool_calling=tokenizer.has_tool_calling,
+            has_thinking=tokenizer.has_thinking,
+            tool_parser=tokenizer.tool_parser,
+            text_sm=text_sm,
+            initial_state=initial_state,
+            prompt=prompt,
+        )
+        if self.engine.caches.needs_marks:
+            options = {**self.provider.cli_args.chat_template_args, **(args.chat_template_kwargs or {})}
+            marks = message_marks(tokenizer, prompt, waiting.request, options)
+        else:
+            marks = marks_of(segments, types)
+        request = Request(
+            prompt,
+            args.max_tokens,
+            make_sampler(args, tokenizer),
+            _make_logits_processors(args),
+            stop_sequences,
+            marks,
+            getattr(waiting.request, "agent", None),
+        )
+        uid = self.engine.insert(request)
+        self.live[uid] = Live(waiting.queue, context, tokenizer, tokenizer.detokenizer, args.top_logprobs)
+
+    def step(self) -> None:
+        """A step of the engine, and what it says to those whom it concerns. Raises what the model raised: see fail()."""
+        engine, start = self.engine, time.perf_counter()
+        assert engine is not None
+        for event in engine.next():
+            try:
+                self._tell(event)
+            except Exception as error:
+                # A reply that cannot be put into words is one request's failure, not the batch's.
+                log.exception("request %d failed", event.uid)
+                engine.cancel(event.uid)
+                self.live.pop(event.uid).fail(error)
+        for uid in [uid for uid, live in self.live.items() if live.context._should_stop]:
+            engine.cancel(uid)
+            del self.live[uid]
+        self.spent += time.perf_counter() - start
+        if not self.live:
+            self.used = time.monotonic()
+            self.prompt_cache.note_turns()
+
+    def _tell(self, event: Event) -> None:
+        live = self.live[event.uid]
+        if isinstance(event, Token):
+            live.tell(event)
+            if event.finish_reason is not None:
+                del self.live[event.uid]
+        elif isinstance(event, Progress):
+            live.queue.put((event.done, event.total))
+        elif isinstance(event, Started):
+            log.info("prompt of %d tokens: %s", len(live.context.prompt), event.why or f"{event.cached} cached")
+            live.begin(event.cached)
+        elif isinstance(event, Restoring):
+            if not live.is_begun:
+                # It will be so many, unless the disk fails. A client that hears nothing would give up.
+                live.begin(event.total)
+            live.queue.put((event.done, event.total))
+        elif isinstance(event, Failed):
+            self.live.pop(event.uid).fail(event.error)
+
+    def fail(self, error: Exception) -> None:
+        """Fail those whose caches cannot be trusted after an error: all that had any."""
+        uids = self.engine.reset() if self.engine is not None else list(self.live)
+        for live in [self.live.pop(uid) for uid in uids if uid in self.live]:
+            live.fail(error)
+        self.prompt_cache.release_all()
+        self.report()
+
+    def fail_all(self, error: Exception) -> None:
+        """Fail all, and go on with a new engine."""
+        self.close_engine()
+        for live in self.live.values():
+            live.fail(error)
+        self.live.clear()
+        self.prompt_cache.release_all()
+        self.report()
+
+    def report(self) -> None:
+        """Figures for GET /v1/cache."""
+        if self.engine is None:
+            self.prompt_cache.update_report()
+        else:
+            self.prompt_cache.update_report(self.engine.live, self.engine.counts)
+
+
+def _trim() -> None:
+    """Give freed memory back to the system: glibc keeps arrays that are smaller than the largest freed before."""
+    if sys.platform == "linux":
+        trim = getattr(ctypes.CDLL(None), "malloc_trim", None)
+        if trim is not None:
+            trim(0)

@@ -1,0 +1,226 @@
+"""Models over HTTP: what is listed, what may be loaded, and loading and unloading by hand."""
+
+from __future__ import annotations
+
+import json
+import threading
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+from models import save_model
+
+from mlx_blockpool.server.changes import Change
+from mlx_blockpool.server.provider import BlockpoolModelProvider
+from mlx_blockpool.server.served import ServedModel
+from server.serving import Client, at_once, blockpool_server
+
+HELLO = [{"role": "user", "content": "Hello"}]
+POOL = ("--pool-bytes", "40MB")
+
+
+@pytest.fixture(scope="module")
+def models(tmp_path_factory: pytest.TempPathFactory) -> list[Path]:
+    folder = tmp_path_factory.mktemp("models")
+    return [save_model(folder / str(seed), "llama", seed) for seed in range(3)]
+
+
+@pytest.fixture
+def client(models: list[Path]) -> Iterator[Client]:
+    with blockpool_server(models[0], *POOL) as running:
+        running.chat(HELLO, max_tokens=2)
+        yield running
+
+
+def ask(client: Client, model: Any, **fields: Any) -> tuple[int, Any]:
+    return client.send("/v1/chat/completions", {"messages": HELLO, "max_tokens": 2, "model": str(model), **fields})
+
+
+def test_models_are_listed_in_openais_shape_with_their_states(models: list[Path]) -> None:
+    one, two, _ = map(str, models)
+    with blockpool_server(one, "--allow-models", two, *POOL) as client:
+        client.chat(HELLO, max_tokens=2)
+        status, listed = client.send("/v1/models")
+        assert (status, listed["object"]) == (200, "list")
+        assert [(m["id"], m["object"], m["owned_by"], m["mlx_blockpool"]) for m in listed["data"]] == [
+            (one, "model", "mlx-blockpool", {"state": "loaded", "default": True}),
+            (two, "model", "mlx-blockpool", {"state": "available", "default": False}),
+        ]
+        assert all(isinstance(model["created"], int) for model in listed["data"])
+        assert client.send(f"/v1/models/{two}") == (200, listed["data"][1])
+        status, answer = client.send("/v1/models/no/such")
+        assert status == 404
+        assert two in answer["error"]
+
+
+def test_only_allowed_models_are_loaded_and_the_error_says_which(models: list[Path], tmp_path: Path) -> None:
+    one, two, three = models
+    (tmp_path / "link").symlink_to(two)
+    with blockpool_server(one, "--allow-models", f"{two},some/hub-id", *POOL) as client:
+        for name in ("default_model", one, two, tmp_path / "link", f"{three}/../1"):
+            assert ask(client, name)[0] == 200, name
+        for name in (three, f"{two}/../2", "demo", "some/other-id", "../../../etc", "\0", "x" * 5000):
+            status, answer = ask(client, name)
+            assert status == 404, name
+            assert "some/hub-id" in answer["error"] or "Found no model" in answer["error"]
+        assert client.send("/admin/load", {"model": str(three)})[0] == 404
+        # Nor is anything else that a request names loaded.
+        assert ask(client, one, draft_model=str(three))[0] == 404
+        assert ask(client, one, adapters=str(three))[0] == 404
+        assert {m["id"] for m in client.send("/admin/models")[1]["models"]} == {str(one), str(two), "some/hub-id"}
+        assert client.send("/admin/models")[1]["counts"]["loads"] == 2, "nothing was loaded for those that were refused"
+
+
+def test_a_model_is_loaded_and_unloaded_by_hand(client: Client, models: list[Path]) -> None:
+    one, two, _ = map(str, models)
+    status, answer = client.send("/admin/load", {"model": two})
+    assert (status, answer["model"], answer["state"]) == (200, two, "loaded")
+    found = {m["id"]: m for m in client.send("/admin/models")[1]["models"]}
+    assert {name: model["state"] for name, model in found.items()} == {one: "available", two: "loaded"}
+    assert found[two]["weights_bytes"] > 0
+    assert found[two]["pool_bytes"] == 40_000_000
+    assert client.send("/admin/load", {"model": two})[1]["state"] == "loaded", "it is already"
+    for _ in range(2):
+        status, answer = client.send("/admin/unload", {"model": two})
+        assert (status, answer["state"]) == (200, "available")
+    assert client.send("/v1/cache")[1]["backend"] is None
+    assert ask(client, two)[0] == 200
+    assert client.send("/admin/models")[1]["counts"] == {"loads": 3, "unloads": 2, "swaps": 1, "failures": 0}
+
+
+def test_unloading_lets_live_requests_end_and_serves_those_that_come_later(client: Client, models: list[Path]) -> None:
+    body = {"messages": HELLO, "max_tokens": 60}
+    jobs: list[Any] = [lambda: client.send("/v1/chat/completions", body)] * 3
+    jobs.append(lambda: client.send("/admin/unload", {"model": str(models[0])}))
+    jobs += [lambda: client.send("/v1/chat/completions", body)] * 3
+    answers = at_once(jobs)
+    assert [status for status, _ in answers] == [200] * 7
+    replies = [answer["choices"][0]["message"]["content"] for _, answer in answers if "choices" in answer]
+    assert replies == [replies[0]] * 6
+    assert client.send("/admin/models")[1]["counts"]["unloads"] == 1
+    client.settle()
+
+
+def test_an_order_that_is_not_waited_for_is_accepted(client: Client, models: list[Path]) -> None:
+    status, answer = client.send("/admin/load", {"model": str(models[1]), "wait": False})
+    assert (status, answer) == (202, {"model": str(models[1]), "accepted": "load"})
+    while client.send(f"/v1/models/{models[1]}")[1].get("mlx_blockpool", {}).get("state") != "loaded":
+        threading.Event().wait(0.01)
+
+
+@pytest.mark.parametrize("raw", [b"", b"{", b"[]", b"{}", b'{"model": 7}', b'{"model": "x", "wait": 1}', b"\xff"])
+@pytest.mark.parametrize("path", ["/admin/load", "/admin/unload"])
+def test_a_bad_order_is_refused(client: Client, path: str, raw: bytes) -> None:
+    status, answer = client.send(path, raw=raw)
+    assert status == 400
+    assert answer["error"]
+
+
+def test_an_order_for_a_model_that_is_not_there_is_a_404(client: Client) -> None:
+    for path in ("/admin/load", "/admin/unload"):
+        assert client.send(path, {"model": "/no/such/folder"})[0] == 404
+
+
+class Held:
+    """Holds the generation thread where a change enters a stage, until release()."""
+
+    def __init__(self, monkeypatch: pytest.MonkeyPatch, stage: str) -> None:
+        self.entered, self._released = threading.Event(), threading.Event()
+        enter = Change._enter
+
+        def entering(change: Change, name: str) -> None:
+            enter(change, name)
+            if name == stage:
+                self.entered.set()
+                assert self._released.wait(30)
+
+        monkeypatch.setattr(Change, "_enter", entering)
+
+    def release(self) -> None:
+        self._released.set()
+
+
+@pytest.mark.parametrize(
+    ("stage", "old", "new"),
+    [("saving", "loaded", "loading"), ("loading", "available", "loading"), ("warming", "available", "loading")],
+)
+def test_progress_is_told_while_the_generation_thread_is_busy(
+    client: Client, models: list[Path], monkeypatch: pytest.MonkeyPatch, stage: str, old: str, new: str
+) -> None:
+    one, two, _ = map(str, models)
+    held = Held(monkeypatch, stage)
+    loading = threading.Thread(target=client.send, args=("/admin/load", {"model": two}))
+    loading.start()
+    assert held.entered.wait(30)
+    change = client.send("/admin/models")[1]["change"]
+    listed = {m["id"]: m["mlx_blockpool"]["state"] for m in client.send("/v1/models")[1]["data"]}
+    doing = client.send("/health")
+    held.release()
+    loading.join()
+    assert (change["load"], change["unload"], change["stage"]) == (two, one, stage)
+    assert change["weights_bytes"] == 4 * parameters(models[1])
+    assert change["read_bytes"] == (change["weights_bytes"] if stage == "warming" else 0)
+    assert 0 <= change["stage_seconds"] <= change["seconds"]
+    assert (listed[one], listed[two]) == (old, new)
+    assert (doing[0], doing[1]["doing"]) == (200, "loading a model")
+    assert client.send("/admin/models")[1]["change"] is None
+
+
+def parameters(model: Path) -> int:
+    with (model / "model.safetensors").open("rb") as file:
+        header = json.loads(file.read(int.from_bytes(file.read(8), "little")))
+    sizes = [tensor["data_offsets"] for name, tensor in header.items() if name != "__metadata__"]
+    return sum(end - start for start, end in sizes) // 4
+
+
+def test_draining_is_told(client: Client, models: list[Path], monkeypatch: pytest.MonkeyPatch) -> None:
+    """A reply that goes on holds the model that is to go."""
+    steps, goes_on = threading.Event(), threading.Event()
+    step = ServedModel.step
+
+    def slow(self: ServedModel) -> None:
+        steps.set()
+        goes_on.wait(0.05)
+        step(self)
+
+    monkeypatch.setattr(ServedModel, "step", slow)
+    monkeypatch.setattr(client.generator._waiting, "patience", 0.0)
+    one, two, _ = map(str, models)
+    body = {"messages": HELLO, "max_tokens": 200}
+    threads = [
+        threading.Thread(target=client.send, args=("/v1/chat/completions", body)),
+        threading.Thread(target=client.send, args=("/admin/load", {"model": two})),
+    ]
+    threads[0].start()
+    assert steps.wait(30)
+    threads[1].start()
+    while (change := client.send("/admin/models")[1]["change"]) is None:
+        threading.Event().wait(0.01)
+    goes_on.set()
+    for thread in threads:
+        thread.join()
+    assert change == {"load": two, "unload": one, "stage": "draining"}
+
+
+def test_other_models_go_on_while_weights_are_read(models: list[Path], monkeypatch: pytest.MonkeyPatch) -> None:
+    """The weights of the second never end before the first has answered."""
+    answered = threading.Event()
+    read = BlockpoolModelProvider.read
+
+    def reading(self: BlockpoolModelProvider, piece_bytes: int) -> Iterator[int]:
+        while not answered.is_set():
+            yield 0
+        yield from read(self, piece_bytes)
+
+    with blockpool_server(models[0], "--max-models", "2", *POOL) as client:
+        client.chat(HELLO, max_tokens=2)
+        monkeypatch.setattr(BlockpoolModelProvider, "read", reading)
+        second = threading.Thread(target=ask, args=(client, models[1]))
+        second.start()
+        while client.send("/admin/models")[1]["change"] is None:
+            threading.Event().wait(0.01)
+        assert client.chat(HELLO, max_tokens=20)["choices"]
+        answered.set()
+        second.join()
+        assert client.send("/admin/models")[1]["counts"]["loads"] == 2

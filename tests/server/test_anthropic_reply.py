@@ -1,0 +1,213 @@
+"""Reading of replies and the blocks that they become: stop words across tokens, held back text, calls, space, usage."""
+
+from __future__ import annotations
+
+import itertools
+import json
+from argparse import Namespace
+from typing import Any
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+from mlx_lm.generate import TextStateMachine
+from mlx_lm.tool_parsers import json_tools, pythonic
+
+from mlx_blockpool.server.anthropic_stream import Blocks, input_usage, message_of
+from mlx_blockpool.server.chat import ChatRequest, Rendered
+from mlx_blockpool.server.reply import Call, Reading, Silence, Text, Thinking
+
+START, END = "<tool_call>", "</tool_call>"
+EDGES = {
+    "normal": [("<think>", "reasoning"), (START, "tool")],
+    "reasoning": [("</think>", "normal"), (START, "tool")],
+    "tool": [(END, "normal")],
+}
+TOOLS = [{"type": "function", "function": {"name": "add", "parameters": {}}}]
+ADD = '<tool_call>{"name": "add", "arguments": {"a": 1}}</tool_call>'
+
+
+def reading(words: list[str] | None = None, stops: dict[tuple[int, ...], str] | None = None, **options: Any) -> Reading:
+    """Of a reply to a request with one tool."""
+    context = Namespace(
+        text_sm=TextStateMachine(EDGES),
+        initial_state=options.pop("state", "normal"),
+        tool_parser=options.pop("parser", json_tools.parse_tool_call),
+    )
+    rendered = Rendered(stops=stops or {}, call=(START, END))
+    request = ChatRequest("chat", "", [], options.pop("tools", TOOLS), None, rendered=rendered, calls=options.pop("calls", "may"))
+    return Reading(context, request, words or [], **options)
+
+
+def responses(texts: list[str], reason: str = "stop", tokens: list[int] | None = None) -> list[Any]:
+    """mlx-lm's responses; the token that stops a reply adds no text."""
+    given = [*texts, ""] if reason == "stop" else texts
+    ids = tokens or list(range(len(given)))
+    reasons = [None] * (len(given) - 1) + [reason]
+    return [Namespace(text=text, token=token, finish_reason=r) for text, token, r in zip(given, ids, reasons, strict=True)]
+
+
+def read(read_by: Reading, texts: list[str], reason: str = "stop", tokens: list[int] | None = None) -> list[Any]:
+    """The pieces, those of one kind in one."""
+    pieces = [p for p in read_by.read(responses(texts, reason, tokens)) if not isinstance(p, Silence)]
+    joined: list[Any] = []
+    for kind, group in itertools.groupby(pieces, type):
+        same = list(group)
+        joined += same if kind is Call else [kind("".join(p.text for p in same))]
+    return joined
+
+
+# -- stop words --------------------------------------------------------------------------------------------------------
+
+
+def test_a_stop_word_ends_a_reply_however_it_was_tokenized() -> None:
+    own = reading(["END", "no"])
+    assert read(own, ["One E", "N", "D two", " three"]) == [Text("One ")]
+    assert (own.finish, own.stop_word, own.num_tokens) == ("stop", "END", 3)
+
+
+def test_a_stop_word_that_the_engine_has_found_by_its_tokens() -> None:
+    own = reading(["END"], {(7, 8, 9): "END"})
+    assert read(own, ["aEE", "N"], tokens=[7, 8, 9]) == [Text("aE")]
+    assert (own.finish, own.stop_word) == ("stop", "END")
+
+
+def test_what_was_held_back_for_a_stop_word_is_told_at_the_end() -> None:
+    for reason in ("stop", "length"):
+        own = reading(["END"], {(1, 2, 3): "END"})
+        assert read(own, ["One E", "N"], reason) == [Text("One EN")]
+        assert (own.finish, own.stop_word) == (reason, None)
+
+
+def test_what_was_held_back_for_a_marker_is_told_at_the_end() -> None:
+    assert read(reading(), ["a <", "tool"]) == [Text("a <tool")]
+    assert read(reading(["x"], {(2,): "x"}), ["a ", "<"]) == [Text("a <")]
+
+
+@given(
+    st.text("abE<", max_size=30), st.integers(1, 5), st.lists(st.text("abE<", min_size=1, max_size=4), max_size=3, unique=True)
+)
+def test_a_reply_is_told_up_to_the_first_stop_word(text: str, size: int, words: list[str]) -> None:
+    own = reading(words)
+    told = read(own, [text[i : i + size] for i in range(0, len(text), size)])
+    found = [(text.index(word) + len(word), -len(word), word) for word in words if word in text]
+    expected = text
+    if found:
+        end, length, word = min(found)
+        expected = text[: end + length]
+        assert own.stop_word == word
+    assert "".join(piece.text for piece in told) == expected
+
+
+# -- calls and thinking ------------------------------------------------------------------------------------------------
+
+
+def test_calls_and_thinking_in_their_order() -> None:
+    own = reading()
+    assert read(own, ["<thi", "nk>H", "m.", "</think>", "Ok.", ADD, "\n", ADD]) == [
+        Thinking("Hm."), Text("Ok."), Call(None, "add", {"a": 1}), Text("\n"), Call(None, "add", {"a": 1}),
+    ]  # fmt: skip
+    assert (own.num_calls, own.num_thinking) == (2, 2)
+
+
+@pytest.mark.parametrize(
+    "written",
+    [
+        "add 1",
+        '{"name": "add"}',
+        '{"name": 7, "arguments": {}}',
+        '{"name": "add", "arguments": [1]}',
+        "[]",
+        "7",
+        '{"arguments": "{"}',
+    ],
+)
+def test_what_is_no_call_is_text(written: str) -> None:
+    own = reading()
+    assert read(own, [f"{START}{written}{END}"]) == [Text(f"{START}{written}{END}")]
+    assert own.num_calls == 0
+
+
+def test_a_call_that_was_cut_is_text_and_one_without_its_end_is_a_call() -> None:
+    cut = ADD[: -len(END) - 3]
+    assert read(reading(), [cut], "length") == [Text(cut + END)]
+    assert read(reading(), [ADD.removesuffix(END) + "</tool"]) == [Call(None, "add", {"a": 1})]
+
+
+def test_a_reply_that_was_begun_with_a_call() -> None:
+    assert read(reading(state="tool"), [ADD.removeprefix(START)]) == [Call(None, "add", {"a": 1})]
+
+
+def test_arguments_in_a_string_and_ids_of_the_model() -> None:
+    written = json.dumps({"name": "add", "id": "functions.add:0", "arguments": '{"a": 2}'})
+    assert read(reading(), [f"{START}{written}{END}"]) == [Call("functions.add:0", "add", {"a": 2})]
+
+
+def test_a_parser_that_gives_several_calls() -> None:
+    own = reading(parser=pythonic.parse_tool_call, one_call=True)
+    assert read(own, [f"{START}[add(a=1), add(a=2)]{END}", "more"]) == [Call(None, "add", {"a": 1})]
+    assert (own.finish, own.num_calls, own.num_tokens) == ("stop", 1, 1)
+
+
+def test_calls_that_nobody_offered_are_text() -> None:
+    for options in ({"tools": None}, {"calls": "never"}):
+        assert read(reading(**options), [ADD]) == [Text(ADD)]
+
+
+def test_tokens_that_show_nothing_are_silence() -> None:
+    pieces = list(reading().read(responses([START, '{"name": "add", ', '"arguments": {}}', END])))
+    assert pieces == [Silence()] * 3 + [Call(None, "add", {}), Silence()]
+
+
+# -- blocks ------------------------------------------------------------------------------------------------------------
+
+
+def blocks(*pieces: Any, shows_thinking: bool = True) -> list[Any]:
+    made = Blocks(shows_thinking)
+    start: Any = {"type": "message_start", "message": {"content": [], "usage": {}}}
+    events = [start, *(event for piece in pieces for event in made.add(piece)), *made.end()]
+    assert [e["index"] for e in events[1:]] == sorted(e["index"] for e in events[1:])
+    assert made.text == "".join(b["text"] for b in message_of(events)["content"] if b["type"] == "text")
+    return [b.get("text", b.get("thinking", b.get("name"))) for b in message_of(events)["content"]]
+
+
+def test_space_at_the_edges_of_blocks_is_the_templates() -> None:
+    call = Call(None, "add", {})
+    assert blocks(Text(" a"), Text(" \n"), Text("b"), Text("\n")) == [" a \nb\n"]
+    assert blocks(Text("a"), Text("\n\n"), call, Text("\n"), call) == ["a", "add", "add"]
+    assert blocks(Thinking("\n"), Thinking("Hm.\n"), Text("\n\n"), Text("Yes.")) == ["Hm.", "Yes."]
+    assert blocks(Thinking("\n\n"), Text("\n\nYes.")) == ["Yes."]
+    assert blocks(Text("\n"), call, Text("\nDone. ")) == ["add", "Done. "]
+    assert blocks(Text("\n")) == [""]
+    assert blocks() == [""]
+
+
+def test_calls_are_remembered_in_the_other_protocols_shape() -> None:
+    made = Blocks(True)
+    events = [*made.add(Call("functions.add:0", "add", {"a": "ä"})), *made.end()]
+    assert events[0]["content_block"] == {"type": "tool_use", "id": "functions.add:0", "name": "add", "input": {}}
+    assert made.calls == [{"id": "functions.add:0", "type": "function", "function": {"name": "add", "arguments": '{"a": "ä"}'}}]
+
+
+# -- usage -------------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("cached", "marks", "expected"),
+    [
+        (0, [], (0, 100, 0, 0)),
+        (40, [], (0, 60, 0, 40)),
+        (0, [(30, 300)], (70, 30, 0, 0)),
+        (20, [(30, 3600), (80, 300)], (20, 50, 10, 20)),
+        (50, [(30, 3600), (80, 300)], (20, 30, 0, 50)),
+        (90, [(80, 300)], (10, 0, 0, 90)),
+        (99, [(100, 3600)], (0, 0, 1, 99)),
+    ],
+)
+def test_usage_adds_up(cached: int, marks: list[tuple[int, int]], expected: tuple[int, ...]) -> None:
+    usage = input_usage(100, cached, marks)
+    created = usage["cache_creation"]
+    found = usage["input_tokens"], created["ephemeral_5m_input_tokens"], created["ephemeral_1h_input_tokens"]
+    assert (*found, usage["cache_read_input_tokens"]) == expected
+    assert usage["cache_creation_input_tokens"] == found[1] + found[2]
+    assert sum(expected) == 100

@@ -1,0 +1,132 @@
+"""Normalisers: what each does, who asks for them, and what a changing prompt reuses with and without them."""
+
+from __future__ import annotations
+
+import json
+from itertools import pairwise
+from pathlib import Path
+from typing import Any
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+from mlx_blockpool_plugins.volatile import drop_bookkeeping, move_dates, replay
+from models import save_model
+
+from mlx_blockpool.plugins import make_plugin_manager
+from mlx_blockpool.server.normalise import MAX_REPLIES, Normalisers, RememberedReplies
+from server.serving import Client, blockpool_server
+
+NO_REPLIES = RememberedReplies()
+SYSTEM = (
+    "You are an agent.\nx-anthropic-billing-header: cc_version=2.1; cch={nonce};\nToday's date is {date}.\n" + "Be brief. " * 60
+)
+
+
+def system(nonce: str, date: str = "2026-11-21") -> dict[str, Any]:
+    return {"role": "system", "content": SYSTEM.format(nonce=nonce, date=date)}
+
+
+def test_bookkeeping_lines_are_left_out_of_the_system_prompt_alone() -> None:
+    user = {"role": "user", "content": "nonce: 12 is what I say"}
+    found = drop_bookkeeping([system("a1"), user], NO_REPLIES)
+    assert found == drop_bookkeeping([system("b2"), user], NO_REPLIES)
+    assert found[0]["content"].startswith("You are an agent.\nToday's date")
+    assert found[1] == user
+
+
+def test_parts_of_a_system_prompt_are_changed_each_by_itself() -> None:
+    parts = [{"type": "text", "text": "nonce: 1"}, {"type": "text", "text": "Stay."}]
+    assert drop_bookkeeping([{"role": "system", "content": parts}], NO_REPLIES)[0]["content"] == [
+        {"type": "text", "text": ""},
+        {"type": "text", "text": "Stay."},
+    ]
+
+
+def test_dates_move_to_the_last_user_message() -> None:
+    asked = [
+        system("a"),
+        {"role": "user", "content": "One"},
+        {"role": "assistant", "content": "1"},
+        {"role": "user", "content": "Two"},
+    ]
+    found = move_dates(asked, NO_REPLIES)
+    assert "date" not in found[0]["content"]
+    assert found[1:3] == asked[1:3]
+    assert found[3]["content"] == "Today's date is 2026-11-21.\n\nTwo"
+    assert move_dates(asked[:1], NO_REPLIES) == asked[:1], "nobody to give it to"
+
+
+def test_replies_come_back_as_they_were_generated() -> None:
+    replies = RememberedReplies()
+    call = {"id": "1", "type": "function", "function": {"name": "look", "arguments": '{"a": 1, "b": 2}'}}
+    sampled = '<think>\nHm.\n</think>\n\nYes.<tool_call>\n{"name": "look", "arguments": {"b":2,"a":1}}\n</tool_call>'
+    replies.remember({"content": "Yes.", "tool_calls": [call]}, sampled)
+    again = {
+        "role": "assistant",
+        "content": " Yes.\n",
+        "tool_calls": [json.loads(json.dumps(call).replace('\\"a\\": 1', '\\"a\\":1'))],
+    }
+    assert replay([again], replies) == [{"role": "assistant", "content": sampled}]
+    other = {"role": "assistant", "content": "Yes."}
+    assert replay([other], replies) == [other]
+
+
+def test_the_oldest_replies_are_forgotten() -> None:
+    replies = RememberedReplies()
+    for n in range(MAX_REPLIES + 5):
+        replies.remember({"content": str(n)}, f"said {n}")
+    assert replies.sampled({"content": "4"}) is None
+    assert replies.sampled({"content": "5"}) == "said 5"
+
+
+CONTENT = (
+    st.none() | st.text(max_size=30) | st.lists(st.fixed_dictionaries({"type": st.just("text"), "text": st.text(max_size=20)}))
+)
+CHAT = st.lists(st.fixed_dictionaries({"role": st.sampled_from(["system", "user", "assistant", "tool"]), "content": CONTENT}))
+
+
+@given(CHAT)
+def test_any_chat_keeps_its_messages_and_their_roles(chat: list[dict[str, Any]]) -> None:
+    before = json.dumps(chat)
+    for apply in (drop_bookkeeping, move_dates, replay):
+        assert [m["role"] for m in apply(chat, NO_REPLIES)] == [m["role"] for m in chat]
+    assert json.dumps(chat) == before, "the client's own messages were changed"
+
+
+def test_unknown_names_say_which_there_are() -> None:
+    with pytest.raises(ValueError, match="Found normaliser dates; needed one of bookkeeping, date, replay, or none"):
+        Normalisers(make_plugin_manager(), ["dates"])
+
+
+@pytest.fixture(scope="module")
+def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return save_model(tmp_path_factory.mktemp("model"), "llama")
+
+
+def turns(client: Client, count: int = 3) -> list[tuple[int, int]]:
+    """(prompt tokens, cached tokens) of the turns of an agent whose system prompt changes each time."""
+    said: list[dict[str, Any]] = []
+    figures = []
+    for n in range(count):
+        said.append({"role": "user", "content": f"Question {n}?"})
+        answer = client.chat([system(f"n{n}"), *said], max_tokens=6)
+        said.append({"role": "assistant", "content": answer["choices"][0]["message"].get("content") or ""})
+        usage = answer["usage"]
+        figures.append((usage["prompt_tokens"], usage["prompt_tokens_details"]["cached_tokens"]))
+    return figures
+
+
+def test_a_changing_line_costs_the_prompt_unless_it_is_normalised(model: Path) -> None:
+    with blockpool_server(model, "--pool-bytes", "20MB") as plain:
+        assert all(cached < 120 for _, cached in turns(plain))
+    with blockpool_server(model, "--pool-bytes", "20MB", "--normalise", "bookkeeping") as ours:
+        figures = turns(ours)
+        assert all(cached >= before for (before, _), (_, cached) in pairwise(figures))
+
+
+def test_a_name_that_is_not_known_is_the_clients_error(model: Path) -> None:
+    with blockpool_server(model, "--pool-bytes", "20MB") as ours:
+        status, answer = ours.send("/v1/chat/completions", {"messages": [system("a")]}, headers={"X-Normalise": "dates"})
+    assert status == 400
+    assert "needed one of bookkeeping, date, replay" in answer["error"]

@@ -1,0 +1,57 @@
+"""A server notes on disk how far its agents have come, and what is pinned of them outlives the budget."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+from models import save_model
+
+from mlx_blockpool.store.agents import Agents
+from server.serving import Client, at_once, blockpool_server
+
+
+@pytest.fixture(scope="module")
+def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return save_model(tmp_path_factory.mktemp("model"), "llama")
+
+
+def serve(model: Path, store: Path, *options: str) -> Any:
+    return blockpool_server(model, "--pool-bytes", "30MB", "--store-dir", str(store), *options)
+
+
+def say(client: Client, agent: str, about: str, length: int = 40) -> dict[str, Any]:
+    messages = [{"role": "user", "content": f"{agent} talks about {about}. " * length}]
+    answer = client.chat(messages, max_tokens=4, prompt_cache_key=agent)
+    client.settle()
+    return answer["usage"]  # type: ignore[no-any-return]
+
+
+def test_each_agent_is_noted_with_its_last_turn(model: Path, tmp_path: Path) -> None:
+    with serve(model, tmp_path) as client:
+        usages = at_once([lambda a=a: say(client, a, "birds") for a in ("one", "two/..", "drei ✓")])
+        usages[0] = say(client, "one", "fish", 60)
+        client.chat([{"role": "user", "content": "No name"}], max_tokens=2)
+    noted = {agent.name: agent for agent in Agents(tmp_path).all()}
+    assert sorted(noted) == ["drei ✓", "one", "two/.."]
+    # The last token is told and may not be computed.
+    for name, usage in zip(("one", "two/..", "drei ✓"), usages, strict=True):
+        assert 0 <= usage["total_tokens"] - noted[name].tokens <= 1
+    with serve(model, tmp_path) as again:
+        assert say(again, "one", "fish", 60)["prompt_tokens_details"]["cached_tokens"] == usages[0]["prompt_tokens"] - 1
+
+
+def test_what_is_pinned_outlives_the_budget(model: Path, tmp_path: Path) -> None:
+    with serve(model, tmp_path) as client:
+        kept = say(client, "kept", "birds")
+        say(client, "other", "birds")
+    Agents(tmp_path).pin("kept")
+    size = sum(file.stat().st_size for file in tmp_path.glob("models/*/*/*/*"))
+    with serve(model, tmp_path, "--store-bytes", str(2 * size)) as client:
+        for n in range(8):
+            say(client, f"agent {n}", f"number {n}")
+    with serve(model, tmp_path, "--store-bytes", str(2 * size)) as client:
+        # The other one first: what it finds must not be what the pin has kept.
+        assert say(client, "other", "birds")["prompt_tokens_details"]["cached_tokens"] < 40
+        assert say(client, "kept", "birds")["prompt_tokens_details"]["cached_tokens"] == kept["prompt_tokens"] - 1

@@ -1,0 +1,205 @@
+"""Models that cannot be loaded: the request that names one gets an error that says why, and the others get their replies."""
+
+from __future__ import annotations
+
+import json
+import shutil
+import threading
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+from models import save_model
+
+from mlx_blockpool.server.changes import Change
+from mlx_blockpool.server.prompt_cache import ServerPromptCache
+from mlx_blockpool.server.provider import BlockpoolModelProvider
+from server.serving import Client, at_once, blockpool_server
+
+HELLO = [{"role": "system", "content": "This is known. " * 40}, {"role": "user", "content": "Hello"}]
+
+
+def change(name: str, edit: Callable[[bytes], bytes]) -> Callable[[Path], None]:
+    def apply(folder: Path) -> None:
+        (folder / name).write_bytes(edit((folder / name).read_bytes()))
+
+    return apply
+
+
+def config(**changes: Any) -> Callable[[Path], None]:
+    return change("config.json", lambda text: json.dumps({**json.loads(text), **changes}).encode())
+
+
+def no_tokenizer(folder: Path) -> None:
+    for path in folder.glob("tokenizer*"):
+        path.unlink()
+
+
+def no_weights(folder: Path) -> None:
+    (folder / "model.safetensors").unlink()
+
+
+def huge(folder: Path) -> None:
+    """A file with a hole in it that is larger than any machine."""
+    with (folder / "model-2.safetensors").open("wb") as file:
+        header = b'{"a": {"dtype": "U8", "shape": [4398046511104], "data_offsets": [0, 4398046511104]}}'
+        file.write(len(header).to_bytes(8, "little") + header)
+        file.truncate(8 + len(header) + 2**42)
+
+
+# What is done to a model's folder, the status, and what the error says.
+BROKEN: dict[str, tuple[Callable[[Path], None], int, str]] = {
+    "no folder": (shutil.rmtree, 404, "Found no model"),
+    "no config": (lambda folder: (folder / "config.json").unlink(), 404, "config.json"),
+    "config is no JSON": (change("config.json", lambda text: text[:-9]), 400, "config.json"),
+    "unknown type": (config(model_type="perpetuum"), 400, "perpetuum"),
+    "a type whose module ends the process": (config(model_type="olmo"), 400, "olmo"),
+    "type is no text": (config(model_type=["llama"]), 400, "llama"),
+    "code of its own": (config(model_file="own.py"), 400, "--trust-remote-code"),
+    "no weights": (no_weights, 400, "safetensors"),
+    "cut weights": (change("model.safetensors", lambda data: data[: len(data) // 2]), 400, "cut off"),
+    "weights are no safetensors": (change("model.safetensors", lambda data: b"\0" * 64), 400, "safetensors"),
+    "no tokenizer": (no_tokenizer, 400, "tokenizer"),
+    "more than fits": (huge, 400, "this machine has"),
+    # These are found out by mlx-lm, with the old model still there.
+    "shapes of another config": (config(hidden_size=96), 400, "shape"),
+    "layers that are not there": (config(num_hidden_layers=3), 400, "parameters"),
+    "a config that says too little": (config(num_attention_heads=None), 400, "Cannot load"),
+    "tokenizer is no JSON": (change("tokenizer.json", lambda text: text[:40]), 400, "Cannot load"),
+}
+
+
+@pytest.fixture(scope="module")
+def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return save_model(tmp_path_factory.mktemp("llama"), "llama")
+
+
+@pytest.fixture(scope="module")
+def client(model: Path) -> Iterator[Client]:
+    with blockpool_server(model, "--pool-bytes", "30MB") as running:
+        yield running
+
+
+def reply(answer: dict[str, Any]) -> str:
+    return str(answer["choices"][0]["message"]["content"])
+
+
+def cached(answer: dict[str, Any]) -> int:
+    return int(answer["usage"]["prompt_tokens_details"]["cached_tokens"])
+
+
+@pytest.mark.parametrize("what", BROKEN)
+def test_a_broken_model_leaves_the_old_one_with_all_that_it_knows(what: str, client: Client, tmp_path: Path) -> None:
+    damage, status, said = BROKEN[what]
+    broken = save_model(tmp_path / "broken", "llama", seed=4)
+    damage(broken)
+    before = client.chat(HELLO, max_tokens=6)
+    loads = client.send("/admin/models")[1]["counts"]["loads"]
+    bad = {"messages": HELLO, "max_tokens": 6, "model": str(broken)}
+    answers = at_once([lambda b=b: client.send("/v1/chat/completions", b) for b in ({"messages": HELLO, "max_tokens": 6}, bad)])
+    ordered = client.send("/admin/load", {"model": str(broken)})
+    after = client.chat(HELLO, max_tokens=6)
+    assert (answers[0][0], answers[1][0], ordered[0]) == (200, status, status)
+    for _, answer in (answers[1], ordered):
+        assert said in answer["error"]
+    assert reply(before) == reply(answers[0][1]) == reply(after)
+    assert cached(after) == after["usage"]["prompt_tokens"] - 1
+    assert client.send("/admin/models")[1]["counts"]["loads"] == loads, "the old one was never away"
+    client.settle()
+
+
+@pytest.mark.parametrize("error", [MemoryError("no more of it"), RuntimeError("[malloc] Unable to allocate"), SystemExit("bye")])
+@pytest.mark.parametrize("stage", ["read", "open"])
+def test_a_load_that_fails_late_brings_the_old_model_back(
+    stage: str, error: BaseException, model: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    bad = save_model(tmp_path / "bad", "llama", seed=5)
+    owner: Any = BlockpoolModelProvider if stage == "read" else ServerPromptCache
+    original = getattr(owner, stage)
+
+    def failing(self: Any, *args: Any) -> Any:
+        provider = self if stage == "read" else args[0]
+        if provider.model_key[0] == str(bad):
+            raise error
+        return original(self, *args)
+
+    monkeypatch.setattr(owner, stage, failing)
+    stored = ("--pool-bytes", "30MB", "--store-dir", str(tmp_path / "store"))
+    body = {"messages": HELLO, "max_tokens": 6}
+    with blockpool_server(model, *stored) as ours:
+        before = ours.chat(HELLO, max_tokens=6)
+        jobs = [lambda b=b: ours.send("/v1/chat/completions", b) for b in (body, {**body, "model": str(bad)}, body)]
+        answers = at_once(jobs)
+        assert [status for status, _ in answers] == [200, 503, 200]
+        assert str(error) in answers[1][1]["error"]
+        assert [reply(answer) for status, answer in answers if status == 200] == [reply(before)] * 2
+        # It is not tried again at once: whoever asks would cost the others a swap.
+        status, answer = ours.send("/v1/chat/completions", {**body, "model": str(bad)})
+        assert (status, "not tried again" in answer["error"]) == (503, True)
+        after = ours.chat(HELLO, max_tokens=6)
+        assert (reply(after), cached(after)) == (reply(before), after["usage"]["prompt_tokens"] - 1)
+        # Nobody has to ask for the old one.
+        assert ours.send("/admin/load", {"model": str(bad)})[0] == 503
+        assert ours.send(f"/v1/models/{model}")[1]["mlx_blockpool"]["state"] == "loaded"
+        figures = ours.send("/admin/models")[1]
+        assert figures["counts"] == {"loads": 3, "unloads": 2, "swaps": 0, "failures": 2}
+        assert {m["id"]: m["failure"] is None for m in figures["models"]} == {str(model): True, str(bad): False}
+        # An order tries at once, and clears it.
+        monkeypatch.undo()
+        assert ours.send("/admin/load", {"model": str(bad)})[0] == 200
+        assert ours.send("/v1/chat/completions", {**body, "model": str(bad)})[0] == 200
+        ours.settle()
+
+
+def test_where_not_even_the_old_model_comes_back_it_is_loaded_on_demand(
+    model: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    bad = save_model(tmp_path / "bad", "llama", seed=5)
+
+    def failing(self: Any, piece_bytes: int) -> Any:
+        raise MemoryError("nothing can be had")
+
+    with blockpool_server(model, "--pool-bytes", "30MB") as ours:
+        before = ours.chat(HELLO, max_tokens=6)
+        monkeypatch.setattr(BlockpoolModelProvider, "read", failing)
+        assert ours.send("/v1/chat/completions", {"messages": HELLO, "model": str(bad)})[0] == 503
+        assert ours.send("/v1/chat/completions", {"messages": HELLO})[0] == 503
+        assert ours.send("/health")[0] == 200
+        monkeypatch.undo()
+        assert ours.send("/admin/load", {"model": str(model)})[0] == 200
+        assert reply(ours.chat(HELLO, max_tokens=6)) == reply(before)
+
+
+def test_a_pool_that_is_too_small_for_the_new_model_is_said_before_the_old_one_goes(model: Path, tmp_path: Path) -> None:
+    large = save_model(tmp_path / "large", "llama", seed=6, num_hidden_layers=40)
+    with blockpool_server(model, "--pool-bytes", "1MB") as ours:
+        before = ours.chat(HELLO[1:], max_tokens=6)
+        status, answer = ours.send("/v1/chat/completions", {"messages": HELLO[1:], "model": str(large)})
+        assert (status, "Raise --pool-bytes" in answer["error"]) == (503, True)
+        assert ours.send("/admin/models")[1]["counts"]["unloads"] == 0
+        assert reply(ours.chat(HELLO[1:], max_tokens=6)) == reply(before)
+
+
+def test_a_server_that_stops_while_a_model_is_loaded_stops(model: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The weights never end; whoever waits for them is told."""
+    endless = save_model(tmp_path / "endless", "llama", seed=7)
+
+    def reading(self: Any, piece_bytes: int) -> Any:
+        while True:
+            yield 0
+
+    entered: list[str] = []
+    enter = Change._enter
+    with blockpool_server(model, "--pool-bytes", "30MB") as ours:
+        ours.chat(HELLO, max_tokens=2)
+        monkeypatch.setattr(BlockpoolModelProvider, "read", reading)
+        monkeypatch.setattr(Change, "_enter", lambda self, stage: (entered.append(stage), enter(self, stage)))
+
+        def stop() -> None:
+            while "loading" not in entered:
+                threading.Event().wait(0.01)
+            ours.generator.stop_and_join()
+
+        (status, answer), _ = at_once([lambda: ours.send("/v1/completions", {"prompt": "x", "model": str(endless)}), stop])
+    assert (status, answer["error"]) == (503, "The server is shutting down.")

@@ -1,0 +1,74 @@
+"""A swap gives memory back, to mlx and to the system: a real process after swaps beside one that has just started."""
+
+from __future__ import annotations
+
+import subprocess
+import time
+from pathlib import Path
+from typing import Any
+
+import pytest
+from models import save_model
+
+from server.processes import needs_proc, process, send
+
+WITHIN = 0.05
+LARGE: dict[str, Any] = {"hidden_size": 512, "intermediate_size": 1024}
+
+
+@pytest.fixture(autouse=True)
+def thresholds(monkeypatch: pytest.MonkeyPatch) -> None:
+    """glibc keeps up to twice the largest array that was freed so far: fixed, so that it is the same in a fresh process."""
+    for name in ("MALLOC_MMAP_THRESHOLD_", "MALLOC_TRIM_THRESHOLD_"):
+        monkeypatch.setenv(name, "131072")
+
+
+@pytest.fixture(scope="module")
+def models(tmp_path_factory: pytest.TempPathFactory) -> list[Path]:
+    folder = tmp_path_factory.mktemp("models")
+    return [
+        save_model(folder / "one", "llama", num_hidden_layers=6, **LARGE),
+        save_model(folder / "two", "qwen2", seed=2, num_hidden_layers=8, **LARGE),
+    ]
+
+
+def memory(port: int, server: subprocess.Popen[str], model: Path) -> tuple[int, int, int]:
+    """Bytes of arrays, bytes that mlx keeps for others, and resident bytes of the process, once the model has replied."""
+    body = {"messages": [{"role": "user", "content": "word " * 8}], "max_tokens": 2, "model": str(model)}
+    assert send(port, "/v1/chat/completions", body)["choices"]
+    while send(port, "/health")["doing"] != "nothing":
+        time.sleep(0.05)
+    found = send(port, "/admin/models")["memory"]
+    resident = int(Path(f"/proc/{server.pid}/statm").read_text().split()[1]) * 4096
+    return found["active_bytes"], found["cache_bytes"], resident
+
+
+@needs_proc
+def test_memory_after_each_swap_is_that_of_a_fresh_start(models: list[Path], tmp_path: Path) -> None:
+    found: dict[Path, list[tuple[int, int, int]]] = {model: [] for model in models}
+    with process(models[0], tmp_path) as (port, server):
+        for model in models * 3:
+            found[model].append(memory(port, server, model))
+        assert send(port, "/admin/models")["counts"]["swaps"] == 5
+    for model in models:
+        # On the same store, so that both restore the prefix instead of computing it.
+        with process(model, tmp_path) as (port, server):
+            active, cache, resident = memory(port, server, model)
+        for after in found[model][1:]:
+            assert abs(after[0] - active) <= WITHIN * active
+            assert after[1] <= cache + WITHIN * active
+            assert after[2] <= resident * (1 + WITHIN), f"{found[model]} after swaps, {(active, cache, resident)} fresh"
+
+
+@needs_proc
+def test_an_unloaded_model_leaves_nothing_behind(models: list[Path], tmp_path: Path) -> None:
+    with process(models[0], tmp_path) as (port, server):
+        for model in models * 2:
+            active, _, resident = memory(port, server, model)
+            assert send(port, "/admin/unload", {"model": str(model)})["state"] == "available"
+            left = send(port, "/admin/models")["memory"]
+            now = int(Path(f"/proc/{server.pid}/statm").read_text().split()[1]) * 4096
+            assert left["active_bytes"] < 10_000
+            assert left["cache_bytes"] < 10_000
+            # The arrays were resident: as many bytes are not any more.
+            assert now <= resident - 0.9 * active
