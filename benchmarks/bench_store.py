@@ -25,19 +25,20 @@ from mlx_blockpool.engine.engine import BlockPoolBatchEngine
 from mlx_blockpool.engine.request import Request, Token
 from mlx_blockpool.prefix.cache import PrefixCache
 from mlx_blockpool.prefix.stored import naming
+from mlx_blockpool.spec import BLOCK_TOKENS
 from mlx_blockpool.store.store import PromptStore
 
 VOCAB = 2048
 
 
-def opened(model: Any, folder: Path | None, config: PoolConfig | None = None) -> BlockPoolBatchEngine:
+def opened(model: Any, folder: Path | None, config: PoolConfig | None = None, bits: int | None = None) -> BlockPoolBatchEngine:
     """An engine over a new pool, with what the store in `folder` knows."""
     bind(model)
-    slabs = open_pool(model, 10**9 if config is None else config.pool_bytes, config)
+    slabs = open_pool(model, 2 * 10**9 if config is None else config.pool_bytes, config)
     slabs.ragged = True
     store = None
     if folder is not None:
-        store = PromptStore(StoreConfig(folder, min_free_bytes=0), "bench", naming, {"model": "bench"})
+        store = PromptStore(StoreConfig(folder, min_free_bytes=0, bits=bits), "bench", naming, {"model": "bench"})
     prefix = PrefixCache(slabs, store=store)
     return BlockPoolBatchEngine(model, PooledCaches(prefix), EngineConfig(decode_share=0))
 
@@ -78,9 +79,9 @@ def bench_restart(args: Any, model: Any, length: int, folder: Path) -> None:
     report(args, "store", f"first token of {length} after a restart", **figures, ratio=round(cold / statistics.median(warm), 1))
 
 
-def fill(model: Any, folder: Path, length: int) -> None:
+def fill(model: Any, folder: Path, length: int, bits: int | None) -> None:
     """Random keys and values of one sequence, on disk."""
-    engine = opened(model, folder)
+    engine = opened(model, folder, bits=bits)
     assert isinstance(engine.caches, PooledCaches)
     prefix, layer = engine.caches.prefix, engine.caches.prefix.slabs.spec.layers[0]
     tokens = [i % VOCAB for i in range(length)]
@@ -91,20 +92,25 @@ def fill(model: Any, folder: Path, length: int) -> None:
     assert prefix.close(), "the store could not write everything"
 
 
-def bench_restore(args: Any, model: Any, length: int, folder: Path, rounds: int) -> None:
+def bench_restore(args: Any, model: Any, length: int, folder: Path, rounds: int, bits: int | None = None) -> None:
     """Blocks from disk into the pool, against reading the same files one after the other with a checksum."""
-    fill(model, folder, length)
+    fill(model, folder, length, bits)
     files = sorted((folder / "models").rglob("blocks/*/*.safetensors"))
     size = sum(path.stat().st_size for path in files)
+    spec = open_pool(model, 10**9).spec
+    pool_bytes = 2 * length // BLOCK_TOKENS * sum(spec.bytes_per_block(group) for group in spec.groups)
 
     def restore() -> float:
         # The memory is there already: making it is no part of reading a file either.
-        engine = opened(model, folder, PoolConfig(pool_bytes=2 * size + 10**7, preallocate=True))
+        engine = opened(model, folder, PoolConfig(pool_bytes=pool_bytes, preallocate=True), bits)
         found = stored(engine)
-        path = next(node for node in found.known.trie if not node.children).path()
+        caches = engine.caches
+        assert isinstance(caches, PooledCaches)
+        wanted = caches.prefix.wanted([*(i % VOCAB for i in range(length)), 0])
+        assert wanted is not None, "nothing is on disk"
         mx.synchronize()
         start = time.perf_counter()
-        found.restore_now(path)
+        found.restore_now(wanted)
         mx.eval(found.slabs.arrays())
         seconds = time.perf_counter() - start
         assert found.num_restored == length, f"{found.num_restored} tokens restored != {length}"
@@ -120,7 +126,8 @@ def bench_restore(args: Any, model: Any, length: int, folder: Path, rounds: int)
     found = interleave({"ours": restore, "plain": plain}, rounds)
     figures = {f"{name}_mb_s": round(size / seconds / 1e6) for name, seconds in found.items()}
     ratio = round(found["plain"] / found["ours"], 2)
-    report(args, "store", f"restore of {length} tokens", mb=round(size / 1e6, 1), **figures, ratio=ratio)
+    case = f"restore of {length} tokens, files of {size / len(files) / 1e6:.1f} MB" + (f", {bits} bits" if bits else "")
+    report(args, "store", case, mb=round(size / 1e6, 1), **figures, ratio=ratio)
 
 
 def bench_stall(args: Any, model: Any, folder: Path, context: int, steps: int, rounds: int) -> None:
@@ -162,7 +169,9 @@ if __name__ == "__main__":
     length, rounds = (1024, 3) if args.quick else (8192, 7)
     with tempfile.TemporaryDirectory() as folder:
         bench_restart(args, model, length, Path(folder) / "restart")
-        # Blocks of 4 MB; those of an 8B model have 32.
-        bench_restore(args, llama(256, 8, 4, 4), length, Path(folder) / "restore", rounds)
+        for bits in (None, 8):
+            bench_restore(args, llama(256, 8, 4, 4), length, Path(folder) / f"restore {bits}", rounds, bits)
+        # Blocks as large as those of a model with 8 billion parameters.
+        bench_restore(args, llama(1024, 16, 16, 16), length // 2, Path(folder) / "large blocks", rounds)
         context, steps, rounds = (230, 80, 3) if args.quick else (700, 50, 10)
         bench_stall(args, model, Path(folder) / "stall", context, steps, rounds)

@@ -18,6 +18,7 @@ _HOME = {
     "PooledRotatingKVCache": "cache.layers",
     "PrefixCache": "prefix.cache",
     "Request": "engine.request",
+    "StoreConfig": "config",
     "Token": "engine.request",
     "attach": "cache.attention",
     "check_spec": "plugins",
@@ -25,6 +26,7 @@ _HOME = {
     "hookimpl": "hookspecs",
     "make_prompt_cache": "cache.factory",
     "open_pool": "cache.factory",
+    "open_prefix": "prefix.opening",
     "spec_from_config": "plugins",
 }
 __all__ = sorted(_HOME)

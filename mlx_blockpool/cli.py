@@ -45,7 +45,7 @@ def _parser() -> argparse.ArgumentParser:
     commands = parser.add_subparsers(dest="command", required=True, metavar="COMMAND")
     commands.add_parser("serve", add_help=False, help="mlx-lm's server on a block pool; --help lists its options")
     _add_patch(commands.add_parser("patch", help="give mlx_lm.server the option --cache-backend, or take it away"))
-    _add_plan(commands.add_parser("plan", help="what a batch takes in memory: padded, as mlx-lm batches, against the pool"))
+    _add_plan(commands.add_parser("plan", help="what a model and its agents take in memory, before it is downloaded"))
     _add_store(commands.add_parser("store", help="the prefixes on disk: look at them, check, clear, carry in and out"))
     return parser
 
@@ -59,25 +59,29 @@ def _add_patch(patch: argparse.ArgumentParser) -> None:
 
 
 def _add_plan(plan: argparse.ArgumentParser) -> None:
-    plan.add_argument("--lengths", metavar="N,N,..", help="tokens of each sequence of the batch, such as 500,4000,1200")
-    plan.add_argument("--model", default="demo", help="a model folder, a config.json, or demo, the bundled model (default)")
+    model = "a model folder, a config.json, the id of a downloaded model, or demo, the bundled one (default); may be given again"
+    plan.add_argument("--model", action="append", help=model)
+    memory = "what the model and its agents may take together, such as 24GB (default: what this machine gives to a model)"
+    plan.add_argument("--memory", metavar="SIZE", help=memory)
+    plan.add_argument("--context", metavar="N", help="tokens of each agent, such as 8192 or 32k (default: 4k)")
+    plan.add_argument("--kv-bits", type=int, choices=(4, 8), help="count agents whose keys and values are quantised")
+    plan.add_argument("--lengths", metavar="N,N,..", help="a batch instead: tokens of each sequence, such as 500,4000,1200")
     plan.add_argument("--json", action="store_true", help="every figure as JSON")
     plan.set_defaults(run=_plan)
 
 
 def _plan(args: argparse.Namespace) -> str:
-    from . import memory, planning
+    from . import planning
 
-    lengths = planning.parse_lengths(args.lengths)
-    report = memory.batch_memory(planning.spec_at(args.model), lengths)
-    return json.dumps(report.as_dict(), indent=2) if args.json else planning.describe(report)
+    report = planning.plan(args.model or ["demo"], args.lengths, args.context, args.memory, args.kv_bits)
+    return json.dumps(report.as_dict(), indent=2) if args.json else report.text()
 
 
 def _add_store(store: argparse.ArgumentParser) -> None:
     actions = store.add_subparsers(dest="action", required=True, metavar="ACTION")
 
-    def add(name: str, act: Any, text: str) -> argparse.ArgumentParser:
-        action = actions.add_parser(name, help=text, description=f"{text[0].upper()}{text[1:]}.")
+    def add(name: str, act: Any, text: str, where: Any = actions) -> argparse.ArgumentParser:
+        action: argparse.ArgumentParser = where.add_parser(name, help=text, description=f"{text[0].upper()}{text[1:]}.")
         action.add_argument("--store-dir", type=Path, metavar="DIR", help="where the store is (default: the user's cache folder)")
         action.add_argument("--json", action="store_true", help="everything as JSON")
         action.set_defaults(run=lambda args: _store(args, act))
@@ -95,11 +99,30 @@ def _add_store(store: argparse.ArgumentParser) -> None:
     clear = add("clear", _store_clear, "remove records")
     clear.add_argument("--model", metavar="ID", help="only those of this model, by its id or namespace (default: all)")
     clear.add_argument("--yes", action="store_true", help="do not ask")
+    add("agents", _store_agents, "what is stored for each agent")
+    _add_agent(actions.add_parser("agent", help="pin, rename, fork or delete one agent"), add)
     export = add("export", _store_export, "write the longest stored prefix of a prompt as a prompt-cache file of mlx-lm")
     _add_exchange(export, "OUT", prompt_required=True)
     taken = add("import", _store_import, "put the prefix in a prompt-cache file of mlx-lm into the store")
     _add_exchange(taken, "FILE", prompt_required=False)
     taken.add_argument("--store-bytes", type=_size, metavar="SIZE", help="hard limit for what is on disk, as the server's")
+
+
+def _add_agent(agent: argparse.ArgumentParser, add: Any) -> None:
+    changes = agent.add_subparsers(dest="change", required=True, metavar="CHANGE")
+    for name, text in (
+        ("pin", "spare its records when others are dropped"),
+        ("unpin", "let its records go with others"),
+        ("rename", "give it another name"),
+        ("fork", "let a second agent go on from where it is"),
+        ("delete", "remove it with the records that only it stands on; status 1 if they are still there or others are bad"),
+    ):
+        change = add(name, _store_delete if name == "delete" else _store_agent, text, changes)
+        change.add_argument("name", metavar="NAME", help="the agent, as `store agents` shows it")
+        if name in ("rename", "fork"):
+            change.add_argument("new", metavar="NEW", help="a name that is free")
+        if name == "delete":
+            change.add_argument("--yes", action="store_true", help="do not ask")
 
 
 def _add_exchange(action: argparse.ArgumentParser, file: str, prompt_required: bool) -> None:
@@ -118,7 +141,7 @@ def _store(args: argparse.Namespace, act: Any) -> tuple[str, int]:
 
 
 def _store_path(args: argparse.Namespace) -> Any:
-    from .store.store import default_folder
+    from .store.layout import default_folder
 
     return {"folder": str(args.store_dir or default_folder())}, lambda report: report["folder"], 0
 
@@ -142,6 +165,26 @@ def _store_clear(args: argparse.Namespace) -> Any:
     return storing.clear(storing.folder_at(args.store_dir), args.model, args.yes), storing.describe_clear, 0
 
 
+def _store_agents(args: argparse.Namespace) -> Any:
+    from . import agents, storing
+
+    return agents.listed(storing.folder_at(args.store_dir)), agents.describe_listed, 0
+
+
+def _store_agent(args: argparse.Namespace) -> Any:
+    from . import agents, storing
+
+    root = storing.folder_at(args.store_dir)
+    return agents.change(root, args.change, args.name, getattr(args, "new", "")), agents.describe_change, 0
+
+
+def _store_delete(args: argparse.Namespace) -> Any:
+    from . import agents, storing
+
+    report = agents.delete(storing.folder_at(args.store_dir), args.name, args.yes)
+    return report, agents.describe_delete, int(not report["clean"])
+
+
 def _store_export(args: argparse.Namespace) -> Any:
     from . import exchange, source, storing
 
@@ -152,7 +195,7 @@ def _store_export(args: argparse.Namespace) -> Any:
 
 def _store_import(args: argparse.Namespace) -> Any:
     from . import exchange, source
-    from .store.store import default_folder
+    from .store.layout import default_folder
 
     prompt = source.prompt_of(args.tokens, args.prompt_file)
     root = args.store_dir or default_folder()

@@ -27,6 +27,8 @@ class PoolConfig:
     slab_blocks:  ... and at most this many blocks; larger ones make longer runs, smaller ones take memory later.
     max_tokens:   room that a fetch in a script reserves after the prompt unless told otherwise.
     decode_path:  how a batch reads its keys and values; auto: by a measured rule (cache/paths.py).
+    state_bytes:  what a hybrid model's states, running and kept, may take of pool_bytes; None: a quarter, ...
+    states:       ... or up to half of it where a quarter would hold fewer than this many.
     """
 
     pool_bytes: int | None = None
@@ -35,6 +37,8 @@ class PoolConfig:
     slab_blocks: int = 64
     max_tokens: int = 512
     decode_path: str = "auto"
+    state_bytes: int | None = None
+    states: int = 16
 
 
 @dataclass(frozen=True)
@@ -64,7 +68,7 @@ class StoreConfig:
     """The prompt store on disk.
 
     folder:          None: the user's cache folder.
-    store_bytes:     hard limit for all records together.
+    store_bytes:     hard limit for all records together. Each server beside the first on a folder can exceed it by 2 look_bytes.
     bits:            8 or 4: quantise on disk; None: as it is in memory.
     queue_bytes:     at most so much waits to be written; what is more stays in memory only.
     step_bytes:      at most so much is copied out of the pool between two steps.
@@ -73,6 +77,8 @@ class StoreConfig:
     idle_seconds:    once nothing was asked for so long, the partial blocks at the ends of conversations are written too.
     flush_seconds:   how long a shutdown waits for what is not written yet.
     retry_seconds:   how long a disk that failed is left alone.
+    look_bytes:      after so much written a server looks at what others have written there; None: a 32nd of store_bytes.
+    look_seconds:    after so long at the latest, if it has written or used anything.
     """
 
     folder: Path | None = None
@@ -85,6 +91,39 @@ class StoreConfig:
     idle_seconds: float = 60.0
     flush_seconds: float = 10.0
     retry_seconds: float = 30.0
+    look_bytes: int | None = None
+    look_seconds: float = 60.0
+
+
+@dataclass(frozen=True)
+class ModelsConfig:
+    """Which models are loaded, and when they change.
+
+    max_models:        at most so many are loaded at a time; the pool's bytes are divided between them.
+    patience_seconds:  requests of loaded models pass those of another for so long; then one of the loaded has to go.
+    linger_seconds:    a model with nothing to do is kept from those that wait for another as long as the last change took, but no
+                       longer than this: an agent that has its answer soon asks again.
+    idle_seconds:      a model that nobody asked for so long is unloaded; None: never.
+    allowed:           beside the default model only these are loaded; None: any.
+    retry_seconds:     a model that could not be loaded though its files were right is not tried again for so long.
+    piece_bytes:       weights are read in pieces of this size, between which other loaded models go on.
+    """
+
+    max_models: int = 1
+    patience_seconds: float = 30.0
+    linger_seconds: float = 2.0
+    idle_seconds: float | None = None
+    allowed: tuple[str, ...] | None = None
+    retry_seconds: float = 30.0
+    piece_bytes: int = 256 * 10**6
+
+
+def parse_seconds(text: str) -> float:
+    """'30s', '15m', '2h' or '90' in seconds. Raises BlockpoolError on anything else."""
+    found = re.fullmatch(r"(\d+(?:\.\d*)?)\s*([smh]?)", text.strip().lower())
+    if found is None:
+        raise BlockpoolError(f"Found time {text!r}; needed a number with a unit, such as 30s, 15m or 2h.")
+    return float(found[1]) * {"": 1, "s": 1, "m": 60, "h": 3600}[found[2]]
 
 
 def parse_bytes(text: str) -> int:

@@ -7,6 +7,9 @@
     ├── PatchError                   an installed mlx-lm file is not the one that a patch was made for
     ├── PoolExhaustedError           not enough blocks; nothing was changed
     ├── RequestTooLargeError         a request that could never fit in the pool
+    ├── ModelNotFoundError           no model of that name, or none that may be loaded
+    ├── BadModelError                a model's files are not what mlx-lm loads
+    ├── LoadError                    a model could not be loaded now, though its files are right
     └── StoreError                   the prompt store cannot do what it was asked to
         └── BadRecordError           a file is not the record that was wanted: a miss, and the file belongs in quarantine
 
@@ -58,6 +61,18 @@ class RequestTooLargeError(BlockpoolError):
             f"The request needs room for {needed} tokens and the pool holds at most {capacity} of one sequence. "
             "Shorten the prompt or raise --pool-bytes."
         )
+
+
+class ModelNotFoundError(BlockpoolError, FileNotFoundError):
+    pass
+
+
+class BadModelError(BlockpoolError):
+    pass
+
+
+class LoadError(BlockpoolError, RuntimeError):
+    pass
 
 
 class StoreError(BlockpoolError):

@@ -12,12 +12,21 @@ from pathlib import Path
 from typing import Any
 
 import mlx.core as mx
-from mlx_lm.models.cache import KVCache, load_prompt_cache, make_prompt_cache, save_prompt_cache
+from mlx_lm.models.cache import (
+    ArraysCache,
+    ChunkedKVCache,
+    KVCache,
+    RotatingKVCache,
+    load_prompt_cache,
+    make_prompt_cache,
+    save_prompt_cache,
+)
 
+from .cache.parts import as_stock, leaves_of
 from .errors import StoreError
 from .prefix.cache import PrefixCache
 from .source import Prompt, Source, ids_in, line_of
-from .spec import BLOCK_TOKENS, FullLayer, ModelCacheSpec, blocks_for
+from .spec import BLOCK_TOKENS, ChunkLayer, FullLayer, LayerSpec, ModelCacheSpec, StateLayer, WindowLayer, blocks_for
 from .storing import Report
 
 SUFFIX = ".safetensors"
@@ -51,7 +60,7 @@ def export(source: Source, prompt: Prompt, file: Path) -> Report:
                 "prompt that a server with the same model, adapter and --store-bits has kept."
             )
         metadata = _metadata(source, tokens[:hit])
-        _save(path, [type(cache).from_state(cache.state) for cache in fetched.caches], metadata)
+        _save(path, as_stock(fetched.caches), metadata)
         prefix.release(fetched.caches)
     finally:
         prefix.close()
@@ -146,20 +155,39 @@ def _tokens_in(metadata: dict[str, Any], file: Path) -> list[int]:
 def _check_shapes(spec: ModelCacheSpec, caches: list[Any], tokens: list[int]) -> None:
     if len(caches) != len(spec.layers):
         raise StoreError(f"Found a file of {len(caches)} layers; needed {len(spec.layers)} as {spec.model_id} has.")
-    for index, (cache, layer) in enumerate(zip(caches, spec.layers, strict=True)):
-        if type(cache) is not KVCache or cache.keys is None:
-            raise StoreError(f"Layer {index}: found {type(cache).__name__} in the file; needed a KVCache that is not empty.")
-        if cache.offset != len(tokens):
-            raise StoreError(
-                f"Layer {index}: found {cache.offset} tokens in the file and were told of {len(tokens)}; needed as many."
-            )
-        assert isinstance(layer, FullLayer)
-        for array, dim in ((cache.keys, layer.key_dim), (cache.values, layer.value_dim)):
-            found = (str(array.dtype).rpartition(".")[2], *array.shape)
-            needed = (spec.dtype, 1, layer.kv_heads, cache.offset, dim)
-            long_enough = array.ndim == 4 and array.shape[2] >= cache.offset
-            if not long_enough or (*found[:3], found[4]) != (*needed[:3], needed[4]):
-                raise StoreError(f"Layer {index}: found {found} in the file; needed {needed} as {spec.model_id} has.")
+    leaves = leaves_of(caches)
+    if len(leaves) != len(spec.leaves):
+        raise StoreError(f"Found a file of {len(leaves)} caches; needed {len(spec.leaves)} as {spec.model_id} has.")
+    for index, (cache, leaf) in enumerate(zip(leaves, spec.leaves, strict=True)):
+        wanted, found = _class_of(leaf).__name__, type(cache).__name__
+        holds = isinstance(leaf, FullLayer) and leaf.values_per_token > 0
+        if found != wanted or (holds and cache.keys is None):
+            raise StoreError(f"Layer {index}: found {found} in the file; needed a {wanted} that is not empty.")
+        if isinstance(leaf, StateLayer) and len(cache.cache) != len(leaf.arrays):
+            raise StoreError(f"Layer {index}: found {len(cache.cache)} state arrays in the file; needed {len(leaf.arrays)}.")
+        if isinstance(leaf, FullLayer) and holds:
+            _check_keys(spec, index, cache, leaf, len(tokens))
+
+
+def _class_of(leaf: LayerSpec) -> type:
+    found: type = KVCache
+    for kind, cache in ((StateLayer, ArraysCache), (WindowLayer, RotatingKVCache), (ChunkLayer, ChunkedKVCache)):
+        found = cache if isinstance(leaf, kind) else found
+    return found
+
+
+def _check_keys(spec: ModelCacheSpec, index: int, cache: Any, leaf: FullLayer, tokens: int) -> None:
+    if cache.offset != tokens:
+        raise StoreError(f"Layer {index}: found {cache.offset} tokens in the file and were told of {tokens}; needed as many.")
+    if getattr(cache, "start_position", 0):
+        raise StoreError(f"Layer {index}: found a chunk from token {cache.start_position} on in the file; needed all tokens.")
+    held = min(tokens, leaf.max_size) if isinstance(leaf, WindowLayer) else tokens
+    for array, dim in ((cache.keys, leaf.key_dim), (cache.values, leaf.value_dim)):
+        found = (str(array.dtype).rpartition(".")[2], *array.shape)
+        needed = (spec.dtype, 1, leaf.kv_heads, held, dim)
+        long_enough = array.ndim == 4 and array.shape[2] >= held
+        if not long_enough or (*found[:3], found[4]) != (*needed[:3], needed[4]):
+            raise StoreError(f"Layer {index}: found {found} in the file; needed {needed} as {spec.model_id} has.")
 
 
 def _check_origin(source: Source, caches: list[Any], metadata: dict[str, Any], tokens: list[int]) -> None:
@@ -176,7 +204,11 @@ def _check_origin(source: Source, caches: list[Any], metadata: dict[str, Any], t
     count = min(len(tokens), COMPARED_TOKENS)
     fresh = make_prompt_cache(source.model)
     source.model(mx.array([tokens[:count]]), cache=fresh)
-    for index, (mine, theirs) in enumerate(zip(fresh, caches, strict=True)):
+    pairs = [(i, mine, theirs) for i, (mine, theirs) in enumerate(zip(leaves_of(fresh), leaves_of(caches), strict=True))]
+    compared = [pair for pair in pairs if type(pair[1]) is KVCache and pair[1].keys is not None]
+    if not compared:
+        raise StoreError("Found a file that does not say whose it is, of layers that forget; needed one that store export wrote.")
+    for index, mine, theirs in compared:
         for needed, found in ((mine.keys, theirs.keys), (mine.values, theirs.values)):
             needed, found = (array[..., :count, :].astype(mx.float32) for array in (needed, found))
             off: Any = mx.sqrt(mx.mean((needed - found) ** 2) / mx.mean(needed**2)).item()

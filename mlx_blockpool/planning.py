@@ -1,34 +1,99 @@
-"""The room of `mlx-blockpool plan`: reads what was asked, describes the model from its config alone, and words the report.
+"""The room of `mlx-blockpool plan`: reads what was asked and works out the plans, from config.json alone.
 
 Loads no weights. Does not know argparse; cli.py says which options there are and prints.
 """
 
 from __future__ import annotations
 
-import json
-import os
+import re
 from collections.abc import Sequence
-from dataclasses import asdict
-from pathlib import Path
+from dataclasses import dataclass
 from typing import Any
 
-from .demo import model_path
-from .errors import BlockpoolError, PluginError, SpecError
-from .memory import BatchMemory, Comparison, GroupMemory
-from .plugins import spec_from_config
-from .spec import FullLayer, ModelCacheSpec
-from .wording import count, human_bytes, table
+from . import batch_text, machine, modelfile, plan_text
+from .calculator import Memory, ModelPlan
+from .config import parse_bytes
+from .errors import BlockpoolError
+from .memory import BatchMemory, batch_memory
 
 LENGTHS_EXAMPLE = "--lengths 500,4000,1200"
-# Beyond any context; what is longer is a slip of the keyboard.
+CONTEXT = "4k"
+# Beyond any context and any machine; what is more is a slip of the keyboard.
 LONGEST = 10**9
+LARGEST = 10**15
 
 
-def parse_lengths(text: str | None) -> list[int]:
+@dataclass(frozen=True)
+class Report:
+    """A plan for each model, and a batch for each; one of them may not have been asked for."""
+
+    models: tuple[ModelPlan, ...]
+    batches: tuple[BatchMemory, ...]
+
+    def text(self) -> str:
+        models = [plan_text.describe(self.models)] if self.models else []
+        return "\n\n".join([*models, *map(batch_text.describe, self.batches)])
+
+    def as_dict(self) -> dict[str, Any]:
+        """One model's batch alone is that batch's own report; anything else a list of models."""
+        if not self.models and len(self.batches) == 1:
+            return self.batches[0].as_dict()
+        found = [plan.as_dict() for plan in self.models] or [{"model": batch.model_id} for batch in self.batches]
+        for model, batch in zip(found, self.batches, strict=False):
+            model["batch"] = batch.as_dict()
+        return {"models": found}
+
+
+def plan(models: Sequence[str], lengths: str | None, context: str | None, memory: str | None, bits: int | None = None) -> Report:
+    """What was asked of each model: the batch of `lengths`, how many agents fit, or both; the agents where nothing says which.
+
+    Raises BlockpoolError for what cannot be read, and for models that nobody can describe.
+    """
+    batch = None if lengths is None else parse_lengths(lengths)
+    tokens = parse_context(CONTEXT if context is None else context)
+    budget = None if memory is None else Memory(parse_memory(memory), "option")
+    found = [modelfile.find(model) for model in models]
+    specs = [modelfile.spec_of(file) for file in found]
+    batches = tuple(batch_memory(spec, batch) for spec in specs) if batch else ()
+    if batch and context is None and memory is None and bits is None:
+        return Report((), batches)
+    budget = budget or Memory(machine.memory_bytes(), "machine")
+    plans = [
+        ModelPlan(spec, file.model_type, modelfile.weights_of(file), budget, tokens, bits, file.longest_context)
+        for file, spec in zip(found, specs, strict=True)
+    ]
+    return Report(tuple(plans), batches)
+
+
+def parse_lengths(text: str) -> list[int]:
     """'500,4000,1200' as tokens of each sequence. Raises BlockpoolError on anything but whole numbers from 1 to LONGEST."""
-    if text is None or not text.strip():
+    if not text.strip():
         raise BlockpoolError(f"Found no lengths; needed the tokens of each sequence, such as {LENGTHS_EXAMPLE}.")
     return [_length(part.strip()) for part in text.split(",")]
+
+
+def parse_context(text: str) -> int:
+    """'8192', '4k' (4,096) or '1m' in tokens. Raises BlockpoolError on anything else, 0 and more than LONGEST."""
+    found = re.fullmatch(r"([0-9]{1,10})([km]?)", text.strip().lower())
+    tokens = int(found[1]) * {"": 1, "k": 2**10, "m": 2**20}[found[2]] if found else 0
+    if not 1 <= tokens <= LONGEST:
+        raise BlockpoolError(
+            f"Found context {text!r}; needed tokens as a whole number from 1 to {LONGEST:,}. Write --context 8192 or 8k."
+        )
+    return tokens
+
+
+def parse_memory(text: str) -> int:
+    """'24GB' in bytes. Raises BlockpoolError on anything else, on 0 and on more than LARGEST."""
+    try:
+        size = parse_bytes(text)
+    except (BlockpoolError, OverflowError):
+        size = 0
+    if not 1 <= size <= LARGEST:
+        raise BlockpoolError(
+            f"Found memory {text!r}; needed what model and agents may take together. Write --memory 24GB or 24GiB."
+        )
+    return size
 
 
 def _length(text: str) -> int:
@@ -38,95 +103,3 @@ def _length(text: str) -> int:
             f"Found {text!r} among the lengths; needed tokens as whole numbers from 1 to {LONGEST:,}. Write {LENGTHS_EXAMPLE}."
         )
     return int(digits)
-
-
-def spec_at(model: str) -> ModelCacheSpec:
-    """The spec of `demo`, of a model folder or of a config.json. Raises BlockpoolError if there is none or it says too little."""
-    path = _config_path(model)
-    config = _read_config(path)
-    try:
-        return _checked(spec_from_config(config, model))
-    except (SpecError, PluginError) as error:
-        # mlx-lm's own messages may have several lines.
-        found = " ".join(str(error).split()).rstrip(".")
-        raise SpecError(
-            f"{found}. Needed a config.json that describes an mlx-lm model; check {path} or install a plugin for it."
-        ) from error
-
-
-def _checked(spec: ModelCacheSpec) -> ModelCacheSpec:
-    """Providers copy figures from config.json as they are."""
-    for index, layer in enumerate(spec.layers):
-        if isinstance(layer, FullLayer):
-            figures = asdict(layer)
-            if not all(type(n) is int and n >= 0 for n in figures.values()) or figures.get("max_size") == 0:
-                raise SpecError(f"{spec.model_id}: found {layer} as layer {index}, whose figures are no sizes")
-    return spec
-
-
-def _config_path(model: str) -> Path:
-    path = Path(model_path() if model == "demo" else model)
-    path = path / "config.json" if os.path.isdir(path) else path
-    if not os.path.isfile(path):
-        raise BlockpoolError(
-            f"Found no file {path}; needed a model folder or its config.json. Give --model the path of one, or demo."
-        )
-    return path
-
-
-def _read_config(path: Path) -> dict[str, Any]:
-    try:
-        config = json.loads(path.read_text(encoding="utf-8"))
-    except (OSError, ValueError) as error:
-        raise BlockpoolError(f"Cannot read {path}: {error}. Needed the config.json of a model.") from error
-    if not isinstance(config, dict):
-        raise BlockpoolError(f"Found a {type(config).__name__} in {path}; needed the config.json of a model, a JSON object.")
-    return config
-
-
-def describe(report: BatchMemory) -> str:
-    """The report as two tables, tokens of each sequence and bytes of each layer group, and a closing sentence."""
-    leading = _leading(report)
-    where = f"; tokens of {leading.group.name}" if len(report.groups) > 1 else ""
-    lines = [f"{report.model_id}, {report.dtype}: {count(len(report.lengths), 'sequence')}{where}", ""]
-    lines += [*table(_sequence_rows(report.lengths, leading)), "", *table(_byte_rows(report)), "", _verdict(report)]
-    return "\n".join(lines)
-
-
-def _sequence_rows(lengths: Sequence[int], group: GroupMemory) -> list[list[str]]:
-    rows = [["sequence", "tokens", "padded waste", "pool waste"]]
-    for number, (length, tokens) in enumerate(zip(lengths, group.sequences, strict=True), 1):
-        rows.append([str(number), f"{length:,}", f"{tokens.padded.waste:,}", f"{tokens.pool.waste:,}"])
-    return [*rows, ["all", f"{sum(lengths):,}", f"{group.tokens.padded.waste:,}", f"{group.tokens.pool.waste:,}"]]
-
-
-def _leading(report: BatchMemory) -> GroupMemory:
-    """The group whose tokens say most: one that grows with the context, else the largest window."""
-    return max(report.groups, key=lambda g: (g.group.layer.max_blocks is None, g.tokens.padded.allocated))
-
-
-def _byte_rows(report: BatchMemory) -> list[list[str]]:
-    rows = [["layers", "used", "padded", "waste", "", "pool", "waste", ""]]
-    rows += [[g.group.name, *_byte_cells(g.bytes)] for g in report.groups]
-    return rows if len(report.groups) == 1 else [*rows, ["all", *_byte_cells(report.bytes)]]
-
-
-def _byte_cells(of: Comparison) -> list[str]:
-    cells = [human_bytes(of.padded.used)]
-    for side in (of.padded, of.pool):
-        cells += [human_bytes(side.allocated), human_bytes(side.waste), f"{side.waste_share:.0%}"]
-    return cells
-
-
-def _verdict(report: BatchMemory) -> str:
-    of = report.bytes
-    padded, pool, grown = (human_bytes(side.allocated) for side in (of.padded, of.pool, of.grown))
-    if report.other_layers:
-        others = count(report.other_layers, "other layer")
-        return (
-            f"The pool would take {pool} instead of {padded}, but {others} cannot live in blocks: mlx-lm's own caches serve it."
-        )
-    change = "the same"
-    if of.saved:
-        change = f"{of.saved / of.padded.allocated:.0%} less" if of.saved > 0 else f"{human_bytes(-of.saved)} more"
-    return f"The pool takes {pool} instead of {padded}, {change}; as it decodes, mlx-lm's padded batch grows to {grown}."

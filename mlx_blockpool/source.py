@@ -12,11 +12,11 @@ from mlx_lm.utils import hf_repo_to_path, load
 from .cache.slabs import Slabs
 from .config import PoolConfig, StoreConfig
 from .demo import model_path
-from .errors import SpecError, StoreError
+from .errors import StoreError
 from .plugins import spec_of_model
 from .prefix.cache import PrefixCache
 from .prefix.opening import open_store, weights_in
-from .spec import FullLayer, ModelCacheSpec, blocks_for
+from .spec import ModelCacheSpec, blocks_for
 from .store.offline import Listing
 
 # A command waits for the disk as long as it takes.
@@ -56,9 +56,11 @@ class Source:
 
     def open(self, tokens: int) -> PrefixCache:
         """The prefixes in the store, and a pool for one sequence of so many tokens and one block more."""
-        blocks = blocks_for(tokens) + 1
-        pool_bytes = blocks * sum(self.spec.bytes_per_block(group) for group in self.spec.groups)
-        slabs = Slabs(self.spec, pool_bytes, PoolConfig(slabs=1, slab_blocks=blocks))
+        # A window that is resumed needs room for two rings, and a state for its copy.
+        blocks = max([blocks_for(tokens) + 1, *(2 * (group.layer.max_blocks or 0) for group in self.spec.groups)])
+        states = 4 * self.spec.fixed_bytes_per_agent()
+        pool_bytes = blocks * sum(self.spec.bytes_per_block(group) for group in self.spec.groups) + states
+        slabs = Slabs(self.spec, pool_bytes, PoolConfig(slabs=1, slab_blocks=blocks, state_bytes=states))
         # Runs are joined when they are saved; no fetch needs to copy them into one.
         slabs.ragged = True
         store = open_store(self.config, self.folder, self.adapter, self.spec, Path(self.name).name)
@@ -82,9 +84,6 @@ class Source:
         except (OSError, ValueError, KeyError, TypeError, ImportError) as error:
             raise StoreError(f"Cannot load {self.name}: {line_of(error)}. Needed a model folder that mlx-lm loads.") from error
         spec = spec_of_model(model, config, Path(self.name).name)
-        if any(layer.kind != FullLayer.kind for layer in spec.layers):
-            kinds = ", ".join(sorted({layer.kind for layer in spec.layers}))
-            raise SpecError(f"{self.name} has layers of kind {kinds}; the prompt store keeps models whose layers are all full.")
         return model, tokenizer, spec
 
 

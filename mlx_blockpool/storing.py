@@ -12,11 +12,12 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, TypeVar
 
-from .errors import StoreError
+from .errors import BadRecordError, StoreError
 from .prefix.trie import encode, name_of
-from .store import offline
+from .store import manifest, offline
+from .store.disk import Disk
+from .store.layout import MODEL_FILE, default_folder
 from .store.offline import File, Judged, Listing
-from .store.store import default_folder
 from .wording import count, human_bytes, table
 
 Report = dict[str, Any]
@@ -27,11 +28,12 @@ SHOWN = 20
 
 @dataclass(frozen=True)
 class Survey:
-    """Every file, what is known of each record, and those that nothing leads to."""
+    """Every file, what is known of each record, those that nothing leads to, and the agents that cannot be read."""
 
     listing: Listing
     judged: list[Judged]
     orphans: list[File]
+    bad_agents: list[Judged]
 
     @property
     def bad(self) -> list[Judged]:
@@ -55,17 +57,28 @@ def survey(root: Path, with_data: bool = False) -> Survey:
     """Read the header of every record, or every byte of it."""
     listing = Listing(root)
     doing = "checksums" if with_data else "headers"
-    judged = list(_watched(offline.judge(listing.records, naming, with_data), len(listing.records), doing))
+    judged = list(watched(offline.judge(listing.records, naming, with_data), len(listing.records), doing))
     # A server may have written parents after their folder was listed: only a second look proves that there are none.
     seen = {file.path for file in listing.records}
     later = list(offline.judge([file for file in Listing(root).records if file.path not in seen], naming))
     lost = []
     for namespace in listing.models:
         lost += offline.orphans(j for j in [*judged, *later] if j.file.namespace == namespace)
-    return Survey(listing, judged, [file for file in lost if file.path in seen])
+    return Survey(listing, judged, [file for file in lost if file.path in seen], list(_bad_agents(listing.agents)))
 
 
-def _watched(items: Iterable[T], total: int, doing: str) -> Iterator[T]:
+def _bad_agents(files: Iterable[File]) -> Iterator[Judged]:
+    for file in files:
+        try:
+            manifest.read(Disk(), file.path)
+        except FileNotFoundError:
+            continue
+        except (BadRecordError, OSError) as error:
+            yield Judged(file, problem=str(error))
+
+
+def watched(items: Iterable[T], total: int, doing: str) -> Iterator[T]:
+    """The items, counted on a bar where somebody looks."""
     from tqdm import tqdm  # type: ignore[import-untyped]
 
     # disable=None: only where somebody watches.
@@ -155,12 +168,12 @@ def _cells(figures: Report) -> list[str]:
 
 
 def check(root: Path, with_data: bool = False, fix: bool = False) -> Report:
-    """What is wrong with the store, and whether it is still so: `clean`. `fix` puts bad records into quarantine and removes
-    leftovers, records that nothing leads to and empty folders.
+    """What is wrong with the store, and whether it is still so: `clean`. `fix` puts bad records and agents into quarantine
+    and removes leftovers, records that nothing leads to and empty folders.
     """
     found = survey(root, with_data)
     listing = found.listing
-    problems = [*found.bad, *listing.leftovers, *found.orphans, *listing.unreadable]
+    problems = [*found.bad, *listing.leftovers, *found.orphans, *found.bad_agents, *listing.unreadable]
     failed = [{"path": str(path), "reason": reason} for path, reason in listing.unreadable]
     if fix:
         failed += _fix(root, found)
@@ -170,6 +183,7 @@ def check(root: Path, with_data: bool = False, fix: bool = False) -> Report:
         "bytes": sum(judged.file.size for judged in found.judged),
         "with_data": with_data,
         "bad": [{"path": str(judged.file.path), "reason": judged.problem} for judged in found.bad],
+        "bad_agents": [{"path": str(judged.file.path), "reason": judged.problem} for judged in found.bad_agents],
         "orphans": [str(file.path) for file in found.orphans],
         "leftovers": [str(file.path) for file in listing.leftovers],
         "foreign": [str(path) for path in listing.foreign],
@@ -182,7 +196,8 @@ def check(root: Path, with_data: bool = False, fix: bool = False) -> Report:
 def _fix(root: Path, found: Survey) -> list[dict[str, str]]:
     """Returns what could not be done, and why."""
     failed = []
-    for judged in found.bad:
+    # A server may have written an agent anew meanwhile.
+    for judged in [*found.bad, *_bad_agents(judged.file for judged in found.bad_agents)]:
         try:
             offline.set_aside(root, judged)
         except OSError as error:
@@ -198,7 +213,7 @@ def _fix(root: Path, found: Survey) -> list[dict[str, str]]:
 
 def describe_check(report: Report) -> str:
     """One line for each thing that is wrong, and a closing sentence."""
-    lines = [f"bad: {item['reason']}" for item in report["bad"]]
+    lines = [f"bad: {item['reason']}" for item in [*report["bad"], *report["bad_agents"]]]
     lines += [f"orphan: {path}" for path in report["orphans"]] + [f"leftover: {path}" for path in report["leftovers"]]
     lines += [f"not the store's, left alone: {path}" for path in report["foreign"]]
     if len(lines) > SHOWN:
@@ -206,9 +221,10 @@ def describe_check(report: Report) -> str:
     lines += [f"failed: {item['path']}: {item['reason']}" for item in report["failed"]]
     how = "to the last byte" if report["with_data"] else "by name, length and header"
     checked = f"Checked {_records(report)} {how}: "
-    kinds = (("bad", "bad record"), ("orphans", "orphan"), ("leftovers", "leftover"))
+    kinds = [("bad", "bad record"), ("orphans", "orphan"), ("leftovers", "leftover")]
+    kinds += [("bad_agents", "bad agent")] if report["bad_agents"] else []
     counts = ", ".join(count(len(report[key]), word) for key, word in kinds)
-    if not any(report[key] for key in ("bad", "orphans", "leftovers", "failed")):
+    if not any(report[key] for key in ("bad", "orphans", "leftovers", "bad_agents", "failed")):
         return "\n".join([*lines, checked + "no problems."])
     if not report["fixed"]:
         return "\n".join([*lines, f"{checked}{counts}. With --fix bad ones go to quarantine and the others are removed."])
@@ -229,13 +245,14 @@ def clear(root: Path, model: str | None = None, yes: bool = False) -> Report:
     records = [file for name in names for file in listing.of(name)]
     others = [file for file in listing.leftovers if model is None or file.namespace in names]
     others += listing.quarantined if model is None else []
-    if (records or others) and not (yes or _agreed(root, records)):
+    what = f"{_records({'records': len(records), 'bytes': sum(file.size for file in records)})} from {root}"
+    if (records or others) and not (yes or agreed(what)):
         return {"folder": str(root), "models": names, "records": 0, "bytes": 0}
     try:
         gone = offline.remove(records)
         offline.remove(others)
         left = Listing(root)
-        files = [root / "models" / name / offline.MODEL_FILE for name in names if not left.of(name)]
+        files = [root / "models" / name / MODEL_FILE for name in names if not left.of(name)]
         offline.remove(File(path, path.parent.name, 0, 0.0) for path in files)
     except OSError as error:
         raise StoreError(f"Cannot remove {error.filename}: {error.strerror}. Needed the right to write there.") from error
@@ -257,8 +274,8 @@ def _namespaces(listing: Listing, model: str | None) -> list[str]:
     return found
 
 
-def _agreed(root: Path, records: list[File]) -> bool:
-    what = f"{_records({'records': len(records), 'bytes': sum(file.size for file in records)})} from {root}"
+def agreed(what: str) -> bool:
+    """Whether a person on the terminal lets it be removed. Raises StoreError if there is none."""
     if not (sys.stdin.isatty() and sys.stderr.isatty()):
         raise StoreError(f"Found no terminal to ask on; needed a yes to remove {what}. Give --yes.")
     print(f"Remove {what}? [y/N] ", end="", file=sys.stderr, flush=True)

@@ -5,7 +5,16 @@ from __future__ import annotations
 import os
 import tempfile
 
+import pytest
+from store.clock import Clock
+
 # No test may look for a model or a cache outside of what it made.
 os.environ["HF_HUB_OFFLINE"] = "1"
 CACHES = tempfile.TemporaryDirectory(prefix="mlx-blockpool-tests-")
 os.environ["XDG_CACHE_HOME"] = CACHES.name
+
+
+@pytest.fixture
+def clock(monkeypatch: pytest.MonkeyPatch) -> Clock:
+    """The time of the prompt store."""
+    return Clock(monkeypatch)

@@ -28,7 +28,7 @@ from mlx_blockpool.prefix.cache import PrefixCache
 from mlx_blockpool.prefix.opening import open_store
 from mlx_blockpool.store import offline
 from mlx_blockpool.store.disk import TEMPORARY
-from mlx_blockpool.store.store import default_folder
+from mlx_blockpool.store.layout import default_folder
 
 LONG_AGO = 1_000_000_000.0
 FIRST = random.Random(0).choices(range(90), k=700)
@@ -336,7 +336,7 @@ def test_clear_of_one_model_leaves_the_others(capsys: pytest.CaptureFixture[str]
 def test_clear_removes_nothing_that_is_not_the_stores(capsys: pytest.CaptureFixture[str], root: Path, tmp_path: Path) -> None:
     outside = tmp_path / "outside"
     outside.mkdir()
-    own = [root / "notes.txt", records(root)[0].with_name("x.safetensors"), root / "agents/a.json", outside / "x.safetensors"]
+    own = [root / "notes.txt", records(root)[0].with_name("x.safetensors"), root / "agents/a.txt", outside / "x.safetensors"]
     (root / "agents").mkdir()
     for path in own:
         path.write_text("mine")
@@ -483,10 +483,9 @@ def test_an_import_over_its_limit_is_refused_with_both_figures(
     assert "of 200000 bytes" in found
 
 
-def test_models_that_the_store_does_not_keep_are_refused(capsys: pytest.CaptureFixture[str], root: Path, tmp_path: Path) -> None:
+def test_models_that_cannot_be_loaded_are_refused(capsys: pytest.CaptureFixture[str], root: Path, tmp_path: Path) -> None:
     window = save_model(tmp_path / "window", "gpt_oss")
     out = str(tmp_path / "out.safetensors")
-    assert "has layers of kind full, window;" in refusal(capsys, root, "export", "--model", str(window), "--tokens", "1", out)
     assert refusal(capsys, root, "export", "--model", str(tmp_path / "none"), "--tokens", "1", out).startswith("Found no folder")
     assert refusal(capsys, root, "export", "--model", str(tmp_path), "--tokens", "1", out).startswith(
         "Found no model*.safetensors"

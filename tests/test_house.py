@@ -27,6 +27,7 @@ PUBLIC = [
     "PooledRotatingKVCache",
     "PrefixCache",
     "Request",
+    "StoreConfig",
     "Token",
     "attach",
     "check_spec",
@@ -34,6 +35,7 @@ PUBLIC = [
     "hookimpl",
     "make_prompt_cache",
     "open_pool",
+    "open_prefix",
     "spec_from_config",
 ]
 

@@ -17,8 +17,8 @@ from models import CONFIGS, make_model
 
 from mlx_blockpool.errors import PluginError, SpecError
 from mlx_blockpool.hookspecs import hookimpl
-from mlx_blockpool.plugins import BUNDLED, check_spec, make_plugin_manager, spec_from_config, spec_of_model
-from mlx_blockpool.spec import FullLayer, ModelCacheSpec, WindowLayer
+from mlx_blockpool.plugins import BUNDLED, check_spec, empty_plugin_manager, make_plugin_manager, spec_from_config, spec_of_model
+from mlx_blockpool.spec import CompositeLayer, FullLayer, ModelCacheSpec, WindowLayer
 
 GEMMA_12B_TEXT = {
     "model_type": "gemma3_text",
@@ -313,6 +313,61 @@ def test_a_plugin_that_raises_is_a_plugin_error() -> None:
         spec_from_config(TINY_LLAMA, "m", manager_with(Raises()))
 
 
+def test_nonsense_from_a_plugin_names_the_one_whose_answer_counts() -> None:
+    manager = manager_with(Fixed("nonsense"))
+    manager.register(Fixed(None))
+    with pytest.raises(PluginError, match=r"m: found str from provider \(.*test_plugins\.Fixed, .*test_plugins\.py\); needed"):
+        spec_from_config(TINY_LLAMA, "m", manager)
+
+
+@pytest.mark.parametrize(
+    ("layers", "found"),
+    [
+        ((FullLayer(1, 2, 2), 7), "a spec with 7 for a layer"),
+        ((CompositeLayer((FullLayer(1, 2, 2), None)),), "a spec with None for a layer"),  # type: ignore[arg-type]
+        ((CompositeLayer([FullLayer(1, 2, 2)]),), r"a spec with \[FullLayer.*\] for a layer"),  # type: ignore[arg-type]
+        ([FullLayer(1, 2, 2)], "a spec whose layers are a list, not a tuple,"),
+    ],
+)
+def test_a_spec_of_nonsense_is_a_plugin_error(layers: Any, found: str) -> None:
+    with pytest.raises(PluginError, match=f"m: found {found} from provider .*Fixed"):
+        spec_from_config(TINY_LLAMA, "m", manager_with(Fixed(ModelCacheSpec("m", layers))))
+
+
+def test_a_plugin_is_named_where_a_library_that_it_calls_has_raised(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    install(tmp_path, monkeypatch, OVERRIDE.replace("    if config", "    import json; json.loads('{')\n    if config"))
+    said = rf"m: plugin fake_plugin 1\.0 \(fake_plugin, {tmp_path}/fake_plugin\.py\), at .*decoder\.py, .* raised JSONDecodeError"
+    with pytest.raises(PluginError, match=said):
+        spec_from_config(TINY_LLAMA, "m")
+
+
+def test_a_spec_error_of_an_installed_plugin_names_it_and_a_bundled_one_is_as_it_was(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    with pytest.raises(SpecError, match=r"^m: found a config without model_type; needed mlx-lm's config.json of the model\.$"):
+        spec_from_config({}, "m")
+    install(tmp_path, monkeypatch, OVERRIDE.replace("FullLayer(7, 7, 7),)", "FullLayer(7, 7, 7),), 'int4'"))
+    with pytest.raises(SpecError, match=r"m: found dtype 'int4', .*\. Said by plugin fake_plugin 1\.0 \(fake_plugin, "):
+        spec_from_config(TINY_LLAMA, "m")
+
+
+def test_a_model_that_nobody_says_anything_of_is_a_spec_error() -> None:
+    with pytest.raises(SpecError, match="m: no provider describes this model"):
+        spec_from_config(TINY_LLAMA, "m", empty_plugin_manager())
+
+
+@pytest.mark.parametrize(("code", "error"), [("1 / 0", "ZeroDivisionError"), ("def f(:", "SyntaxError")])
+def test_a_plugin_that_raises_while_it_loads_is_named(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, code: str, error: str
+) -> None:
+    install(tmp_path, monkeypatch, code)
+    said = (
+        rf"fake_plugin 1\.0: entry point mine = fake_plugin in group mlx_blockpool does not load: {error}: .*Fix or uninstall it"
+    )
+    with pytest.raises(PluginError, match=said):
+        make_plugin_manager()
+
+
 def test_a_config_without_model_type_is_a_spec_error() -> None:
     with pytest.raises(SpecError, match="m: found a config without model_type"):
         spec_from_config({}, "m")
@@ -350,7 +405,7 @@ def test_check_spec_counts_the_layers() -> None:
 
 def test_a_plugin_that_contradicts_the_model_is_found_when_it_is_loaded() -> None:
     wrong = Fixed(ModelCacheSpec("m", (FullLayer(2, 16, 16), FullLayer(2, 16, 8))))
-    with pytest.raises(PluginError, match="layer 1"):
+    with pytest.raises(PluginError, match=r"layer 1: .* The spec is from provider \(.*Fixed, "):
         spec_of_model(make_model("llama"), TINY_LLAMA, "m", manager_with(wrong))
 
 

@@ -83,10 +83,13 @@ def curl(command: str, port: int) -> str:
 
 def test_the_server_starts_and_the_requests_are_answered() -> None:
     with serving(next(c for c in COMMANDS if " serve " in c)) as port:
-        chat, cache, health = (curl(c, port) for c in COMMANDS if c.startswith("curl"))
+        chat, cache, health = (curl(c, port) for c in COMMANDS if c.startswith("curl") and "/admin/" not in c)
+        models, load, unload = (json.loads(curl(c, port)) for c in COMMANDS if c.startswith("curl") and "/admin/" in c)
     assert "256 tokens" in json.loads(chat)["choices"][0]["message"]["content"]
     assert json.loads(cache)["backend"] == "blockpool"
     assert json.loads(health)["status"] == "ok"
+    assert [model["state"] for model in models["models"]] == ["loaded"]
+    assert (load["state"], unload["state"]) == ("loaded", "available")
 
 
 @pytest.mark.parametrize("command", [c for c in COMMANDS if "blockpool store" in c])
@@ -131,6 +134,18 @@ def test_examples_run(example: str) -> None:
     assert ran.returncode == 0, ran.stderr
     assert ran.stdout
     assert len([line for line in example.splitlines() if line and not re.match("from|import", line)]) <= 10
+
+
+def test_the_second_run_of_a_script_goes_on_from_the_disk(tmp_path: Path) -> None:
+    (example,) = [e for e in EXAMPLES if "open_prefix(" in e]
+    env = {**os.environ, "XDG_CACHE_HOME": str(tmp_path)}
+    runs = [subprocess.run([sys.executable, "-c", example], capture_output=True, text=True, cwd="/", env=env) for _ in range(2)]
+    assert [ran.stderr for ran in runs] == ["", ""]
+    hits, replies = zip(*(ran.stdout.split(" of 16 tokens cached", 1) for ran in runs), strict=True)
+    assert hits == ("0", "15")
+    assert [reply.partition("<|im_start|>")[2] for reply in replies] == [replies[0].partition("<|im_start|>")[2]] * 2
+    assert "256 tokens" in replies[1]
+    assert list(tmp_path.glob("mlx-blockpool/models/*/blocks/*/*.safetensors"))
 
 
 @pytest.mark.parametrize("command", [c for c in COMMANDS if "benchmarks" in c])

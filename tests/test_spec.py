@@ -131,18 +131,17 @@ def test_state_costs_the_same_whatever_the_context() -> None:
     assert spec.bytes_per_token() == 0
     assert spec.blocks(50_000, STATE) == 0
     assert spec.groups == ()
-    assert not spec.is_poolable
+    assert spec.needs_checkpoints
 
 
-def test_chunk_holds_one_chunk_at_most() -> None:
+def test_chunk_layers_keep_all_tokens() -> None:
     chunk = ChunkLayer(1, 2, 2, 8192)
     spec = ModelCacheSpec("llama4", (chunk, FullLayer(1, 2, 2)), "float32")
-    assert [spec.blocks(n, chunk) for n in (1, 8192, 8193, 20_000)] == [1, 32, 32, 32]
-    assert [g.layers for g in spec.groups] == [(1,)]
-    assert not spec.is_poolable
-    # 16 bytes a token in each layer; only the full layer grows for ever.
-    assert spec.bytes_per_token() == 16
-    assert spec.bytes_per_agent(20_000) == 32 * 4096 + 79 * 4096
+    assert [spec.blocks(n, chunk) for n in (1, 8192, 8193, 20_000)] == [1, 32, 33, 79]
+    assert [g.layers for g in spec.groups] == [(0,), (1,)]
+    assert not spec.needs_checkpoints
+    assert spec.bytes_per_token() == 2 * 16
+    assert spec.bytes_per_agent(20_000) == 2 * 79 * 4096
 
 
 def test_composite_is_the_sum_of_its_parts() -> None:
@@ -153,12 +152,14 @@ def test_composite_is_the_sum_of_its_parts() -> None:
     assert spec.memory_per_block_per_layer(layer) == 2 * 4096
     assert spec.fixed_bytes_per_agent() == 224
     assert spec.bytes_per_agent(1000) == 224 + 6 * 4096
-    assert not spec.is_poolable
+    assert spec.leaves == (STATE, full, window)
+    assert [g.layers for g in spec.groups] == [(1,), (2,)]
+    assert spec.needs_checkpoints
 
 
-def test_full_and_window_layers_are_poolable() -> None:
-    assert GEMMA.is_poolable
-    assert LLAMA.is_poolable
+def test_windows_need_checkpoints_and_full_layers_need_none() -> None:
+    assert GEMMA.needs_checkpoints
+    assert not LLAMA.needs_checkpoints
 
 
 def test_fingerprint_ignores_the_name_of_the_model() -> None:
