@@ -17,6 +17,7 @@ from .admin import MODELS, Admin
 from .anthropic import Asked, understand
 from .anthropic_errors import InvalidRequestError, answer_to, checked, error_body
 from .anthropic_stream import PING, Answer, Event, message_of
+from .asking import Wishes
 from .rendering import Counted
 
 log = logging.getLogger(__name__)
@@ -116,7 +117,7 @@ class Endpoint:
         """The request's body and headers, understood. Raises what answer_to() answers."""
         headers = self._handler.headers
         asked = understand(self._body(), self._generator.cli_args, counts)
-        self._generator.agent = headers.get("X-Agent-Id") or None
+        self._generator.wishes = Wishes(self._id, headers.get("X-Agent-Id") or None)
         self._generator.normalisers = self._generator.known_normalisers.asked(headers.get("X-Normalise"))
         self._have_images(asked)
         return asked

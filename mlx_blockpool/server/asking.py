@@ -2,11 +2,24 @@
 
 from __future__ import annotations
 
+import uuid
 from collections.abc import Iterator
-from dataclasses import replace
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 from .normalise import Normalisers
+
+
+@dataclass
+class Wishes:
+    """What a request asks for beside its reply.
+
+    id:     names the request, in the answer's headers, in explanations and in the log.
+    agent:  who asks; requests of one agent run in order.
+    """
+
+    id: str = field(default_factory=lambda: f"req_{uuid.uuid4().hex[:24]}")
+    agent: str | None = None
 
 
 class Asking:
@@ -14,7 +27,7 @@ class Asking:
 
     def __init__(self, generator: Any) -> None:
         self._generator = generator
-        self.agent: str | None = None
+        self.wishes = Wishes()
         self.error: Exception | None = None
         self.normalisers: tuple[str, ...] = ()
         self._sampled: list[str] = []
@@ -29,7 +42,7 @@ class Asking:
         try:
             if self.normalisers and request.request_type == "chat":
                 request = replace(request, messages=self.known_normalisers.apply(self.normalisers, request.messages))
-            request.agent = self.agent
+            request.wishes = self.wishes
             context, responses = self._generator.generate(request, *args, **kwargs)
         except Exception as error:
             self.error = error

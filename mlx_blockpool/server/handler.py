@@ -12,7 +12,7 @@ from mlx_lm.server import APIHandler
 from ..errors import BlockpoolError, ModelNotFoundError, PoolExhaustedError
 from .admin import ORDERS, Admin
 from .anthropic_http import Endpoint, is_messages, is_models
-from .asking import Asking
+from .asking import Asking, Wishes
 from .listing import cache_report
 
 log = logging.getLogger(__name__)
@@ -105,7 +105,7 @@ class BlockpoolHandler(APIHandler):  # type: ignore[misc]
         if "prompt" in self.body and not isinstance(self.body["prompt"], str):
             raise ValueError("prompt must be a string")
 
-        self.response_generator.agent = self._agent()
+        self.response_generator.wishes = Wishes(agent=self._agent())
         self.response_generator.normalisers = self.response_generator.known_normalisers.asked(self.headers.get("X-Normalise"))
 
     def generate_response(self, text: str, finish_reason: Any, *args: Any, **kwargs: Any) -> Any:

@@ -19,6 +19,7 @@ from mlx_lm.server import GenerationContext, _make_logits_processors
 from ..config import EngineConfig
 from ..engine.engine import BlockPoolBatchEngine
 from ..engine.request import Event, Failed, Progress, Request, Restoring, Started, Token
+from .asking import Wishes
 from .marks import message_marks
 from .prompt_cache import ServerPromptCache
 from .provider import BlockpoolModelProvider, ModelKey
@@ -129,6 +130,7 @@ class ServedModel:
             marks = message_marks(tokenizer, prompt, waiting.request, options)
         else:
             marks = marks_of(segments, types)
+        wishes = getattr(waiting.request, "wishes", Wishes())
         request = Request(
             prompt,
             args.max_tokens,
@@ -136,7 +138,7 @@ class ServedModel:
             _make_logits_processors(args),
             stop_sequences,
             marks,
-            getattr(waiting.request, "agent", None),
+            wishes.agent,
         )
         uid = self.engine.insert(request)
         self.live[uid] = Live(waiting.queue, context, tokenizer, tokenizer.detokenizer, args.top_logprobs)
