@@ -6,7 +6,7 @@ Does not know argparse or mlx; cli.py says which options there are and prints.
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Collection, Iterable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
 
@@ -32,9 +32,9 @@ def _told() -> Iterator[None]:
         raise StoreError(f"Cannot go on{where}: {reason}. Needed a folder to read and write, and room there.") from error
 
 
-def _look(root: Path, agents: Agents, namespace: str | None = None) -> tuple[Found, dict[str, Sharing]]:
+def _look(root: Path, agents: Agents, namespaces: Collection[str] | None = None) -> tuple[Found, dict[str, Sharing]]:
     """The agents, and by namespace (None: of all agents) who stands on which records."""
-    names = {agent.namespace for agent in agents.all()} if namespace is None else {namespace}
+    names = {agent.namespace for agent in agents.all()} if namespaces is None else set(namespaces)
     files = [file for file in Listing(root).records if file.namespace in names]
     judged = list(watched(offline.judge(files, naming), len(files), "headers"))
     # A server may have written more behind what was listed already.
@@ -55,10 +55,10 @@ def _look(root: Path, agents: Agents, namespace: str | None = None) -> tuple[Fou
 # -- list --------------------------------------------------------------------------------------------------------------
 
 
-def listed(root: Path) -> Report:
-    """Every agent with what is on disk of it; sizes in bytes, times in UTC. Raises StoreError."""
+def listed(root: Path, namespaces: Collection[str] | None = None) -> Report:
+    """Every agent (of these namespaces) with what is on disk of it; sizes in bytes, times in UTC. Raises StoreError."""
     with _told():
-        found, sharing = _look(root, Agents(root))
+        found, sharing = _look(root, Agents(root), namespaces)
         return {
             "folder": str(root),
             "agents": [_figures(a, sharing[a.namespace]) for a in found.agents if a.namespace in sharing],
@@ -83,13 +83,14 @@ def _fields(agent: Agent) -> Report:
         "namespace": agent.namespace,
         "last_hash": None if agent.last_hash is None else agent.last_hash.hex(),
         "tokens": agent.tokens,
-        "created": _utc(agent.created),
-        "used": _utc(agent.used),
+        "created": utc(agent.created),
+        "used": utc(agent.used),
         "pinned": agent.pinned,
     }
 
 
-def _utc(moment: int) -> str:
+def utc(moment: int) -> str:
+    """Seconds since the epoch as ISO 8601 has them."""
     return time.strftime("%Y-%m-%dT%H:%M:%SZ", time.gmtime(moment))
 
 
@@ -173,12 +174,18 @@ def delete(root: Path, name: str, yes: bool = False) -> Report:
         # Ends first: whatever stops it, what is left can be reached, and the agent is still there to be deleted.
         gone = offline.remove(share.own)
         agents.remove(real)
-        return {"folder": str(root), "agent": shown(real), "deleted": True, "removed": _sizes(gone)} | _proof(root, share)
+        return {"folder": str(root), "agent": shown(real), "deleted": True, "removed": _sizes(gone)} | proof(root, share)
+
+
+def share_of(root: Path, name: str) -> Share:
+    """What would go with an agent, and what would stay. Raises StoreError as delete() does."""
+    with _told():
+        return _share(root, Agents(root), name)
 
 
 def _share(root: Path, agents: Agents, name: str) -> Share:
     namespace = agents.need(name).namespace
-    found, sharing = _look(root, agents, namespace)
+    found, sharing = _look(root, agents, {namespace})
     if found.bad:
         raise StoreError(f"{found.bad[0][1]} Needed to know what it stands on. Put it aside with `store check --fix`.")
     agent = next((agent for agent in found.agents if (agent.name, agent.namespace) == (name, namespace)), None)
@@ -187,7 +194,7 @@ def _share(root: Path, agents: Agents, name: str) -> Share:
     return sharing[namespace].share(agent)
 
 
-def _proof(root: Path, share: Share) -> Report:
+def proof(root: Path, share: Share) -> Report:
     """What a new look at the files says: whether those that were to go are gone, and those that stay whole."""
     there = {file.path for file in Listing(root).records}
     stays = [stay.file for stay in share.stays]

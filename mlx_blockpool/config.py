@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import re
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 
 from .errors import BlockpoolError
@@ -29,6 +29,9 @@ class PoolConfig:
     decode_path:  how a batch reads its keys and values; auto: by a measured rule (cache/paths.py).
     state_bytes:  what a hybrid model's states, running and kept, may take of pool_bytes; None: a quarter, ...
     states:       ... or up to half of it where a quarter would hold fewer than this many.
+    pinned_share: what clients have marked to be kept for a time is at most this part of the blocks, and of the states.
+    agent_bytes:  what the prefixes that one agent has brought in may take; None: no limit but pool_bytes.
+    anonymous_bytes: the same for all requests together that name no agent.
     """
 
     pool_bytes: int | None = None
@@ -39,6 +42,9 @@ class PoolConfig:
     decode_path: str = "auto"
     state_bytes: int | None = None
     states: int = 16
+    pinned_share: float = 0.5
+    agent_bytes: int | None = None
+    anonymous_bytes: int | None = None
 
 
 @dataclass(frozen=True)
@@ -79,6 +85,7 @@ class StoreConfig:
     retry_seconds:   how long a disk that failed is left alone.
     look_bytes:      after so much written a server looks at what others have written there; None: a 32nd of store_bytes.
     look_seconds:    after so long at the latest, if it has written or used anything.
+    model_bytes:     the most of store_bytes that the records of one model may take; None: all of it.
     """
 
     folder: Path | None = None
@@ -93,6 +100,12 @@ class StoreConfig:
     retry_seconds: float = 30.0
     look_bytes: int | None = None
     look_seconds: float = 60.0
+    model_bytes: int | None = None
+
+    @property
+    def own_bytes(self) -> int:
+        """The most for the records of one model."""
+        return self.store_bytes if self.model_bytes is None else min(self.model_bytes, self.store_bytes)
 
 
 @dataclass(frozen=True)
@@ -116,6 +129,36 @@ class ModelsConfig:
     allowed: tuple[str, ...] | None = None
     retry_seconds: float = 30.0
     piece_bytes: int = 256 * 10**6
+
+
+@dataclass(frozen=True)
+class GuardConfig:
+    """Whom the server lets in, and with what.
+
+    host:             the address that it listens on.
+    api_key:          what a request has to show; None: nothing.
+    allow_remote:     other machines may ask without a key.
+    allowed_hosts:    names in Host headers beside those of this machine.
+    allowed_origins:  pages that may ask; empty: what mlx-lm has is for all, what it has not for pages of this machine.
+    max_body_bytes, max_headers, max_header_bytes: of one request.
+    max_connections:  at a time.
+    stall_seconds:    a request of which nothing has come for so long is dropped, ...
+    request_seconds:  ... and one that is not whole after so long.
+    send_seconds:     a client that takes nothing of its answer for so long is left.
+    """
+
+    host: str = "127.0.0.1"
+    api_key: str | None = field(default=None, repr=False)
+    allow_remote: bool = False
+    allowed_hosts: tuple[str, ...] = ()
+    allowed_origins: tuple[str, ...] = ()
+    max_body_bytes: int = 32 << 20
+    max_headers: int = 100
+    max_header_bytes: int = 64 << 10
+    max_connections: int = 256
+    stall_seconds: float = 30.0
+    request_seconds: float = 120.0
+    send_seconds: float = 60.0
 
 
 def parse_seconds(text: str) -> float:

@@ -5,8 +5,10 @@ The weights of the model are read where a file does not say whose it is.
 
 from __future__ import annotations
 
+import json
 import os
 from collections.abc import Sequence
+from contextlib import suppress
 from itertools import takewhile
 from pathlib import Path
 from typing import Any
@@ -30,6 +32,7 @@ from .spec import BLOCK_TOKENS, ChunkLayer, FullLayer, LayerSpec, ModelCacheSpec
 from .storing import Report
 
 SUFFIX = ".safetensors"
+MAX_HEADER_BYTES = 100_000_000
 # Of a file that does not say whose it is, these many tokens are computed and compared ...
 COMPARED_TOKENS = 16
 # ... and may be so far off, as rounding in bfloat16 is; those of other weights or tokens are off by about 1.
@@ -59,7 +62,7 @@ def export(source: Source, prompt: Prompt, file: Path) -> Report:
                 f"Found nothing of these {len(tokens)} tokens in {source.config.folder} under {source.spec.model_id}; needed a "
                 "prompt that a server with the same model, adapter and --store-bits has kept."
             )
-        metadata = _metadata(source, tokens[:hit])
+        metadata = metadata_of(source.name, source.weights, source.config.bits, tokens[:hit])
         _save(path, as_stock(fetched.caches), metadata)
         prefix.release(fetched.caches)
     finally:
@@ -67,14 +70,14 @@ def export(source: Source, prompt: Prompt, file: Path) -> Report:
     return {"file": str(path), "tokens": hit, "given": len(tokens), "bytes": path.stat().st_size}
 
 
-def _metadata(source: Source, tokens: Sequence[int]) -> dict[str, str]:
+def metadata_of(model: str, weights: str, bits: int | None, tokens: Sequence[int]) -> dict[str, str]:
     """What mlx-lm's generate needs, and what proves later whose keys and values these are."""
     return {
-        "model": source.name,
+        "model": model,
         "tokenizer_config": "{}",
         "tokens": ",".join(map(str, tokens)),
-        "weights": source.weights,
-        "bits": str(source.config.bits or 0),
+        "weights": weights,
+        "bits": str(bits or 0),
     }
 
 
@@ -100,10 +103,11 @@ def take_in(source: Source, prompt: Prompt, file: Path) -> Report:
 
     Raises StoreError if it cannot be the prefix of this model that it is said to be, or could not be stored.
     """
-    caches, metadata = _read(file)
-    tokens = source.tokens(prompt) or _tokens_in(metadata, file)
-    _check_shapes(source.spec, caches, tokens)
-    _check_origin(source, caches, metadata, tokens)
+    caches, metadata = read(file)
+    tokens = source.tokens(prompt) or tokens_in(metadata, file)
+    check_shapes(source.spec, caches, tokens)
+    if not says_origin(source.name, source.weights, source.config.bits, metadata, tokens):
+        compare(source.name, source.model, caches, tokens)
     prefix = source.open(len(tokens))
     try:
         kept = _keep(prefix, tokens, caches)
@@ -133,9 +137,11 @@ def _keep(prefix: PrefixCache, tokens: list[int], caches: list[Any]) -> int:
     return sum(node.end - node.start for node in takewhile(lambda node: node.stored, path))
 
 
-def _read(file: Path) -> tuple[list[Any], dict[str, Any]]:
+def read(file: Path) -> tuple[list[Any], dict[str, Any]]:
+    """The caches in a file, not evaluated, and its metadata. Raises StoreError."""
     if not file.is_file():
         raise StoreError(f"Found no file {file}; needed one of mlx-lm's save_prompt_cache.")
+    _check_names(file)
     try:
         caches, metadata = load_prompt_cache(str(file), return_metadata=True)
     except (RuntimeError, ValueError, KeyError, IndexError, TypeError, AttributeError) as error:
@@ -143,7 +149,25 @@ def _read(file: Path) -> tuple[list[Any], dict[str, Any]]:
     return caches, metadata if isinstance(metadata, dict) else {}
 
 
-def _tokens_in(metadata: dict[str, Any], file: Path) -> list[int]:
+def _check_names(file: Path) -> None:
+    """mlx makes lists as long as a number in a name is large: a few bytes could ask for all memory. Raises StoreError."""
+    with file.open("rb") as opened:
+        size = int.from_bytes(opened.read(8), "little")
+        if size > min(file.stat().st_size, MAX_HEADER_BYTES):
+            raise StoreError(f"Cannot read {file}: found a header of {size} bytes; needed a file of mlx-lm's save_prompt_cache.")
+        try:
+            header = json.loads(opened.read(size))
+            names = [*header, *header.get("__metadata__", {})]
+        except (ValueError, TypeError, AttributeError, RecursionError) as error:
+            raise StoreError(f"Cannot read {file}: {line_of(error)}. Needed a file of mlx-lm's save_prompt_cache.") from error
+    for part in {part for name in names for part in name.split(".")}:
+        with suppress(ValueError):
+            if int(part) > len(names):
+                raise StoreError(f"Cannot read {file}: found the number {part[:20]} in a name; needed at most {len(names)}.")
+
+
+def tokens_in(metadata: dict[str, Any], file: Path) -> list[int]:
+    """The token ids that the metadata names. Raises StoreError."""
     try:
         return list(ids_in(metadata["tokens"]))
     except (KeyError, ValueError, AttributeError) as error:
@@ -152,7 +176,8 @@ def _tokens_in(metadata: dict[str, Any], file: Path) -> list[int]:
         ) from error
 
 
-def _check_shapes(spec: ModelCacheSpec, caches: list[Any], tokens: list[int]) -> None:
+def check_shapes(spec: ModelCacheSpec, caches: list[Any], tokens: list[int]) -> None:
+    """Raises StoreError unless these can be caches of so many tokens of the model."""
     if len(caches) != len(spec.layers):
         raise StoreError(f"Found a file of {len(caches)} layers; needed {len(spec.layers)} as {spec.model_id} has.")
     leaves = leaves_of(caches)
@@ -190,20 +215,26 @@ def _check_keys(spec: ModelCacheSpec, index: int, cache: Any, leaf: FullLayer, t
             raise StoreError(f"Layer {index}: found {found} in the file; needed {needed} as {spec.model_id} has.")
 
 
-def _check_origin(source: Source, caches: list[Any], metadata: dict[str, Any], tokens: list[int]) -> None:
-    """Keys and values of other weights would give wrong replies: what a file says is compared, or its first tokens are."""
-    bits = str(metadata.get("bits", "0"))
-    if bits not in ("0", str(source.config.bits or 0)):
+def says_origin(name: str, weights: str, bits: int | None, metadata: dict[str, Any], tokens: list[int]) -> bool:
+    """Whether a file says that it is of these weights and tokens; if it says nothing, compare() it.
+
+    Keys and values of other weights would give wrong replies: raises StoreError where it says that it is of others.
+    """
+    found = str(metadata.get("bits", "0"))
+    if found not in ("0", str(bits or 0)):
         raise StoreError(
-            f"Found keys and values that were stored in {bits} bits; needed the same store. Give --store-bits {bits}."
+            f"Found keys and values that were stored in {found} bits; needed the same store. Give --store-bits {found}."
         )
-    if "weights" in metadata and metadata["weights"] != source.weights:
-        raise StoreError(f"Found a file of other weights ({metadata.get('model')}); needed one of {source.name}.")
-    if "weights" in metadata and metadata.get("tokens") == ",".join(map(str, tokens)):
-        return
+    if "weights" in metadata and metadata["weights"] != weights:
+        raise StoreError(f"Found a file of other weights ({metadata.get('model')}); needed one of {name}.")
+    return "weights" in metadata and metadata.get("tokens") == ",".join(map(str, tokens))
+
+
+def compare(name: str, model: Any, caches: list[Any], tokens: list[int]) -> None:
+    """Compute the first tokens with a model. Raises StoreError unless the caches hold the same."""
     count = min(len(tokens), COMPARED_TOKENS)
-    fresh = make_prompt_cache(source.model)
-    source.model(mx.array([tokens[:count]]), cache=fresh)
+    fresh = make_prompt_cache(model)
+    model(mx.array([tokens[:count]]), cache=fresh)
     pairs = [(i, mine, theirs) for i, (mine, theirs) in enumerate(zip(leaves_of(fresh), leaves_of(caches), strict=True))]
     compared = [pair for pair in pairs if type(pair[1]) is KVCache and pair[1].keys is not None]
     if not compared:
@@ -214,7 +245,7 @@ def _check_origin(source: Source, caches: list[Any], metadata: dict[str, Any], t
             off: Any = mx.sqrt(mx.mean((needed - found) ** 2) / mx.mean(needed**2)).item()
             if not off <= TOLERANCE:
                 raise StoreError(
-                    f"Layer {index}: found keys and values that are off by {off:.0%} from those of {source.name} for the first "
+                    f"Layer {index}: found keys and values that are off by {off:.0%} from those of {name} for the first "
                     f"{count} tokens; needed a file of the same weights and tokens."
                 )
 

@@ -318,13 +318,13 @@ def test_a_record_that_is_there_again_is_named(
 ) -> None:
     last = file_of(root, path_of(FIRST)[-1])
     data = last.read_bytes()
-    looked = room._proof
+    looked = room.proof
 
     def proof(*arguments: Any) -> Any:
         last.write_bytes(data)
         return looked(*arguments)
 
-    monkeypatch.setattr(room, "_proof", proof)
+    monkeypatch.setattr(room, "proof", proof)
     found = run(capsys, root, "agent", "delete", "writer", "--yes", status=1)
     assert (found["still_there"], found["gone"]["records"], found["clean"]) == ([str(last)], 1, False)
 

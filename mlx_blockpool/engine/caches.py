@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 from ..errors import PoolExhaustedError
@@ -73,7 +73,7 @@ class PooledCaches:
         Raises PoolExhaustedError if there is no room now. Who was swapped out needs a block to spare for each of the others, or
         it would soon have to go again.
         """
-        self.abandon(running)
+        restored = self.abandon(running)
         room = min(running.left_to_produce(), BLOCK_TOKENS)
         try:
             fetched = self.prefix.fetch(running.tokens, room)
@@ -88,7 +88,9 @@ class PooledCaches:
             raise
         if self.needs_marks:
             self._mark(running, fetched.lookup)
-        return Opened(fetched.caches, fetched.lookup.hit, fetched.lookup)
+        self._pin(running, fetched.lookup.hit)
+        lookup = replace(fetched.lookup, restored=min(restored, fetched.lookup.hit))
+        return Opened(fetched.caches, lookup.hit, lookup)
 
     def _mark(self, running: Running, lookup: Lookup) -> None:
         """Beside what the request marks: where known prompts part from it, and a few places of a long prompt."""
@@ -100,6 +102,12 @@ class PooledCaches:
         for place in places:
             if lookup.hit < place <= running.prefill_end:
                 running.marks.setdefault(place, KIND)
+
+    def _pin(self, running: Running, known: int) -> None:
+        """Pin those of the beginnings that the request marks which are known now."""
+        for pin in [pin for pin in running.pins if pin[0] <= known]:
+            running.pins.remove(pin)
+            self.prefix.pin_for(running.tokens[: pin[0]], pin[1])
 
     def is_ready(self, running: Running) -> bool:
         """Whether open() would not have to wait for the disk; what is missing is read from now on, see advance()."""
@@ -126,6 +134,7 @@ class PooledCaches:
 
         `idle`: there is nothing to compute meanwhile, so that it may take its time.
         """
+        self.prefix.keep_up()
         if self.prefix.stored is not None:
             self.prefix.stored.write_behind()
         done = [restore.advance(wait=idle, seconds=RESTORE_SECONDS) for restore in self._restores.values()]
@@ -144,12 +153,14 @@ class PooledCaches:
         if self.prefix.stored is not None:
             self.prefix.stored.rates.computed(tokens, seconds)
 
-    def abandon(self, running: Running) -> None:
-        """A request that has started, or never will: what was read for it is known like anything else."""
+    def abandon(self, running: Running) -> int:
+        """A request that has started, or never will: what was read for it is known like anything else. Returns its tokens."""
         restore = self._restores.pop(running.uid, None)
         self._told.pop(running.uid, None)
-        if restore is not None:
-            restore.release()
+        if restore is None:
+            return 0
+        restore.release()
+        return restore.done
 
     def stop_restoring(self) -> bool:
         """Give up the blocks of what is being read: who can go on now goes first. Returns whether there were any."""
@@ -170,15 +181,19 @@ class PooledCaches:
 
     def keep(self, running: Running, kind: str) -> None:
         """Let others share what is computed of a sequence that goes on."""
-        self.prefix.keep(running.tokens[: running.computed], running.caches or [], kind)
+        known = self.prefix.keep(running.tokens[: running.computed], running.caches or [], kind, running.terms)
+        self._pin(running, known)
 
     def finish(self, running: Running, kind: str) -> None:
         """Keep what is computed of a sequence and take its caches back."""
         tokens = running.tokens[: running.computed]
-        self.prefix.finish(tokens, running.caches or [], kind)
+        known = self.prefix.finish(tokens, running.caches or [], kind, running.terms)
         running.caches = None
-        if running.request.agent is not None:
-            self.turns[running.request.agent] = path_of(self.prefix.known, tokens)
+        self._pin(running, known)
+        self.prefix.keeping.end(running.terms)
+        name = running.request.noted_as or running.request.agent
+        if name is not None and running.terms.is_written:
+            self.turns[name] = path_of(self.prefix.known, tokens)
 
     def release(self, running: Running) -> None:
         """Take its caches back and keep nothing."""

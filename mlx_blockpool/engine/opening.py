@@ -45,11 +45,12 @@ def open_pooled(
     slabs = Slabs(spec, pool_bytes, config)
     caches: PooledCaches
     if attach(model, slabs):
-        caches = PooledCaches(PrefixCache(slabs, store=store))
+        caches = PooledCaches(PrefixCache(slabs, store=store, config=config or PoolConfig()))
     else:
         # A padded batch is not in the pool: it has half of the bytes to itself.
         slabs = Slabs(spec, pool_bytes // 2, config)
-        caches = PaddedCaches(PrefixCache(slabs, store=store), pool_bytes - pool_bytes // 2, batches_padded(model, spec))
+        prefix = PrefixCache(slabs, store=store, config=config or PoolConfig())
+        caches = PaddedCaches(prefix, pool_bytes - pool_bytes // 2, batches_padded(model, spec))
     if step_synchronously_if_copied(model, slabs):
         log.info("Decode steps run one at a time; overlapping ones would copy the pool on this device")
     return caches

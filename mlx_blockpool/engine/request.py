@@ -9,6 +9,8 @@ from typing import Any
 import mlx.core as mx
 from mlx_lm.generate import StopSequences
 
+from ..prefix.keeping import Terms
+
 Sampler = Callable[[mx.array], mx.array]
 LogitsProcessor = Callable[[mx.array, mx.array], mx.array]
 
@@ -26,6 +28,9 @@ class Request:
     stop:        mlx-lm's stop sequences.
     marks:       (tokens, kind) of each beginning of the prompt that is worth keeping by itself, such as the system prompt.
     agent:       requests with the same name run one after the other, in the order of their arrival.
+    noted_as:    the name under which its end is noted; None: that of the agent.
+    pins:        (tokens, seconds) of each beginning of the prompt that is to stay in memory for so long after each use.
+    retention:   how what it computes is kept on disk: see Terms.
     """
 
     tokens: Sequence[int]
@@ -35,6 +40,9 @@ class Request:
     stop: StopSequences = field(default_factory=StopSequences)
     marks: Sequence[tuple[int, str]] = ()
     agent: str | None = None
+    noted_as: str | None = None
+    pins: Sequence[tuple[int, float]] = ()
+    retention: str | None = None
 
 
 @dataclass(frozen=True)
@@ -92,6 +100,7 @@ class Running:
     computed:  how many of them the caches hold, once the step in flight has run.
     caches:    the layer caches; None while it waits, or while a padded batch has them.
     logprobs:  of tokens[-1] where that was drawn and not told yet.
+    terms:     how what is computed of it is kept.
     swaps, has_waited: how often it was swapped out, and whether it waited for another's prefill.
     """
 
@@ -103,6 +112,9 @@ class Running:
         self.caches: list[Any] | None = None
         self.logprobs: mx.array | None = None
         self.marks = {min(position, self.prefill_end): kind for position, kind in request.marks if position > 0}
+        self.terms = Terms(request.agent, request.retention)
+        # Those that are not pinned yet.
+        self.pins = list(request.pins)
         self.swaps = 0
         self.has_waited = False
         self._produced = 0

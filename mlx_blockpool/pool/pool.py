@@ -177,6 +177,11 @@ class BlockPool:
         self._drain()
         return evict(self._groups[group], group, count)
 
+    def evictable(self, group: int) -> list[int]:
+        """The blocks that evict() would free, in its order."""
+        self._drain()
+        return list(self._groups[group].victims())
+
     def make_room(self, counts: Mapping[int, int]) -> list[tuple[int, int]]:
         """Evict what reserve() of these counts needs, or nothing if that would not be enough.
 

@@ -12,27 +12,28 @@ from dataclasses import dataclass
 from typing import Any
 from weakref import WeakSet
 
-from ..cache.factory import pooled_caches
 from ..cache.layers import PooledLayer, PooledRotatingKVCache
 from ..cache.parts import leaves_of, sequence_of, state_caches
 from ..cache.sequence import Sequence
 from ..cache.slabs import Slabs
-from ..cache.states import PooledArraysCache, copied
+from ..cache.states import copied
 from ..config import PoolConfig
 from ..errors import PoolExhaustedError, RequestTooLargeError
 from ..spec import BLOCK_TOKENS
 from ..store.store import PromptStore
+from .figures import alarm_of, by_kind
+from .intake import begin_intake
+from .keeping import Keeping, Terms
 from .known import KnownBlocks
 from .lookup import Lookup, explain
+from .pins import PinnedPrompts
 from .restore import Wanted
-from .resume import lay_out, resumable
+from .resume import lay_out, resumable, standing
 from .room import Room
 from .stored import StoredPrefixes
 from .trie import Checkpoint, Match, Node, encode
 
-# So many known tokens are enough to tell, and less than this part of them reused is an alarm.
-ALARM_TOKENS = 20_000
-ALARM_SHARE = 0.05
+ORDINARY, USUAL = Terms(), PoolConfig()
 
 
 @dataclass(frozen=True)
@@ -47,17 +48,19 @@ class Fetch:
 class PrefixCache:
     """The prefix cache of one model in the pool `slabs`. `namespace` names what its keys and values are computed with.
 
-    `room` makes and promises room in the pool.
+    `room` makes and promises room in the pool; `keeping`: what is kept for whom, and how long.
     """
 
-    def __init__(self, slabs: Slabs, namespace: str = "", store: PromptStore | None = None) -> None:
+    def __init__(self, slabs: Slabs, namespace: str = "", store: PromptStore | None = None, config: PoolConfig = USUAL) -> None:
         self.slabs = slabs
         self.pool = slabs.pool
         named = f"{namespace}/{slabs.spec.fingerprint()}" if store is None else store.namespace
         self.known = KnownBlocks(slabs.pool, slabs.full_groups, named)
-        self.room = Room(slabs, self.known)
+        self.keeping = Keeping(self.known, self.pool.pool_bytes, slabs.state_bytes, config)
+        self.room = Room(slabs, self.known, self.keeping.pins)
         self.stored = None if store is None else StoredPrefixes(self.known, slabs, self.room, store)
         self._handed_out: WeakSet[Sequence] = WeakSet()
+        self._pinned = PinnedPrompts(self.known)
         self.num_lookups = self.num_prompt_tokens = self.num_known_tokens = self.num_hit_tokens = self.num_skipped = 0
 
     # -- fetch ---------------------------------------------------------------------------------------------------------
@@ -88,7 +91,10 @@ class PrefixCache:
             lookup = explain(self.known, tokens, match, hit)
             if checkpoint is not None:
                 self.known.use(checkpoint)
-        self._note(caches)
+        self.keeping.use(match.path, lookup.hit)
+        sequence = sequence_of(caches)
+        assert sequence is not None, "caches of a model that has none"
+        self._handed_out.add(sequence)
         self.num_lookups += 1
         self.num_prompt_tokens += lookup.tokens
         self.num_known_tokens += lookup.known
@@ -128,17 +134,19 @@ class PrefixCache:
 
     # -- keep ----------------------------------------------------------------------------------------------------------
 
-    def keep(self, tokens: Tokens[int], caches: list[Any], kind: str = "assistant") -> int:
+    def keep(self, tokens: Tokens[int], caches: list[Any], kind: str = "assistant", terms: Terms = ORDINARY) -> int:
         """Remember what `caches` hold of `tokens`; the sequence may go on. Returns how many tokens are known now.
 
         Takes pooled caches by reference and mlx-lm's own by copy. Where there is no room it skips, and counts num_skipped.
         """
-        return self._keep(tokens, caches, kind, goes_on=True)
+        return self._keep(tokens, caches, kind, terms, goes_on=True)
 
-    def finish(self, tokens: Tokens[int], caches: list[Any], kind: str = "assistant") -> int:
+    def finish(self, tokens: Tokens[int], caches: list[Any], kind: str = "assistant", terms: Terms = ORDINARY) -> int:
         """keep(), and give the blocks back to the pool, evictable from now on. The caches must not be used again."""
-        known = self._keep(tokens, caches, kind, goes_on=False)
+        known = self._keep(tokens, caches, kind, terms, goes_on=False)
         self.release(caches)
+        if terms.retention == "day":
+            self.keeping.spare_for_a_day(standing(self.slabs, self.known.trie.match(_ids(tokens)[:known])))
         return known
 
     def release(self, caches: list[Any]) -> None:
@@ -147,11 +155,11 @@ class PrefixCache:
         if sequence is not None:
             sequence.release()
 
-    def _keep(self, tokens: Tokens[int], caches: list[Any], kind: str, goes_on: bool) -> int:
+    def _keep(self, tokens: Tokens[int], caches: list[Any], kind: str, terms: Terms, goes_on: bool) -> int:
         sequence = sequence_of(caches)
         if sequence is None:
-            imported = self._import(caches, len(tokens))
-            return 0 if imported is None else self.finish(tokens, imported, kind)
+            imported = self._import(caches)
+            return 0 if imported is None else self.finish(tokens, imported, kind, terms)
         leaves = leaves_of(caches)
         offsets = [leaf.offset for leaf in leaves if isinstance(leaf, PooledLayer)]
         count: int = min([len(tokens), *offsets])
@@ -161,9 +169,12 @@ class PrefixCache:
         places = self.slabs.spec.needs_checkpoints and all(offset == count for offset in offsets)
         # Room before the path: making it may evict what the path would lean on.
         room = places and self._has_room(sequence, goes_on)
-        node = self._insert(_ids(tokens)[:count], sequence, kind)
+        path = self._insert(_ids(tokens)[:count], sequence, kind, terms)
+        node = path[-1]
         if room and count not in node.checkpoints:
-            self._place(node, count, sequence, leaves, kind)
+            self._place(node, count, sequence, leaves, kind, terms)
+        if self.stored is not None and terms.is_written:
+            self.stored.note_path(path, count)
         self.num_skipped += places and not room
         self.known.prune(node)
         return count
@@ -175,59 +186,44 @@ class PrefixCache:
         states = self.slabs.spec.fixed_bytes_per_agent()
         return (not states or self.room.for_states(states)) and (not goes_on or self.room.for_second_rings(sequence))
 
-    def _place(self, node: Node, position: int, sequence: Sequence, leaves: list[Any], kind: str) -> None:
+    def _place(self, node: Node, position: int, sequence: Sequence, leaves: list[Any], kind: str, terms: Terms) -> None:
         rings = {
             leaf.place.group: (tuple(sequence.tables[leaf.place.group].ids), leaf.ring_index)
             for leaf in leaves
             if isinstance(leaf, PooledRotatingKVCache)
         }
         states = {i: copied(leaf.cache) for i, leaf in state_caches(leaves).items()}
-        checkpoint = Checkpoint(position, rings, states, kind)
-        self.known.add_checkpoint(node, checkpoint)
-        if self.stored is not None:
-            self.stored.placed.note(node, checkpoint)
+        self.known.add_checkpoint(node, Checkpoint(position, rings, states, kind, terms.account))
 
-    def _insert(self, tokens: Tokens[int], sequence: Sequence, kind: str) -> Node:
+    def _insert(self, tokens: Tokens[int], sequence: Sequence, kind: str, terms: Terms) -> list[Node]:
         """Add the path of `tokens`; blocks that are known already replace the sequence's own."""
-        node = self.known.trie.root
+        node, path = self.known.trie.root, []
         for index, start in enumerate(range(0, len(tokens), BLOCK_TOKENS)):
             edge = encode(tokens[start : start + BLOCK_TOKENS])
             child = self.known.trie.child(node, edge)
             if child is None:
                 blocks = tuple(sequence.tables[g].ids[index] for g in self.slabs.full_groups)
-                child = self.known.add(node, edge, blocks, kind)
+                child = self.known.add(node, edge, blocks, kind, terms.account)
             elif len(edge) == len(child.tokens) and not child.resident:
-                self.known.revive(child, tuple(sequence.tables[g].ids[index] for g in self.slabs.full_groups))
+                blocks = tuple(sequence.tables[g].ids[index] for g in self.slabs.full_groups)
+                self.known.revive(child, blocks, terms.account)
             elif len(edge) == len(child.tokens) and child.is_full:
                 for group, block in zip(self.slabs.full_groups, child.blocks, strict=True):
                     if sequence.tables[group].ids[index] != block:
                         self.pool.swap(sequence.tables[group], index, block)
-            if self.stored is not None:
-                self.stored.note(child)
+            path.append(child)
             node = child
-        return node
+        return path
 
-    def _import(self, caches: list[Any], tokens: int) -> list[Any] | None:
-        """mlx-lm's caches of one sequence of `tokens`, copied into the pool; None where there is no room."""
-        sequence = Sequence(self.slabs)
-        theirs = leaves_of(caches)
-        held = max([0, *(leaf.offset for leaf in theirs if hasattr(leaf, "offset"))])
-        counts = [self.slabs.spec.blocks(held, group.layer) for group in self.slabs.spec.groups]
-        if not self.room.can_promise(sequence.tables, counts):
+    def _import(self, caches: list[Any]) -> list[Any] | None:
+        """mlx-lm's caches of one sequence, copied into the pool; None where there is no room."""
+        intake = begin_intake(self.slabs, self.room, caches)
+        if intake is None:
             self.num_skipped += 1
             return None
-        pooled = pooled_caches(self.slabs, sequence)
-        for mine, their in zip(leaves_of(pooled), theirs, strict=True):
-            if isinstance(mine, PooledArraysCache):
-                mine.cache = list(their.cache)
-            elif isinstance(mine, PooledLayer):
-                mine.state = their.state
-        return pooled
-
-    def _note(self, caches: list[Any]) -> None:
-        sequence = sequence_of(caches)
-        assert sequence is not None, "caches of a model that has none"
-        self._handed_out.add(sequence)
+        while intake.advance():
+            pass
+        return intake.pooled
 
     # -- what stays -------------------------------------------------------------------------------------------------------
 
@@ -237,11 +233,24 @@ class PrefixCache:
 
     def pin(self, tokens: Tokens[int]) -> int:
         """Keep the known part of `tokens` from eviction. Returns its length in tokens."""
-        return self.known.pin(_ids(tokens))
+        found = standing(self.slabs, self.known.trie.match(_ids(tokens)))
+        self._pinned.pin(_ids(tokens), found)
+        return found.end
 
     def unpin(self, tokens: Tokens[int]) -> int:
         """Take back one pin() of the same tokens. Returns how many of them are known."""
-        return self.known.unpin(_ids(tokens))
+        self._pinned.unpin(_ids(tokens))
+        return self.known.trie.match(_ids(tokens)).tokens
+
+    def pin_for(self, tokens: Tokens[int], seconds: float) -> None:
+        """Keep the known part of `tokens` from eviction for so long after each use, as far as there is room for that."""
+        self.keeping.pins.pin(standing(self.slabs, self.known.trie.match(_ids(tokens))), seconds)
+
+    def keep_up(self) -> None:
+        """Between two steps: let go of what has been kept for long enough, in memory and on disk. Cheap."""
+        self.keeping.expire()
+        if self.stored is not None:
+            self.keeping.spare_on(self.stored.store)
 
     def release_all(self) -> None:
         """Take the blocks of all handed out caches back, whoever still refers to them. None may be used again."""
@@ -255,6 +264,8 @@ class PrefixCache:
 
     def clear(self) -> None:
         """Forget everything. What live sequences hold stays with them."""
+        self._pinned.clear()
+        self.keeping.clear()
         self.known.clear()
 
     # -- figures -------------------------------------------------------------------------------------------------------
@@ -262,11 +273,7 @@ class PrefixCache:
     @property
     def alarm(self) -> str | None:
         """What is wrong if prompts are known again and again and next to nothing of them can be resumed."""
-        if self.num_known_tokens < ALARM_TOKENS or self.num_hit_tokens > self.num_known_tokens * ALARM_SHARE:
-            return None
-        found = f"{self.num_hit_tokens} of {self.num_known_tokens} known tokens were reused"
-        own = self.slabs.spec.bytes_per_checkpoint()
-        return f"{found}: checkpoints are gone before they are asked for. One takes {own} bytes; raise --pool-bytes."
+        return alarm_of(self.num_known_tokens, self.num_hit_tokens, self.slabs.spec)
 
     @property
     def nbytes(self) -> int:
@@ -279,13 +286,7 @@ class PrefixCache:
 
     def stats_by_kind(self) -> dict[str, dict[str, int]]:
         """Known sequences, and bytes of their full layers, by what they end with: system, user or assistant."""
-        groups = self.slabs.spec.groups
-        size = sum(self.slabs.spec.bytes_per_block(groups[g]) for g in self.slabs.full_groups)
-        stats = {kind: {"n_sequences": 0, "n_bytes": 0} for kind in ("assistant", "user", "system")}
-        for node in self.known.trie:
-            stats[node.kind]["n_sequences"] += not node.children
-            stats[node.kind]["n_bytes"] += size
-        return stats
+        return by_kind(self.known)
 
     def check(self) -> None:
         """The invariants of trie and pool together. Raises AssertionError: a broken one is our own bug."""

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 
 from ..spec import BLOCK_TOKENS
 from .known import KnownBlocks
-from .trie import Match, decode, encode
+from .trie import Match, Node, decode, encode
 
 CAUSES = {
     "all": "every token but the last was known",
@@ -15,17 +15,21 @@ CAUSES = {
     "differs": "a known prompt goes on with other tokens",
     "longer": "the prompt goes on where the known one ends",
     "evicted": "the next tokens were known and their blocks were evicted",
+    "on disk": "the next tokens are on disk, but to read them takes longer than to compute them, or could not be done now",
     "no checkpoint": "more tokens are known, but no checkpoint of the window layers lies between",
     "no room": "the tokens are known, but the pool has no room to go on from them beside them",
+    "draft": "more tokens are known to the model, but not to its draft",
 }
-SHOWN = 8
+# Enough to complete most lines of a text.
+SHOWN = 64
 
 
 @dataclass(frozen=True)
 class Lookup:
     """`hit` of `tokens` prompt tokens need not be computed; `known` of them are in the trie.
 
-    `cause` is a key of CAUSES. Where tokens differ, `given` and `expected` are up to 8 ids from the first different one on.
+    `cause` is a key of CAUSES. Where the known tokens end in others, `given` and `expected` are up to SHOWN ids of the prompt and
+    of the known one, both from token number `known` on. `restored`: how many of the hit were brought back from disk for it.
     """
 
     tokens: int
@@ -34,6 +38,7 @@ class Lookup:
     cause: str
     given: tuple[int, ...] = ()
     expected: tuple[int, ...] = ()
+    restored: int = 0
 
     def __str__(self) -> str:
         return f"{self.hit} of {self.tokens} tokens cached ({self.cause}: {CAUSES[self.cause]})"
@@ -41,9 +46,10 @@ class Lookup:
 
 def explain(known: KnownBlocks, tokens: Sequence[int], match: Match, hit: int) -> Lookup:
     """The lookup of `tokens` whose match could be taken over up to `hit`."""
-    cause, expected = _cause(known, tokens, match, hit)
-    given = tuple(tokens[match.tokens : match.tokens + SHOWN]) if expected else ()
-    return Lookup(len(tokens), match.tokens, hit, cause, given, tuple(expected[:SHOWN]))
+    cause = _cause(known, tokens, match, hit)
+    expected = _ahead(match)[:SHOWN] if cause in ("differs", "no checkpoint") and match.tokens < len(tokens) - 1 else []
+    given = tokens[match.tokens : match.tokens + SHOWN] if expected else ()
+    return Lookup(len(tokens), match.tokens, hit, cause, tuple(given), tuple(expected))
 
 
 def path_of(known: KnownBlocks, tokens: Sequence[int]) -> tuple[list[bytes], int]:
@@ -53,18 +59,30 @@ def path_of(known: KnownBlocks, tokens: Sequence[int]) -> tuple[list[bytes], int
     return hashes + ([match.partial.hash_at(match.tokens)] if match.partial is not None else []), match.tokens
 
 
-def _cause(known: KnownBlocks, tokens: Sequence[int], match: Match, hit: int) -> tuple[str, list[int]]:
+def _cause(known: KnownBlocks, tokens: Sequence[int], match: Match, hit: int) -> str:
     most = len(tokens) - 1
     if hit >= most:
-        return "all", []
+        return "all"
     if hit < min(match.tokens, most):
-        return "no checkpoint", []
+        return "no checkpoint"
     parent = match.nodes[-1] if match.nodes else known.trie.root
     if known.was_evicted(parent, encode(tokens[parent.end : parent.end + BLOCK_TOKENS])):
-        return "evicted", []
-    rest = decode(match.partial.tokens)[match.count :] if match.partial else []
-    if match.partial is None and match.nodes and parent.children:
-        rest = decode(parent.children[0].tokens)
-    if rest:
-        return "differs", rest
-    return ("longer" if match.tokens else "new"), []
+        return "evicted"
+    beside = match.partial is None and any(not child.resident for child in parent.children)
+    if beside and known.trie.match(tokens).tokens > match.tokens:
+        return "on disk"
+    if _ahead(match):
+        return "differs"
+    return "longer" if match.tokens else "new"
+
+
+def _ahead(match: Match) -> list[int]:
+    """Known tokens that follow a match; of several ways on the first one. None where nothing matched at all."""
+    node: Node | None = match.partial
+    rest: list[int] = [] if node is None else decode(node.tokens)[match.count :]
+    if node is None and match.nodes:
+        node = match.nodes[-1]
+    while node is not None and len(rest) < SHOWN:
+        node = node.children[0] if node.children else None
+        rest += [] if node is None else decode(node.tokens)
+    return rest

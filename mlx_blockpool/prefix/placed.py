@@ -78,6 +78,7 @@ class PlacedCheckpoints:
 
     def note(self, node: Node, checkpoint: Checkpoint) -> None:
         """A checkpoint that may be written when there is time."""
+        checkpoint.noted = True
         if self.rings.can_be_cut:
             self._pending[checkpoint] = node
 
@@ -109,7 +110,7 @@ class PlacedCheckpoints:
                 self._pending.pop(checkpoint, None)
                 self._resting[checkpoint] = (node, due)
                 return 0
-            if _is_superseded(node, checkpoint):
+            if is_superseded(node, checkpoint):
                 record = None
         reached = record is not None and reach(of)
         if reached is None:
@@ -233,7 +234,7 @@ class PlacedCheckpoints:
         return tuple(Part(c.name, c.safetensors_dtype, c.shape) for c in self.rings.contents(piece, cut))
 
 
-def _is_superseded(node: Node, checkpoint: Checkpoint) -> bool:
+def is_superseded(node: Node, checkpoint: Checkpoint) -> bool:
     """Whether the conversation has gone on to a later checkpoint of the same kind, and no other has begun here."""
     if checkpoint.kind == "system":
         return False

@@ -91,7 +91,7 @@ class Restore:
         counts = [len(wanted.missing)] * len(groups) + (rings.counts(wanted.position) if self._ring_tables else [])
         first = [len(table) for table in self._tables]
         try:
-            self._need_states()
+            stored.room.need_states(stored.slabs.spec.fixed_bytes_per_agent())
             stored.room.promise([*self._tables, *self._ring_tables], counts)
         except PoolExhaustedError:
             self.release()
@@ -192,14 +192,6 @@ class Restore:
         # In memory of their own: arrays may be made where the bytes are.
         return _Arrival(key, lambda _: placed.read(key), lambda found: self._states.update(placed.states(found)))
 
-    def _need_states(self) -> None:
-        """Room for the states of one checkpoint. Raises PoolExhaustedError."""
-        slabs = self._stored.slabs
-        n_bytes = slabs.spec.fixed_bytes_per_agent()
-        if n_bytes and not self._stored.room.for_states(n_bytes):
-            hint = f"States have {slabs.state_bytes} bytes, and {slabs.running_bytes} are in use. Raise --pool-bytes."
-            raise PoolExhaustedError(1, 0, 0, "state", hint)
-
     def _place(self) -> None:
         """All that a position needs is there: it can be resumed from, unless it was forgotten or computed meanwhile."""
         node, position = self._wanted.node, self._wanted.position
@@ -208,9 +200,9 @@ class Restore:
         if node is None or node.parent is None or node not in node.parent.children or position in node.checkpoints:
             return
         with suppress(PoolExhaustedError):
-            self._need_states()
+            self._stored.room.need_states(self._stored.slabs.spec.fixed_bytes_per_agent())
             rings = self._stored.placed.rings.indices(position, self._ring_ids())
-            self._stored.known.add_checkpoint(node, Checkpoint(position, rings, self._states))
+            self._stored.known.add_checkpoint(node, Checkpoint(position, rings, self._states, noted=True))
 
     def _ring_ids(self) -> dict[int, list[int]]:
         return {table.group: table.ids for table in self._ring_tables}

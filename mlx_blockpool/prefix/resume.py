@@ -11,6 +11,7 @@ from ..cache.sequence import Sequence
 from ..cache.slabs import Slabs
 from ..errors import PoolExhaustedError
 from ..spec import WindowLayer, blocks_for
+from .pins import Standing
 from .room import Room
 from .trie import Checkpoint, Match, Node
 
@@ -20,15 +21,17 @@ def resumable(slabs: Slabs, match: Match, most: int) -> tuple[int, Checkpoint | 
     known = max(0, min(match.tokens, most))
     if not slabs.spec.needs_checkpoints or not known:
         return known, None
-    last = match.partial or match.nodes[-1]
-    kin = ((node, min(known, alike)) for on_path in last.path() for node, alike in on_path.kin())
-    placed = (c for node, limit in kin for c in node.checkpoints.values() if c.position <= limit)
-    best = max(placed, key=lambda c: c.position, default=None)
-    if best is None or best.position < known:
-        later = _unwrapped(slabs, last, known)
+    node, position = match.last_checkpoint(known)
+    if position < known:
+        later = _unwrapped(slabs, match.path[-1], known)
         if later is not None:
             return known, later
-    return (best.position, best) if best else (0, None)
+    return position, None if node is None else node.checkpoints[position]
+
+
+def standing(slabs: Slabs, match: Match) -> Standing:
+    """What the whole of a match stands on."""
+    return Standing(match.path, match.tokens, *(match.last_checkpoint() if slabs.spec.needs_checkpoints else ()))
 
 
 def _unwrapped(slabs: Slabs, node: Node, known: int) -> Checkpoint | None:
@@ -49,7 +52,18 @@ def lay_out(room: Room, match: Match, hit: int, checkpoint: Checkpoint | None, p
     except PoolExhaustedError:
         sequence.release()
         raise
-    caches = pooled_caches(room.slabs, sequence)
+    return _caches(room.slabs, sequence, hit, checkpoint)
+
+
+def lay_out_to_read(slabs: Slabs, match: Match, hit: int, checkpoint: Checkpoint | None) -> list[Any]:
+    """Caches that hold `hit` tokens of a match and are not written to: they need no room."""
+    sequence = Sequence(slabs)
+    _adopt(sequence, match, hit, checkpoint)
+    return _caches(slabs, sequence, hit, checkpoint)
+
+
+def _caches(slabs: Slabs, sequence: Sequence, hit: int, checkpoint: Checkpoint | None) -> list[Any]:
+    caches = pooled_caches(slabs, sequence)
     for cache in leaves_of(caches):
         if isinstance(cache, PooledLayer):
             cache.offset = hit

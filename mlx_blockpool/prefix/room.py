@@ -13,15 +13,20 @@ from ..errors import PoolExhaustedError
 from ..pool import BlockTable
 from ..spec import BLOCK_TOKENS, blocks_for
 from .known import KnownBlocks
+from .pins import Timed, TimedPins
 
 
 class Room:
-    """Promises blocks of `slabs` to sequences, and takes them from what `known` remembers."""
+    """Promises blocks of `slabs` to sequences, and takes them from what `known` remembers.
 
-    def __init__(self, slabs: Slabs, known: KnownBlocks) -> None:
+    What is pinned for a time gives way to requests, that which ends soonest first, but not to what would only be remembered.
+    """
+
+    def __init__(self, slabs: Slabs, known: KnownBlocks, pins: TimedPins) -> None:
         self.slabs = slabs
         self.pool = slabs.pool
         self.known = known
+        self.pins = pins
 
     def make(self, counts: dict[int, int]) -> None:
         """Evict what is needed for `counts[group]` more blocks, leaves first, oldest first; nothing if it cannot be enough."""
@@ -29,19 +34,43 @@ class Room:
 
     def promise(self, tables: list[BlockTable], counts: list[int]) -> None:
         """counts[i] more blocks for tables[i]: all of them, or PoolExhaustedError and none."""
-        needed: dict[int, int] = {}
-        for table, count in zip(tables, counts, strict=True):
-            needed[table.group] = needed.get(table.group, 0) + count
-        self.make(needed)
-        self.pool.reserve(tables, counts)
+        try:
+            self._promise(tables, counts)
+        except PoolExhaustedError:
+            if not self._could_promise(tables, counts) or not self._promise_without_pins(tables, counts):
+                raise
 
     def can_promise(self, tables: list[BlockTable], counts: list[int]) -> bool:
-        """promise() where there is room; whether there was."""
+        """promise() where there is room without what is pinned; whether there was."""
         try:
-            self.promise(tables, counts)
+            self._promise(tables, counts)
         except PoolExhaustedError:
             return False
         return True
+
+    def _promise(self, tables: list[BlockTable], counts: list[int]) -> None:
+        self.make(_by_group(tables, counts))
+        self.pool.reserve(tables, counts)
+
+    def _promise_without_pins(self, tables: list[BlockTable], counts: list[int]) -> bool:
+        """can_promise() with as few pins as need be; whether there was room. Where not, the pins are as they were."""
+        released = []
+        while (pin := self.pins.release_soonest()) is not None:
+            released.append(pin)
+            if self.can_promise(tables, counts):
+                self.pins.num_gave_way += len(released)
+                return True
+        self.pins.put_back(released)
+        return False
+
+    def _could_promise(self, tables: list[BlockTable], counts: list[int]) -> bool:
+        """Whether there might be room if nothing were pinned: if not, no pin needs to be tried."""
+        if not self.pins:
+            return False
+        groups = self.pool.counts()
+        usable = sum((g.free - g.reserved + g.evictable) * g.bytes_per_block for g in groups)
+        needed = sum(count * groups[group].bytes_per_block for group, count in _by_group(tables, counts).items())
+        return needed <= usable + self.pool.pool_bytes - self.pool.nbytes
 
     def secure(self, batch: Iterable[list[Any]]) -> None:
         """Promise each sequence, given by its layer caches, the blocks of its next token. Raises PoolExhaustedError."""
@@ -71,15 +100,26 @@ class Room:
             pass
         return 0 <= limit >= self.known.state_bytes
 
+    def need_states(self, n_bytes: int) -> None:
+        """for_states() for a request: also what is pinned for a time goes for it. Raises PoolExhaustedError."""
+        released: list[Timed] = []
+        while n_bytes and not self.for_states(n_bytes):
+            possible = self.slabs.running_bytes + n_bytes <= self.slabs.state_bytes
+            pin = self.pins.release_soonest() if possible else None
+            if pin is None:
+                self.pins.put_back(released)
+                figures = f"States have {self.slabs.state_bytes} bytes, and {self.slabs.running_bytes} are in use."
+                raise PoolExhaustedError(1, 0, 0, "state", f"{figures} Raise --pool-bytes.")
+            released.append(pin)
+        self.pins.num_gave_way += len(released)
+
     def take(self, sequence: Sequence, hit: int, prompt: int, total: int) -> None:
         """Room for `total` tokens behind a hit of `hit`; the prompt's blocks are taken at once, so that they are neighbours.
 
         Raises PoolExhaustedError.
         """
         states = self.slabs.spec.fixed_bytes_per_agent()
-        if states and not self.for_states(states):
-            hint = f"States have {self.slabs.state_bytes} bytes, and {self.slabs.running_bytes} are in use. Raise --pool-bytes."
-            raise PoolExhaustedError(1, 0, 0, "state", hint)
+        self.need_states(states)
         sequence.count_states(states)
         one_run = not self.slabs.ragged
         counts = []
@@ -114,3 +154,10 @@ class Room:
     def _ends_in_shared_block(self, sequence: Sequence, group: int, hit: int) -> bool:
         index, token = divmod(hit, BLOCK_TOKENS)
         return token > 0 and self.pool.is_shared(sequence.tables[group], index, token)
+
+
+def _by_group(tables: list[BlockTable], counts: list[int]) -> dict[int, int]:
+    needed: dict[int, int] = {}
+    for table, count in zip(tables, counts, strict=True):
+        needed[table.group] = needed.get(table.group, 0) + count
+    return needed

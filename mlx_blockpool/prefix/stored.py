@@ -73,6 +73,14 @@ class StoredPrefixes:
             self._resting.pop(node, None)
             self._resting[node] = time.monotonic() + self.store.config.idle_seconds
 
+    def note_path(self, path: Sequence[Node], tokens: int) -> None:
+        """A path of `tokens` that may be written when there is time, and those of its checkpoints that nobody noted."""
+        for node in path:
+            self.note(node)
+            for checkpoint in list(node.checkpoints.values()):
+                if not checkpoint.noted and checkpoint.position <= tokens:
+                    self.placed.note(node, checkpoint)
+
     def write_behind(self, limit: int | None = None, at_once: bool = False) -> None:
         """Copy what is pending out of the pool for the writer, `limit` bytes (None: step_bytes) and at most a block more.
 

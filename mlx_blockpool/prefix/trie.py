@@ -32,16 +32,28 @@ class Checkpoint:
     rings:   per window group the ring's block ids and its ring index.
     states:  per state leaf its arrays, copies; `nbytes` of all of them.
     kind:    what ends here: system, user or assistant.
+    account: whom it is charged to; None: nobody.
+    noted:   whether whoever writes to disk was told of it.
     """
 
     position: int
     rings: dict[int, tuple[tuple[int, ...], int]]
     states: dict[int, list[Any]] = field(default_factory=dict, repr=False)
     kind: str = "assistant"
+    account: str | None = None
+    noted: bool = False
 
     @cached_property
     def nbytes(self) -> int:
         return sum(a.nbytes for arrays in self.states.values() for a in arrays if a is not None)
+
+
+@dataclass(eq=False)
+class Pin:
+    """What must stay in memory: the blocks of `nodes`, and of their checkpoints the one at `position`."""
+
+    nodes: list[Node] = field(repr=False)
+    position: int
 
 
 @dataclass(eq=False)
@@ -51,7 +63,7 @@ class Node:
     `hash` names the whole prefix up to here. `checkpoints` are by absolute token position. `resident`: its blocks are in the
     pool. `stored`: they are on disk, or about to be. `cuts`: up to which tokens what windows held of them is there too, and at
     which position it was cut; `saved`: behind which tokens the states are. `covers`: shorter edges whose records serve until this
-    one is on disk itself.
+    one is on disk itself. `account`: whom its blocks are charged to; None: nobody.
     """
 
     parent: Node | None = field(repr=False)
@@ -62,7 +74,8 @@ class Node:
     kind: str = "assistant"
     resident: bool = True
     stored: bool = False
-    pins: int = 0
+    account: str | None = None
+    pins: frozenset[Pin] = frozenset()
     merged_into: Node | None = field(default=None, repr=False)
     children: list[Node] = field(default_factory=list, repr=False)
     checkpoints: dict[int, Checkpoint] = field(default_factory=dict)
@@ -77,6 +90,14 @@ class Node:
     @property
     def is_full(self) -> bool:
         return len(self.tokens) == EDGE_BYTES
+
+    @property
+    def latest(self) -> Node:
+        """This node, or the longer one that has taken its place."""
+        node = self
+        while node.merged_into is not None:
+            node = node.merged_into
+        return node
 
     @staticmethod
     def name(parent: Node, edge: bytes) -> bytes:
@@ -131,6 +152,13 @@ class Match:
     def path(self) -> list[Node]:
         return self.nodes if self.partial is None else [*self.nodes, self.partial]
 
+    def last_checkpoint(self, at_most: int | None = None) -> tuple[Node | None, int]:
+        """The position of the last checkpoint in a match, or in its first tokens, and the node that has it; (None, 0): none."""
+        last = self.tokens if at_most is None else at_most
+        kin = ((node, min(last, alike)) for on_path in self.path for node, alike in on_path.kin())
+        placed = ((node, position) for node, limit in kin for position in node.checkpoints if position <= limit)
+        return max(placed, key=lambda found: found[1], default=(None, 0))
+
     def in_memory(self) -> Match:
         """The part of it whose blocks are in the pool."""
         nodes = list(takewhile(lambda node: node.resident, self.nodes))
@@ -182,7 +210,7 @@ class Trie:
             new.checkpoints.update(old.checkpoints)
             new.cuts.update(old.cuts)
             new.saved.update(old.saved)
-            new.pins += old.pins
+            new.pins, old.pins = new.pins | old.pins, frozenset()
             old.merged_into = new
             node.children.remove(old)
         insort(node.children, new, key=_tokens)

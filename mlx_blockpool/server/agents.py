@@ -1,66 +1,248 @@
-"""The agents of the loaded model: each is a name for the path of its last turn, noted on disk where there is a store.
+"""The agents of the loaded model: each is a name for the path of its last turn, noted in memory, and on disk if there is a store.
 
-Files are written by a thread of their own: the generation thread never waits for a disk.
+Files are read and written by a thread of their own; the generation thread, which owns the rest, never waits for a disk.
 """
 
 from __future__ import annotations
 
 import logging
 import threading
-from concurrent.futures import Future, ThreadPoolExecutor
-from pathlib import Path
+import time
+from collections import OrderedDict
+from collections.abc import Callable, Mapping
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import suppress
+from dataclasses import dataclass
+from typing import TypeVar
 
-from ..errors import BlockpoolError
+from ..errors import BlockpoolError, LoadError
+from ..prefix.cache import PrefixCache
+from ..prefix.noted import NotedPath, find
+from ..prefix.resume import standing
+from ..prefix.trie import Pin
 from ..store.agents import Agents
+from ..store.manifest import Agent
+from ..store.store import PromptStore
+from .by_content import is_by_content
 
 log = logging.getLogger(__name__)
+T = TypeVar("T")
+
+# Agents that were found by content and used last are kept, so many; pinned ones beside them.
+MOST_BY_CONTENT = 200
+# Names that clients gave, in memory; files have no such limit.
+MOST_BY_NAME = 2000
+# Other processes change agents too: files are looked at this often.
+LOOK_SECONDS = 1.0
+# Pins may take this share of the pool: what is left has to serve everybody.
+PINNED_SHARE = 0.5
+
+
+@dataclass(frozen=True)
+class Noted:
+    """Where an agent is, and when it was first and last noted, in seconds since the epoch."""
+
+    path: NotedPath
+    created: int
+    used: int
 
 
 class ServedAgents:
-    """Notes turns of agents in the store's folder `root` under the namespace of one model.
+    """Agents of the model `model_id`, in memory and, with a `store`, in its folder.
 
-    `failures` counts turns that could not be noted; the replies themselves are not touched by that.
+    `noted`: by name, the one used longest ago first. `pinned`: names, and what keeps each path in memory; None: nothing does.
+    `failures` counts turns that could not be noted on disk; the replies themselves are not touched by that.
     """
 
-    def __init__(self, root: Path, namespace: str, model_id: str) -> None:
-        self.files = Agents(root)
-        self.namespace = namespace
+    def __init__(self, model_id: str, store: PromptStore | None) -> None:
         self.model_id = model_id
+        self.noted: OrderedDict[str, Noted] = OrderedDict()
+        self.pinned: dict[str, Pin | None] = {}
         self.failures = 0
-        self._pending: dict[str, tuple[list[bytes], int]] = {}
+        self.files = None if store is None else Agents(store.root)
+        self._store = store
+        self._prefix: PrefixCache | None = None
+        self._pending: dict[str, NotedPath] = {}
         self._changing = threading.Lock()
         self._writer = ThreadPoolExecutor(1, "agents")
+        self._seen: list[Agent] = []
+        self._applied: list[Agent] | None = None
+        self._is_looking = False
+        self._looked = 0.0
+        self._look()
 
-    def note(self, name: str, hashes: list[bytes], tokens: int) -> None:
-        """An agent has ended a turn: the hashes of its path, and its tokens. Of several turns the last one is written."""
+    @property
+    def namespace(self) -> str | None:
+        """Under which records are kept; None: nothing is."""
+        return None if self._store is None else self._store.namespace
+
+    # -- the generation thread -----------------------------------------------------------------------------------------
+
+    def attend(self, prefix: PrefixCache) -> None:
+        """These are the prefixes that paths lead to."""
+        self._prefix = prefix
+        self.follow({})
+
+    def follow(self, turns: Mapping[str, tuple[list[bytes], int]]) -> None:
+        """Agents whose turns have ended: note them, and let pins go with them. Takes over what other processes pinned."""
+        for name, (hashes, tokens) in turns.items():
+            self.note(name, NotedPath(tuple(hashes), tokens))
+        if self._applied is not self._seen:
+            self._applied = self._seen
+            self._take_over(self._applied)
+        if self.files is not None and not self._is_looking and time.monotonic() - self._looked > LOOK_SECONDS:
+            self._is_looking = True
+            self._writer.submit(self._look)
+
+    def note(self, name: str, path: NotedPath) -> None:
+        """An agent is here now. Of several turns the last one is written."""
+        before, now = self.noted.pop(name, None), int(time.time())
+        self.noted[name] = Noted(path, now if before is None else before.created, now)
+        self._bound_memory()
+        if name in self.pinned:
+            self._pin_in_memory(name, path)
+        if self.files is None:
+            return
         with self._changing:
             first = name not in self._pending
-            self._pending[name] = hashes, tokens
+            self._pending[name] = path
         if first:
             self._writer.submit(self._write, name)
 
-    def pinned(self) -> set[bytes]:
-        """The hashes of all paths that are pinned; cheap to ask again."""
+    def pin(self, name: str, path: NotedPath) -> bool:
+        """Nothing of an agent's path goes any more, also once it has gone on. Whether it is in memory that it stays."""
+        self._pin_in_memory(name, path)
+        return self.pinned[name] is not None
+
+    def unpin(self, name: str) -> None:
+        pin = self.pinned.pop(name, None)
+        if pin is not None and self._prefix is not None:
+            self._prefix.known.unpin(pin)
+
+    def pinned_hashes(self) -> set[bytes]:
+        """The hashes of all paths that are pinned, as the files and the last turns say; cheap to ask again."""
+        hashes = {digest for agent in self._seen if agent.pinned for digest in agent.hashes}
+        return hashes | {digest for name in self.pinned if name in self.noted for digest in self.noted[name].path.hashes}
+
+    def rename(self, old: str, new: str) -> None:
+        """The same agent under a name that is free."""
+        if old in self.noted:
+            self.noted[new] = self.noted.pop(old)
+        if old in self.pinned:
+            self.pinned[new] = self.pinned.pop(old)
+
+    def fork(self, new: str, path: NotedPath) -> None:
+        now = int(time.time())
+        self.noted[new] = Noted(path, now, now)
+
+    def forget(self, name: str) -> None:
+        """No such agent any more; its files are somebody else's to remove."""
+        self.unpin(name)
+        self.noted.pop(name, None)
+        with self._changing:
+            self._pending.pop(name, None)
+
+    def _pin_in_memory(self, name: str, path: NotedPath) -> None:
+        """In place of what was pinned for this agent before."""
+        assert self._prefix is not None
+        known, before = self._prefix.known, self.pinned.get(name)
+        found = standing(self._prefix.slabs, find(known.trie, path))
+        pin = known.pin(found.nodes, found.position)
+        if before is not None:
+            known.unpin(before)
+        self.pinned[name] = pin
+        pins = [pin for pin in self.pinned.values() if pin is not None]
+        if sum(known.pinned_bytes(pins)) > self._prefix.pool.pool_bytes * PINNED_SHARE:
+            known.unpin(pin)
+            self.pinned[name] = None
+            log.warning("agents: no more than half of the pool can be pinned; one agent's path may leave memory")
+
+    def _take_over(self, seen: list[Agent]) -> None:
+        """What the files say of pins holds."""
+        if self.files is None or self._prefix is None:
+            return
+        pinned = {agent.name: NotedPath(agent.hashes, agent.tokens) for agent in seen if agent.pinned}
+        for name in self.pinned.keys() - pinned.keys():
+            self.unpin(name)
+        for name in pinned.keys() - self.pinned.keys():
+            self._pin_in_memory(name, self.noted[name].path if name in self.noted else pinned[name])
+
+    def _bound_memory(self) -> None:
+        if len(self.noted) <= MOST_BY_CONTENT:
+            return
+        for by_content, most in ((True, MOST_BY_CONTENT), (False, MOST_BY_NAME)):
+            names = [n for n in self.noted if is_by_content(n) == by_content and n not in self.pinned]
+            for name in names[: max(0, len(names) - most)]:
+                del self.noted[name]
+
+    # -- any thread ----------------------------------------------------------------------------------------------------
+
+    def run(self, act: Callable[[Agents], T]) -> T:
+        """Have something done with the files, after all that was noted before, and wait. Raises what `act` raises.
+
+        Raises LoadError once the model has been unloaded.
+        """
+        assert self.files is not None
+        files = self.files
+
+        def done() -> T:
+            try:
+                return act(files)
+            finally:
+                self._look()
+
         try:
-            return self.files.pinned_hashes(self.namespace)
-        except OSError as error:
-            log.warning("agents: %s", error)
-            return set()
+            future = self._writer.submit(done)
+        except RuntimeError as error:
+            raise LoadError(f"{self.model_id} was unloaded meanwhile; needed it loaded. Try again.") from error
+        return future.result()
 
     def settle(self) -> None:
         """Return once everything that was noted is written, or has failed."""
-        done: Future[None] = self._writer.submit(lambda: None)
-        done.result()
+        with suppress(RuntimeError):
+            # Closed: all is written.
+            self._writer.submit(lambda: None).result()
 
     def close(self) -> None:
         """settle(), and end the thread."""
         self._writer.shutdown()
 
+    # -- the writer's thread -------------------------------------------------------------------------------------------
+
     def _write(self, name: str) -> None:
         with self._changing:
-            hashes, tokens = self._pending.pop(name)
+            path = self._pending.pop(name, None)
+        if path is None:
+            return
+        assert self.files is not None
+        assert self.namespace is not None
         try:
-            self.files.note(name, self.namespace, self.model_id, hashes, tokens)
+            self.files.note(name, self.namespace, self.model_id, path.hashes, path.tokens)
+            if is_by_content(name):
+                self._bound_files(self.files)
         except (OSError, BlockpoolError) as error:
             self.failures += 1
             log.warning("agents: the turn of one could not be noted: %s", error)
+
+    def _bound_files(self, files: Agents) -> None:
+        """Only notes go, of those that nobody named; records have a budget of their own. Memory knows best who was used last."""
+        unnamed = [agent for agent in files.all() if is_by_content(agent.name) and not agent.pinned]
+        oldest = sorted(unnamed, key=lambda agent: (agent.name in self.noted, agent.used))
+        for agent in oldest[: max(0, len(unnamed) - MOST_BY_CONTENT)]:
+            files.remove(agent.name)
+
+    def _look(self) -> None:
+        """See which agents there are. A folder that cannot be read holds what it held."""
+        if self.files is not None:
+            try:
+                seen = [agent for agent in self.files.all() if agent.namespace == self.namespace]
+                if seen != self._seen:
+                    self._seen = seen
+            except OSError as error:
+                log.warning("agents: %s", error)
+        self._looked, self._is_looking = time.monotonic(), False
+
+
+def at(agent: Agent) -> Noted:
+    """Where a file says that an agent is."""
+    return Noted(NotedPath(agent.hashes, agent.tokens), agent.created, agent.used)

@@ -9,11 +9,12 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Any
 
-from mlx_lm.server import GenerationArguments, LogitsProcessorArguments, ModelDescription, SamplingArguments
+from mlx_lm.server import GenerationArguments
 
-from .anthropic_errors import InvalidRequestError, checked, field, inside, number, one_of
 from .anthropic_messages import Conversation
+from .arguments import generation_arguments
 from .chat import SECONDS, ChatRequest, Mark
+from .fields import InvalidRequestError, checked, field, inside, one_of
 
 Body = dict[str, Any]
 
@@ -155,29 +156,8 @@ def _refuse(body: Body) -> None:
 
 
 def _arguments(body: Body, options: Any, model: str, max_tokens: int, kwargs: Body) -> GenerationArguments:
-    top_k = field(body, "top_k", "", int, options.top_k)
-    if top_k < 0:
-        raise InvalidRequestError("top_k", "Input should be greater than or equal to 0")
     stops = field(body, "stop_sequences", "", list, [])
     for i, stop in enumerate(stops):
         if not checked(stop, str, f"stop_sequences.{i}"):
             raise InvalidRequestError(f"stop_sequences.{i}", "String should have at least 1 character")
-    return GenerationArguments(
-        model=ModelDescription(model=model, draft="default_model", adapter=None),
-        sampling=SamplingArguments(
-            temperature=number(body, "temperature", options.temp, 0),
-            top_p=number(body, "top_p", options.top_p, 0, 1),
-            top_k=top_k,
-            min_p=options.min_p,
-            xtc_probability=0.0,
-            xtc_threshold=0.1,
-        ),
-        logits=LogitsProcessorArguments(None, 0.0, 20, 0.0, 20, 0.0, 20),
-        stop_words=list(dict.fromkeys(stops)),
-        max_tokens=max_tokens,
-        num_draft_tokens=options.num_draft_tokens,
-        logprobs=False,
-        top_logprobs=-1,
-        seed=None,
-        chat_template_kwargs=kwargs or None,
-    )
+    return generation_arguments(body, options, model, max_tokens, list(dict.fromkeys(stops)), kwargs)

@@ -1,8 +1,7 @@
-"""Errors as Anthropic's Messages API words and shapes them, and checks of a request's fields that name their place."""
+"""Errors as Anthropic's Messages API words and shapes them."""
 
 from __future__ import annotations
 
-import math
 from typing import Any
 
 from ..errors import LoadError, PoolExhaustedError, RequestTooLargeError
@@ -19,20 +18,13 @@ TYPES = {
     503: "api_error",
     529: "overloaded_error",
 }
-KINDS = {str: "string", bool: "boolean", int: "integer", dict: "dictionary", list: "list"}
-REQUIRED: Any = object()
-
-
-class InvalidRequestError(ValueError):
-    """A request that breaks the protocol at a place such as `messages.1.content.0.text`."""
-
-    def __init__(self, place: str, what: str) -> None:
-        super().__init__(f"{place}: {what}" if place else what)
+# Of the rest: what a client has done to a request before anybody could understand it.
+OTHER = "invalid_request_error"
 
 
 def error_body(status: int, message: str, request_id: str) -> dict[str, Any]:
     """What the body of an answer with `status`, or an `error` event, says."""
-    return {"type": "error", "error": {"type": TYPES[status], "message": message}, "request_id": request_id}
+    return {"type": "error", "error": {"type": TYPES.get(status, OTHER), "message": message}, "request_id": request_id}
 
 
 def answer_to(error: Exception) -> tuple[int, str]:
@@ -47,45 +39,3 @@ def answer_to(error: Exception) -> tuple[int, str]:
     if isinstance(error, RuntimeError) and not isinstance(error, RecursionError):
         return 500, str(error)
     return 400, str(error) or type(error).__name__
-
-
-def field(source: dict[str, Any], name: str, place: str, kind: type, default: Any = REQUIRED) -> Any:
-    """source[name], of `kind`; where it is absent or null: `default`, without one an InvalidRequestError."""
-    at = inside(place, name)
-    value = source.get(name)
-    if value is None:
-        if default is REQUIRED:
-            raise InvalidRequestError(at, "Field required")
-        return default
-    return checked(value, kind, at)
-
-
-def number(source: dict[str, Any], name: str, default: float, low: float, high: float = math.inf) -> float:
-    """A finite number of the request itself within [low, high]."""
-    value = source.get(name)
-    if value is None:
-        return default
-    if isinstance(value, bool) or not isinstance(value, int | float) or not math.isfinite(value):
-        raise InvalidRequestError(name, "Input should be a valid number")
-    if not low <= value <= high:
-        span = f"greater than or equal to {low}" if high == math.inf else f"between {low} and {high}"
-        raise InvalidRequestError(name, f"Input should be {span}")
-    return value
-
-
-def checked(value: Any, kind: type, at: str) -> Any:
-    """`value`, of `kind`; a boolean is no integer. Raises InvalidRequestError."""
-    if not isinstance(value, kind) or (isinstance(value, bool) and kind is not bool):
-        raise InvalidRequestError(at, f"Input should be a valid {KINDS[kind]}")
-    return value
-
-
-def one_of(value: str, names: tuple[str, ...], at: str) -> str:
-    """`value`, one of `names`. Raises InvalidRequestError."""
-    if value not in names:
-        raise InvalidRequestError(at, f"Input should be {' or '.join(map(repr, names))}; found {value[:50]!r}")
-    return value
-
-
-def inside(place: str, name: str | int) -> str:
-    return f"{place}.{name}" if place else str(name)

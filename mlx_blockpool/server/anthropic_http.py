@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import json
 import logging
-import uuid
 from typing import Any
 from urllib.parse import parse_qs, unquote, urlsplit
 
@@ -15,15 +14,15 @@ from mlx_lm.server import _inline_image_urls
 
 from .admin import MODELS, Admin
 from .anthropic import Asked, understand
-from .anthropic_errors import InvalidRequestError, answer_to, checked, error_body
+from .anthropic_errors import answer_to, error_body
 from .anthropic_stream import PING, Answer, Event, message_of
-from .asking import Wishes
+from .asking import Wishes, agent_of
+from .fields import InvalidRequestError, checked
 from .rendering import Counted
 
 log = logging.getLogger(__name__)
 
 PATH = "/v1/messages"
-MAX_BODY_BYTES = 32 << 20
 
 
 class _RefusedError(Exception):
@@ -50,7 +49,7 @@ class Endpoint:
     def __init__(self, handler: Any) -> None:
         self._handler = handler
         self._generator = handler.response_generator
-        self._id = f"req_{uuid.uuid4().hex[:24]}"
+        self._id: str = self._generator.wishes.id
         self._streams = False
 
     def post(self) -> None:
@@ -116,13 +115,15 @@ class Endpoint:
     def _asked(self, counts: bool = False) -> Asked:
         """The request's body and headers, understood. Raises what answer_to() answers."""
         headers = self._handler.headers
-        asked = understand(self._body(), self._generator.cli_args, counts)
-        self._generator.wishes = Wishes(self._id, headers.get("X-Agent-Id") or None)
+        body = self._body()
+        asked = understand(body, self._generator.cli_args, counts)
+        # metadata.user_id names no agent: sub-agents share it, and run at the same time.
+        self._generator.wishes = Wishes(self._id, agent_of(headers.get("X-Agent-Id"), body, ("session_id", "agent_id")))
         self._generator.normalisers = self._generator.known_normalisers.asked(headers.get("X-Normalise"))
         self._have_images(asked)
         return asked
 
-    def _have_images(self, asked: Asked) -> None:
+    def _have_images(self, asked: Any) -> None:
         """Images of a model that can see them, as the bytes that mlx-lm takes; for others they are refused with the prompt."""
         registry, place = self._generator.registry, asked.request.image_at
         served = None if place is None else registry.loaded.get(registry.find(asked.arguments.model))
@@ -137,28 +138,16 @@ class Endpoint:
         length = self._handler.headers.get("Content-Length")
         if length is None:
             raise _RefusedError(411, "Content-Length header is required")
-        if not length.isdecimal():
-            raise _RefusedError(400, "Invalid Content-Length header")
-        if int(length) > MAX_BODY_BYTES:
-            self._drain(int(length))
-            raise _RefusedError(413, f"Request exceeds the maximum size: {length} bytes > {MAX_BODY_BYTES} maximum")
         try:
             body = json.loads(self._handler.rfile.read(int(length)))
         except (ValueError, RecursionError) as error:
             raise InvalidRequestError("", f"The request body is not valid JSON: {error}") from error
         return checked(body, dict, "body")  # type: ignore[no-any-return]
 
-    def _drain(self, length: int) -> None:
-        """Read on, so that a client which is still sending hears the answer; no more than four times what is allowed."""
-        left = min(length, 4 * MAX_BODY_BYTES)
-        while left > 0 and (data := self._handler.rfile.read(min(left, 1 << 20))):
-            left -= len(data)
-
     # -- the wire ------------------------------------------------------------------------------------------------------
 
     def _start_stream(self) -> None:
         self._handler._set_stream_headers(200)
-        self._handler.send_header("request-id", self._id)
         self._handler.end_headers()
         self._streams = True
 
@@ -172,9 +161,11 @@ class Endpoint:
         self._handler.wfile.flush()
 
     def _fail(self, error: Exception) -> None:
+        self._generator.refused(error)
         status, message = (error.status, str(error)) if isinstance(error, _RefusedError) else answer_to(error)
         if status >= 500:
             log.error("%s failed", self._handler.path, exc_info=error)
+            message = " ".join(message.split())
         body = error_body(status, message, self._id)
         if self._streams:
             self._write(body)
@@ -186,7 +177,6 @@ class Endpoint:
         self._handler.send_response(status)
         self._handler.send_header("Content-type", "application/json")
         self._handler._set_cors_headers()
-        self._handler.send_header("request-id", self._id)
         self._handler.send_header("Content-Length", str(len(body)))
         self._handler.end_headers()
         self._handler.wfile.write(body)

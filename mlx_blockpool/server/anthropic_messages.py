@@ -9,9 +9,9 @@ from collections.abc import Callable
 from typing import Any
 
 from ..messages import Message
-from .anthropic_errors import InvalidRequestError, checked, field, inside, one_of
 from .anthropic_thinking import thinking_in
 from .chat import SECONDS
+from .fields import InvalidRequestError, checked, field, inside, one_of
 
 Part = dict[str, Any]
 Kinds = dict[str, Callable[[Part, str], Part]]

@@ -19,11 +19,14 @@ from ..demo import model_path
 from ..errors import BlockpoolError
 from ..plugins import make_plugin_manager
 from ..upstream import rebind
+from .guard import Guard
 from .handler import BlockpoolHandler
 from .normalise import Normalisers
 from .prompt_cache import ServerPromptCache
 from .provider import BlockpoolModelProvider
 from .rendering import ChatGenerator
+from .safety import ANY_ORIGIN, add_safety_options, guard_config
+from .warm_up import begin_warm_up, read_prompts
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -50,6 +53,10 @@ def run(host: str, port: int, model_provider: BlockpoolModelProvider, **http: An
 
     Raises BlockpoolError if the model cannot be loaded or the port not be had. The generation thread has ended in any case.
     """
+    try:
+        Guard(guard_config(model_provider.cli_args)).check_bind()
+    except OSError as error:
+        raise BlockpoolError(f"Cannot listen on {host}, port {port}: {error}. Choose another --host.") from error
     signal.signal(signal.SIGTERM, _interrupt)
     generator = make_generator(model_provider)
     try:
@@ -67,7 +74,13 @@ def run(host: str, port: int, model_provider: BlockpoolModelProvider, **http: An
 def make_generator(model_provider: BlockpoolModelProvider) -> ChatGenerator:
     """The running generation thread of one server."""
     args = model_provider.cli_args
-    pool = PoolConfig(args.pool_bytes or args.prompt_cache_bytes, args.preallocate, decode_path=args.decode_path)
+    pool = PoolConfig(
+        args.pool_bytes or args.prompt_cache_bytes,
+        args.preallocate,
+        decode_path=args.decode_path,
+        agent_bytes=args.agent_bytes,
+        anonymous_bytes=args.anonymous_bytes,
+    )
     engine = EngineConfig(
         prefill_tokens=args.prefill_step_size,
         prefill_rows=args.prompt_concurrency,
@@ -76,7 +89,7 @@ def make_generator(model_provider: BlockpoolModelProvider) -> ChatGenerator:
     )
     store = None
     if not args.no_store:
-        store = StoreConfig(args.store_dir, args.store_bytes, args.store_bits)
+        store = StoreConfig(args.store_dir, args.store_bytes, args.store_bits, model_bytes=args.store_model_bytes)
     try:
         normalisers = Normalisers(make_plugin_manager(), args.normalise)
     except ValueError as error:
@@ -87,7 +100,11 @@ def make_generator(model_provider: BlockpoolModelProvider) -> ChatGenerator:
         idle_seconds=args.idle_unload,
         allowed=args.allow_models,
     )
-    return ChatGenerator(model_provider, lambda: ServerPromptCache(args, pool, store), engine, normalisers, models)
+    guard = Guard(guard_config(args))
+    prompts = [] if args.warm_up is None else read_prompts(args.warm_up)
+    generator = ChatGenerator(model_provider, lambda: ServerPromptCache(args, pool, store), engine, normalisers, models, guard)
+    generator.warm_up = begin_warm_up(generator, prompts)
+    return generator
 
 
 def _leave(status: int) -> int:
@@ -111,8 +128,11 @@ def _argparse_with(arguments: list[str]) -> types.SimpleNamespace:
 
         def parse_args(self, *_: Any, **__: Any) -> Any:
             _add_options(self.add_argument_group("block pool").add_argument)
+            _add_keeping_options(self.add_argument_group("what is kept for whom").add_argument)
+            _add_agent_options(self.add_argument_group("agents").add_argument)
             _add_model_options(self.add_argument_group("models").add_argument)
-            self.set_defaults(prefill_step_size=EngineConfig.prefill_tokens)
+            add_safety_options(self.add_argument_group("safety").add_argument)
+            self.set_defaults(prefill_step_size=EngineConfig.prefill_tokens, allowed_origins=ANY_ORIGIN)
             args = super().parse_args(arguments)
             if args.model == "demo":
                 args.model = model_path()
@@ -160,6 +180,36 @@ def _add_options(add: Callable[..., Any]) -> None:
         help="Hard limit for what is kept on disk, such as 20GB (default: 20 GB)",
     )
     add("--store-bits", type=int, choices=(4, 8), help="Quantise what is kept on disk (default: as it is in memory)")
+
+
+def _add_keeping_options(add: Callable[..., Any]) -> None:
+    add(
+        "--agent-bytes",
+        type=parse_bytes,
+        metavar="SIZE",
+        help="The most that the prefixes which one agent has brought in may take of the pool (default: no limit but the pool's)",
+    )
+    add(
+        "--anonymous-bytes",
+        type=parse_bytes,
+        metavar="SIZE",
+        help="The same for all requests together that name no agent (default: no limit but the pool's)",
+    )
+    add(
+        "--store-model-bytes",
+        type=parse_bytes,
+        metavar="SIZE",
+        help="The most that one model's records may take of --store-bytes (default: all of it)",
+    )
+
+
+def _add_agent_options(add: Callable[..., Any]) -> None:
+    add(
+        "--warm-up",
+        type=Path,
+        metavar="FILE",
+        help='Compute prompts at the start: each line of FILE is a chat\'s body, {"prompt": "text"} or a text in quotes, as JSON',
+    )
 
 
 def _add_model_options(add: Callable[..., Any]) -> None:

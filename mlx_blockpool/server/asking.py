@@ -2,12 +2,26 @@
 
 from __future__ import annotations
 
+import time
 import uuid
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field, replace
 from typing import Any
 
+from ..errors import BlockpoolError, ModelNotFoundError
+from ..store.agents import Agents
+from ..store.layout import default_folder
+from ..store.manifest import Agent
+from . import by_content
+from .explained import Explained, Explanation
+from .guard import LONGEST_AGENT, checked_text, header_text
 from .normalise import Normalisers
+
+# Fields of a body that name the agent, the first that is there. `user` comes last: one person may have several agents.
+AGENT_FIELDS = ("prompt_cache_key", "session_id", "agent_id", "user")
+# Who asks these is explained what became of it.
+GENERATES = ("/v1/completions", "/v1/chat/completions", "/chat/completions", "/v1/messages", "/v1/responses")
+RETENTIONS = {"in_memory": "memory", "in-memory": "memory", "24h": "day"}
 
 
 @dataclass
@@ -16,10 +30,32 @@ class Wishes:
 
     id:     names the request, in the answer's headers, in explanations and in the log.
     agent:  who asks; requests of one agent run in order.
+    conversation:  the name that the chat's content gives it where nobody asks by a name; it orders nothing.
+    retention:  where the prompt is worth keeping: "memory" never on disk, "day" for a day since its last use; None: as ever.
     """
 
     id: str = field(default_factory=lambda: f"req_{uuid.uuid4().hex[:24]}")
     agent: str | None = None
+    conversation: str | None = None
+    retention: str | None = None
+
+
+def agent_of(header: str | None, body: Mapping[str, Any], names: tuple[str, ...] = AGENT_FIELDS) -> str | None:
+    """Who asks: what the header X-Agent-Id says, or else the first of `names` in the body. Raises ValueError for no string."""
+    for name in names:
+        if not isinstance(body.get(name), str | None):
+            raise ValueError(f"{name} must be a string")
+    return header_text(header or "") or next((body[name] for name in names if body.get(name)), None)
+
+
+def retention_of(body: Mapping[str, Any]) -> str | None:
+    """Wishes.retention as OpenAI's prompt_cache_retention says it. Raises ValueError for what it does not know."""
+    asked = body.get("prompt_cache_retention")
+    if asked is None:
+        return None
+    if not (isinstance(asked, str) and asked in RETENTIONS):
+        raise ValueError(f"prompt_cache_retention: found {str(asked)[:50]!r}; needed 'in_memory' or '24h'")
+    return RETENTIONS[asked]
 
 
 class Asking:
@@ -28,7 +64,9 @@ class Asking:
     def __init__(self, generator: Any) -> None:
         self._generator = generator
         self.wishes = Wishes()
+        self.path = ""
         self.error: Exception | None = None
+        self.explained: Explained | None = None
         self.normalisers: tuple[str, ...] = ()
         self._sampled: list[str] = []
         self._content: list[str] = []
@@ -37,17 +75,48 @@ class Asking:
     def __getattr__(self, name: str) -> Any:
         return getattr(self._generator, name)
 
-    def generate(self, request: Any, *args: Any, **kwargs: Any) -> Any:
-        """The generator's own, for this agent and with the prompt normalised as it was asked for."""
+    def generate(self, request: Any, arguments: Any, *args: Any, **kwargs: Any) -> Any:
+        """The generator's own, for this agent and with the prompt normalised as it was asked for; it is explained."""
         try:
+            self._check(arguments.model)
+            if self.wishes.agent is None and request.request_type == "chat":
+                self.wishes.conversation = self._conversation(request, arguments.model)
             if self.normalisers and request.request_type == "chat":
                 request = replace(request, messages=self.known_normalisers.apply(self.normalisers, request.messages))
             request.wishes = self.wishes
-            context, responses = self._generator.generate(request, *args, **kwargs)
+            if self.path in GENERATES:
+                request.explained = self._explain(arguments.model.model, request.messages)
+                request.explained.last_turn = self._last_turn()
+            context, responses = self._generator.generate(request, arguments, *args, **kwargs)
         except Exception as error:
             self.error = error
+            self.refused(error)
             raise
         return context, self._heard(responses)
+
+    def _conversation(self, request: Any, wanted: Any) -> str | None:
+        """None where no model is found; the generator says why."""
+        try:
+            key = self._generator.registry.template.key_of(wanted)
+        except (OSError, ValueError):
+            return None
+        # As the client sent it: what the model is to see has its dates elsewhere.
+        return by_content.name_of(key or (), request.messages, self.known_normalisers)
+
+    def refused(self, error: Exception) -> None:
+        """The request has failed, or will not be asked at all; told twice it is the same failure."""
+        if self.path not in GENERATES:
+            return
+        explained = self.explained or self._explain("", [])
+        if explained.now.error is None:
+            explained.fail(error)
+
+    def headers(self, explain: str | None) -> dict[str, str]:
+        """For the answer: its id, and what is known of its cache. `explain`: what the request's X-Explain says."""
+        names = {"request-id": self.wishes.id, "X-Request-Id": self.wishes.id}
+        if self.explained is None:
+            return names
+        return names | self.explained.now.headers(explain is not None and explain.strip().lower() in ("1", "true", "yes"))
 
     def told(self, content: str | None, tool_calls: list[Any] | None, is_last: bool) -> None:
         """The client was told a part of the reply, in the form of OpenAI's API."""
@@ -64,6 +133,38 @@ class Asking:
         return known
 
     def _heard(self, responses: Iterator[Any]) -> Iterator[Any]:
-        for response in responses:
-            self._sampled.append(response.text)
-            yield response
+        try:
+            for response in responses:
+                self._sampled.append(response.text)
+                yield response
+        except Exception as error:
+            self.refused(error)
+            raise
+
+    def _check(self, model: Any) -> None:
+        """Raises ValueError and ModelNotFoundError for names that no agent and no model can have."""
+        if self.wishes.agent is not None:
+            checked_text("The agent's name", self.wishes.agent, LONGEST_AGENT)
+        for what, name in (("model", model.model), ("draft_model", model.draft), ("adapters", model.adapter)):
+            if not isinstance(name, str | None):
+                raise ValueError(f"{what} must be a string")
+            try:
+                checked_text(f"its name under {what}", name or "")
+            except ValueError as error:
+                raise ModelNotFoundError(f"Found no model: {error}.") from error
+
+    def _explain(self, model: str, messages: list[Any]) -> Explained:
+        first = Explanation(self.wishes.id, time.time(), self.path, model, self.wishes.agent or self.wishes.conversation)
+        self.explained = Explained(first, self.known_normalisers, self.normalisers, list(messages or ()))
+        self._generator.explanations.add(self.explained)
+        return self.explained
+
+    def _last_turn(self) -> Agent | None:
+        """What is noted of the agent before this turn, which will take its place."""
+        config = self._generator.prompt_cache.store_config
+        if self.wishes.agent is None or config is None:
+            return None
+        try:
+            return Agents(config.folder or default_folder()).get(self.wishes.agent)
+        except (OSError, BlockpoolError):
+            return None

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import Any
 
 from mlx_lm.models.cache import can_trim_prompt_cache, trim_prompt_cache
@@ -32,7 +33,10 @@ class DraftedPrefix:
             # No window of the draft ends there.
             self.release([*first.caches, *second.caches])
             first, second = self.prefix.fetch(tokens, room, at_most=0), self.draft.fetch(tokens, room, at_most=0)
-        return Fetch([*first.caches, *second.caches], first.rest, first.lookup)
+        # Neither has checkpoints: it was the draft that knew no more.
+        behind = first.lookup.cause == "no checkpoint"
+        lookup = replace(first.lookup, cause="draft", given=(), expected=()) if behind else first.lookup
+        return Fetch([*first.caches, *second.caches], first.rest, lookup)
 
     def finish(self, tokens: list[int], caches: list[Any], kind: str) -> None:
         """Keep what both hold of `tokens`: behind a draft each is ahead of them by its own amount."""

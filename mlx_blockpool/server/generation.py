@@ -18,6 +18,9 @@ from mlx_lm.server import ResponseGenerator, _image_parts
 
 from ..config import EngineConfig, ModelsConfig
 from ..errors import BlockpoolError
+from .errand import Errand
+from .explained import Explanations
+from .guard import Guard
 from .health import Health
 from .line import Line
 from .normalise import Normalisers
@@ -25,6 +28,7 @@ from .prompt_cache import ServerPromptCache
 from .provider import BlockpoolModelProvider
 from .registry import ModelRegistry, Order
 from .requests import Live, Marking, Waiting, check_sampling, fit
+from .responses_kept import KeptResponses
 from .served import ServedModel
 
 log = logging.getLogger(__name__)
@@ -38,8 +42,8 @@ REPORT_SECONDS = 0.5
 class BlockpoolGenerator(ResponseGenerator):  # type: ignore[misc]
     """mlx-lm's ResponseGenerator around a registry of models with an engine each.
 
-    `model_provider` and `prompt_cache` are those of the model that a request has started on last. `normalisers` are for whoever
-    asks it; it does not use them.
+    `model_provider` and `prompt_cache` are those of the model that a request has started on last. `normalisers`, `guard`,
+    `warm_up` and `responses` are for whoever asks it; it does not use them. `explanations`: what became of the last requests.
     """
 
     prompt_cache: ServerPromptCache
@@ -52,9 +56,14 @@ class BlockpoolGenerator(ResponseGenerator):  # type: ignore[misc]
         config: EngineConfig,
         normalisers: Normalisers,
         models: ModelsConfig,
+        guard: Guard | None = None,
     ) -> None:
         prompt_cache = make_cache()
+        self.guard = guard or Guard()
+        self.explanations = Explanations()
+        self.warm_up: Any = None
         self.normalisers = normalisers
+        self.responses = KeptResponses()
         self.health = Health(config.stall_seconds)
         self.registry = ModelRegistry(model_provider, make_cache, config, models, prompt_cache.config.pool_bytes)
         self._config = config
@@ -150,7 +159,9 @@ class BlockpoolGenerator(ResponseGenerator):  # type: ignore[misc]
             pass
 
     def _arrive(self, item: Any) -> None:
-        if not isinstance(item, Order):
+        if isinstance(item, Errand):
+            item.run()
+        elif not isinstance(item, Order):
             waiting = Waiting(*item)
             self._waiting.add(waiting.args.model, waiting)
         elif item.unload:
@@ -210,7 +221,7 @@ class BlockpoolGenerator(ResponseGenerator):  # type: ignore[misc]
                     continue
             except (Exception, SystemExit) as error:
                 # A client's input met a template, tokenizer or model that could not take it. (Some model files call exit().)
-                log.info("request refused: %s: %s", type(error).__name__, error)
+                log.debug("request refused: %s: %s", type(error).__name__, error)
                 item.fail(error if isinstance(error, Exception) else RuntimeError(f"The model's code asked to exit: {error}"))
             self._waiting.remove(place)
 
@@ -227,7 +238,7 @@ class BlockpoolGenerator(ResponseGenerator):  # type: ignore[misc]
             check_sampling(args, provider.tokenizer, served.vocab_size)
         waiting.args = fit(args, waiting.tokenized[0], served.prompt_cache.capacity())
         if alone:
-            self._serve_alone(waiting, stream)
+            self._serve_alone(served, waiting, stream)
         else:
             machine = self._make_state_machine(provider.model_key, provider.tokenizer, waiting.args.stop_words)
             served.join(self._models)
@@ -235,11 +246,13 @@ class BlockpoolGenerator(ResponseGenerator):  # type: ignore[misc]
         served.used = self._waiting.clock()
         return True
 
-    def _serve_alone(self, waiting: Waiting, stream: mx.Stream) -> None:
+    def _serve_alone(self, served: ServedModel, waiting: Waiting, stream: mx.Stream) -> None:
         """Through mlx-lm's sequential path, with room for what a draft writes and takes back."""
         self.health.doing("a request alone")
         self.prompt_cache.max_tokens = waiting.args.max_tokens
-        self._serve_single((Marking(waiting.queue, self.health.mark), waiting.request, waiting.args), stream)
+        self.prompt_cache.lookup = None
+        queue = Marking(waiting.queue, self.health.mark, lambda context: served.explain_alone(waiting, context))
+        self._serve_single((queue, waiting.request, waiting.args), stream)
         self.health.idle()
         self._report()
 

@@ -7,13 +7,17 @@ import logging
 import math
 from typing import Any
 
-from mlx_lm.server import APIHandler
-
-from ..errors import BlockpoolError, ModelNotFoundError, PoolExhaustedError
+from ..errors import BlockpoolError, ModelNotFoundError
 from .admin import ORDERS, Admin
+from .agents_http import AgentsEndpoint, is_agents
 from .anthropic_http import Endpoint, is_messages, is_models
-from .asking import Asking, Wishes
+from .asking import Asking, Wishes, agent_of, retention_of
+from .explained import answer_about, is_explain
+from .guard import cause_of
+from .guarded import GuardedHandler
 from .listing import cache_report
+from .openai_errors import ErrorFile, code_of, in_shape, is_openai, status_of
+from .responses_http import ResponsesEndpoint, is_responses
 
 log = logging.getLogger(__name__)
 
@@ -36,56 +40,97 @@ NUMBERS = (
 )
 
 
-class BlockpoolHandler(APIHandler):  # type: ignore[misc]
+class BlockpoolHandler(GuardedHandler):
     """mlx-lm's endpoints. Every error is JSON with a status that says whose it is."""
-
-    wfile: Any
 
     def __init__(self, response_generator: Any, *args: Any, **kwargs: Any) -> None:
         self._answered = False
+        self._failure = 0
         super().__init__(Asking(response_generator), *args, **kwargs)
 
     def do_GET(self) -> None:  # noqa: N802
-        if self.path == "/v1/cache":
+        try:
+            self._get()
+        except ConnectionError:
+            raise
+        except Exception as error:
+            # The top of the request's thread.
+            log.exception("%s failed", self.path)
+            self._send(500, {"error": cause_of(error)})
+
+    def _get(self) -> None:
+        if self.route == "/v1/cache":
             self._send(200, cache_report(self.response_generator.registry, self.response_generator.prompt_cache.report))
-        elif self.path == "/admin/models":
+        elif is_explain(self.route):
+            self._send(*answer_about(self.route, self.response_generator.explanations))
+        elif self.route == "/admin/models":
             self._send(200, Admin(self.response_generator).figures())
         elif is_models(self.path, self.headers):
             Endpoint(self).get_models()
+        elif is_responses(self.path):
+            ResponsesEndpoint(self).get()
+        elif is_agents(self.path):
+            AgentsEndpoint(self).get()
         else:
+            self.path = self.route
             super().do_GET()
 
     def do_HEAD(self) -> None:  # noqa: N802
         """The headers of do_GET; clients look with HEAD / whether a server is there."""
         self.wfile = _OnlyHeaders(self.wfile)
-        if self.path == "/":
+        if self.route == "/":
             self._send(200, {})
         else:
             self.do_GET()
+
+    def do_DELETE(self) -> None:  # noqa: N802
+        try:
+            if is_agents(self.path):
+                AgentsEndpoint(self).delete()
+            else:
+                self._send(404, {"error": f"Found no {self.route} to delete; there is DELETE /v1/agents/NAME"})
+        except ConnectionError:
+            raise
+        except Exception as error:
+            # The top of the request's thread.
+            log.exception("%s failed", self.path)
+            self._send(500, {"error": cause_of(error)})
 
     def do_POST(self) -> None:  # noqa: N802
         try:
             if is_messages(self.path):
                 Endpoint(self).post()
-            elif self.path in ORDERS:
+            elif is_responses(self.path):
+                ResponsesEndpoint(self).post()
+            elif is_agents(self.path):
+                AgentsEndpoint(self).post()
+            elif self.route in ORDERS:
                 self._order()
             else:
+                self.path = self.route
                 super().do_POST()
-        except (BrokenPipeError, ConnectionError):
-            log.info("%s: the client hung up", self.path)
+        except ConnectionError as error:
+            log.info("%s: the client hung up: %s", self.path, error)
         except UnicodeDecodeError as error:
             self._send(400, {"error": f"The body is not UTF-8: {error}"})
         except Exception as error:
             # The top of the request's thread.
             log.exception("%s failed", self.path)
-            content = {"error": f"{type(error).__name__}: {error}"}
+            content = {"error": cause_of(error)}
             if not self._answered:
                 self._send(500, content)
             elif self.stream:
-                self.wfile.write(f"data: {json.dumps(content)}\n\n".encode())
+                self.wfile.write(b"data: " + in_shape(500, json.dumps(content).encode()) + b"\n\n")
 
     def validate_model_parameters(self) -> None:
         """mlx-lm's checks, and those of values that would only fail later."""
+        try:
+            self._validate_all()
+        except ValueError as error:
+            self.response_generator.refused(error)
+            raise
+
+    def _validate_all(self) -> None:
         super().validate_model_parameters()
         for name in NUMBERS:
             value = getattr(self, name)
@@ -105,7 +150,9 @@ class BlockpoolHandler(APIHandler):  # type: ignore[misc]
         if "prompt" in self.body and not isinstance(self.body["prompt"], str):
             raise ValueError("prompt must be a string")
 
-        self.response_generator.wishes = Wishes(agent=self._agent())
+        self.response_generator.wishes = Wishes(
+            agent=agent_of(self.headers.get("X-Agent-Id"), self.body), retention=retention_of(self.body)
+        )
         self.response_generator.normalisers = self.response_generator.known_normalisers.asked(self.headers.get("X-Normalise"))
 
     def generate_response(self, text: str, finish_reason: Any, *args: Any, **kwargs: Any) -> Any:
@@ -113,13 +160,6 @@ class BlockpoolHandler(APIHandler):  # type: ignore[misc]
         if self.object_type.startswith("chat"):
             self.response_generator.told(text, kwargs.get("tool_calls"), finish_reason is not None)
         return super().generate_response(text, finish_reason, *args, **kwargs)
-
-    def _agent(self) -> str | None:
-        """Who asks: requests of one agent run in order."""
-        key = self.body.get("prompt_cache_key")
-        if not (key is None or isinstance(key, str)):
-            raise ValueError("prompt_cache_key must be a string")
-        return self.headers.get("X-Agent-Id") or key or None
 
     def handle_health_check(self) -> None:
         generator = self.response_generator
@@ -134,22 +174,33 @@ class BlockpoolHandler(APIHandler):  # type: ignore[misc]
     def _order(self) -> None:
         """A model is to be loaded or unloaded."""
         try:
-            answer = Admin(self.response_generator).order(self.path, self.headers.get("Content-Length"), self.rfile.read)
+            answer = Admin(self.response_generator).order(self.route, self.headers.get("Content-Length"), self.rfile.read)
         except (BlockpoolError, ValueError, RuntimeError) as error:
-            answer = _status(error), {"error": str(error)}
+            answer = status_of(error), {"error": str(error)}
         self._send(*answer)
 
     def end_headers(self) -> None:
         self._answered = True
+        told = b"".join(self._headers_buffer).lower()
+        for name, value in self.response_generator.headers(self.headers.get("X-Explain")).items():
+            if f"\r\n{name}:".lower().encode() not in told:
+                self.send_header(name, value)
         super().end_headers()
+        if self._failure and is_openai(self.path):
+            error = self.response_generator.error
+            self.wfile = ErrorFile(self.wfile, self._failure, None if error is None else code_of(error))
 
     def _set_completion_headers(self, status_code: int = 200) -> None:
         error = self.response_generator.error
         # mlx-lm answers 404 to whatever generate() raises.
-        super()._set_completion_headers(_status(error) if status_code == 404 and error is not None else status_code)
+        status = status_of(error) if status_code == 404 and error is not None else status_code
+        self._failure = status if status >= 400 else 0
+        super()._set_completion_headers(status)
 
     def _send(self, status: int, content: Any) -> None:
         body = json.dumps(content).encode()
+        if status >= 400 and is_openai(self.path):
+            body = in_shape(status, body)
         self._headers_buffer: list[bytes] = []
         self._set_completion_headers(status)
         self.send_header("Content-Length", str(len(body)))
@@ -184,10 +235,3 @@ def _check_messages(messages: Any) -> None:
     for i, message in enumerate(messages):
         if not isinstance(message, dict) or not isinstance(message.get("role"), str):
             raise ValueError(f"messages[{i}] must be a dict with a role")
-
-
-def _status(error: Exception) -> int:
-    """404: no such model. 503: the server cannot now. 400: the request cannot be served as it is."""
-    if isinstance(error, OSError):
-        return 404
-    return 503 if isinstance(error, PoolExhaustedError | RuntimeError) else 400

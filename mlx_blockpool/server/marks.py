@@ -39,6 +39,12 @@ def message_marks(tokenizer: Any, prompt: Sequence[int], request: Any, options: 
     return sorted(marks.items())
 
 
+def pins_of(request: Any) -> list[tuple[int, int]]:
+    """(tokens, seconds) of the beginnings that its client has marked to be kept, once its prompt was tokenized."""
+    rendered = getattr(request, "rendered", None)
+    return [] if rendered is None else list(rendered.marks or ())
+
+
 def _end_of(tokenizer: Any, prompt: Sequence[int], beginning: list[dict[str, Any]], options: dict[str, Any]) -> int:
     """How many tokens a rendered beginning has in common with the prompt; 0 where the template does not take it."""
     try:

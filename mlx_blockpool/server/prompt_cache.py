@@ -60,7 +60,6 @@ class ServerPromptCache:
         self._spec: ModelCacheSpec | None = None
         self._drafted: DraftedPrefix | None = None
         self._alarmed = False
-        self._pinned: set[bytes] = set()
         self._cli_args = cli_args
         self._manager = plugins.make_plugin_manager()
         self._stock = GuardedPromptCache(cli_args.prompt_cache_size)
@@ -101,7 +100,6 @@ class ServerPromptCache:
         if self.agents is not None:
             self.agents.close()
         self.agents = None
-        self._pinned = set()
         self.prefix = self.caches = self.lookup = self._drafted = self._spec = None
         self._stock = GuardedPromptCache()
         self.report = {"backend": None}
@@ -121,27 +119,26 @@ class ServerPromptCache:
 
     def idle(self) -> None:
         """Nobody asks for anything: write behind, the ends of conversations too once they have rested."""
+        self.note_turns()
+        if self.prefix is not None:
+            self.prefix.keep_up()
         if self.prefix is not None and self.prefix.stored is not None:
-            self.note_turns()
             self.prefix.stored.write_behind()
 
     def note_turns(self) -> None:
-        """Agents whose turn has ended are written down, and what is pinned of them is spared."""
-        if self.agents is None or not isinstance(self.caches, PooledCaches):
-            return
-        for name, (hashes, tokens) in self.caches.turns.items():
-            self.agents.note(name, hashes, tokens)
-        self.caches.turns.clear()
-        if self.prefix is not None and self.prefix.stored is not None:
-            self._spare(self.prefix.stored.store)
+        """Agents whose turn has ended are noted, and what is pinned of them is spared."""
+        if self.agents is not None and isinstance(self.caches, PooledCaches):
+            self.agents.follow(self.caches.turns)
+            self.caches.turns.clear()
+            if self.prefix is not None and self.prefix.stored is not None:
+                self._spare(self.prefix.stored.store)
 
     def _spare(self, store: PromptStore) -> None:
         """No budget takes what agents are pinned with."""
         assert self.agents is not None
-        pinned = self.agents.pinned()
-        if pinned != self._pinned:
-            self._pinned = set(pinned)
-            store.pinned = {Key(kind, digest) for digest in pinned for kind in FOLDERS}
+        pinned = {Key(kind, digest) for digest in self.agents.pinned_hashes() for kind in FOLDERS}
+        if pinned != store.pinned:
+            store.pinned = pinned
 
     def _describe(self, model: Any, config: dict[str, Any], model_id: str) -> ModelCacheSpec | None:
         """The spec of a model; None where nobody can describe it."""
@@ -157,7 +154,8 @@ class ServerPromptCache:
         adapter = provider.model_key[1]
         try:
             store = open_store(self.store_config, provider.folder, Path(adapter) if adapter else None, spec, provider.name)
-            self.agents = ServedAgents(store.root, store.namespace, provider.name)
+            # Before the store is opened: what is pinned outlives its budget.
+            self.agents = ServedAgents(provider.name, store)
             self._spare(store)
             return store
         except StoreError as error:
@@ -174,6 +172,8 @@ class ServerPromptCache:
                 store.close()
             raise
         self.prefix = self.caches.prefix
+        self.agents = self.agents or ServedAgents(provider.name, None)
+        self.agents.attend(self.prefix)
         self._warn_of_few(self.prefix)
 
     def _open_drafted(self, provider: BlockpoolModelProvider, spec: ModelCacheSpec, pool_bytes: int) -> None:
@@ -286,6 +286,7 @@ class ServerPromptCache:
             "fragmentation": [round(pool.fragmentation(g), 3) for g in range(len(prefix.slabs.spec.groups))],
             "decode_paths": dict(prefix.slabs.path_counts),
             "store": None if prefix.stored is None else prefix.stored.report(),
+            **prefix.keeping.report(),
         }
 
     def _batch_report(self, batch: list[Running]) -> dict[str, Any] | None:

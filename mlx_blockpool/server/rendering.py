@@ -14,7 +14,7 @@ from jinja2 import TemplateError
 from mlx_lm.server import process_message_content
 
 from ..messages import Message
-from .chat import ChatRequest, Mark, message_marks
+from .chat import ChatRequest, Mark, Rendered, message_marks
 from .generation import BlockpoolGenerator
 from .mark_positions import mark_positions
 
@@ -41,7 +41,7 @@ class ChatGenerator(BlockpoolGenerator):
         Raises Counted for a request that only asked how long its prompt is, and ValueError for what the model cannot do.
         """
         if not isinstance(request, ChatRequest):
-            return super()._tokenize(tokenizer, request, args)
+            return self._tokenize_plain(tokenizer, request, args)
         if request.image_at is not None and self.model_provider.processor is None:
             raise ValueError(f"{request.image_at}: this model takes no images")
         begin = _beginning(tokenizer, request, args)
@@ -67,6 +67,25 @@ class ChatGenerator(BlockpoolGenerator):
         self._note(tokenizer, tokenized, messages, request, args)
         return tokenized
 
+    def _tokenize_plain(self, tokenizer: Any, request: Any, args: Any) -> Any:
+        """mlx-lm's, for its own requests. Whose messages have marks gets `rendered` too, with where they stand."""
+        marks = message_marks(request.messages) if request.request_type == "chat" else []
+        messages = copy.deepcopy(request.messages) if marks else []
+        tokenized = super()._tokenize(tokenizer, request, args)
+        if marks:
+            found = self._positions(tokenizer, tokenized, messages, request.tools, marks, args)
+            request.rendered = Rendered(len(tokenized[0]), found)
+        return tokenized
+
+    def _positions(
+        self, tokenizer: Any, tokenized: Any, messages: list[Message], tools: Any, marks: list[Mark], args: Any
+    ) -> list[tuple[int, int]]:
+        """(tokens, seconds) of the marks; of a prompt with images, or without a template, none can be found."""
+        if tokenized[4] is not None or not tokenizer.has_chat_template or not marks:
+            return []
+        options = {**self.model_provider.cli_args.chat_template_args, **(args.chat_template_kwargs or {})}
+        return mark_positions(tokenizer, tokenized[0], messages, tools, marks, options)
+
     def _note(self, tokenizer: Any, tokenized: Any, messages: list[Message], request: ChatRequest, args: Any) -> None:
         rendered = request.rendered
         rendered.stops = {tuple(tokenizer.encode(word, add_special_tokens=False)): word for word in args.stop_words}
@@ -74,12 +93,7 @@ class ChatGenerator(BlockpoolGenerator):
             rendered.call = tokenizer.tool_call_start, tokenizer.tool_call_end or ""
         if rendered.marks is None:
             marks: list[Mark] = [*request.tool_marks, *message_marks(messages)]
-            vision = tokenized[4]
-            if vision is None and tokenizer.has_chat_template and marks:
-                options = {**self.model_provider.cli_args.chat_template_args, **(args.chat_template_kwargs or {})}
-                rendered.marks = mark_positions(tokenizer, tokenized[0], messages, request.tools, marks, options)
-            else:
-                rendered.marks = []
+            rendered.marks = self._positions(tokenizer, tokenized, messages, request.tools, marks, args)
 
 
 def without_later_system(messages: list[Message]) -> list[Message]:

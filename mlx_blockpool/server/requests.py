@@ -9,11 +9,12 @@ from queue import Queue
 from typing import Any
 
 import mlx.core as mx
-from mlx_lm.server import Response, _format_top_logprobs, _make_logits_processors
+from mlx_lm.server import GenerationContext, Response, _format_top_logprobs, _make_logits_processors
 
 from ..engine.decode import mend_random_state
 from ..engine.request import Token
 from ..errors import RequestTooLargeError
+from .explained import Explained
 from .sampling import make_sampler
 
 
@@ -40,6 +41,7 @@ class Live:
     tokenizer: Any
     detokenizer: Any
     top_logprobs: int
+    explained: Explained | None = None
     is_begun: bool = False
 
     def begin(self, cached: int) -> None:
@@ -68,14 +70,26 @@ class Live:
 
 
 class Marking:
-    """A client's queue that notes when something was put on it: the sequential path makes progress in no other way."""
+    """A client's queue that notes when something was put on it: the sequential path makes progress in no other way.
 
-    def __init__(self, queue: Queue[Any], mark: Callable[[], None]) -> None:
+    The reply's context waits for what comes next: by then its prompt was looked up, which `started` is told.
+    """
+
+    def __init__(self, queue: Queue[Any], mark: Callable[[], None], started: Callable[[Any], None]) -> None:
         self._queue = queue
         self._mark = mark
+        self._started = started
+        self._context: Any = None
 
     def put(self, item: Any) -> None:
         self._mark()
+        if isinstance(item, GenerationContext):
+            self._context = item
+            return
+        context, self._context = self._context, None
+        if context is not None and not isinstance(item, Exception):
+            self._started(context)
+            self._queue.put(context)
         # An error's traceback holds the frames that hold the caches.
         self._queue.put(item.with_traceback(None) if isinstance(item, Exception) else item)
 

@@ -18,9 +18,11 @@ from mlx_lm.server import GenerationContext, _make_logits_processors
 
 from ..config import EngineConfig
 from ..engine.engine import BlockPoolBatchEngine
-from ..engine.request import Event, Failed, Progress, Request, Restoring, Started, Token
+from ..engine.request import KIND, Event, Failed, Progress, Request, Restoring, Started, Token
+from ..prefix.lookup import Lookup
 from .asking import Wishes
-from .marks import message_marks
+from .explained import Explained
+from .marks import message_marks, pins_of
 from .prompt_cache import ServerPromptCache
 from .provider import BlockpoolModelProvider, ModelKey
 from .requests import Live, Waiting, marks_of
@@ -114,7 +116,7 @@ class ServedModel:
         """Start a request; `machine`: its stop sequences and what takes its text apart."""
         assert waiting.tokenized is not None
         assert self.engine is not None
-        prompt, segments, types, initial_state, _ = waiting.tokenized
+        prompt, _, _, initial_state, _ = waiting.tokenized
         args, tokenizer = waiting.args, self.provider.tokenizer
         stop_sequences, text_sm = machine
         context = GenerationContext(
@@ -125,11 +127,6 @@ class ServedModel:
             initial_state=initial_state,
             prompt=prompt,
         )
-        if self.engine.caches.needs_marks:
-            options = {**self.provider.cli_args.chat_template_args, **(args.chat_template_kwargs or {})}
-            marks = message_marks(tokenizer, prompt, waiting.request, options)
-        else:
-            marks = marks_of(segments, types)
         wishes = getattr(waiting.request, "wishes", Wishes())
         request = Request(
             prompt,
@@ -137,11 +134,26 @@ class ServedModel:
             make_sampler(args, tokenizer),
             _make_logits_processors(args),
             stop_sequences,
-            marks,
+            self._marks(waiting),
             wishes.agent,
+            noted_as=wishes.conversation,
+            pins=pins_of(waiting.request),
+            retention=wishes.retention,
         )
         uid = self.engine.insert(request)
-        self.live[uid] = Live(waiting.queue, context, tokenizer, tokenizer.detokenizer, args.top_logprobs)
+        explained = getattr(waiting.request, "explained", None)
+        self.live[uid] = Live(waiting.queue, context, tokenizer, tokenizer.detokenizer, args.top_logprobs, explained)
+
+    def _marks(self, waiting: Waiting) -> list[tuple[int, str]]:
+        """(tokens, kind) of the beginnings of a prompt that are worth a checkpoint."""
+        assert waiting.tokenized is not None
+        assert self.engine is not None
+        prompt, segments, types, *_ = waiting.tokenized
+        if not self.engine.caches.needs_marks:
+            return marks_of(segments, types)
+        options = {**self.provider.cli_args.chat_template_args, **(waiting.args.chat_template_kwargs or {})}
+        pinned = {end: KIND for end, _ in pins_of(waiting.request)}
+        return sorted({**pinned, **dict(message_marks(self.provider.tokenizer, prompt, waiting.request, options))}.items())
 
     def step(self) -> None:
         """A step of the engine, and what it says to those whom it concerns. Raises what the model raised: see fail()."""
@@ -172,15 +184,30 @@ class ServedModel:
         elif isinstance(event, Progress):
             live.queue.put((event.done, event.total))
         elif isinstance(event, Started):
-            log.info("prompt of %d tokens: %s", len(live.context.prompt), event.why or f"{event.cached} cached")
+            self.explain(live.explained, live.context.prompt, event.cached, event.why)
             live.begin(event.cached)
         elif isinstance(event, Restoring):
             if not live.is_begun:
                 # It will be so many, unless the disk fails. A client that hears nothing would give up.
+                if live.explained is not None:
+                    live.explained.restore(self.provider.name, len(live.context.prompt), event.total)
                 live.begin(event.total)
             live.queue.put((event.done, event.total))
         elif isinstance(event, Failed):
             self.live.pop(event.uid).fail(event.error)
+
+    def explain(self, explained: Explained | None, prompt: Sequence[int], cached: int, lookup: Lookup | None) -> None:
+        """A request has its caches: why it has not more."""
+        if explained is None:
+            return
+        agents = self.prompt_cache.agents
+        namespace = None if agents is None else agents.namespace
+        explained.start(self.provider.name, namespace, self.provider.tokenizer, prompt, cached, lookup)
+
+    def explain_alone(self, waiting: Waiting, context: GenerationContext) -> None:
+        """The same for a request that mlx-lm serves."""
+        explained = getattr(waiting.request, "explained", None)
+        self.explain(explained, context.prompt, context.prompt_cache_count, self.prompt_cache.lookup)
 
     def fail(self, error: Exception) -> None:
         """Fail those whose caches cannot be trusted after an error: all that had any."""

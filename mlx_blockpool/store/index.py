@@ -11,12 +11,19 @@ from collections.abc import Collection, Iterable, Iterator
 
 
 class Index:
-    """Sizes in bytes, in the order of use; `nbytes` is their sum, to be at most `limit`. `pinned` files never have to go."""
+    """Sizes in bytes, in the order of use; `nbytes` is their sum, to be at most `limit`.
 
-    def __init__(self, limit: int) -> None:
+    `own_bytes` of them are of files whose names begin with `own`, to be at most `own_limit`. Files that are `pinned`, or `kept`
+    for a time, never have to go.
+    """
+
+    def __init__(self, limit: int, own: str = "", own_limit: int | None = None) -> None:
         self.limit = limit
-        self.nbytes = 0
+        self.own = own
+        self.own_limit = own_limit
+        self.nbytes = self.own_bytes = 0
         self.pinned: Collection[str] = frozenset()
+        self.kept: Collection[str] = frozenset()
         self._sizes: OrderedDict[str, int] = OrderedDict()
         # Used since take_touched(), in the order of use.
         self._touched: dict[str, None] = {}
@@ -38,13 +45,17 @@ class Index:
         """A file that is there, or is about to be; used last."""
         self.remove(name)
         self._sizes[name] = size
-        self.nbytes += size
+        self._count(name, size)
 
     def remove(self, name: str) -> int:
         """Returns its size; 0 if it was not there."""
         size = self._sizes.pop(name, 0)
-        self.nbytes -= size
+        self._count(name, -size)
         return size
+
+    def _count(self, name: str, size: int) -> None:
+        self.nbytes += size
+        self.own_bytes += size if name.startswith(self.own) else 0
 
     def put_back(self, name: str, size: int) -> None:
         """A file that could not be removed: it is the first to go."""
@@ -68,7 +79,8 @@ class Index:
 
     @property
     def pinned_bytes(self) -> int:
-        return sum(self._sizes.get(name, 0) for name in self.pinned)
+        """Of what never has to go."""
+        return sum(self._sizes.get(name, 0) for name in {*self.pinned, *self.kept})
 
     @property
     def has_touched(self) -> bool:
@@ -80,21 +92,44 @@ class Index:
         return [name for name in touched if name in self._sizes]
 
     def room_for(self, size: int, spared: Collection[str] = ()) -> list[str] | None:
-        """The files used longest ago that must go for `size` bytes more; None if those that may go are not enough."""
-        surplus = self.nbytes + size - self.limit
-        found = self._oldest(surplus, spared)
-        return found if sum(self._sizes[name] for name in found) >= surplus else None
+        """The files used longest ago that must go for `size` bytes more of our own; None if those that may go are not enough."""
+        found = self._over(size, spared)
+        gone = sum(self._sizes[name] for name in found)
+        own = sum(self._sizes[name] for name in found if name.startswith(self.own))
+        fits = self.nbytes + size - gone <= self.limit and self.own_bytes + size - own <= self._own_limit
+        return found if fits else None
 
     def surplus(self) -> list[str]:
-        """The files used longest ago that are over the limit together, or all that may go."""
-        return self._oldest(self.nbytes - self.limit, ())
+        """The files used longest ago that are over the limits together, or all that may go."""
+        return self._over(0, ())
 
-    def _oldest(self, n_bytes: int, spared: Collection[str]) -> list[str]:
+    def report(self) -> dict[str, int]:
+        """Figures; sizes in bytes."""
+        return {
+            "records": len(self),
+            "bytes": self.nbytes,
+            "store_bytes": self.limit,
+            "model_bytes": self.own_bytes,
+            "store_model_bytes": self._own_limit,
+            "pinned_bytes": self.pinned_bytes,
+        }
+
+    @property
+    def _own_limit(self) -> int:
+        return self.limit if self.own_limit is None else min(self.limit, self.own_limit)
+
+    def _over(self, size: int, spared: Collection[str]) -> list[str]:
+        """What is over our own limit with `size` bytes more, and then what is still over the limit of all."""
+        found = self._oldest(self.own_bytes + size - self._own_limit, spared, self.own)
+        gone = sum(self._sizes[name] for name in found)
+        return found + self._oldest(self.nbytes + size - self.limit - gone, {*spared, *found})
+
+    def _oldest(self, n_bytes: int, spared: Collection[str], own: str = "") -> list[str]:
         found: list[str] = []
         for name, size in self._sizes.items():
             if n_bytes <= 0:
                 break
-            if name not in spared and name not in self.pinned:
+            if name.startswith(own) and name not in spared and name not in self.pinned and name not in self.kept:
                 found.append(name)
                 n_bytes -= size
         return found

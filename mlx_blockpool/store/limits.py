@@ -8,13 +8,27 @@ from __future__ import annotations
 import logging
 import time
 from collections.abc import Callable
+from dataclasses import dataclass
 
 from ..config import StoreConfig
+from .record import Key
 
 log = logging.getLogger(__name__)
 
 DAY_SECONDS = 86400
 OVER_BUDGET = "over budget"
+
+
+@dataclass(frozen=True)
+class Put:
+    """Why a record was not taken, and the keys of those of the same model that had to go for it."""
+
+    refusal: str | None
+    dropped: list[Key]
+
+    @property
+    def taken(self) -> bool:
+        return self.refusal is None
 
 
 class Limits:
@@ -44,8 +58,10 @@ class Limits:
         """Nothing that may go makes room. `pinned` bytes may not, which is said once."""
         if pinned and not self._has_told:
             self._has_told = True
-            budget = self._config.store_bytes
-            log.warning("prompt store: agents keep %d of %d bytes, and no more fits. Raise --store-bytes.", pinned, budget)
+            budget = self._config.own_bytes
+            log.warning(
+                "prompt store: what has to stay takes %d of %d bytes, and no more fits. Raise --store-bytes.", pinned, budget
+            )
         return OVER_BUDGET
 
     def still(self) -> str | None:

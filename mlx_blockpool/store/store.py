@@ -9,7 +9,6 @@ from __future__ import annotations
 import time
 from collections import Counter
 from collections.abc import Callable, Collection, Iterable, Sequence
-from dataclasses import dataclass
 from functools import partial
 from typing import Any
 
@@ -17,24 +16,12 @@ from ..config import StoreConfig
 from .disk import Buffer, Disk, Into
 from .folder import Folder
 from .index import Index
-from .layout import default_folder, describe, keys_in, name_of
-from .limits import Limits
+from .layout import default_folder, describe, folder_of, keys_in, name_of
+from .limits import Limits, Put
 from .looks import Looks, News, Seen, Watch
 from .reader import Reader, Reading
 from .record import Expected, Key, Naming, Record, file_size
 from .writer import Done, Job, Look, Writer
-
-
-@dataclass(frozen=True)
-class Put:
-    """Why a record was not taken, and the keys of those of the same model that had to go for it."""
-
-    refusal: str | None
-    dropped: list[Key]
-
-    @property
-    def taken(self) -> bool:
-        return self.refusal is None
 
 
 class PromptStore:
@@ -53,7 +40,7 @@ class PromptStore:
         self.namespace = namespace
         self.root = config.folder or default_folder()
         self.counts: Counter[str] = Counter()
-        self._index = Index(config.store_bytes)
+        self._index = Index(config.store_bytes, f"{folder_of(namespace)}/", config.model_bytes)
         self._pinned: Collection[Key] = ()
         # Records that could not be read, and when to try again: they are written anew if they are made again.
         self._unread: dict[Key, float] = {}
@@ -182,7 +169,7 @@ class PromptStore:
     def _remove(self, name: str) -> None:
         self._hand(Job(name, size=self._index.remove(name)))
 
-    # -- what agents keep ----------------------------------------------------------------------------------------------
+    # -- what has to stay ----------------------------------------------------------------------------------------------
 
     @property
     def pinned(self) -> Collection[Key]:
@@ -193,6 +180,10 @@ class PromptStore:
     def pinned(self, keys: Collection[Key]) -> None:
         self._pinned = keys
         self._index.pinned = frozenset(map(self._name, keys))
+
+    def keep(self, keys: Iterable[Key]) -> None:
+        """The same for these records, until it is called again."""
+        self._index.kept = frozenset(map(self._name, keys))
 
     # -- beside others -------------------------------------------------------------------------------------------------
 
@@ -283,9 +274,7 @@ class PromptStore:
         """Figures; sizes in bytes."""
         return {
             "folder": str(self.root),
-            "records": len(self._index),
-            "bytes": self._index.nbytes,
-            "store_bytes": self.config.store_bytes,
+            **self._index.report(),
             "queued_bytes": self._writer.queued_bytes,
             "problem": self.problem,
             **self.counts,

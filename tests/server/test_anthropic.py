@@ -370,7 +370,7 @@ def test_a_client_that_hangs_up_while_its_prompt_is_computed(server: Client, cla
     text = "A long prompt that nobody waits for. " * 300
     body = json.dumps({"max_tokens": 500, "stream": True, "messages": [{"role": "user", "content": text}]}).encode()
     with socket.create_connection(("127.0.0.1", server.port)) as connection:
-        connection.sendall(f"POST /v1/messages HTTP/1.1\r\nHost: x\r\nContent-Length: {len(body)}\r\n\r\n".encode() + body)
+        connection.sendall(f"POST /v1/messages HTTP/1.1\r\nHost: localhost\r\nContent-Length: {len(body)}\r\n\r\n".encode() + body)
         received = b""
         while received.count(b"event: ping") < 3:
             received += connection.recv(4096)
@@ -420,7 +420,7 @@ def test_agents_are_named_by_a_header_as_elsewhere(server: Client, monkeypatch: 
     generate = type(server.generator).generate
 
     def watching(self: Any, request: Any, *args: Any, **kwargs: Any) -> Any:
-        agents.append(request.agent)
+        agents.append(request.wishes.agent)
         return generate(self, request, *args, **kwargs)
 
     monkeypatch.setattr(type(server.generator), "generate", watching)

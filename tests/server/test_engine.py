@@ -75,7 +75,7 @@ def test_requests_of_one_agent_run_in_order_and_others_pass(client: Client, monk
 def test_an_agents_name_must_be_text(client: Client) -> None:
     status, answer = client.send("/v1/completions", {"prompt": "x", "prompt_cache_key": 7})
     assert status == 400
-    assert "prompt_cache_key" in answer["error"]
+    assert "prompt_cache_key" in answer["error"]["message"]
 
 
 def test_what_ends_the_thread_is_told_and_the_next_request_is_served(client: Client, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -88,7 +88,7 @@ def test_what_ends_the_thread_is_told_and_the_next_request_is_served(client: Cli
     monkeypatch.setattr(BlockPoolBatchEngine, "next", dying)
     status, answer = client.send("/v1/completions", {"prompt": "doomed", "max_tokens": 3})
     assert status == 503
-    assert "no one catches this" in answer["error"]
+    assert "no one catches this" in answer["error"]["message"]
     monkeypatch.undo()
     assert client.send("/v1/completions", {"prompt": "doomed no more", "max_tokens": 3})[0] == 200
     status, health = client.send("/health")

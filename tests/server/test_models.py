@@ -132,7 +132,7 @@ def test_a_model_that_is_not_there_leaves_the_old_one_and_what_it_knows(tmp_path
         ours.chat(MESSAGES[0], max_tokens=2)
         status, answer = ours.send("/v1/chat/completions", {"messages": MESSAGES[0], "model": "no/such-model"})
         assert status == 404
-        assert answer["error"]
+        assert answer["error"]["message"]
         assert cached(ours.chat(MESSAGES[0], max_tokens=2)) > 300
         status, listed = ours.send("/v1/models")
         assert status == 200

@@ -129,4 +129,4 @@ def test_a_name_that_is_not_known_is_the_clients_error(model: Path) -> None:
     with blockpool_server(model, "--pool-bytes", "20MB") as ours:
         status, answer = ours.send("/v1/chat/completions", {"messages": [system("a")]}, headers={"X-Normalise": "dates"})
     assert status == 400
-    assert "needed one of bookkeeping, date, replay" in answer["error"]
+    assert "needed one of bookkeeping, date, replay" in answer["error"]["message"]

@@ -16,7 +16,6 @@ from mlx_lm.tuner.utils import linear_to_lora_layers
 from models import save_model
 
 from mlx_blockpool.config import EngineConfig, ModelsConfig
-from mlx_blockpool.server.changes import Change
 from mlx_blockpool.server.generation import BlockpoolGenerator
 from mlx_blockpool.server.health import Health
 from mlx_blockpool.server.provider import ModelKey
@@ -199,7 +198,7 @@ def test_requests_go_on_after_the_thread_has_failed_beside_two_models(
         replies = [ours.chat(hello, max_tokens=4, model=str(m))["choices"][0]["message"]["content"] for m in two]
         monkeypatch.setattr(ServedModel, "step", dying)
         status, answer = ours.send("/v1/chat/completions", {"messages": hello, "max_tokens": 4})
-        assert (status, "no one catches this" in answer["error"]) == (503, True)
+        assert (status, "no one catches this" in answer["error"]["message"]) == (503, True)
         monkeypatch.undo()
         again = [ours.chat(hello, max_tokens=4, model=str(m))["choices"][0]["message"]["content"] for m in two]
         ours.settle()
@@ -220,30 +219,6 @@ def test_a_model_without_a_pool_is_swapped_like_any_other(two: tuple[Path, Path]
         jobs = [lambda n=n: ours.chat(hello, max_tokens=8, model=str(models[n % 2])) for n in range(6)]
         found = [answer["choices"][0]["message"]["content"] for answer in at_once(jobs)]
     assert found == expected * 3
-
-
-def test_the_new_model_takes_no_memory_before_the_old_one_is_gone(
-    two: tuple[Path, Path], monkeypatch: pytest.MonkeyPatch, tmp_path: Path
-) -> None:
-    large = save_model(tmp_path / "large", "llama", hidden_size=512, num_hidden_layers=4)
-    active: dict[str, int] = {}
-    enter = Change._enter
-
-    def entering(self: Change, stage: str) -> None:
-        active.setdefault(stage, mx.get_active_memory())
-        enter(self, stage)
-
-    with blockpool_server(two[0], "--pool-bytes", "60MB") as ours:
-        turn(ours, new_talks()[0], 0)
-        ours.settle()
-        before, old = mx.get_active_memory(), ours.send("/admin/models")[1]["models"][0]
-        monkeypatch.setattr(Change, "_enter", entering)
-        turn(ours, new_talks()[0], 0, large)
-        weights = ours.send("/admin/models")[1]["models"][0]["weights_bytes"]
-    assert weights > 10_000_000
-    assert active["saving"] - before < 20_000, "checked, and not read"
-    assert active["loading"] <= before - old["weights_bytes"] - old["array_bytes"] + 20_000, "the old one is gone"
-    assert active["warming"] - active["loading"] >= 0.99 * weights
 
 
 def test_an_adapter_makes_another_model_of_the_same_folder(two: tuple[Path, Path], tmp_path: Path) -> None:

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import json
 import subprocess
+import sys
 import time
 from pathlib import Path
 from typing import Any
@@ -72,3 +74,15 @@ def test_an_unloaded_model_leaves_nothing_behind(models: list[Path], tmp_path: P
             assert left["cache_bytes"] < 10_000
             # The arrays were resident: as many bytes are not any more.
             assert now <= resident - 0.9 * active
+
+
+def test_the_new_model_takes_no_memory_before_the_old_one_is_gone(models: list[Path], tmp_path: Path) -> None:
+    small = save_model(tmp_path / "small", "llama")
+    arguments = [sys.executable, "-m", "server.swap_stages", str(small), str(models[0])]
+    ran = subprocess.run(arguments, capture_output=True, text=True, cwd=Path(__file__).parent.parent, timeout=120)
+    assert ran.returncode == 0, ran.stderr
+    active = json.loads(ran.stdout.splitlines()[-1])
+    assert active["new"] > 10_000_000
+    assert active["saving"] - active["before"] < 20_000, "checked, and not read"
+    assert active["loading"] <= active["before"] - active["old"] + 20_000, "the old one is gone"
+    assert active["warming"] - active["loading"] >= 0.99 * active["new"]

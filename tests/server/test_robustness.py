@@ -83,15 +83,15 @@ def test_empty_content_and_empty_prompt(client: Client) -> None:
     assert client.send("/v1/chat/completions", {"messages": []})[0] == 400
     status, answer = client.send("/v1/completions", {"prompt": ""})
     assert status == 400
-    assert "at least one token" in answer["error"]
+    assert "at least one token" in answer["error"]["message"]
 
 
 def test_prompt_longer_than_the_pool_is_refused_with_both_figures(client: Client) -> None:
     capacity = client.generator.prompt_cache.capacity()
     status, answer = client.send("/v1/completions", {"prompt": "y" * (capacity + 50), "max_tokens": 5})
     assert status == 400
-    assert str(capacity + 51) in answer["error"]
-    assert str(capacity) in answer["error"]
+    assert str(capacity + 51) in answer["error"]["message"]
+    assert str(capacity) in answer["error"]["message"]
 
 
 def test_max_tokens_beyond_the_pool_is_served_as_far_as_it_goes(client: Client) -> None:
@@ -125,7 +125,7 @@ def test_client_that_hangs_up_in_prefill_leaves_its_prefix(client: Client) -> No
     prompt = "a long prompt that nobody waits for " * 70
     body = json.dumps({"prompt": prompt, "max_tokens": 500, "stream": True}).encode()
     with socket.create_connection(("127.0.0.1", client.port)) as connection:
-        head = f"POST /v1/completions HTTP/1.1\r\nHost: x\r\nContent-Length: {len(body)}\r\n\r\n"
+        head = f"POST /v1/completions HTTP/1.1\r\nHost: localhost\r\nContent-Length: {len(body)}\r\n\r\n"
         connection.sendall(head.encode() + body)
         assert b"keepalive" in read_until(connection, b"keepalive")
     client.settle()
@@ -225,7 +225,7 @@ def test_a_broken_batch_fails_its_requests_and_not_the_next(client: Client, monk
     monkeypatch.setattr(BlockPoolBatchEngine, "next", broken)
     status, answer = client.send("/v1/completions", {"prompt": "doomed", "max_tokens": 3})
     assert status == 503
-    assert "out of something" in answer["error"]
+    assert "out of something" in answer["error"]["message"]
     monkeypatch.undo()
     assert complete(client, "doomed no more", 3)["choices"]
 

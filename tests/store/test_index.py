@@ -56,6 +56,32 @@ def test_pinned_files_make_no_room() -> None:
     assert index.room_for(51) is None
 
 
+def test_what_is_kept_for_a_time_is_as_good_as_pinned_until_it_is_not() -> None:
+    index = make(60, a=10, b=20, c=30)
+    index.pinned, index.kept = {"a"}, {"a", "b"}
+    assert (index.pinned_bytes, index.room_for(10)) == (30, ["c"])
+    index.kept = frozenset()
+    assert (index.pinned_bytes, index.room_for(10)) == (10, ["b"])
+
+
+def test_one_models_files_make_room_for_its_own() -> None:
+    index = Index(100, "m/", 40)
+    for name, size in {"other/a": 30, "m/a": 10, "m/b": 20, "other/b": 10}.items():
+        index.add(name, size)
+    assert (index.nbytes, index.own_bytes) == (70, 30)
+    assert index.room_for(10) == []
+    assert index.room_for(11) == ["m/a"]
+    assert index.room_for(11, {"m/a"}) == ["m/b"]
+    assert index.room_for(41) is None, "however much room the others leave"
+    index.add("other/c", 30)
+    assert index.room_for(20) == ["m/a", "other/a"], "and then who was used longest ago, for the limit of all"
+    index.own_limit = 15
+    assert index.surplus() == ["m/a", "m/b"]
+    index.remove("m/b")
+    assert (index.surplus(), index.own_bytes) == ([], 10)
+    assert index.report()["store_model_bytes"] == 15
+
+
 def test_what_was_touched_is_told_once_in_the_order_of_use() -> None:
     index = make(a=1, b=1, c=1, d=1)
     assert not index.has_touched

@@ -1,0 +1,30 @@
+"""Figures of a prefix cache, for people."""
+
+from __future__ import annotations
+
+from ..spec import ModelCacheSpec
+from .known import KnownBlocks
+
+# So many known tokens are enough to tell, and less than this part of them reused is an alarm.
+ALARM_TOKENS = 20_000
+ALARM_SHARE = 0.05
+
+
+def alarm_of(known_tokens: int, hit_tokens: int, spec: ModelCacheSpec) -> str | None:
+    """What is wrong if prompts are known again and again and next to nothing of them can be resumed."""
+    if known_tokens < ALARM_TOKENS or hit_tokens > known_tokens * ALARM_SHARE:
+        return None
+    found = f"{hit_tokens} of {known_tokens} known tokens were reused"
+    own = spec.bytes_per_checkpoint()
+    return f"{found}: checkpoints are gone before they are asked for. One takes {own} bytes; raise --pool-bytes."
+
+
+def by_kind(known: KnownBlocks) -> dict[str, dict[str, int]]:
+    """Known sequences, and bytes of their full layers, by what they end with: system, user or assistant."""
+    spec = known.pool.spec
+    size = sum(spec.bytes_per_block(spec.groups[group]) for group in known.full_groups)
+    stats = {kind: {"n_sequences": 0, "n_bytes": 0} for kind in ("assistant", "user", "system")}
+    for node in known.trie:
+        stats[node.kind]["n_sequences"] += not node.children
+        stats[node.kind]["n_bytes"] += size
+    return stats

@@ -1,0 +1,110 @@
+"""What is kept for whom, and how long: pins for a time, beginnings that the disk spares for a day, quotas of agents.
+
+Owned by the generation thread.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from ..config import PoolConfig
+from ..store.record import BLOCK, STATE, WINDOW, Key
+from ..store.store import PromptStore
+from .charges import ANONYMOUS
+from .known import KnownBlocks
+from .pins import Standing, TimedBeginnings, TimedPins
+from .quotas import Quotas
+from .trie import Node
+
+DAY_SECONDS = 86400.0
+# The largest accounts are told, so many.
+SHOWN = 50
+
+
+@dataclass(frozen=True)
+class Terms:
+    """How what a request computes is kept.
+
+    agent:      whose account it is on; None: the one of all that name no agent.
+    retention:  "memory": it is not written to disk. "day": the disk's budget spares it for a day after each use.
+    """
+
+    agent: str | None = None
+    retention: str | None = None
+
+    @property
+    def account(self) -> str:
+        return self.agent or ANONYMOUS
+
+    @property
+    def is_written(self) -> bool:
+        return self.retention != "memory"
+
+
+class Keeping:
+    """The terms on which `known` keeps what it knows. `pool_bytes` and `state_bytes`: what there is for blocks and for states."""
+
+    def __init__(self, known: KnownBlocks, pool_bytes: int, state_bytes: int, config: PoolConfig) -> None:
+        share = config.pinned_share
+        self.known = known
+        self.pins = TimedPins(known, int(pool_bytes * share), int(state_bytes * share))
+        self.days = TimedBeginnings()
+        self.quotas = Quotas(known, config.agent_bytes, config.anonymous_bytes)
+        self._told, self._has_told = 0, False
+        spec = known.pool.spec
+        sizes = [spec.bytes_per_block(group) for group in spec.groups]
+        full = sum(sizes[group] for group in known.full_groups)
+        # Of records that are not written yet, about.
+        self._record_bytes = {BLOCK: full, WINDOW: sum(sizes) - full, STATE: spec.fixed_bytes_per_agent()}
+
+    def use(self, path: Sequence[Node], hit: int) -> None:
+        """The first `hit` tokens of a path are used again."""
+        self.pins.use(path, hit)
+        self.days.use(path, hit)
+
+    def spare_for_a_day(self, standing: Standing) -> None:
+        """The disk's budget does not take it for a day after each use."""
+        if standing.path:
+            self.days.add(standing, DAY_SECONDS)
+
+    def expire(self) -> None:
+        """Let go of what has been kept for long enough. Cheap."""
+        self.pins.expire()
+        self.days.expire()
+
+    def spare_on(self, store: PromptStore) -> None:
+        """Tell the disk's budget what it is to spare for now: up to half of it, and of more that which ends last. Cheap."""
+        changes = self.pins.timed.changes + self.days.changes + self.known.num_merged
+        if changes == self._told or not (self.pins or self.days or self._has_told):
+            return
+        self._told, self._has_told = changes, bool(self.pins or self.days)
+        left, kept = store.config.own_bytes // 2, set[Key]()
+        for timed in sorted([*self.pins.timed, *self.days], key=lambda timed: -timed.until):
+            added = set(timed.standing.keys()) - kept
+            left -= sum(store.size(key) or self._record_bytes[key.kind] for key in added)
+            if left < 0:
+                break
+            kept |= added
+        store.keep(kept)
+
+    def end(self, terms: Terms) -> None:
+        """A request has ended: what is over its agent's quota goes."""
+        self.quotas.enforce(terms.account)
+
+    def clear(self) -> None:
+        self.pins.clear()
+        self.days.clear()
+
+    def report(self) -> dict[str, Any]:
+        """Figures for people; sizes in bytes."""
+        quotas = self.quotas
+        return {
+            "agents": self.known.charges.largest(SHOWN),
+            "agent_bytes": quotas.agent_bytes,
+            "anonymous_bytes": quotas.anonymous_bytes,
+            "forgotten_for_quotas": quotas.num_forgotten,
+            "pinned": self.pins.report(),
+            "kept_for_a_day": len(self.days),
+        }

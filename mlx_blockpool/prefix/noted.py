@@ -1,0 +1,192 @@
+"""A path that was noted by its hashes, found again among known prefixes: where it is, and what only it stands on.
+
+Knows hashes and nodes; no names. Owned by the generation thread.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import dataclass
+from itertools import takewhile
+
+from ..spec import BLOCK_TOKENS
+from ..store.record import BLOCK, STATE, WINDOW, Key
+from .cache import PrefixCache
+from .known import KnownBlocks
+from .resume import resumable
+from .trie import Match, Node, Trie, decode
+
+
+@dataclass(frozen=True)
+class NotedPath:
+    """The hashes of the blocks that `tokens` tokens lie in, from the first on; the last one may name a part of a block."""
+
+    hashes: tuple[bytes, ...]
+    tokens: int
+
+
+@dataclass(frozen=True)
+class Measure:
+    """How much of a path is where: tokens without a gap from the first on, and how far a prompt would be resumed from there.
+
+    Bytes are of what only this path stands on, and of what others need as well.
+    """
+
+    tokens_in_memory: int
+    tokens_on_disk: int
+    resumes_from_memory: int
+    resumes_from_disk: int
+    own_bytes: int
+    shared_bytes: int
+    own_disk_bytes: int
+    shared_disk_bytes: int
+
+
+@dataclass(frozen=True)
+class Freed:
+    """What was forgotten: edges of the trie, blocks of the pool and bytes. `kept`: edges of the path that others need."""
+
+    nodes: int
+    blocks: int
+    bytes: int
+    kept: int
+
+
+# -- finding -----------------------------------------------------------------------------------------------------------
+
+
+def find(trie: Trie, path: NotedPath) -> Match:
+    """As much of a path as is known."""
+    nodes: list[Node] = []
+    for index, digest in enumerate(path.hashes):
+        size = min(BLOCK_TOKENS, path.tokens - index * BLOCK_TOKENS)
+        parent = nodes[-1] if nodes else trie.root
+        child = next((child for child in parent.children if _begins_with(child, digest, size)), None)
+        if child is None:
+            break
+        if size < BLOCK_TOKENS:
+            return Match(nodes, child, size)
+        nodes.append(child)
+    return Match(nodes, None, 0)
+
+
+def tokens_of(match: Match) -> list[int]:
+    """The token ids of a match."""
+    return [token for node in match.path for token in decode(node.tokens)][: match.tokens]
+
+
+def _begins_with(node: Node, digest: bytes, size: int) -> bool:
+    """Whether the first `size` tokens of an edge are those that end in the prefix `digest`."""
+    if node.end - node.start < size:
+        return False
+    return node.hash_at(node.start + size) == digest
+
+
+# -- what only one path stands on --------------------------------------------------------------------------------------
+
+
+def own_from(known: KnownBlocks, path: NotedPath, others: Iterable[NotedPath], in_use: Iterable[Sequence[int]] = ()) -> int:
+    """From which edge of a path on nobody else needs it: no other noted path, no prompt `in_use`, and nothing known behind it."""
+    match = find(known.trie, path)
+    nodes = match.path
+    first = max([0, *(_stood_on(nodes, path, other) for other in others)])
+    for tokens in in_use:
+        first = max(first, _common(nodes, known.trie.match(tokens).path))
+    own = len(nodes)
+    while own > first and nodes[own - 1].end <= path.tokens and not set(nodes[own - 1].children) - set(nodes[own : own + 1]):
+        own -= 1
+    return own
+
+
+def _stood_on(nodes: Sequence[Node], path: NotedPath, other: NotedPath) -> int:
+    """How many of these edges of a path another one stands on."""
+    common = _common(path.hashes, other.hashes)
+    if common == len(other.hashes) - 1 and common < len(nodes):
+        common += _begins_with(nodes[common], other.hashes[-1], other.tokens - common * BLOCK_TOKENS)
+    return common
+
+
+def _common(one: Sequence[object], other: Sequence[object]) -> int:
+    """How many are the same from the first on."""
+    low, high = 0, min(len(one), len(other))
+    while low < high:
+        middle = (low + high + 1) // 2
+        low, high = (middle, high) if one[:middle] == other[:middle] else (low, middle - 1)
+    return low
+
+
+def forget(known: KnownBlocks, path: NotedPath, first: int) -> Freed:
+    """Take the edges of a path from `first` on out of the trie, and with them their blocks and records."""
+    nodes = find(known.trie, path).path
+    blocks, n_bytes = _evictable(known), known.nbytes
+    if first < len(nodes):
+        top, parent = nodes[first], nodes[first].parent
+        assert parent is not None
+        # What it covers is an earlier end of the same path.
+        known.unreachable += [Key(BLOCK, covered.hash) for covered in top.covers]
+        top.covers = []
+        known.drop(top)
+        known.prune(parent)
+    return Freed(len(nodes) - first, blocks - _evictable(known), n_bytes - known.nbytes, first)
+
+
+def kept_hashes(known: KnownBlocks, path: NotedPath) -> set[bytes]:
+    """The names of all records that what is known of a path may stand on."""
+    return {key.hash for node in find(known.trie, path).path for key in records_of(node)}
+
+
+def records_of(node: Node) -> Iterator[Key]:
+    """The records of an edge and of its checkpoints, there or not."""
+    for each in (node, *node.covers):
+        yield Key(BLOCK, each.hash)
+    for kind, ends in ((WINDOW, node.cuts), (STATE, node.saved)):
+        yield from (Key(kind, node.hash_at(end)) for end in ends)
+
+
+def _evictable(known: KnownBlocks) -> int:
+    return sum(counts.evictable for counts in known.pool.settle())
+
+
+# -- figures -----------------------------------------------------------------------------------------------------------
+
+
+def measure(prefix: PrefixCache, path: NotedPath, own: int) -> Measure:
+    """Figures of a path whose edges from `own` on are its own."""
+    match, stored = find(prefix.known.trie, path), prefix.stored
+    nodes = match.path
+    in_memory = takewhile(lambda node: node.resident, nodes)
+    on_disk = takewhile(lambda node: node.stored, nodes)
+    memory, disk = [_memory_bytes(prefix, node) for node in nodes], [_disk_bytes(prefix, node) for node in nodes]
+    return Measure(
+        tokens_in_memory=min(match.tokens, sum(node.end - node.start for node in in_memory)),
+        tokens_on_disk=0 if stored is None else min(match.tokens, sum(node.end - node.start for node in on_disk)),
+        resumes_from_memory=resumable(prefix.slabs, match.in_memory(), match.tokens)[0],
+        resumes_from_disk=resumes_from_disk(prefix, match),
+        own_bytes=sum(memory[own:]),
+        shared_bytes=sum(memory[:own]),
+        own_disk_bytes=sum(disk[own:]),
+        shared_disk_bytes=sum(disk[:own]),
+    )
+
+
+def resumes_from_disk(prefix: PrefixCache, match: Match) -> int:
+    """How many tokens of a match a restart would find, and could go on from."""
+    stored = prefix.stored
+    if stored is None:
+        return 0
+    whole = list(takewhile(lambda node: node.stored, match.path))
+    tokens = min(match.tokens, sum(node.end - node.start for node in whole))
+    if not prefix.slabs.spec.needs_checkpoints or not whole:
+        return tokens
+    found = stored.placed.find(whole, tokens)
+    return 0 if found is None else found[1]
+
+
+def _memory_bytes(prefix: PrefixCache, node: Node) -> int:
+    spec = prefix.slabs.spec
+    sizes = [spec.bytes_per_block(group) for group in spec.groups]
+    return sum(sizes[group] for group, _ in set(prefix.known.blocks_of(node))) + sum(c.nbytes for c in node.checkpoints.values())
+
+
+def _disk_bytes(prefix: PrefixCache, node: Node) -> int:
+    return 0 if prefix.stored is None else sum(map(prefix.stored.store.size, records_of(node)))

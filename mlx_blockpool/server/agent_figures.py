@@ -1,0 +1,87 @@
+"""Figures of agents for GET /v1/agents: where each is, how much of it is in memory and on disk, and what only it stands on.
+
+On the socket's thread; what is in memory is measured by errands, a few agents in each.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Sequence
+from dataclasses import asdict
+from functools import partial
+from typing import Any
+
+from .. import agents as stored_agents
+from ..prefix.noted import Measure, measure, own_from
+from ..store.manifest import shown
+from ..storing import Report
+from .by_content import is_by_content
+from .known_agents import Home, KnownAgents, Subject, others_of
+
+# So many are measured between two steps.
+AT_ONCE = 4
+
+
+def report(known: KnownAgents, subjects: dict[str, Subject], names: Sequence[str]) -> list[Report]:
+    """Figures of the named ones among all agents; sizes in bytes, times in UTC."""
+    chosen = [subjects[name] for name in names]
+    running, waiting = known.requests()
+    measured: dict[str, Report] = {}
+    for home in {id(s.home): s.home for s in chosen if s.home is not None}.values():
+        own = [subject for subject in chosen if subject.home is home]
+        for start in range(0, len(own), AT_ONCE):
+            measured |= known.do(partial(_measured, known, home, own[start : start + AT_ONCE], subjects))
+    measured |= _on_disk(known, [subject for subject in chosen if subject.home is None])
+    return [_about(s, running, waiting) | measured.get(s.name, {}) for s in chosen]
+
+
+def _about(subject: Subject, running: Counter[str], waiting: Counter[str]) -> Report:
+    return {
+        "name": subject.name,
+        "shown": shown(subject.name),
+        "by": "content" if is_by_content(subject.name) else "name",
+        "model": subject.model,
+        "namespace": subject.namespace,
+        "loaded": subject.home is not None,
+        "tokens": subject.path.tokens,
+        "created": stored_agents.utc(subject.noted.created),
+        "used": stored_agents.utc(subject.noted.used),
+        "pinned": subject.is_pinned,
+        "pinned_in_memory": subject.home is not None and subject.name in subject.home.in_memory,
+        "running": running[subject.name],
+        "waiting": waiting[subject.name],
+    }
+
+
+def _measured(known: KnownAgents, home: Home, some: list[Subject], subjects: dict[str, Subject]) -> dict[str, Report]:
+    """On the generation thread. What only a running request needs besides is not looked for."""
+    _, prefix = known.served(home)
+    own = [own_from(prefix.known, subject.path, others_of(subject, subjects)) for subject in some]
+    return {s.name: in_words(measure(prefix, s.path, first)) for s, first in zip(some, own, strict=True)}
+
+
+def in_words(found: Measure) -> Report:
+    """Sizes of what is its own and of what others need too, in memory and on disk."""
+    figures = asdict(found)
+    sizes = {where: {whose: figures.pop(f"{whose}_{key}") for whose in ("own", "shared")} for where, key in _PLACES}
+    return figures | {where: {f"{whose}_bytes": size for whose, size in own.items()} for where, own in sizes.items()}
+
+
+_PLACES = (("memory", "bytes"), ("disk", "disk_bytes"))
+
+
+def _on_disk(known: KnownAgents, subjects: list[Subject]) -> dict[str, Report]:
+    """Of models that are not loaded, from the headers of their records."""
+    if not subjects or known.root is None:
+        return {}
+    listed: list[dict[str, Any]] = stored_agents.listed(known.root, {s.namespace for s in subjects if s.namespace})["agents"]
+    return {
+        found["name"]: {
+            "tokens_in_memory": 0,
+            "tokens_on_disk": found["tokens_on_disk"],
+            "resumes_from_memory": 0,
+            "memory": {"own_bytes": 0, "shared_bytes": 0},
+            "disk": {"own_bytes": found["own"]["bytes"], "shared_bytes": found["shared"]["bytes"]},
+        }
+        for found in listed
+    }

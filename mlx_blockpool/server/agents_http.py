@@ -1,0 +1,209 @@
+"""/v1/agents: every agent of memory and store, and what can be done to one. Works for one request, on the socket's thread.
+
+GET    /v1/agents, /v1/agents/NAME, /v1/agents/NAME/export
+POST   /v1/agents/NAME/pin, unpin, save, restore, import; with {"to": "..."} fork, rename
+DELETE /v1/agents/NAME
+"""
+
+from __future__ import annotations
+
+import json
+import logging
+import os
+import tempfile
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+from urllib.parse import unquote
+
+from ..errors import PoolExhaustedError, StoreError
+from ..storing import Report
+from . import agent_acts, agent_figures, agent_files, agent_moves
+from .agent_acts import checked_name
+from .known_agents import KnownAgents, RefusedError
+
+log = logging.getLogger(__name__)
+
+PATH = "/v1/agents"
+READ_BYTES = 1 << 20
+# A file has its arrays, and a header that describes them and names its tokens.
+HEADER_BYTES = 64 << 20
+
+ACTS: dict[str, Callable[[KnownAgents, str], Report]] = {
+    "pin": agent_acts.pin,
+    "unpin": agent_acts.unpin,
+    "save": agent_moves.save,
+    "restore": agent_moves.restore,
+}
+MOVES: dict[str, Callable[[KnownAgents, str, str], Report]] = {"fork": agent_acts.fork, "rename": agent_acts.rename}
+
+
+def is_agents(path: str) -> bool:
+    """Whether a path, with its query, is one of these."""
+    path = path.partition("?")[0]
+    return path == PATH or path.startswith(PATH + "/")
+
+
+class AgentsEndpoint:
+    """Answers one request of `handler`."""
+
+    def __init__(self, handler: Any) -> None:
+        self._handler = handler
+        self._generator = handler.response_generator
+        self._parts: list[str] = []
+        # Bytes of a file that are still on the wire.
+        self._unread = 0
+
+    def get(self) -> None:
+        """The list, one agent, or its file."""
+        self._answer(self._get)
+
+    def post(self) -> None:
+        """One of ACTS or MOVES, or an import."""
+        self._answer(self._post)
+
+    def delete(self) -> None:
+        self._answer(self._delete)
+
+    # -- what is asked -------------------------------------------------------------------------------------------------
+
+    def _get(self) -> Report | None:
+        known = KnownAgents(self._generator)
+        if len(self._parts) == 2 and self._parts[1] == "export":
+            self._export(known, self._parts[0])
+            return None
+        if len(self._parts) > 1:
+            raise self._unknown()
+        if self._parts:
+            subject = known.need(checked_name(self._parts[0]))
+            return agent_figures.report(known, known.look(), [subject.name])[0]
+        subjects = known.look()
+        warm_up = getattr(self._generator, "warm_up", None)
+        return {
+            "agents": agent_figures.report(known, subjects, list(subjects)),
+            "bad": [{"file": path.name, "reason": reason.rpartition(str(path))[2].lstrip(": ")} for path, reason in known.bad],
+            "folder": None if known.root is None else str(known.root),
+            "warm_up": None if warm_up is None else warm_up.report(),
+        }
+
+    def _post(self) -> Report:
+        if len(self._parts) != 2:
+            raise self._unknown()
+        name, act = checked_name(self._parts[0]), self._parts[1]
+        known = KnownAgents(self._generator)
+        if act in ACTS:
+            return ACTS[act](known, name)
+        if act in MOVES:
+            return MOVES[act](known, name, self._new_name())
+        if act == "import":
+            return self._import(known, name)
+        raise self._unknown()
+
+    def _delete(self) -> Report:
+        if len(self._parts) != 1:
+            raise self._unknown()
+        return agent_acts.delete(KnownAgents(self._generator), checked_name(self._parts[0]))
+
+    def _new_name(self) -> str:
+        length = self._length()
+        try:
+            body = json.loads(self._handler.rfile.read(length))
+        except ValueError as error:
+            raise RefusedError(400, f'The body is not JSON: {error}. Needed an object such as {{"to": "a name"}}.') from error
+        if not isinstance(body, dict) or "to" not in body:
+            raise RefusedError(400, 'Found no "to" in the body; needed an object such as {"to": "a name"}.')
+        return checked_name(body["to"])
+
+    def _length(self) -> int:
+        length = self._handler.headers.get("Content-Length", "")
+        if not (length.isascii() and length.isdecimal()):
+            raise RefusedError(411, "Found no Content-Length; needed that of a body.")
+        return int(length)
+
+    def _unknown(self) -> RefusedError:
+        acts = ", ".join([*ACTS, *MOVES, "import"])
+        return RefusedError(
+            404, f"Found no {self._handler.command} {PATH}/.../{'/'.join(self._parts[1:])}; there are POST {acts} and GET export."
+        )
+
+    # -- files ---------------------------------------------------------------------------------------------------------
+
+    def _export(self, known: KnownAgents, name: str) -> None:
+        with agent_files.export(known, checked_name(name)) as (n_bytes, pieces):
+            handler = self._handler
+            handler._set_completion_headers(200)
+            # mlx-lm's headers say JSON, and are not sent yet.
+            handler._headers_buffer = [line for line in handler._headers_buffer if not line.lower().startswith(b"content-type")]
+            handler.send_header("Content-Type", "application/octet-stream")
+            handler.send_header("Content-Length", str(n_bytes))
+            handler.end_headers()
+            for piece in pieces:
+                handler.wfile.write(piece)
+
+    def _import(self, known: KnownAgents, name: str) -> Report:
+        """The body goes to a file first, which may be as large as what the pools can hold."""
+        length, most = self._length(), _pool_bytes(self._generator)
+        self._unread = length
+        if length > most:
+            raise RefusedError(
+                413, f"Found a file of {length} bytes; needed at most {most}, as the pool has. Raise --pool-bytes."
+            )
+        with tempfile.TemporaryDirectory(prefix="mlx-blockpool-") as folder:
+            file = Path(folder) / "import.safetensors"
+            self._receive(file)
+            try:
+                return agent_files.take_in(known, name, file)
+            except StoreError as error:
+                raise RefusedError(400, str(error).replace(str(file), "the body")) from error
+
+    def _receive(self, file: Path) -> None:
+        with file.open("wb") as out:
+            while self._unread and (data := self._handler.rfile.read(min(self._unread, READ_BYTES))):
+                out.write(data)
+                self._unread -= len(data)
+        if self._unread:
+            raise RefusedError(400, f"The body ended {self._unread} bytes before its Content-Length; needed all of it.")
+
+    # -- answers -------------------------------------------------------------------------------------------------------
+
+    def _answer(self, act: Callable[[], Report | None]) -> None:
+        """Whatever goes wrong is told as JSON, unless the answer has begun."""
+        try:
+            self._parts = _parts_of(self._handler.path)
+            report = act()
+            if report is not None:
+                self._handler._send(200, report)
+        except ConnectionError:
+            raise
+        except RefusedError as error:
+            self._fail(error.status, error)
+        except (OSError, PoolExhaustedError, RuntimeError) as error:
+            self._fail(503, error)
+        except StoreError as error:
+            self._fail(409, error)
+
+    def _fail(self, status: int, error: Exception) -> None:
+        if self._handler._answered:
+            # A file has begun; that it ends too soon is all that its client can be told.
+            log.warning("%s: %s", self._handler.path, error)
+            self._handler.close_connection = True
+            return
+        text = os.strerror(error.errno) if isinstance(error, OSError) and error.errno else str(error)
+        self._handler._send(status, {"error": text})
+        if self._unread:
+            # Closing at once would take the answer away.
+            self._handler._linger()
+
+
+def _parts_of(path: str) -> list[str]:
+    """What comes behind /v1/agents, each part decoded. Raises RefusedError."""
+    rest = path.partition("?")[0].removeprefix(PATH).strip("/")
+    try:
+        return [unquote(part, errors="strict") for part in rest.split("/")] if rest else []
+    except UnicodeDecodeError as error:
+        raise RefusedError(400, "Found a name that is not UTF-8; needed one percent-encoded as UTF-8.") from error
+
+
+def _pool_bytes(generator: Any) -> int:
+    """The most that one file can bring into a pool, with its header."""
+    return max([served.pool_bytes for served in generator.registry.loaded.values()], default=0) + HEADER_BYTES

@@ -1,0 +1,54 @@
+"""Names for agents that do not give one: a chat is known again by how it begins.
+
+Such a name stands for the model, the system messages and the first user message, without what volatile.py's normalisers take out.
+So the turns of one conversation have one name, on any server at any time; one that was edited keeps it unless its first message
+was edited. Tools do not count, for clients add some on their way. Two chats that begin with the very same words share a name.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import re
+from collections.abc import Sequence
+from itertools import takewhile
+from typing import Any
+
+from ..errors import PluginError
+from ..messages import Message
+from .normalise import Normalisers
+
+NAME = re.compile("content-[0-9a-f]{32}")
+VOLATILE = ("bookkeeping", "date")
+INSTRUCTIONS = ("system", "developer")
+
+
+def is_by_content(name: str) -> bool:
+    """Whether nobody gave this name."""
+    return NAME.fullmatch(name) is not None
+
+
+def name_of(model: Sequence[str | None], messages: Sequence[Message], normalisers: Normalisers) -> str:
+    """The name of the conversation that a chat goes on. `messages` as the client sent them; they stay as they are."""
+    system = list(takewhile(lambda message: message.get("role") in INSTRUCTIONS, messages))
+    first = next((message for message in messages if message.get("role") not in INSTRUCTIONS), {})
+    # All as instructions, for from those alone the normalisers take something out; dates go to the last user message.
+    asked: list[Message] = [{"role": "system", "content": message.get("content")} for message in (*system, first)]
+    asked.append({"role": "user", "content": ""})
+    names = [name for name in VOLATILE if name in normalisers.by_name]
+    try:
+        seen = normalisers.apply(names, asked)[:-1]
+    except PluginError:
+        seen = asked[:-1]
+    parts = [list(model), [_content(message.get("content")) for message in seen], first.get("role")]
+    return f"content-{hashlib.blake2b(json.dumps(parts).encode(), digest_size=16).hexdigest()}"
+
+
+def _content(content: Any) -> list[Any]:
+    """What a message says, however its text is split and marked: the text, and parts that are none."""
+    if not isinstance(content, list):
+        return [str(content or "").strip(), []]
+    texts = [str(part.get("text") or "") for part in content if isinstance(part, dict) and part.get("type", "text") == "text"]
+    others = [part for part in content if isinstance(part, dict) and part.get("type", "text") != "text"]
+    plain = [{key: value for key, value in part.items() if key != "cache_control"} for part in others]
+    return ["".join(texts).strip(), [json.dumps(part, sort_keys=True, default=str) for part in plain]]

@@ -1,0 +1,126 @@
+"""Where a prompt parts from the longest one that is known: the line of each, as text. Called on the generation thread."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from itertools import groupby
+from typing import Any
+
+from ..errors import PluginError
+from ..messages import Message
+from ..prefix.lookup import SHOWN, Lookup
+from .normalise import Normalisers
+
+# So many tokens before the first different one are put into words, to find where its line begins.
+BEFORE = 128
+# Of a long line so many characters on each side of the difference are shown.
+AROUND = 100
+# Bundled normalisers that can keep a line of the system prompt the same.
+KEEPERS = ("bookkeeping", "date")
+# A line is found again in the messages by its beginning: what is shown of it may be cut.
+BEGINNING = 40
+
+
+@dataclass(frozen=True)
+class Difference:
+    """From token number `position` on a prompt is not the known one any more: the whole line of each, cut where it is long.
+
+    `normaliser` would have kept that line the same; None: none that is bundled, or it was on.
+    """
+
+    position: int
+    line: str
+    known_line: str
+    normaliser: str | None = None
+
+
+def difference(
+    tokenizer: Any, prompt: Sequence[int], lookup: Lookup, messages: list[Message], off: Sequence[str], normalisers: Normalisers
+) -> Difference | None:
+    """None where the known tokens do not end in others. `off`: normalisers that the request was not put through."""
+    if not lookup.expected:
+        return None
+    at = lookup.known
+    before = list(prompt[max(0, at - BEFORE) : at])
+    try:
+        texts = [_text(tokenizer, [*before, *tokens]) for tokens in (lookup.given, lookup.expected)]
+    except (ArithmeticError, LookupError, TypeError, ValueError):
+        # Ids that this tokenizer has no words for.
+        return None
+    lengths = (len(lookup.given), len(lookup.expected))
+    ends = [length < SHOWN for length in lengths]
+    split = next((i for i, (a, b) in enumerate(zip(*texts, strict=False)) if a != b), min(map(len, texts)))
+    whole = [_line(text, split) for text in texts]
+    keeper = _keeper(whole, split - _start(texts[0], split), messages, off, normalisers)
+    lines = [_shown(text, split, at <= BEFORE, end) for text, end in zip(texts, ends, strict=True)]
+    return Difference(at, lines[0], lines[1], keeper)
+
+
+def _text(tokenizer: Any, ids: list[int]) -> str:
+    """Token ids as text. Images have negative ids; characters that are cut at either end are left out."""
+    parts = [
+        "[image]" if is_image else str(tokenizer.decode(list(run))) for is_image, run in groupby(ids, key=lambda token: token < 0)
+    ]
+    return "".join(parts).strip("\ufffd")
+
+
+def _start(text: str, at: int) -> int:
+    return text.rfind("\n", 0, at) + 1
+
+
+def _end(text: str, at: int) -> int:
+    found = text.find("\n", at)
+    return len(text) if found < 0 else found
+
+
+def _line(text: str, at: int) -> str:
+    return text[_start(text, at) : _end(text, at)]
+
+
+def _shown(text: str, at: int, is_beginning: bool, is_end: bool) -> str:
+    """The line around a place, with dots where something of it is missing."""
+    start, end = _start(text, at), _end(text, at)
+    first, last = max(start, at - AROUND), min(end, at + AROUND)
+    cut_before = first > start or (start == 0 and not is_beginning)
+    cut_behind = last < end or (end == len(text) and not is_end)
+    return ("... " if cut_before else "") + text[first:last] + (" ..." if cut_behind else "")
+
+
+def _keeper(lines: list[str], split: int, messages: list[Message], off: Sequence[str], normalisers: Normalisers) -> str | None:
+    """The normaliser that takes this line out of the system prompt, in the known form of it as well; it is tried.
+
+    `split`: where in the lines the difference is.
+    """
+    for name in off:
+        if name not in KEEPERS or name not in normalisers.by_name:
+            continue
+        try:
+            for taken in _taken(normalisers, name, messages):
+                at = lines[0].find(taken[:BEGINNING])
+                if 0 <= at <= split and not any(_system_after(normalisers, name, line[at:]).strip() for line in lines):
+                    return name
+        except PluginError:
+            continue
+    return None
+
+
+def _taken(normalisers: Normalisers, name: str, messages: list[Message]) -> Iterator[str]:
+    """The lines of the system prompt that a normaliser takes out."""
+    for before, after in zip(messages, normalisers.apply((name,), messages), strict=False):
+        if before.get("role") in ("system", "developer"):
+            left = set(_text_of(after).splitlines())
+            yield from (line for line in _text_of(before).splitlines() if line.strip() and line not in left)
+
+
+def _system_after(normalisers: Normalisers, name: str, line: str) -> str:
+    """What is left of a system prompt of one line."""
+    messages: list[Message] = [{"role": "system", "content": f"{line}\n"}, {"role": "user", "content": "x"}]
+    return _text_of(normalisers.apply((name,), messages)[0])
+
+
+def _text_of(message: Message) -> str:
+    content = message.get("content") or ""
+    if isinstance(content, str):
+        return content
+    return "\n".join(str(part.get("text") or "") for part in content if isinstance(part, dict))

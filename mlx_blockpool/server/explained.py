@@ -1,0 +1,233 @@
+"""What became of each request, and why not more of its prompt was cached.
+
+An Explained is written by one thread at a time: the socket's, then the generation thread, then the socket's again. What it holds
+is replaced as a whole, so that any thread may read it.
+"""
+
+from __future__ import annotations
+
+import logging
+import threading
+from collections import OrderedDict
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from datetime import UTC, datetime
+from typing import Any
+
+from ..messages import Message
+from ..prefix.lookup import CAUSES, Lookup
+from ..store.manifest import Agent
+from .differing import Difference, difference
+from .guard import shown
+from .normalise import Normalisers
+
+log = logging.getLogger(__name__)
+
+PATH = "/v1/cache/explain"
+MOST = 1000
+LISTED = 20
+# Of a header, in characters: some clients take no more than 8 KB of all of them.
+LONGEST_HEADER = 1500
+# Beside what a lookup says.
+WORDS = CAUSES | {
+    "other namespace": "the agent's last turn was computed by another model, or with another adapter or cache format",
+    "not told": "mlx-lm's own caches are used, which do not tell why not more is known",
+}
+
+
+@dataclass(frozen=True)
+class Explanation:
+    """`state`: waiting, restoring, started or failed. `cause`: a key of WORDS. Tokens are None as long as they are not known.
+
+    known_tokens:     of the prompt are in memory, whether they could be resumed from or not.
+    cached_tokens:    need not be computed; restored_tokens of them were brought back from disk for this request.
+    elsewhere:        what the agent did last, if its keys and values are of no use here.
+    """
+
+    id: str
+    time: float
+    path: str
+    model: str
+    agent: str | None
+    state: str = "waiting"
+    prompt_tokens: int | None = None
+    known_tokens: int | None = None
+    cached_tokens: int | None = None
+    restored_tokens: int = 0
+    cause: str | None = None
+    difference: Difference | None = None
+    elsewhere: str | None = None
+    error: str | None = None
+
+    @property
+    def why(self) -> str:
+        """In one sentence."""
+        if self.prompt_tokens is None:
+            return "it waits to start" if self.error is None else f"refused: {self.error}"
+        cached = f"{self.cached_tokens:,} of {self.prompt_tokens:,} tokens"
+        if self.state == "restoring":
+            return f"{cached} are being restored from disk"
+        restored = f" ({self.restored_tokens:,} of them restored from disk)" if self.restored_tokens else ""
+        failed = "" if self.error is None else f"; it failed: {self.error}"
+        return f"{cached} cached{restored}{self._reason()}{failed}"
+
+    def _reason(self) -> str:
+        if self.elsewhere is not None:
+            return f": {self.elsewhere}"
+        found = self.difference
+        reason = "" if found is not None and self.cause == "differs" else f": {WORDS[str(self.cause)]}"
+        if found is None:
+            return reason
+        if found.line == found.known_line:
+            return f"{reason}; at token {found.position:,} the same text is other tokens than before"
+        keep = f": that line changes; --normalise {found.normaliser} would keep it" if found.normaliser else ""
+        lines = f'the prompt has "{found.line}" where "{found.known_line}" was known before'
+        return f"{reason}; at token {found.position:,} {lines}{keep}"
+
+    def as_dict(self) -> dict[str, Any]:
+        """All of it, for a client."""
+        found = self.difference
+        return {
+            "id": self.id,
+            "time": datetime.fromtimestamp(self.time, UTC).isoformat(timespec="milliseconds"),
+            "path": self.path,
+            "model": self.model,
+            "agent": self.agent,
+            "state": self.state,
+            "prompt_tokens": self.prompt_tokens,
+            "known_tokens": self.known_tokens,
+            "cached_tokens": self.cached_tokens,
+            "restored_tokens": self.restored_tokens,
+            "cause": self.cause,
+            "cause_words": None if self.cause is None else WORDS[self.cause],
+            "why": plain(self.why),
+            "difference": None if found is None else {**vars(found)},
+            "elsewhere": self.elsewhere,
+            "error": self.error,
+        }
+
+    def in_short(self) -> dict[str, Any]:
+        """For a list."""
+        names = ("id", "time", "agent", "model", "state", "prompt_tokens", "cached_tokens", "cause", "why")
+        return {name: value for name, value in self.as_dict().items() if name in names}
+
+    def headers(self, wanted: bool) -> dict[str, str]:
+        """For the answer: the tokens where they are known and, where it is `wanted`, why not more."""
+        found: dict[str, str] = {}
+        if self.state == "restoring":
+            found["X-Cache-Tokens"] = self.state
+        elif self.prompt_tokens is not None:
+            found["X-Cache-Tokens"] = f"{self.cached_tokens}/{self.prompt_tokens}"
+        if wanted:
+            found["X-Cache-Cause"] = self.cause or self.state
+            found["X-Cache-Why"] = plain(self.why).encode("ascii", "backslashreplace").decode()[:LONGEST_HEADER]
+        return found
+
+
+class Explained:
+    """What there is to tell of one request, `now`. `messages`: its chat, until it has started."""
+
+    def __init__(self, first: Explanation, normalisers: Normalisers, on: Sequence[str], messages: list[Message]) -> None:
+        self.now = first
+        self.last_turn: Agent | None = None
+        self._messages = messages
+        self._normalisers = normalisers
+        self._off = [name for name in normalisers.by_name if name not in on]
+
+    def restore(self, model: str, prompt_tokens: int, cached: int) -> None:
+        """So many tokens come from disk, before anything else is known."""
+        self.now = replace(self.now, model=model, state="restoring", prompt_tokens=prompt_tokens, cached_tokens=cached)
+
+    def start(
+        self, model: str, namespace: str | None, tokenizer: Any, prompt: Sequence[int], cached: int, lookup: Lookup | None
+    ) -> None:
+        """The request has its caches. `namespace`: that of a model with a store; `lookup`: None for mlx-lm's own caches."""
+        cause = "all" if cached >= len(prompt) - 1 else "not told"
+        self.now = now = replace(
+            self.now, model=model, state="started", prompt_tokens=len(prompt), cached_tokens=cached, cause=cause
+        )
+        if lookup is not None:
+            found = difference(tokenizer, prompt, lookup, self._messages, self._off, self._normalisers)
+            elsewhere = self._elsewhere(namespace) if lookup.cause in ("new", "differs", "longer") else None
+            self.now = replace(
+                now,
+                known_tokens=lookup.known,
+                restored_tokens=lookup.restored,
+                cause=lookup.cause if elsewhere is None else "other namespace",
+                difference=found,
+                elsewhere=elsewhere,
+            )
+        self._messages, self.last_turn = [], None
+        log.info("%s", self.line)
+
+    def fail(self, error: Exception) -> None:
+        """The request was refused, or has failed."""
+        before, self._messages = self.now.prompt_tokens, []
+        text = "the client hung up" if isinstance(error, ConnectionError) else plain(str(error) or type(error).__name__)
+        self.now = replace(self.now, state="failed", error=text)
+        if before is None:
+            log.info("%s", self.line)
+        else:
+            log.warning("%s failed: %s", self.now.id, self.now.error)
+
+    @property
+    def line(self) -> str:
+        """For the log."""
+        now = self.now
+        return plain(f"{now.id} {now.path} of {now.agent or 'no agent'}, {now.model}: {now.cause or now.state}: {now.why}")
+
+    def _elsewhere(self, namespace: str | None) -> str | None:
+        last = self.last_turn
+        if last is None or namespace is None or last.namespace == namespace:
+            return None
+        return (
+            f"the last turn of {last.name} ({last.tokens:,} tokens) was with {last.model_id}, whose keys and values are not these"
+        )
+
+
+class Explanations:
+    """Of the last requests, by id; the oldest are forgotten. Any thread may call anything here."""
+
+    def __init__(self, most: int = MOST) -> None:
+        self._most = most
+        self._found: OrderedDict[str, Explained] = OrderedDict()
+        self._changing = threading.Lock()
+
+    def add(self, explained: Explained) -> None:
+        with self._changing:
+            self._found[explained.now.id] = explained
+            while len(self._found) > self._most:
+                self._found.popitem(last=False)
+
+    def get(self, request_id: str) -> Explanation | None:
+        with self._changing:
+            found = self._found.get(request_id)
+        return None if found is None else found.now
+
+    def latest(self, count: int) -> list[Explanation]:
+        """The newest first."""
+        with self._changing:
+            found = list(self._found.values())
+        return [explained.now for explained in found[::-1][:count]]
+
+
+def is_explain(path: str) -> bool:
+    """Whether a path, without its query, asks for explanations."""
+    return path == PATH or path.startswith(PATH + "/")
+
+
+def answer_about(path: str, explanations: Explanations) -> tuple[int, dict[str, Any]]:
+    """Status and body for GET /v1/cache/explain/ID, and for the last requests without an ID."""
+    request_id = path.removeprefix(PATH).removeprefix("/")
+    if not request_id:
+        return 200, {"requests": [explanation.in_short() for explanation in explanations.latest(LISTED)]}
+    found = explanations.get(request_id)
+    if found is None:
+        why = f"Its answer's header X-Request-Id names a request; the last {MOST:,} are remembered, and none over a restart."
+        return 404, {"error": f"Found no request {shown(request_id)}. {why}"}
+    return 200, found.as_dict()
+
+
+def plain(text: str) -> str:
+    """Text in one line: what is no character to be seen is written as its escape."""
+    return "".join(c if c.isprintable() else c.encode("unicode_escape").decode() for c in text)

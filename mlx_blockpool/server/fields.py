@@ -1,0 +1,59 @@
+"""Checks of a request's fields, which name the place that they do not like. For every protocol."""
+
+from __future__ import annotations
+
+import math
+from typing import Any
+
+KINDS = {str: "string", bool: "boolean", int: "integer", dict: "dictionary", list: "list"}
+REQUIRED: Any = object()
+
+
+class InvalidRequestError(ValueError):
+    """A request that breaks the protocol at a `place` such as `messages.1.content.0.text`."""
+
+    def __init__(self, place: str, what: str) -> None:
+        self.place = place
+        super().__init__(f"{place}: {what}" if place else what)
+
+
+def field(source: dict[str, Any], name: str, place: str, kind: type, default: Any = REQUIRED) -> Any:
+    """source[name], of `kind`; where it is absent or null: `default`, without one an InvalidRequestError."""
+    at = inside(place, name)
+    value = source.get(name)
+    if value is None:
+        if default is REQUIRED:
+            raise InvalidRequestError(at, "Field required")
+        return default
+    return checked(value, kind, at)
+
+
+def number(source: dict[str, Any], name: str, default: float, low: float, high: float = math.inf) -> float:
+    """A finite number of the request itself within [low, high]."""
+    value = source.get(name)
+    if value is None:
+        return default
+    if isinstance(value, bool) or not isinstance(value, int | float) or not math.isfinite(value):
+        raise InvalidRequestError(name, "Input should be a valid number")
+    if not low <= value <= high:
+        span = f"greater than or equal to {low}" if high == math.inf else f"between {low} and {high}"
+        raise InvalidRequestError(name, f"Input should be {span}")
+    return value
+
+
+def checked(value: Any, kind: type, at: str) -> Any:
+    """`value`, of `kind`; a boolean is no integer. Raises InvalidRequestError."""
+    if not isinstance(value, kind) or (isinstance(value, bool) and kind is not bool):
+        raise InvalidRequestError(at, f"Input should be a valid {KINDS[kind]}")
+    return value
+
+
+def one_of(value: str, names: tuple[str, ...], at: str) -> str:
+    """`value`, one of `names`. Raises InvalidRequestError."""
+    if value not in names:
+        raise InvalidRequestError(at, f"Input should be {' or '.join(map(repr, names))}; found {value[:50]!r}")
+    return value
+
+
+def inside(place: str, name: str | int) -> str:
+    return f"{place}.{name}" if place else str(name)

@@ -1,0 +1,234 @@
+"""Who is let in, and with what: keys, hosts, origins, sizes and times. Checks only; it reads from a socket that it is given.
+
+Any thread may call anything here.
+"""
+
+from __future__ import annotations
+
+import hmac
+import io
+import ipaddress
+import re
+import socket
+import threading
+import time
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+from urllib.parse import urlsplit
+
+from ..config import GuardConfig
+from ..errors import BlockpoolError
+
+# What mlx-lm's server has, with the origins that its documentation promises.
+STOCK_PATHS = ("/v1/completions", "/v1/chat/completions", "/chat/completions", "/v1/models", "/health", "/")
+# Whoever asks these learns that a server is there, and no more.
+OPEN = (("GET", "/health"), ("HEAD", "/health"), ("HEAD", "/"))
+# A file in the body of such a request is read as it comes, by whoever knows how large it may be.
+FILES = re.compile(r"/v1/agents/[^/]+/import")
+LONGEST_AGENT = 256
+LONGEST_NAME = 1024
+# A path in an error's text, all but its last part.
+FOLDERS = re.compile(r"(?<![\w.:/])(?:/[^\s/'\":,;()]+)+/(?=[^\s/'\":,;()])")
+
+
+@dataclass(frozen=True)
+class Refusal:
+    """Why a request is not let in: an HTTP status, and what its client is told."""
+
+    status: int
+    message: str
+
+
+class Guard:
+    """The checks of one server. `room`: a connection takes a place in it."""
+
+    def __init__(self, config: GuardConfig | None = None) -> None:
+        self.config = config = GuardConfig() if config is None else config
+        self.is_local = is_loopback(config.host)
+        self.room = threading.BoundedSemaphore(config.max_connections)
+
+    def check_bind(self) -> None:
+        """Raises BlockpoolError where everybody on the network could use a server that nobody has to show a key to."""
+        if not self.is_local and self.config.api_key is None and not self.config.allow_remote:
+            raise BlockpoolError(
+                f"--host {self.config.host} lets other machines in, and there is no --api-key: whoever reaches the port could "
+                "use the models and read prompts. Give --api-key-file FILE or MLX_BLOCKPOOL_API_KEY, leave --host at 127.0.0.1, "
+                "or say --allow-remote if the network is yours alone."
+            )
+
+    def check(self, method: str, path: str, headers: Any) -> Refusal | None:
+        """None: the request may be served. `path` without its query; `headers`: as http.server parses them."""
+        return (
+            self._check_headers(headers)
+            or self._check_host(headers)
+            or self._check_origin(method, path, headers)
+            or self._check_key(method, path, headers)
+        )
+
+    def check_body(self, path: str, headers: Any) -> Refusal | None:
+        """Of a request that is let in: whether its body has a length, and one that is not too large."""
+        if headers.get("Transfer-Encoding"):
+            return Refusal(411, "Found Transfer-Encoding; needed a body in one piece, with its Content-Length")
+        found = set(headers.get_all("Content-Length", []))
+        if not found:
+            return None
+        length = found.pop()
+        if found or not (length.isascii() and length.isdecimal()) or len(length) > 18:
+            return Refusal(400, "Invalid Content-Length header")
+        most = self.config.max_body_bytes
+        if int(length) > most and not FILES.fullmatch(path):
+            return Refusal(413, f"Request exceeds the maximum size: {length} bytes > {most} maximum. Raise --max-body.")
+        return None
+
+    def _check_headers(self, headers: Any) -> Refusal | None:
+        size, most = sum(len(name) + len(value) for name, value in headers.items()), self.config.max_header_bytes
+        if len(headers) > self.config.max_headers:
+            return Refusal(431, f"Found {len(headers)} headers; needed at most {self.config.max_headers}")
+        return Refusal(431, f"Found {size} bytes of headers; needed at most {most}") if size > most else None
+
+    def _check_host(self, headers: Any) -> Refusal | None:
+        """A page whose name was made to lead here has its own name in Host."""
+        allowed = self.config.allowed_hosts
+        if not (self.is_local or allowed):
+            return None
+        for host in headers.get_all("Host", []):
+            name = host_name(host)
+            if name not in (self.config.host.lower(), *allowed) and not is_loopback_name(name):
+                return Refusal(
+                    403, f"Found Host {shown(host)}; this server answers to localhost. Add --allow-hosts NAME for others."
+                )
+        return None
+
+    def _check_origin(self, method: str, path: str, headers: Any) -> Refusal | None:
+        """Which pages in a browser may ask. Who is no browser says no Origin.
+
+        By default mlx-lm answers pages from everywhere; what only we have, such as prompts in explanations, is not for those.
+        """
+        origin, allowed = headers.get("Origin"), self.config.allowed_origins
+        if origin is None or method == "OPTIONS" or origin in allowed or "*" in allowed or not is_foreign(origin):
+            return None
+        is_stock = path in STOCK_PATHS or path.startswith("/v1/models/")
+        if not allowed and (is_stock or self.config.api_key is not None):
+            return None
+        return Refusal(403, f"Found Origin {shown(origin)}, a page from elsewhere. Add it to --allowed-origins if it may ask.")
+
+    def _check_key(self, method: str, path: str, headers: Any) -> Refusal | None:
+        key = self.config.api_key
+        if key is None or method == "OPTIONS" or (method, path) in OPEN:
+            return None
+        kind, _, token = headers.get("Authorization", "").partition(" ")
+        given = [headers.get("x-api-key", ""), token.strip() if kind.lower() == "bearer" else ""]
+        # Each is compared, so that the time tells nothing.
+        matches = [hmac.compare_digest(_bytes(value), _bytes(key)) for value in given]
+        if any(matches):
+            return None
+        found = "another key" if any(given) else "no key"
+        return Refusal(401, f"Found {found}; needed the server's API key as 'Authorization: Bearer KEY' or 'x-api-key: KEY'")
+
+
+class Timed(io.RawIOBase):
+    """What comes from a socket. Raises TimeoutError after `stall` seconds without a byte, and from `until` (monotonic) on."""
+
+    def __init__(self, connection: socket.socket, stall: float, until: float) -> None:
+        self._connection = connection
+        self.stall = stall
+        self.until = until
+
+    def readable(self) -> bool:
+        return True
+
+    def readinto(self, buffer: Any) -> int:
+        left = self.until - time.monotonic()
+        if left <= 0:
+            raise TimeoutError("timed out")
+        self._connection.settimeout(min(self.stall, left))
+        return self._connection.recv_into(buffer)
+
+
+def is_loopback(host: str) -> bool:
+    """Whether a server on `host` is reached from this machine only. Raises OSError for a name that leads nowhere."""
+    found = socket.getaddrinfo(host or None, 0, type=socket.SOCK_STREAM, flags=socket.AI_PASSIVE)
+    return all(ipaddress.ip_address(str(address[0]).partition("%")[0]).is_loopback for *_, address in found)
+
+
+def is_loopback_name(name: str) -> bool:
+    """Whether a name or address, as a client writes it, can be nothing but this machine."""
+    if name == "localhost" or name.endswith(".localhost"):
+        return True
+    try:
+        return ipaddress.ip_address(name).is_loopback
+    except ValueError:
+        return False
+
+
+def is_foreign(origin: str) -> bool:
+    """Whether an Origin is a page from elsewhere; apps and extensions have schemes of their own, which no page can have."""
+    try:
+        parts = urlsplit(origin)
+        return origin == "null" or (parts.scheme in ("http", "https", "") and not is_loopback_name(parts.hostname or ""))
+    except ValueError:
+        return True
+
+
+def host_name(host: str) -> str:
+    """The name in a Host header, without its port."""
+    host = host.strip().lower()
+    if host.startswith("["):
+        return host[1:].partition("]")[0]
+    return host.partition(":")[0].rstrip(".")
+
+
+def checked_text(what: str, value: str, most: int = LONGEST_NAME) -> str:
+    """`value`, of at most so many characters that can be seen. Raises ValueError."""
+    if len(value) > most:
+        raise ValueError(f"{what} has {len(value)} characters; needed at most {most}")
+    if not value.isprintable():
+        raise ValueError(f"{what} has characters that cannot be printed; needed plain text")
+    return value
+
+
+def header_text(value: str) -> str:
+    """A header's value as it was meant: http.server reads bytes as Latin-1, and most clients write UTF-8."""
+    try:
+        return value.encode("latin-1").decode()
+    except UnicodeError:
+        return value
+
+
+def cause_of(error: Exception) -> str:
+    """An unexpected error for a client: in one line, and without our folders."""
+    first = (str(error).splitlines() or [""])[0]
+    return f"{type(error).__name__}: {FOLDERS.sub('', first)[:300]}"
+
+
+def shown(text: str, most: int = 80) -> str:
+    """A client's text in an answer to it."""
+    return repr(text if len(text) <= most else f"{text[:most]}...")
+
+
+def api_key(given: str | None, file: Any, environment: str | None) -> str | None:
+    """The key, from the first of these that is given. Raises BlockpoolError, which never shows it."""
+    key = given
+    if key is None and file is not None:
+        try:
+            key = file.read_text(encoding="utf-8").strip()
+        except (OSError, UnicodeError) as error:
+            raise BlockpoolError(
+                f"--api-key-file {file} cannot be read: {type(error).__name__}. Give a text file with a key."
+            ) from None
+    key = environment or None if key is None else key
+    if key is not None and not (key.isascii() and key.isprintable() and key.strip() == key and key):
+        raise BlockpoolError(
+            "The API key is empty or has spaces around it or other than plain ASCII characters. Choose another one."
+        )
+    return key
+
+
+def names_in(text: str) -> Sequence[str]:
+    """Hosts of --allow-hosts."""
+    return tuple(host_name(name) for name in text.split(",") if name.strip())
+
+
+def _bytes(text: str) -> bytes:
+    return text.encode("utf-8", "surrogateescape")

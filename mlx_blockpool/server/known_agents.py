@@ -1,0 +1,217 @@
+"""KnownAgents: every agent there is, in the memory of loaded models and in the store's folder, as one request sees them.
+
+Used on the socket's thread: files are read there, and what is in memory is asked for by errands.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, TypeVar
+
+from ..errors import BlockpoolError
+from ..prefix.cache import PrefixCache
+from ..prefix.noted import NotedPath, own_from
+from ..store.agents import Agents
+from ..store.disk import safe_name
+from ..store.layout import default_folder
+from ..store.manifest import Agent, shown
+from .agents import Noted, ServedAgents, at
+from .errand import have_done
+from .provider import ModelKey
+from .served import ServedModel
+
+T = TypeVar("T")
+
+NAMES_TOLD = 10
+
+
+class RefusedError(BlockpoolError):
+    """An order that cannot be carried out, and the HTTP status that says why."""
+
+    def __init__(self, status: int, message: str) -> None:
+        super().__init__(message)
+        self.status = status
+
+
+@dataclass(frozen=True)
+class Home:
+    """A loaded model that keeps paths of agents: who is noted in its memory, and who is pinned there."""
+
+    key: ModelKey
+    agents: ServedAgents
+    noted: dict[str, Noted]
+    pinned: frozenset[str]
+    in_memory: frozenset[str]
+
+
+@dataclass(frozen=True)
+class Subject:
+    """One agent. `home`: the loaded model that has its path; None: it is not loaded. `file`: what the store's folder says."""
+
+    name: str
+    noted: Noted
+    home: Home | None
+    file: Agent | None
+
+    @property
+    def path(self) -> NotedPath:
+        return self.noted.path
+
+    @property
+    def model(self) -> str:
+        if self.home is not None:
+            return self.home.agents.model_id
+        return "" if self.file is None else self.file.model_id
+
+    @property
+    def namespace(self) -> str | None:
+        """Under which its records are kept; None: nothing is."""
+        if self.file is not None:
+            return self.file.namespace
+        return None if self.home is None else self.home.agents.namespace
+
+    @property
+    def is_pinned(self) -> bool:
+        in_memory = self.home is not None and self.name in self.home.pinned
+        return in_memory if self.file is None else self.file.pinned
+
+
+class KnownAgents:
+    """What there is when it is asked for; each look is a new one. `root`: the store's folder; None: nothing is on disk."""
+
+    def __init__(self, generator: Any) -> None:
+        self._generator = generator
+        config = generator.prompt_cache.store_config
+        self.root: Path | None = None if config is None else config.folder or default_folder()
+        self.bad: list[tuple[Path, str]] = []
+
+    # -- who there is --------------------------------------------------------------------------------------------------
+
+    def look(self) -> dict[str, Subject]:
+        """All agents by name. Raises OSError where the folder cannot be read."""
+        homes = self.homes()
+        for home in homes:
+            home.agents.settle()
+        files: dict[str, Agent] = {}
+        if self.root is not None:
+            found = Agents(self.root).look()
+            files, self.bad = {agent.name: agent for agent in found.agents}, found.bad
+        subjects: dict[str, Subject] = {}
+        for name in sorted({*files, *(name for home in homes for name in home.noted)}):
+            subjects[name] = _subject(name, homes, files.get(name))
+        return subjects
+
+    def homes(self) -> list[Home]:
+        """The loaded models that keep paths."""
+        return self.do(self._homes)
+
+    def need(self, name: str) -> Subject:
+        """An agent by its name, or by what its file is called. Raises RefusedError."""
+        subjects = self.look()
+        found = subjects.get(name) or next((s for s in subjects.values() if safe_name(s.name) == name), None)
+        if found is None:
+            known = [shown(other) for other in subjects]
+            there = ", ".join(known[:NAMES_TOLD]) + (f" and {len(known) - NAMES_TOLD} more" if len(known) > NAMES_TOLD else "")
+            raise RefusedError(
+                404, f"Found no agent {shown(name)}, but {there or 'none'}. Give a name that GET /v1/agents shows."
+            )
+        return found
+
+    def need_home(self, name: str) -> tuple[Subject, Home]:
+        """An agent whose model is loaded. Raises RefusedError."""
+        subject = self.need(name)
+        if subject.home is None:
+            raise RefusedError(
+                409,
+                f"Found agent {shown(subject.name)} under {shown(subject.model)}, with other weights, store bits or adapter than "
+                "the loaded models have; needed its model loaded. POST /admin/load, or send it a request.",
+            )
+        return subject, subject.home
+
+    def requests(self) -> tuple[Counter[str], Counter[str]]:
+        """How many requests of each agent run, and how many wait."""
+        return self.do(self._requests)
+
+    def refuse_if_busy(self, name: str) -> None:
+        """On the generation thread. Raises RefusedError while a request of this agent runs or waits."""
+        running, waiting = (counts[name] for counts in self._requests())
+        if running or waiting:
+            found = f"{running} running and {waiting} waiting requests of agent {shown(name)}"
+            raise RefusedError(409, f"Found {found}; needed none. Try again once they have ended.")
+
+    # -- the generation thread -----------------------------------------------------------------------------------------
+
+    def do(self, act: Callable[[], T]) -> T:
+        """An errand. Raises what `act` raises, and RuntimeError if there is nobody to do it."""
+        return have_done(self._generator, act)
+
+    def at(self, home: Home, act: Callable[[ServedModel, PrefixCache], T]) -> T:
+        """An errand at a model. Raises RefusedError if it has been unloaded since."""
+        return self.do(lambda: act(*self.served(home)))
+
+    def served(self, home: Home) -> tuple[ServedModel, PrefixCache]:
+        """On the generation thread. Raises RefusedError."""
+        served = self._generator.registry.loaded.get(home.key)
+        if served is None or served.prompt_cache.agents is not home.agents or served.prompt_cache.prefix is None:
+            raise RefusedError(409, f"Model {shown(home.agents.model_id)} was unloaded meanwhile; needed it loaded. Try again.")
+        return served, served.prompt_cache.prefix
+
+    def own_from(self, served: ServedModel, prefix: PrefixCache, subject: Subject, others: list[NotedPath]) -> int:
+        """On the generation thread: from which edge of its path on an agent is alone."""
+        engine = served.engine
+        live = [] if engine is None else [*engine.live, *engine._waiting]
+        in_use = [running.tokens for running in live if _name_of(running.request) != subject.name]
+        return own_from(prefix.known, subject.path, others, in_use)
+
+    def _homes(self) -> list[Home]:
+        homes = []
+        for key, served in self._generator.registry.loaded.items():
+            served.prompt_cache.note_turns()
+            agents = served.prompt_cache.agents
+            if agents is not None:
+                in_memory = frozenset(name for name, pin in agents.pinned.items() if pin is not None)
+                homes.append(Home(key, agents, dict(agents.noted), frozenset(agents.pinned), in_memory))
+        return homes
+
+    def _requests(self) -> tuple[Counter[str], Counter[str]]:
+        running: Counter[str] = Counter()
+        waiting: Counter[str] = Counter()
+        for served in self._generator.registry.loaded.values():
+            if served.engine is not None:
+                running.update(filter(None, (_name_of(live.request) for live in served.engine.live)))
+                waiting.update(filter(None, (_name_of(waits.request) for waits in served.engine._waiting)))
+        for place in self._generator._waiting:
+            wishes = getattr(getattr(place.item, "request", None), "wishes", None)
+            if wishes is not None:
+                waiting.update(filter(None, [wishes.agent or wishes.conversation]))
+        return running, waiting
+
+
+def agents_of(served: ServedModel) -> ServedAgents:
+    """Who speaks with a model that keeps paths."""
+    assert served.prompt_cache.agents is not None
+    return served.prompt_cache.agents
+
+
+def others_of(subject: Subject, subjects: dict[str, Subject]) -> list[NotedPath]:
+    """The paths of all other agents of the same model."""
+    return [other.path for other in subjects.values() if other.home == subject.home and other.name != subject.name]
+
+
+def _name_of(request: Any) -> str | None:
+    """The name under which an engine's request is noted."""
+    name: str | None = request.noted_as or request.agent
+    return name
+
+
+def _subject(name: str, homes: list[Home], file: Agent | None) -> Subject:
+    """Where a file is, it says with which model the agent spoke last; memory knows of the last turn."""
+    if file is not None:
+        home = next((home for home in homes if home.agents.namespace == file.namespace), None)
+        noted = None if home is None else home.noted.get(name)
+        return Subject(name, at(file) if noted is None or noted.used < file.used else noted, home, file)
+    home = max((home for home in homes if name in home.noted), key=lambda home: home.noted[name].used)
+    return Subject(name, home.noted[name], home, None)

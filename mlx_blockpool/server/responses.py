@@ -1,0 +1,197 @@
+"""A body of OpenAI's Responses API as what mlx-lm's ResponseGenerator takes: a chat request and generation arguments.
+
+What cannot be honoured is refused with the place that asked for it; what changes nothing here (service tiers, strict schemas,
+truncation of what is too long) is passed over.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+from mlx_lm.server import GenerationArguments
+
+from .arguments import generation_arguments
+from .chat import ChatRequest
+from .fields import InvalidRequestError, checked, field, one_of
+from .responses_items import Conversation, Item
+from .responses_kept import KeptResponses
+
+Body = dict[str, Any]
+
+CHOICES = ("auto", "none", "required")
+EFFORTS = {"minimal": "low", "low": "low", "medium": "medium", "high": "high", "xhigh": "high", "max": "high"}
+SUMMARIES = ("auto", "concise", "detailed")
+# What is written for the client only, and comes back in the response.
+ECHOED = ("instructions", "max_output_tokens", "previous_response_id", "prompt_cache_key", "prompt_cache_retention", "user")
+SECRET = "reasoning.encrypted_content"
+
+
+@dataclass(frozen=True)
+class Asked:
+    """One body, understood.
+
+    items:       the conversation, without instructions and without the reply.
+    store:       whether a later request may go on from here.
+    one_call:    whether the reply ends with its first tool call.
+    summarises:  whether thinking is told as its summary, which is the whole of it, or as what it is.
+    packs:       whether thinking is told in a packed form too, which clients send back that keep nothing else of it.
+    echo:        the fields of the response that the body has settled.
+    """
+
+    request: ChatRequest
+    arguments: GenerationArguments
+    model: str
+    stream: bool
+    items: list[Item]
+    store: bool
+    one_call: bool
+    summarises: bool
+    packs: bool
+    echo: Body
+
+
+def understand(body: Body, options: Any, kept: KeptResponses) -> Asked:
+    """What a body asks for. `options`: the server's, for whatever the body leaves open. Raises InvalidRequestError."""
+    _refuse(body)
+    conversation = _conversation(body, kept)
+    tools = _tools(body)
+    calls, shown = _choice(body, tools)
+    kwargs = _thinking(body, answers_at_once=calls == "must")
+    include = field(body, "include", "", list, [])
+    request = ChatRequest(
+        "chat", "", conversation.end(), shown or None, None, calls=calls, image_at=conversation.image_at
+    )  # fmt: skip
+    max_tokens = field(body, "max_output_tokens", "", int, options.max_tokens)
+    if max_tokens < 1:
+        raise InvalidRequestError("max_output_tokens", "Input should be greater than or equal to 1")
+    model = field(body, "model", "", str, "default_model")
+    arguments = generation_arguments(body, options, model, max_tokens, [], kwargs)
+    return Asked(
+        request,
+        arguments,
+        model,
+        stream=field(body, "stream", "", bool, False),
+        items=conversation.items,
+        store=field(body, "store", "", bool, True),
+        one_call=not field(body, "parallel_tool_calls", "", bool, True),
+        summarises=_summary(body) is not None,
+        packs=SECRET in include,
+        echo=_echo(body, arguments),
+    )
+
+
+def _conversation(body: Body, kept: KeptResponses) -> Conversation:
+    """The earlier conversation that the body names, and its input behind it."""
+    conversation = Conversation(kept.item)
+    conversation.add_instructions(field(body, "instructions", "", str, None))
+    before = field(body, "previous_response_id", "", str, None)
+    if before is not None:
+        earlier = kept.get(before)
+        if earlier is None:
+            why = f"found no response with id {before[:80]!r}; this server keeps the last ones only, and none over a restart"
+            raise InvalidRequestError("previous_response_id", f"{why}. Send the whole conversation as input.")
+        conversation.add(earlier.items, "previous_response_id")
+    if body.get("input") is not None:
+        conversation.add(body["input"], "input")
+    if not conversation.messages:
+        raise InvalidRequestError("input", "Field required")
+    return conversation
+
+
+def _tools(body: Body) -> list[Any]:
+    """Tools in the chat's shape."""
+    tools: list[Any] = []
+    for i, tool in enumerate(field(body, "tools", "", list, [])):
+        at = f"tools[{i}]"
+        kind = field(checked(tool, dict, at), "type", at, str)
+        if kind != "function":
+            why = "needed 'function', for this server runs no tools of its own"
+            raise InvalidRequestError(f"{at}.type", f"found {kind[:50]!r}; {why}")
+        function = {"name": field(tool, "name", at, str)}
+        description = field(tool, "description", at, str, None)
+        if description is not None:
+            function["description"] = description
+        function["parameters"] = field(tool, "parameters", at, dict, {"type": "object", "properties": {}})
+        tools.append({"type": "function", "function": function})
+    return tools
+
+
+def _choice(body: Body, tools: list[Any]) -> tuple[Any, list[Any]]:
+    """(ChatRequest.calls, the tools to show).
+
+    A call of one certain tool is had by showing no other and beginning the reply with a call.
+    """
+    choice: Any = body.get("tool_choice")
+    if choice is None:
+        return "may", tools
+    if isinstance(choice, str):
+        one_of(choice, CHOICES, "tool_choice")
+        if choice == "required" and not tools:
+            raise InvalidRequestError("tool_choice", "'required' needs tools, and there are none")
+        return {"auto": "may", "none": "never", "required": "must"}[choice], tools
+    one_of(field(checked(choice, dict, "tool_choice"), "type", "tool_choice", str), ("function",), "tool_choice.type")
+    name = field(choice, "name", "tool_choice", str)
+    tools = [tool for tool in tools if tool["function"]["name"] == name]
+    if not tools:
+        raise InvalidRequestError("tool_choice.name", f"Tool {name[:50]!r} not found in tools")
+    return "must", tools
+
+
+def _thinking(body: Body, answers_at_once: bool) -> Body:
+    """Arguments for the template. Without a word about it the template decides."""
+    kwargs: Body = {}
+    effort = field(field(body, "reasoning", "", dict, {}), "effort", "reasoning", str, None)
+    if effort is not None:
+        one_of(effort, ("none", *EFFORTS), "reasoning.effort")
+        kwargs["enable_thinking"] = effort != "none"
+        if effort != "none":
+            kwargs["reasoning_effort"] = EFFORTS[effort]
+    if answers_at_once:
+        kwargs["enable_thinking"] = False
+    return kwargs
+
+
+def _summary(body: Body) -> str | None:
+    summary = field(field(body, "reasoning", "", dict, {}), "summary", "reasoning", str, None)
+    return None if summary is None else one_of(summary, SUMMARIES, "reasoning.summary")
+
+
+def _refuse(body: Body) -> None:
+    """What asks for something that the response would have to have, and cannot."""
+    shape = field(field(body, "text", "", dict, {}), "format", "text", dict, {})
+    kind = field(shape, "type", "text.format", str, "text")
+    if kind != "text":
+        why = "mlx-lm cannot hold a reply to a schema; describe it in the prompt, or use a tool"
+        raise InvalidRequestError("text.format", f"found {kind[:50]!r}; {why}")
+    elsewhere = "this server keeps none; send what it holds as input"
+    wanted = {"conversation": elsewhere, "prompt": elsewhere}
+    wanted |= {"background": "needed a client that waits; leave it out", "top_logprobs": "this endpoint tells no logprobs"}
+    for place, why in wanted.items():
+        if body.get(place) not in (None, False, 0, []):
+            raise InvalidRequestError(place, why)
+    if "message.output_text.logprobs" in field(body, "include", "", list, []):
+        raise InvalidRequestError("include", "found 'message.output_text.logprobs'; this endpoint tells no logprobs")
+
+
+def _echo(body: Body, arguments: GenerationArguments) -> Body:
+    metadata = field(body, "metadata", "", dict, {})
+    for name, value in metadata.items():
+        checked(value, str, f"metadata.{name[:50]}")
+    reasoning = field(body, "reasoning", "", dict, {})
+    return {
+        **{name: body.get(name) for name in ECHOED},
+        "background": False,
+        "metadata": metadata,
+        "parallel_tool_calls": field(body, "parallel_tool_calls", "", bool, True),
+        "reasoning": {"effort": reasoning.get("effort"), "summary": reasoning.get("summary")},
+        "service_tier": "default",
+        "store": field(body, "store", "", bool, True),
+        "temperature": arguments.sampling.temperature,
+        "text": {"format": {"type": "text"}},
+        "tool_choice": body.get("tool_choice") or "auto",
+        "tools": body.get("tools") or [],
+        "top_logprobs": 0,
+        "top_p": arguments.sampling.top_p,
+        "truncation": "disabled",
+    }

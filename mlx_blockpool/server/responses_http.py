@@ -1,0 +1,119 @@
+"""POST /v1/responses, and GET of one that was kept. Works for one request, on the socket's thread."""
+
+from __future__ import annotations
+
+import json
+import logging
+from typing import Any
+from urllib.parse import unquote, urlsplit
+
+from .anthropic_http import Endpoint, _RefusedError
+from .anthropic_stream import Event
+from .asking import Wishes, agent_of, retention_of
+from .openai_errors import answer_to, error_body
+from .responses import Asked, understand
+from .responses_kept import KeptResponses
+from .responses_stream import Answer
+
+log = logging.getLogger(__name__)
+
+PATH = "/v1/responses"
+
+
+def is_responses(path: str) -> bool:
+    """Whether a path, with its query, belongs to the Responses API."""
+    path = urlsplit(path).path.rstrip("/")
+    return path == PATH or path.startswith(PATH + "/")
+
+
+class ResponsesEndpoint(Endpoint):
+    """Answers one request of `handler`, over the wire as the other endpoint does. Only a client that is gone lets it raise."""
+
+    def __init__(self, handler: Any) -> None:
+        super().__init__(handler)
+        self._kept: KeptResponses = self._generator.responses
+        self._answer: Answer | None = None
+
+    def post(self) -> None:
+        try:
+            if self._name():
+                raise _RefusedError(404, f"Found no {self._handler.path[:80]} to POST to; there is {PATH}")
+            self._create()
+        except ConnectionError:
+            raise
+        except Exception as error:
+            # The top of the request's thread.
+            self._fail(error)
+
+    def get(self) -> None:
+        """One response that a client has let be stored."""
+        kept = self._kept.get(self._name())
+        if kept is None:
+            why = "this server keeps the last ones only, and none over a restart"
+            self._fail(_RefusedError(404, f"Response with id {self._name()[:80]!r} not found; {why}."))
+        else:
+            self._send(200, kept.response)
+
+    def _name(self) -> str:
+        return unquote(urlsplit(self._handler.path).path.rstrip("/").removeprefix(PATH).removeprefix("/"))
+
+    def _create(self) -> None:
+        asked = self._understood()
+        context, responses = self._generator.generate(asked.request, asked.arguments, progress_callback=self._progress)
+        answer = self._answer = Answer(asked, context)
+        try:
+            # What is too deep to be written is found out before the headers are gone.
+            json.dumps(answer.response)
+            if asked.stream:
+                self._start_stream()
+                for event in answer.events(responses):
+                    # Before the client hears of the end, for it may go on at once.
+                    self._keep(asked, answer)
+                    self._write(event)
+            else:
+                for _ in answer.events(responses):
+                    pass
+                self._keep(asked, answer)
+                self._send(200, answer.response)
+        finally:
+            context.stop()
+        if asked.request.calls != "must":
+            # What is sampled behind a given beginning is not the whole message.
+            self._generator.told(answer.blocks.text, answer.blocks.calls, True)
+
+    def _understood(self) -> Asked:
+        """The request's body and headers. Raises what answer_to() answers."""
+        headers, body = self._handler.headers, self._body()
+        asked = understand(body, self._generator.cli_args, self._kept)
+        agent = agent_of(headers.get("X-Agent-Id"), body)
+        self._generator.wishes = Wishes(self._id, agent, retention=retention_of(body))
+        self._generator.normalisers = self._generator.known_normalisers.asked(headers.get("X-Normalise"))
+        self._have_images(asked)
+        return asked
+
+    def _keep(self, asked: Asked, answer: Answer) -> None:
+        if answer.finished and asked.store:
+            self._kept.keep(answer.response, [*asked.items, *answer.response["output"]])
+
+    # -- the wire ------------------------------------------------------------------------------------------------------
+
+    def _write(self, event: Event) -> None:
+        if "sequence_number" in event:
+            super()._write(event)
+        else:
+            # Something goes on of which the protocol has no event.
+            self._handler.wfile.write(b": keepalive\n\n")
+            self._handler.wfile.flush()
+
+    def _fail(self, error: Exception) -> None:
+        self._generator.refused(error)
+        if isinstance(error, _RefusedError):
+            status, body = error.status, error_body(error.status, str(error))
+        else:
+            status, body = answer_to(error)
+        if status >= 500:
+            log.error("%s failed", self._handler.path, exc_info=error)
+        if self._streams and self._answer is not None:
+            self._write(self._answer.failed(body["error"]["message"]))
+        else:
+            self._send(status, body)

@@ -1,0 +1,51 @@
+"""Responses that a client may go on from by name. In memory only, and so many; any thread may call anything here."""
+
+from __future__ import annotations
+
+import json
+import threading
+from collections import OrderedDict
+from dataclasses import dataclass
+from typing import Any
+
+from .responses_items import Item
+
+MAX_RESPONSES = 1_000
+# Of all conversations together, each counted anew with every response of it.
+MAX_CHARACTERS = 64_000_000
+
+
+@dataclass(frozen=True)
+class Kept:
+    """`response`: as it was told. `items`: the conversation with it, without instructions, which hold for one response only."""
+
+    response: dict[str, Any]
+    items: list[Item]
+    characters: int
+
+
+class KeptResponses:
+    """The last responses by their ids; the oldest are forgotten."""
+
+    def __init__(self) -> None:
+        self._kept: OrderedDict[str, Kept] = OrderedDict()
+        self._characters = 0
+        self._changing = threading.Lock()
+
+    def keep(self, response: dict[str, Any], items: list[Item]) -> None:
+        kept = Kept(response, items, len(json.dumps([response, items])))
+        with self._changing:
+            self._kept[response["id"]] = kept
+            self._characters += kept.characters
+            while len(self._kept) > MAX_RESPONSES or self._characters > MAX_CHARACTERS:
+                self._characters -= self._kept.popitem(last=False)[1].characters
+
+    def get(self, name: str) -> Kept | None:
+        with self._changing:
+            return self._kept.get(name)
+
+    def item(self, name: str) -> Item | None:
+        """An item that one of them has put out."""
+        with self._changing:
+            outputs = [kept.response["output"] for kept in reversed(self._kept.values())]
+        return next((item for output in outputs for item in output if item["id"] == name), None)

@@ -1,0 +1,48 @@
+"""The options that say whom the server lets in."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+from ..config import GuardConfig, parse_bytes
+from .guard import api_key, names_in
+
+# mlx-lm's default of --allowed-origins, told from the same one that somebody has given.
+ANY_ORIGIN = ("*",)
+
+
+def add_safety_options(add: Callable[..., Any]) -> None:
+    """Add them to a parser's group."""
+    add(
+        "--api-key",
+        metavar="KEY",
+        help="Answer only who shows this key as a bearer token or x-api-key; other users of this machine may see it in the list "
+        "of processes, not so that of --api-key-file and of MLX_BLOCKPOOL_API_KEY",
+    )
+    add("--api-key-file", type=Path, metavar="FILE", help="A file that holds the key and nothing else")
+    add("--allow-remote", action="store_true", help="Listen on other addresses than this machine's own without a key")
+    add(
+        "--allow-hosts",
+        type=names_in,
+        default=(),
+        metavar="NAMES",
+        help="Names under which clients reach this server, separated by commas (default: localhost, where --host is that)",
+    )
+    add(
+        "--max-body",
+        type=parse_bytes,
+        default=GuardConfig.max_body_bytes,
+        metavar="SIZE",
+        help="The largest request that is read, such as 64MB (default: 32 MiB)",
+    )
+
+
+def guard_config(args: Any) -> GuardConfig:
+    """Whom these options let in. Raises BlockpoolError for a key that cannot be one."""
+    # A list is what somebody has asked for.
+    origins = () if args.allowed_origins is ANY_ORIGIN else tuple(args.allowed_origins)
+    key = api_key(args.api_key, args.api_key_file, os.environ.get("MLX_BLOCKPOOL_API_KEY"))
+    return GuardConfig(args.host, key, args.allow_remote, args.allow_hosts, origins, args.max_body)

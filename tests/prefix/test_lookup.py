@@ -1,0 +1,73 @@
+"""Why a lookup found no more: each cause where it is true, and the tokens around the place."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+from prefix.lives import BLOCK, ONE, Life
+from prefix.test_cache import LONG, compute, prefix_cache, serve
+from prefix.test_prefix_machine import answer
+
+from mlx_blockpool.prefix.lookup import CAUSES, SHOWN, Lookup
+from mlx_blockpool.server.drafted import DraftedPrefix
+
+
+def test_the_tokens_ahead_go_on_in_the_next_block() -> None:
+    prefix = prefix_cache()
+    serve(prefix, LONG)
+    lookup = prefix.look([*LONG[: BLOCK - 3], *range(99)])
+    assert (lookup.cause, lookup.known, lookup.given) == ("differs", BLOCK - 3, tuple(range(SHOWN)))
+    assert lookup.expected == tuple(LONG[BLOCK - 3 : BLOCK - 3 + SHOWN])
+    at_the_edge = prefix.look([*LONG[:BLOCK], 7])
+    assert (at_the_edge.cause, at_the_edge.hit) == ("all", BLOCK)
+    at_the_edge = prefix.look([*LONG[:BLOCK], 7, 8])
+    assert (at_the_edge.cause, at_the_edge.given, at_the_edge.expected[:2]) == ("differs", (7, 8), (10_256, 10_257))
+
+
+def test_a_shorter_known_prompt_and_a_longer_one() -> None:
+    prefix = prefix_cache()
+    serve(prefix, LONG)
+    assert prefix.look([*LONG, 1, 2]) == Lookup(702, 700, 700, "longer")
+    assert prefix.look([1, 2]) == Lookup(2, 0, 0, "new")
+    assert prefix.look(LONG[:300]) == Lookup(300, 300, 299, "all")
+
+
+def test_without_a_checkpoint_the_tokens_are_told_too() -> None:
+    prefix = prefix_cache((1, 100))
+    serve(prefix, LONG)
+    lookup = prefix.look([*LONG[:600], 7, 8])
+    assert (lookup.hit, lookup.known, lookup.cause) == (0, 600, "no checkpoint")
+    assert (lookup.given, lookup.expected[0]) == ((7, 8), 10_600)
+
+
+def test_what_stays_on_disk_is_not_said_to_be_different(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    first = Life(tmp_path)
+    answer(first.prefix, ONE)
+    assert first.prefix.close()
+    again = Life(tmp_path)
+    monkeypatch.setattr(again.stored, "is_worth_reading", lambda wanted: False)
+    for prompt in ([*ONE, 1], [*ONE[: BLOCK + 9], 1, 2, 3], [*ONE[:9], 1, 2]):
+        fetched = again.prefix.fetch(prompt, 20)
+        again.prefix.release(fetched.caches)
+        assert (fetched.lookup.hit, fetched.lookup.cause, fetched.lookup.expected) == (0, "on disk", ())
+    assert again.prefix.look([*range(7, 90)]).cause == "new"
+
+
+def test_a_draft_that_knows_less() -> None:
+    model, draft = prefix_cache(), prefix_cache()
+    serve(model, LONG)
+    drafted = DraftedPrefix(model, draft)
+    fetched = drafted.fetch(LONG, 10)
+    assert (fetched.lookup.hit, fetched.lookup.known, fetched.lookup.cause) == (0, 700, "draft")
+    drafted.release(fetched.caches)
+    serve(draft, LONG)
+    fetched = drafted.fetch(LONG, 10)
+    assert (fetched.lookup.hit, fetched.lookup.cause) == (699, "all")
+    assert compute(fetched)
+    drafted.release(fetched.caches)
+
+
+def test_every_cause_has_words() -> None:
+    for cause in CAUSES:
+        assert CAUSES[cause] in str(Lookup(2, 1, 1, cause))

@@ -1,0 +1,151 @@
+"""Who gives no name is known again by how a conversation begins: over turns, over a restart, in both protocols."""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+from models import save_model
+
+from mlx_blockpool.plugins import make_plugin_manager
+from mlx_blockpool.server import agents as agents_module
+from mlx_blockpool.server.by_content import name_of
+from mlx_blockpool.server.normalise import Normalisers
+from mlx_blockpool.store.agents import Agents
+from server.serving import Client, at_once, blockpool_server
+
+SYSTEM = {"role": "system", "content": "You help with all sorts of things. " * 6}
+HELLO = {"role": "user", "content": "Tell me about birds."}
+MODEL = ("folder", None, None)
+
+
+@pytest.fixture(scope="module")
+def normalisers() -> Normalisers:
+    return Normalisers(make_plugin_manager())
+
+
+@pytest.fixture(scope="module")
+def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return save_model(tmp_path_factory.mktemp("model"), "llama")
+
+
+@pytest.fixture(scope="module")
+def client(model: Path) -> Iterator[Client]:
+    with blockpool_server(model, "--pool-bytes", "20MB") as running:
+        yield running
+
+
+def found(client: Client) -> dict[str, dict[str, Any]]:
+    agents = client.send("/v1/agents")[1]["agents"]
+    return {agent["name"]: agent for agent in agents if agent["by"] == "content"}
+
+
+def chat(client: Client, *messages: dict[str, Any], **options: Any) -> str:
+    """The name that the turn is noted under, which was used last."""
+    before = {name: agent["tokens"] for name, agent in found(client).items()}
+    client.chat(list(messages), max_tokens=2, **options)
+    client.settle()
+    changed = [name for name, agent in found(client).items() if before.get(name) != agent["tokens"]]
+    assert len(changed) == 1, changed
+    return changed[0]
+
+
+def test_turns_of_one_conversation_are_one_agent(client: Client) -> None:
+    first = chat(client, SYSTEM, HELLO)
+    reply, more = {"role": "assistant", "content": "They fly."}, {"role": "user", "content": "All of them?"}
+    assert chat(client, SYSTEM, HELLO, reply, more) == first
+    edited = {"role": "user", "content": "And what do they eat?"}
+    assert chat(client, SYSTEM, HELLO, reply, edited, reply, more) == first
+    agent = found(client)[first]
+    assert (agent["tokens_in_memory"], agent["running"]) == (agent["tokens"], 0)
+    others = [
+        chat(client, SYSTEM, {"role": "user", "content": "Tell me about fish."}),
+        chat(client, {"role": "system", "content": "A sub-agent."}, HELLO),
+        chat(client, HELLO),
+    ]
+    assert len({first, *others}) == 4
+    client.chat([SYSTEM, HELLO], max_tokens=2, prompt_cache_key="named")
+    assert len(found(client)) == 4
+
+
+def test_both_protocols_find_the_same_agent(client: Client) -> None:
+    hello = "The same in both of them."
+    name = chat(client, SYSTEM, {"role": "user", "content": hello})
+    tokens = found(client)[name]["tokens"]
+    message = {"role": "user", "content": [{"type": "text", "text": hello, "cache_control": {"type": "ephemeral"}}]}
+    answer = [{"role": "assistant", "content": "Yes."}, {"role": "user", "content": "Really?"}]
+    body = {"max_tokens": 2, "system": SYSTEM["content"], "messages": [message, *answer]}
+    assert client.send("/v1/messages", body)[0] == 200
+    client.settle()
+    assert found(client)[name]["tokens"] > tokens
+
+
+def test_they_order_nothing(client: Client) -> None:
+    asked = [[SYSTEM, HELLO, {"role": "assistant", "content": "x"}, {"role": "user", "content": f"{n}"}] for n in range(3)]
+    answers = at_once([lambda m=m: client.chat(m, max_tokens=40, logit_bias={"95": -100}) for m in asked])
+    assert {answer["choices"][0]["finish_reason"] for answer in answers} == {"length"}
+    steps = client.generator.registry.loaded.values()
+    counts = [served.engine.counts for served in steps]
+    # One after the other they take a step for each token.
+    assert counts[0]["decode_steps"] < counts[0]["tokens"]
+
+
+def test_after_a_restart_it_goes_on(model: Path, tmp_path: Path) -> None:
+    stored = ("--store-dir", str(tmp_path), "--pool-bytes", "20MB")
+    with blockpool_server(model, *stored) as one:
+        name = chat(one, SYSTEM, HELLO)
+        tokens = found(one)[name]["tokens"]
+    with blockpool_server(model, *stored) as two:
+        assert found(two)[name]["tokens_on_disk"] == tokens
+        answer = two.chat([SYSTEM, HELLO], max_tokens=8)
+        two.settle()
+        # All but the last token, which is always computed.
+        assert answer["usage"]["prompt_tokens_details"]["cached_tokens"] == answer["usage"]["prompt_tokens"] - 1
+        assert found(two).keys() == {name}
+
+
+def test_only_the_last_ones_are_kept(model: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(agents_module, "MOST_BY_CONTENT", 3)
+    with blockpool_server(model, "--store-dir", str(tmp_path), "--pool-bytes", "20MB") as client:
+        pinned = chat(client, {"role": "user", "content": "pinned"})
+        assert client.send(f"/v1/agents/{pinned}/pin", {})[0] == 200
+        for number in range(5):
+            client.chat([{"role": "user", "content": f"number {number}"}], max_tokens=2)
+        client.chat([{"role": "user", "content": "named"}], max_tokens=2, prompt_cache_key="named")
+        client.settle()
+        assert pinned in found(client)
+        assert len(found(client)) == 4
+    assert {agent.name for agent in Agents(tmp_path).all()} >= {pinned, "named"}
+    assert len(Agents(tmp_path).all()) == 5
+    assert len(list(tmp_path.glob("models/*/blocks/*/*"))) >= 7, "records stay"
+
+
+def test_what_changes_from_turn_to_turn_is_no_part_of_the_name(normalisers: Normalisers) -> None:
+    def named(system: str, hello: Any) -> str:
+        messages = [{"role": "system", "content": system}, {"role": "user", "content": hello}]
+        before = copy.deepcopy(messages)
+        name = name_of(MODEL, messages, normalisers)
+        assert messages == before
+        return name
+
+    billed = "x-anthropic-billing-header: cc_version=2.1; cch={};\nYou are an agent.\nToday's date: 2026-0{}-01\nBe brief."
+    reminder = "<system-reminder>\nToday's date is 2026-0{}-02.\n</system-reminder>"
+    names = {
+        named(billed.format(f"a{n}", n), [{"type": "text", "text": reminder.format(n)}, {"type": "text", "text": "Hello"}])
+        for n in range(1, 4)
+    }
+    assert len(names) == 1
+    assert named("You are an agent.", "Hello") == named("You are an agent.", [{"type": "text", "text": "Hello"}])
+    assert named("You are an agent.", "Hello") != named("You are an agent.", "Hallo")
+    image = {"type": "image_url", "image_url": {"url": "data:a"}}
+    other = {"type": "image_url", "image_url": {"url": "data:b"}}
+    assert named("s", [image]) != named("s", [other])
+    assert named("s", [image]) == named("s", [{**image, "cache_control": {"type": "ephemeral"}}])
+
+
+def test_a_name_is_the_models_too(normalisers: Normalisers) -> None:
+    assert name_of(MODEL, [HELLO], normalisers) != name_of(("another", None, None), [HELLO], normalisers)
+    assert name_of(MODEL, [SYSTEM], normalisers) != name_of(MODEL, [], normalisers)
