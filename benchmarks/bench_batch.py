@@ -101,8 +101,8 @@ def bench(args: Any, case: str, contexts: list[int], size: tuple[int, int, int, 
 
 if __name__ == "__main__":
     args = options(__doc__ or "")
-    size, steps, rounds = ((256, 6, 8, 4), 5, 2) if args.quick else ((256, 6, 8, 4), 20, 7)
-    scale = 2 if args.quick else 1
+    size, steps, rounds = ((128, 2, 8, 4), 5, 2) if args.quick else ((256, 6, 8, 4), 20, 7)
+    scale = 8 if args.quick else 1
     bench(args, "mixed lengths", [c // scale for c in MIXED], size, steps, rounds)
     bench(args, "equal lengths", [2000 // scale] * 8, size, steps, rounds)
     bench(args, "a batch of one", [4000 // scale], size, steps, rounds)

@@ -106,7 +106,8 @@ def bench_prefill(args: Any, context: int, rounds: int) -> None:
 
 if __name__ == "__main__":
     args = options(__doc__ or "")
-    for context in (256, 1024, 4096) if args.quick else (256, 1024, 4096, 16384):
-        bench_decode(args, context, steps=20 if args.quick else 60, rounds=5 if args.quick else 15)
-    for context in (256, 1024) if args.quick else (256, 1024, 4096, 16384):
+    contexts = (256, 1024) if args.quick else (256, 1024, 4096, 16384)
+    for context in contexts:
+        bench_decode(args, context, steps=20 if args.quick else 60, rounds=3 if args.quick else 15)
+    for context in contexts[:1] if args.quick else contexts:
         bench_prefill(args, context, rounds=5 if context < 4096 else 3)

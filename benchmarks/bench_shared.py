@@ -137,6 +137,6 @@ def bench(args: Any, dtype: str, prefix: int, layers: int, steps: int, rounds: i
 
 if __name__ == "__main__":
     args = options(__doc__ or "")
-    prefix, layers, steps, rounds = (4096, 4, 3, 2) if args.quick else (4096, 4, 4, 7)
+    prefix, layers, steps, rounds = (4096, 2, 3, 1) if args.quick else (4096, 4, 4, 7)
     for dtype in ("float32", "float16", "bfloat16"):
         bench(args, dtype, prefix, layers, steps, rounds)

@@ -47,18 +47,17 @@ SUB_NAMES = ["Glob", "Grep", "Read", "WebFetch"]
 NAMES = [*SUB_NAMES, "Task", "Bash", "Edit", "Write", "NotebookEdit", "TodoWrite", "BashOutput", "KillShell"]
 CONTEXT = (
     "<system-reminder>\nAs you answer the user's questions, you can use the following context:\n# claudeMd\n"
-    "Contents of /home/ann/pool/CLAUDE.md:\n\n" + "Blocks are counted, never guessed. " * 3 + "\n</system-reminder>\n"
+    "Contents of /home/ann/pool/CLAUDE.md:\n\n" + "Blocks are counted, never guessed. " * 2 + "\n</system-reminder>\n"
 )
 TODO = "<system-reminder>\nThis is a reminder that your todo list is currently empty. Do not mention it.\n</system-reminder>\n"
 CHANGED = "<system-reminder>\nNote: /home/ann/pool/pool.py was modified, by the user or by a linter.\n</system-reminder>\n"
-FILE = "".join(f"{n:6}\tdef take_{n}(self): return self.free.pop({n})\n" for n in range(1, 5))
+FILE = "".join(f"{n:6}\tdef take_{n}(self): return self.free.pop({n})\n" for n in range(1, 4))
 
 
 def tool(name: str) -> Block:
     """A definition of about the shape, if not the length, of the real ones."""
-    target = {"type": "string", "description": "An absolute path"}
-    schema = {"type": "object", "properties": {"target": target}, "required": ["target"]}
-    return {"name": name, "description": f"{name}s.\n\nUsage:\n- Not for secrets.", "input_schema": schema}
+    schema = {"type": "object", "properties": {"target": {"type": "string"}}}
+    return {"name": name, "description": f"{name}s a target.", "input_schema": schema}
 
 
 def text(said: str) -> Block:
@@ -154,7 +153,7 @@ class Window:
 
     def sub_agent(self, number: int) -> list[Reply]:
         """Two turns of an agent with another system prompt and fewer tools."""
-        system = [text("You are an agent for Claude Code. " + IDENTITY) | EPHEMERAL, text("Notes:\n- Paths are absolute.\n" * 4)]
+        system = [text("You are an agent for Claude Code. " + IDENTITY) | EPHEMERAL, text("Notes:\n- Paths are absolute.\n" * 2)]
         messages: list[Block] = [{"role": "user", "content": [text(f"Look who calls take_{number}. Report in one line.")]}]
         replies = []
         for n in range(2):

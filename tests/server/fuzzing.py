@@ -6,16 +6,18 @@ import copy
 import http.client
 import json
 import socket
+from contextlib import suppress
 from dataclasses import dataclass
 from typing import Any
 
 from hypothesis import strategies as st
 
 ODD: list[Any] = [
-    None, True, False, -1, 0, 1, 10**30, -(10**30), 1.5, -0.0, 1e308, float("nan"), float("inf"), float("-inf"),
-    "", " ", "text", "\0", "\ud800", "\U0001f469\u200d\U0001f680" * 30, "\u202e\u0301", "user", "auto", "../../etc/passwd", "x" * 9000,
+    None, True, False, -1, 0, 1, 10**30, 10**400, -(10**30), 1.5, -0.0, 1e308, float("nan"), float("inf"), float("-inf"),
+    "", " ", "text", "\0", "\ud800", "\U0001f469\u200d\U0001f680" * 30, "\u202e\u0301", "user", "auto", "../../etc/passwd",
+    "x" * 9000,
     [], [None], [[]], {}, {"": ""}, {"type": "text"}, {"type": None}, {"a": {"b": [1, {"c": None}]}},
-    b"<|im_start|>".decode() * 9, "{{ 7 * 7 }}", "%s%n", "content", {"role": "user"}, ["text"] * 400,
+    "<|im_start|>" * 9, "{{ 7 * 7 }}", "%s%n", "content", {"role": "user"}, ["text"] * 400,
 ]  # fmt: skip
 JSON = st.recursive(
     st.sampled_from(ODD[:-1]) | st.text(max_size=20) | st.integers() | st.floats(),
@@ -43,6 +45,8 @@ class Sent:
 def places(value: Any, at: Path = ()) -> list[Path]:
     """Where something stands in a JSON value."""
     found = [at] if at else []
+    if len(at) > 9:
+        return found
     inside = value.items() if isinstance(value, dict) else enumerate(value) if isinstance(value, list) else ()
     for name, part in inside:
         found += places(part, (*at, name))
@@ -72,7 +76,7 @@ def mutated(draw: st.DrawFn, valid: dict[str, Any]) -> dict[str, Any]:
         if kind == "gone":
             del parent[last]
         elif kind == "more" and isinstance(parent, dict):
-            parent[draw(st.text(max_size=12))] = draw(JSON)
+            parent[draw(st.text(max_size=12))] = copy.deepcopy(draw(JSON))
         elif kind == "twice" and isinstance(parent, list):
             parent.extend(copy.deepcopy(parent[last]) for _ in range(draw(st.integers(1, 40))))
         elif kind == "other":
@@ -83,9 +87,10 @@ def mutated(draw: st.DrawFn, valid: dict[str, Any]) -> dict[str, Any]:
                     break
             parent[last] = copy.deepcopy(other)
         elif kind == "deep":
-            parent[last] = nested(draw(st.sampled_from([3, 90, 600])))
+            parent[last] = nested(draw(st.sampled_from([3, 90, 400])))
         else:
-            parent[last] = draw(JSON if kind == "json" else st.sampled_from(ODD))
+            # A copy: what comes later may change it.
+            parent[last] = copy.deepcopy(draw(JSON if kind == "json" else st.sampled_from(ODD)))
     return body
 
 
@@ -131,10 +136,10 @@ LENGTHS = ["-1", "x", "1e3", "", "99999999999", "0", "+5", "\xb2", "5, 5"]
 @st.composite
 def headers(draw: st.DrawFn, length: int) -> tuple[tuple[str, str], ...]:
     """Right ones most of the time, with some odd ones among them."""
-    said = [("Host", draw(st.sampled_from(["127.0.0.1"] * 12 + ["localhost:1", "evil.example", "[::1]", "", "a b"])))]
-    odd_length = draw(st.integers(0, 24)) == 0
+    said = [("Host", draw(st.sampled_from(["127.0.0.1"] * 40 + ["localhost:1", "evil.example", "[::1]", "", "a b"])))]
+    odd_length = draw(st.integers(0, 24)) == 7
     said.append(("Content-Length", draw(st.sampled_from(LENGTHS)) if odd_length else str(length)))
-    for _ in range(draw(st.sampled_from([0, 0, 0, 1, 2, 150]))):
+    for _ in range(draw(st.sampled_from([0] * 20 + [1] * 6 + [2] * 3 + [150]))):
         said.append((draw(st.sampled_from(NAMES)), draw(st.sampled_from(VALUES))))
     return (*said, ("Connection", "close"))
 
@@ -160,12 +165,10 @@ class Answer:
 def send(port: int, sent: Sent) -> Answer | None:
     """The answer; None: the server has hung up without one."""
     with socket.create_connection(("127.0.0.1", port), timeout=60) as connection:
-        try:
+        # What is refused by its headers is answered before it is read to its end.
+        with suppress(OSError):
             connection.sendall(sent.raw)
             connection.shutdown(socket.SHUT_WR)
-        except ConnectionError:
-            # It was answered before it was read to its end.
-            pass
         response = http.client.HTTPResponse(connection, method=sent.method)
         try:
             response.begin()

@@ -19,7 +19,7 @@ from server.serving import blockpool_server
 POOL = ("--pool-bytes", "60MB")
 KEPT = ("--normalise", "bookkeeping")
 # What other architectures than llama keep of their beginnings stands at the ends of messages.
-SHARES = {"llama": 0.95, "gemma3_text": 0.90, "lfm2": 0.90}
+SHARES = {"llama": 0.95, "lfm2": 0.90}
 
 
 def save(folder: Path, name: str) -> Path:
@@ -61,7 +61,7 @@ def test_a_session_whose_system_prompt_changes_reads_nothing_behind_it_and_is_to
     before_nonce = BILLING.index("cch=") + len("<|im_start|>system\n")
     with blockpool_server(model, *POOL) as server:
         window = Window(server, str(model), reply_tokens=4)
-        window.run(turns=3)
+        window.run(turns=2)
         assert all(reply.read <= before_nonce for reply in window.replies)
         status, told = server.send(f"/v1/cache/explain/{window.replies[-1].id}")
         assert status == 200, told

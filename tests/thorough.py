@@ -1,0 +1,11 @@
+"""How often random tests are run: fewer times by default, as often as was promised with BLOCKPOOL_THOROUGH=1 in the environment."""
+
+from __future__ import annotations
+
+import os
+
+THOROUGH = os.environ.get("BLOCKPOOL_THOROUGH", "") not in ("", "0")
+
+
+def times(usual: int, thorough: int) -> int:
+    return thorough if THOROUGH else usual
