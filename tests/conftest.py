@@ -6,12 +6,17 @@ import os
 import tempfile
 
 import pytest
+from hypothesis import HealthCheck, settings
 from store.clock import Clock
 
 # No test may look for a model or a cache outside of what it made.
 os.environ["HF_HUB_OFFLINE"] = "1"
 CACHES = tempfile.TemporaryDirectory(prefix="mlx-blockpool-tests-")
 os.environ["XDG_CACHE_HOME"] = CACHES.name
+
+# How fast a shared machine is at the moment says nothing about the code.
+settings.register_profile("shared machine", deadline=None, suppress_health_check=[HealthCheck.too_slow])
+settings.load_profile("shared machine")
 
 
 @pytest.fixture

@@ -83,11 +83,17 @@ def curl(command: str, port: int) -> str:
 
 def test_the_server_starts_and_the_requests_are_answered() -> None:
     with serving(next(c for c in COMMANDS if " serve " in c)) as port:
-        chat, cache, health = (curl(c, port) for c in COMMANDS if c.startswith("curl") and "/admin/" not in c)
-        models, load, unload = (json.loads(curl(c, port)) for c in COMMANDS if c.startswith("curl") and "/admin/" in c)
-    assert "256 tokens" in json.loads(chat)["choices"][0]["message"]["content"]
-    assert json.loads(cache)["backend"] == "blockpool"
-    assert json.loads(health)["status"] == "ok"
+        answers = {command: json.loads(curl(command, port)) for command in COMMANDS if command.startswith("curl")}
+    chat, cache, health, ann, agents, save, fork, delete, explain, models, load, unload = answers.values()
+    assert "256 tokens" in chat["choices"][0]["message"]["content"]
+    assert cache["backend"] == "blockpool"
+    assert health["status"] == "ok"
+    assert "slab" in ann["choices"][0]["message"]["content"]
+    assert "ann" in [agent["name"] for agent in agents["agents"]]
+    assert (save["agent"], save["saved"]) == ("ann", True)
+    assert (fork["agent"], fork["of"]) == ("bob", "ann")
+    assert (delete["agent"], delete["clean"]) == ("bob", True)
+    assert [request["agent"] == "ann" for request in explain["requests"]] == [True, False]
     assert [model["state"] for model in models["models"]] == ["loaded"]
     assert (load["state"], unload["state"]) == ("loaded", "available")
 

@@ -1,4 +1,4 @@
-"""How often random tests are run: fewer times by default, as often as was promised with BLOCKPOOL_THOROUGH=1 in the environment."""
+"""How often random tests are run: rather seldom, or as often as was promised with BLOCKPOOL_THOROUGH=1."""
 
 from __future__ import annotations
 

@@ -370,7 +370,8 @@ def test_a_client_that_hangs_up_while_its_prompt_is_computed(server: Client, cla
     text = "A long prompt that nobody waits for. " * 300
     body = json.dumps({"max_tokens": 500, "stream": True, "messages": [{"role": "user", "content": text}]}).encode()
     with socket.create_connection(("127.0.0.1", server.port)) as connection:
-        connection.sendall(f"POST /v1/messages HTTP/1.1\r\nHost: localhost\r\nContent-Length: {len(body)}\r\n\r\n".encode() + body)
+        head = f"POST /v1/messages HTTP/1.1\r\nHost: localhost\r\nContent-Length: {len(body)}\r\n\r\n"
+        connection.sendall(head.encode() + body)
         received = b""
         while received.count(b"event: ping") < 3:
             received += connection.recv(4096)

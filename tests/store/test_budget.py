@@ -145,7 +145,8 @@ def test_a_budget_that_is_full_of_pins_refuses_and_says_so_once(tmp_path: Path, 
     assert [put(store, record) for record in chain(2, 3)] == ["over budget"] * 3
     assert store.counts["over budget"] == 3
     told = [record.getMessage() for record in caplog.records]
-    assert told == [f"prompt store: what has to stay takes {4 * SIZE} of {4 * SIZE} bytes, and no more fits. Raise --store-bytes."]
+    found = f"what has to stay takes {4 * SIZE} of {4 * SIZE} bytes"
+    assert told == [f"prompt store: {found}, and no more fits. Raise --store-bytes."]
     assert len(record_files(tmp_path)) == 4
 
 
