@@ -192,7 +192,7 @@ def main() -> int:
     parser.add_argument("--seconds", type=float, default=600)
     parser.add_argument("--agents", type=int, default=10, choices=range(1, len(LETTERS) // PER_AGENT + 1))
     parser.add_argument("--kills", type=int, default=3)
-    parser.add_argument("--samples", type=int, default=300, help="replies to compare with mlx-lm's own")
+    parser.add_argument("--samples", type=int, default=100, help="replies to compare with mlx-lm's own")
     parser.add_argument("--pool-bytes", default="40MB")
     parser.add_argument("--out", help="append the JSON line to this file too")
     args = parser.parse_args()

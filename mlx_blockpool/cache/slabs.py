@@ -43,6 +43,9 @@ class Slab:
     def write(self, index: int, start: int, keys: mx.array, values: mx.array) -> None:
         """Put keys and values [1, kv_heads, n, dim] of the group's layer `index` at tokens [start, start + n)."""
         stop = start + keys.shape[2]
+        if keys.shape[2] == self.blocks * BLOCK_TOKENS:
+            # mlx takes what fills an array instead of copying it, in whatever order its bytes are.
+            keys, values = mx.contiguous(keys), mx.contiguous(values)
         self.keys[index][:, :, start:stop] = keys
         self.values[index][:, :, start:stop] = values
 

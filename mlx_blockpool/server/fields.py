@@ -7,6 +7,8 @@ from typing import Any
 
 KINDS = {str: "string", bool: "boolean", int: "integer", dict: "dictionary", list: "list"}
 REQUIRED: Any = object()
+# What mlx takes; Python's integers may be larger.
+LARGEST = 2**63 - 1
 
 
 class InvalidRequestError(ValueError):
@@ -33,7 +35,7 @@ def number(source: dict[str, Any], name: str, default: float, low: float, high: 
     value = source.get(name)
     if value is None:
         return default
-    if isinstance(value, bool) or not isinstance(value, int | float) or not math.isfinite(value):
+    if isinstance(value, bool) or not isinstance(value, int | float) or not is_number(value):
         raise InvalidRequestError(name, "Input should be a valid number")
     if not low <= value <= high:
         span = f"greater than or equal to {low}" if high == math.inf else f"between {low} and {high}"
@@ -41,9 +43,14 @@ def number(source: dict[str, Any], name: str, default: float, low: float, high: 
     return value
 
 
+def is_number(value: float) -> bool:
+    """Whether a number is one that can be counted with: finite, and of 64 bits."""
+    return abs(value) <= LARGEST
+
+
 def checked(value: Any, kind: type, at: str) -> Any:
     """`value`, of `kind`; a boolean is no integer. Raises InvalidRequestError."""
-    if not isinstance(value, kind) or (isinstance(value, bool) and kind is not bool):
+    if not isinstance(value, kind) or (isinstance(value, bool) and kind is not bool) or (kind is int and not is_number(value)):
         raise InvalidRequestError(at, f"Input should be a valid {KINDS[kind]}")
     return value
 

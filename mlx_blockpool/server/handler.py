@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import logging
-import math
 from typing import Any
 
 from ..errors import BlockpoolError, ModelNotFoundError
@@ -13,6 +12,7 @@ from .agents_http import AgentsEndpoint, is_agents
 from .anthropic_http import Endpoint, is_messages, is_models
 from .asking import Asking, Wishes, agent_of, retention_of
 from .explained import answer_about, is_explain
+from .fields import is_number
 from .guard import cause_of
 from .guarded import GuardedHandler
 from .listing import cache_report
@@ -113,6 +113,9 @@ class BlockpoolHandler(GuardedHandler):
             log.info("%s: the client hung up: %s", self.path, error)
         except UnicodeDecodeError as error:
             self._send(400, {"error": f"The body is not UTF-8: {error}"})
+        except RecursionError as error:
+            if not self._answered:
+                self._send(400, {"error": f"The body is nested too deeply: {error}"})
         except Exception as error:
             # The top of the request's thread.
             log.exception("%s failed", self.path)
@@ -131,10 +134,13 @@ class BlockpoolHandler(GuardedHandler):
             raise
 
     def _validate_all(self) -> None:
+        bias = self.body.get("logit_bias")
+        if isinstance(bias, dict) and not all(isinstance(value, int | float) and is_number(value) for value in bias.values()):
+            raise ValueError("logit_bias must be a dict of int to float")
         super().validate_model_parameters()
         for name in NUMBERS:
             value = getattr(self, name)
-            if isinstance(value, bool) or not math.isfinite(value):
+            if isinstance(value, bool) or not is_number(value):
                 raise ValueError(f"{name} must be a finite number")
         stop = self.body.get("stop")
         if not (stop is None or isinstance(stop, str) or (isinstance(stop, list) and all(isinstance(s, str) for s in stop))):

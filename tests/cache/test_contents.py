@@ -240,3 +240,21 @@ def test_dims_that_do_not_divide_stay_as_they_are() -> None:
     before = fill(slabs, first, 1)
     copy_in(slabs, second, 0, given(slabs, copy_out(slabs, first, 0, BLOCK_TOKENS, 4), bits=4), 4)
     assert_equal(before, bits_of(copy_out(slabs, second, 0, BLOCK_TOKENS)))
+
+
+def test_a_slab_that_is_filled_at_once_is_copied_out_and_in() -> None:
+    """As a model writes: keys whose heads and tokens were swapped, for all of a slab of one block."""
+    slabs = make_slabs(layers=(FullLayer(2, 64, 64),), blocks=1, slabs=1)
+    _, ((place,),) = take(slabs, 1)
+    slab, start = slabs.locate(*place)
+    keys, values = (mx.random.normal((1, BLOCK_TOKENS, 2, 64)).swapaxes(1, 2) for _ in range(2))
+    slab.write(0, start, keys, values)
+    copies = copy_out(slabs, [place], 0, BLOCK_TOKENS)
+    for copy, part in zip(copies, (keys, values), strict=True):
+        assert np.array_equal(copy, part[0])
+    other = [np.full((2, BLOCK_TOKENS, 64), 3, np.float32) for _ in copies]
+    before = [bytes(as_bytes(copy)) for copy in copies]
+    copy_in(slabs, [place], 0, other)
+    for part, there in zip((slab.keys[0], slab.values[0]), other, strict=True):
+        assert np.array_equal(part[0], there)
+    assert [bytes(as_bytes(copy)) for copy in copies] == before

@@ -1,6 +1,6 @@
 """Requests that are nearly right, to every endpoint: each is answered, none with a failure of the server, none hurts the next.
 
-BLOCKPOOL_FUZZ says how many are sent to each endpoint; with it they are others each time.
+BLOCKPOOL_FUZZ says how many are sent to each endpoint; with it, and with BLOCKPOOL_THOROUGH=1, they are others each time.
 """
 
 from __future__ import annotations
@@ -13,18 +13,19 @@ from typing import Any
 import pytest
 from hypothesis import HealthCheck, Phase, given, settings
 from hypothesis import strategies as st
+from thorough import THOROUGH, times
 
 from server.anthropic_agents import LOOK_UP, save_agent
 from server.fuzzing import Answer, Sent, requests, send
 from server.serving import Client, at_once, blockpool_server
 
-EXAMPLES = int(os.environ.get("BLOCKPOOL_FUZZ", "120"))
+EXAMPLES = int(os.environ.get("BLOCKPOOL_FUZZ") or times(120, 2000))
 AT_ONCE = 6
 SETTINGS = settings(
     max_examples=-(-EXAMPLES // AT_ONCE),
     deadline=None,
     database=None,
-    derandomize="BLOCKPOOL_FUZZ" not in os.environ,
+    derandomize=not THOROUGH and "BLOCKPOOL_FUZZ" not in os.environ,
     suppress_health_check=list(HealthCheck),
     # A failure names the request; smaller ones would take minutes.
     phases=[Phase.generate],
@@ -135,7 +136,8 @@ def check(sent: Sent, answer: Answer | None) -> None:
     text = answer.body.decode(errors="replace")
     assert 200 <= answer.status < 600
     assert answer.status not in (500, 502, 504), f"{answer.status} {text[:500]}\nto {sent}"
-    assert "Traceback" not in text, text
+    for failure in ("Traceback", "The batch failed", "The generation thread failed"):
+        assert failure not in text, f"{text[:500]}\nto {sent}"
     assert '.py"' not in text, text
     if answer.status >= 400 and sent.method != "HEAD":
         said = json.loads(text)["error"] if answer.type.startswith("application/json") and text != "Not Found" else text
