@@ -19,14 +19,14 @@ from ..demo import model_path
 from ..errors import BlockpoolError
 from ..plugins import make_plugin_manager
 from ..upstream import rebind
+from .agents.warm_up import begin_warm_up, read_prompts
 from .guard import Guard
 from .handler import BlockpoolHandler
+from .models.provider import BlockpoolModelProvider
 from .normalise import Normalisers
 from .prompt_cache import ServerPromptCache
-from .provider import BlockpoolModelProvider
 from .rendering import ChatGenerator
 from .safety import ANY_ORIGIN, add_safety_options, guard_config
-from .warm_up import begin_warm_up, read_prompts
 
 
 def main(argv: Sequence[str] | None = None) -> int:

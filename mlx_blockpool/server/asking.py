@@ -12,7 +12,7 @@ from ..errors import BlockpoolError, ModelNotFoundError
 from ..store.agents import Agents
 from ..store.layout import default_folder
 from ..store.manifest import Agent
-from . import by_content
+from .agents import by_content
 from .explained import Explained, Explanation
 from .guard import LONGEST_AGENT, checked_text, header_text
 from .normalise import Normalisers

@@ -50,7 +50,8 @@ def is_number(value: float) -> bool:
 
 def checked(value: Any, kind: type, at: str) -> Any:
     """`value`, of `kind`; a boolean is no integer. Raises InvalidRequestError."""
-    if not isinstance(value, kind) or (isinstance(value, bool) and kind is not bool) or (kind is int and not is_number(value)):
+    is_kind = isinstance(value, kind) and (kind is bool or not isinstance(value, bool))
+    if not is_kind or (isinstance(value, int) and not is_number(value)):
         raise InvalidRequestError(at, f"Input should be a valid {KINDS[kind]}")
     return value
 

@@ -22,13 +22,13 @@ from .errand import Errand
 from .explained import Explanations
 from .guard import Guard
 from .health import Health
-from .line import Line
+from .models.line import Line
+from .models.provider import BlockpoolModelProvider
+from .models.registry import ModelRegistry, Order
 from .normalise import Normalisers
+from .openai.responses_kept import KeptResponses
 from .prompt_cache import ServerPromptCache
-from .provider import BlockpoolModelProvider
-from .registry import ModelRegistry, Order
 from .requests import Live, Marking, Waiting, check_sampling, fit
-from .responses_kept import KeptResponses
 from .served import ServedModel
 
 log = logging.getLogger(__name__)

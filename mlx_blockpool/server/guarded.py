@@ -18,9 +18,10 @@ from urllib.parse import urlsplit
 
 from mlx_lm.server import APIHandler
 
-from . import anthropic_errors, openai_errors
-from .anthropic_http import is_messages
+from .anthropic import errors as anthropic_errors
+from .anthropic.http import is_messages
 from .guard import FILES, Guard, Refusal, Timed
+from .openai import errors as openai_errors
 
 # Where there are too many connections already, a request has so long to be read and refused.
 CROWDED_SECONDS = 1.0

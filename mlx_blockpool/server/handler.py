@@ -7,17 +7,17 @@ import logging
 from typing import Any
 
 from ..errors import BlockpoolError, ModelNotFoundError
-from .admin import ORDERS, Admin
-from .agents_http import AgentsEndpoint, is_agents
-from .anthropic_http import Endpoint, is_messages, is_models
+from .agents.http import AgentsEndpoint, is_agents
+from .anthropic.http import Endpoint, is_messages, is_models
 from .asking import Asking, Wishes, agent_of, retention_of
 from .explained import answer_about, is_explain
 from .fields import is_number
 from .guard import cause_of
 from .guarded import GuardedHandler
-from .listing import cache_report
-from .openai_errors import ErrorFile, code_of, in_shape, is_openai, status_of
-from .responses_http import ResponsesEndpoint, is_responses
+from .models.admin import ORDERS, Admin
+from .models.listing import cache_report
+from .openai.errors import ErrorFile, code_of, in_shape, is_openai, status_of
+from .openai.responses_http import ResponsesEndpoint, is_responses
 
 log = logging.getLogger(__name__)
 

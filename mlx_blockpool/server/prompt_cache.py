@@ -31,9 +31,9 @@ from ..spec import FullLayer, ModelCacheSpec
 from ..store.layout import FOLDERS
 from ..store.record import Key
 from ..store.store import PromptStore
-from .agents import ServedAgents
+from .agents.served import ServedAgents
 from .drafted import DraftedPrefix
-from .provider import BlockpoolModelProvider
+from .models.provider import BlockpoolModelProvider
 
 log = logging.getLogger(__name__)
 

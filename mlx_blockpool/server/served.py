@@ -23,8 +23,8 @@ from ..prefix.lookup import Lookup
 from .asking import Wishes
 from .explained import Explained
 from .marks import message_marks, pins_of
+from .models.provider import BlockpoolModelProvider, ModelKey
 from .prompt_cache import ServerPromptCache
-from .provider import BlockpoolModelProvider, ModelKey
 from .requests import Live, Waiting, marks_of
 from .sampling import make_sampler
 

@@ -18,7 +18,7 @@ from mlx_lm.models.cache import LRUPromptCache
 
 from mlx_blockpool.server import app
 from mlx_blockpool.server.handler import BlockpoolHandler
-from mlx_blockpool.server.provider import BlockpoolModelProvider
+from mlx_blockpool.server.models.provider import BlockpoolModelProvider
 from mlx_blockpool.upstream import rebind
 
 

@@ -11,8 +11,8 @@ import pytest
 from models import save_model
 
 from mlx_blockpool.plugins import make_plugin_manager
-from mlx_blockpool.server import agents as agents_module
-from mlx_blockpool.server.by_content import name_of
+from mlx_blockpool.server.agents import served as agents_module
+from mlx_blockpool.server.agents.by_content import name_of
 from mlx_blockpool.server.normalise import Normalisers
 from mlx_blockpool.store.agents import Agents
 from server.serving import Client, at_once, blockpool_server

@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 from mlx_lm.generate import TextStateMachine
 from mlx_lm.tool_parsers import json_tools, pythonic
 
-from mlx_blockpool.server.anthropic_stream import Blocks, input_usage, message_of
+from mlx_blockpool.server.anthropic.stream import Blocks, input_usage, message_of
 from mlx_blockpool.server.chat import ChatRequest, Rendered
 from mlx_blockpool.server.reply import Call, Reading, Silence, Text, Thinking
 

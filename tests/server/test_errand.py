@@ -10,8 +10,8 @@ import pytest
 from models import save_model
 
 from mlx_blockpool.errors import PoolExhaustedError
+from mlx_blockpool.server.agents.known import KnownAgents, RefusedError
 from mlx_blockpool.server.errand import have_done
-from mlx_blockpool.server.known_agents import KnownAgents, RefusedError
 from server.serving import Client, blockpool_server
 
 

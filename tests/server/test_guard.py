@@ -26,7 +26,7 @@ from mlx_blockpool.errors import BlockpoolError
 from mlx_blockpool.server import app
 from mlx_blockpool.server.guard import Guard, api_key, cause_of, checked_text, header_text, host_name, is_foreign
 from mlx_blockpool.server.handler import BlockpoolHandler
-from mlx_blockpool.server.provider import BlockpoolModelProvider
+from mlx_blockpool.server.models.provider import BlockpoolModelProvider
 from mlx_blockpool.server.safety import guard_config
 from server.serving import Client, blockpool_server, parse
 

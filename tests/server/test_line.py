@@ -13,10 +13,10 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from mlx_blockpool.config import EngineConfig, ModelsConfig
-from mlx_blockpool.server import registry as registry_module
-from mlx_blockpool.server.line import Line, Plan, Use
-from mlx_blockpool.server.provider import ModelKey
-from mlx_blockpool.server.registry import ModelRegistry
+from mlx_blockpool.server.models import registry as registry_module
+from mlx_blockpool.server.models.line import Line, Plan, Use
+from mlx_blockpool.server.models.provider import ModelKey
+from mlx_blockpool.server.models.registry import ModelRegistry
 
 A, B, C = (ModelKey(name) for name in "abc")
 LOAD_TICKS = 3

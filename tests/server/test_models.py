@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 from models import save_model
 
-from mlx_blockpool.server.provider import BlockpoolModelProvider
+from mlx_blockpool.server.models.provider import BlockpoolModelProvider
 from server.serving import Client, at_once, blockpool_server, stock_server
 
 MESSAGES = [

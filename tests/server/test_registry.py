@@ -18,8 +18,8 @@ from models import save_model
 from mlx_blockpool.config import EngineConfig, ModelsConfig
 from mlx_blockpool.server.generation import BlockpoolGenerator
 from mlx_blockpool.server.health import Health
-from mlx_blockpool.server.provider import ModelKey
-from mlx_blockpool.server.registry import ModelRegistry
+from mlx_blockpool.server.models.provider import ModelKey
+from mlx_blockpool.server.models.registry import ModelRegistry
 from mlx_blockpool.server.served import ServedModel
 from server.serving import Client, at_once, blockpool_server, stock_server
 
@@ -248,7 +248,7 @@ def test_pools_are_shares_of_what_is_free_where_no_size_is_given(monkeypatch: py
     template: Any = types.SimpleNamespace(default_key=lambda: None)
     registry = ModelRegistry(template, lambda: None, EngineConfig(), ModelsConfig(max_models=2), None)  # type: ignore[arg-type, return-value]
     active = [20]
-    monkeypatch.setattr("mlx_blockpool.server.registry.default_pool_bytes", lambda: (100 - active[0]) // 2)
+    monkeypatch.setattr("mlx_blockpool.server.models.registry.default_pool_bytes", lambda: (100 - active[0]) // 2)
     assert registry.share() == 20
     first: Any = types.SimpleNamespace(pool_bytes=20, array_bytes=4)
     registry.loaded = {ModelKey("a"): first}

@@ -12,9 +12,9 @@ from typing import Any
 import pytest
 from models import save_model
 
-from mlx_blockpool.server.changes import Change
+from mlx_blockpool.server.models.changes import Change
+from mlx_blockpool.server.models.provider import BlockpoolModelProvider
 from mlx_blockpool.server.prompt_cache import ServerPromptCache
-from mlx_blockpool.server.provider import BlockpoolModelProvider
 from server.serving import Client, at_once, blockpool_server
 
 HELLO = [{"role": "system", "content": "This is known. " * 40}, {"role": "user", "content": "Hello"}]

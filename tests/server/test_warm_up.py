@@ -11,7 +11,7 @@ import pytest
 from models import save_model
 
 from mlx_blockpool.errors import BlockpoolError
-from mlx_blockpool.server.warm_up import read_prompts
+from mlx_blockpool.server.agents.warm_up import read_prompts
 from server.serving import Client, blockpool_server
 
 SYSTEM = {"role": "system", "content": "All that agents have to know. " * 40}

@@ -16,11 +16,14 @@ from pathlib import Path
 from typing import Any
 from urllib.parse import unquote
 
-from ..errors import PoolExhaustedError, StoreError
-from ..storing import Report
-from . import agent_acts, agent_figures, agent_files, agent_moves
-from .agent_acts import checked_name
-from .known_agents import KnownAgents, RefusedError
+from ...errors import PoolExhaustedError, StoreError
+from ...storing import Report
+from . import acts as agent_acts
+from . import figures as agent_figures
+from . import files as agent_files
+from . import moves as agent_moves
+from .acts import checked_name
+from .known import KnownAgents, RefusedError
 
 log = logging.getLogger(__name__)
 

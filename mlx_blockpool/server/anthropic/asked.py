@@ -11,10 +11,10 @@ from typing import Any
 
 from mlx_lm.server import GenerationArguments
 
-from .anthropic_messages import Conversation
-from .arguments import generation_arguments
-from .chat import SECONDS, ChatRequest, Mark
-from .fields import InvalidRequestError, checked, field, inside, one_of
+from ..arguments import generation_arguments
+from ..chat import SECONDS, ChatRequest, Mark
+from ..fields import InvalidRequestError, checked, field, inside, one_of
+from .messages import Conversation
 
 Body = dict[str, Any]
 

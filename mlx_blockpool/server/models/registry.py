@@ -15,16 +15,16 @@ from typing import Any
 
 import mlx.core as mx
 
-from .. import machine
-from ..cache.factory import default_pool_bytes
-from ..config import EngineConfig, ModelsConfig
-from ..errors import BadModelError, LoadError, ModelNotFoundError
+from ... import machine
+from ...cache.factory import default_pool_bytes
+from ...config import EngineConfig, ModelsConfig
+from ...errors import BadModelError, LoadError, ModelNotFoundError
+from ..prompt_cache import ServerPromptCache
+from ..served import ServedModel
 from .changes import Change
 from .inspection import inspect
 from .line import Line, Place, Plan, Use
-from .prompt_cache import ServerPromptCache
 from .provider import BlockpoolModelProvider, ModelKey, canonical
-from .served import ServedModel
 
 log = logging.getLogger(__name__)
 

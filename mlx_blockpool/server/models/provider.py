@@ -14,9 +14,9 @@ from mlx.utils import tree_flatten
 from mlx_lm import server
 from mlx_lm.utils import hf_repo_to_path, load_config
 
-from ..demo import model_path
-from ..errors import BlockpoolError
-from ..upstream import rebind
+from ...demo import model_path
+from ...errors import BlockpoolError
+from ...upstream import rebind
 
 
 class ModelKey(NamedTuple):

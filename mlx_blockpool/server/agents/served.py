@@ -15,14 +15,14 @@ from contextlib import suppress
 from dataclasses import dataclass
 from typing import TypeVar
 
-from ..errors import BlockpoolError, LoadError
-from ..prefix.cache import PrefixCache
-from ..prefix.noted import NotedPath, find
-from ..prefix.resume import standing
-from ..prefix.trie import Pin
-from ..store.agents import Agents
-from ..store.manifest import Agent
-from ..store.store import PromptStore
+from ...errors import BlockpoolError, LoadError
+from ...prefix.cache import PrefixCache
+from ...prefix.noted import NotedPath, find
+from ...prefix.resume import standing
+from ...prefix.trie import Pin
+from ...store.agents import Agents
+from ...store.manifest import Agent
+from ...store.store import PromptStore
 from .by_content import is_by_content
 
 log = logging.getLogger(__name__)

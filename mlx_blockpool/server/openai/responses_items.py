@@ -9,9 +9,9 @@ import json
 from collections.abc import Callable
 from typing import Any
 
-from ..messages import Message
-from .anthropic_thinking import thinking_in
-from .fields import InvalidRequestError, checked, field, one_of
+from ...messages import Message
+from ..anthropic.thinking import thinking_in
+from ..fields import InvalidRequestError, checked, field, one_of
 
 Item = dict[str, Any]
 Part = dict[str, Any]

@@ -11,12 +11,12 @@ from dataclasses import asdict
 from functools import partial
 from typing import Any
 
-from .. import agents as stored_agents
-from ..prefix.noted import Measure, measure, own_from
-from ..store.manifest import shown
-from ..storing import Report
+from ... import agents as stored_agents
+from ...prefix.noted import Measure, measure, own_from
+from ...store.manifest import shown
+from ...storing import Report
 from .by_content import is_by_content
-from .known_agents import Home, KnownAgents, Subject, others_of
+from .known import Home, KnownAgents, Subject, others_of
 
 # So many are measured between two steps.
 AT_ONCE = 4

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
-from ..errors import LoadError, PoolExhaustedError, RequestTooLargeError
+from ...errors import LoadError, PoolExhaustedError, RequestTooLargeError
 
 TYPES = {
     400: "invalid_request_error",

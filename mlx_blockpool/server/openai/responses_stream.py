@@ -10,9 +10,9 @@ import uuid
 from collections.abc import Iterable, Iterator
 from typing import Any
 
-from .anthropic_stream import SILENT_TOKENS, Blocks, Event
-from .anthropic_thinking import signature_of
-from .reply import Reading, Silence
+from ..anthropic.stream import SILENT_TOKENS, Blocks, Event
+from ..anthropic.thinking import signature_of
+from ..reply import Reading, Silence
 from .responses import Asked
 from .responses_items import Item
 

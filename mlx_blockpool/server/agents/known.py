@@ -11,17 +11,17 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, TypeVar
 
-from ..errors import BlockpoolError
-from ..prefix.cache import PrefixCache
-from ..prefix.noted import NotedPath, own_from
-from ..store.agents import Agents
-from ..store.disk import safe_name
-from ..store.layout import default_folder
-from ..store.manifest import Agent, shown
-from .agents import Noted, ServedAgents, at
-from .errand import have_done
-from .provider import ModelKey
-from .served import ServedModel
+from ...errors import BlockpoolError
+from ...prefix.cache import PrefixCache
+from ...prefix.noted import NotedPath, own_from
+from ...store.agents import Agents
+from ...store.disk import safe_name
+from ...store.layout import default_folder
+from ...store.manifest import Agent, shown
+from ..errand import have_done
+from ..models.provider import ModelKey
+from ..served import ServedModel
+from .served import Noted, ServedAgents, at
 
 T = TypeVar("T")
 

@@ -14,23 +14,23 @@ from typing import Any
 
 import mlx.core as mx
 
-from .. import exchange
-from ..cache.outgoing import Outgoing
-from ..cache.parts import leaves_of, sequence_of
-from ..errors import StoreError
-from ..prefix.cache import PrefixCache
-from ..prefix.intake import Intake, begin_intake
-from ..prefix.lookup import path_of
-from ..prefix.noted import NotedPath, find, measure, tokens_of
-from ..prefix.opening import weights_in
-from ..prefix.resume import lay_out_to_read, resumable
-from ..store.manifest import shown
-from ..storing import Report
-from .agent_figures import in_words
-from .agent_moves import bring_back, since
-from .known_agents import Home, KnownAgents, RefusedError, Subject, agents_of
-from .provider import BlockpoolModelProvider
-from .served import ServedModel
+from ... import exchange
+from ...cache.outgoing import Outgoing
+from ...cache.parts import leaves_of, sequence_of
+from ...errors import StoreError
+from ...prefix.cache import PrefixCache
+from ...prefix.intake import Intake, begin_intake
+from ...prefix.lookup import path_of
+from ...prefix.noted import NotedPath, find, measure, tokens_of
+from ...prefix.opening import weights_in
+from ...prefix.resume import lay_out_to_read, resumable
+from ...store.manifest import shown
+from ...storing import Report
+from ..models.provider import BlockpoolModelProvider
+from ..served import ServedModel
+from .figures import in_words
+from .known import Home, KnownAgents, RefusedError, Subject, agents_of
+from .moves import bring_back, since
 
 # -- out ------------------------------------------------------------------------------------------------------------
 

@@ -5,8 +5,8 @@ from __future__ import annotations
 import json
 from typing import Any
 
-from ..errors import PoolExhaustedError, RequestTooLargeError
-from .fields import InvalidRequestError
+from ...errors import PoolExhaustedError, RequestTooLargeError
+from ..fields import InvalidRequestError
 
 TYPES = {401: "authentication_error", 403: "permission_error", 429: "rate_limit_error"}
 # The endpoints of mlx-lm that are OpenAI's.

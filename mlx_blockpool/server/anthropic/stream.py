@@ -10,9 +10,9 @@ import uuid
 from collections.abc import Iterable, Iterator
 from typing import Any
 
-from .anthropic import Asked
-from .anthropic_thinking import signature_of
-from .reply import Call, Piece, Reading, Silence, Text, Thinking
+from ..reply import Call, Piece, Reading, Silence, Text, Thinking
+from .asked import Asked
+from .thinking import signature_of
 
 Event = dict[str, Any]
 

@@ -8,9 +8,9 @@ from typing import Any
 
 from mlx_lm.utils import _download, _get_classes
 
-from .. import machine, modelfile
-from ..errors import BadModelError, BlockpoolError, ModelNotFoundError, StoreError
-from ..prefix.opening import weights_in
+from ... import machine, modelfile
+from ...errors import BadModelError, BlockpoolError, ModelNotFoundError, StoreError
+from ...prefix.opening import weights_in
 from .provider import ModelKey
 
 TOKENIZERS = ("tokenizer.json", "tokenizer.model", "*.tiktoken", "tokenizer_config.json")

@@ -14,9 +14,9 @@ from collections.abc import Sequence
 from itertools import takewhile
 from typing import Any
 
-from ..errors import PluginError
-from ..messages import Message
-from .normalise import Normalisers
+from ...errors import PluginError
+from ...messages import Message
+from ..normalise import Normalisers
 
 NAME = re.compile("content-[0-9a-f]{32}")
 VOLATILE = ("bookkeeping", "date")

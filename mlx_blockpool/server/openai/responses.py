@@ -11,9 +11,9 @@ from typing import Any
 
 from mlx_lm.server import GenerationArguments
 
-from .arguments import generation_arguments
-from .chat import ChatRequest
-from .fields import InvalidRequestError, checked, field, one_of
+from ..arguments import generation_arguments
+from ..chat import ChatRequest
+from ..fields import InvalidRequestError, checked, field, one_of
 from .responses_items import Conversation, Item
 from .responses_kept import KeptResponses
 

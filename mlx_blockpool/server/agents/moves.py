@@ -8,18 +8,18 @@ from __future__ import annotations
 import time
 from dataclasses import dataclass
 
-from ..errors import PoolExhaustedError
-from ..prefix.cache import PrefixCache
-from ..prefix.noted import Measure, NotedPath, find, measure
-from ..prefix.restore import Restore
-from ..prefix.resume import resumable, standing
-from ..prefix.stored import StoredPrefixes
-from ..store.limits import OVER_BUDGET
-from ..store.manifest import shown
-from ..store.record import BLOCK, Key
-from ..storing import Report
-from .agent_figures import in_words
-from .known_agents import Home, KnownAgents, RefusedError, Subject, agents_of
+from ...errors import PoolExhaustedError
+from ...prefix.cache import PrefixCache
+from ...prefix.noted import Measure, NotedPath, find, measure
+from ...prefix.restore import Restore
+from ...prefix.resume import resumable, standing
+from ...prefix.stored import StoredPrefixes
+from ...store.limits import OVER_BUDGET
+from ...store.manifest import shown
+from ...store.record import BLOCK, Key
+from ...storing import Report
+from .figures import in_words
+from .known import Home, KnownAgents, RefusedError, Subject, agents_of
 
 # Records are copied into the pool for so long in one errand; between two of them running replies go on.
 RESTORE_SECONDS = 0.02

@@ -6,22 +6,22 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-from .. import agents as stored_agents
-from ..errors import StoreError
-from ..prefix.cache import PrefixCache
-from ..prefix.noted import Freed, find, forget, kept_hashes
-from ..store import offline
-from ..store.agents import Agents
-from ..store.layout import KINDS
-from ..store.manifest import shown
-from ..store.offline import File
-from ..store.record import Key
-from ..store.sharing import Share
-from ..store.store import PromptStore
-from ..storing import Report
+from ... import agents as stored_agents
+from ...errors import StoreError
+from ...prefix.cache import PrefixCache
+from ...prefix.noted import Freed, find, forget, kept_hashes
+from ...store import offline
+from ...store.agents import Agents
+from ...store.layout import KINDS
+from ...store.manifest import shown
+from ...store.offline import File
+from ...store.record import Key
+from ...store.sharing import Share
+from ...store.store import PromptStore
+from ...storing import Report
+from ..served import ServedModel
 from .by_content import is_by_content
-from .known_agents import Home, KnownAgents, RefusedError, Subject, agents_of, others_of
-from .served import ServedModel
+from .known import Home, KnownAgents, RefusedError, Subject, agents_of, others_of
 
 LONGEST_NAME = 256
 

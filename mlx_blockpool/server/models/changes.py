@@ -11,9 +11,9 @@ from collections import Counter
 from collections.abc import Generator, Iterator
 from typing import Protocol
 
-from ..errors import BadModelError, LoadError, PoolExhaustedError
+from ...errors import BadModelError, LoadError, PoolExhaustedError
+from ..served import ServedModel
 from .provider import ModelKey
-from .served import ServedModel
 
 log = logging.getLogger(__name__)
 

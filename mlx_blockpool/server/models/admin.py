@@ -11,7 +11,7 @@ from urllib.parse import unquote
 
 from mlx_lm.server import ModelDescription
 
-from ..errors import ModelNotFoundError
+from ...errors import ModelNotFoundError
 from . import listing
 from .registry import Order
 

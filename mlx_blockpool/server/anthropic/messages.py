@@ -8,10 +8,10 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Any
 
-from ..messages import Message
-from .anthropic_thinking import thinking_in
-from .chat import SECONDS
-from .fields import InvalidRequestError, checked, field, inside, one_of
+from ...messages import Message
+from ..chat import SECONDS
+from ..fields import InvalidRequestError, checked, field, inside, one_of
+from .thinking import thinking_in
 
 Part = dict[str, Any]
 Kinds = dict[str, Callable[[Part, str], Part]]

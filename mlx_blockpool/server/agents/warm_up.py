@@ -15,12 +15,12 @@ from typing import Any
 
 from mlx_lm.server import CompletionRequest
 
-from ..errors import BlockpoolError
+from ...errors import BlockpoolError
+from ..arguments import generation_arguments
+from ..asking import Asking, Wishes
 from . import by_content
-from .agent_acts import checked_name, pin
-from .arguments import generation_arguments
-from .asking import Asking, Wishes
-from .known_agents import KnownAgents, RefusedError
+from .acts import checked_name, pin
+from .known import KnownAgents, RefusedError
 
 log = logging.getLogger(__name__)
 

@@ -9,10 +9,10 @@ import mlx.core as mx
 from huggingface_hub import scan_cache_dir
 from huggingface_hub.errors import CacheNotFound
 
+from ..served import ServedModel
 from .line import Line
 from .provider import ModelKey
 from .registry import ModelRegistry
-from .served import ServedModel
 
 # What mlx-lm's server takes for a model that it can serve.
 HUB_FILES = {"config.json", "model.safetensors.index.json", "tokenizer_config.json"}

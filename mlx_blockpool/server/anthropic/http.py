@@ -12,13 +12,13 @@ from urllib.parse import parse_qs, unquote, urlsplit
 
 from mlx_lm.server import _inline_image_urls
 
-from .admin import MODELS, Admin
-from .anthropic import Asked, understand
-from .anthropic_errors import answer_to, error_body
-from .anthropic_stream import PING, Answer, Event, message_of
-from .asking import Wishes, agent_of
-from .fields import InvalidRequestError, checked
-from .rendering import Counted
+from ..asking import Wishes, agent_of
+from ..fields import InvalidRequestError, checked
+from ..models.admin import MODELS, Admin
+from ..rendering import Counted
+from .asked import Asked, understand
+from .errors import answer_to, error_body
+from .stream import PING, Answer, Event, message_of
 
 log = logging.getLogger(__name__)
 

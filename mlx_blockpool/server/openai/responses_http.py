@@ -7,10 +7,10 @@ import logging
 from typing import Any
 from urllib.parse import unquote, urlsplit
 
-from .anthropic_http import Endpoint, _RefusedError
-from .anthropic_stream import Event
-from .asking import Wishes, agent_of, retention_of
-from .openai_errors import answer_to, error_body
+from ..anthropic.http import Endpoint, _RefusedError
+from ..anthropic.stream import Event
+from ..asking import Wishes, agent_of, retention_of
+from .errors import answer_to, error_body
 from .responses import Asked, understand
 from .responses_kept import KeptResponses
 from .responses_stream import Answer

@@ -1,0 +1,1 @@
+"""What OpenAI's API has beyond mlx-lm's server, and its errors."""
