@@ -167,12 +167,12 @@ def test_an_agent_that_a_server_wrote_anew_meanwhile_is_not_put_aside(
 
 def test_pin_and_unpin(capsys: pytest.CaptureFixture[str], root: Path) -> None:
     assert run(capsys, root, "agent", "pin", "writer")["agent"]["pinned"] is True
-    assert Agents(root).pinned_hashes(NAMESPACE) == set(hashes_of(FIRST))
+    assert [agent.name for agent in Agents(root).all() if agent.pinned] == ["writer"]
     assert said(capsys, root, "agent", "pin", "writer") == (
         "writer is pinned: its records on disk stay when others are dropped.\n"
     )
     assert said(capsys, root, "agent", "unpin", "writer") == "writer is no longer pinned.\n"
-    assert Agents(root).pinned_hashes(NAMESPACE) == set()
+    assert not any(agent.pinned for agent in Agents(root).all())
 
 
 def test_rename_and_fork(capsys: pytest.CaptureFixture[str], root: Path) -> None:

@@ -108,7 +108,7 @@ class Guard:
         origin, allowed = headers.get("Origin"), self.config.allowed_origins
         if origin is None or method == "OPTIONS" or origin in allowed or "*" in allowed or not is_foreign(origin):
             return None
-        is_stock = path in STOCK_PATHS or path.startswith("/v1/models/")
+        is_stock = path in STOCK_PATHS or is_model(path)
         if not allowed and (is_stock or self.config.api_key is not None):
             return None
         return Refusal(403, f"Found Origin {shown(origin)}, a page from elsewhere. Add it to --allowed-origins if it may ask.")
@@ -144,6 +144,11 @@ class Timed(io.RawIOBase):
             raise TimeoutError("timed out")
         self._connection.settimeout(min(self.stall, left))
         return self._connection.recv_into(buffer)
+
+
+def is_model(path: str) -> bool:
+    """Whether a path names one model."""
+    return path.startswith("/v1/models/")
 
 
 def is_loopback(host: str) -> bool:

@@ -9,10 +9,10 @@ from typing import Any
 from ..errors import BlockpoolError, ModelNotFoundError
 from .agents.http import AgentsEndpoint, is_agents
 from .anthropic.http import Endpoint, is_messages, is_models
-from .asking import Asking, Wishes, agent_of, retention_of
+from .asking import GENERATES, Asking, Wishes, agent_of, retention_of
 from .explained import answer_about, is_explain
 from .fields import is_number
-from .guard import cause_of
+from .guard import cause_of, is_model
 from .guarded import GuardedHandler
 from .models.admin import ORDERS, Admin
 from .models.listing import cache_report
@@ -71,9 +71,11 @@ class BlockpoolHandler(GuardedHandler):
             ResponsesEndpoint(self).get()
         elif is_agents(self.path):
             AgentsEndpoint(self).get()
-        else:
+        elif self.route in ("/v1/models", "/health") or is_model(self.route):
             self.path = self.route
             super().do_GET()
+        else:
+            self._send(404, {"error": f"Found no {self.route} to read; the README lists what there is"})
 
     def do_HEAD(self) -> None:  # noqa: N802
         """The headers of do_GET; clients look with HEAD / whether a server is there."""
@@ -106,9 +108,11 @@ class BlockpoolHandler(GuardedHandler):
                 AgentsEndpoint(self).post()
             elif self.route in ORDERS:
                 self._order()
-            else:
+            elif self.route in GENERATES:
                 self.path = self.route
                 super().do_POST()
+            else:
+                self._send(404, {"error": f"Found no {self.route} to post to; the README lists what there is"})
         except ConnectionError as error:
             log.info("%s: the client hung up: %s", self.path, error)
         except UnicodeDecodeError as error:

@@ -89,14 +89,6 @@ class Agents:
         """Every agent, by name. Raises OSError."""
         return self.look().agents
 
-    def pinned_hashes(self, namespace: str) -> set[bytes]:
-        """The records of one namespace that the budget is to spare. A folder that cannot be read holds what it held."""
-        try:
-            agents = self.all()
-        except OSError:
-            agents = [agent for _, _, agent in self._known.values()]
-        return {digest for agent in agents if agent.pinned and agent.namespace == namespace for digest in agent.hashes}
-
     def _entries(self) -> list[Entry]:
         try:
             entries = self._disk.scan(self.folder)

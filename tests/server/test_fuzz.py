@@ -140,7 +140,7 @@ def check(sent: Sent, answer: Answer | None) -> None:
         assert failure not in text, f"{text[:500]}\nto {sent}"
     assert '.py"' not in text, text
     if answer.status >= 400 and sent.method != "HEAD":
-        said = json.loads(text)["error"] if answer.type.startswith("application/json") and text != "Not Found" else text
+        said = json.loads(text)["error"] if answer.type.startswith("application/json") else text
         message = said if isinstance(said, str) else said["message"]
         assert message.strip(), f"{answer.status} without a word, to {sent}"
 

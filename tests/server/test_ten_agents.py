@@ -14,7 +14,7 @@ ROOT = Path(__file__).parents[2]
 
 @needs_proc
 def test_ten_agents_with_hang_ups_and_a_kill() -> None:
-    arguments = [sys.executable, "-m", "benchmarks.bench_agents", "--seconds", "10", "--kills", "1", "--samples", "20"]
+    arguments = [sys.executable, "-m", "benchmarks.bench_agents", "--seconds", "7", "--kills", "1", "--samples", "20"]
     ran = subprocess.run(arguments, capture_output=True, text=True, cwd=ROOT, timeout=300)
     assert ran.returncode == 0, ran.stderr
     figures = json.loads(ran.stdout.splitlines()[-1])

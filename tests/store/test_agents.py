@@ -108,7 +108,6 @@ def test_hashes_that_do_not_cover_the_tokens_are_our_own_bug(agents: Agents) -> 
 def test_nothing_there_is_none(agents: Agents) -> None:
     assert agents.get("Old") is None
     assert agents.all() == []
-    assert agents.pinned_hashes("model") == set()
     assert not agents.folder.exists()
 
 
@@ -221,17 +220,6 @@ def test_remove_takes_the_name_away(agents: Agents) -> None:
 # -- pins ------------------------------------------------------------------------------------------------------------------
 
 
-def test_pinned_hashes_are_those_of_pinned_agents_of_one_namespace(agents: Agents) -> None:
-    one(agents, "a", OLD_HASHES[:2], 512)
-    one(agents, "b", OLD_HASHES, 700)
-    agents.note("c", "other", "tiny", NEW_HASHES, 1000)
-    for name in ("a", "c"):
-        agents.pin(name)
-    assert agents.pinned_hashes("model") == set(OLD_HASHES[:2])
-    assert agents.pinned_hashes("other") == set(NEW_HASHES)
-    assert agents.pinned_hashes("none") == set()
-
-
 def test_files_that_did_not_change_are_not_read_again(tmp_path: Path) -> None:
     disk = BrokenDisk()
     agents, elsewhere = Agents(tmp_path, disk), Agents(tmp_path, QuickDisk())
@@ -241,28 +229,16 @@ def test_files_that_did_not_change_are_not_read_again(tmp_path: Path) -> None:
     age(elsewhere)
     for reads in (2, 0):
         disk.calls.clear()
-        assert agents.pinned_hashes("model") == set(OLD_HASHES)
+        assert [(a.name, a.pinned) for a in agents.all()] == [("a", True), ("b", False)]
         assert disk.calls.count("read") == reads
     # A young file may change once more within the same tick of the clock.
     elsewhere.note("a", "model", "tiny", NEW_HASHES, 1000)
     for _ in range(2):
         disk.calls.clear()
-        assert agents.pinned_hashes("model") == set(NEW_HASHES)
+        assert [list(agent.hashes) for agent in agents.all()] == [NEW_HASHES, OLD_HASHES]
         assert disk.calls.count("read") == 1
     elsewhere.unpin("a")
-    assert agents.pinned_hashes("model") == set()
-
-
-def test_what_was_pinned_stays_so_while_the_folder_cannot_be_read(tmp_path: Path) -> None:
-    disk = BrokenDisk()
-    agents = Agents(tmp_path, disk)
-    one(agents)
-    agents.pin("Old")
-    assert agents.pinned_hashes("model") == set(OLD_HASHES)
-    disk.broken["scan"] = PermissionError(errno.EACCES, "denied")
-    assert agents.pinned_hashes("model") == set(OLD_HASHES)
-    with pytest.raises(PermissionError):
-        agents.all()
+    assert not any(agent.pinned for agent in agents.all())
 
 
 # -- crashes ---------------------------------------------------------------------------------------------------------------
