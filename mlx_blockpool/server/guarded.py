@@ -28,6 +28,7 @@ CROWDED_SECONDS = 1.0
 # So long, and for so many bytes, a refused client that still sends is listened to: closing at once would take the answer away.
 LINGER_SECONDS = 2.0
 LINGER_BYTES = 1 << 16
+LINGER_MOST = 64 << 20
 
 
 class Outgoing:
@@ -153,7 +154,7 @@ class GuardedHandler(APIHandler):  # type: ignore[misc]
         length = int(declared) if declared and declared.isdecimal() and len(declared) < 19 else 0
         if self.command in ("GET", "HEAD", "OPTIONS") and not length:
             return
-        left = min(length or LINGER_BYTES, 4 * self.guard.config.max_body_bytes)
+        left = min(length or LINGER_BYTES, max(LINGER_MOST, 4 * self.guard.config.max_body_bytes))
         self._incoming.stall = LINGER_SECONDS
         with suppress(OSError):
             self.connection.shutdown(socket.SHUT_WR)
