@@ -291,9 +291,10 @@ class ServerPromptCache:
 
     def _batch_report(self, batch: list[Running]) -> dict[str, Any] | None:
         """The running batch in the pool, and what it would take padded."""
+        batch = [running for running in batch if running.caches and running.computed]
         if self.prefix is None or not self.prefix.slabs.ragged or not batch:
             return None
-        sequences = [sequence_of(running.caches) for running in batch if running.caches]
+        sequences = [sequence_of(running.caches or []) for running in batch]
         tables = [sequence.tables for sequence in sequences if sequence is not None]
         held = [len({block for own in tables for block in own[g].ids}) for g in range(len(self.prefix.slabs.spec.groups))]
-        return batch_memory(self.prefix.slabs.spec, [len(running.tokens) for running in batch], held).bytes.as_dict()
+        return batch_memory(self.prefix.slabs.spec, [running.computed for running in batch], held).bytes.as_dict()

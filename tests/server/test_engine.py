@@ -14,8 +14,10 @@ from models import save_model
 
 from mlx_blockpool.config import EngineConfig
 from mlx_blockpool.engine.engine import BlockPoolBatchEngine
+from mlx_blockpool.server import generation
 from mlx_blockpool.server.generation import BlockpoolGenerator
 from mlx_blockpool.server.health import Health
+from mlx_blockpool.server.prompt_cache import ServerPromptCache
 from server.serving import Client, at_once, blockpool_server, stock_server
 
 
@@ -175,3 +177,21 @@ def test_the_report_compares_the_running_batch_with_a_padded_one(client: Client,
     assert reports[-1]["engine"]["decode_steps"] > 0
     client.settle()
     assert client.send("/v1/cache")[1]["batch"] is None
+
+
+@pytest.mark.parametrize("name", ["llama", "gemma3_text", "gpt_oss"])
+def test_figures_may_be_taken_at_any_step(name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """In the middle of a prompt caches hold less than its tokens."""
+    monkeypatch.setattr(generation, "REPORT_SECONDS", -1)
+    told: list[Any] = []
+    with blockpool_server(save_model(tmp_path / "model", name), "--prefill-step-size", "64") as server:
+        report = ServerPromptCache.update_report
+
+        def reporting(self: ServerPromptCache, *figures: Any) -> None:
+            report(self, *figures)
+            told.append(self.report.get("batch"))
+
+        monkeypatch.setattr(ServerPromptCache, "update_report", reporting)
+        jobs = [lambda n=n: server.chat([{"role": "user", "content": chr(65 + n) * 400 * n}], max_tokens=8) for n in (1, 2, 3)]
+        at_once(jobs)
+    assert len([batch for batch in told if batch is not None]) > 10
