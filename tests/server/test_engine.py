@@ -168,11 +168,14 @@ def test_the_report_compares_the_running_batch_with_a_padded_one(client: Client,
         reports.append(client.generator.prompt_cache.report)
         return events
 
+    client.send("/v1/completions", {"prompt": "The model is there then.", "max_tokens": 1})
     monkeypatch.setattr(BlockPoolBatchEngine, "next", reporting)
-    prompts = ["a" * 100, "b" * 1500, "c" * 600]
-    at_once([lambda p=p: client.send("/v1/completions", {"prompt": p, "max_tokens": 12}) for p in prompts])
+    prompts = ["a" * 100, "b" * 2500, "c" * 300]
+    # So many that the first still runs when the longest prompt is computed.
+    options = {"max_tokens": 300, "logit_bias": {str(client.generator.model_provider.tokenizer.eos_token_id): -1000}}
+    at_once([lambda p=p: client.send("/v1/completions", {"prompt": p, **options}) for p in prompts])
     widest = max((r["batch"] for r in reports if r["batch"]), key=lambda batch: batch["padded"]["allocated"])
-    assert widest["padded"]["allocated"] > 1.5 * widest["pool"]["allocated"]
+    assert widest["padded"]["allocated"] > 1.2 * widest["pool"]["allocated"]
     assert widest["pool"]["waste_share"] < 0.25
     assert reports[-1]["engine"]["decode_steps"] > 0
     client.settle()
