@@ -17,7 +17,6 @@ from engine.engines import (
 )
 from hypothesis import HealthCheck, Phase, given, settings
 from hypothesis import strategies as st
-from thorough import times
 
 from mlx_blockpool.engine import caches as caches_module
 from mlx_blockpool.engine.engine import BlockPoolBatchEngine
@@ -158,7 +157,7 @@ def run(name: str, requests: list[Arrival], more_blocks: int, config: dict[str, 
 
 
 @pytest.mark.parametrize("name", MODELS)
-@examples(times(60, 170))
+@examples(170)
 @given(
     requests=arrivals(),
     more_blocks=st.sampled_from([0, 1, 2, 2, 3, 20]),
@@ -170,7 +169,7 @@ def test_replies_of_a_schedule_are_those_of_single_stock_sequences(name: str, re
 
 
 @pytest.mark.parametrize("name", MODELS)
-@examples(times(30, 80))
+@examples(80)
 @given(requests=crowds, more_blocks=st.integers(0, 3), config=configs, promised=st.just(1))
 def test_replies_of_a_crowd_that_is_swapped_out_are_those_of_single_stock_sequences(
     name: str, requests: list[Arrival], **more: Any

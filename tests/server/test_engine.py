@@ -158,30 +158,29 @@ def test_a_draft_runs_on_pooled_caches_and_changes_no_reply(model: Path, tmp_pat
         assert not any(c.held for c in known.pool.settle())
 
 
-def test_the_report_compares_the_running_batch_with_a_padded_one(client: Client, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_report_compares_the_running_batch_with_a_padded_one(model: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Three prompts that come together and are all computed before any goes on, so that they decode as one batch."""
     reports: list[dict[str, Any]] = []
+    prompts = ["a" * 100, "b" * 1500, "c" * 600]
     step = BlockPoolBatchEngine.next
 
     def reporting(self: BlockPoolBatchEngine) -> Any:
+        if not reports and len(self) < len(prompts):
+            return []
         events = step(self)
         client.generator._report()
         reports.append(client.generator.prompt_cache.report)
         return events
 
-    client.send("/v1/completions", {"prompt": "The model is there then.", "max_tokens": 1})
     monkeypatch.setattr(BlockPoolBatchEngine, "next", reporting)
-    prompts = ["a" * 100, "b" * 2500, "c" * 300]
-    # So many that the first still runs when the longest prompt is computed.
-    options = {"max_tokens": 300, "logit_bias": {str(client.generator.model_provider.tokenizer.eos_token_id): -1000}}
-    at_once([lambda p=p: client.send("/v1/completions", {"prompt": p, **options}) for p in prompts])
-    batches = [r["batch"] for r in reports if r["batch"]]
-    widest = max(batches, key=lambda batch: batch["padded"]["allocated"])
-    assert widest["padded"]["allocated"] > 1.2 * widest["pool"]["allocated"]
-    # Blocks of a prompt are there before it is computed.
-    assert min(batch["pool"]["waste_share"] for batch in batches) < 0.25
-    assert reports[-1]["engine"]["decode_steps"] > 0
-    client.settle()
-    assert client.send("/v1/cache")[1]["batch"] is None
+    with blockpool_server(model, "--pool-bytes", "20MB", "--prefill-step-size", "128", "--decode-share", "0") as client:
+        at_once([lambda p=p: client.send("/v1/completions", {"prompt": p, "max_tokens": 12}) for p in prompts])
+        widest = max((r["batch"] for r in reports if r["batch"]), key=lambda batch: batch["padded"]["allocated"])
+        assert widest["padded"]["allocated"] > 1.5 * widest["pool"]["allocated"]
+        assert widest["pool"]["waste_share"] < 0.25
+        assert reports[-1]["engine"]["decode_steps"] > 0
+        client.settle()
+        assert client.send("/v1/cache")[1]["batch"] is None
 
 
 @pytest.mark.parametrize("name", ["llama", "gemma3_text", "gpt_oss"])
