@@ -90,8 +90,8 @@ def test_only_the_server_imports_the_server_of_mlx_lm() -> None:
 
 
 @pytest.mark.parametrize("file", TREES)
-def test_files_have_at_most_300_lines(file: str) -> None:
-    assert len((ROOT / file).read_text(encoding="utf-8").splitlines()) <= 300
+def test_files_have_at_most_450_lines(file: str) -> None:
+    assert len((ROOT / file).read_text(encoding="utf-8").splitlines()) <= 450
 
 
 @pytest.mark.parametrize("file", TREES)
