@@ -38,7 +38,8 @@ class System:
         self.contexts = contexts
         self.layers = size[1]
         self.heads, self.dim = size[3], size[0] // size[2]
-        self.pool = open_pool(self.model, 3 * sum(contexts) * 2 * size[1] * size[3] * self.dim * 4) if pooled else None
+        pool_bytes = 3 * sum(contexts) * 2 * size[1] * size[3] * self.dim * 4
+        self.pool = open_pool(self.model, pool_bytes, attach=False) if pooled else None
         if self.pool is not None:
             self.pool.ragged = bind(self.model) > 0
 

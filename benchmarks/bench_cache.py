@@ -55,7 +55,7 @@ def address(slabs: Slabs) -> list[int]:
 
 def bench_decode(args: Any, context: int, steps: int, rounds: int) -> None:
     ours, stock = llama(256, 4, 4, 2), llama(256, 4, 4, 2)
-    slabs = open_pool(ours, 2 * 4 * 2 * 64 * 4 * (context + 4096) * 2)
+    slabs = open_pool(ours, 2 * 4 * 2 * 64 * 4 * (context + 4096) * 2, attach=False)
     bind(ours)
     mine, theirs = filled(ours, make_prompt_cache(ours, slabs), context), filled(stock, stock_prompt_cache(stock), context)
     decode_seconds(ours, mine, 4)
@@ -85,7 +85,7 @@ def bench_prefill(args: Any, context: int, rounds: int) -> None:
     # On a CPU of some GFLOP/s a longer prompt takes a smaller model.
     size = (256, 4, 4, 2) if context <= 4096 else (64, 2, 2, 1)
     ours, stock = llama(*size), llama(*size)
-    slabs = open_pool(ours, 2 * 4 * 2 * 64 * 4 * (context + 4096) * 2)
+    slabs = open_pool(ours, 2 * 4 * 2 * 64 * 4 * (context + 4096) * 2, attach=False)
     bind(ours)
     prompt = mx.random.randint(0, 2000, (context,))
     mx.eval(prompt)

@@ -38,7 +38,7 @@ class Ours:
 
     def __init__(self, model: Any, pool_bytes: int, config: EngineConfig | None = None) -> None:
         bind(model)
-        self.slabs = open_pool(model, pool_bytes)
+        self.slabs = open_pool(model, pool_bytes, attach=False)
         self.slabs.ragged = True
         self.prefix = PrefixCache(self.slabs)
         self.engine = BlockPoolBatchEngine(model, PooledCaches(self.prefix), config)
@@ -168,7 +168,7 @@ def bench_long_prefill(args: Any, model: Any, long: int, step: int) -> None:
 def bench_small_pool(args: Any, model: Any, stock: Any, length: int, tokens: int) -> None:
     """A pool for two of five sequences: all end, with the tokens that each gets alone in mlx-lm."""
     prompts = [prompt(length, 20 + i) for i in range(5)]
-    probe = open_pool(model, 10**9)
+    probe = open_pool(model, 10**9, attach=False)
     size = sum(probe.spec.bytes_per_block(group) for group in probe.spec.groups)
     blocks = -(-(length + tokens) // 256)
     ours = Ours(model, size * (2 * blocks + 1))

@@ -1,7 +1,8 @@
 """Looking up a prompt of 100k tokens among 1,000 conversations, against mlx-lm's LRUPromptCache, in one run.
 
 Both know the same conversations. `lookup` is the search of the trie alone; `fetch` ends in caches to go on with, as a request
-needs them, and for ours in blocks for the whole prompt. The arrays behind them are tiny.
+needs them, and for ours in blocks for the whole prompt. The arrays behind them are tiny. The last case has real ones: a fetch in
+a script whose pool is attached, as open_pool() does it, beside one that is not and copies what it has found.
 """
 
 from __future__ import annotations
@@ -12,9 +13,10 @@ from collections.abc import Callable
 from typing import Any
 
 import mlx.core as mx
-from measure import interleave, options, report
+from measure import interleave, llama, options, report
 from mlx_lm.models.cache import KVCache, LRUPromptCache
 
+from mlx_blockpool.cache.factory import open_pool
 from mlx_blockpool.cache.slabs import Slabs
 from mlx_blockpool.prefix.cache import PrefixCache
 from mlx_blockpool.spec import FullLayer, ModelCacheSpec, blocks_for
@@ -63,6 +65,47 @@ def stock_searches(known: list[list[int]], layers: int) -> tuple[Search, Search]
     return lookup, lambda tokens: len(tokens) - len(stock.fetch_nearest_cache("model", tokens)[1])
 
 
+def script_fetch(length: int, attach: bool) -> tuple[Callable[[], float], dict[str, Any]]:
+    """Seconds of processor time for a fetch of `length` known tokens by a script, and what proves how it was done."""
+    model = llama(256, 4, 4, 2)
+    # Twice the keys and values of the prompt, and as much again for a copy.
+    prefix = PrefixCache(open_pool(model, 8 * length * 2 * 4 * 2 * 64 * 4, attach=attach))
+    rng = random.Random(0)
+    known = [rng.randrange(2048) for _ in range(length)]
+    caches = prefix.fetch(known, 1).caches
+    for cache in caches:
+        cache.update_and_fetch(*mx.random.normal((2, 1, 2, length, 64)))
+    prefix.finish(known, caches)
+    prompt = [*known, *range(50)]
+
+    def seconds() -> float:
+        start = time.process_time()
+        fetched = prefix.fetch(prompt, 1)
+        spent = time.process_time() - start
+        assert fetched.lookup.hit == length
+        prefix.release(fetched.caches)
+        return spent
+
+    before = {block for node in prefix.known.trie for block in node.blocks}
+    fetched = prefix.fetch(prompt, 1)
+    copied = len(set(fetched.caches[0].sequence.tables[0].ids[: blocks_for(length)]) - before)
+    prefix.release(fetched.caches)
+    return seconds, {"attached": prefix.slabs.ragged, "blocks_copied": copied}
+
+
+def bench_script_fetch(args: Any, length: int, rounds: int) -> None:
+    (attached, ours), (copying, theirs) = script_fetch(length, True), script_fetch(length, False)
+    assert ours["attached"], "the model was not attached"
+    assert ours["blocks_copied"] < theirs["blocks_copied"] == length // 256, f"{ours} and {theirs}"
+    median = interleave({"attached": attached, "not_attached": copying}, rounds)
+    report(
+        args, "prefix", f"fetch of {length} known tokens in a script, attached and not",
+        attached_cpu_ms=round(median["attached"] * 1e3, 3), not_attached_cpu_ms=round(median["not_attached"] * 1e3, 3),
+        ratio=round(median["not_attached"] / median["attached"], 1),
+        blocks_copied_attached=ours["blocks_copied"], blocks_copied_not_attached=theirs["blocks_copied"],
+    )  # fmt: skip
+
+
 def bench(args: Any, case: str, prompt: list[int], ours: Search, stock: Search, rounds: int) -> None:
     # Equal tokens of a new request are other objects.
     prompt = [int(str(token)) for token in prompt]
@@ -88,3 +131,4 @@ if __name__ == "__main__":
         bench(args, f"{name}: {tokens} tokens, the last 10 new, among {count}", [*long[:-10], *range(10)], ours, stock, rounds)
         bench(args, f"{name}: {tokens} tokens and a turn of 50, among {count}", [*long, *range(50)], ours, stock, rounds)
         bench(args, f"{name}: {tokens} tokens, {SYSTEM} known, among {count}", [*long[:SYSTEM], *long[::-1]], ours, stock, rounds)
+    bench_script_fetch(args, 8192, rounds)

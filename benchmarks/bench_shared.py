@@ -35,7 +35,7 @@ class System:
         self.model = small_model(layers, self.dtype)
         size = 2 * KV_HEADS * DIM * self.dtype.size * layers * BLOCK_TOKENS
         blocks = prefix // BLOCK_TOKENS + 2 * SEQUENCES
-        self.pool = open_pool(self.model, 4 * blocks * size) if pooled else None
+        self.pool = open_pool(self.model, 4 * blocks * size, attach=False) if pooled else None
         if self.pool is not None:
             self.pool.ragged = bind(self.model) > 0
         self.batch = [type(layer[0]).merge(list(layer)) for layer in zip(*self._sequences(), strict=True)]

@@ -34,7 +34,7 @@ VOCAB = 2048
 def opened(model: Any, folder: Path | None, config: PoolConfig | None = None, bits: int | None = None) -> BlockPoolBatchEngine:
     """An engine over a new pool, with what the store in `folder` knows."""
     bind(model)
-    slabs = open_pool(model, 2 * 10**9 if config is None else config.pool_bytes, config)
+    slabs = open_pool(model, 2 * 10**9 if config is None else config.pool_bytes, config, attach=False)
     slabs.ragged = True
     store = None
     if folder is not None:
@@ -97,7 +97,7 @@ def bench_restore(args: Any, model: Any, length: int, folder: Path, rounds: int,
     fill(model, folder, length, bits)
     files = sorted((folder / "models").rglob("blocks/*/*.safetensors"))
     size = sum(path.stat().st_size for path in files)
-    spec = open_pool(model, 10**9).spec
+    spec = open_pool(model, 10**9, attach=False).spec
     pool_bytes = 2 * length // BLOCK_TOKENS * sum(spec.bytes_per_block(group) for group in spec.groups)
 
     def restore() -> float:

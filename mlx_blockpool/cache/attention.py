@@ -66,16 +66,23 @@ def detach(model: Any) -> None:
 def attach(model: Any, slabs: Slabs) -> bool:
     """Attach, and keep it if a ragged batch of random tokens gives the logits of single sequences.
 
-    Sets slabs.ragged. A model that does not pass is detached and batches through mlx-lm's padded caches.
+    Sets slabs.ragged. A model that does not pass is as it was before, and batches through mlx-lm's padded caches. Raises
+    PoolExhaustedError where the pool has no room for two short sequences.
     """
     spec = slabs.spec
-    # A model without attention has nothing to attach.
-    slabs.ragged = spec.batches and (bind(model) > 0 or not spec.groups)
-    if slabs.ragged:
-        slabs.ragged = _agrees(model, lambda: make_prompt_cache(model, slabs), not slabs.state_leaves)
-    if not slabs.ragged:
-        detach(model)
-    return slabs.ragged
+    # Another pool may have attached it, and relies on that.
+    was_attached = any("_attached_from" in type(module).__dict__ for _, module in model.named_modules())
+    slabs.ragged = agrees = False
+    try:
+        # A model without attention has nothing to attach.
+        slabs.ragged = spec.batches and (bind(model) > 0 or not spec.groups)
+        agrees = slabs.ragged and _agrees(model, lambda: make_prompt_cache(model, slabs), not slabs.state_leaves)
+    finally:
+        slabs.ragged = agrees
+        slabs.path_counts.clear()
+        if not agrees and not was_attached:
+            detach(model)
+    return agrees
 
 
 def batches_padded(model: Any, spec: ModelCacheSpec | None = None) -> bool:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 import os
 from collections.abc import Iterator
 from itertools import count
@@ -10,6 +11,7 @@ from typing import Any
 import mlx.core as mx
 
 from ..config import PoolConfig
+from ..errors import PoolExhaustedError
 from ..plugins import spec_of_model
 from ..spec import ChunkLayer, CompositeLayer, LayerSpec, StateLayer, WindowLayer
 from .layers import PooledKVCache, PooledRotatingKVCache
@@ -17,6 +19,8 @@ from .parts import PooledCacheList, PooledChunkedKVCache, UnusedKVCache
 from .sequence import Sequence
 from .slabs import Slabs
 from .states import PooledArraysCache
+
+log = logging.getLogger(__name__)
 
 
 def pooled_caches(slabs: Slabs, sequence: Sequence | None = None) -> list[Any]:
@@ -31,10 +35,30 @@ def make_prompt_cache(model: Any, slabs: Slabs) -> list[Any]:
     return pooled_caches(slabs)
 
 
-def open_pool(model: Any, pool_bytes: int | None = None, config: PoolConfig | None = None) -> Slabs:
-    """A pool for a loaded model, `pool_bytes` at most (default: half of the memory that the model leaves free)."""
+def open_pool(model: Any, pool_bytes: int | None = None, config: PoolConfig | None = None, *, attach: bool = True) -> Slabs:
+    """A pool for a loaded model, `pool_bytes` at most (default: half of the memory that the model leaves free).
+
+    attach: let the model's attention read blocks where they lie, if a few random tokens give the same logits that way.
+    slabs.ragged says whether they did. If not, or with attach=False, each fetch copies the known prefix to one piece, and
+    batches are padded.
+    """
     spec = spec_of_model(model, config_of(model), type(model).__module__.rpartition(".")[2])
-    return Slabs(spec, default_pool_bytes() if pool_bytes is None else pool_bytes, config)
+    slabs = Slabs(spec, default_pool_bytes() if pool_bytes is None else pool_bytes, config)
+    if attach:
+        attach_if_it_agrees(model, slabs)
+    return slabs
+
+
+def attach_if_it_agrees(model: Any, slabs: Slabs) -> None:
+    """What open_pool() does to the model. A pool with no room for two sequences is left as it is."""
+    # attention.py tries the caches that this module makes.
+    from .attention import attach, step_synchronously_if_copied
+
+    try:
+        attach(model, slabs)
+        step_synchronously_if_copied(model, slabs)
+    except PoolExhaustedError as error:
+        log.info("%s is not attached, as its pool is too small to try that: %s", type(model).__module__, error)
 
 
 def config_of(model: Any) -> dict[str, Any]:

@@ -11,7 +11,7 @@ from typing import Any
 from mlx_lm.utils import _download, load_config
 
 from .. import __version__
-from ..cache.factory import default_pool_bytes
+from ..cache.factory import attach_if_it_agrees, default_pool_bytes
 from ..cache.slabs import Slabs
 from ..config import StoreConfig
 from ..errors import StoreError
@@ -30,16 +30,20 @@ def open_prefix(
     pool_bytes: int | None = None,
     store: StoreConfig | None = None,
     adapter_path: str | Path | None = None,
+    *,
+    attach: bool = True,
 ) -> PrefixCache:
     """A prefix cache over the prompt store for a model that mlx-lm's load() has read from `path`, a folder or an id.
 
-    `pool_bytes` as in open_pool; `store`: None for the same folder and budget as the server's. What is kept is on disk at the
-    latest when close() returns. Raises SpecError for a model that cannot be in blocks, StoreError if its weights cannot be told
-    from others.
+    `pool_bytes` and `attach` as in open_pool; `store`: None for the same folder and budget as the server's. What is kept is on
+    disk at the latest when close() returns. Raises SpecError for a model that cannot be in blocks, StoreError if its weights
+    cannot be told from others.
     """
     folder = Path(_download(str(path)))
     spec = spec_of_model(model, load_config(folder), folder.name)
     slabs = Slabs(spec, default_pool_bytes() if pool_bytes is None else pool_bytes)
+    if attach:
+        attach_if_it_agrees(model, slabs)
     adapter = None if adapter_path is None else Path(adapter_path)
     return PrefixCache(slabs, store=open_store(store or StoreConfig(), folder, adapter, spec, folder.name))
 

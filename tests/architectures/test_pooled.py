@@ -22,12 +22,13 @@ TOKENS = 12
 
 
 @pytest.mark.parametrize("name", [name for name in sorted(RUNNABLE) if name not in OWN_CACHE])
-def test_logits_are_those_of_stock(name: str) -> None:
-    """A prefill in two parts, beyond every window and chunk, and 16 tokens more."""
+@pytest.mark.parametrize("attached", [False, True])
+def test_logits_are_those_of_stock(name: str, attached: bool) -> None:
+    """A prefill in two parts, beyond every window and chunk, and 16 tokens more, in a script that attaches or not."""
     model = make_model(name)
     chunks = [prompt(1, 37), prompt(2, 40)]
     needed = logits(model, stock(model), chunks, 16)
-    found = logits(model, pooled_caches(open_pool(model, POOL)), chunks, 16)
+    found = logits(model, pooled_caches(open_pool(model, POOL, attach=attached)), chunks, 16)
     assert distance(needed, found) <= 1e-5
 
 

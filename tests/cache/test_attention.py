@@ -52,12 +52,12 @@ def test_attached_model_gives_the_same_logits_on_stock_caches(name: str) -> None
 @pytest.mark.parametrize("name", RAGGED)
 def test_models_that_use_the_base_attention_are_ragged(name: str) -> None:
     model = make_model(name)
-    assert attach(model, open_pool(model, 20_000_000))
+    assert attach(model, open_pool(model, 20_000_000, attach=False))
 
 
 def test_own_softmax_is_found_out_and_batches_padded() -> None:
     model = make_model("gemma2")
-    slabs = open_pool(model, 20_000_000)
+    slabs = open_pool(model, 20_000_000, attach=False)
     assert not attach(model, slabs)
     caches = [pooled_caches(slabs) for _ in range(2)]
     for cache in (c for pair in caches for c in pair):
@@ -93,7 +93,7 @@ def test_batches_with_joins_and_leaves_answer_as_single_stock_sequences(name: st
     rng = random.Random(seed)
     stock = MODELS[name]
     model = make_model(name)
-    slabs = open_pool(model, 40_000_000)
+    slabs = open_pool(model, 40_000_000, attach=False)
     assert attach(model, slabs)
     generator = BatchGenerator(model, max_tokens=12, prefill_step_size=128)
     prompts: dict[int, list[int]] = {}
@@ -123,7 +123,7 @@ def test_batches_with_joins_and_leaves_answer_as_single_stock_sequences(name: st
 
 def test_joining_and_leaving_copies_no_slab() -> None:
     model = make_model("llama")
-    slabs = open_pool(model, 20_000_000)
+    slabs = open_pool(model, 20_000_000, attach=False)
     attach(model, slabs)
     caches = [make_prompt_cache(model, slabs) for _ in range(4)]
     for i, cache in enumerate(caches):

@@ -125,7 +125,7 @@ class Batch:
 
     def __init__(self, name: str, path: str, streams: int = 1, pool_bytes: int = 60_000_000) -> None:
         self.model, self.stock = make_model(name), stock_model(name)
-        self.slabs = open_pool(self.model, pool_bytes)
+        self.slabs = open_pool(self.model, pool_bytes, attach=False)
         self.slabs.ragged = bind(self.model) > 0
         self.slabs.decode_path, self.slabs.decode_streams = path, streams
         self.caches: list[Any] = []

@@ -40,7 +40,7 @@ def stock_model(name: str) -> Any:
 def attached(name: str) -> tuple[Any, ModelCacheSpec]:
     """The same model, attached, and its spec."""
     model = make_model(name, **CHANGES.get(name, {}))
-    slabs = open_pool(model, ROOMY)
+    slabs = open_pool(model, ROOMY, attach=False)
     assert attach(model, slabs)
     return model, slabs.spec
 

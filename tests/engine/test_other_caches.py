@@ -55,7 +55,7 @@ def stock_engine(name: str, **config: Any) -> tuple[BlockPoolBatchEngine, Guarde
 
 
 def padded_engine(name: str, batch_bytes: int = ROOMY, pool_bytes: int = ROOMY) -> tuple[BlockPoolBatchEngine, PrefixCache]:
-    prefix = PrefixCache(open_pool(plain_model(name), pool_bytes))
+    prefix = PrefixCache(open_pool(plain_model(name), pool_bytes, attach=False))
     caches = PaddedCaches(prefix, batch_bytes, batches(name))
     return BlockPoolBatchEngine(plain_model(name), caches, EngineConfig(prefill_tokens=128)), prefix
 
@@ -159,7 +159,7 @@ def test_in_padded_batches_a_second_turn_reuses_the_first(name: str) -> None:
 @pytest.mark.parametrize("name", ["llama", "gemma3_text", "gpt_oss"])
 def test_a_padded_batch_that_grows_out_of_its_bytes_swaps_out_and_never_exceeds_them(name: str) -> None:
     prompts = [words(i, 120 - 7 * i) for i in range(4)]
-    spec = open_pool(plain_model(name), ROOMY).spec
+    spec = open_pool(plain_model(name), ROOMY, attach=False).spec
     size = batch_memory(spec, [200] * 3).bytes.grown.allocated
     engine, prefix = padded_engine(name, batch_bytes=size)
     uids = [engine.insert(Request(prompt, 200)) for prompt in prompts]
@@ -184,7 +184,7 @@ def test_a_padded_batch_of_one_needs_no_bytes_of_its_own() -> None:
 
 
 def test_a_model_that_does_not_batch_has_its_pool_to_one_sequence() -> None:
-    spec = open_pool(plain_model("gemma2"), ROOMY).spec
+    spec = open_pool(plain_model("gemma2"), ROOMY, attach=False).spec
     engine, prefix = padded_engine("gemma2", pool_bytes=2 * sum(map(spec.bytes_per_block, spec.groups)))
     uids = [engine.insert(Request(words(i, 250), 20)) for i in range(3)]
 

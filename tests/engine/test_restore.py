@@ -221,7 +221,7 @@ def test_what_is_stored_in_fewer_bits_comes_back_and_answers(tmp_path: Path, bit
 def wide_model() -> tuple[Any, Any]:
     """Heads of 32, which quantisation needs; the others' are smaller."""
     model = make_model("llama", hidden_size=128)
-    slabs = open_pool(model, 10_000_000)
+    slabs = open_pool(model, 10_000_000, attach=False)
     assert attach(model, slabs)
     return model, slabs.spec
 
