@@ -110,7 +110,7 @@ def _read_index(path: Path) -> dict[str, Any]:
 
 
 def _config_path(model: str) -> Path:
-    path = Path(model_path() if model == "demo" else model)
+    path = Path(model_path(model))
     path = path / "config.json" if os.path.isdir(path) else path
     if os.path.isfile(path):
         return path

@@ -45,7 +45,7 @@ class Source:
         bits: int | None = None,
         store_bytes: int | None = None,
     ) -> None:
-        self.name = model_path() if model == "demo" else model
+        self.name = model_path(model)
         self.folder = _model_folder(self.name)
         self.adapter = adapter
         there = sum(file.size for file in Listing(root).records)

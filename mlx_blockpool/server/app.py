@@ -134,8 +134,7 @@ def _argparse_with(arguments: list[str]) -> types.SimpleNamespace:
             add_safety_options(self.add_argument_group("safety").add_argument)
             self.set_defaults(prefill_step_size=EngineConfig.prefill_tokens, allowed_origins=ANY_ORIGIN)
             args = super().parse_args(arguments)
-            if args.model == "demo":
-                args.model = model_path()
+            args.model = args.model and model_path(args.model)
             return args
 
     return types.SimpleNamespace(**{**vars(argparse), "ArgumentParser": Parser})

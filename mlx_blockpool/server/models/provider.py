@@ -14,7 +14,7 @@ from mlx.utils import tree_flatten
 from mlx_lm import server
 from mlx_lm.utils import hf_repo_to_path, load_config
 
-from ...demo import model_path
+from ...demo import NAMES, model_path
 from ...errors import BlockpoolError
 from ...upstream import rebind
 
@@ -28,7 +28,7 @@ class ModelKey(NamedTuple):
 
 
 class BlockpoolModelProvider(server.ModelProvider):  # type: ignore[misc]
-    """mlx-lm's provider for one model; `demo` names the bundled one."""
+    """mlx-lm's provider for one model; the bundled ones go by their names (demo.NAMES)."""
 
     def __init__(self, cli_args: Any) -> None:
         super().__init__(cli_args)
@@ -36,7 +36,7 @@ class BlockpoolModelProvider(server.ModelProvider):  # type: ignore[misc]
             raise BlockpoolError("Found a distributed run; the block pool serves one machine. Use mlx_lm.server without it.")
         self.config: dict[str, Any] = {}
         self.folder = Path()
-        self._model_map["demo"] = model_path()
+        self._model_map |= {name: model_path(name) for name in NAMES}
 
     @property
     def name(self) -> str:
@@ -48,7 +48,7 @@ class BlockpoolModelProvider(server.ModelProvider):  # type: ignore[misc]
         return BlockpoolModelProvider(self.cli_args)
 
     def named(self, name: str) -> str:
-        """What a name stands for: `demo`, `default_model`, or itself."""
+        """What a name stands for: a bundled model, `default_model`, or itself."""
         return self._model_map.get(name) or name
 
     def default_key(self) -> ModelKey | None:
