@@ -1,14 +1,15 @@
 """Build the demo agent, a model that calls tools: python -m mlx_blockpool.demo.agent [--out DIR].
 
 A real llama model whose weights are written instead of trained: it follows agent_script.json, whatever it is asked. The chat
-template opens each reply with a token for the step and the client's shell tool; phrases of the script are tokens of their own. Each
-next token follows from the last one and, by one attention head that looks two tokens back, from the step. So its replies are
-known and cost next to nothing, while prompts, tools, templates and caches are those of any other model.
+template opens each reply with a token for the step and the client's shell tool, and phrases of the script are tokens of their
+own. Each next token follows from the last one and, by one attention head that looks two tokens back, from the step. So its
+replies are known and cost next to nothing, while prompts, tools, templates and caches are those of any other model.
 """
 
 from __future__ import annotations
 
 import argparse
+import itertools
 import json
 from collections.abc import Iterator
 from pathlib import Path
@@ -113,7 +114,7 @@ def make_weights(tokenizer: Tokenizer, script: dict[str, Any]) -> dict[str, Any]
     for phrase, dim in dims.items():
         embedding[ids[phrase]] = np.eye(HIDDEN)[dim]
     for reply in replies(script):
-        for here, following in zip(reply, reply[1:], strict=False):
+        for here, following in itertools.pairwise(reply):
             head[ids[following], dims[here]] = 1
         if CALL in reply:
             head[ids[reply[3]], 96 + dims[reply[0]]] = 1
