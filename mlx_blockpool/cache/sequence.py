@@ -39,7 +39,9 @@ class Sequence:
     def __del__(self) -> None:
         for table in getattr(self, "tables", ()):
             self.pool.give_back(table)
-        self.count_states(0)
+        if getattr(self, "state_bytes", 0):
+            # Finalizers run on any thread.
+            self.slabs.give_back_states(self.state_bytes)
 
     def __deepcopy__(self, memo: dict[int, Any]) -> Sequence:
         return self.fork()
@@ -53,9 +55,8 @@ class Sequence:
 
     def count_states(self, n_bytes: int) -> None:
         """So much are its states counted with from now on."""
-        if hasattr(self, "state_bytes"):
-            self.slabs.running_bytes += n_bytes - self.state_bytes
-            self.state_bytes = n_bytes
+        self.slabs.count_states(n_bytes - self.state_bytes)
+        self.state_bytes = n_bytes
 
     def release(self) -> None:
         """Give all blocks back now. Its caches are empty shells afterwards."""

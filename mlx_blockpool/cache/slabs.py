@@ -7,7 +7,7 @@ No view of a slab may outlive the step that made it: a write would copy the whol
 from __future__ import annotations
 
 import os
-from collections import Counter
+from collections import Counter, deque
 from dataclasses import dataclass
 from typing import Any
 
@@ -79,7 +79,9 @@ class Slabs:
 
     def __init__(self, spec: ModelCacheSpec, pool_bytes: int, config: PoolConfig | None = None) -> None:
         self.state_bytes = state_share(spec, pool_bytes, config or PoolConfig())
-        self.running_bytes = 0
+        self._running_bytes = 0
+        # Bytes that finalizers gave back and nobody has subtracted yet.
+        self._returned_states: deque[int] = deque()
         self.pool = BlockPool(spec, pool_bytes - self.state_bytes, config)
         self.ragged = False
         self.synchronous = False
@@ -108,6 +110,21 @@ class Slabs:
     def nbytes(self) -> int:
         """Bytes of the arrays themselves; what `pool_bytes` limits."""
         return sum(a.nbytes for slab in self._slabs.values() for a in (*slab.keys, *slab.values))
+
+    @property
+    def running_bytes(self) -> int:
+        """What the states of running sequences are counted with. For the owner's thread alone."""
+        while self._returned_states:
+            self._running_bytes -= self._returned_states.popleft()
+        return self._running_bytes
+
+    def count_states(self, change: int) -> None:
+        """Running sequences are counted with so many bytes more. For the owner's thread alone."""
+        self._running_bytes += change
+
+    def give_back_states(self, n_bytes: int) -> None:
+        """count_states() the other way, for any thread and for finalizers."""
+        self._returned_states.append(n_bytes)
 
     def sync(self) -> None:
         """Give arrays back and make new ones until they match the pool's layout."""

@@ -276,7 +276,7 @@ class BlockPoolBatchEngine:
             self._batch.suspend(running)
         self.caches.abandon(running)
         if running.caches is not None:
-            self.caches.finish(running, "assistant")
+            self._keep(running)
         self._may_admit = True
 
     def _end(self, running: Running, error: Exception | None) -> None:
@@ -286,10 +286,14 @@ class BlockPoolBatchEngine:
             self.caches.release(running)
             self._fail(running, error)
             return
+        self._keep(running)
+
+    def _keep(self, running: Running) -> None:
+        """Take the caches of a request back, with what was computed. If it cannot be kept, no request fails for that."""
         try:
             self.caches.finish(running, "assistant")
         except Exception:
-            # The reply is whole; that nothing of it could be kept is not its client's failure.
+            # The code of models and the prefix cache may raise anything, and the reply does not depend on it.
             log.exception("request %d could not be kept", running.uid)
             self.caches.release(running)
 

@@ -166,7 +166,7 @@ class TimedPins:
         timed, gone = self.timed.add(standing, seconds)
         timed.pin = self.known.pin(standing.nodes, standing.position)
         self._unpin(gone)
-        if self._is_too_much([timed]):
+        if self._are_too_much([timed]):
             self.timed.remove(timed)
             self._unpin([timed])
             self.num_refused += 1
@@ -221,11 +221,15 @@ class TimedPins:
         assert found[1] <= most[1], f"{found[1]} bytes of states are pinned; {most[1]} may be"
 
     def _limit(self) -> None:
-        while self._is_too_much(self.timed):
+        while self._are_too_much(self.timed):
             self.release_soonest()
 
-    def _is_too_much(self, timed: Iterable[Timed]) -> bool:
-        n_bytes, states = self._bytes(timed)
+    def _are_too_much(self, timed: Iterable[Timed]) -> bool:
+        return self.is_too_much(each.pin for each in timed if each.pin is not None)
+
+    def is_too_much(self, pins: Iterable[Pin]) -> bool:
+        """Whether these pins, timed or not, keep more blocks or more states than may be pinned."""
+        n_bytes, states = self.known.pinned_bytes(pins)
         return n_bytes > self.most_bytes or states > self.most_state_bytes
 
     def _bytes(self, timed: Iterable[Timed]) -> tuple[int, int]:

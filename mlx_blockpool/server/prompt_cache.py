@@ -125,11 +125,16 @@ class ServerPromptCache:
         if self.prefix is not None and self.prefix.stored is not None:
             self.prefix.stored.write_behind()
 
+    def note_ended_turns(self) -> None:
+        """note_turns() where a turn has ended since. Cheap."""
+        if isinstance(self.caches, PooledCaches) and self.caches.turns:
+            self.note_turns()
+
     def note_turns(self) -> None:
         """Agents whose turn has ended are noted, and what is pinned of them is spared."""
         if self.agents is not None and isinstance(self.caches, PooledCaches):
-            self.agents.follow(self.caches.turns)
-            self.caches.turns.clear()
+            turns, self.caches.turns = self.caches.turns, {}
+            self.agents.follow(turns)
             if self.prefix is not None and self.prefix.stored is not None:
                 self._spare(self.prefix.stored.store)
 

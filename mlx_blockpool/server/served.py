@@ -160,20 +160,31 @@ class ServedModel:
         engine, start = self.engine, time.perf_counter()
         assert engine is not None
         for event in engine.next():
+            if event.uid not in self.live:
+                # It has failed at an earlier event of this step.
+                continue
             try:
                 self._tell(event)
             except Exception as error:
                 # A reply that cannot be put into words is one request's failure, not the batch's.
                 log.exception("request %d failed", event.uid)
-                engine.cancel(event.uid)
                 self.live.pop(event.uid).fail(error)
+                engine.cancel(event.uid)
         for uid in [uid for uid, live in self.live.items() if live.context._should_stop]:
             engine.cancel(uid)
             del self.live[uid]
         self.spent += time.perf_counter() - start
         if not self.live:
             self.used = time.monotonic()
-            self.prompt_cache.note_turns()
+        self._note_turns()
+
+    def _note_turns(self) -> None:
+        """Note the turns that have ended with this step, also while other requests run."""
+        try:
+            self.prompt_cache.note_ended_turns()
+        except Exception:
+            # A turn that cannot be noted fails neither its own request, which has ended, nor the others.
+            log.exception("turns of agents could not be noted")
 
     def _tell(self, event: Event) -> None:
         live = self.live[event.uid]

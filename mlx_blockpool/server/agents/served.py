@@ -34,8 +34,6 @@ MOST_BY_CONTENT = 200
 MOST_BY_NAME = 2000
 # Other processes change agents too: files are looked at this often.
 LOOK_SECONDS = 1.0
-# Pins may take this share of the pool: what is left has to serve everybody.
-PINNED_SHARE = 0.5
 
 
 @dataclass(frozen=True)
@@ -151,11 +149,10 @@ class ServedAgents:
         if before is not None:
             known.unpin(before)
         self.pinned[name] = pin
-        pins = [pin for pin in self.pinned.values() if pin is not None]
-        if sum(known.pinned_bytes(pins)) > self._prefix.pool.pool_bytes * PINNED_SHARE:
+        if self._prefix.keeping.pins.is_too_much(pin for pin in self.pinned.values() if pin is not None):
             known.unpin(pin)
             self.pinned[name] = None
-            log.warning("agents: no more than half of the pool can be pinned; one agent's path may leave memory")
+            log.warning("agents: no more blocks or states of the pool can be pinned; one agent's path may leave memory")
 
     def _take_over(self, seen: list[Agent]) -> None:
         """What the files say of pins holds."""

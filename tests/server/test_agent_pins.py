@@ -1,0 +1,51 @@
+"""What agents are pinned with leaves room for requests, in models with blocks, with states, and with both."""
+
+from __future__ import annotations
+
+import pytest
+from prefix.test_states import SPECS, Life
+
+from mlx_blockpool.prefix.noted import NotedPath
+from mlx_blockpool.prefix.lookup import path_of
+from mlx_blockpool.server.agents.served import ServedAgents
+
+PROMPTS = [list(range(100 * n, 100 * n + 40)) for n in range(1, 13)]
+
+
+def pinned(life: Life) -> tuple[ServedAgents, list[bool]]:
+    """All prompts are answered and pinned, each under a name of its own, as far as they may be."""
+    agents = ServedAgents("m", None)
+    agents.attend(life.prefix)
+    found = []
+    for n, prompt in enumerate(PROMPTS):
+        life.answer(prompt)
+        found.append(agents.pin(f"agent {n}", NotedPath(*_path(life, prompt))))
+    agents.close()
+    return agents, found
+
+
+def _path(life: Life, prompt: list[int]) -> tuple[tuple[bytes, ...], int]:
+    hashes, tokens = path_of(life.prefix.known, prompt)
+    return tuple(hashes), tokens
+
+
+@pytest.mark.parametrize("name", SPECS)
+def test_pinned_agents_leave_half_of_the_states_to_requests(name: str) -> None:
+    own = SPECS[name].fixed_bytes_per_agent()
+    life = Life(SPECS[name], state_bytes=10 * own)
+    agents, found = pinned(life)
+    assert found == [True] * 5 + [False] * 7
+    assert sum(pin is not None for pin in agents.pinned.values()) == 5
+    new = list(range(3000, 3040))
+    assert life.answer(new) == 0
+    assert life.answer([*new, 1, 2]) == len(new)
+    assert life.answer([*PROMPTS[0], 1, 2]) == len(PROMPTS[0])
+
+
+def test_a_refused_pin_holds_once_another_has_gone() -> None:
+    life = Life(SPECS["states alone"], state_bytes=4 * SPECS["states alone"].fixed_bytes_per_agent())
+    agents, found = pinned(life)
+    assert found == [True, True] + [False] * 10
+    agents.unpin("agent 0")
+    life.answer(PROMPTS[11])
+    assert agents.pin("agent 11", NotedPath(*_path(life, PROMPTS[11])))

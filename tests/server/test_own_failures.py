@@ -1,0 +1,104 @@
+"""A request's failure is its own, and turns are noted as they end: with others live beside it."""
+
+from __future__ import annotations
+
+import http.client
+import json
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import pytest
+from models import save_model
+
+from mlx_blockpool.prefix.cache import PrefixCache
+from mlx_blockpool.server.errand import have_done
+from mlx_blockpool.server.served import ServedModel
+from server.serving import Client, blockpool_server
+
+
+@pytest.fixture(scope="module")
+def client(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Client]:
+    folder = save_model(tmp_path_factory.mktemp("llama"), "llama")
+    with blockpool_server(folder, "--pool-bytes", "20MB", "--prefill-step-size", "128") as running:
+        yield running
+
+
+@contextmanager
+def long_reply(client: Client) -> Iterator[Any]:
+    """Lines of a stream that goes on until it is left; it has begun."""
+    connection = http.client.HTTPConnection("127.0.0.1", client.port, timeout=60)
+    body = {"prompt": "a long reply", "max_tokens": 20_000, "stream": True, "logit_bias": {"96": -1e4}}
+    connection.request("POST", "/v1/completions", json.dumps(body))
+    response = connection.getresponse()
+    while not response.readline().startswith(b"data: {"):
+        pass
+    try:
+        yield response
+        # Still well.
+        assert response.readline() is not None
+    finally:
+        response.close()
+        connection.close()
+    client.settle()
+
+
+def test_a_request_that_fails_at_its_start_takes_nobody_along(client: Client, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Its start and its progress come with the same step."""
+    explain = ServedModel.explain
+
+    def broken(self: Any, explained: Any, prompt: Any, cached: int, lookup: Any) -> None:
+        if len(prompt) == 5:
+            raise LookupError("cannot explain this")
+        explain(self, explained, prompt, cached, lookup)
+
+    monkeypatch.setattr(ServedModel, "explain", broken)
+    with long_reply(client) as lines:
+        status, answer = client.send("/v1/completions", {"prompt": "12345", "max_tokens": 3})
+        assert status == 400
+        assert "cannot explain this" in answer["error"]["message"]
+        assert len(client.generator._live) == 1
+        while not lines.readline().startswith(b"data: {"):
+            pass
+
+
+def test_a_client_that_leaves_what_cannot_be_kept_takes_nobody_along(client: Client, monkeypatch: pytest.MonkeyPatch) -> None:
+    def broken(*args: Any, **kwargs: Any) -> int:
+        raise LookupError("cannot keep this")
+
+    with long_reply(client) as lines:
+        with monkeypatch.context() as patch:
+            patch.setattr(PrefixCache, "finish", broken)
+            (served,) = client.generator.registry.loaded.values()
+
+            def second() -> int:
+                """The number of live requests, once a second one has come and gone."""
+                return len(served.live)
+
+            connection = http.client.HTTPConnection("127.0.0.1", client.port, timeout=60)
+            body = {"prompt": "another one", "max_tokens": 20_000, "stream": True, "logit_bias": {"96": -1e4}}
+            connection.request("POST", "/v1/completions", json.dumps(body))
+            other = connection.getresponse()
+            other.readline()
+            assert have_done(client.generator, second) == 2
+            other.close()
+            connection.close()
+            while have_done(client.generator, second) == 2:
+                pass
+            assert have_done(client.generator, second) == 1
+        while not lines.readline().startswith(b"data: {"):
+            pass
+
+
+def test_a_turn_is_noted_when_it_ends_and_not_when_nothing_is_live(client: Client) -> None:
+    with long_reply(client):
+        messages = [{"role": "user", "content": "note me"}]
+        client.chat(messages, max_tokens=2, prompt_cache_key="noted at once")
+        (served,) = client.generator.registry.loaded.values()
+
+        def look() -> tuple[int, bool, int]:
+            agents = served.prompt_cache.agents
+            return len(served.live), "noted at once" in agents.noted, len(served.prompt_cache.caches.turns)
+
+        assert have_done(client.generator, look) == (1, True, 0)
