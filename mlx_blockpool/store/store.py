@@ -30,7 +30,8 @@ class PromptStore:
     Several processes may use one folder. Each looks at what the others wrote after look_bytes of its own, and hands over no more
     than that, or one record, while it looks: for each beside the first they exceed the budget by at most twice that and a record.
 
-    `counts`: written, written_bytes, read, read_bytes, dropped, quarantined, looks, and what was refused and why.
+    `counts`: written, written_bytes, failed, faults (not the disk's), read, read_bytes, dropped, quarantined, looks, and what was
+    refused and why.
     """
 
     def __init__(
@@ -133,8 +134,10 @@ class PromptStore:
     def _hear(self) -> list[Key]:
         failed: list[Key] = []
         for done in self._writer.poll():
-            if done.error is not None:
+            if isinstance(done.error, OSError):
                 self._limits.suspend(done.error)
+            elif done.error is not None:
+                self.counts["faults"] += 1
             if isinstance(done.job, Job):
                 failed += self._done(done.job, done)
             else:
@@ -156,7 +159,10 @@ class PromptStore:
                 self._index.remove(job.name)
                 if done.left is not None:
                     self._index.add(job.name, done.left)
-                return [job.record.key]
+                if isinstance(done.error, OSError):
+                    return [job.record.key]
+                # What is no fault of the disk would fail again.
+                self._news.lost.append(job.record.key)
         elif done.error is not None and is_last:
             self._index.put_back(job.name, job.size)
         return []

@@ -5,6 +5,7 @@ Whoever hands work over polls for what became of it.
 
 from __future__ import annotations
 
+import logging
 import threading
 import time
 from collections import deque
@@ -15,6 +16,8 @@ from .disk import Buffer
 from .folder import Folder
 from .looks import Seen
 from .record import Record, encode
+
+log = logging.getLogger(__name__)
 
 
 @dataclass(frozen=True)
@@ -36,13 +39,13 @@ class Look:
 
 @dataclass(frozen=True)
 class Done:
-    """What became of a job. `error` None: it is on disk, or gone from it.
+    """What became of a job. `error` None: it is on disk, or gone from it; an OSError is the disk's, any other a fault of ours.
 
     left:  with an error, bytes of what lies under its name now; None: nothing. seen: what a look has found.
     """
 
     job: Job | Look
-    error: OSError | None = None
+    error: BaseException | None = None
     left: int | None = None
     seen: Seen | None = None
 
@@ -97,11 +100,14 @@ class Writer:
         return found
 
     def flush(self, seconds: float) -> bool:
-        """Wait until all is written, at most so long. Whether it is."""
+        """Wait until every job was tried, at most so long. Whether it was; poll() says what became of each.
+
+        Where the thread has ended there is nothing to wait for.
+        """
         until = time.monotonic() + seconds
         with self._changed:
-            while (self._jobs or self._busy) and time.monotonic() < until:
-                self._changed.wait(max(0.0, until - time.monotonic()))
+            while (self._jobs or self._busy) and self._thread.is_alive() and (left := until - time.monotonic()) > 0:
+                self._changed.wait(left)
             return not (self._jobs or self._busy)
 
     def close(self, seconds: float) -> bool:
@@ -141,7 +147,11 @@ class Writer:
                 self.folder.remove(job.name)
             else:
                 self._write(job, encode(job.record, job.buffers))
-        except OSError as error:
+        except BaseException as error:
+            # The top of the thread: whatever a job raises fails that job alone.
+            if not isinstance(error, OSError):
+                what = job.name if isinstance(job, Job) else "a look at the folder"
+                log.error("prompt store: %s failed by a fault that is not the disk's", what, exc_info=error)
             return Done(job, error, self.folder.size_of(job.name) if isinstance(job, Job) else None)
         return Done(job)
 

@@ -262,3 +262,20 @@ def test_a_failure_that_something_newer_follows_does_not_speak_of_it(tmp_path: P
     assert record.key in store
     assert store.report()["bytes"] == SIZE
     assert (store.counts["failed"], store.counts["written"]) == (1, 1)
+
+
+def test_a_fault_that_is_not_the_disks_fails_one_record_and_the_disk_is_used_on(tmp_path: Path) -> None:
+    disk = BrokenDisk()
+    store = open_store(tmp_path, disk)
+    store.open()
+    failing, after = chain(1, 2)
+    disk.broken["write"] = ValueError("odd")  # type: ignore[assignment]
+    assert put(store, failing) is None
+    assert store.flush()
+    disk.broken.clear()
+    assert store.poll() == [], "what is no fault of the disk is not tried again at once"
+    assert store.news().lost == [failing.key]
+    assert failing.key not in store
+    put_all(store, [after])
+    assert (store.counts["failed"], store.counts["faults"], store.problem) == (1, 1, None)
+    assert store.close()

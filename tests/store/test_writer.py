@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import errno
 import threading
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from pathlib import Path
 
 import pytest
@@ -255,3 +255,49 @@ def test_a_failure_tells_what_lies_there_now(tmp_path: Path) -> None:
         (False, None),
         (False, old.size),
     ]
+
+
+@pytest.mark.parametrize("error", [ValueError("odd"), MemoryError(), SystemExit(3)], ids=["value", "memory", "exit"])
+def test_whatever_a_job_raises_fails_that_job_alone(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture, error: BaseException
+) -> None:
+    disk = FaultyDisk(error)
+    writer = open_writer(tmp_path, disk)
+
+    def fail() -> Seen:
+        raise error
+
+    failing, look, after = job(1), Look(fail), job(2)
+    writer.put(failing)
+    assert writer.flush(30)
+    writer.put(look)
+    assert writer.flush(30)
+    disk.error = None
+    writer.put(after)
+    assert writer.flush(30)
+    assert [(done.job, done.error) for done in writer.poll()] == [(failing, error), (look, error), (after, None)]
+    assert (writer.queued_bytes, writer.waiting(failing.name), temporaries(tmp_path)) == (0, None, [])
+    assert [(tmp_path / j.name).exists() for j in (failing, after)] == [False, True]
+    assert [record.exc_info[1] for record in caplog.records if record.exc_info] == [error, error]
+    assert writer.close(30)
+    assert not writer._thread.is_alive()
+
+
+class FaultyDisk(QuickDisk):
+    """Raises `error` in the middle of a write."""
+
+    def __init__(self, error: BaseException | None) -> None:
+        self.error = error
+
+    def write(self, fd: int, buffers: Iterable[Buffer]) -> None:
+        if self.error is not None:
+            raise self.error
+        super().write(fd, buffers)
+
+
+def test_nobody_waits_for_a_thread_that_has_ended(tmp_path: Path) -> None:
+    writer = open_writer(tmp_path, QuickDisk())
+    assert writer.close(30)
+    writer.put(job(1))
+    assert not writer.flush(10**9)
+    assert not writer.close(10**9)
