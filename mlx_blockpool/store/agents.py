@@ -20,7 +20,6 @@ from ..errors import BadRecordError, StoreError
 from ..spec import blocks_for
 from .disk import Disk, Entry, safe_name, write_whole
 from .manifest import SUFFIX, Agent, encode, read, shown
-from .offline import is_plain
 
 FOLDER = "agents"
 # A turn that changes nothing but the time of use is written down only so often.
@@ -94,18 +93,16 @@ class Agents:
             entries = self._disk.scan(self.folder)
         except FileNotFoundError:
             return []
-        return sorted(e for e in entries if e.name.endswith(SUFFIX) and not e.name.startswith(".") and not e.is_directory)
+        # A link or a pipe is not the store's.
+        return sorted(e for e in entries if e.name.endswith(SUFFIX) and not e.name.startswith(".") and e.is_file)
 
     def _looked_at(self, entry: Entry) -> tuple[Entry, float, Agent]:
         """With the moment at which it was read."""
         before = self._known.get(entry.name)
         if before is not None and before[0] == entry and before[1] - entry.modified > SETTLED_SECONDS:
             return before
-        now, path = time.time(), self.folder / entry.name
-        if not is_plain(path):
-            # A link or a pipe is not the store's, and reading it could wait for ever.
-            raise FileNotFoundError(path)
-        return entry, now, read(self._disk, path)
+        now = time.time()
+        return entry, now, read(self._disk, self.folder / entry.name)
 
     # -- changing ------------------------------------------------------------------------------------------------------
 
@@ -175,9 +172,12 @@ class Agents:
 
     def _need_free(self, name: str) -> None:
         try:
-            self._disk.read(self._path(name), 0, 1)
+            self._disk.stat(self._path(name))
         except FileNotFoundError:
             return
+        except BadRecordError:
+            # Something is there, and it is not the store's.
+            pass
         raise StoreError(f"Found an agent {shown(name)} in {self.folder} already; needed a name that is free.")
 
     def _write(self, agent: Agent, becoming: str | None = None) -> None:

@@ -11,10 +11,13 @@ import hashlib
 import os
 import re
 import secrets
+import stat
 from collections.abc import Callable, Iterable
 from contextlib import suppress
 from pathlib import Path
 from typing import NamedTuple, TypeAlias
+
+from ..errors import BadRecordError
 
 Buffer: TypeAlias = bytes | bytearray | memoryview
 # Gives so many bytes to read into.
@@ -28,19 +31,36 @@ _CANNOT_SYNC = {errno.EINVAL, errno.ENOTSUP, errno.EOPNOTSUPP, errno.ENOTTY}
 _PLAIN_NAME = re.compile(r"[a-z0-9](?:[a-z0-9._-]{0,78}[a-z0-9_-])?")
 _WINDOWS_DEVICE = re.compile(r"(?:con|prn|aux|nul|com[0-9]|lpt[0-9])(?:\..*)?")
 _READABLE_CHARACTERS = 60
+_KINDS = {
+    stat.S_IFDIR: "a directory",
+    stat.S_IFLNK: "a symbolic link",
+    stat.S_IFIFO: "a pipe",
+    stat.S_IFSOCK: "a socket",
+    stat.S_IFCHR: "a device",
+    stat.S_IFBLK: "a device",
+}
 
 
 class Entry(NamedTuple):
-    """What a directory holds under one name. `size` is bytes, `modified` seconds since the epoch."""
+    """What a directory holds under one name. `size` is bytes, `modified` seconds since the epoch, `modified_ns` the same exactly.
+
+    `is_file`: a regular file, neither a link nor a pipe nor a device.
+    """
 
     name: str
     size: int
     modified: float
     is_directory: bool
+    is_file: bool = True
+    modified_ns: int = 0
+    inode: int = 0
 
 
 class Disk:
-    """A thin method for each system call, so that a test can fail, die or lose writes at any of them. Each raises OSError."""
+    """A thin method for each system call, so that a test can fail, die or lose writes at any of them. Each raises OSError.
+
+    Only regular files are read: a link, pipe, device or directory in place of one is a BadRecordError, and nobody waits for it.
+    """
 
     def create(self, path: Path) -> int:
         """A new file that only its owner reads (0600). FileExistsError if there is one."""
@@ -114,13 +134,12 @@ class Disk:
         with os.scandir(path) as entries:
             for entry in entries:
                 with suppress(FileNotFoundError):
-                    stat = entry.stat(follow_symlinks=False)
-                    found.append(Entry(entry.name, stat.st_size, stat.st_mtime, entry.is_dir(follow_symlinks=False)))
+                    found.append(_entry(entry.name, entry.stat(follow_symlinks=False)))
         return found
 
     def read(self, path: Path, start: int = 0, size: int | None = None) -> bytes:
         """At most `size` bytes from byte `start` on, None: all. Fewer where the file ends; never allocates more than there is."""
-        fd = os.open(path, os.O_RDONLY)
+        fd = _open_regular(path)
         try:
             rest = max(0, os.fstat(fd).st_size - start)
             rest = rest if size is None else min(rest, size)
@@ -135,7 +154,7 @@ class Disk:
 
     def read_into(self, path: Path, into: Into, most: int) -> memoryview:
         """read() from the beginning, at most `most` bytes, into what into(bytes) gives."""
-        fd = os.open(path, os.O_RDONLY)
+        fd = _open_regular(path)
         try:
             data = memoryview(into(min(most, os.fstat(fd).st_size)))
             done = 0
@@ -147,12 +166,47 @@ class Disk:
 
     def size(self, path: Path) -> int:
         """Bytes of a file."""
-        return os.stat(path).st_size
+        return self.stat(path).size
+
+    def stat(self, path: Path) -> Entry:
+        """A file as scan() finds it."""
+        found = os.lstat(path)
+        _need_regular(found.st_mode)
+        return _entry(path.name, found)
 
     def free_bytes(self, path: Path) -> int:
         """Bytes that this user may still write to the file system of `path`."""
         figures = os.statvfs(path)
         return figures.f_bavail * figures.f_frsize
+
+
+def _entry(name: str, found: os.stat_result) -> Entry:
+    kind = stat.S_IFMT(found.st_mode)
+    is_directory, is_file = kind == stat.S_IFDIR, kind == stat.S_IFREG
+    return Entry(name, found.st_size, found.st_mtime, is_directory, is_file, found.st_mtime_ns, found.st_ino)
+
+
+def _open_regular(path: Path) -> int:
+    """Opens a regular file to read. Raises BadRecordError for anything else under its name, and OSError."""
+    # Opening a device can have effects of its own, so it is looked at before.
+    _need_regular(os.lstat(path).st_mode)
+    try:
+        fd = os.open(path, os.O_RDONLY | os.O_NONBLOCK | os.O_NOFOLLOW)
+    except OSError as error:
+        if error.errno == errno.ELOOP:
+            _need_regular(stat.S_IFLNK)
+        raise
+    try:
+        _need_regular(os.fstat(fd).st_mode)
+    except BaseException:
+        os.close(fd)
+        raise
+    return fd
+
+
+def _need_regular(mode: int) -> None:
+    if not stat.S_ISREG(mode):
+        raise BadRecordError(f"Found {_KINDS.get(stat.S_IFMT(mode), 'no file')}; needed a regular file.")
 
 
 def write_whole(disk: Disk, path: Path, buffers: Iterable[Buffer]) -> None:
@@ -184,7 +238,8 @@ def sweep(disk: Disk, directory: Path, older_than: float) -> list[Path]:
 
     `older_than` is a moment, in seconds since the epoch: a younger one may be a live write of another process.
     """
-    leftovers = [e for e in disk.scan(directory) if e.name.startswith(TEMPORARY) and e.modified < older_than]
+    found = disk.scan(directory)
+    leftovers = [e for e in found if e.name.startswith(TEMPORARY) and not e.is_directory and e.modified < older_than]
     removed = []
     for entry in leftovers:
         with suppress(FileNotFoundError):

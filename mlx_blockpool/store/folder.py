@@ -13,6 +13,7 @@ from contextlib import suppress
 from pathlib import Path
 from typing import NamedTuple
 
+from ..errors import BadRecordError
 from .disk import TEMPORARY, Buffer, Disk, Entry, sweep, write_whole
 from .layout import FOLDERS, LEFTOVER_SECONDS
 from .record import SUFFIX
@@ -124,7 +125,7 @@ class Folder:
     def _ask(self, path: Path) -> int | None:
         try:
             return self.disk.size(path)
-        except OSError:
+        except (BadRecordError, OSError):
             # Should there be something after all, the next look finds it.
             return None
 
@@ -152,7 +153,8 @@ class Folder:
 
 
 def _is_record(entry: Entry) -> bool:
-    return entry.name.endswith(SUFFIX) and not entry.name.startswith(TEMPORARY)
+    # What is no regular file is not the store's: it is neither read nor counted, and a record takes its place.
+    return entry.is_file and entry.name.endswith(SUFFIX) and not entry.name.startswith(TEMPORARY)
 
 
 def _folders(disk: Disk, path: Path) -> list[str]:

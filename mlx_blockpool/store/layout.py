@@ -13,10 +13,12 @@ from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
 
+from ..errors import BadRecordError
 from .disk import Disk, write_whole
 from .record import BLOCK, STATE, SUFFIX, WINDOW, Key
 
 MODEL_FILE = "model.json"
+MAX_MODEL_FILE_BYTES = 1 << 20
 # Younger temporary files may be live writes of another process.
 LEFTOVER_SECONDS = 3600.0
 FOLDERS = {BLOCK: "blocks", WINDOW: "windows", STATE: "states"}
@@ -60,5 +62,19 @@ def describe(disk: Disk, root: Path, namespace: str, about: dict[str, Any]) -> N
     path = root / folder_of(namespace) / MODEL_FILE
     disk.make_directory(path.parent)
     text = json.dumps(about, indent=2).encode()
-    if not path.exists() or path.read_bytes() != text:
+    try:
+        found: bytes | None = disk.read(path, 0, len(text) + 1)
+    except (OSError, BadRecordError):
+        found = None
+    if found != text:
         write_whole(disk, path, [text])
+
+
+def described(disk: Disk, root: Path, namespace: str) -> dict[str, Any] | None:
+    """What describe() wrote down; None: nothing that can be read."""
+    try:
+        text = disk.read(root / folder_of(namespace) / MODEL_FILE, 0, MAX_MODEL_FILE_BYTES + 1)
+        found = json.loads(text.decode("utf-8")) if len(text) <= MAX_MODEL_FILE_BYTES else None
+    except (BadRecordError, OSError, ValueError, RecursionError):
+        return None
+    return found if isinstance(found, dict) else None

@@ -67,9 +67,10 @@ class Looks:
         for name, header in zip(new, read(new), strict=True):
             key = key_of(name)
             if not header.is_there:
-                # No record, or gone again.
+                # No record, or gone again; it may have been one before.
                 bad.add(name)
                 self._folder.forget(name)
+                seen.gone.append(name)
             elif header.record is not None:
                 seen.records.append(header.record)
             elif key is not None:

@@ -51,8 +51,8 @@ class Agent:
 
 def read(disk: Disk, path: Path) -> Agent:
     """Raises BadRecordError for what is not as it was written, and OSError."""
-    data = disk.read(path, 0, _MAX_BYTES + 1)
     try:
+        data = disk.read(path, 0, _MAX_BYTES + 1)
         return decode(data, path.name.removesuffix(SUFFIX))
     except BadRecordError as error:
         raise BadRecordError(f"{path}: {error}") from None

@@ -6,7 +6,6 @@ folder, and touches nothing there that the store does not make itself.
 
 from __future__ import annotations
 
-import json
 import os
 import re
 import stat
@@ -21,12 +20,11 @@ from typing import Any
 from ..errors import BadRecordError
 from ..spec import BLOCK_TOKENS
 from .disk import TEMPORARY, Disk, Entry, quarantine
-from .layout import KINDS, LEFTOVER_SECONDS, MODEL_FILE
-from .proof import read, read_header
+from .layout import KINDS, LEFTOVER_SECONDS, MODEL_FILE, described
+from .proof import check, read_header
 from .record import BLOCK, SUFFIX, Expected, Naming
 
 READERS = 4
-_MAX_MODEL_BYTES = 1 << 20
 _SHARD = re.compile("[0-9a-f]{2}")
 _RECORD = re.compile(f"[0-9a-f]{{64}}{re.escape(SUFFIX)}")
 # What disk.quarantine() makes.
@@ -97,7 +95,7 @@ class Listing:
         return [file for file in self.records if file.namespace == namespace]
 
     def _add_model(self, folder: Path) -> None:
-        self.models[folder.name] = _about(folder / MODEL_FILE)
+        self.models[folder.name] = described(self._disk, self.root, folder.name)
         for inner in self._inside(folder, folder.name):
             if inner.name not in KINDS:
                 self.foreign.append(inner)
@@ -112,24 +110,24 @@ class Listing:
         self.folders.append(shard)
         for entry in self._scan(shard):
             file = File(shard / entry.name, namespace, entry.size, entry.modified)
-            if entry.name.endswith(SUFFIX) and not entry.name.startswith(TEMPORARY) and is_plain(file.path):
+            if entry.name.endswith(SUFFIX) and not entry.name.startswith(TEMPORARY) and entry.is_file:
                 self.records.append(file)
             else:
-                self._add_other(file)
+                self._add_other(file, entry.is_file)
 
     def _add_plain(self, folder: Path) -> None:
         self.folders.append(folder)
         for entry in self._scan(folder):
             file = File(folder / entry.name, "", entry.size, entry.modified)
-            if folder.name == "agents" and entry.name.endswith(".json") and is_plain(file.path):
+            if folder.name == "agents" and entry.name.endswith(".json") and entry.is_file:
                 self.agents.append(file)
             elif folder.name == "quarantine" and _ASIDE.fullmatch(entry.name) and not entry.is_directory:
                 self.quarantined.append(file)
             else:
-                self._add_other(file)
+                self._add_other(file, entry.is_file)
 
-    def _add_other(self, file: File) -> None:
-        if not (file.path.name.startswith(TEMPORARY) and is_plain(file.path)):
+    def _add_other(self, file: File, is_file: bool) -> None:
+        if not (file.path.name.startswith(TEMPORARY) and is_file):
             self.foreign.append(file.path)
         elif file.used < self._young:
             self.leftovers.append(file)
@@ -143,7 +141,7 @@ class Listing:
             if entry.is_directory:
                 found.append(folder / entry.name)
             elif not (namespace and entry.name == MODEL_FILE and folder.name == namespace):
-                self._add_other(File(folder / entry.name, namespace, entry.size, entry.modified))
+                self._add_other(File(folder / entry.name, namespace, entry.size, entry.modified), entry.is_file)
         return sorted(found)
 
     def _scan(self, folder: Path) -> list[Entry]:
@@ -169,7 +167,7 @@ def judge(files: Sequence[File], naming: Naming, with_data: bool = False, disk: 
 def _judge(disk: Disk, file: File, naming: Naming, with_data: bool) -> Judged:
     expected = Expected(file.namespace, KINDS[file.path.parents[1].name])
     try:
-        record = read(disk, file.path, expected, naming)[0] if with_data else read_header(disk, file.path, expected, naming)
+        record = (check if with_data else read_header)(disk, file.path, expected, naming)
     except FileNotFoundError:
         return Judged(file)
     except (BadRecordError, OSError) as error:
@@ -235,13 +233,3 @@ def _is_own(path: Path) -> bool:
     in_shard = _SHARD.fullmatch(path.parent.name) and _RECORD.fullmatch(path.name)
     aside = path.parent.name == "quarantine" and _ASIDE.fullmatch(path.name)
     return bool(in_shard or aside or path.name.startswith(TEMPORARY) or path.name == MODEL_FILE)
-
-
-def _about(path: Path) -> dict[str, Any] | None:
-    try:
-        if is_plain(path) and path.stat().st_size <= _MAX_MODEL_BYTES:
-            found = json.loads(path.read_text(encoding="utf-8"))
-            return found if isinstance(found, dict) else None
-    except (OSError, ValueError, RecursionError):
-        return None
-    return None

@@ -32,6 +32,8 @@ HASH_BYTES = 32
 # held behind its last one.
 BLOCK, WINDOW, STATE = "block", "window", "state"
 MAX_HEADER_BYTES = 1 << 20
+# Far more than any model has for 256 tokens: what says more is not ours, and is not read.
+MAX_DATA_BYTES = 1 << 34
 # Bytes of one value; the names are those of the safetensors format.
 ITEM_BYTES = {
     "BOOL": 1, "U8": 1, "I8": 1, "U16": 2, "I16": 2, "F16": 2, "BF16": 2,
@@ -246,6 +248,7 @@ def _checked(record: Record) -> Record:
     need(len(record.checksums) == len(names), "checksums", len(record.checksums), len(names))
     for part in record.parts:
         need(_is_proper(part), "part", part, _PROPER)
+    need(record.nbytes <= MAX_DATA_BYTES, "bytes of data", record.nbytes, f"at most {MAX_DATA_BYTES}")
     return record
 
 

@@ -10,7 +10,7 @@ import time
 from collections import Counter
 from collections.abc import Callable, Collection, Iterable, Sequence
 from functools import partial
-from typing import Any
+from typing import Any, TypeGuard
 
 from ..config import StoreConfig
 from .disk import Buffer, Disk, Into
@@ -75,7 +75,8 @@ class PromptStore:
         try:
             self._describe()
         except OSError as error:
-            self._limits.suspend(error)
+            if _is_of_the_disk(error):
+                self._limits.suspend(error)
         return seen.records
 
     def settle(self, keys: Iterable[Key]) -> list[Key]:
@@ -134,7 +135,7 @@ class PromptStore:
     def _hear(self) -> list[Key]:
         failed: list[Key] = []
         for done in self._writer.poll():
-            if isinstance(done.error, OSError):
+            if _is_of_the_disk(done.error):
                 self._limits.suspend(done.error)
             elif done.error is not None:
                 self.counts["faults"] += 1
@@ -159,7 +160,7 @@ class PromptStore:
                 self._index.remove(job.name)
                 if done.left is not None:
                     self._index.add(job.name, done.left)
-                if isinstance(done.error, OSError):
+                if _is_of_the_disk(done.error):
                     return [job.record.key]
                 # What is no fault of the disk would fail again.
                 self._news.lost.append(job.record.key)
@@ -293,3 +294,8 @@ class PromptStore:
 
     def _name(self, key: Key) -> str:
         return name_of(self.namespace, key)
+
+
+def _is_of_the_disk(error: BaseException | None) -> TypeGuard[OSError]:
+    """Whether other writes would fail like this one. A directory under the name of one record is in nobody else's way."""
+    return isinstance(error, OSError) and not isinstance(error, IsADirectoryError)

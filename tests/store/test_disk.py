@@ -19,8 +19,10 @@ from hypothesis import example, given, settings
 from hypothesis import strategies as st
 from store import small_disk
 from store.disks import COMMIT, FailingDisk
+from store.odd_files import ODD_FILES
 from store.records import NEW, NEW_FILE, OLD_FILE, read_turn
 
+from mlx_blockpool.errors import BadRecordError
 from mlx_blockpool.store.disk import TEMPORARY, Disk, quarantine, safe_name, sweep, write_whole
 
 FULL, READ_ONLY, BROKEN = errno.ENOSPC, errno.EROFS, errno.EIO
@@ -203,8 +205,29 @@ def test_scan_tells_files_from_directories_and_follows_no_link(tmp_path: Path) -
     (tmp_path / "folder").mkdir()
     (tmp_path / "link").symlink_to(tmp_path / "folder")
     found = {e.name: e for e in Disk().scan(tmp_path)}
-    assert found["file"] == ("file", 5, 1000.0, False)
+    inode = (tmp_path / "file").stat().st_ino
+    assert found["file"] == ("file", 5, 1000.0, False, True, 1000 * 10**9, inode) == Disk().stat(tmp_path / "file")
     assert {name for name, entry in found.items() if entry.is_directory} == {"folder"}
+    assert {name for name, entry in found.items() if entry.is_file} == {"file"}
+
+
+@pytest.mark.parametrize("kind", ODD_FILES)
+def test_only_regular_files_are_read_and_nothing_is_waited_for(tmp_path: Path, kind: str) -> None:
+    """Whatever opening would wait for, or follow, or never end."""
+    path = tmp_path / "odd"
+    ODD_FILES[kind](path)
+    for call in (Disk().read, Disk().size, lambda p: Disk().read_into(p, bytearray, 1 << 20)):
+        with pytest.raises(BadRecordError, match=r"^Found .*; needed a regular file\.$"):
+            call(path)
+    assert not {entry.name: entry.is_file for entry in Disk().scan(tmp_path)}["odd"]
+
+
+def test_a_sparse_file_takes_no_more_memory_than_what_is_asked_for(tmp_path: Path) -> None:
+    path = tmp_path / "sparse"
+    path.touch()
+    os.truncate(path, 1 << 40)
+    assert Disk().read(path, 5, 100) == bytes(100)
+    assert len(Disk().read_into(path, bytearray, 1000)) == 1000
 
 
 def test_free_bytes_are_those_of_the_file_system(tmp_path: Path) -> None:

@@ -1,0 +1,149 @@
+"""Pipes, devices, links and files without an end, in every place of a store's folder: nothing waits, nothing is read wrong."""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+from store.chains import chain, data_of, file_of, is_right, put, put_all, settled
+from store.conversations import file_of as conversation_file_of
+from store.conversations import keep, note, path_of
+from store.odd_files import ODD_FILES, make_sparse
+from store.records import make_file, naming
+from store.stores import NAMESPACE, open_store
+
+from mlx_blockpool import agents as stored_agents
+from mlx_blockpool import storing
+from mlx_blockpool.errors import BadRecordError, StoreError
+from mlx_blockpool.store.agents import Agents
+from mlx_blockpool.store.disk import TEMPORARY, Disk
+from mlx_blockpool.store.layout import MODEL_FILE, folder_of
+from mlx_blockpool.store.proof import check
+from mlx_blockpool.store.record import BLOCK, Expected, Part, Record, file_size
+
+ALL = {**ODD_FILES, "sparse file": make_sparse}
+pytestmark = pytest.mark.timeout(120)
+
+
+@pytest.fixture(params=ALL)
+def make(request: pytest.FixtureRequest) -> Callable[[Path], None]:
+    """Puts one of them in the place of whatever has a name."""
+
+    def replace(path: Path) -> None:
+        path.unlink(missing_ok=True)
+        ALL[request.param](path)
+
+    return replace
+
+
+def test_a_store_opens_beside_them_and_writes_on(tmp_path: Path, make: Callable[[Path], None]) -> None:
+    store = open_store(tmp_path)
+    store.open()
+    put_all(store, records := chain(1, 4))
+    assert store.close()
+    odd, *good = records
+    make(file_of(tmp_path, odd))
+    make(tmp_path / folder_of(NAMESPACE) / MODEL_FILE)
+    make(file_of(tmp_path, good[0]).with_name(f"{TEMPORARY}1-0"))
+
+    store = open_store(tmp_path)
+    assert {record.hash for record in store.open()} == {record.hash for record in good}
+    assert all(is_right(store, record) for record in good)
+    assert odd.key not in store
+    assert put(store, odd) is None
+    put_all(store, more := chain(2, 2))
+    assert all(is_right(store, record) for record in more)
+    assert store.problem is None
+    assert store.close()
+
+
+def test_one_that_takes_the_place_of_a_known_record_is_a_miss(tmp_path: Path, make: Callable[[Path], None]) -> None:
+    store = open_store(tmp_path)
+    store.open()
+    put_all(store, records := chain(1, 2))
+    make(file_of(tmp_path, records[0]))
+    with pytest.raises(BadRecordError, match="needed"):
+        data_of(store, records[0])
+    assert not file_of(tmp_path, records[0]).is_symlink()
+    assert not file_of(tmp_path, records[0]).exists(), "it is set aside"
+    store.gone(records[0].key)
+    put_all(store, [records[0]])
+    assert all(is_right(store, record) for record in records)
+    assert store.close()
+
+
+def test_one_that_takes_the_place_of_a_record_is_gone_at_the_next_look(tmp_path: Path, make: Callable[[Path], None]) -> None:
+    store = open_store(tmp_path, look_bytes=1)
+    store.open()
+    put_all(store, records := chain(1, 2))
+    make(file_of(tmp_path, records[0]))
+    put_all(store, chain(2, 1))
+    settled(store)
+    assert [record.key in store for record in records] == [False, True]
+    assert store.close()
+
+
+def test_commands_see_them_and_go_on(tmp_path: Path, make: Callable[[Path], None]) -> None:
+    keep(tmp_path, range(600), range(1000, 1100))
+    for name in ("whole", "odd"):
+        note(tmp_path, name, range(600))
+    records = path_of(range(1000, 1100))
+    make(conversation_file_of(tmp_path, records[0]))
+    make(tmp_path / folder_of(NAMESPACE) / MODEL_FILE)
+    make(tmp_path / "agents/odd.json")
+    make(tmp_path / "quarantine")
+    assert [agent["name"] for agent in stored_agents.listed(tmp_path)["agents"]] == ["whole"]
+    assert storing.stats(tmp_path)["total"]["records"] in (3, 4)
+    for with_data in (False, True):
+        report = storing.check(tmp_path, with_data)
+        assert report["records"] - len(report["bad"]) == 3
+    assert Agents(tmp_path).get("odd") is None
+    with pytest.raises(StoreError, match=r"odd\.json: Agent: found|odd\.json: Found"):
+        stored_agents.change(tmp_path, "pin", "odd")
+    with pytest.raises(StoreError, match="needed a name that is free"):
+        stored_agents.change(tmp_path, "fork", "whole", "odd")
+
+
+def test_turns_are_noted_beside_them(tmp_path: Path, make: Callable[[Path], None]) -> None:
+    note(tmp_path, "agent", range(300))
+    path = tmp_path / "agents/agent.json"
+    make(path)
+    if path.is_dir() and not path.is_symlink():
+        with pytest.raises(OSError, match="directory"):
+            note(tmp_path, "agent", range(300))
+    else:
+        assert note(tmp_path, "agent", range(300)) == Agents(tmp_path).get("agent")
+    assert note(tmp_path, "other", range(300)) == Agents(tmp_path).get("other")
+
+
+def test_a_record_is_checked_to_its_last_byte_in_pieces(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("mlx_blockpool.store.proof.PIECE_BYTES", 300)
+    (record,) = chain(1, 1)
+    path = file_of(tmp_path, record)
+    path.parent.mkdir(parents=True)
+    data = bytearray(make_file(record))
+    path.write_bytes(data)
+    pieces: list[int] = []
+
+    class Watched(Disk):
+        def read(self, path: Path, start: int = 0, size: int | None = None) -> bytes:
+            pieces.append(start)
+            return super().read(path, start, size)
+
+    expected = Expected(NAMESPACE, BLOCK)
+    assert check(Watched(), path, expected, storing.naming).hash == record.hash
+    assert len(pieces) == 1 + 4, "the header, and four pieces of a thousand bytes"
+    for at in random.Random(0).sample(range(len(data) - record.nbytes, len(data)), 50):
+        data[at] ^= 1
+        path.write_bytes(data)
+        with pytest.raises(BadRecordError, match="Checksum of data: found"):
+            check(Disk(), path, expected, storing.naming)
+        data[at] ^= 1
+
+
+def test_a_record_that_says_it_is_larger_than_any_is_bad() -> None:
+    parts = (Part("data", "U8", (1 << 35,)),)
+    with pytest.raises(BadRecordError, match="Bytes of data: found"):
+        file_size(Record(BLOCK, NAMESPACE, naming(b"p" * 32, (1,)), b"p" * 32, 0, (1,), parts))
