@@ -141,7 +141,9 @@ class GuardConfig:
     allowed_hosts:    names in Host headers beside those of this machine.
     allowed_origins:  pages that may ask; empty: what mlx-lm has is for all, what it has not for pages of this machine.
     max_body_bytes, max_headers, max_header_bytes: of one request.
-    max_connections:  at a time.
+    max_connections:  that are served at a time; as many more may be open between two requests.
+    backlog:          connections that may wait to be accepted.
+    keep_alive_seconds: a connection without a request is closed after so long.
     stall_seconds:    a request of which nothing has come for so long is dropped, ...
     request_seconds:  ... and one that is not whole after so long.
     send_seconds:     a client that takes nothing of its answer for so long is left.
@@ -156,6 +158,8 @@ class GuardConfig:
     max_headers: int = 100
     max_header_bytes: int = 64 << 10
     max_connections: int = 256
+    backlog: int = 1024
+    keep_alive_seconds: float = 60.0
     stall_seconds: float = 30.0
     request_seconds: float = 120.0
     send_seconds: float = 60.0

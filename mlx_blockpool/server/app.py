@@ -9,12 +9,13 @@ import signal
 import sys
 import types
 from collections.abc import Callable, Sequence
+from http.server import ThreadingHTTPServer
 from pathlib import Path
 from typing import Any
 
 from mlx_lm import server
 
-from ..config import DECODE_PATHS, EngineConfig, ModelsConfig, PoolConfig, StoreConfig, parse_bytes, parse_seconds
+from ..config import DECODE_PATHS, EngineConfig, GuardConfig, ModelsConfig, PoolConfig, StoreConfig, parse_bytes, parse_seconds
 from ..demo import model_path
 from ..errors import BlockpoolError
 from ..plugins import make_plugin_manager
@@ -27,6 +28,13 @@ from .normalise import Normalisers
 from .prompt_cache import ServerPromptCache
 from .rendering import ChatGenerator
 from .safety import ANY_ORIGIN, add_safety_options, guard_config
+
+
+class BlockpoolHTTPServer(ThreadingHTTPServer):
+    """A thread for each connection, and room for a burst of them to wait for theirs."""
+
+    request_queue_size = GuardConfig.backlog
+    daemon_threads = True
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -61,6 +69,7 @@ def run(host: str, port: int, model_provider: BlockpoolModelProvider, **http: An
     generator = make_generator(model_provider)
     try:
         generator.wait_until_loaded()
+        http = {"server_class": BlockpoolHTTPServer, **http}
         server._run_http_server(host, port, generator, handler_class=BlockpoolHandler, **http)
     except KeyboardInterrupt:
         logging.info("Stopped before the server had started.")

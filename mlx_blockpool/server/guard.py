@@ -26,6 +26,10 @@ STOCK_PATHS = ("/v1/completions", "/v1/chat/completions", "/chat/completions", "
 OPEN = (("GET", "/health"), ("HEAD", "/health"), ("HEAD", "/"))
 # A file in the body of such a request is read as it comes, by whoever knows how large it may be.
 FILES = re.compile(r"/v1/agents/[^/]+/import")
+# Origins with these schemes belong to apps and extensions that a user has installed; no page on the web can have one.
+# `file` is no such scheme: whatever a browser has downloaded can have it.
+APPS = ("app", "capacitor", "electron", "ionic", "tauri", "vscode-file", "vscode-webview", "wails")
+EXTENSIONS = ("chrome-extension", "moz-extension", "safari-web-extension")
 LONGEST_AGENT = 256
 LONGEST_NAME = 1024
 # A path in an error's text, all but its last part.
@@ -41,12 +45,16 @@ class Refusal:
 
 
 class Guard:
-    """The checks of one server. `room`: a connection takes a place in it."""
+    """The checks of one server.
+
+    `room`: a connection takes a place in it while a request of it is read and served, and one in `idle` between two requests.
+    """
 
     def __init__(self, config: GuardConfig | None = None) -> None:
         self.config = config = GuardConfig() if config is None else config
         self.is_local = is_loopback(config.host)
         self.room = threading.BoundedSemaphore(config.max_connections)
+        self.idle = threading.BoundedSemaphore(config.max_connections)
 
     def check_bind(self) -> None:
         """Raises BlockpoolError where everybody on the network could use a server that nobody has to show a key to."""
@@ -168,12 +176,15 @@ def is_loopback_name(name: str) -> bool:
 
 
 def is_foreign(origin: str) -> bool:
-    """Whether an Origin is a page from elsewhere; apps and extensions have schemes of their own, which no page can have."""
+    """Whether an Origin is anything but a page of this machine, or an app or extension on it."""
     try:
         parts = urlsplit(origin)
-        return origin == "null" or (parts.scheme in ("http", "https", "") and not is_loopback_name(parts.hostname or ""))
+        name = parts.hostname or ""
     except ValueError:
         return True
+    if parts.scheme in ("http", "https"):
+        return not is_loopback_name(name)
+    return parts.scheme not in (*APPS, *EXTENSIONS) or not name
 
 
 def host_name(host: str) -> str:

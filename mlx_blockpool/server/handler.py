@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import logging
+import time
 from typing import Any
 
 from ..errors import BlockpoolError, ModelNotFoundError
@@ -44,9 +45,15 @@ class BlockpoolHandler(GuardedHandler):
     """mlx-lm's endpoints. Every error is JSON with a status that says whose it is."""
 
     def __init__(self, response_generator: Any, *args: Any, **kwargs: Any) -> None:
-        self._answered = False
-        self._failure = 0
+        self._generator = response_generator
         super().__init__(Asking(response_generator), *args, **kwargs)
+
+    def begin_request(self) -> None:
+        self.response_generator = Asking(self._generator)
+        self.created = int(time.time())
+        self.stream = self._answered = False
+        self._failure = 0
+        super().begin_request()
 
     def do_GET(self) -> None:  # noqa: N802
         try:
@@ -211,7 +218,7 @@ class BlockpoolHandler(GuardedHandler):
         body = json.dumps(content).encode()
         if status >= 400 and is_openai(self.path):
             body = in_shape(status, body)
-        self._headers_buffer: list[bytes] = []
+        self._headers_buffer = []
         self._set_completion_headers(status)
         self.send_header("Content-Length", str(len(body)))
         self.end_headers()

@@ -9,7 +9,6 @@ import urllib.request
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
-from http.server import ThreadingHTTPServer
 from pathlib import Path
 from typing import Any
 
@@ -86,7 +85,7 @@ def stock_server(model: Path | str, *arguments: str) -> Iterator[Client]:
 
 @contextmanager
 def _listening(generator: Any, handler: Any) -> Iterator[Client]:
-    http = ThreadingHTTPServer(("127.0.0.1", 0), lambda *args: handler(generator, *args, system_fingerprint="test"))
+    http = app.BlockpoolHTTPServer(("127.0.0.1", 0), lambda *args: handler(generator, *args, system_fingerprint="test"))
     thread = threading.Thread(target=http.serve_forever, kwargs={"poll_interval": 0.02})
     thread.start()
     try:

@@ -68,18 +68,17 @@ def ask(server: Client, method: str, path: str, body: Any = None, **headers: str
 
 
 def raw(server: Client, data: bytes) -> tuple[int, Any]:
-    """Status and JSON of what is answered to these bytes, all that there is."""
+    """Status and JSON of what is answered to these bytes."""
     with socket.create_connection(("127.0.0.1", server.port), timeout=30) as connection:
         connection.sendall(data)
         return received(connection)
 
 
 def received(connection: socket.socket) -> tuple[int, Any]:
-    content = b""
-    while more := connection.recv(65536):
-        content += more
-    head, _, body = content.partition(b"\r\n\r\n")
-    return int(head.split()[1]), json.loads(body) if body else None
+    answer = http.client.HTTPResponse(connection)
+    answer.begin()
+    body = answer.read()
+    return answer.status, json.loads(body) if body else None
 
 
 def message(answer: Any) -> str:
@@ -233,8 +232,42 @@ def test_origins_of_the_options() -> None:
         guard_config(parse(options)).allowed_origins for options in ([], ["--allowed-origins", "*"], ["--allowed-origins=a,b"])
     ]
     assert found == [(), ("*",), ("a", "b")]
-    assert [is_foreign(origin) for origin in ("http://[", "", "file://", "https://localhost.:1")] == [True, True, False, True]
     assert [host_name(host) for host in ("A:1", "[::1]:1", "a.", " a ")] == ["a", "::1", "a", "a"]
+
+
+def test_only_this_machine_and_schemes_of_apps_are_no_pages_from_elsewhere() -> None:
+    for origin in (
+        "http://[",
+        "",
+        "null",
+        "https://localhost.:1",
+        "file://",
+        "file:///home/ann/page.html",
+        "javascript:alert(1)",
+        "javascript://localhost",
+        "data:text/html,x",
+        "blob:http://localhost/1",
+        "about:blank",
+        "ftp://localhost",
+        "app:",
+        "app://",
+        "another://localhost",
+        "HTTPS://evil.example",
+    ):
+        assert is_foreign(origin), origin
+    for origin in (
+        "http://localhost:3000",
+        "http://tauri.localhost",
+        "tauri://localhost",
+        "app://obsidian.md",
+        "vscode-webview://1gd2",
+        "vscode-file://vscode-app",
+        "chrome-extension://abcdef",
+        "moz-extension://abc-def",
+        "safari-web-extension://ABC",
+        "capacitor://localhost",
+    ):
+        assert not is_foreign(origin), origin
 
 
 # -- sizes -------------------------------------------------------------------------------------------------------------
@@ -311,7 +344,7 @@ def test_a_client_that_drips_is_dropped(server: Client) -> None:
                 content = connection.recv(4096)
             except TimeoutError:
                 continue
-        assert content.startswith(b"HTTP/1.0 408")
+        assert content.startswith(b"HTTP/1.1 408")
     wait_for_threads()
 
 

@@ -193,9 +193,6 @@ class AgentsEndpoint:
             return
         text = os.strerror(error.errno) if isinstance(error, OSError) and error.errno else str(error)
         self._handler._send(status, {"error": text})
-        if self._unread:
-            # Closing at once would take the answer away.
-            self._handler._linger()
 
 
 def _parts_of(path: str) -> list[str]:
