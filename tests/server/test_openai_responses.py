@@ -14,7 +14,7 @@ import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-from mlx_blockpool.server.openai import responses_kept
+from mlx_blockpool.server.openai import responses_kept, responses_stream
 from mlx_blockpool.server.openai.responses_kept import KeptResponses
 from server.anthropic_agents import LOOK_UP, Say, anthropic_client, save_agent, say
 from server.serving import Client, blockpool_server
@@ -31,6 +31,13 @@ TOOL: Any = {
     "strict": False,
 }
 ADD: Any = {"type": "function", "name": "add", "parameters": None}
+# As Codex 0.169 sends it, with fewer functions and shorter texts.
+SPAWN: Any = {
+    "type": "namespace",
+    "name": "agents",
+    "description": "Tools for spawning and managing sub-agents.",
+    "tools": [{"type": "function", "name": "spawn", "strict": False, "parameters": TOOL["parameters"]}],
+}
 CHAT_TOOL: Any = {"type": "function", "function": {k: v for k, v in TOOL.items() if k not in ("type", "strict")}}
 
 
@@ -199,13 +206,21 @@ def test_a_reply_that_is_cut_is_incomplete(server: Client, gpt: openai.OpenAI, s
     assert (last["type"], last["response"]["status"]) == ("response.incomplete", "incomplete")
 
 
-def test_something_is_heard_while_nothing_can_be_told(server: Client, say: Say) -> None:
+def test_events_say_that_something_goes_on_while_nothing_can_be_told(
+    server: Client, say: Say, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Comments do not count for Codex, which hangs up."""
+    monkeypatch.setattr(responses_stream, "PROGRESS_SECONDS", 0.0)
     say(f'<tool_call>\n{{"name": "look_up", "arguments": {{"word": "{"x" * 200}"}}}}\n</tool_call>')
-    body = json.dumps({"stream": True, "input": "Go. " * 300, "tools": [TOOL], "max_output_tokens": 400}).encode()
-    with urllib.request.urlopen(urllib.request.Request(f"http://127.0.0.1:{server.port}/v1/responses", body)) as answer:
-        behind = answer.read().decode().partition("response.in_progress")[2]
+    events = raw_events(server, input="Go. " * 300, tools=[TOOL])
+    kinds = [event["type"] for event in events]
     # The prompt is computed in eight parts and more, and the call has two hundred tokens and more.
-    assert behind.partition("response.output_item.added")[0].count(": keepalive\n\n") >= 8 + 200 // 32
+    goes_on = kinds[1 : kinds.index("response.output_item.added")]
+    assert set(goes_on) == {"response.in_progress"}
+    assert len(goes_on) >= 1 + 8 + 200 // 32
+    assert events[3]["response"]["status"] == "in_progress"
+    monkeypatch.setattr(responses_stream, "PROGRESS_SECONDS", 1e9)
+    assert [event["type"] for event in raw_events(server, input="Come. " * 300)].count("response.in_progress") == 1
     server.settle()
 
 
@@ -304,6 +319,57 @@ def test_thinking_that_a_client_sends_back_packed_is_read(gpt: openai.OpenAI, sa
     assert lengths[0] == lengths[1] == lengths[2] + len("\nA long thought.\n\n\n") + 2
 
 
+@pytest.mark.parametrize("called", ["agents__spawn", "spawn"])
+def test_a_function_in_a_namespace_is_called_and_comes_back(server: Client, say: Say, called: str) -> None:
+    say(f'<tool_call>\n{{"name": "{called}", "arguments": {{"word": "a"}}}}\n</tool_call>')
+    events = raw_events(server, input="Go.", tools=[TOOL, SPAWN])
+    call = events[-1]["response"]["output"][0]
+    assert (call["type"], call["namespace"], call["name"], call["arguments"]) == (
+        "function_call",
+        "agents",
+        "spawn",
+        '{"word": "a"}',
+    )
+    assert [event["name"] for event in events if event["type"] == "response.function_call_arguments.done"] == ["spawn"]
+    # Sent back it is what a function of the long name would be.
+    result = {"type": "function_call_output", "call_id": call["call_id"], "output": "Done."}
+    flat = {name: value for name, value in call.items() if name != "namespace"} | {"name": "agents__spawn"}
+    plain = {"type": "function", "name": "agents__spawn", "parameters": TOOL["parameters"]}
+    lengths = [
+        server.send("/v1/responses/input_tokens", {"input": [{"role": "user", "content": "Go."}, item, result], "tools": tools})
+        for item, tools in ((call, [TOOL, SPAWN]), (flat, [TOOL, plain]))
+    ]
+    assert lengths[0] == lengths[1]
+
+
+def test_tools_of_the_vendors_servers_are_left_out(server: Client, say: Say, caplog: pytest.LogCaptureFixture) -> None:
+    say("Yes.")
+    body: Any = {
+        "input": "Go.",
+        "tools": [{"type": "web_search", "external_web_access": False}, TOOL, {"type": "custom", "name": "x"}],
+    }
+    with caplog.at_level("INFO"):
+        status, answer = server.send("/v1/responses", {**body, "max_output_tokens": 20})
+    assert (status, answer["output"][0]["content"][0]["text"]) == (200, "Yes.")
+    assert [m for m in caplog.messages if "left out" in m] == [
+        "left out tools that only a vendor's servers run, or that are no functions: web_search, custom"
+    ]
+    counts = [server.send("/v1/responses/input_tokens", {**body, "tools": tools})[1] for tools in (body["tools"], [TOOL])]
+    assert counts[0] == counts[1]
+
+
+def test_the_tokens_of_a_prompt_are_counted(server: Client, gpt: openai.OpenAI, say: Say) -> None:
+    say("Yes.")
+    body: Any = {"input": "What is a pool?", "instructions": SYSTEM, "tools": [TOOL]}
+    counted = gpt.responses.input_tokens.count(model="default_model", **body)
+    assert (counted.object, counted.input_tokens) == (
+        "response.input_tokens",
+        ask(gpt, body.pop("input"), **body).usage.input_tokens,
+    )
+    status, answer = server.send("/v1/responses/input_tokens", {"input": 5})
+    assert (status, answer["error"]["param"]) == (400, "input")
+
+
 def test_choices_of_tools(gpt: openai.OpenAI, say: Say) -> None:
     say(f"{CALL}\n{CALL}")
     assert [i["type"] for i in shown(ask(gpt, "Go.", tools=[TOOL]))] == ["function_call"] * 2
@@ -312,7 +378,7 @@ def test_choices_of_tools(gpt: openai.OpenAI, say: Say) -> None:
     # What is said here stands behind the beginning of a call.
     say('\n{"name": "look_up", "arguments": {"word": "a"}}\n</tool_call>')
     for choice in ("required", {"type": "function", "name": "look_up"}):
-        forced = ask(gpt, "Go.", tools=[TOOL, ADD], tool_choice=choice)
+        forced = ask(gpt, "Go.", tools=[TOOL, ADD, SPAWN], tool_choice=choice)
         assert [(i["type"], i["arguments"]) for i in shown(forced)] == [("function_call", '{"word": "a"}')]
         assert forced.to_dict()["tool_choice"] == choice
 
@@ -362,7 +428,13 @@ def test_both_protocols_and_all_roles_make_one_prompt(server: Client, gpt: opena
             "dictionary",
         ),
         ({"input": [{"type": "function_call_output", "call_id": "b"}]}, "input[0].output", "Field required"),
-        ({"tools": [{"type": "web_search"}]}, "tools[0].type", "runs no tools of its own"),
+        (
+            {"tools": [{"type": "namespace", "name": "n", "tools": [{"type": "function"}]}]},
+            "tools[0].tools[0].name",
+            "Field required",
+        ),
+        ({"tools": [SPAWN, {"type": "function", "name": "agents__spawn"}]}, "tools[1].name", "'agents__spawn'"),
+        ({"tools": [{"type": "web_search"}], "tool_choice": "required"}, "tool_choice", "that are functions"),
         ({"tools": [{"type": "function"}]}, "tools[0].name", "Field required"),
         ({"tool_choice": "required"}, "tool_choice", "needs tools"),
         ({"tool_choice": "any"}, "tool_choice", "'auto' or 'none' or 'required'"),

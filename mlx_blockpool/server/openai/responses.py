@@ -1,11 +1,12 @@
 """A body of OpenAI's Responses API as what mlx-lm's ResponseGenerator takes: a chat request and generation arguments.
 
 What cannot be honoured is refused with the place that asked for it; what changes nothing here (service tiers, strict schemas,
-truncation of what is too long) is passed over.
+truncation of what is too long) is passed over, and so are tools that are not functions.
 """
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -16,6 +17,7 @@ from ..chat import ChatRequest
 from ..fields import InvalidRequestError, checked, field, one_of
 from .responses_items import Conversation, Item
 from .responses_kept import KeptResponses
+from .responses_tools import Name, Tools, tools_of
 
 Body = dict[str, Any]
 
@@ -33,6 +35,7 @@ class Asked:
 
     items:       the conversation, without instructions and without the reply.
     store:       whether a later request may go on from here.
+    names:       what the client calls a function that the model has called.
     one_call:    whether the reply ends with its first tool call.
     summarises:  whether thinking is told as its summary, which is the whole of it, or as what it is.
     packs:       whether thinking is told in a packed form too, which clients send back that keep nothing else of it.
@@ -45,22 +48,26 @@ class Asked:
     stream: bool
     items: list[Item]
     store: bool
+    names: Mapping[str, Name]
     one_call: bool
     summarises: bool
     packs: bool
     echo: Body
 
 
-def understand(body: Body, options: Any, kept: KeptResponses) -> Asked:
-    """What a body asks for. `options`: the server's, for whatever the body leaves open. Raises InvalidRequestError."""
+def understand(body: Body, options: Any, kept: KeptResponses, counts: bool = False) -> Asked:
+    """What a body asks for. `options`: the server's, for whatever the body leaves open; `counts`: only the prompt is of interest.
+
+    Raises InvalidRequestError.
+    """
     _refuse(body)
     conversation = _conversation(body, kept)
-    tools = _tools(body)
+    tools = tools_of(body)
     calls, shown = _choice(body, tools)
     kwargs = _thinking(body, answers_at_once=calls == "must")
     include = field(body, "include", "", list, [])
     request = ChatRequest(
-        "chat", "", conversation.end(), shown or None, None, calls=calls, image_at=conversation.image_at
+        "chat", "", conversation.end(), shown or None, None, calls=calls, only_count=counts, image_at=conversation.image_at
     )  # fmt: skip
     max_tokens = field(body, "max_output_tokens", "", int, options.max_tokens)
     if max_tokens < 1:
@@ -74,6 +81,7 @@ def understand(body: Body, options: Any, kept: KeptResponses) -> Asked:
         stream=field(body, "stream", "", bool, False),
         items=conversation.items,
         store=field(body, "store", "", bool, True),
+        names=tools.names(),
         one_call=not field(body, "parallel_tool_calls", "", bool, True),
         summarises=_summary(body) is not None,
         packs=SECRET in include,
@@ -99,43 +107,25 @@ def _conversation(body: Body, kept: KeptResponses) -> Conversation:
     return conversation
 
 
-def _tools(body: Body) -> list[Any]:
-    """Tools in the chat's shape."""
-    tools: list[Any] = []
-    for i, tool in enumerate(field(body, "tools", "", list, [])):
-        at = f"tools[{i}]"
-        kind = field(checked(tool, dict, at), "type", at, str)
-        if kind != "function":
-            why = "needed 'function', for this server runs no tools of its own"
-            raise InvalidRequestError(f"{at}.type", f"found {kind[:50]!r}; {why}")
-        function = {"name": field(tool, "name", at, str)}
-        description = field(tool, "description", at, str, None)
-        if description is not None:
-            function["description"] = description
-        function["parameters"] = field(tool, "parameters", at, dict, {"type": "object", "properties": {}})
-        tools.append({"type": "function", "function": function})
-    return tools
-
-
-def _choice(body: Body, tools: list[Any]) -> tuple[Any, list[Any]]:
+def _choice(body: Body, tools: Tools) -> tuple[Any, list[Any]]:
     """(ChatRequest.calls, the tools to show).
 
     A call of one certain tool is had by showing no other and beginning the reply with a call.
     """
     choice: Any = body.get("tool_choice")
     if choice is None:
-        return "may", tools
+        return "may", tools.shown
     if isinstance(choice, str):
         one_of(choice, CHOICES, "tool_choice")
-        if choice == "required" and not tools:
-            raise InvalidRequestError("tool_choice", "'required' needs tools, and there are none")
-        return {"auto": "may", "none": "never", "required": "must"}[choice], tools
+        if choice == "required" and not tools.shown:
+            raise InvalidRequestError("tool_choice", "'required' needs tools that are functions, and there are none")
+        return {"auto": "may", "none": "never", "required": "must"}[choice], tools.shown
     one_of(field(checked(choice, dict, "tool_choice"), "type", "tool_choice", str), ("function",), "tool_choice.type")
-    name = field(choice, "name", "tool_choice", str)
-    tools = [tool for tool in tools if tool["function"]["name"] == name]
-    if not tools:
-        raise InvalidRequestError("tool_choice.name", f"Tool {name[:50]!r} not found in tools")
-    return "must", tools
+    name = Name(field(choice, "name", "tool_choice", str), field(choice, "namespace", "tool_choice", str, None))
+    chosen = tools.chosen(name)
+    if not chosen:
+        raise InvalidRequestError("tool_choice.name", f"Tool {name.name[:50]!r} not found in tools")
+    return "must", chosen
 
 
 def _thinking(body: Body, answers_at_once: bool) -> Body:

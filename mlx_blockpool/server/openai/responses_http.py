@@ -1,4 +1,7 @@
-"""POST /v1/responses, and GET of one that was kept. Works for one request, on the socket's thread."""
+"""POST /v1/responses and /v1/responses/input_tokens, and GET of a response that was kept.
+
+Works for one request, on the socket's thread.
+"""
 
 from __future__ import annotations
 
@@ -8,8 +11,8 @@ from typing import Any
 from urllib.parse import unquote, urlsplit
 
 from ..anthropic.http import Endpoint, _RefusedError
-from ..anthropic.stream import Event
 from ..asking import Wishes, agent_of, retention_of
+from ..rendering import Counted
 from .errors import answer_to, error_body
 from .responses import Asked, understand
 from .responses_kept import KeptResponses
@@ -18,6 +21,7 @@ from .responses_stream import Answer
 log = logging.getLogger(__name__)
 
 PATH = "/v1/responses"
+COUNT = "input_tokens"
 
 
 def is_responses(path: str) -> bool:
@@ -36,9 +40,12 @@ class ResponsesEndpoint(Endpoint):
 
     def post(self) -> None:
         try:
-            if self._name():
-                raise _RefusedError(404, f"Found no {self._handler.path[:80]} to POST to; there is {PATH}")
-            self._create()
+            if self._name() == COUNT:
+                self._send(200, {"object": "response.input_tokens", "input_tokens": self._count()})
+            elif self._name():
+                raise _RefusedError(404, f"Found no {self._handler.path[:80]} to POST to; there are {PATH} and {PATH}/{COUNT}")
+            else:
+                self._create()
         except ConnectionError:
             raise
         except Exception as error:
@@ -81,10 +88,18 @@ class ResponsesEndpoint(Endpoint):
             # What is sampled behind a given beginning is not the whole message.
             self._generator.told(answer.blocks.text, answer.blocks.calls, True)
 
-    def _understood(self) -> Asked:
+    def _count(self) -> int:
+        asked = self._understood(counts=True)
+        try:
+            self._generator.generate(asked.request, asked.arguments)
+        except Counted as counted:
+            return counted.tokens
+        raise AssertionError("a request that only counts was served")
+
+    def _understood(self, counts: bool = False) -> Asked:
         """The request's body and headers. Raises what answer_to() answers."""
         headers, body = self._handler.headers, self._body()
-        asked = understand(body, self._generator.cli_args, self._kept)
+        asked = understand(body, self._generator.cli_args, self._kept, counts)
         agent = agent_of(headers.get("X-Agent-Id"), body)
         self._generator.wishes = Wishes(self._id, agent, retention=retention_of(body))
         self._generator.normalisers = self._generator.known_normalisers.asked(headers.get("X-Normalise"))
@@ -97,13 +112,11 @@ class ResponsesEndpoint(Endpoint):
 
     # -- the wire ------------------------------------------------------------------------------------------------------
 
-    def _write(self, event: Event) -> None:
-        if "sequence_number" in event:
-            super()._write(event)
-        else:
-            # Something goes on of which the protocol has no event.
-            self._handler.wfile.write(b": keepalive\n\n")
-            self._handler.wfile.flush()
+    def _progress(self, done: int, total: int) -> None:
+        log.info("Prompt processing progress: %d/%d", done, total)
+        if self._streams and self._answer is not None:
+            for event in self._answer.goes_on():
+                self._write(event)
 
     def _fail(self, error: Exception) -> None:
         self._generator.refused(error)

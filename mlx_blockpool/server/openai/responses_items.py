@@ -12,6 +12,7 @@ from typing import Any
 from ...messages import Message
 from ..anthropic.thinking import thinking_in
 from ..fields import InvalidRequestError, checked, field, one_of
+from .responses_tools import Name
 
 Item = dict[str, Any]
 Part = dict[str, Any]
@@ -103,7 +104,8 @@ class Conversation:
             message.update(reasoning_content=thinking, reasoning=thinking)
 
     def _call(self, item: Item, at: str) -> None:
-        name, called = field(item, "name", at, str), field(item, "call_id", at, str)
+        name = Name(field(item, "name", at, str), field(item, "namespace", at, str, None)).flat
+        called = field(item, "call_id", at, str)
         written = field(item, "arguments", at, str)
         try:
             arguments = json.loads(written or "{}")

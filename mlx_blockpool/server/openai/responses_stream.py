@@ -15,9 +15,10 @@ from ..anthropic.thinking import signature_of
 from ..reply import Reading, Silence
 from .responses import Asked
 from .responses_items import Item
+from .responses_tools import Name
 
-# Something goes on, of which the protocol has nothing to say.
-SILENT: Event = {"type": "silent"}
+# While nothing can be told, a client hears so often at most that something goes on: the event has the whole response in it.
+PROGRESS_SECONDS = 1.0
 # Blocks by their types: the item, the prefix of its id, and its events.
 ITEMS = {
     "text": ("message", "msg", "output_text"),
@@ -58,7 +59,10 @@ class Items:
             self._item |= {"summary": [], **({} if self._kind == "summary" else {"content": []})}
         else:
             called = f"call_{block['id'].removeprefix('toolu_')}"
-            self._item |= {"call_id": called, "name": block["name"], "arguments": ""}
+            name = self._asked.names.get(block["name"], Name(block["name"]))
+            self._item |= {"call_id": called, "name": name.name, "arguments": ""}
+            if name.namespace is not None:
+                self._item["namespace"] = name.namespace
         yield {"type": "response.output_item.added", "output_index": len(self.output), "item": dict(self._item)}
         if kind != "function_call":
             yield self._event("added", self._part_events(), part=self._part())
@@ -111,6 +115,7 @@ class Answer:
         self._reading = Reading(context, asked.request, asked.arguments.stop_words, asked.one_call)
         self._items = Items(asked)
         self._number = 0
+        self._told = 0.0
         self.response: dict[str, Any] = {
             "id": f"resp_{uuid.uuid4().hex}",
             "object": "response",
@@ -128,13 +133,22 @@ class Answer:
     def events(self, responses: Iterable[Any]) -> Iterator[Event]:
         """All events; `responses` are read on the way."""
         yield self._numbered({"type": "response.created", "response": self.response})
-        yield self._numbered({"type": "response.in_progress", "response": self.response})
+        yield self._in_progress()
         for event in self._content(responses):
-            yield event if event is SILENT else self._numbered(event)
+            yield event if "sequence_number" in event else self._numbered(event)
         self.finished = True
         cut = self._reading.finish == "length"
         change = {"incomplete_details": {"reason": "max_output_tokens"}} if cut else {"completed_at": int(time.time())}
         yield self._end("incomplete" if cut else "completed", change)
+
+    def goes_on(self) -> Iterator[Event]:
+        """An event that says so, unless there was one a moment ago. Comments in a stream do not count for every client."""
+        if time.monotonic() - self._told >= PROGRESS_SECONDS:
+            yield self._in_progress()
+
+    def _in_progress(self) -> Event:
+        self._told = time.monotonic()
+        return self._numbered({"type": "response.in_progress", "response": self.response})
 
     def failed(self, message: str) -> Event:
         """The last event, where the reply cannot go on."""
@@ -145,7 +159,7 @@ class Answer:
         for piece in self._reading.read(responses):
             silent = silent + 1 if isinstance(piece, Silence) else 0
             if silent and silent % SILENT_TOKENS == 0:
-                yield SILENT
+                yield from self.goes_on()
             for event in self.blocks.add(piece):
                 yield from self._items.told(event)
         for event in self.blocks.end():
