@@ -13,8 +13,10 @@ from typing import Any
 from ..errors import PoolExhaustedError
 from ..memory import batch_memory
 from ..prefix.cache import PrefixCache
-from ..prefix.lookup import Lookup, path_of
+from ..prefix.lookup import Lookup
+from ..prefix.noted import NotedPath, path_of
 from ..prefix.restore import Restore
+from ..prefix.salts import SHARED
 from ..spec import BLOCK_TOKENS
 from .request import KIND, Restoring, Running
 
@@ -43,7 +45,7 @@ class PooledCaches:
         self.prefix = prefix
         self.merges = True
         # The path of each agent whose turn has ended, for whoever takes note of it.
-        self.turns: dict[str, tuple[list[bytes], int]] = {}
+        self.turns: dict[str, NotedPath] = {}
         self._restores: dict[int, Restore] = {}
         # When each was last told of, in seconds of time.monotonic().
         self._told: dict[int, float] = {}
@@ -76,11 +78,11 @@ class PooledCaches:
         restored = self.abandon(running)
         room = min(running.left_to_produce(), BLOCK_TOKENS)
         try:
-            fetched = self.prefix.fetch(running.tokens, room)
+            fetched = self.prefix.fetch(running.tokens, room, salt=running.terms.salt)
         except PoolExhaustedError:
             if not self.stop_restoring():
                 raise
-            fetched = self.prefix.fetch(running.tokens, room)
+            fetched = self.prefix.fetch(running.tokens, room, salt=running.terms.salt)
         try:
             self.prefix.room.need_spare(len(others) if running.swaps else 0)
         except PoolExhaustedError:
@@ -107,7 +109,7 @@ class PooledCaches:
         """Pin those of the beginnings that the request marks which are known now."""
         for pin in [pin for pin in running.pins if pin[0] <= known]:
             running.pins.remove(pin)
-            self.prefix.pin_for(running.tokens[: pin[0]], pin[1])
+            self.prefix.pin_for(running.tokens[: pin[0]], pin[1], running.terms.salt)
 
     def is_ready(self, running: Running) -> bool:
         """Whether open() would not have to wait for the disk; what is missing is read from now on, see advance()."""
@@ -115,7 +117,7 @@ class PooledCaches:
         if stored is None:
             return True
         if running.uid not in self._restores:
-            wanted = self.prefix.wanted(running.tokens)
+            wanted = self.prefix.wanted(running.tokens, salt=running.terms.salt)
             if wanted is None:
                 return True
             if not stored.arriving.isdisjoint(wanted.arriving):
@@ -171,9 +173,9 @@ class PooledCaches:
             restore.release()
         return bool(stopped)
 
-    def known(self, tokens: Sequence[int]) -> int:
+    def known(self, tokens: Sequence[int], salt: bytes = SHARED) -> int:
         """How many tokens of a prompt an open() would find now."""
-        return self.prefix.look(tokens).hit
+        return self.prefix.look(tokens, salt).hit
 
     def secure(self, batch: Sequence[Running]) -> None:
         """Promise each member the blocks of its next token, or raise PoolExhaustedError and promise nothing."""
@@ -193,7 +195,7 @@ class PooledCaches:
         self.prefix.keeping.end(running.terms)
         name = running.request.noted_as or running.request.agent
         if name is not None and running.terms.is_written:
-            self.turns[name] = path_of(self.prefix.known, tokens)
+            self.turns[name] = path_of(self.prefix.known.trie, tokens, running.terms.salt)
 
     def release(self, running: Running) -> None:
         """Take its caches back and keep nothing."""

@@ -212,7 +212,9 @@ class BlockPoolBatchEngine:
         least = self.config.shared_tokens
         ahead = [(still_shared(running, other), other) for other in self._prefilling]
         for shared, other in ahead:
-            if shared >= least and (shared in other.marks or shared - self.caches.known(running.tokens) >= least):
+            if shared >= least and (
+                shared in other.marks or shared - self.caches.known(running.tokens, running.terms.salt) >= least
+            ):
                 other.marks.setdefault(shared, KIND)
                 self.counts["shared"] += not running.has_waited
                 running.has_waited = True

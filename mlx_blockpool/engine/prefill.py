@@ -44,6 +44,8 @@ def choose(prefilling: Sequence[Running], step: int, rows: int, long_first: bool
 
 def still_shared(running: Running, other: Running) -> int:
     """The tokens that two prompts have in common, if the prefill of `other` has not come to their end; else 0."""
+    if running.terms.salt != other.terms.salt:
+        return 0
     shared = min(common_prefix(running.tokens, other.tokens), running.prefill_end, other.prefill_end)
     return shared if shared > other.computed else 0
 

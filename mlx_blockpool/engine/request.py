@@ -10,6 +10,7 @@ import mlx.core as mx
 from mlx_lm.generate import StopSequences
 
 from ..prefix.keeping import Terms
+from ..prefix.salts import SHARED
 
 Sampler = Callable[[mx.array], mx.array]
 LogitsProcessor = Callable[[mx.array, mx.array], mx.array]
@@ -31,6 +32,7 @@ class Request:
     noted_as:    the name under which its end is noted; None: that of the agent.
     pins:        (tokens, seconds) of each beginning of the prompt that is to stay in memory for so long after each use.
     retention:   how what it computes is kept on disk: see Terms.
+    salt:        it finds, and leaves behind, what is known under this salt alone: 32 bytes; empty: what all requests share.
     """
 
     tokens: Sequence[int]
@@ -43,6 +45,7 @@ class Request:
     noted_as: str | None = None
     pins: Sequence[tuple[int, float]] = ()
     retention: str | None = None
+    salt: bytes = SHARED
 
 
 @dataclass(frozen=True)
@@ -112,7 +115,7 @@ class Running:
         self.caches: list[Any] | None = None
         self.logprobs: mx.array | None = None
         self.marks = {min(position, self.prefill_end): kind for position, kind in request.marks if position > 0}
-        self.terms = Terms(request.agent, request.retention)
+        self.terms = Terms(request.agent, request.retention, request.salt)
         # Those that are not pinned yet.
         self.pins = list(request.pins)
         self.swaps = 0

@@ -10,6 +10,7 @@ import mlx.core as mx
 from mlx_lm.models.cache import LRUPromptCache, can_trim_prompt_cache
 from mlx_lm.models.cache import make_prompt_cache as stock_prompt_cache
 
+from ..prefix.salts import SHARED
 from .caches import Opened
 from .request import Restoring, Running
 
@@ -32,7 +33,7 @@ class StockCaches:
         return None
 
     def open(self, running: Running, others: Sequence[Running]) -> Opened:
-        caches, rest = self._known.fetch_nearest_cache(self._key, running.tokens)
+        caches, rest = self._known.fetch_nearest_cache(self._key_of(running.terms.salt), running.tokens)
         if caches is None:
             caches, rest = stock_prompt_cache(self._model), running.tokens
         return Opened(caches, len(running.tokens) - len(rest), None)
@@ -58,8 +59,8 @@ class StockCaches:
     def abandon(self, running: Running) -> None:
         """Nothing is on its way."""
 
-    def known(self, tokens: Sequence[int]) -> int:
-        return self._known.known_tokens(self._key, list(tokens))
+    def known(self, tokens: Sequence[int], salt: bytes = SHARED) -> int:
+        return self._known.known_tokens(self._key_of(salt), list(tokens))
 
     def secure(self, batch: Sequence[Running]) -> None:
         """There is no limit."""
@@ -77,10 +78,14 @@ class StockCaches:
     def release_all(self) -> None:
         """Nobody counts them."""
 
+    def _key_of(self, salt: bytes) -> Any:
+        """What is kept under a salt is another model's to mlx-lm."""
+        return (self._key, salt) if salt else self._key
+
     def _insert(self, running: Running, caches: Any, kind: str) -> None:
         if running.computed:
             tokens = running.tokens[: running.computed]
-            self._known.insert_cache(self._key, tokens, caches, cache_type=kind)
+            self._known.insert_cache(self._key_of(running.terms.salt), tokens, caches, cache_type=kind)
 
 
 class GuardedPromptCache(LRUPromptCache):  # type: ignore[misc]

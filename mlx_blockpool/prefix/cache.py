@@ -30,6 +30,7 @@ from .pins import PinnedPrompts
 from .restore import Wanted
 from .resume import lay_out, resumable, standing
 from .room import Room
+from .salts import SHARED
 from .stored import StoredPrefixes
 from .trie import Checkpoint, Match, Node, encode
 
@@ -65,8 +66,16 @@ class PrefixCache:
 
     # -- fetch ---------------------------------------------------------------------------------------------------------
 
-    def fetch(self, tokens: Tokens[int], max_tokens: int = PoolConfig.max_tokens, at_most: int | None = None) -> Fetch:
+    def fetch(
+        self,
+        tokens: Tokens[int],
+        max_tokens: int = PoolConfig.max_tokens,
+        at_most: int | None = None,
+        salt: bytes = SHARED,
+    ) -> Fetch:
         """Caches for a prompt, with room for `max_tokens` more. A hit has no more than `at_most` tokens.
+
+        Only what was kept under the same `salt` is found.
 
         Raises RequestTooLargeError if that can never fit in the pool, PoolExhaustedError if it cannot fit now.
         """
@@ -77,7 +86,7 @@ class PrefixCache:
         if total > self.pool.sequence_capacity():
             raise RequestTooLargeError(total, self.pool.sequence_capacity())
         most = len(tokens) - 1 if at_most is None else min(at_most, len(tokens) - 1)
-        match = self._in_memory(tokens, most)
+        match = self._in_memory(tokens, most, salt)
         hit, checkpoint = resumable(self.slabs, match, most)
         try:
             caches = lay_out(self.room, match, hit, checkpoint, len(tokens), total)
@@ -88,22 +97,25 @@ class PrefixCache:
             caches = lay_out(self.room, match, 0, None, len(tokens), total)
             lookup = Lookup(len(tokens), match.tokens, 0, "no room")
         else:
-            lookup = explain(self.known, tokens, match, hit)
+            lookup = explain(self.known, tokens, match, hit, salt)
             if checkpoint is not None:
                 self.known.use(checkpoint)
         self.keeping.use(match.path, lookup.hit)
         sequence = sequence_of(caches)
         assert sequence is not None, "caches of a model that has none"
         self._handed_out.add(sequence)
+        self._count(lookup)
+        return Fetch(caches, list(tokens[lookup.hit :]), lookup)
+
+    def _count(self, lookup: Lookup) -> None:
         self.num_lookups += 1
         self.num_prompt_tokens += lookup.tokens
         self.num_known_tokens += lookup.known
         self.num_hit_tokens += lookup.hit
-        return Fetch(caches, list(tokens[lookup.hit :]), lookup)
 
-    def _in_memory(self, tokens: Tokens[int], most: int) -> Match:
+    def _in_memory(self, tokens: Tokens[int], most: int, salt: bytes) -> Match:
         """What is known of a prompt, brought back from disk as far as there is room for it."""
-        match = self.known.trie.match(tokens)
+        match = self.known.trie.match(tokens, salt)
         if self.stored is None:
             return match
         wanted = self._on_disk(match, most)
@@ -112,13 +124,13 @@ class PrefixCache:
         elif wanted is not None:
             with suppress(PoolExhaustedError):
                 self.stored.restore_now(wanted)
-            match = self.known.trie.match(tokens)
+            match = self.known.trie.match(tokens, salt)
         self.stored.touch(match.path)
         return match.in_memory()
 
-    def wanted(self, tokens: Tokens[int], at_most: int | None = None) -> Wanted | None:
+    def wanted(self, tokens: Tokens[int], at_most: int | None = None, salt: bytes = SHARED) -> Wanted | None:
         """What is to be brought back of a prompt; None: nothing that the store has beyond memory, or that is worth it."""
-        wanted = self._on_disk(self.known.trie.match(tokens), len(tokens) - 1 if at_most is None else at_most)
+        wanted = self._on_disk(self.known.trie.match(tokens, salt), len(tokens) - 1 if at_most is None else at_most)
         return wanted if wanted is not None and self.stored and self.stored.is_worth_reading(wanted) else None
 
     def _on_disk(self, match: Match, most: int) -> Wanted | None:
@@ -126,11 +138,11 @@ class PrefixCache:
             return None
         return self.stored.wanted(match, most, resumable(self.slabs, match.in_memory(), most)[0])
 
-    def look(self, tokens: Tokens[int]) -> Lookup:
+    def look(self, tokens: Tokens[int], salt: bytes = SHARED) -> Lookup:
         """What a fetch of these tokens would find. Changes nothing."""
         tokens = _ids(tokens)
-        match = self.known.trie.match(tokens)
-        return explain(self.known, tokens, match, resumable(self.slabs, match, len(tokens) - 1)[0])
+        match = self.known.trie.match(tokens, salt)
+        return explain(self.known, tokens, match, resumable(self.slabs, match, len(tokens) - 1)[0], salt)
 
     # -- keep ----------------------------------------------------------------------------------------------------------
 
@@ -146,7 +158,7 @@ class PrefixCache:
         known = self._keep(tokens, caches, kind, terms, goes_on=False)
         self.release(caches)
         if terms.retention == "day":
-            self.keeping.spare_for_a_day(standing(self.slabs, self.known.trie.match(_ids(tokens)[:known])))
+            self.keeping.spare_for_a_day(standing(self.slabs, self.known.trie.match(_ids(tokens)[:known], terms.salt)))
         return known
 
     def release(self, caches: list[Any]) -> None:
@@ -197,7 +209,7 @@ class PrefixCache:
 
     def _insert(self, tokens: Tokens[int], sequence: Sequence, kind: str, terms: Terms) -> list[Node]:
         """Add the path of `tokens`; blocks that are known already replace the sequence's own."""
-        node, path = self.known.trie.root, []
+        node, path = self.known.trie.begin(terms.salt), []
         for index, start in enumerate(range(0, len(tokens), BLOCK_TOKENS)):
             edge = encode(tokens[start : start + BLOCK_TOKENS])
             child = self.known.trie.child(node, edge)
@@ -242,9 +254,9 @@ class PrefixCache:
         self._pinned.unpin(_ids(tokens))
         return self.known.trie.match(_ids(tokens)).tokens
 
-    def pin_for(self, tokens: Tokens[int], seconds: float) -> None:
+    def pin_for(self, tokens: Tokens[int], seconds: float, salt: bytes = SHARED) -> None:
         """Keep the known part of `tokens` from eviction for so long after each use, as far as there is room for that."""
-        self.keeping.pins.pin(standing(self.slabs, self.known.trie.match(_ids(tokens))), seconds)
+        self.keeping.pins.pin(standing(self.slabs, self.known.trie.match(_ids(tokens), salt)), seconds)
 
     def keep_up(self) -> None:
         """Between two steps: let go of what has been kept for long enough, in memory and on disk. Cheap."""

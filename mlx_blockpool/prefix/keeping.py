@@ -16,6 +16,7 @@ from .charges import ANONYMOUS
 from .known import KnownBlocks
 from .pins import Standing, TimedBeginnings, TimedPins
 from .quotas import Quotas
+from .salts import SHARED
 from .trie import Node
 
 DAY_SECONDS = 86400.0
@@ -29,10 +30,12 @@ class Terms:
 
     agent:      whose account it is on; None: the one of all that name no agent.
     retention:  "memory": it is not written to disk. "day": the disk's budget spares it for a day after each use.
+    salt:       only requests with the same salt find it; SHARED: all do.
     """
 
     agent: str | None = None
     retention: str | None = None
+    salt: bytes = SHARED
 
     @property
     def account(self) -> str:

@@ -214,8 +214,9 @@ class KnownBlocks:
 
     def clear(self) -> None:
         """Forget everything."""
-        while self.trie.root.children:
-            self.drop(self.trie.root.children[0])
+        for root in self.trie.roots():
+            while root.children:
+                self.drop(root.children[0])
 
     def was_evicted(self, parent: Node, edge: bytes) -> bool:
         """Whether this edge was known before and had to go."""

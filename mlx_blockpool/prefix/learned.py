@@ -8,7 +8,7 @@ from __future__ import annotations
 from collections import deque
 from collections.abc import Iterable, Iterator, Sequence
 
-from ..store.record import BLOCK, Key, Record
+from ..store.record import BLOCK, SALT, Key, Record
 from ..store.store import PromptStore
 from .known import KnownBlocks
 from .placed import PlacedCheckpoints
@@ -35,7 +35,7 @@ class Learned:
         children: dict[bytes, list[Record]] = {}
         for record in (r for r in records if r.kind == BLOCK):
             children.setdefault(record.parent, []).append(record)
-        nodes = deque([self._known.trie.root])
+        nodes = deque(self._roots(records))
         while nodes:
             node = nodes.popleft()
             for record in children.get(node.hash, []):
@@ -47,6 +47,12 @@ class Learned:
                     self._nodes[child.hash] = child
                     nodes += [child] if child.is_full else []
         self._placed.load((r for r in records if r.kind != BLOCK), self._nodes)
+
+    def _roots(self, records: Sequence[Record]) -> list[Node]:
+        """The shared root, and those of the salts that records name."""
+        begin_of = self._known.trie.begin_of
+        salted = {begin_of(record.parent, record.extra[SALT]) for record in records if SALT in record.extra}
+        return [self._known.trie.root, *(root for root in salted if root is not None)]
 
     def by_need(self, records: Sequence[Record]) -> Iterator[Key]:
         """The keys of records, given in the order of use: those used last first, and each after what it stands on."""
@@ -81,7 +87,8 @@ class Learned:
                 self._placed.place(record, self._nodes)
 
     def _add(self, record: Record) -> None:
-        parent = self._known.trie.root if record.parent == self._known.trie.root.hash else self._nodes.get(record.parent)
+        first = self._known.trie.begin_of(record.parent, record.extra.get(SALT)) if record.start == 0 else None
+        parent = first or self._nodes.get(record.parent)
         if parent is None or parent.end != record.start or not (parent.stored or parent.parent is None):
             return
         edge = encode(record.tokens)

@@ -7,6 +7,7 @@ from dataclasses import dataclass
 
 from ..spec import BLOCK_TOKENS
 from .known import KnownBlocks
+from .salts import SHARED
 from .trie import Match, Node, decode, encode
 
 CAUSES = {
@@ -44,32 +45,25 @@ class Lookup:
         return f"{self.hit} of {self.tokens} tokens cached ({self.cause}: {CAUSES[self.cause]})"
 
 
-def explain(known: KnownBlocks, tokens: Sequence[int], match: Match, hit: int) -> Lookup:
-    """The lookup of `tokens` whose match could be taken over up to `hit`."""
-    cause = _cause(known, tokens, match, hit)
+def explain(known: KnownBlocks, tokens: Sequence[int], match: Match, hit: int, salt: bytes = SHARED) -> Lookup:
+    """The lookup of `tokens` under a salt whose match could be taken over up to `hit`."""
+    cause = _cause(known, tokens, match, hit, salt)
     expected = _ahead(match)[:SHOWN] if cause in ("differs", "no checkpoint") and match.tokens < len(tokens) - 1 else []
     given = tokens[match.tokens : match.tokens + SHOWN] if expected else ()
     return Lookup(len(tokens), match.tokens, hit, cause, tuple(given), tuple(expected))
 
 
-def path_of(known: KnownBlocks, tokens: Sequence[int]) -> tuple[list[bytes], int]:
-    """The hashes of the blocks that a known beginning of `tokens` lies in, the last one maybe a partial one, and its length."""
-    match = known.trie.match(tokens)
-    hashes = [node.hash for node in match.nodes]
-    return hashes + ([match.partial.hash_at(match.tokens)] if match.partial is not None else []), match.tokens
-
-
-def _cause(known: KnownBlocks, tokens: Sequence[int], match: Match, hit: int) -> str:
+def _cause(known: KnownBlocks, tokens: Sequence[int], match: Match, hit: int, salt: bytes) -> str:
     most = len(tokens) - 1
     if hit >= most:
         return "all"
     if hit < min(match.tokens, most):
         return "no checkpoint"
-    parent = match.nodes[-1] if match.nodes else known.trie.root
+    parent = match.nodes[-1] if match.nodes else known.trie.begin(salt)
     if known.was_evicted(parent, encode(tokens[parent.end : parent.end + BLOCK_TOKENS])):
         return "evicted"
     beside = match.partial is None and any(not child.resident for child in parent.children)
-    if beside and known.trie.match(tokens).tokens > match.tokens:
+    if beside and known.trie.match(tokens, salt).tokens > match.tokens:
         return "on disk"
     if _ahead(match):
         return "differs"

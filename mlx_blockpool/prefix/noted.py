@@ -8,21 +8,30 @@ from __future__ import annotations
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from itertools import takewhile
+from typing import TypeAlias
 
 from ..spec import BLOCK_TOKENS
 from ..store.record import BLOCK, STATE, WINDOW, Key
 from .cache import PrefixCache
 from .known import KnownBlocks
 from .resume import resumable
+from .salts import SHARED
 from .trie import Match, Node, Trie, decode
+
+# Token ids, and the salt that they are looked up under.
+Prompt: TypeAlias = tuple[Sequence[int], bytes]
 
 
 @dataclass(frozen=True)
 class NotedPath:
-    """The hashes of the blocks that `tokens` tokens lie in, from the first on; the last one may name a part of a block."""
+    """The hashes of the blocks that `tokens` tokens lie in, from the first on; the last one may name a part of a block.
+
+    `salt`: what they are known under.
+    """
 
     hashes: tuple[bytes, ...]
     tokens: int
+    salt: bytes = SHARED
 
 
 @dataclass(frozen=True)
@@ -55,12 +64,20 @@ class Freed:
 # -- finding -----------------------------------------------------------------------------------------------------------
 
 
+def path_of(trie: Trie, tokens: Sequence[int], salt: bytes = SHARED) -> NotedPath:
+    """The path of as much of `tokens` as is known under a salt."""
+    match = trie.match(tokens, salt)
+    last = [] if match.partial is None else [match.partial.hash_at(match.tokens)]
+    return NotedPath((*(node.hash for node in match.nodes), *last), match.tokens, salt)
+
+
 def find(trie: Trie, path: NotedPath) -> Match:
     """As much of a path as is known."""
+    root = trie.begin(path.salt)
     nodes: list[Node] = []
     for index, digest in enumerate(path.hashes):
         size = min(BLOCK_TOKENS, path.tokens - index * BLOCK_TOKENS)
-        parent = nodes[-1] if nodes else trie.root
+        parent = nodes[-1] if nodes else root
         child = next((child for child in parent.children if _begins_with(child, digest, size)), None)
         if child is None:
             break
@@ -85,13 +102,13 @@ def _begins_with(node: Node, digest: bytes, size: int) -> bool:
 # -- what only one path stands on --------------------------------------------------------------------------------------
 
 
-def own_from(known: KnownBlocks, path: NotedPath, others: Iterable[NotedPath], in_use: Iterable[Sequence[int]] = ()) -> int:
+def own_from(known: KnownBlocks, path: NotedPath, others: Iterable[NotedPath], in_use: Iterable[Prompt] = ()) -> int:
     """From which edge of a path on nobody else needs it: no other noted path, no prompt `in_use`, and nothing known behind it."""
     match = find(known.trie, path)
     nodes = match.path
     first = max([0, *(_stood_on(nodes, path, other) for other in others)])
-    for tokens in in_use:
-        first = max(first, _common(nodes, known.trie.match(tokens).path))
+    for tokens, salt in in_use:
+        first = max(first, _common(nodes, known.trie.match(tokens, salt).path))
     own = len(nodes)
     while own > first and nodes[own - 1].end <= path.tokens and not set(nodes[own - 1].children) - set(nodes[own : own + 1]):
         own -= 1

@@ -19,7 +19,7 @@ from ..errors import BadRecordError
 from ..spec import BLOCK_TOKENS
 from ..store.disk import Into
 from ..store.reader import Found, Reading
-from ..store.record import STATE, WINDOW, Expected, Key, Part, Record
+from ..store.record import SALT, STATE, WINDOW, Expected, Key, Part, Record
 from ..store.store import PromptStore
 from .known import KnownBlocks
 from .rings import CUT, Piece, Rings
@@ -66,7 +66,8 @@ class PlacedCheckpoints:
 
     def place(self, record: Record, nodes: dict[bytes, Node]) -> bool:
         """Take note of one record. Whether it belongs to any of the nodes."""
-        parent = nodes.get(record.parent, self.known.trie.root if record.start == 0 else None)
+        first = self.known.trie.begin_of(record.parent, record.extra.get(SALT)) if record.start == 0 else None
+        parent = first or nodes.get(record.parent)
         node = None if parent is None else self.known.trie.child(parent, encode(record.tokens))
         cut = record.extra.get(CUT, "")
         if node is None or node.start != record.start or (record.kind == WINDOW and not cut.isdecimal()):
@@ -144,6 +145,7 @@ class PlacedCheckpoints:
         node, end = piece
         assert node.parent is not None
         tokens = tuple(decode(node.tokens)[: end - node.start])
+        extra = extra | salted(node)
         return Record(kind, self.store.namespace, node.hash_at(end), node.parent.hash, node.start, tokens, parts, extra)
 
     def _is_near(self, node: Node, position: int) -> bool:
@@ -232,6 +234,11 @@ class PlacedCheckpoints:
 
     def _parts(self, piece: Piece, cut: int) -> tuple[Part, ...]:
         return tuple(Part(c.name, c.safetensors_dtype, c.shape) for c in self.rings.contents(piece, cut))
+
+
+def salted(node: Node) -> dict[str, str]:
+    """What a record of a node says of its salt, beside what else is in `extra`: nothing, unless it is the first under one."""
+    return {SALT: node.parent.salt.hex()} if node.parent is not None and node.parent.salt else {}
 
 
 def is_superseded(node: Node, checkpoint: Checkpoint) -> bool:

@@ -22,7 +22,7 @@ from ..store.record import BLOCK, Expected, Key, Part, Record
 from ..store.store import PromptStore
 from .known import KnownBlocks
 from .learned import Learned
-from .placed import PlacedCheckpoints
+from .placed import PlacedCheckpoints, salted
 from .rates import Rates
 from .restore import Restore, Wanted
 from .room import Room
@@ -151,7 +151,7 @@ class StoredPrefixes:
         """Bytes handed over; None if the store does not take them now, 0 if the budget has no room for them."""
         assert node.parent is not None
         tokens, parts = tuple(decode(node.tokens)), self._parts(node.end - node.start)
-        extra = {"kind": node.kind, "bits": str(self.bits or 0)}
+        extra = {"kind": node.kind, "bits": str(self.bits or 0)} | salted(node)
         record = Record(BLOCK, self.store.namespace, node.hash, node.parent.hash, node.start, tokens, parts, extra)
         written = self._put(record, lambda: self._copied(node), node)
         if written:

@@ -1,6 +1,7 @@
 """Known prefixes: a tree whose edges are blocks of 256 tokens. Knows tokens and hashes; no arrays, no pool, no disk.
 
 The last edge of a sequence may be shorter than a block. Siblings may start alike: matching inside a block is by token.
+A salt has a root of its own: prefixes under different salts never share a hash, an edge or a block.
 Owned by the generation thread.
 """
 
@@ -14,8 +15,10 @@ from dataclasses import dataclass, field
 from functools import cached_property
 from itertools import takewhile
 from typing import Any
+from weakref import WeakValueDictionary
 
 from ..spec import BLOCK_TOKENS
+from .salts import SALT_BYTES, SHARED
 
 # Token ids as 64-bit integers: image patches have negative ids of 60 bits.
 TOKEN_BYTES = 8
@@ -63,7 +66,7 @@ class Node:
     `hash` names the whole prefix up to here. `checkpoints` are by absolute token position. `resident`: its blocks are in the
     pool. `stored`: they are on disk, or about to be. `cuts`: up to which tokens what windows held of them is there too, and at
     which position it was cut; `saved`: behind which tokens the states are. `covers`: shorter edges whose records serve until this
-    one is on disk itself. `account`: whom its blocks are charged to; None: nobody.
+    one is on disk itself. `account`: whom its blocks are charged to; None: nobody. `salt`: that of a root.
     """
 
     parent: Node | None = field(repr=False)
@@ -82,6 +85,7 @@ class Node:
     cuts: dict[int, int] = field(default_factory=dict)
     saved: set[int] = field(default_factory=set)
     covers: list[Node] = field(default_factory=list, repr=False)
+    salt: bytes = SHARED
 
     @property
     def end(self) -> int:
@@ -173,15 +177,44 @@ class Trie:
     def __init__(self, namespace: str) -> None:
         seed = hashlib.blake2b(namespace.encode(), digest_size=32).digest()
         self.root = Node(None, 0, b"", seed)
+        # A salted root stays for as long as an edge, or a caller, refers to it.
+        self._salted: WeakValueDictionary[bytes, Node] = WeakValueDictionary()
 
     def __iter__(self) -> Iterator[Node]:
-        nodes = self.root.subtree()
-        next(nodes)
-        return nodes
+        for root in self.roots():
+            nodes = root.subtree()
+            next(nodes)
+            yield from nodes
 
-    def match(self, tokens: Sequence[int]) -> Match:
-        """The longest known prefix of `tokens`. Changes nothing."""
-        node = self.root
+    def roots(self) -> list[Node]:
+        """The shared root, then those of the salts that have edges."""
+        return [self.root, *self._salted.values()]
+
+    def begin(self, salt: bytes = SHARED) -> Node:
+        """The root of the prefixes under a salt."""
+        if not salt:
+            return self.root
+        root = self._salted.get(salt)
+        if root is None:
+            assert len(salt) == SALT_BYTES, f"{len(salt)} bytes of salt; needed {SALT_BYTES}"
+            root = Node(None, 0, b"", name_of(self.root.hash, salt), salt=salt)
+            self._salted[salt] = root
+        return root
+
+    def begin_of(self, parent: bytes, salt: str | None) -> Node | None:
+        """The root whose hash is `parent`, under the salt that a record names in hexadecimal; None: there is no such root."""
+        if not salt:
+            return self.root if parent == self.root.hash else None
+        try:
+            digest = bytes.fromhex(salt)
+        except ValueError:
+            return None
+        root = self.begin(digest) if len(digest) == SALT_BYTES else None
+        return root if root is not None and root.hash == parent else None
+
+    def match(self, tokens: Sequence[int], salt: bytes = SHARED) -> Match:
+        """The longest prefix of `tokens` that is known under a salt. Changes nothing."""
+        node = self.begin(salt)
         nodes: list[Node] = []
         for start in range(0, len(tokens), BLOCK_TOKENS):
             edge = encode(tokens[start : start + BLOCK_TOKENS])
@@ -234,7 +267,7 @@ class Trie:
             parent = node.parent
             assert parent is not None
             assert parent.end == node.start, f"node starts at {node.start}, its parent ends at {parent.end}"
-            assert parent is self.root or parent.is_full, f"the edge before token {node.start} is not full"
+            assert parent.parent is None or parent.is_full, f"the edge before token {node.start} is not full"
             edges = [c.tokens for c in parent.children]
             assert edges == sorted(edges), f"children at token {node.start} are out of order"
             covered = [e for e in edges if len(e) > len(node.tokens) and e.startswith(node.tokens)]

@@ -9,6 +9,7 @@ from dataclasses import dataclass, field, replace
 from typing import Any
 
 from ..errors import BlockpoolError, ModelNotFoundError
+from ..prefix.salts import SHARED
 from ..store.agents import Agents
 from ..store.layout import default_folder
 from ..store.manifest import Agent
@@ -32,12 +33,14 @@ class Wishes:
     agent:  who asks; requests of one agent run in order.
     conversation:  the name that the chat's content gives it where nobody asks by a name; it orders nothing.
     retention:  where the prompt is worth keeping: "memory" never on disk, "day" for a day since its last use; None: as ever.
+    salt:  what its prefixes are kept under; SHARED: what all requests share.
     """
 
     id: str = field(default_factory=lambda: f"req_{uuid.uuid4().hex[:24]}")
     agent: str | None = None
     conversation: str | None = None
     retention: str | None = None
+    salt: bytes = SHARED
 
 
 def agent_of(header: str | None, body: Mapping[str, Any], names: tuple[str, ...] = AGENT_FIELDS) -> str | None:

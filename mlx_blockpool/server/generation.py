@@ -18,6 +18,7 @@ from mlx_lm.server import ResponseGenerator, _image_parts
 
 from ..config import EngineConfig, ModelsConfig
 from ..errors import BlockpoolError
+from .asking import Wishes
 from .errand import Errand
 from .explained import Explanations
 from .guard import Guard
@@ -251,6 +252,7 @@ class BlockpoolGenerator(ResponseGenerator):  # type: ignore[misc]
         self.health.doing("a request alone")
         self.prompt_cache.max_tokens = waiting.args.max_tokens
         self.prompt_cache.lookup = None
+        self.prompt_cache.salt = served.salt_of(getattr(waiting.request, "wishes", Wishes()))
         queue = Marking(waiting.queue, self.health.mark, lambda context: served.explain_alone(waiting, context))
         self._serve_single((queue, waiting.request, waiting.args), stream)
         self.health.idle()

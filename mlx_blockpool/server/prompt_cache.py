@@ -25,8 +25,10 @@ from ..errors import PluginError, SpecError, StoreError
 from ..memory import batch_memory
 from ..pool import BlockPool
 from ..prefix.cache import PrefixCache
+from ..prefix.keeping import Terms
 from ..prefix.lookup import Lookup
 from ..prefix.opening import open_store
+from ..prefix.salts import SHARED
 from ..spec import FullLayer, ModelCacheSpec
 from ..store.layout import FOLDERS
 from ..store.record import Key
@@ -45,7 +47,7 @@ class ServerPromptCache:
     """The caches of one model, from open() to close(). Of `config` counts what is not its bytes: those are given to open().
 
     `caches`: what the engine takes; None where requests run one by one through mlx-lm. `max_tokens`: the room that the
-    next fetch of such a request reserves behind its prompt; `lookup` explains it.
+    next fetch of such a request reserves behind its prompt; `lookup` explains it, and `salt` is what it is kept under.
     """
 
     def __init__(self, cli_args: Any, config: PoolConfig, store: StoreConfig | None = None) -> None:
@@ -55,6 +57,7 @@ class ServerPromptCache:
         self.prefix: PrefixCache | None = None
         self.lookup: Lookup | None = None
         self.max_tokens = config.max_tokens
+        self.salt = SHARED
         self.agents: ServedAgents | None = None
         self.report: dict[str, Any] = {"backend": None}
         self._spec: ModelCacheSpec | None = None
@@ -217,22 +220,22 @@ class ServerPromptCache:
     def fetch_nearest_cache(self, model: Any, tokens: list[int]) -> tuple[Any, list[int]]:
         """Layer caches for a prompt and the tokens left to compute, never none. On a miss of the pool: empty pooled caches."""
         if self.prefix is None:
-            return self._stock.fetch_nearest_cache(model, tokens)
+            return self._stock.fetch_nearest_cache((model, self.salt) if self.salt else model, tokens)
         if self._drafted is not None:
-            fetched = self._drafted.fetch(tokens, self.max_tokens)
+            fetched = self._drafted.fetch(tokens, self.max_tokens, self.salt)
         else:
-            fetched = self.prefix.fetch(tokens, self.max_tokens)
+            fetched = self.prefix.fetch(tokens, self.max_tokens, salt=self.salt)
         self.lookup = fetched.lookup
         return fetched.caches, fetched.rest
 
     def insert_cache(self, model: Any, tokens: list[int], prompt_cache: list[Any], *, cache_type: str = "assistant") -> None:
         """Keep a finished sequence. Its blocks go back to the pool: the caches must not be used again."""
         if self.prefix is None:
-            self._stock.insert_cache(model, tokens, prompt_cache, cache_type=cache_type)
+            self._stock.insert_cache((model, self.salt) if self.salt else model, tokens, prompt_cache, cache_type=cache_type)
         elif self._drafted is not None:
-            self._drafted.finish(tokens, prompt_cache, cache_type)
+            self._drafted.finish(tokens, prompt_cache, cache_type, Terms(salt=self.salt))
         else:
-            self.prefix.finish(tokens, prompt_cache, cache_type)
+            self.prefix.finish(tokens, prompt_cache, cache_type, Terms(salt=self.salt))
 
     def stats_by_type(self) -> dict[str, dict[str, int]]:
         return self._stock.stats_by_type() if self.prefix is None else self.prefix.stats_by_kind()

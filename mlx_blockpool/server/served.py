@@ -20,6 +20,7 @@ from ..config import EngineConfig
 from ..engine.engine import BlockPoolBatchEngine
 from ..engine.request import KIND, Event, Failed, Progress, Request, Restoring, Started, Token
 from ..prefix.lookup import Lookup
+from ..prefix.salts import SHARED
 from .asking import Wishes
 from .explained import Explained
 from .marks import message_marks, pins_of
@@ -139,10 +140,17 @@ class ServedModel:
             noted_as=wishes.conversation,
             pins=pins_of(waiting.request),
             retention=wishes.retention,
+            salt=self.salt_of(wishes),
         )
         uid = self.engine.insert(request)
         explained = getattr(waiting.request, "explained", None)
         self.live[uid] = Live(waiting.queue, context, tokenizer, tokenizer.detokenizer, args.top_logprobs, explained)
+
+    def salt_of(self, wishes: Wishes) -> bytes:
+        """What a request's prefixes are known under: what its agent has imported, or else what the request says."""
+        agents = self.prompt_cache.agents
+        imported = SHARED if agents is None or wishes.agent is None else agents.salt_of_import(wishes.agent)
+        return imported or wishes.salt
 
     def _marks(self, waiting: Waiting) -> list[tuple[int, str]]:
         """(tokens, kind) of the beginnings of a prompt that are worth a checkpoint."""

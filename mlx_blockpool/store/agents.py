@@ -106,7 +106,7 @@ class Agents:
 
     # -- changing ------------------------------------------------------------------------------------------------------
 
-    def note(self, name: str, namespace: str, model_id: str, hashes: Sequence[bytes], tokens: int) -> Agent:
+    def note(self, name: str, namespace: str, model_id: str, hashes: Sequence[bytes], tokens: int, salt: bytes = b"") -> Agent:
         """An agent has ended a turn here. Keeps when it was created and whether it is pinned. Raises OSError.
 
         One small file is read and one synced; none is written if the path is the same and was used within USED_SECONDS.
@@ -117,7 +117,7 @@ class Agents:
         now = int(time.time())
         with self._alone():
             before = self.get(name)
-            agent = Agent(name, namespace, model_id, tuple(hashes), tokens, now, now)
+            agent = Agent(name, namespace, model_id, tuple(hashes), tokens, now, now, salt=salt)
             if before is not None:
                 agent = replace(agent, created=before.created, pinned=before.pinned)
                 if agent == replace(before, used=now) and abs(now - before.used) < USED_SECONDS:

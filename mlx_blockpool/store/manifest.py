@@ -33,6 +33,7 @@ class Agent:
     tokens         that the path holds for this agent; the last record may have more.
     created, used  seconds since the epoch.
     pinned         the budget is to spare its records.
+    salt           what its path is known under; empty: what all share.
     """
 
     name: str
@@ -43,6 +44,7 @@ class Agent:
     created: int
     used: int
     pinned: bool = False
+    salt: bytes = b""
 
     @property
     def last_hash(self) -> bytes | None:
@@ -73,7 +75,7 @@ def encode(agent: Agent, becoming: str | None = None) -> bytes:
         "used": agent.used,
         "pinned": agent.pinned,
         "hashes": [digest.hex() for digest in agent.hashes],
-    }
+    } | ({"salt": agent.salt.hex()} if agent.salt else {})
     seal = hashlib.blake2b(_text(fields), digest_size=HASH_BYTES).hexdigest()
     return _text(fields | {"seal": seal})
 
@@ -112,11 +114,13 @@ def _parse(fields: dict[str, Any]) -> Agent:
         created=fields["created"],
         used=fields["used"],
         pinned=fields["pinned"],
+        salt=bytes.fromhex(fields.get("salt", "")),
     )
     texts = (agent.name, agent.namespace, agent.model_id, fields["becoming"] or "")
     numbers = (agent.tokens, agent.created, agent.used)
+    digests = (*agent.hashes, *([agent.salt] if agent.salt else []))
     proper = all(type(text) is str for text in texts) and all(type(n) is int and 0 <= n < _MAX_NUMBER for n in numbers)
-    if not (proper and type(agent.pinned) is bool and all(len(digest) == HASH_BYTES for digest in agent.hashes)):
+    if not (proper and type(agent.pinned) is bool and all(len(digest) == HASH_BYTES for digest in digests)):
         raise ValueError("a field of the wrong type or size")
     if len(agent.hashes) != blocks_for(agent.tokens):
         raise ValueError(f"{len(agent.hashes)} hashes for {agent.tokens} tokens")

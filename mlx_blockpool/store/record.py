@@ -31,6 +31,8 @@ HASH_BYTES = 32
 # What the parts of a record are: the full layers of one block, what window layers held of its tokens, or what state layers
 # held behind its last one.
 BLOCK, WINDOW, STATE = "block", "window", "state"
+# In `extra` of a record that begins under a salt: the salt, in hexadecimal.
+SALT = "salt"
 MAX_HEADER_BYTES = 1 << 20
 # Far more than any model has for 256 tokens: what says more is not ours, and is not read.
 MAX_DATA_BYTES = 1 << 34

@@ -24,6 +24,8 @@ from mlx_blockpool.cache.slabs import Slabs
 from mlx_blockpool.config import PoolConfig
 from mlx_blockpool.errors import PoolExhaustedError, RequestTooLargeError
 from mlx_blockpool.prefix.cache import PrefixCache
+from mlx_blockpool.prefix.keeping import Terms
+from mlx_blockpool.prefix.salts import SHARED
 from mlx_blockpool.spec import FullLayer, ModelCacheSpec, WindowLayer
 
 WINDOW = 300
@@ -356,13 +358,13 @@ TestPrefixMachine.settings = settings(
 )
 
 
-def answer(prefix: PrefixCache, prompt: list[int]) -> None:
+def answer(prefix: PrefixCache, prompt: list[int], salt: bytes = SHARED) -> None:
     """A whole request that says nothing."""
-    found = prefix.fetch(prompt, 20)
+    found = prefix.fetch(prompt, 20, salt=salt)
     for layer, cache in enumerate(found.caches):
         keys = keys_of(prompt, found.lookup.hit, layer)
         mx.eval(cache.update_and_fetch(keys, keys + 1000))
-    prefix.finish(prompt, found.caches)
+    prefix.finish(prompt, found.caches, terms=Terms(salt=salt))
 
 
 @pytest.mark.parametrize("ragged", [True, False])

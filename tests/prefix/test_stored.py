@@ -9,11 +9,14 @@ from pathlib import Path
 import mlx.core as mx
 import numpy as np
 import pytest
-from prefix.lives import BLOCK, FILE, ONE, THREE, TWO, GatedDisk, Life, compute, wanted
+from prefix.lives import BLOCK, FILE, ONE, SPEC, THREE, TWO, WINDOWED, GatedDisk, Life, compute, wanted
 from prefix.test_prefix_machine import answer, family
 from store.stores import record_files
 
 from mlx_blockpool.errors import PoolExhaustedError
+from mlx_blockpool.prefix.noted import path_of
+from mlx_blockpool.prefix.salts import SHARED, salt_of_import, salt_of_key
+from mlx_blockpool.spec import ModelCacheSpec
 
 # -- written -----------------------------------------------------------------------------------------------------------
 
@@ -234,3 +237,30 @@ def test_what_was_forgotten_before_the_end_is_gone_from_the_disk(tmp_path: Path)
     life.prefix.clear()
     assert life.prefix.close()
     assert record_files(tmp_path) == []
+
+
+# -- under salts -------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("spec", [SPEC, WINDOWED], ids=["full", "windowed"])
+def test_what_is_under_a_salt_comes_back_under_it_alone(spec: ModelCacheSpec, tmp_path: Path) -> None:
+    life, salt = Life(tmp_path, spec=spec), salt_of_import()
+    answer(life.prefix, ONE)
+    once = len(record_files(tmp_path))
+    assert life.prefix.look(ONE, salt).cause == "new"
+    answer(life.prefix, ONE, salt)
+    life.prefix.check()
+    assert life.prefix.close()
+    assert len(record_files(tmp_path)) % 2 == once % 2 == 0
+    again = Life(tmp_path, spec=spec)
+    again.prefix.check()
+    paths = [path_of(again.prefix.known.trie, ONE, each) for each in (SHARED, salt, salt_of_key("one"))]
+    assert [path.tokens for path in paths] == [len(ONE), len(ONE), 0]
+    assert not set(paths[0].hashes) & set(paths[1].hashes)
+    found = again.prefix.fetch([*ONE, 1], 1, salt=salt)
+    assert (found.lookup.hit, again.stored.num_restored) == (len(ONE), len(ONE))
+    again.prefix.release(found.caches)
+    # Blocks under another salt are still on disk alone.
+    assert not any(node.resident for node in again.prefix.known.trie.match(ONE).path)
+    again.prefix.clear()
+    assert list(again.prefix.known.trie) == []

@@ -12,6 +12,7 @@ from prefix.test_prefix_machine import answer, family
 from store.stores import WatchedDisk, record_files, temporaries
 
 from mlx_blockpool.prefix import learned as learned_module
+from mlx_blockpool.prefix.salts import salt_of_import
 from mlx_blockpool.spec import ModelCacheSpec
 from mlx_blockpool.store.record import BLOCK as RECORD
 from mlx_blockpool.store.record import Key
@@ -168,6 +169,16 @@ def test_what_another_one_wrote_is_known_after_a_look(tmp_path: Path, spec: Mode
     assert one.fetched([*longer, 1]) == len(longer)
     assert two.store.counts["written"] - before <= 2 * 6, "only what was new"
     assert (one.stored.num_unread, two.stored.num_unread) == (0, 0)
+
+
+def test_what_another_one_wrote_under_a_salt_is_known_under_it(tmp_path: Path) -> None:
+    one, two, salt = Life(tmp_path), Life(tmp_path), salt_of_import()
+    answer(one.prefix, ONE, salt)
+    one.stored.write_tails()
+    assert one.store.flush()
+    look(two)
+    assert two.prefix.look([*ONE, 1], salt).known == len(ONE)
+    assert two.prefix.look([*ONE, 1]).known == 0
 
 
 def test_no_more_is_learned_between_two_steps_than_allowed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

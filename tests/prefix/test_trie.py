@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import gc
+
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
@@ -307,3 +309,53 @@ def test_match_is_the_longest_common_prefix_of_what_removal_leaves(data: st.Data
         prompt = data.draw(sequences)
         expected = max((common(prompt, path_tokens(node)) for node in trie), default=0)
         assert trie.match(prompt).tokens == expected
+
+
+# -- salts -------------------------------------------------------------------------------------------------------------
+
+
+def salted(trie: Trie, tokens: list[int], salt: bytes) -> Node:
+    node = trie.begin(salt)
+    for start in range(0, len(tokens), BLOCK_TOKENS):
+        node = trie.add(node, encode(tokens[start : start + BLOCK_TOKENS]), (0,), "assistant")[0]
+    return node
+
+
+def test_prefixes_under_different_salts_share_nothing() -> None:
+    trie = trie_of(A)
+    mine, other = salted(trie, A, b"1" * 32), salted(trie, A, b"2" * 32)
+    trie.check()
+    shared = trie.match(A).path
+    assert len({node.hash for node in (*shared, *mine.path(), *other.path())}) == 9
+    assert trie.match(A, b"1" * 32).path == mine.path()
+    assert trie.match(A, b"3" * 32) == Match([], None, 0)
+    assert len(list(trie)) == 9
+
+
+def test_hashes_without_a_salt_are_those_that_they_always_were() -> None:
+    node = insert(Trie("namespace"), A[:3])
+    assert node.hash.hex() == "bd27651dd1ebe368389597b318fabd2764944355394f2846eaed9535776f5237"
+
+
+def test_a_salted_root_goes_with_its_last_edge() -> None:
+    trie = trie_of(A)
+    salted(trie, A, b"1" * 32)
+    assert len(trie.roots()) == 2
+    trie.remove(trie.match(A, b"1" * 32).nodes[0])
+    gc.collect()
+    assert len(trie.roots()) == 1
+
+
+def test_a_root_is_found_again_by_what_a_record_says_of_it() -> None:
+    trie = Trie("namespace")
+    root = trie.begin(b"1" * 32)
+    assert trie.begin_of(root.hash, (b"1" * 32).hex()) is root
+    assert trie.begin_of(trie.root.hash, None) is trie.root
+    for parent, salt in (
+        (root.hash, None),
+        (root.hash, (b"2" * 32).hex()),
+        (root.hash, "zz"),
+        (root.hash, "00"),
+        (b"x" * 32, None),
+    ):
+        assert trie.begin_of(parent, salt) is None

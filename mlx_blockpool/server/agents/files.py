@@ -20,8 +20,7 @@ from ...cache.parts import leaves_of, sequence_of
 from ...errors import StoreError
 from ...prefix.cache import PrefixCache
 from ...prefix.intake import Intake, begin_intake
-from ...prefix.lookup import path_of
-from ...prefix.noted import NotedPath, find, measure, tokens_of
+from ...prefix.noted import NotedPath, find, measure, path_of, tokens_of
 from ...prefix.opening import weights_in
 from ...prefix.resume import lay_out_to_read, resumable
 from ...store.manifest import shown
@@ -151,11 +150,10 @@ def _begin_import(prefix: PrefixCache, caches: list[Any]) -> Intake:
 
 def _end_import(served: ServedModel, prefix: PrefixCache, tokens: list[int], intake: Intake, name: str) -> NotedPath:
     prefix.finish(tokens, intake.pooled)
-    hashes, count = path_of(prefix.known, tokens)
-    hit = resumable(prefix.slabs, find(prefix.known.trie, NotedPath(tuple(hashes), count)).in_memory(), count)[0]
+    path = path_of(prefix.known.trie, tokens)
+    hit = resumable(prefix.slabs, find(prefix.known.trie, path).in_memory(), path.tokens)[0]
     if hit < len(tokens):
         raise RefusedError(503, f"Found room for {hit} of {len(tokens)} tokens; needed all. Raise --pool-bytes or unpin agents.")
-    path = NotedPath(tuple(hashes), count)
     agents_of(served).note(name, path)
     return path
 

@@ -163,7 +163,7 @@ class KnownAgents:
         """On the generation thread: from which edge of its path on an agent is alone."""
         engine = served.engine
         live = [] if engine is None else [*engine.live, *engine._waiting]
-        in_use = [running.tokens for running in live if _name_of(running.request) != subject.name]
+        in_use = [(running.tokens, running.terms.salt) for running in live if _name_of(running.request) != subject.name]
         return own_from(prefix.known, subject.path, others, in_use)
 
     def _homes(self) -> list[Home]:

@@ -19,6 +19,7 @@ from ...errors import BlockpoolError, LoadError
 from ...prefix.cache import PrefixCache
 from ...prefix.noted import NotedPath, find
 from ...prefix.resume import standing
+from ...prefix.salts import SHARED, is_of_import
 from ...prefix.trie import Pin
 from ...store.agents import Agents
 from ...store.manifest import Agent
@@ -81,10 +82,10 @@ class ServedAgents:
         self._prefix = prefix
         self.follow({})
 
-    def follow(self, turns: Mapping[str, tuple[list[bytes], int]]) -> None:
+    def follow(self, turns: Mapping[str, NotedPath]) -> None:
         """Agents whose turns have ended: note them, and let pins go with them. Takes over what other processes pinned."""
-        for name, (hashes, tokens) in turns.items():
-            self.note(name, NotedPath(tuple(hashes), tokens))
+        for name, path in turns.items():
+            self.note(name, path)
         if self._applied is not self._seen:
             self._applied = self._seen
             self._take_over(self._applied)
@@ -106,6 +107,18 @@ class ServedAgents:
             self._pending[name] = path
         if first:
             self._writer.submit(self._write, name)
+
+    def path_of(self, name: str) -> NotedPath | None:
+        """Where an agent was when it was noted last, in memory or else in the files as they were seen last."""
+        noted = self.noted.get(name)
+        if noted is not None:
+            return noted.path
+        return next((at(agent).path for agent in self._seen if agent.name == name), None)
+
+    def salt_of_import(self, name: str) -> bytes:
+        """What an agent goes on under whose path came from outside without proof; SHARED for all others."""
+        path = self.path_of(name)
+        return path.salt if path is not None and is_of_import(path.salt) else SHARED
 
     def pin(self, name: str, path: NotedPath) -> bool:
         """Nothing of an agent's path goes any more, also once it has gone on. Whether it is in memory that it stays."""
@@ -158,7 +171,7 @@ class ServedAgents:
         """What the files say of pins holds."""
         if self.files is None or self._prefix is None:
             return
-        pinned = {agent.name: NotedPath(agent.hashes, agent.tokens) for agent in seen if agent.pinned}
+        pinned = {agent.name: at(agent).path for agent in seen if agent.pinned}
         for name in self.pinned.keys() - pinned.keys():
             self.unpin(name)
         for name in pinned.keys() - self.pinned.keys():
@@ -214,7 +227,7 @@ class ServedAgents:
         assert self.files is not None
         assert self.namespace is not None
         try:
-            self.files.note(name, self.namespace, self.model_id, path.hashes, path.tokens)
+            self.files.note(name, self.namespace, self.model_id, path.hashes, path.tokens, path.salt)
             if is_by_content(name):
                 self._bound_files(self.files)
         except (OSError, BlockpoolError) as error:
@@ -242,4 +255,4 @@ class ServedAgents:
 
 def at(agent: Agent) -> Noted:
     """Where a file says that an agent is."""
-    return Noted(NotedPath(agent.hashes, agent.tokens), agent.created, agent.used)
+    return Noted(NotedPath(agent.hashes, agent.tokens, agent.salt), agent.created, agent.used)
