@@ -14,6 +14,9 @@ _UNITS = {"": 1, "B": 1} | {
     for suffix, base in (("", 1000), ("B", 1000), ("IB", 1024))
 }
 
+# A max_tokens that bounds nothing: the reply may have as many tokens as fit.
+WHAT_FITS = 1 << 40
+
 DECODE_PATHS = ("auto", "ragged", "shared", "padded")
 
 
@@ -58,6 +61,10 @@ class EngineConfig:
     shared_tokens:  fewer tokens than these are computed again rather than waited for.
     join_seconds:   requests that arrive within this time of each other start together.
     stall_seconds:  a server that has work and computes nothing for so long is not healthy.
+    max_positions:  the most tokens of a prompt and its reply; None: what the model's config.json says, 0: no limit.
+    alone_tokens:   the most tokens of a reply that mlx-lm serves by itself and whose client names no limit: room for all of
+                    them is reserved at its start.
+    endless_tokens: the same where neither the pool nor the model has a limit.
     """
 
     prefill_tokens: int = 512
@@ -67,6 +74,9 @@ class EngineConfig:
     shared_tokens: int = 64
     join_seconds: float = 0.01
     stall_seconds: float = 120.0
+    max_positions: int | None = None
+    alone_tokens: int = 4096
+    endless_tokens: int = 32768
 
 
 @dataclass(frozen=True)

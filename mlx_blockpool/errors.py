@@ -7,6 +7,7 @@
     ├── PatchError                   an installed mlx-lm file is not the one that a patch was made for
     ├── PoolExhaustedError           not enough blocks; nothing was changed
     ├── RequestTooLargeError         a request that could never fit in the pool
+    │   └── TooManyPositionsError    a prompt with more tokens than the model has positions
     ├── ModelNotFoundError           no model of that name, or none that may be loaded
     ├── BadModelError                a model's files are not what mlx-lm loads
     ├── LoadError                    a model could not be loaded now, though its files are right
@@ -60,6 +61,19 @@ class RequestTooLargeError(BlockpoolError):
         super().__init__(
             f"The request needs room for {needed} tokens and the pool holds at most {capacity} of one sequence. "
             "Shorten the prompt or raise --pool-bytes."
+        )
+
+
+class TooManyPositionsError(RequestTooLargeError):
+    """A prompt that leaves no position for a reply. Both figures are tokens."""
+
+    def __init__(self, needed: int, capacity: int) -> None:
+        self.needed = needed
+        self.capacity = capacity
+        BlockpoolError.__init__(
+            self,
+            f"The request needs {needed} positions and its model has {capacity}. "
+            "Shorten the prompt, or start the server with --max-positions if the model can do more.",
         )
 
 

@@ -20,6 +20,19 @@ from .plugins import spec_from_config
 from .spec import FullLayer, ModelCacheSpec
 
 INDEX = "model.safetensors.index.json"
+# Where configs say how many positions a model has, and how its rope is scaled.
+POSITIONS = (
+    "max_position_embeddings",
+    "n_positions",
+    "n_ctx",
+    "max_sequence_length",
+    "max_seq_len",
+    "seq_length",
+    "max_seq_length",
+)
+SCALINGS = ("rope_scaling", "rope_parameters")
+# Beyond any real factor.
+MOST_SCALING = 10_000
 
 
 @dataclass(frozen=True)
@@ -36,13 +49,39 @@ class ModelFile:
 
     @property
     def longest_context(self) -> int | None:
-        """max_position_embeddings, where config.json has it."""
-        text = self.config.get("text_config")
-        for part in (self.config, text if isinstance(text, dict) else {}):
-            found = part.get("max_position_embeddings")
-            if type(found) is int and found > 0:
-                return found
-        return None
+        """The tokens that config.json says the model is made for, where it does."""
+        return positions_of(self.config)
+
+
+def positions_of(config: dict[str, Any]) -> int | None:
+    """The most positions that a model has by its config.json, its rope scaling included; None: it names no limit.
+
+    Where a scaled model may be meant, the larger reading counts: a limit that is too low would refuse what the model can do.
+    """
+    text = config.get("text_config")
+    for part in (text if isinstance(text, dict) else {}, config):
+        for key in POSITIONS:
+            if (positions := _count(part.get(key))) is not None:
+                return _scaled(part, positions, str(config.get("model_type", "")))
+    return None
+
+
+def _scaled(config: dict[str, Any], positions: int, model_type: str) -> int:
+    scaling = next((part for key in SCALINGS if isinstance(part := config.get(key), dict)), {})
+    kind = scaling.get("rope_type", scaling.get("type"))
+    original = _count(scaling.get("original_max_position_embeddings", config.get("original_max_position_embeddings")))
+    factor = scaling.get("factor")
+    if not isinstance(factor, int | float) or isinstance(factor, bool) or not 1 <= factor <= MOST_SCALING:
+        return positions
+    if original is not None:
+        return max(positions, int(original * factor))
+    # Without the original one, these multiply what the config says; Gemma 3, llama3 and longrope say it multiplied already.
+    multiplies = kind in ("linear", "dynamic", "yarn") and not model_type.startswith("gemma3")
+    return int(positions * factor) if multiplies else positions
+
+
+def _count(found: Any) -> int | None:
+    return found if type(found) is int and found > 0 else None
 
 
 def find(model: str) -> ModelFile:

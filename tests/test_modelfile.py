@@ -16,7 +16,7 @@ from mlx_blockpool import modelfile
 from mlx_blockpool.calculator import Weights
 from mlx_blockpool.demo import model_path
 from mlx_blockpool.errors import BlockpoolError, SpecError
-from mlx_blockpool.modelfile import INDEX, find, spec_of, weights_of
+from mlx_blockpool.modelfile import INDEX, find, positions_of, spec_of, weights_of
 from mlx_blockpool.spec import ChunkLayer, CompositeLayer, FullLayer, ModelCacheSpec
 
 ESTIMATE = Weights(16_060_522_496, "estimate", 8_030_261_248, None)
@@ -169,3 +169,44 @@ def test_sizes_inside_composite_and_chunk_layers_are_checked(tmp_path: Path, mon
         monkeypatch.setattr(modelfile, "spec_from_config", lambda *_, spec=spec: spec)
         with pytest.raises(SpecError, match=r"found (Full|Chunk)Layer\(.*\) as layer 1, whose figures are no sizes"):
             spec_of(find(str(tmp_path)))
+
+
+YARN = {"rope_type": "yarn", "factor": 4.0, "original_max_position_embeddings": 32768}
+
+
+@pytest.mark.parametrize(
+    ("config", "expected"),
+    [
+        ({}, None),
+        ({"max_position_embeddings": 8192}, 8192),
+        ({"n_positions": 1024, "n_ctx": 512}, 1024),
+        ({"max_position_embeddings": None, "max_sequence_length": 2048}, 2048),
+        ({"max_position_embeddings": 100, "text_config": {"max_position_embeddings": 131072}}, 131072),
+        ({"max_position_embeddings": 32768, "rope_scaling": YARN}, 131072),
+        ({"max_position_embeddings": 32768, "rope_parameters": YARN}, 131072),
+        # Llama 3.1 has been trained for more than factor times original.
+        (
+            {
+                "max_position_embeddings": 131072,
+                "rope_scaling": {"rope_type": "llama3", "factor": 8.0, "original_max_position_embeddings": 8192},
+            },
+            131072,
+        ),
+        ({"max_position_embeddings": 4096, "rope_scaling": {"type": "linear", "factor": 4.0}}, 16384),
+        ({"max_position_embeddings": 4096, "rope_scaling": {"type": "llama3", "factor": 4.0}}, 4096),
+        (
+            {
+                "model_type": "gemma3",
+                "text_config": {"max_position_embeddings": 131072, "rope_scaling": {"type": "linear", "factor": 8}},
+            },
+            131072,
+        ),
+        ({"max_position_embeddings": 4096, "rope_scaling": {"type": "linear", "factor": "4"}}, 4096),
+        ({"max_position_embeddings": 4096, "rope_scaling": {"type": "linear", "factor": float("inf")}}, 4096),
+        ({"max_position_embeddings": 4096, "rope_scaling": [4]}, 4096),
+        ({"max_position_embeddings": "many", "text_config": [8192]}, None),
+        ({"max_position_embeddings": True}, None),
+    ],
+)
+def test_positions_are_read_with_their_scaling(config: dict[str, Any], expected: int | None) -> None:
+    assert positions_of(config) == expected

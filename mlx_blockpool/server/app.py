@@ -15,7 +15,17 @@ from typing import Any
 
 from mlx_lm import server
 
-from ..config import DECODE_PATHS, EngineConfig, GuardConfig, ModelsConfig, PoolConfig, StoreConfig, parse_bytes, parse_seconds
+from ..config import (
+    DECODE_PATHS,
+    WHAT_FITS,
+    EngineConfig,
+    GuardConfig,
+    ModelsConfig,
+    PoolConfig,
+    StoreConfig,
+    parse_bytes,
+    parse_seconds,
+)
 from ..demo import model_path
 from ..errors import BlockpoolError
 from ..plugins import make_plugin_manager
@@ -95,6 +105,7 @@ def make_generator(model_provider: BlockpoolModelProvider) -> ChatGenerator:
         prefill_rows=args.prompt_concurrency,
         decode_share=args.decode_share,
         max_members=args.decode_concurrency,
+        max_positions=args.max_positions,
     )
     store = None
     if not args.no_store:
@@ -135,8 +146,12 @@ def _argparse_with(arguments: list[str]) -> types.SimpleNamespace:
         def __init__(self, *args: Any, **kwargs: Any) -> None:
             super().__init__(prog="mlx-blockpool serve", description="mlx-lm's server on a block pool.")
 
+        def add_argument(self, *names: Any, **options: Any) -> Any:
+            return super().add_argument(*names, **{**options, **CHANGED_OPTIONS.get(names[0], {})})
+
         def parse_args(self, *_: Any, **__: Any) -> Any:
             _add_options(self.add_argument_group("block pool").add_argument)
+            _add_memory_options(self.add_argument_group("what a model may use").add_argument)
             _add_keeping_options(self.add_argument_group("what is kept for whom").add_argument)
             _add_agent_options(self.add_argument_group("agents").add_argument)
             _add_model_options(self.add_argument_group("models").add_argument)
@@ -211,6 +226,15 @@ def _add_keeping_options(add: Callable[..., Any]) -> None:
     )
 
 
+def _add_memory_options(add: Callable[..., Any]) -> None:
+    add(
+        "--max-positions",
+        type=_positions,
+        metavar="N",
+        help="The most tokens of a prompt and its reply, in place of what a model's config.json says; off: no such limit",
+    )
+
+
 def _add_agent_options(add: Callable[..., Any]) -> None:
     add(
         "--warm-up",
@@ -249,6 +273,14 @@ def _add_model_options(add: Callable[..., Any]) -> None:
     )
 
 
+def _most_tokens(text: str) -> int:
+    return WHAT_FITS if text == "auto" else _count(text)
+
+
+def _positions(text: str) -> int:
+    return 0 if text == "off" else _count(text)
+
+
 def _count(text: str) -> int:
     if not text.isdecimal() or not int(text):
         raise argparse.ArgumentTypeError(f"{text} is not a number from 1")
@@ -271,3 +303,14 @@ def _share(text: str) -> float:
 
 def _size(text: str) -> int | None:
     return None if text == "auto" else parse_bytes(text)
+
+
+# What mlx-lm's own options are here.
+CHANGED_OPTIONS: dict[str, dict[str, Any]] = {
+    "--max-tokens": {
+        "type": _most_tokens,
+        "default": WHAT_FITS,
+        "metavar": "N",
+        "help": "Tokens of a reply whose request names no limit; auto: as many as the model and the pool have room for (default)",
+    },
+}

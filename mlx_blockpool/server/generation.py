@@ -237,7 +237,8 @@ class BlockpoolGenerator(ResponseGenerator):  # type: ignore[misc]
         if waiting.tokenized is None:
             waiting.tokenized = self._tokenize(provider.tokenizer, waiting.request, args)
             check_sampling(args, provider.tokenizer, served.vocab_size)
-        waiting.args = fit(args, waiting.tokenized[0], served.prompt_cache.capacity())
+        default = self._config.alone_tokens if alone else None
+        waiting.args = fit(args, waiting.tokenized[0], served.prompt_cache.capacity(), served.positions, default)
         if alone:
             self._serve_alone(served, waiting, stream)
         else:

@@ -145,6 +145,9 @@ class BlockpoolHandler(GuardedHandler):
             raise
 
     def _validate_all(self) -> None:
+        if self.body.get("max_completion_tokens") is None and self.body.get("max_tokens") is None:
+            # A null is what the client leaves to the server.
+            self.max_tokens: Any = self.response_generator.cli_args.max_tokens
         bias = self.body.get("logit_bias")
         if isinstance(bias, dict) and not all(isinstance(value, int | float) and is_number(value) for value in bias.values()):
             raise ValueError("logit_bias must be a dict of int to float")

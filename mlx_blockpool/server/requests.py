@@ -11,9 +11,10 @@ from typing import Any
 import mlx.core as mx
 from mlx_lm.server import GenerationContext, Response, _format_top_logprobs, _make_logits_processors
 
+from ..config import WHAT_FITS, EngineConfig
 from ..engine.decode import mend_random_state
 from ..engine.request import Token
-from ..errors import RequestTooLargeError
+from ..errors import RequestTooLargeError, TooManyPositionsError
 from .explained import Explained
 from .sampling import make_sampler
 
@@ -94,18 +95,22 @@ class Marking:
         self._queue.put(item.with_traceback(None) if isinstance(item, Exception) else item)
 
 
-def fit(args: Any, prompt: list[int], capacity: int | None) -> Any:
-    """The arguments with max_tokens lowered to what the pool can hold behind the prompt.
+def fit(args: Any, prompt: list[int], capacity: int | None, positions: int | None = None, default: int | None = None) -> Any:
+    """The arguments with max_tokens lowered to what fits behind the prompt in the pool and in the model's positions.
 
-    Raises ValueError for an empty prompt and RequestTooLargeError where not one token fits behind it.
+    `default`: the most for a request that names no max_tokens; None: whatever fits. Raises ValueError for an empty prompt and
+    RequestTooLargeError where not one token fits behind it.
     """
     if not prompt:
         raise ValueError("Found an empty prompt; needed at least one token.")
-    if capacity is None:
-        return args
-    if len(prompt) + 1 > capacity:
+    if positions is not None and len(prompt) + 1 > positions:
+        raise TooManyPositionsError(len(prompt) + 1, positions)
+    if capacity is not None and len(prompt) + 1 > capacity:
         raise RequestTooLargeError(len(prompt) + 1, capacity)
-    return replace(args, max_tokens=min(args.max_tokens, capacity - len(prompt)))
+    most = [limit - len(prompt) for limit in (capacity, positions) if limit is not None]
+    if args.max_tokens >= WHAT_FITS:
+        most += [default] if default is not None else [] if most else [EngineConfig.endless_tokens]
+    return replace(args, max_tokens=min([args.max_tokens, *most]))
 
 
 def check_sampling(args: Any, tokenizer: Any, vocab_size: int) -> None:

@@ -19,6 +19,7 @@ from mlx_lm.server import GenerationContext, _make_logits_processors
 from ..config import EngineConfig
 from ..engine.engine import BlockPoolBatchEngine
 from ..engine.request import KIND, Event, Failed, Progress, Request, Restoring, Started, Token
+from ..modelfile import positions_of
 from ..prefix.lookup import Lookup
 from ..prefix.salts import SHARED
 from .asking import Wishes
@@ -100,6 +101,12 @@ class ServedModel:
         gc.collect()
         mx.clear_cache()
         _trim()
+
+    @property
+    def positions(self) -> int | None:
+        """The most tokens of a prompt and its reply that the model can place; None: no limit that is known."""
+        given = self._config.max_positions
+        return positions_of(self.provider.config) if given is None else given or None
 
     @property
     def array_bytes(self) -> int:

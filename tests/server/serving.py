@@ -59,7 +59,8 @@ class Client:
 
 
 def parse(arguments: list[str]) -> Any:
-    """The options of our server as its main() parses them."""
+    """The options of our server as its main() parses them. A reply whose request names no limit has 512 tokens, as stock's."""
+    arguments = [*([] if "--max-tokens" in arguments else ["--max-tokens", "512"]), *arguments]
     parsed: list[Any] = []
     names = {"argparse": app._argparse_with(arguments), "ModelProvider": lambda args: args}
     if hasattr(server, "_run_cache_backend"):
