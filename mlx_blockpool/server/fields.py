@@ -2,8 +2,12 @@
 
 from __future__ import annotations
 
+import logging
 import math
+from collections.abc import Collection
 from typing import Any
+
+log = logging.getLogger(__name__)
 
 KINDS = {str: "string", bool: "boolean", int: "integer", dict: "dictionary", list: "list"}
 REQUIRED: Any = object()
@@ -61,6 +65,14 @@ def one_of(value: str, names: tuple[str, ...], at: str) -> str:
     if value not in names:
         raise InvalidRequestError(at, f"Input should be {' or '.join(map(repr, names))}; found {value[:50]!r}")
     return value
+
+
+def known(value: str | None, names: Collection[str], at: str) -> str | None:
+    """`value` where it is one of `names`. Others, which newer versions of the protocol may have, are logged and count as None."""
+    if value is None or value in names:
+        return value
+    log.info("%s: %r is not known here and has no effect", at, value[:50])
+    return None
 
 
 def inside(place: str, name: str | int) -> str:

@@ -22,8 +22,10 @@ from ..errors import BlockpoolError
 
 # What mlx-lm's server has, with the origins that its documentation promises.
 STOCK_PATHS = ("/v1/completions", "/v1/chat/completions", "/chat/completions", "/v1/models", "/health", "/")
+# Clients of Anthropic's look here whether a server is there.
+HELLO = "/api/hello"
 # Whoever asks these learns that a server is there, and no more.
-OPEN = (("GET", "/health"), ("HEAD", "/health"), ("HEAD", "/"))
+OPEN = (("GET", "/health"), ("HEAD", "/health"), ("HEAD", "/"), ("GET", HELLO), ("HEAD", HELLO))
 # A file in the body of such a request is read as it comes, by whoever knows how large it may be.
 FILES = re.compile(r"/v1/agents/[^/]+/import")
 # Origins with these schemes belong to apps and extensions that a user has installed; no page on the web can have one.

@@ -13,7 +13,7 @@ from .anthropic.http import Endpoint, is_messages, is_models
 from .asking import GENERATES, Asking, Wishes, agent_of, retention_of
 from .explained import answer_about, is_explain
 from .fields import is_number
-from .guard import cause_of, is_model
+from .guard import HELLO, cause_of, is_model
 from .guarded import GuardedHandler
 from .models.admin import ORDERS, Admin
 from .models.listing import cache_report
@@ -74,6 +74,10 @@ class BlockpoolHandler(GuardedHandler):
             self._send(200, Admin(self.response_generator).figures())
         elif is_models(self.path, self.headers):
             Endpoint(self).get_models()
+        elif is_messages(self.path):
+            Endpoint(self).refuse_path()
+        elif self.route == HELLO:
+            self._send(200, {"message": "hello"})
         elif is_responses(self.path):
             ResponsesEndpoint(self).get()
         elif is_agents(self.path):
@@ -96,6 +100,8 @@ class BlockpoolHandler(GuardedHandler):
         try:
             if is_agents(self.path):
                 AgentsEndpoint(self).delete()
+            elif is_messages(self.path):
+                Endpoint(self).refuse_path()
             else:
                 self._send(404, {"error": f"Found no {self.route} to delete; there is DELETE /v1/agents/NAME"})
         except ConnectionError:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import http.client
 import json
 import socket
 import urllib.request
@@ -475,6 +476,37 @@ def test_usage_says_what_was_kept_up_to_the_last_mark(claude: anthropic.Anthropi
 
 
 # -- errors, headers, models -------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("method", "path"),
+    [
+        ("POST", ""),
+        ("GET", ""),
+        ("GET", "/msgbatch_1"),
+        ("GET", "/msgbatch_1/results"),
+        ("POST", "/msgbatch_1/cancel"),
+        ("DELETE", "/x"),
+    ],
+)
+def test_batches_are_not_there_in_the_protocols_words(server: Client, method: str, path: str) -> None:
+    connection = http.client.HTTPConnection("127.0.0.1", server.port, timeout=30)
+    connection.request(method, f"/v1/messages/batches{path}", "{}" if method == "POST" else None)
+    answer = connection.getresponse()
+    body = json.loads(answer.read())
+    connection.close()
+    assert (answer.status, body["type"], body["error"]["type"]) == (404, "error", "not_found_error")
+    assert body["error"]["message"].startswith(f"{method} /v1/messages/batches{path}: there are only POST /v1/messages")
+    assert body["request_id"] == answer.headers["request-id"]
+
+
+def test_a_client_looks_whether_a_server_is_there(server: Client) -> None:
+    connection = http.client.HTTPConnection("127.0.0.1", server.port, timeout=30)
+    for method, body in (("HEAD", b""), ("GET", b'{"message": "hello"}')):
+        connection.request(method, "/api/hello")
+        answer = connection.getresponse()
+        assert (answer.status, answer.read()) == (200, body)
+    connection.close()
 
 
 def test_errors_have_the_protocols_shape(claude: anthropic.Anthropic) -> None:

@@ -383,6 +383,16 @@ def test_choices_of_tools(gpt: openai.OpenAI, say: Say) -> None:
         assert forced.to_dict()["tool_choice"] == choice
 
 
+def test_unknown_values_of_optional_fields_have_no_effect_and_are_logged(
+    gpt: openai.OpenAI, say: Say, caplog: pytest.LogCaptureFixture
+) -> None:
+    say("Yes.")
+    with caplog.at_level("INFO"):
+        assert ask(gpt, "Go.", reasoning={"effort": "enormous", "summary": "rhymed"}).output_text == "Yes."
+    for logged in ("reasoning.effort: 'enormous'", "reasoning.summary: 'rhymed'"):
+        assert logged in caplog.text
+
+
 def test_effort_none_ends_the_thinking_before_it_begins(gpt: openai.OpenAI, say: Say) -> None:
     say("Yes.")
     on, off = (ask(gpt, "Go.", reasoning={"effort": effort}).usage.input_tokens for effort in ("high", "none"))
@@ -440,7 +450,7 @@ def test_both_protocols_and_all_roles_make_one_prompt(server: Client, gpt: opena
         ({"tool_choice": "any"}, "tool_choice", "'auto' or 'none' or 'required'"),
         ({"tool_choice": {"type": "function", "name": "x"}}, "tool_choice.name", "not found"),
         ({"text": {"format": {"type": "json_schema", "name": "x", "schema": {}}}}, "text.format", "use a tool"),
-        ({"reasoning": {"effort": "enormous"}}, "reasoning.effort", "enormous"),
+        ({"reasoning": {"effort": 7}}, "reasoning.effort", "valid string"),
         ({"max_output_tokens": 0}, "max_output_tokens", "greater"),
         ({"temperature": -1}, "temperature", "greater"),
         ({"top_logprobs": 3}, "top_logprobs", "no logprobs"),

@@ -1,11 +1,12 @@
 """A body of Anthropic's Messages API as what mlx-lm's ResponseGenerator takes: a chat request and generation arguments.
 
 What cannot be honoured is refused with the place that asked for it; what changes nothing here (service tiers, betas, budgets) is
-passed over.
+passed over, and unknown values of optional fields are logged.
 """
 
 from __future__ import annotations
 
+import logging
 from dataclasses import dataclass
 from typing import Any
 
@@ -13,12 +14,15 @@ from mlx_lm.server import GenerationArguments
 
 from ..arguments import generation_arguments
 from ..chat import SECONDS, ChatRequest, Mark
-from ..fields import InvalidRequestError, checked, field, inside, one_of
+from ..fields import InvalidRequestError, checked, field, inside, known, one_of
 from .messages import Conversation
+
+log = logging.getLogger(__name__)
 
 Body = dict[str, Any]
 
 CHOICES = ("auto", "any", "tool", "none")
+DISPLAYS = ("summarized", "omitted")
 THINKING = {"enabled": True, "adaptive": True, "between_tools": True, "disabled": False}
 EFFORTS = {"low": "low", "medium": "medium", "high": "high", "xhigh": "high", "max": "high"}
 
@@ -131,28 +135,28 @@ def _thinking(body: Body, answers_at_once: bool) -> tuple[Body, bool]:
     kwargs: Body = {}
     shown = True
     if thinking is not None:
-        kind = one_of(field(thinking, "type", "thinking", str), tuple(THINKING), "thinking.type")
-        kwargs["enable_thinking"] = THINKING[kind]
-        display = field(thinking, "display", "thinking", str, "summarized")
-        shown = one_of(display, ("summarized", "omitted"), "thinking.display") == "summarized"
+        kind = known(field(thinking, "type", "thinking", str), THINKING, "thinking.type")
+        if kind is not None:
+            kwargs["enable_thinking"] = THINKING[kind]
+        display = field(thinking, "display", "thinking", str, None)
+        shown = known(display, DISPLAYS, "thinking.display") != "omitted"
     if answers_at_once:
         kwargs["enable_thinking"] = False
     effort = field(field(body, "output_config", "", dict, {}), "effort", "output_config", str, None)
-    if effort is not None:
-        kwargs["reasoning_effort"] = EFFORTS[one_of(effort, tuple(EFFORTS), "output_config.effort")]
+    if (effort := known(effort, EFFORTS, "output_config.effort")) is not None:
+        kwargs["reasoning_effort"] = EFFORTS[effort]
     return kwargs, shown
 
 
 def _refuse(body: Body) -> None:
-    """What asks for something that the reply would have to have, and cannot."""
-    schema = "mlx-lm cannot hold a reply to a schema; describe it in the prompt, or use a tool"
-    elsewhere = "this server reaches no other; offer what it does as tools"
+    """What asks for something that the reply would have to have, and cannot. A schema is a wish: clients parse what comes."""
     config = field(body, "output_config", "", dict, {})
-    wanted = {"output_config.format": (config.get("format"), schema), "output_format": (body.get("output_format"), schema)}
-    wanted |= {name: (body.get(name), elsewhere) for name in ("mcp_servers", "container")}
-    for place, (value, why) in wanted.items():
-        if value not in (None, []):
-            raise InvalidRequestError(place, why)
+    for place, schema in (("output_config.format", config.get("format")), ("output_format", body.get("output_format"))):
+        if schema is not None:
+            log.info("%s has no effect: mlx-lm cannot hold a reply to a schema", place)
+    for place in ("mcp_servers", "container"):
+        if body.get(place) not in (None, []):
+            raise InvalidRequestError(place, "this server reaches no other; offer what it does as tools")
 
 
 def _arguments(body: Body, options: Any, model: str, max_tokens: int, kwargs: Body) -> GenerationArguments:

@@ -60,12 +60,17 @@ class Endpoint:
             elif path == PATH + "/count_tokens":
                 self._send(200, {"input_tokens": self._count()})
             else:
-                raise _RefusedError(404, f"Found no {path}; there are {PATH} and {PATH}/count_tokens")
+                self.refuse_path()
         except ConnectionError:
             raise
         except Exception as error:
             # The top of the request's thread.
             self._fail(error)
+
+    def refuse_path(self) -> None:
+        """Answer a request for what the protocol has and this server has not, such as batches."""
+        path = urlsplit(self._handler.path).path.rstrip("/")
+        self._fail(_RefusedError(404, f"{self._handler.command} {path[:80]}: there are only POST {PATH} and {PATH}/count_tokens"))
 
     def get_models(self) -> None:
         """All models, or the one that the path names."""

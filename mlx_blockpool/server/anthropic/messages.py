@@ -10,7 +10,7 @@ from typing import Any
 
 from ...messages import Message
 from ..chat import SECONDS
-from ..fields import InvalidRequestError, checked, field, inside, one_of
+from ..fields import InvalidRequestError, checked, field, inside, known, one_of
 from .thinking import thinking_in
 
 Part = dict[str, Any]
@@ -70,8 +70,8 @@ class Conversation:
         if control is None:
             return {}
         at = inside(at, "cache_control")
-        one_of(field(control, "type", at, str), ("ephemeral",), f"{at}.type")
-        ttl = one_of(field(control, "ttl", at, str, "5m"), tuple(SECONDS), f"{at}.ttl")
+        known(field(control, "type", at, str), ("ephemeral",), f"{at}.type")
+        ttl = known(field(control, "ttl", at, str, None), SECONDS, f"{at}.ttl") or "5m"
         self.marks += 1
         if self.marks > MAX_MARKS:
             found = f"A maximum of {MAX_MARKS} blocks with cache_control may be provided. Found {self.marks}."

@@ -14,7 +14,7 @@ from mlx_lm.server import GenerationArguments
 
 from ..arguments import generation_arguments
 from ..chat import ChatRequest
-from ..fields import InvalidRequestError, checked, field, one_of
+from ..fields import InvalidRequestError, checked, field, known, one_of
 from .responses_items import Conversation, Item
 from .responses_kept import KeptResponses
 from .responses_tools import Name, Tools, tools_of
@@ -132,8 +132,7 @@ def _thinking(body: Body, answers_at_once: bool) -> Body:
     """Arguments for the template. Without a word about it the template decides."""
     kwargs: Body = {}
     effort = field(field(body, "reasoning", "", dict, {}), "effort", "reasoning", str, None)
-    if effort is not None:
-        one_of(effort, ("none", *EFFORTS), "reasoning.effort")
+    if (effort := known(effort, ("none", *EFFORTS), "reasoning.effort")) is not None:
         kwargs["enable_thinking"] = effort != "none"
         if effort != "none":
             kwargs["reasoning_effort"] = EFFORTS[effort]
@@ -144,7 +143,7 @@ def _thinking(body: Body, answers_at_once: bool) -> Body:
 
 def _summary(body: Body) -> str | None:
     summary = field(field(body, "reasoning", "", dict, {}), "summary", "reasoning", str, None)
-    return None if summary is None else one_of(summary, SUMMARIES, "reasoning.summary")
+    return known(summary, SUMMARIES, "reasoning.summary")
 
 
 def _refuse(body: Body) -> None:
