@@ -19,6 +19,10 @@ settings.register_profile("shared machine", deadline=None, suppress_health_check
 settings.load_profile("shared machine")
 
 
+def pytest_addoption(parser: pytest.Parser) -> None:
+    parser.addoption("--clients", action="store_true", help="Run real clients from package registries against the server.")
+
+
 @pytest.fixture
 def clock(monkeypatch: pytest.MonkeyPatch) -> Clock:
     """The time of the prompt store."""

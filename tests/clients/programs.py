@@ -1,0 +1,68 @@
+"""The programs that people point at the server: how each is installed, and how it is asked a question without a screen.
+
+How each finds the server is not here: that stands in the README, and is read from there.
+"""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+from dataclasses import dataclass
+from pathlib import Path
+
+
+@dataclass(frozen=True)
+class Program:
+    """A client.
+
+    heading:   of its section in the README, whose last command starts it.
+    package:   what to install, with the version that was tried last.
+    first, later: arguments that ask the question {}, in a new conversation and in the last one.
+    has_tools: it offers the model a shell, and runs what the model calls.
+    appends:   what it sends is what it sent before, with more behind it; so all of that has to be known.
+    """
+
+    heading: str
+    package: str
+    first: tuple[str, ...]
+    later: tuple[str, ...]
+    has_tools: bool = True
+    appends: bool = True
+
+    @property
+    def is_python(self) -> bool:
+        return "==" in self.package
+
+    def install(self, folder: Path) -> Path:
+        """The folder with the program, after an install from its package registry unless it is there already."""
+        binaries = folder / ("bin" if self.is_python else "node_modules/.bin")
+        if binaries.is_dir():
+            return binaries
+        folder.mkdir(parents=True, exist_ok=True)
+        if self.is_python:
+            subprocess.run([sys.executable, "-m", "venv", str(folder)], check=True)
+            command = [str(folder / "bin/pip"), "install", "-q", self.package]
+        else:
+            command = ["npm", "install", "--no-audit", "--no-fund", "--prefix", str(folder), self.package]
+        subprocess.run(command, check=True, stdout=subprocess.DEVNULL, timeout=900)
+        return binaries
+
+
+_AIDER = ("--yes-always", "--no-check-update", "--analytics-disable", "--no-show-model-warnings", "--restore-chat-history")
+_CODEX = ("--skip-git-repo-check", "--dangerously-bypass-approvals-and-sandbox")
+
+PROGRAMS = {
+    "claude-code": Program(
+        "Claude Code",
+        "@anthropic-ai/claude-code@2.1.330",
+        ("-p", "{}", "--allowedTools", "Bash"),
+        ("-p", "--continue", "{}", "--allowedTools", "Bash"),
+    ),
+    "codex": Program("Codex", "@openai/codex@0.169.0", ("exec", *_CODEX, "{}"), ("exec", "resume", *_CODEX, "--last", "{}")),
+    "opencode": Program("opencode", "opencode-ai@1.18.33", ("run", "{}"), ("run", "--continue", "{}")),
+    "qwen-code": Program("qwen-code", "@qwen-code/qwen-code@0.15.10", ("--yolo", "{}"), ("--yolo", "--continue", "{}")),
+    "continue": Program("Continue", "@continuedev/cli@1.5.47", ("--auto", "-p", "{}"), ("--auto", "--resume", "-p", "{}")),
+    # Its list of files and its reminders move to the end of each prompt, and it offers no tools.
+    "aider": Program("aider", "aider-chat==0.86.2", ("--message", "{}", *_AIDER), ("--message", "{}", *_AIDER), False, False),
+    "llm": Program("llm", "llm==0.36", ("{}",), ("-c", "{}"), False),
+}

@@ -1,0 +1,87 @@
+"""Real clients, each for four turns against the demo agent: every request is served, and what was known is known again.
+
+Only with --clients: they are installed from package registries, into BLOCKPOOL_CLIENTS or a folder that goes afterwards.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from clients.programs import PROGRAMS
+from clients.session import README, settings
+from clients.wire import Exchange
+from mlx_blockpool.demo.agent import load_script
+
+TESTS = Path(__file__).parent.parent
+NAMES = list(PROGRAMS)
+# Of the tokens that earlier requests of the conversation have brought.
+KNOWN_SHARE = 0.99
+ANSWERS = ["".join(step["answer"]) for step in load_script()["steps"] if "answer" in step]
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_the_readme_says_how_to_point_it_here(name: str) -> None:
+    files, lines, command = settings(PROGRAMS[name].heading)
+    assert "http://127.0.0.1:8080" in "".join([*files.values(), *lines])
+    assert command
+
+
+def test_the_readme_has_no_other_clients() -> None:
+    section = README.read_text(encoding="utf-8").partition("\n## Clients\n")[2].partition("\n## ")[0]
+    headings = [line.removeprefix("### ") for line in section.splitlines() if line.startswith("### ")]
+    assert {program.heading for program in PROGRAMS.values()} <= set(headings)
+
+
+@pytest.fixture(scope="session")
+def installed(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    if not request.config.getoption("--clients"):
+        pytest.skip("needs --clients, and package registries")
+    chosen = os.environ.get("BLOCKPOOL_CLIENTS")
+    return Path(chosen) if chosen else tmp_path_factory.mktemp("clients")
+
+
+def turns_of(name: str, installed: Path, folder: Path) -> list[dict[str, Any]]:
+    binaries = PROGRAMS[name].install(installed / name)
+    alone = ["unshare", "--net", "--map-root-user", sys.executable, "-m", "clients.session", name, str(binaries), str(folder)]
+    ran = subprocess.run(alone, cwd=TESTS, capture_output=True, text=True, timeout=1500)
+    assert ran.returncode == 0, ran.stderr
+    turns: list[dict[str, Any]] = json.loads((folder / "wire.json").read_text())
+    return turns
+
+
+@pytest.mark.timeout(1800)
+@pytest.mark.parametrize("name", NAMES)
+def test_four_turns(name: str, installed: Path, tmp_path: Path) -> None:
+    turns = turns_of(name, installed, tmp_path)
+    exchanges = [[Exchange(**exchange) for exchange in turn["exchanges"]] for turn in turns]
+    assert [turn["said"] for turn in turns if turn["status"] != 0] == []
+    assert [(e.method, e.path, e.status, e.answer) for turn in exchanges for e in turn if e.status >= 400] == []
+    replies = [[e for e in turn if e.is_reply] for turn in exchanges]
+    assert all(replies), "a turn that asked nothing"
+    if PROGRAMS[name].has_tools:
+        said = "\n".join(turn["said"] for turn in turns)
+        assert [answer for answer in ANSWERS if " ".join(answer.split()) not in " ".join(said.split())] == []
+    if PROGRAMS[name].appends:
+        assert lost(replies) == []
+
+
+def lost(turns: list[list[Exchange]]) -> list[tuple[int, int, int]]:
+    """(turn, cached, known) of each request from turn two on that found less than it had to, of what the one before it had."""
+    found = []
+    known = max(e.prompt or 0 for e in turns[0])
+    for number, turn in enumerate(turns[1:], start=2):
+        for exchange in turn:
+            # Titles and the like are not the conversation.
+            if (exchange.prompt or 0) < known:
+                continue
+            if (exchange.cached or 0) < KNOWN_SHARE * known:
+                found.append((number, exchange.cached or 0, known))
+            known = exchange.prompt or 0
+    return found
