@@ -6,6 +6,7 @@
     ├── PluginError                  a plugin raised, or returned nonsense
     ├── PatchError                   an installed mlx-lm file is not the one that a patch was made for
     ├── PoolExhaustedError           not enough blocks; nothing was changed
+    ├── ReleasedCacheError           caches were used after their blocks went back to the pool
     ├── RequestTooLargeError         a request that could never fit in the pool
     │   └── TooManyPositionsError    a prompt with more tokens than the model has positions
     ├── ModelNotFoundError           no model of that name, or none that may be loaded
@@ -50,6 +51,17 @@ class PoolExhaustedError(BlockpoolError):
         self.group = group
         hint = hint or "Raise --pool-bytes, or lower max_tokens or the number of agents."
         super().__init__(f"Needed {needed} blocks of {group}; {free} free, {evictable} evictable. {hint}")
+
+
+class ReleasedCacheError(BlockpoolError):
+    """Caches whose blocks were given back. `released_by`: what gave them back."""
+
+    def __init__(self, released_by: str) -> None:
+        self.released_by = released_by
+        super().__init__(
+            f"{released_by} has given the blocks of these caches back to the pool: they hold nothing any more. "
+            "Fetch caches for the prompt again, or make a copy.deepcopy() of the caches before."
+        )
 
 
 class RequestTooLargeError(BlockpoolError):

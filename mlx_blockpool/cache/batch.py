@@ -26,8 +26,9 @@ class PooledBatchCache(_BaseCache):  # type: ignore[misc]
         self._step: Step | None = None
 
     def __deepcopy__(self, memo: dict[int, Any]) -> PooledBatchCache:
-        # mlx-lm copies a batch to split it in two and then filters both: each sequence stays with one of them.
-        return PooledBatchCache(self.members)
+        copy = PooledBatchCache([member.__deepcopy__(memo) for member in self.members])
+        copy._lengths = None if self._lengths is None else list(self._lengths)
+        return copy
 
     @property
     def offset(self) -> mx.array:
@@ -39,6 +40,8 @@ class PooledBatchCache(_BaseCache):  # type: ignore[misc]
         Returns them as they are: attend() reads the slabs.
         """
         n = keys.shape[2]
+        if self.members[0].layer == self.members[0].sequence.slabs.first:
+            self.members[0].sequence.slabs.check_dtype(keys)
         if n == 1 and self._lengths is None:
             self._decode(keys, values)
             return keys, values
@@ -63,7 +66,7 @@ class PooledBatchCache(_BaseCache):  # type: ignore[misc]
 
     def _decode(self, keys: mx.array, values: mx.array) -> None:
         first = self.members[0]
-        if first.layer == first.sequence.slabs.first and first.sequence.slabs.synchronous:
+        if first.layer == first.sequence.slabs.first and any(m.sequence.slabs.synchronous for m in self.members):
             # A step in flight still reads the slabs; writing now would copy them.
             mx.synchronize()
         self._step = step_of(self.members)
@@ -104,11 +107,20 @@ class PooledBatchCache(_BaseCache):  # type: ignore[misc]
     def filter(self, batch_indices: Any) -> None:
         self.members = [self.members[int(i)] for i in batch_indices]
 
-    def extend(self, other: PooledBatchCache) -> None:
+    def extend(self, other: Any) -> None:
+        if not isinstance(other, PooledBatchCache) or type(self.members[0]) is not type(other.members[0]):
+            raise ValueError(
+                f"A batch of pooled caches cannot take in a {type(other).__name__}. Insert sequences whose caches are all from "
+                "mlx_blockpool.make_prompt_cache(), or all from mlx-lm's."
+            )
         self.members = self.members + other.members
 
     def extract(self, idx: int) -> Any:
-        """The cache of one member itself, not a copy."""
+        """A cache with what one member holds now, which goes on by itself."""
+        return self.members[idx].fork()
+
+    def member(self, idx: int) -> Any:
+        """The cache of one member itself, for whoever takes it out of the batch."""
         return self.members[idx]
 
     def size(self) -> int:

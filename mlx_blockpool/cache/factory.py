@@ -82,7 +82,7 @@ def _pooled(sequence: Sequence, layer: LayerSpec, leaves: Iterator[int]) -> Any:
         return PooledCacheList(*(_pooled(sequence, part, leaves) for part in layer.parts))
     leaf = next(leaves)
     if isinstance(layer, StateLayer):
-        return PooledArraysCache(sequence, len(layer.arrays))
+        return PooledArraysCache(sequence, len(layer.arrays), leaf)
     if leaf not in sequence.slabs.places:
         return UnusedKVCache()
     if isinstance(layer, ChunkLayer):

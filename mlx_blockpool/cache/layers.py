@@ -14,7 +14,7 @@ from mlx_lm.models.cache import BatchKVCache, BatchRotatingKVCache, KVCache, Rot
 
 from ..spec import WindowLayer
 from .runs import attend_runs
-from .sequence import Sequence, join
+from .sequence import Sequence, fork_once, join
 from .slabs import View
 
 
@@ -23,6 +23,8 @@ class PooledLayer:
 
     offset: int
     state: Any
+    # mlx-lm's classes in the place of this one and of a batch.
+    _stock: Any
     _stock_batch: Any
 
     def __init__(self, sequence: Sequence, layer: int) -> None:
@@ -30,13 +32,22 @@ class PooledLayer:
         self.place = sequence.slabs.places[layer]
         self.layer = layer
         self.offset = 0
+        sequence.add_layer(self)
+
+    def fork(self) -> Any:
+        """A second cache with this content, which goes on by itself; with those of the other layers it is one sequence."""
+        return self._on(self.sequence.fork_for(self.layer))
+
+    __copy__ = fork
 
     def __deepcopy__(self, memo: dict[int, Any]) -> Any:
+        return self._on(fork_once(self.sequence, self.layer, memo))
+
+    def _on(self, sequence: Sequence) -> Any:
         copy = self.__class__.__new__(self.__class__)
         copy.__dict__.update(self.__dict__)
-        if id(self.sequence) not in memo:
-            memo[id(self.sequence)] = self.sequence.fork()
-        copy.sequence = memo[id(self.sequence)]
+        copy.sequence = sequence
+        sequence.add_layer(copy)
         return copy
 
     def update_and_fetch(self, keys: mx.array, values: mx.array) -> View:
@@ -50,9 +61,12 @@ class PooledLayer:
 
     def write(self, keys: mx.array, values: mx.array) -> View | None:
         """The first half of update_and_fetch: no view of a slab is left behind. Returns what to attend to, or None for all."""
-        if self.layer == self.sequence.slabs.first and (keys.shape[2] > 1 or self.sequence.slabs.synchronous):
-            # A decode step in flight still reads the slabs; writing now would copy them.
-            mx.synchronize()
+        slabs = self.sequence.slabs
+        if self.layer == slabs.first:
+            slabs.check_dtype(keys)
+            if keys.shape[2] > 1 or slabs.synchronous:
+                # A decode step in flight still reads the slabs; writing now would copy them.
+                mx.synchronize()
         return self._write(keys, values)
 
     def _write(self, keys: mx.array, values: mx.array) -> View | None:
@@ -119,12 +133,31 @@ class PooledLayer:
 
     @classmethod
     def merge(cls, caches: list[Any]) -> Any:
-        """One batch cache of several sequences: ragged where the model was attached, else mlx-lm's padded one."""
-        if all(c.sequence.slabs.ragged for c in caches):
-            from .batch import PooledBatchCache
+        """One batch cache of several sequences, which stay as they are: the batch goes on in forks of them.
 
-            return PooledBatchCache(caches)
-        return cls._stock_batch.merge(caches)
+        Ragged where the model was attached and all are pooled, else mlx-lm's padded one.
+        """
+        if not cls._is_ragged(caches):
+            return cls._stock_batch.merge(caches)
+        forks = [c.fork() for c in caches]
+        for cache, fork in zip(caches, forks, strict=True):
+            # The batch is what goes on: the room that was made for that is its.
+            cache.sequence.hand_over(cache.place.group, fork.sequence)
+        return cls.join(forks)
+
+    @classmethod
+    def join(cls, caches: list[Any]) -> Any:
+        """merge() of caches that their owner gives up: the batch goes on in them and copies nothing."""
+        from .batch import PooledBatchCache
+
+        return PooledBatchCache(caches) if cls._is_ragged(caches) else cls._stock_batch.merge(caches)
+
+    @classmethod
+    def _is_ragged(cls, caches: list[Any]) -> bool:
+        wrong = next((c for c in caches if not isinstance(c, cls._stock)), None)
+        if wrong is not None:
+            raise ValueError(f"A batch of {cls._stock.__name__}s cannot take in a {type(wrong).__name__}.")
+        return all(isinstance(c, PooledLayer) and c.sequence.slabs.ragged for c in caches)
 
     def _run_views(self) -> tuple[list[mx.array], list[mx.array]]:
         views = [] if self.empty() else self.views()
@@ -137,6 +170,7 @@ class PooledKVCache(PooledLayer, KVCache):  # type: ignore[misc]
     Appending takes no copy and reading is a view as long as the sequence is one run.
     """
 
+    _stock = KVCache
     _stock_batch = BatchKVCache
 
     def _write(self, keys: mx.array, values: mx.array) -> None:
@@ -178,6 +212,7 @@ class PooledRotatingKVCache(PooledLayer, RotatingKVCache):  # type: ignore[misc]
     in the same order. Bit-equal to it.
     """
 
+    _stock = RotatingKVCache
     _stock_batch = BatchRotatingKVCache
 
     def __init__(self, sequence: Sequence, layer: int) -> None:

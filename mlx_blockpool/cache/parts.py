@@ -10,10 +10,11 @@ from mlx_lm.models.base import scaled_dot_product_attention
 from mlx_lm.models.cache import CacheList, ChunkedKVCache, KVCache, _BaseCache
 
 from ..spec import ChunkLayer
-from .layers import PooledKVCache
+from .batch import PooledBatchCache
+from .layers import PooledKVCache, PooledLayer
 from .sequence import Sequence
 from .slabs import View
-from .states import PooledArraysCache
+from .states import PooledArraysCache, StateBatch
 
 
 class PooledCacheList(CacheList):  # type: ignore[misc]
@@ -122,6 +123,31 @@ class UnusedBatch(_BaseCache):  # type: ignore[misc]
         return 0
 
 
+def batch_of(caches: Iterable[list[Any]]) -> list[Any]:
+    """Batch caches of sequences whose own caches are given up for them: what merge() does, without its forks."""
+    return [_joined(list(layer)) for layer in zip(*caches, strict=True)]
+
+
+def _joined(layer: list[Any]) -> Any:
+    first = layer[0]
+    if isinstance(first, PooledCacheList):
+        return PooledCacheList(*batch_of(cache.caches for cache in layer))
+    if isinstance(first, PooledLayer | PooledArraysCache):
+        return type(first).join(layer)
+    return type(first).merge(layer)
+
+
+def member_of(batch: Iterable[Any], idx: int) -> list[Any]:
+    """The caches of a sequence that leaves a batch for good: what extract() does, without its forks."""
+    return [_member(layer, idx) for layer in batch]
+
+
+def _member(layer: Any, idx: int) -> Any:
+    if isinstance(layer, PooledCacheList):
+        return PooledCacheList(*member_of(layer.caches, idx))
+    return layer.member(idx) if isinstance(layer, PooledBatchCache | StateBatch) else layer.extract(idx)
+
+
 def leaves_of(caches: Iterable[Any]) -> list[Any]:
     """The caches of one sequence, each list replaced by its parts, in the order of spec.leaves."""
     return list(_leaves(caches))
@@ -139,9 +165,16 @@ def _as_stock(cache: Any) -> Any:
 
 
 def sequence_of(caches: Iterable[Any]) -> Sequence | None:
-    """The sequence that pooled caches belong to; None for mlx-lm's own."""
+    """The sequence that pooled caches belong to; None for mlx-lm's own.
+
+    Raises ValueError for layer caches of several sequences: they were copied one by one, with something written between.
+    """
     found = [getattr(leaf, "sequence", None) for leaf in _leaves(caches) if not isinstance(leaf, UnusedKVCache)]
-    return found[0] if found and all(sequence is not None for sequence in found) else None
+    if not found or any(sequence is None for sequence in found):
+        return None
+    if len({id(sequence) for sequence in found}) > 1:
+        raise ValueError("These layer caches belong to several sequences. Copy all layer caches of a sequence at once.")
+    return found[0]
 
 
 def state_caches(caches: Iterable[Any]) -> dict[int, PooledArraysCache]:

@@ -5,11 +5,13 @@ All layer caches of a sequence share one Sequence; the blocks go back to the poo
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from typing import Any
+import weakref
+from collections.abc import Callable, Iterator
+from typing import Any, NoReturn
 
 import mlx.core as mx
 
+from ..errors import ReleasedCacheError
 from ..pool import BlockTable
 from ..spec import BLOCK_TOKENS, blocks_for
 from .slabs import Place, Slab, Slabs, View
@@ -21,8 +23,11 @@ Piece = tuple[Slab, int, int]
 class Sequence:
     """Block tables of one sequence, one for each layer group.
 
-    Where a step reads and writes is worked out by the first layer of a group and remembered for the others.
+    Where a step reads and writes is worked out by the first layer of a group and remembered for the others. `released_by`:
+    what gave the blocks back, from when on every use raises ReleasedCacheError.
     """
+
+    tables: list[BlockTable]
 
     def __init__(self, slabs: Slabs) -> None:
         self._set_up(slabs, [slabs.pool.open_table(g) for g in range(len(slabs.spec.groups))])
@@ -32,13 +37,21 @@ class Sequence:
         self.pool = slabs.pool
         self.tables = tables
         self.state_bytes = 0
+        self.released_by: str | None = None
+        # Forks of what is in the blocks now; and of this one, if it is such a fork: the leaves that have a cache in it, and
+        # whether it is as it was made.
+        self._forks: list[weakref.ref[Sequence]] = []
+        self._claimed: set[int] = set()
+        self._is_new = True
+        self._layers: weakref.WeakSet[Any] = weakref.WeakSet()
         self._masks: dict[tuple[int, ...], Any] = {}
         self._writes: dict[int, tuple[tuple[int, ...], list[Piece]]] = {}
         self._reads: dict[int, tuple[tuple[int, ...], list[Piece]]] = {}
 
     def __del__(self) -> None:
-        for table in getattr(self, "tables", ()):
-            self.pool.give_back(table)
+        if getattr(self, "released_by", "") is None:
+            for table in self.tables:
+                self.pool.give_back(table)
         if getattr(self, "state_bytes", 0):
             # Finalizers run on any thread.
             self.slabs.give_back_states(self.state_bytes)
@@ -53,18 +66,70 @@ class Sequence:
         copy.count_states(self.state_bytes)
         return copy
 
+    def fork_for(self, leaf: int) -> Sequence:
+        """The fork that the layer cache of `leaf` goes on in: that of the layers before it, unless somebody has written since.
+
+        mlx-lm merges, extracts and copies layer by layer; what it makes of one sequence in one go belongs together.
+        """
+        for made in self._forks:
+            fork = made()
+            if fork is not None and fork.claim(leaf):
+                return fork
+        fork = self.fork()
+        fork.claim(leaf)
+        self._forks = [made for made in self._forks if made() is not None] + [weakref.ref(fork)]
+        return fork
+
+    def hand_over(self, group: int, heir: Sequence) -> None:
+        """What was promised to this sequence of a group, or taken and is still empty, is that of its fork `heir` from now on."""
+        self.cut(group)
+        self.pool.hand_over(self.tables[group], heir.tables[group])
+
+    def claim(self, leaf: int) -> bool:
+        """Whether a second cache of this sequence, for `leaf`, can be made: a fork that is unchanged takes one for each."""
+        if leaf in self._claimed or not self._is_new:
+            return False
+        self._claimed.add(leaf)
+        return True
+
+    def add_layer(self, layer: Any) -> None:
+        """A layer cache that reads these tables: they are not cut below what it needs."""
+        self._layers.add(layer)
+
+    def cut(self, group: int) -> None:
+        """Give back the whole blocks of a group behind what its layers hold."""
+        length = blocks_for(max(layer.size() for layer in self._layers if layer.place.group == group))
+        if length < len(self.tables[group]):
+            self._is_new = False
+            self.pool.cut(self.tables[group], length)
+
+    def _changed(self) -> None:
+        """Forks that were made before are no forks of this any more, and no further layer goes on in this one."""
+        self._forks.clear()
+        self._is_new = False
+
     def count_states(self, n_bytes: int) -> None:
         """So much are its states counted with from now on."""
         self.slabs.count_states(n_bytes - self.state_bytes)
         self.state_bytes = n_bytes
 
-    def release(self) -> None:
-        """Give all blocks back now. Its caches are empty shells afterwards."""
+    def release(self, released_by: str = "release()") -> None:
+        """Give all blocks back now. Its caches raise ReleasedCacheError afterwards, which names `released_by`."""
+        if self.released_by is not None:
+            return
+        self._changed()
         self._writes.clear()
         self._reads.clear()
         for table in self.tables:
             self.pool.release(table)
         self.count_states(0)
+        self.released_by = released_by
+        self.tables = _Released(released_by)
+
+    def need_blocks(self) -> None:
+        """Raises ReleasedCacheError once the blocks were given back."""
+        if self.released_by is not None:
+            raise ReleasedCacheError(self.released_by)
 
     def write(self, place: Place, start: int, keys: mx.array, values: mx.array) -> None:
         """Write keys and values [1, kv_heads, n, dim] at tokens [start, start + n) of a table.
@@ -122,6 +187,7 @@ class Sequence:
         key = (start, end, table.version, self.pool.sharing(group))
         if group in self._writes and self._writes[group][0] == key:
             return self._writes[group][1]
+        self._changed()
         missing = blocks_for(end) - len(table)
         if missing > 0:
             self.pool.extend(table, missing)
@@ -142,6 +208,31 @@ class Sequence:
                 pieces.append((slab, place + first - base, last - first))
             base += blocks * BLOCK_TOKENS
         return pieces
+
+
+class _Released(list[BlockTable]):
+    """In place of the tables of a sequence whose blocks were given back: every use of them raises."""
+
+    def __init__(self, released_by: str) -> None:
+        super().__init__()
+        self._released_by = released_by
+
+    def __getitem__(self, index: Any) -> NoReturn:
+        raise ReleasedCacheError(self._released_by)
+
+    def __iter__(self) -> Iterator[BlockTable]:
+        raise ReleasedCacheError(self._released_by)
+
+    def __len__(self) -> NoReturn:
+        raise ReleasedCacheError(self._released_by)
+
+
+def fork_once(sequence: Sequence, leaf: int, memo: dict[int, Any]) -> Sequence:
+    """The fork in which the copy of a layer cache goes on: one for all layers that a deepcopy() with this `memo` copies."""
+    fork: Sequence | None = memo.get(id(sequence))
+    if fork is None or not fork.claim(leaf):
+        fork = memo[id(sequence)] = sequence.fork_for(leaf)
+    return fork
 
 
 def join(views: list[View]) -> View:

@@ -142,6 +142,14 @@ class Slabs:
                 self._slabs[g, i] = Slab(group.layer, len(group.layers), blocks, self.dtype)
         self._layout = self.pool.layout
 
+    def check_dtype(self, keys: mx.array) -> None:
+        """Raises ValueError for keys of the first layer that the pool cannot hold as they are."""
+        if keys.dtype != self.dtype:
+            raise ValueError(
+                f"The model computes keys in {keys.dtype} and this pool holds {self.dtype}: the model's type was changed after "
+                "the pool was opened. Open a pool for the model as it is now."
+            )
+
     def locate(self, group: int, block: int) -> tuple[Slab, int]:
         """The slab of a block, and the place of the block's first token in it."""
         self.sync()

@@ -10,23 +10,51 @@ from typing import Any
 import mlx.core as mx
 from mlx_lm.models.cache import ArraysCache
 
-from .sequence import Sequence
+from .sequence import Sequence, fork_once
 
 
 class PooledArraysCache(ArraysCache):  # type: ignore[misc]
-    """Stands in for ArraysCache: `size` arrays that each step replaces. Knows the sequence that it belongs to."""
+    """Stands in for ArraysCache: `size` arrays that each step replaces. Knows the sequence that it belongs to, as its `leaf`."""
 
-    def __init__(self, sequence: Sequence, size: int) -> None:
+    def __init__(self, sequence: Sequence, size: int, leaf: int = 0) -> None:
         super().__init__(size)
         self.cache: list[Any] = [None] * size
         self.sequence = sequence
+        self.leaf = leaf
+
+    def __getitem__(self, idx: int) -> Any:
+        self.sequence.need_blocks()
+        return self.cache[idx]
+
+    def __setitem__(self, idx: int, value: Any) -> None:
+        self.sequence.need_blocks()
+        self.cache[idx] = value
+
+    def fork(self) -> PooledArraysCache:
+        """As PooledLayer.fork()."""
+        return self._on(self.sequence.fork_for(self.leaf))
+
+    __copy__ = fork
 
     def __deepcopy__(self, memo: dict[int, Any]) -> PooledArraysCache:
-        if id(self.sequence) not in memo:
-            memo[id(self.sequence)] = self.sequence.fork()
-        copy = PooledArraysCache(memo[id(self.sequence)], 0)
+        return self._on(fork_once(self.sequence, self.leaf, memo))
+
+    def _on(self, sequence: Sequence) -> PooledArraysCache:
+        copy = PooledArraysCache(sequence, 0, self.leaf)
         copy.cache = list(self.cache)
+        copy.left_padding, copy.lengths = self.left_padding, self.lengths
         return copy
+
+    @property
+    def state(self) -> tuple[Any, ...]:
+        self.sequence.need_blocks()
+        return self.cache, self.left_padding, self.lengths
+
+    @state.setter
+    def state(self, state: tuple[Any, ...]) -> None:
+        self.sequence.need_blocks()
+        cache, self.left_padding, self.lengths = state
+        self.cache = list(cache)
 
     @classmethod
     def from_state(cls, state: tuple[Any, ...]) -> ArraysCache:
@@ -34,30 +62,51 @@ class PooledArraysCache(ArraysCache):  # type: ignore[misc]
         return ArraysCache.from_state(state)
 
     @classmethod
-    def merge(cls, caches: list[Any]) -> StateBatch:
+    def merge(cls, caches: list[Any]) -> ArraysCache:
+        """The states of several sequences, which stay as they are; mlx-lm's own batch where some are not pooled."""
+        if not all(isinstance(c, PooledArraysCache) for c in caches):
+            return ArraysCache.merge(caches)
+        return StateBatch([c.fork() for c in caches])
+
+    @classmethod
+    def join(cls, caches: list[Any]) -> ArraysCache:
+        """merge() of caches that their owner gives up."""
         return StateBatch(caches)
 
 
 class StateBatch(ArraysCache):  # type: ignore[misc]
-    """The states of several sequences, one row each. Rows are decoded side by side and never padded."""
+    """The states of several sequences, one row each.
+
+    As in mlx-lm's own, a sequence without a state has zeros beside those that have one.
+    """
 
     def __init__(self, members: list[PooledArraysCache]) -> None:
         super().__init__(len(members[0].cache))
-        self.cache: list[Any] = [None] * len(members[0].cache)
+        for member in members:
+            member.sequence.need_blocks()
         self.members = list(members)
-        for entry in range(len(self.cache)):
-            rows = [member.cache[entry] for member in members]
-            if len(rows) > 1 and any(row is None for row in rows):
-                raise ValueError("Found a sequence without a state; needed a prompt computed of each before they go together.")
-            self.cache[entry] = rows[0] if len(rows) == 1 else mx.concatenate([row for row in rows if row is not None])
+        self.cache: list[Any] = [_rows([m.cache[entry] for m in members]) for entry in range(len(members[0].cache))]
 
     def __deepcopy__(self, memo: dict[int, Any]) -> StateBatch:
-        # As PooledBatchCache: each sequence stays with one of the two.
-        return StateBatch([self.extract(i) for i in range(len(self.members))])
+        copy = StateBatch.__new__(StateBatch)
+        copy.__dict__.update(self.__dict__)
+        copy.cache = list(self.cache)
+        copy.members = [member.__deepcopy__(memo) for member in self.members]
+        return copy
+
+    @property
+    def batch_size(self) -> int:
+        return len(self.members)
 
     def extract(self, idx: int) -> PooledArraysCache:
-        """The cache of one member itself, with its row."""
-        member = self.members[idx]
+        """A cache with the row of one member, which goes on by itself."""
+        return self._with_row(self.members[idx].fork(), idx)
+
+    def member(self, idx: int) -> PooledArraysCache:
+        """The cache of one member itself, with its row, for whoever takes it out of the batch."""
+        return self._with_row(self.members[idx], idx)
+
+    def _with_row(self, member: PooledArraysCache, idx: int) -> PooledArraysCache:
         alone = len(self.members) == 1
         member.cache = [c if alone or c is None else mx.contiguous(c[idx : idx + 1]) for c in self.cache]
         return member
@@ -65,21 +114,31 @@ class StateBatch(ArraysCache):  # type: ignore[misc]
     def filter(self, batch_indices: Any) -> None:
         keep = [int(i) for i in batch_indices]
         self.members = [self.members[i] for i in keep]
-        rows = mx.array(keep, mx.int32)
-        self.cache = [None if c is None or not keep else c[rows] for c in self.cache]
+        if keep:
+            super().filter(mx.array(keep, mx.int32))
+        else:
+            self.cache = [None] * len(self.cache)
 
-    def extend(self, other: StateBatch) -> None:
+    def extend(self, other: Any) -> None:
+        if not isinstance(other, StateBatch):
+            raise ValueError(
+                f"A batch of pooled states cannot take in a {type(other).__name__}. Insert sequences whose caches are all from "
+                "mlx_blockpool.make_prompt_cache(), or all from mlx-lm's."
+            )
+        super().extend(other)
         self.members = self.members + other.members
-        self.cache = [mx.concatenate([mine, theirs]) for mine, theirs in zip(self.cache, other.cache, strict=True)]
-
-    def prepare(self, lengths: Any = None, right_padding: Any = None, **_: Any) -> None:
-        """Raises ValueError where a prompt is padded: a state would take the padding in."""
-        if right_padding is not None and max(right_padding) > 0:
-            raise ValueError("Found prompts of several lengths in one batch of states; needed one at a time.")
 
     @property
     def nbytes(self) -> int:
         return sum(c.nbytes for c in self.cache if c is not None)
+
+
+def _rows(rows: list[Any]) -> mx.array | None:
+    """One array of the rows [1, ..] of several sequences, zeros for those that have none; None: none has one."""
+    known = next((row for row in rows if row is not None), None)
+    if known is None or len(rows) == 1:
+        return known
+    return mx.concatenate([mx.zeros_like(known) if row is None else row for row in rows])
 
 
 def copied(arrays: list[Any]) -> list[Any]:

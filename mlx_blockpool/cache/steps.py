@@ -23,6 +23,8 @@ _helpers = [mx.new_thread_local_stream(mx.cpu)]
 # What one read costs beside its tokens, in tokens; and tokens * heads below which a second stream does not pay.
 READ_COST = 100
 PARALLEL_WORK = 4000
+# More than a pool has.
+MOST_BLOCKS = 2**40
 
 
 def step_of(members: Sequence[PooledLayer]) -> Step:
@@ -42,7 +44,8 @@ def _key(slabs: Slabs, group: int, members: Sequence[PooledLayer]) -> tuple[Any,
     """What a step depends on. Tables are told apart by id: the step that remembers an id keeps the table."""
     tables = [m.sequence.tables[group] for m in members]
     state = [(id(t), t.version, m.next_place(), m.offset) for t, m in zip(tables, members, strict=True)]
-    return slabs.decode_path, slabs.decode_streams, slabs.pool.sharing(group), state
+    sharing = tuple(pool.sharing(group) for pool in {m.sequence.pool: None for m in members})
+    return slabs.decode_path, slabs.decode_streams, sharing, state
 
 
 class Step:
@@ -51,6 +54,7 @@ class Step:
     def __init__(self, slabs: Slabs, group: int, members: Sequence[PooledLayer], places: list[Piece]) -> None:
         self.key = _key(slabs, group, members)
         self.tables = [m.sequence.tables[group] for m in members]
+        self.pools = [m.sequence.pool for m in members]
         self.sizes = [m.next_size() for m in members]
         self.layer = members[0].place.layer
         self.order: mx.array | None = None
@@ -110,7 +114,11 @@ class Step:
         """Windows go on writing in every block of their ring, so that they share nothing for long."""
         if slabs.decode_path == "ragged" or len(self.tables) == 1 or isinstance(self.layer, WindowLayer):
             return []
-        return find_clusters([t.ids[: size // BLOCK_TOKENS] for t, size in zip(self.tables, self.sizes, strict=True)])
+        # An id is a block of its own pool: those of the second one follow those of the first.
+        pools = {pool: i for i, pool in enumerate(dict.fromkeys(self.pools))}
+        starts = [pools[pool] * MOST_BLOCKS for pool in self.pools]
+        full = [t.ids[: size // BLOCK_TOKENS] for t, size in zip(self.tables, self.sizes, strict=True)]
+        return find_clusters([[start + i for i in ids] if start else ids for start, ids in zip(starts, full, strict=True)])
 
     def _choose(self, slabs: Slabs, clusters: list[Cluster]) -> str:
         saved = sum(c.saved for c in clusters) * BLOCK_TOKENS

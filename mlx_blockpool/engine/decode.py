@@ -14,6 +14,7 @@ import mlx.core as mx
 from mlx_lm.models.cache import TokenBuffer
 from mlx_lm.sample_utils import greedy_sampler
 
+from ..cache.parts import batch_of, member_of
 from .request import Running
 
 
@@ -56,7 +57,7 @@ class DecodeBatch:
         assert running.caches is not None
         assert running.computed == running.prefill_end, f"{running.computed} tokens computed of {running.prefill_end}"
         assert self.merges or not self.members, "these caches cannot be merged"
-        own = [type(c).merge([c]) for c in running.caches] if self.merges else running.caches
+        own = batch_of([running.caches]) if self.merges else running.caches
         if self.members:
             for layer, joining in zip(self._layers, own, strict=True):
                 layer.extend(joining)
@@ -76,7 +77,7 @@ class DecodeBatch:
         keep = [i for i, member in enumerate(self.members) if member not in leaving]
         for i, member in enumerate(self.members):
             if member in leaving:
-                member.caches = [layer.extract(i) for layer in self._layers] if self.merges else self._layers
+                member.caches = member_of(self._layers, i) if self.merges else self._layers
         self._layers = self._layers if keep else []
         for layer in self._layers:
             layer.filter(keep)

@@ -12,6 +12,7 @@ from typing import Any
 
 import mlx.core as mx
 
+from ..cache.parts import batch_of, member_of
 from .request import Running, common_prefix
 
 
@@ -59,7 +60,7 @@ def compute(model: Any, rows: Sequence[Running], ends: Sequence[int], merges: bo
     chunks = [row.tokens[row.computed : end] for row, end in zip(rows, ends, strict=True)]
     assert merges or len(rows) == 1, "these caches cannot be merged"
     caches = [row.caches or [] for row in rows]
-    layers = [type(layer[0]).merge(list(layer)) for layer in zip(*caches, strict=True)] if merges else caches[0]
+    layers = batch_of(caches) if merges else caches[0]
     lengths = [len(chunk) for chunk in chunks]
     longest = max(lengths)
     padding = [longest - length for length in lengths]
@@ -75,5 +76,5 @@ def compute(model: Any, rows: Sequence[Running], ends: Sequence[int], merges: bo
     for i, (row, end) in enumerate(zip(rows, ends, strict=True)):
         row.computed = end
         if merges:
-            row.caches = [layer.extract(i) for layer in layers]
+            row.caches = member_of(layers, i)
     return sum(lengths), time.perf_counter() - start

@@ -76,6 +76,7 @@ class BlockPool:
         self._budget.grow_for(needed)
         for table, count in zip(tables, counts, strict=True):
             table.reserved += count
+            table.promised = max(table.promised, len(table) + table.reserved)
             self._groups[table.group].reserved += count
 
     def extend(self, table: BlockTable, count: int) -> None:
@@ -134,6 +135,23 @@ class BlockPool:
         self.adopt(copy, table.ids)
         return copy
 
+    def hand_over(self, table: BlockTable, heir: BlockTable) -> None:
+        """The blocks that were promised to `table` are promised to `heir` from now on."""
+        heir.reserved += table.reserved
+        heir.promised = max(heir.promised, len(heir) + heir.reserved)
+        table.reserved = 0
+
+    def cut(self, table: BlockTable, length: int) -> None:
+        """Let go of all blocks but the first `length`. Those that were promised to the table once, and are free now, stay so."""
+        blocks = self._groups[table.group]
+        free = blocks.free.count
+        blocks.release(reversed(table.ids[length:]))
+        del table.ids[length:]
+        table.changed()
+        again = max(0, min(table.promised - len(table) - table.reserved, blocks.free.count - free))
+        table.reserved += again
+        blocks.reserved += again
+
     def release(self, table: BlockTable) -> None:
         """Let go of all blocks and promises of a table; its first block becomes the most recently used."""
         self.give_back(table)
@@ -142,7 +160,7 @@ class BlockPool:
     def give_back(self, table: BlockTable) -> None:
         """release() for any thread and for finalizers: takes effect at the pool's next operation."""
         self._returned.append((table.group, table.ids, table.reserved, table.generation))
-        table.ids, table.reserved = [], 0
+        table.ids, table.reserved, table.promised = [], 0, 0
         table.changed()
 
     # -- known blocks --------------------------------------------------------------------------------------------------

@@ -6,7 +6,7 @@ from __future__ import annotations
 class BlockTable:
     """ids[i] holds the tokens [256 * i, 256 * (i + 1)) of the sequence, or of its ring where the group is a window.
 
-    `reserved` blocks are promised to this table and not yet taken.
+    `reserved` blocks are promised to this table and not yet taken; `promised`: the most that it was ever promised to hold.
     """
 
     def __init__(self, group: int, stride: int, max_blocks: int | None, generation: int = 0) -> None:
@@ -14,6 +14,7 @@ class BlockTable:
         self.max_blocks = max_blocks
         self.ids: list[int] = []
         self.reserved = 0
+        self.promised = 0
         self.generation = generation
         self._stride = stride
         self.version = 0

@@ -154,18 +154,21 @@ class PrefixCache:
         return self._keep(tokens, caches, kind, terms, goes_on=True)
 
     def finish(self, tokens: Tokens[int], caches: list[Any], kind: str = "assistant", terms: Terms = ORDINARY) -> int:
-        """keep(), and give the blocks back to the pool, evictable from now on. The caches must not be used again."""
+        """keep(), and give the blocks back to the pool, evictable. Using the caches again raises ReleasedCacheError."""
         known = self._keep(tokens, caches, kind, terms, goes_on=False)
-        self.release(caches)
+        self._release(caches, "finish()")
         if terms.retention == "day":
             self.keeping.spare_for_a_day(standing(self.slabs, self.known.trie.match(_ids(tokens)[:known], terms.salt)))
         return known
 
     def release(self, caches: list[Any]) -> None:
-        """Give the blocks back and keep nothing. The caches must not be used again."""
+        """Give the blocks back and keep nothing. Using the caches again raises ReleasedCacheError."""
+        self._release(caches, "release()")
+
+    def _release(self, caches: list[Any], released_by: str) -> None:
         sequence = sequence_of(caches)
         if sequence is not None:
-            sequence.release()
+            sequence.release(released_by)
 
     def _keep(self, tokens: Tokens[int], caches: list[Any], kind: str, terms: Terms, goes_on: bool) -> int:
         sequence = sequence_of(caches)
@@ -267,7 +270,7 @@ class PrefixCache:
     def release_all(self) -> None:
         """Take the blocks of all handed out caches back, whoever still refers to them. None may be used again."""
         for sequence in list(self._handed_out):
-            sequence.release()
+            sequence.release("release_all()")
         self._handed_out.clear()
 
     def close(self) -> bool:

@@ -18,6 +18,7 @@ from models import make_model
 from mlx_blockpool.cache.attention import attach, bind, detach, step_synchronously_if_copied
 from mlx_blockpool.cache.batch import PooledBatchCache
 from mlx_blockpool.cache.factory import make_prompt_cache, open_pool, pooled_caches
+from mlx_blockpool.cache.parts import batch_of, member_of
 from mlx_blockpool.cache.runs import attend_runs
 from mlx_blockpool.cache.slabs import Slabs
 from mlx_blockpool.config import PoolConfig
@@ -130,14 +131,14 @@ def test_joining_and_leaving_copies_no_slab() -> None:
         model(mx.array([[7] * (50 + 300 * i)]), cache=cache)
     mx.eval([c.state for cache in caches for c in cache])
     before = addresses(slabs)
-    batch = [type(layer[0]).merge(list(layer)) for layer in zip(*caches[:3], strict=True)]
-    for layer, late in zip(batch, caches[3], strict=True):
+    batch = batch_of(caches[:3])
+    for layer, late in zip(batch, batch_of(caches[3:]), strict=True):
         assert isinstance(layer, PooledBatchCache)
-        layer.extend(type(late).merge([late]))
+        layer.extend(late)
         layer.filter([0, 2, 3])
     for _ in range(5):
         mx.eval(model(mx.array([[1]] * 3), cache=batch))
-    assert batch[0].extract(1) is caches[2][0]
+    assert member_of(batch, 1)[0] is caches[2][0]
     assert addresses(slabs) == before
 
 
