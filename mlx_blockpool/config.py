@@ -93,6 +93,7 @@ class StoreConfig:
     idle_seconds:    once nothing was asked for so long, the partial blocks at the ends of conversations are written too.
     flush_seconds:   how long a shutdown waits for what is not written yet.
     retry_seconds:   how long a disk that failed is left alone.
+    answer_seconds:  a disk that gives none of what is read for so long counts as failed, and prompts are computed instead.
     look_bytes:      after so much written a server looks at what others have written there; None: a 32nd of store_bytes.
     look_seconds:    after so long at the latest, if it has written or used anything.
     model_bytes:     the most of store_bytes that the records of one model may take; None: all of it.
@@ -108,6 +109,7 @@ class StoreConfig:
     idle_seconds: float = 60.0
     flush_seconds: float = 10.0
     retry_seconds: float = 30.0
+    answer_seconds: float = 5.0
     look_bytes: int | None = None
     look_seconds: float = 60.0
     model_bytes: int | None = None

@@ -24,6 +24,8 @@ from .request import KIND, Restoring, Running
 LATTICE_TOKENS = 2048
 # Records are copied into the pool for so long at a time, so that running replies go on.
 RESTORE_SECONDS = 0.02
+# While there is nothing to compute, records that are on their way are waited for so long at a time.
+WAIT_SECONDS = 0.02
 TELL_SECONDS = 1.0
 
 
@@ -49,6 +51,24 @@ class PooledCaches:
         self._restores: dict[int, Restore] = {}
         # When each was last told of, in seconds of time.monotonic().
         self._told: dict[int, float] = {}
+        # Restores that had let their blocks go when it was last looked, those of others included.
+        self._released = 0
+
+    @property
+    def num_arrived(self) -> int:
+        """Records that came from disk until now."""
+        return 0 if self.prefix.stored is None else self.prefix.stored.num_arrived
+
+    @property
+    def is_restoring(self) -> bool:
+        """Whether a request waits for records that advance() takes in."""
+        return bool(self._restores)
+
+    @property
+    def is_room_coming(self) -> bool:
+        """Whether blocks are held by a restore that ends by itself, such as one that an agent's owner has asked for."""
+        stored = self.prefix.stored
+        return stored is not None and bool(stored.restoring) and not stored.is_stuck
 
     @property
     def keeps_chunks(self) -> bool:
@@ -78,11 +98,11 @@ class PooledCaches:
         restored = self.abandon(running)
         room = min(running.left_to_produce(), BLOCK_TOKENS)
         try:
-            fetched = self.prefix.fetch(running.tokens, room, salt=running.terms.salt)
+            fetched = self.prefix.fetch_resident(running.tokens, room, salt=running.terms.salt)
         except PoolExhaustedError:
             if not self.stop_restoring():
                 raise
-            fetched = self.prefix.fetch(running.tokens, room, salt=running.terms.salt)
+            fetched = self.prefix.fetch_resident(running.tokens, room, salt=running.terms.salt)
         try:
             self.prefix.room.need_spare(len(others) if running.swaps else 0)
         except PoolExhaustedError:
@@ -121,26 +141,30 @@ class PooledCaches:
             if wanted is None:
                 return True
             if not stored.arriving.isdisjoint(wanted.arriving):
-                # Another request waits for the same.
-                return False
+                # Another request, or an agent's restore, brings back the same. Where that has stopped, this one computes it.
+                return stored.is_stuck
             try:
                 self._restores[running.uid] = stored.restore(wanted)
                 self._told[running.uid] = time.monotonic()
             except PoolExhaustedError:
-                # It starts from what is in memory, once there is room for that.
-                return True
+                # Those that are on their way start first. Else it starts from what is in memory, once there is room for that.
+                return not self._restores
         return self._restores[running.uid].advance()
 
     def advance(self, idle: bool) -> bool:
-        """Between two steps: write behind, and go on reading. Returns whether something that was waited for is there.
+        """Between two steps: write behind, and go on reading. Returns whether requests that wait are to be looked at again.
 
         `idle`: there is nothing to compute meanwhile, so that it may take its time.
         """
         self.prefix.keep_up()
-        if self.prefix.stored is not None:
-            self.prefix.stored.write_behind()
-        done = [restore.advance(wait=idle, seconds=RESTORE_SECONDS) for restore in self._restores.values()]
-        return any(done)
+        stored = self.prefix.stored
+        if stored is None:
+            return False
+        stored.write_behind()
+        wait = WAIT_SECONDS / len(self._restores) if idle and self._restores else 0.0
+        done = [restore.advance(wait=wait, seconds=RESTORE_SECONDS) for restore in self._restores.values()]
+        released, self._released = self._released, stored.num_released
+        return any(done) or released != stored.num_released or stored.is_stuck
 
     def restoring(self) -> list[Restoring]:
         """What is on its way, of each every TELL_SECONDS: few take as long."""
@@ -174,8 +198,8 @@ class PooledCaches:
         return bool(stopped)
 
     def known(self, tokens: Sequence[int], salt: bytes = SHARED) -> int:
-        """How many tokens of a prompt an open() would find now."""
-        return self.prefix.look(tokens, salt).hit
+        """How many tokens of a prompt open() would find now, once it is ready."""
+        return self.prefix.within_reach(tokens, salt)
 
     def secure(self, batch: Sequence[Running]) -> None:
         """Promise each member the blocks of its next token, or raise PoolExhaustedError and promise nothing."""

@@ -94,6 +94,16 @@ class BlockPoolBatchEngine:
         """Requests that have not ended."""
         return len(self._waiting) + len(self._prefilling) + len(self._batch)
 
+    @property
+    def is_blocked(self) -> bool:
+        """Whether next() has nothing to do before something arrives from elsewhere, such as what others bring back from disk."""
+        return not (self.live or (self._waiting and self._may_admit) or self.caches.is_restoring)
+
+    @property
+    def progress(self) -> int:
+        """Grows with all that is computed and all that comes from disk."""
+        return self.counts["chunks"] + self.counts["decode_steps"] + self.caches.num_arrived
+
     def reset(self) -> list[int]:
         """After next() has raised: drop the live requests, whose caches cannot be trusted, and what was not told yet.
 
@@ -226,7 +236,7 @@ class BlockPoolBatchEngine:
         try:
             opened = self.caches.open(running, self.live)
         except PoolExhaustedError as error:
-            if self.live:
+            if self.live or self.caches.is_room_coming:
                 return False
             self._fail(running, error)
             return True

@@ -49,6 +49,9 @@ class StockCaches:
         """Nothing is on its way."""
         return []
 
+    num_arrived = 0
+    is_restoring = is_room_coming = False
+
     def computed(self, tokens: int, seconds: float) -> None:
         """Nobody asks how fast that was."""
 

@@ -75,10 +75,18 @@ class PrefixCache:
     ) -> Fetch:
         """Caches for a prompt, with room for `max_tokens` more. A hit has no more than `at_most` tokens.
 
-        Only what was kept under the same `salt` is found.
+        Only what was kept under the same `salt` is found. Waits for what comes back from disk.
 
         Raises RequestTooLargeError if that can never fit in the pool, PoolExhaustedError if it cannot fit now.
         """
+        wanted = self.wanted(_ids(tokens), at_most, salt) if self.stored is not None and len(tokens) else None
+        if wanted is not None and self.stored is not None:
+            with suppress(PoolExhaustedError):
+                self.stored.restore_now(wanted)
+        return self.fetch_resident(tokens, max_tokens, at_most, salt)
+
+    def fetch_resident(self, tokens: Tokens[int], max_tokens: int, at_most: int | None = None, salt: bytes = SHARED) -> Fetch:
+        """fetch() from what is in memory now: reads nothing from disk."""
         tokens = _ids(tokens)
         if not tokens:
             raise ValueError("Found an empty prompt; needed at least one token.")
@@ -114,17 +122,12 @@ class PrefixCache:
         self.num_hit_tokens += lookup.hit
 
     def _in_memory(self, tokens: Tokens[int], most: int, salt: bytes) -> Match:
-        """What is known of a prompt, brought back from disk as far as there is room for it."""
+        """What is known of a prompt and in memory."""
         match = self.known.trie.match(tokens, salt)
         if self.stored is None:
             return match
         wanted = self._on_disk(match, most)
-        if wanted is not None and not self.stored.is_worth_reading(wanted):
-            self.stored.num_cheaper += 1
-        elif wanted is not None:
-            with suppress(PoolExhaustedError):
-                self.stored.restore_now(wanted)
-            match = self.known.trie.match(tokens, salt)
+        self.stored.num_cheaper += wanted is not None and not self.stored.is_worth_reading(wanted)
         self.stored.touch(match.path)
         return match.in_memory()
 
@@ -137,6 +140,13 @@ class PrefixCache:
         if self.stored is None:
             return None
         return self.stored.wanted(match, most, resumable(self.slabs, match.in_memory(), most)[0])
+
+    def within_reach(self, tokens: Tokens[int], salt: bytes = SHARED) -> int:
+        """How many tokens of a prompt need not be computed now: those in memory, and on disk those that are worth reading."""
+        wanted = self.wanted(tokens, salt=salt)
+        if wanted is not None:
+            return wanted.have + wanted.tokens
+        return resumable(self.slabs, self.known.trie.match(tokens, salt).in_memory(), len(tokens) - 1)[0]
 
     def look(self, tokens: Tokens[int], salt: bytes = SHARED) -> Lookup:
         """What a fetch of these tokens would find. Changes nothing."""

@@ -8,6 +8,7 @@ from __future__ import annotations
 import time
 from collections import deque
 from collections.abc import Callable, Iterator, Sequence
+from concurrent import futures
 from contextlib import suppress
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
@@ -25,8 +26,8 @@ from .trie import Checkpoint, Node
 if TYPE_CHECKING:
     from .stored import StoredPrefixes
 
-# While nobody computes, so many records are on their way: one in each thread that reads, and one here. More are no faster, for
-# their memory is not in a cache of the processor.
+# While nobody computes, so many records are on their way: one in each thread that reads, and one that is copied. More are no
+# faster, for their memory is not in a cache of the processor.
 AT_ONCE = READERS + 1
 # Beside running replies, which take most of the time: so many bytes, but not more records than this.
 AHEAD_BYTES = 64 << 20
@@ -78,6 +79,9 @@ class Restore:
     """Records on their way from disk into the pool, in order. Holds the blocks of the whole path until release()."""
 
     def __init__(self, stored: StoredPrefixes, wanted: Wanted) -> None:
+        if not stored.restoring:
+            # From now on the disk is expected to answer.
+            stored.last_arrival = stored.clock()
         self._stored = stored
         self._wanted = wanted
         self._all: set[Node] = set()
@@ -131,21 +135,36 @@ class Restore:
         """How many of `tokens` are there."""
         return self.tokens * (self._total - self._left) // self._total
 
-    def advance(self, wait: bool = False, seconds: float = 0.0) -> bool:
-        """Copy what has been read, with `wait` at least one record, for so many seconds. Whether no more will come."""
+    def advance(self, wait: float = 0.0, seconds: float = 0.0) -> bool:
+        """Copy what has been read, for so many seconds. Returns whether no more will come.
+
+        `wait`: so many seconds it may block for each record, as there is nothing to compute meanwhile. It never reads itself: a
+        disk that hangs would take its thread along. One that gives nothing for the store's `answer_seconds` is given up.
+        """
         until = time.perf_counter() + seconds
-        while self._has_come(wait):
-            if not self._reading[0][1].done():
-                # Rather than to wait for the threads that read.
-                any(reading.run() for _, reading, _ in self._reading)
+        while self._left and self._has_come(wait):
             self._take()
             self._read_ahead(AT_ONCE if wait else self._ahead)
             if time.perf_counter() >= until:
                 break
+        if self._left and self._stored.is_stuck and not self._reading[0][1].done():
+            self._fail(self._reading[0][0].key, self._stored.disk_hangs())
         return not self._left
+
+    def _has_come(self, wait: float) -> bool:
+        reading = self._reading[0][1]
+        if wait and not reading.done():
+            futures.wait([reading], timeout=wait)
+        return reading.done()
+
+    def _fail(self, key: Key, error: Exception) -> None:
+        self._stored.unread(key, error)
+        self._reading.clear()
+        self._left = 0
 
     def _take(self) -> None:
         """Put the next record where it belongs. One that cannot be read is the last."""
+        self._stored.last_arrival = self._stored.clock()
         arrival, reading, scratch = self._reading.popleft()
         try:
             record, views = reading.result()
@@ -154,12 +173,11 @@ class Restore:
             arrival.lay((record, views))
             self._busy.between(begun, time.perf_counter(), record.nbytes)
         except (BadRecordError, OSError) as error:
-            self._stored.unread(arrival.key, error)
-            self._reading.clear()
-            self._left = 0
+            self._fail(arrival.key, error)
             return
         self._unused.append(scratch)
         self._left -= 1
+        self._stored.num_arrived += 1
         if not self._left:
             self._place()
             self._stored.rates.restored(self._busy.amount, self._busy.seconds)
@@ -167,13 +185,11 @@ class Restore:
     def release(self) -> None:
         """Let the blocks go: from now on they are known like any others."""
         self._stored.arriving -= self._all
+        self._stored.num_released += 1
         if self in self._stored.restoring:
             self._stored.restoring.remove(self)
         for table in [*self._tables, *self._ring_tables]:
             self._stored.slabs.pool.release(table)
-
-    def _has_come(self, wait: bool) -> bool:
-        return self._left > 0 and (wait or self._reading[0][1].done())
 
     def _node(self, node: Node, block: tuple[int, ...]) -> _Arrival:
         return _Arrival(

@@ -28,12 +28,16 @@ from .restore import Restore, Wanted
 from .room import Room
 from .trie import Match, Node, decode, encode, name_of
 
+# A restore that somebody waits for looks this often whether the disk hangs.
+WAIT_SECONDS = 0.1
+
 
 class StoredPrefixes:
     """The nodes of `known` that `store` has, and in `placed` the checkpoints.
 
     `num_restored` counts tokens brought back, `num_unread` records that could not be, `num_cheaper` prompts that were rather
-    computed, by what `rates` has measured. `restoring`: what is on its way.
+    computed, by what `rates` has measured. `restoring`: what is on its way. `num_arrived` counts records that came, and
+    `num_released` restores that let their blocks go, whoever began them: what waits for one of them looks again then.
     """
 
     def __init__(self, known: KnownBlocks, slabs: Slabs, room: Room, store: PromptStore) -> None:
@@ -46,6 +50,10 @@ class StoredPrefixes:
         self.num_restored = self.num_unread = self.num_cheaper = 0
         self.rates = Rates()
         self.restoring: list[Restore] = []
+        self.num_arrived = self.num_released = 0
+        self.clock = time.monotonic
+        # When the disk gave something last, while something is on its way; until when it is left alone.
+        self.last_arrival = self._left_alone_until = self.clock()
         # By tokens of a block.
         self._known_parts: dict[int, tuple[Part, ...]] = {}
         self._known_contents: dict[int, list[Content]] = {}
@@ -209,6 +217,8 @@ class StoredPrefixes:
 
     def wanted(self, match: Match, at_most: int, have: int) -> Wanted | None:
         """What would have to be brought back to resume at more than `have` tokens of a match; None: nothing of it is here."""
+        if self.clock() < self._left_alone_until:
+            return None
         if self.slabs.spec.needs_checkpoints:
             found = self.placed.find(match.path, min(match.tokens, at_most), have)
             if found is None:
@@ -246,9 +256,19 @@ class StoredPrefixes:
     def restore_now(self, wanted: Wanted) -> None:
         """restore(), and wait for it."""
         restore = self.restore(wanted)
-        while not restore.advance(wait=True, seconds=math.inf):
+        while not restore.advance(wait=WAIT_SECONDS, seconds=math.inf):
             pass
         restore.release()
+
+    @property
+    def is_stuck(self) -> bool:
+        """Whether something is on its way, and nothing has arrived for longer than a disk may take to answer."""
+        return bool(self.restoring) and self.clock() - self.last_arrival > self.store.config.answer_seconds
+
+    def disk_hangs(self) -> TimeoutError:
+        """Leave the disk alone for a while: what is on it is computed until then. Returns the reason."""
+        self._left_alone_until = self.clock() + self.store.config.retry_seconds
+        return TimeoutError(f"the disk has given nothing for {self.store.config.answer_seconds:g} seconds")
 
     def read(self, node: Node, into: Into) -> Reading:
         expected = Expected(self.store.namespace, BLOCK, node.hash, self._parts(node.end - node.start))

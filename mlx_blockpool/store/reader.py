@@ -24,8 +24,8 @@ from .record import Expected, Naming, Record
 
 log = logging.getLogger(__name__)
 
-# Whoever waits for them reads as well.
-READERS = 1 if (os.cpu_count() or 1) <= 2 else 2
+# Who waits for them does not read: it would hang with the disk.
+READERS = 2 if (os.cpu_count() or 1) <= 2 else 3
 Found = tuple[Record, list[memoryview]]
 
 

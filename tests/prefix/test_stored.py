@@ -109,7 +109,7 @@ def brought_back(folder: Path, gated: GatedDisk, meanwhile: Callable[[Life], Non
     restore = life.stored.restore(wanted(life, ONE))
     meanwhile(life)
     gated.reads.set()
-    while not restore.advance(wait=True):
+    while not restore.advance(wait=1.0):
         pass
     restore.release()
     return life

@@ -75,7 +75,7 @@ def test_what_is_being_read_is_spared(tmp_path: Path, gated: GatedDisk) -> None:
     life.stored.write_behind(1 << 40)
     assert all(Key(RECORD, digest) in life.store for digest in life.hashes(ONE[: 3 * BLOCK]))
     gated.reads.set()
-    while not restore.advance(wait=True):
+    while not restore.advance(wait=1.0):
         pass
     restore.release()
     assert life.stored.num_unread == 0

@@ -18,6 +18,7 @@ from ...store.limits import OVER_BUDGET
 from ...store.manifest import shown
 from ...store.record import BLOCK, Key
 from ...storing import Report
+from ..served import ServedModel
 from .figures import in_words
 from .known import Home, KnownAgents, RefusedError, Subject, agents_of
 
@@ -142,13 +143,18 @@ def bring_back(known: KnownAgents, home: Home, subject: Subject) -> int:
     held: list[tuple[Restore, int]] = []
     try:
         known.at(home, lambda _, prefix: held.extend(_begin_restore(prefix, subject.path)))
-        while held and not known.at(home, lambda served, _: held[0][0].advance(not served.live, RESTORE_SECONDS)):
+        while held and not known.at(home, lambda served, _: _advance(served, held[0][0])):
             time.sleep(PAUSE_SECONDS)
         return held[0][1] if held else 0
     except PoolExhaustedError as error:
         raise RefusedError(503, f"No room to bring agent {shown(subject.name)} back: {error}") from error
     finally:
         known.do(lambda: _end_restore(known, home, held, subject))
+
+
+def _advance(served: ServedModel, restore: Restore) -> bool:
+    is_computing = served.engine is not None and bool(served.engine.live)
+    return restore.advance(0.0 if is_computing else RESTORE_SECONDS, RESTORE_SECONDS)
 
 
 def _begin_restore(prefix: PrefixCache, path: NotedPath) -> list[tuple[Restore, int]]:
