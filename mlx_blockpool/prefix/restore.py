@@ -79,9 +79,6 @@ class Restore:
     """Records on their way from disk into the pool, in order. Holds the blocks of the whole path until release()."""
 
     def __init__(self, stored: StoredPrefixes, wanted: Wanted) -> None:
-        if not stored.restoring:
-            # From now on the disk is expected to answer.
-            stored.last_arrival = stored.clock()
         self._stored = stored
         self._wanted = wanted
         self._all: set[Node] = set()

@@ -251,6 +251,9 @@ class StoredPrefixes:
     def restore(self, wanted: Wanted) -> Restore:
         """Begin to bring it back. Raises PoolExhaustedError if there is no room for it."""
         self.touch(wanted.path)
+        if not self.restoring:
+            # From now on the disk is expected to answer.
+            self.last_arrival = self.clock()
         return Restore(self, wanted)
 
     def restore_now(self, wanted: Wanted) -> None:
