@@ -67,11 +67,11 @@ def listed(root: Path, namespaces: Collection[str] | None = None) -> Report:
 
 
 def _figures(agent: Agent, sharing: Sharing) -> Report:
-    share = sharing.share(agent)
+    own, shared = sharing.files(agent)
     return _fields(agent) | {
         "tokens_on_disk": sharing.tokens_on_disk(agent),
-        "own": _sizes(share.own),
-        "shared": _sizes(stay.file for stay in share.stays),
+        "own": _sizes(own),
+        "shared": _sizes(shared),
     }
 
 

@@ -97,6 +97,8 @@ class StoreConfig:
     look_bytes:      after so much written a server looks at what others have written there; None: a 32nd of store_bytes.
     look_seconds:    after so long at the latest, if it has written or used anything.
     model_bytes:     the most of store_bytes that the records of one model may take; None: all of it.
+    agents:          so many notes of agents that clients have named are kept, beside pinned ones; those used longest ago go.
+    conversations:   the same for those that were known by how they begin.
     """
 
     folder: Path | None = None
@@ -113,6 +115,8 @@ class StoreConfig:
     look_bytes: int | None = None
     look_seconds: float = 60.0
     model_bytes: int | None = None
+    agents: int = 2000
+    conversations: int = 200
 
     @property
     def own_bytes(self) -> int:

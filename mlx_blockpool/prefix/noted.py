@@ -5,6 +5,8 @@ Knows hashes and nodes; no names. Owned by the generation thread.
 
 from __future__ import annotations
 
+from bisect import bisect_left
+from collections import Counter
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from itertools import takewhile
@@ -78,8 +80,10 @@ def find(trie: Trie, path: NotedPath) -> Match:
     for index, digest in enumerate(path.hashes):
         size = min(BLOCK_TOKENS, path.tokens - index * BLOCK_TOKENS)
         parent = nodes[-1] if nodes else root
-        child = next((child for child in parent.children if _begins_with(child, digest, size)), None)
-        if child is None:
+        child = trie.named(parent, digest)
+        if child is None and size < BLOCK_TOKENS:
+            child = next((child for child in parent.children if _begins_with(child, digest, size)), None)
+        if child is None or child.end - child.start < size:
             break
         if size < BLOCK_TOKENS:
             return Match(nodes, child, size)
@@ -102,25 +106,44 @@ def _begins_with(node: Node, digest: bytes, size: int) -> bool:
 # -- what only one path stands on --------------------------------------------------------------------------------------
 
 
-def own_from(known: KnownBlocks, path: NotedPath, others: Iterable[NotedPath], in_use: Iterable[Prompt] = ()) -> int:
-    """From which edge of a path on nobody else needs it: no other noted path, no prompt `in_use`, and nothing known behind it."""
+class SharedPaths:
+    """Noted paths, and how far two of them stand on the same edges: made once, and then cheap to ask of each of them."""
+
+    def __init__(self, paths: Iterable[NotedPath]) -> None:
+        self._users: Counter[bytes] = Counter()
+        # Ends within a block: by the hash before them, and by their tokens in that block.
+        self._ends: dict[bytes, dict[int, set[bytes]]] = {}
+        for path in paths:
+            self._users.update(path.hashes)
+            if path.tokens % BLOCK_TOKENS:
+                before = path.hashes[-2] if len(path.hashes) > 1 else b""
+                self._ends.setdefault(before, {}).setdefault(path.tokens % BLOCK_TOKENS, set()).add(path.hashes[-1])
+
+    def stood_on(self, nodes: Sequence[Node], path: NotedPath) -> int:
+        """How many of the edges of one of these paths another one stands on."""
+        # A hash names all tokens before it: those that others have too come first.
+        count = bisect_left(path.hashes, True, key=lambda digest: self._users[digest] < 2)
+        if count >= len(nodes):
+            return count
+        own, node = path.hashes[count], nodes[count]
+        ends = self._ends.get(path.hashes[count - 1] if count else b"", {})
+        within = ((node.hash_at(node.start + size), digests) for size, digests in ends.items() if size <= node.end - node.start)
+        return count + any(digest != own and digest in digests for digest, digests in within)
+
+
+def own_from(known: KnownBlocks, path: NotedPath, shared: SharedPaths, in_use: Iterable[Prompt] = ()) -> int:
+    """From which edge of a path on nobody else needs it: no other path of `shared`, which has this one too, no prompt `in_use`,
+    and nothing known behind it.
+    """
     match = find(known.trie, path)
     nodes = match.path
-    first = max([0, *(_stood_on(nodes, path, other) for other in others)])
+    first = shared.stood_on(nodes, path)
     for tokens, salt in in_use:
         first = max(first, _common(nodes, known.trie.match(tokens, salt).path))
     own = len(nodes)
     while own > first and nodes[own - 1].end <= path.tokens and not set(nodes[own - 1].children) - set(nodes[own : own + 1]):
         own -= 1
     return own
-
-
-def _stood_on(nodes: Sequence[Node], path: NotedPath, other: NotedPath) -> int:
-    """How many of these edges of a path another one stands on."""
-    common = _common(path.hashes, other.hashes)
-    if common == len(other.hashes) - 1 and common < len(nodes):
-        common += _begins_with(nodes[common], other.hashes[-1], other.tokens - common * BLOCK_TOKENS)
-    return common
 
 
 def _common(one: Sequence[object], other: Sequence[object]) -> int:
@@ -167,13 +190,17 @@ def _evictable(known: KnownBlocks) -> int:
 # -- figures -----------------------------------------------------------------------------------------------------------
 
 
-def measure(prefix: PrefixCache, path: NotedPath, own: int) -> Measure:
-    """Figures of a path whose edges from `own` on are its own."""
+def measure(prefix: PrefixCache, path: NotedPath, own: int, sizes: dict[Node, tuple[int, int]] | None = None) -> Measure:
+    """Figures of a path whose edges from `own` on are its own. `sizes` keeps those of edges for other paths."""
     match, stored = find(prefix.known.trie, path), prefix.stored
     nodes = match.path
     in_memory = takewhile(lambda node: node.resident, nodes)
     on_disk = takewhile(lambda node: node.stored, nodes)
-    memory, disk = [_memory_bytes(prefix, node) for node in nodes], [_disk_bytes(prefix, node) for node in nodes]
+    sizes = {} if sizes is None else sizes
+    for node in nodes:
+        if node not in sizes:
+            sizes[node] = _memory_bytes(prefix, node), _disk_bytes(prefix, node)
+    memory, disk = [sizes[node][0] for node in nodes], [sizes[node][1] for node in nodes]
     return Measure(
         tokens_in_memory=min(match.tokens, sum(node.end - node.start for node in in_memory)),
         tokens_on_disk=0 if stored is None else min(match.tokens, sum(node.end - node.start for node in on_disk)),

@@ -179,6 +179,8 @@ class Trie:
         self.root = Node(None, 0, b"", seed)
         # A salted root stays for as long as an edge, or a caller, refers to it.
         self._salted: WeakValueDictionary[bytes, Node] = WeakValueDictionary()
+        # Every edge by its hash, and some that are no longer part of the tree.
+        self._named: WeakValueDictionary[bytes, Node] = WeakValueDictionary()
 
     def __iter__(self) -> Iterator[Node]:
         for root in self.roots():
@@ -232,6 +234,15 @@ class Trie:
         child, count = _closest(node, edge)
         return child if child is not None and count * TOKEN_BYTES == len(edge) else None
 
+    def named(self, parent: Node, digest: bytes) -> Node | None:
+        """The child whose whole edge `digest` names, or the longer one that has taken its place; None: there is none."""
+        found = self._named.get(digest)
+        found = None if found is None else found.latest
+        if found is None or found.parent is not parent:
+            return None
+        at = bisect_left(parent.children, found.tokens, key=_tokens)
+        return found if at < len(parent.children) and parent.children[at] is found else None
+
     def add(self, node: Node, edge: bytes, blocks: tuple[int, ...], kind: str) -> tuple[Node, list[Node]]:
         """A new child. Returns it and the shorter siblings that it makes superfluous, already out of the tree.
 
@@ -247,6 +258,7 @@ class Trie:
             old.merged_into = new
             node.children.remove(old)
         insort(node.children, new, key=_tokens)
+        self._named[new.hash] = new
         return new, shorter
 
     def put_back(self, node: Node) -> None:
@@ -254,6 +266,7 @@ class Trie:
         assert node.parent is not None
         node.merged_into, node.children, node.checkpoints = None, [], {}
         insort(node.parent.children, node, key=_tokens)
+        self._named[node.hash] = node
 
     def remove(self, node: Node) -> list[Node]:
         """Cut a node and all below it off. Returns them."""

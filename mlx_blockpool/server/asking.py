@@ -10,8 +10,6 @@ from typing import Any
 
 from ..errors import BlockpoolError, ModelNotFoundError
 from ..prefix.salts import SHARED
-from ..store.agents import Agents
-from ..store.layout import default_folder
 from ..store.manifest import Agent
 from .agents import by_content
 from .explained import Explained, Explanation
@@ -164,10 +162,11 @@ class Asking:
 
     def _last_turn(self) -> Agent | None:
         """What is noted of the agent before this turn, which will take its place."""
-        config = self._generator.prompt_cache.store_config
-        if self.wishes.agent is None or config is None:
+        files = self._generator.agent_files
+        if self.wishes.agent is None or files is None:
             return None
         try:
-            return Agents(config.folder or default_folder()).get(self.wishes.agent)
+            found: Agent | None = files.get(self.wishes.agent)
+            return found
         except (OSError, BlockpoolError):
             return None

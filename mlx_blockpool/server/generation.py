@@ -18,6 +18,8 @@ from mlx_lm.server import ResponseGenerator, _image_parts
 
 from ..config import EngineConfig, ModelsConfig
 from ..errors import BlockpoolError
+from ..store.agents import Agents
+from ..store.layout import default_folder
 from .asking import Wishes
 from .errand import Errand
 from .explained import Explanations
@@ -45,6 +47,7 @@ class BlockpoolGenerator(ResponseGenerator):  # type: ignore[misc]
 
     `model_provider` and `prompt_cache` are those of the model that a request has started on last. `normalisers`, `guard`,
     `warm_up` and `responses` are for whoever asks it; it does not use them. `explanations`: what became of the last requests.
+    `agent_files`: those of the store's folder, of which each is read once; None: nothing is on disk.
     """
 
     prompt_cache: ServerPromptCache
@@ -62,6 +65,8 @@ class BlockpoolGenerator(ResponseGenerator):  # type: ignore[misc]
         prompt_cache = make_cache()
         self.guard = guard or Guard()
         self.explanations = Explanations()
+        store = prompt_cache.store_config
+        self.agent_files = None if store is None else Agents(store.folder or default_folder())
         self.warm_up: Any = None
         self.normalisers = normalisers
         self.responses = KeptResponses()

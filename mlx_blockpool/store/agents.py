@@ -10,7 +10,7 @@ from __future__ import annotations
 import fcntl
 import os
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import replace
 from pathlib import Path
@@ -46,6 +46,7 @@ class Agents:
     """
 
     def __init__(self, root: Path, disk: Disk | None = None) -> None:
+        self.root = root
         self.folder = root / FOLDER
         self._disk = disk or Disk()
         self._known: dict[str, tuple[Entry, float, Agent]] = {}
@@ -161,6 +162,20 @@ class Agents:
             self._disk.unlink(self._path(name))
             self._disk.sync_directory(self.folder)
         return agent
+
+    def bound(self, most: int, which: Callable[[str], bool], used: Mapping[str, int]) -> None:
+        """Remove the notes of all but `most` of those agents `which` are meant, by their names: those used longest ago go.
+
+        A turn that changes nothing is not always written: `used` says what is known beside the files, in seconds since the epoch.
+        What is pinned stays, and does not count.
+        """
+        agents = [agent for agent in self.all() if not agent.pinned and which(agent.name)]
+        if len(agents) > most:
+            written = {agent.name: entry.modified for entry, _, agent in self._known.values()}
+            agents.sort(key=lambda agent: (max(agent.used, used.get(agent.name, 0)), written.get(agent.name, 0.0)))
+            for agent in agents[: len(agents) - most]:
+                with suppress(StoreError):
+                    self.remove(agent.name)
 
     def _set_pinned(self, name: str, pinned: bool) -> Agent:
         with self._alone():

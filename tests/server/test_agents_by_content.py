@@ -4,14 +4,16 @@ from __future__ import annotations
 
 import copy
 from collections.abc import Iterator
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import pytest
 from models import save_model
 
+from mlx_blockpool.config import StoreConfig
 from mlx_blockpool.plugins import make_plugin_manager
-from mlx_blockpool.server.agents import served as agents_module
+from mlx_blockpool.server import app
 from mlx_blockpool.server.agents.by_content import name_of
 from mlx_blockpool.server.normalise import Normalisers
 from mlx_blockpool.store.agents import Agents
@@ -107,8 +109,35 @@ def test_after_a_restart_it_goes_on(model: Path, tmp_path: Path) -> None:
         assert found(two).keys() == {name}
 
 
+@dataclass(frozen=True)
+class Few(StoreConfig):
+    agents: int = 4
+    conversations: int = 3
+
+
+def test_names_that_clients_give_do_not_grow_without_end(model: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(app, "StoreConfig", Few)
+    with blockpool_server(model, "--store-dir", str(tmp_path), "--pool-bytes", "20MB") as client:
+
+        def say(name: str) -> None:
+            client.chat([{"role": "user", "content": f"My name is {name}"}], max_tokens=2, prompt_cache_key=name)
+            client.settle()
+
+        say("pinned")
+        assert client.send("/v1/agents/pinned/pin", {})[0] == 200
+        for number in range(7):
+            say(f"number {number}")
+        listed = {agent["name"] for agent in client.send("/v1/agents")[1]["agents"]}
+        assert listed == {"pinned", *(f"number {number}" for number in range(3, 7))}
+        for number in range(3):
+            assert client.send("/v1/agents/pinned/fork", {"to": f"fork {number}"})[0] == 200
+        assert {agent.name for agent in Agents(tmp_path).all()} >= {"pinned", "fork 2"}
+        assert len(Agents(tmp_path).all()) == 5
+    assert len(list(tmp_path.glob("models/*/blocks/*/*"))) >= 8, "records stay"
+
+
 def test_only_the_last_ones_are_kept(model: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(agents_module, "MOST_BY_CONTENT", 3)
+    monkeypatch.setattr(app, "StoreConfig", Few)
     with blockpool_server(model, "--store-dir", str(tmp_path), "--pool-bytes", "20MB") as client:
         pinned = chat(client, {"role": "user", "content": "pinned"})
         assert client.send(f"/v1/agents/{pinned}/pin", {})[0] == 200

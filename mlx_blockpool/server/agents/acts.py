@@ -9,7 +9,7 @@ from typing import Any
 from ... import agents as stored_agents
 from ...errors import StoreError
 from ...prefix.cache import PrefixCache
-from ...prefix.noted import Freed, find, forget, kept_hashes
+from ...prefix.noted import Freed, SharedPaths, find, forget, kept_hashes
 from ...store import offline
 from ...store.agents import Agents
 from ...store.layout import KINDS
@@ -21,7 +21,8 @@ from ...store.store import PromptStore
 from ...storing import Report
 from ..served import ServedModel
 from .by_content import is_by_content
-from .known import Home, KnownAgents, RefusedError, Subject, agents_of, others_of
+from .known import Home, KnownAgents, RefusedError, Subject, agents_of, shared_with
+from .served import bound_notes
 
 LONGEST_NAME = 256
 
@@ -99,13 +100,14 @@ def _need_free(known: KnownAgents, new: str) -> None:
 
 def _change_file(known: KnownAgents, subject: Subject, act: Callable[[Agents], object]) -> None:
     """Where the agent has a file. What goes on in memory is noted there first. Raises RefusedError and OSError."""
-    if subject.file is None or known.root is None:
+    if subject.file is None or known.files is None:
         return
     try:
         if subject.home is not None:
             subject.home.agents.run(act)
         else:
-            act(Agents(known.root))
+            act(known.files)
+            bound_notes(known.files, known.config, {})
     except StoreError as error:
         raise RefusedError(409, str(error)) from error
 
@@ -119,7 +121,7 @@ def delete(known: KnownAgents, name: str) -> Report:
     Raises RefusedError while it has requests, StoreError and OSError.
     """
     subjects = known.look()
-    subject = known.need(name)
+    subject = known.need_in(subjects, name)
     on_disk = subject.file is not None and known.root is not None
     if subject.home is None:
         assert known.root is not None
@@ -127,8 +129,8 @@ def delete(known: KnownAgents, name: str) -> Report:
         return stored_agents.delete(known.root, subject.name, yes=True)
     # What its files stand on is known by their names as long as the agent is.
     share = stored_agents.share_of(known.root, subject.name) if on_disk and known.root is not None else Share([], [])
-    others = others_of(subject, subjects)
-    freed, kept = known.at(subject.home, lambda served, prefix: _forget(known, served, prefix, subject, others))
+    shared = shared_with(subject.home, subjects)
+    freed, kept = known.at(subject.home, lambda served, prefix: _forget(known, served, prefix, subject, shared))
     report: Report = {
         "agent": subject.name,
         "deleted": True,
@@ -143,12 +145,12 @@ def delete(known: KnownAgents, name: str) -> Report:
 
 
 def _forget(
-    known: KnownAgents, served: ServedModel, prefix: PrefixCache, subject: Subject, others: list[Any]
+    known: KnownAgents, served: ServedModel, prefix: PrefixCache, subject: Subject, shared: SharedPaths
 ) -> tuple[Freed, set[bytes]]:
     """On the generation thread: forget the path in memory, as far as nobody else needs it, and name what somebody does."""
     known.refuse_if_busy(subject.name)
     agents_of(served).forget(subject.name)
-    freed = forget(prefix.known, subject.path, known.own_from(served, prefix, subject, others))
+    freed = forget(prefix.known, subject.path, known.own_from(served, prefix, subject, shared))
     if prefix.stored is not None:
         prefix.stored.write_behind(0)
     return freed, kept_hashes(prefix.known, subject.path)

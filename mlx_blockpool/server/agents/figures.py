@@ -5,21 +5,23 @@ On the socket's thread; what is in memory is measured by errands, a few agents i
 
 from __future__ import annotations
 
-from collections import Counter
+import time
+from collections import Counter, deque
 from collections.abc import Sequence
 from dataclasses import asdict
 from functools import partial
 from typing import Any
 
 from ... import agents as stored_agents
-from ...prefix.noted import Measure, measure, own_from
+from ...prefix.noted import Measure, SharedPaths, measure, own_from
+from ...prefix.trie import Node
 from ...store.manifest import shown
 from ...storing import Report
 from .by_content import is_by_content
-from .known import Home, KnownAgents, Subject, others_of
+from .known import Home, KnownAgents, Subject, shared_with
 
-# So many are measured between two steps.
-AT_ONCE = 4
+# So long some are measured between two steps.
+STEP_SECONDS = 0.01
 
 
 def report(known: KnownAgents, subjects: dict[str, Subject], names: Sequence[str]) -> list[Report]:
@@ -28,9 +30,11 @@ def report(known: KnownAgents, subjects: dict[str, Subject], names: Sequence[str
     running, waiting = known.requests()
     measured: dict[str, Report] = {}
     for home in {id(s.home): s.home for s in chosen if s.home is not None}.values():
-        own = [subject for subject in chosen if subject.home is home]
-        for start in range(0, len(own), AT_ONCE):
-            measured |= known.do(partial(_measured, known, home, own[start : start + AT_ONCE], subjects))
+        shared = shared_with(home, subjects)
+        left = deque(subject for subject in chosen if subject.home is home)
+        sizes: dict[Node, tuple[int, int]] = {}
+        while left:
+            measured |= known.do(partial(_measured, known, home, left, shared, sizes))
     measured |= _on_disk(known, [subject for subject in chosen if subject.home is None])
     return [_about(s, running, waiting) | measured.get(s.name, {}) for s in chosen]
 
@@ -53,11 +57,18 @@ def _about(subject: Subject, running: Counter[str], waiting: Counter[str]) -> Re
     }
 
 
-def _measured(known: KnownAgents, home: Home, some: list[Subject], subjects: dict[str, Subject]) -> dict[str, Report]:
+def _measured(
+    known: KnownAgents, home: Home, left: deque[Subject], shared: SharedPaths, sizes: dict[Node, tuple[int, int]]
+) -> dict[str, Report]:
     """On the generation thread. What only a running request needs besides is not looked for."""
     _, prefix = known.served(home)
-    own = [own_from(prefix.known, subject.path, others_of(subject, subjects)) for subject in some]
-    return {s.name: in_words(measure(prefix, s.path, first)) for s, first in zip(some, own, strict=True)}
+    until = time.monotonic() + STEP_SECONDS
+    measured: dict[str, Report] = {}
+    while left and (not measured or time.monotonic() < until):
+        subject = left.popleft()
+        own = own_from(prefix.known, subject.path, shared)
+        measured[subject.name] = in_words(measure(prefix, subject.path, own, sizes))
+    return measured
 
 
 def in_words(found: Measure) -> Report:

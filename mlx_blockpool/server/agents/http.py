@@ -77,10 +77,10 @@ class AgentsEndpoint:
             return None
         if len(self._parts) > 1:
             raise self._unknown()
-        if self._parts:
-            subject = known.need(checked_name(self._parts[0]))
-            return agent_figures.report(known, known.look(), [subject.name])[0]
         subjects = known.look()
+        if self._parts:
+            subject = known.need_in(subjects, checked_name(self._parts[0]))
+            return agent_figures.report(known, subjects, [subject.name])[0]
         warm_up = getattr(self._generator, "warm_up", None)
         return {
             "agents": agent_figures.report(known, subjects, list(subjects)),

@@ -11,12 +11,12 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, TypeVar
 
+from ...config import StoreConfig
 from ...errors import BlockpoolError
 from ...prefix.cache import PrefixCache
-from ...prefix.noted import NotedPath, own_from
+from ...prefix.noted import NotedPath, SharedPaths, own_from
 from ...store.agents import Agents
 from ...store.disk import safe_name
-from ...store.layout import default_folder
 from ...store.manifest import Agent, shown
 from ..errand import have_done
 from ..models.provider import ModelKey
@@ -84,8 +84,9 @@ class KnownAgents:
 
     def __init__(self, generator: Any) -> None:
         self._generator = generator
-        config = generator.prompt_cache.store_config
-        self.root: Path | None = None if config is None else config.folder or default_folder()
+        self.files: Agents | None = generator.agent_files
+        self.root: Path | None = None if self.files is None else self.files.root
+        self.config: StoreConfig = generator.prompt_cache.store_config or StoreConfig()
         self.bad: list[tuple[Path, str]] = []
 
     # -- who there is --------------------------------------------------------------------------------------------------
@@ -96,8 +97,8 @@ class KnownAgents:
         for home in homes:
             home.agents.settle()
         files: dict[str, Agent] = {}
-        if self.root is not None:
-            found = Agents(self.root).look()
+        if self.files is not None:
+            found = self.files.look()
             files, self.bad = {agent.name: agent for agent in found.agents}, found.bad
         subjects: dict[str, Subject] = {}
         for name in sorted({*files, *(name for home in homes for name in home.noted)}):
@@ -110,7 +111,10 @@ class KnownAgents:
 
     def need(self, name: str) -> Subject:
         """An agent by its name, or by what its file is called. Raises RefusedError."""
-        subjects = self.look()
+        return self.need_in(self.look(), name)
+
+    def need_in(self, subjects: dict[str, Subject], name: str) -> Subject:
+        """The same, among those that a look has found."""
         found = subjects.get(name) or next((s for s in subjects.values() if safe_name(s.name) == name), None)
         if found is None:
             known = [shown(other) for other in subjects]
@@ -159,12 +163,12 @@ class KnownAgents:
             raise RefusedError(409, f"Model {shown(home.agents.model_id)} was unloaded meanwhile; needed it loaded. Try again.")
         return served, served.prompt_cache.prefix
 
-    def own_from(self, served: ServedModel, prefix: PrefixCache, subject: Subject, others: list[NotedPath]) -> int:
+    def own_from(self, served: ServedModel, prefix: PrefixCache, subject: Subject, shared: SharedPaths) -> int:
         """On the generation thread: from which edge of its path on an agent is alone."""
         engine = served.engine
         live = [] if engine is None else [*engine.live, *engine._waiting]
         in_use = [(running.tokens, running.terms.salt) for running in live if _name_of(running.request) != subject.name]
-        return own_from(prefix.known, subject.path, others, in_use)
+        return own_from(prefix.known, subject.path, shared, in_use)
 
     def _homes(self) -> list[Home]:
         homes = []
@@ -196,9 +200,9 @@ def agents_of(served: ServedModel) -> ServedAgents:
     return served.prompt_cache.agents
 
 
-def others_of(subject: Subject, subjects: dict[str, Subject]) -> list[NotedPath]:
-    """The paths of all other agents of the same model."""
-    return [other.path for other in subjects.values() if other.home == subject.home and other.name != subject.name]
+def shared_with(home: Home, subjects: dict[str, Subject]) -> SharedPaths:
+    """The paths of all agents of one loaded model."""
+    return SharedPaths(subject.path for subject in subjects.values() if subject.home is home)
 
 
 def _name_of(request: Any) -> str | None:

@@ -15,6 +15,7 @@ from contextlib import suppress
 from dataclasses import dataclass
 from typing import TypeVar
 
+from ...config import StoreConfig
 from ...errors import BlockpoolError, LoadError
 from ...prefix.cache import PrefixCache
 from ...prefix.noted import NotedPath, find
@@ -29,10 +30,6 @@ from .by_content import is_by_content
 log = logging.getLogger(__name__)
 T = TypeVar("T")
 
-# Agents that were found by content and used last are kept, so many; pinned ones beside them.
-MOST_BY_CONTENT = 200
-# Names that clients gave, in memory; files have no such limit.
-MOST_BY_NAME = 2000
 # Other processes change agents too: files are looked at this often.
 LOOK_SECONDS = 1.0
 
@@ -60,6 +57,7 @@ class ServedAgents:
         self.failures = 0
         self.files = None if store is None else Agents(store.root)
         self._store = store
+        self._config = StoreConfig() if store is None else store.config
         self._prefix: PrefixCache | None = None
         self._pending: dict[str, NotedPath] = {}
         self._changing = threading.Lock()
@@ -178,9 +176,10 @@ class ServedAgents:
             self._pin_in_memory(name, self.noted[name].path if name in self.noted else pinned[name])
 
     def _bound_memory(self) -> None:
-        if len(self.noted) <= MOST_BY_CONTENT:
+        limits = ((True, self._config.conversations), (False, self._config.agents))
+        if len(self.noted) <= min(most for _, most in limits):
             return
-        for by_content, most in ((True, MOST_BY_CONTENT), (False, MOST_BY_NAME)):
+        for by_content, most in limits:
             names = [n for n in self.noted if is_by_content(n) == by_content and n not in self.pinned]
             for name in names[: max(0, len(names) - most)]:
                 del self.noted[name]
@@ -199,6 +198,7 @@ class ServedAgents:
             try:
                 return act(files)
             finally:
+                bound_notes(files, self._config, self.noted)
                 self._look()
 
         try:
@@ -227,19 +227,13 @@ class ServedAgents:
         assert self.files is not None
         assert self.namespace is not None
         try:
-            self.files.note(name, self.namespace, self.model_id, path.hashes, path.tokens, path.salt)
-            if is_by_content(name):
-                self._bound_files(self.files)
+            agent = self.files.note(name, self.namespace, self.model_id, path.hashes, path.tokens, path.salt)
+            if agent.created == agent.used:
+                # There may be one more than before.
+                bound_notes(self.files, self._config, self.noted)
         except (OSError, BlockpoolError) as error:
             self.failures += 1
             log.warning("agents: the turn of one could not be noted: %s", error)
-
-    def _bound_files(self, files: Agents) -> None:
-        """Only notes go, of those that nobody named; records have a budget of their own. Memory knows best who was used last."""
-        unnamed = [agent for agent in files.all() if is_by_content(agent.name) and not agent.pinned]
-        oldest = sorted(unnamed, key=lambda agent: (agent.name in self.noted, agent.used))
-        for agent in oldest[: max(0, len(unnamed) - MOST_BY_CONTENT)]:
-            files.remove(agent.name)
 
     def _look(self) -> None:
         """See which agents there are. A folder that cannot be read holds what it held."""
@@ -251,6 +245,17 @@ class ServedAgents:
             except OSError as error:
                 log.warning("agents: %s", error)
         self._looked, self._is_looking = time.monotonic(), False
+
+
+def bound_notes(files: Agents, config: StoreConfig, noted: dict[str, Noted]) -> None:
+    """Remove the notes that are beyond the limits; records have a budget of their own. Memory knows best who was used when."""
+    try:
+        # The generation thread goes on with it meanwhile.
+        used = {name: found.used for name, found in noted.copy().items()}
+        files.bound(config.agents, lambda name: not is_by_content(name), used)
+        files.bound(config.conversations, is_by_content, used)
+    except (OSError, BlockpoolError) as error:
+        log.warning("agents: %s", error)
 
 
 def at(agent: Agent) -> Noted:

@@ -1,0 +1,183 @@
+"""GET /v1/agents and `store agents` cost what there is: each file is read once, and nobody is compared with everybody."""
+
+from __future__ import annotations
+
+import os
+import time
+from collections import Counter
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+from models import save_model
+from store.conversations import hashes_of, keep, note
+from store.stores import NAMESPACE, QuickDisk
+
+from mlx_blockpool import agents as stored_agents
+from mlx_blockpool.prefix import noted
+from mlx_blockpool.prefix.noted import NotedPath, SharedPaths
+from mlx_blockpool.prefix.trie import Node, Trie, encode
+from mlx_blockpool.store import sharing
+from mlx_blockpool.store.agents import Agents
+from mlx_blockpool.store.disk import Disk
+from mlx_blockpool.store.offline import Listing, judge
+from mlx_blockpool.storing import naming
+from server.serving import blockpool_server
+
+SYSTEM = list(range(512))
+
+
+class CountingDisk(QuickDisk):
+    """`reads`: how often each file was read, by its name."""
+
+    def __init__(self) -> None:
+        self.reads: Counter[str] = Counter()
+
+    def read(self, path: Path, start: int = 0, size: int | None = None) -> bytes:
+        self.reads[path.name] += 1
+        return super().read(path, start, size)
+
+
+def conversation(number: int) -> list[int]:
+    """What all of them have, and an end of its own length in a block."""
+    return [*SYSTEM, *range(1000 * number, 1000 * number + 20 + number % 20)]
+
+
+def note_all(root: Path, count: int) -> None:
+    """Agents that were noted long ago."""
+    for number in range(count):
+        note(root, f"agent {number}", conversation(number))
+    for file in (root / "agents").iterdir():
+        os.utime(file, (moment := time.time() - 100, moment))
+
+
+def test_a_file_that_has_not_changed_is_not_read_again(tmp_path: Path) -> None:
+    note_all(tmp_path / "store", 30)
+    model = save_model(tmp_path / "model", "llama")
+    with blockpool_server(model, "--store-dir", str(tmp_path / "store"), "--pool-bytes", "20MB") as client:
+        client.generator.agent_files = Agents(tmp_path / "store", disk := CountingDisk())
+
+        def reads() -> int:
+            before = disk.reads.total()
+            assert len(client.send("/v1/agents")[1]["agents"]) >= 30
+            return disk.reads.total() - before
+
+        assert [reads(), reads(), reads()] == [30, 0, 0]
+        client.chat([{"role": "user", "content": "Hello"}], max_tokens=2, prompt_cache_key="agent 3")
+        client.settle()
+        assert reads() == 1
+        assert client.send("/v1/agents/agent%203")[0] == 200
+        assert client.send("/v1/agents/agent%203/pin", {})[0] == 200
+
+
+def test_a_command_reads_each_file_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    keep(tmp_path, *(conversation(number) for number in range(12)))
+    note_all(tmp_path, 12)
+    disk, read = CountingDisk(), Disk.read
+
+    def counting(self: Disk, path: Path, *args: int) -> bytes:
+        disk.reads[path.name] += 1
+        return read(self, path, *args)
+
+    monkeypatch.setattr(Disk, "read", counting)
+    assert len(stored_agents.listed(tmp_path)["agents"]) == 12
+    agents = {name: count for name, count in disk.reads.items() if name.startswith("agent")}
+    records = {name: count for name, count in disk.reads.items() if name.endswith(".safetensors")}
+    assert set(agents.values()) == {1}
+    assert len(agents) == 12
+    # Their headers, and the tokens of those whose beginnings other records may hold.
+    assert len(records) == 2 + 12
+    assert set(records.values()) <= {1, 2}
+
+
+def counted(monkeypatch: pytest.MonkeyPatch, modules: list[object], name: str) -> Counter[str]:
+    """How often something is called."""
+    calls: Counter[str] = Counter()
+    for module in modules:
+        inner = getattr(module, name)
+
+        def call(*args: object, inner: Callable[..., object] = inner) -> object:
+            calls[name] += 1
+            return inner(*args)
+
+        monkeypatch.setattr(module, name, call)
+    return calls
+
+
+def hashed(monkeypatch: pytest.MonkeyPatch, count: int) -> int:
+    """How many hashes are made to find `count` paths in a trie, and what each of them shares with the others."""
+    known = Trie("n")
+    paths = []
+    for number in range(count):
+        tokens, node = conversation(number), known.root
+        for start in range(0, len(tokens), 256):
+            edge = encode(tokens[start : start + 256])
+            node = known.child(node, edge) or known.add(node, edge, (), "assistant")[0]
+        paths.append(NotedPath(tuple(n.hash for n in node.path()), len(tokens)))
+    with monkeypatch.context() as patch:
+        calls = counted(patch, [Node], "hash_at")
+        shared = SharedPaths(paths)
+        for path in paths:
+            match = noted.find(known, path)
+            assert match.tokens == path.tokens
+            assert shared.stood_on(match.path, path) == 2
+        return calls["hash_at"]
+
+
+def test_paths_are_found_and_compared_in_linear_time(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Once ends of all lengths there are, an agent more costs as much as the ones before."""
+    few, many = hashed(monkeypatch, 100), hashed(monkeypatch, 200)
+    assert many <= 2.1 * few
+
+
+def test_paths_are_compared_as_one_by_one(tmp_path: Path) -> None:
+    """An end that is the beginning of another's block is stood on, also where a longer one has taken its place."""
+    known = Trie("n")
+    longer, shorter, apart = [*SYSTEM, *range(1000, 1100)], [*SYSTEM, *range(1000, 1040)], [*SYSTEM, *range(1000, 1039), 7]
+
+    def path(tokens: list[int]) -> NotedPath:
+        node = known.root
+        for start in range(0, len(tokens), 256):
+            edge = encode(tokens[start : start + 256])
+            node = known.child(node, edge) or known.add(node, edge, (), "assistant")[0]
+        hashes = [node.hash for node in node.path()]
+        hashes[-1] = node.hash_at(len(tokens))
+        return NotedPath(tuple(hashes), len(tokens))
+
+    paths = [path(shorter), path(longer), path(apart), path(SYSTEM)]
+    shared = SharedPaths(paths)
+    found = [noted.find(known, each) for each in paths]
+    assert [match.tokens for match in found] == [552, 612, 552, 512]
+    assert [shared.stood_on(match.path, each) for match, each in zip(found, paths, strict=True)] == [3, 3, 2, 2]
+    assert SharedPaths([paths[1]]).stood_on(found[1].path, paths[1]) == 0
+    assert SharedPaths([paths[1]] * 2).stood_on(found[1].path, paths[1]) == 3
+
+
+def named(root: Path, count: int) -> int:
+    """How many hashes `store agents` makes for so many agents, the ends of half of which have gone."""
+    keep(root, *(conversation(number) for number in range(count)))
+    note_all(root, count)
+    for number in range(0, count, 2):
+        # A longer one that begins with it has taken its place.
+        (root / "agents" / f"agent-{number}").unlink(missing_ok=True)
+        tokens = conversation(number)
+        Agents(root, QuickDisk()).note(f"agent {number}", NAMESPACE, "tiny", hashes_of(tokens[:-5]), len(tokens) - 5)
+    calls: Counter[str] = Counter()
+
+    def counting(parent: bytes, tokens: tuple[int, ...]) -> bytes:
+        calls["naming"] += 1
+        return naming(parent, tokens)
+
+    judged = list(judge(Listing(root).records, naming))
+    agents = Agents(root).all()
+    found = sharing.Sharing(judged, agents, counting)
+    for agent in agents:
+        assert found.tokens_on_disk(agent) == agent.tokens
+        assert len(found.files(agent)[0]) == agent.name.endswith(("1", "3", "5", "7", "9"))
+    # Those of the headers are checked with the same rule.
+    return calls["naming"]
+
+
+def test_who_stands_on_which_records_is_found_in_linear_time(tmp_path: Path) -> None:
+    few, many = named(tmp_path / "few", 40), named(tmp_path / "many", 80)
+    assert many <= 2.1 * few
