@@ -6,6 +6,7 @@ Owned by the generation thread.
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Sequence as Tokens
 from contextlib import suppress
 from dataclasses import dataclass
@@ -13,7 +14,7 @@ from typing import Any
 from weakref import WeakSet
 
 from ..cache.layers import PooledLayer, PooledRotatingKVCache
-from ..cache.parts import leaves_of, sequence_of, state_caches
+from ..cache.parts import as_stock, leaves_of, sequence_of, state_caches
 from ..cache.sequence import Sequence
 from ..cache.slabs import Slabs
 from ..cache.states import copied
@@ -21,8 +22,8 @@ from ..config import PoolConfig
 from ..errors import PoolExhaustedError, RequestTooLargeError
 from ..spec import BLOCK_TOKENS
 from ..store.store import PromptStore
-from .figures import alarm_of, by_kind
-from .intake import begin_intake
+from .figures import alarm_of, by_type
+from .intake import begin_intake, why_not
 from .keeping import Keeping, Terms
 from .known import KnownBlocks
 from .lookup import Lookup, explain
@@ -33,6 +34,8 @@ from .room import Room
 from .salts import SHARED
 from .stored import StoredPrefixes
 from .trie import Checkpoint, Match, Node, encode
+
+log = logging.getLogger(__name__)
 
 ORDINARY, USUAL = Terms(), PoolConfig()
 
@@ -49,7 +52,8 @@ class Fetch:
 class PrefixCache:
     """The prefix cache of one model in the pool `slabs`. `namespace` names what its keys and values are computed with.
 
-    `room` makes and promises room in the pool; `keeping`: what is kept for whom, and how long.
+    `room` makes and promises room in the pool; `keeping`: what is kept for whom, and how long. It also has
+    the methods of mlx-lm's LRUPromptCache, and stands in for one of a single model.
     """
 
     def __init__(self, slabs: Slabs, namespace: str = "", store: PromptStore | None = None, config: PoolConfig = USUAL) -> None:
@@ -62,6 +66,10 @@ class PrefixCache:
         self.stored = None if store is None else StoredPrefixes(self.known, slabs, self.room, store)
         self._handed_out: WeakSet[Sequence] = WeakSet()
         self._pinned = PinnedPrompts(self.known)
+        self._max_tokens = config.max_tokens
+        # What mlx-lm's methods were given as the model: the first one, in a tuple, and the last other one.
+        self._model: tuple[Any] | None = None
+        self._refused: Any = None
         self.num_lookups = self.num_prompt_tokens = self.num_known_tokens = self.num_hit_tokens = self.num_skipped = 0
 
     # -- fetch ---------------------------------------------------------------------------------------------------------
@@ -182,6 +190,9 @@ class PrefixCache:
 
     def _keep(self, tokens: Tokens[int], caches: list[Any], kind: str, terms: Terms, goes_on: bool) -> int:
         sequence = sequence_of(caches)
+        if sequence is not None and sequence.slabs is not self.slabs:
+            # Its block ids are another pool's.
+            sequence, caches = None, as_stock(caches)
         if sequence is None:
             imported = self._import(caches)
             return 0 if imported is None else self.finish(tokens, imported, kind, terms)
@@ -240,9 +251,51 @@ class PrefixCache:
             node = child
         return path
 
+    # -- in place of mlx-lm's LRUPromptCache -----------------------------------------------------------------------------
+
+    def fetch_nearest_cache(self, model: Any, tokens: list[int]) -> tuple[list[Any] | None, list[int]]:
+        """fetch() under mlx-lm's name: (caches, tokens left to compute), or (None, tokens) where nothing is known.
+
+        At least one token is left. A prompt that the pool has no room for is a miss, and so is one of another model than the
+        first that was asked for: a PrefixCache is of one.
+        """
+        tokens = list(_ids(tokens))
+        room = self.pool.sequence_capacity() - len(tokens)
+        if not tokens or room < 1 or not self._is_own(model):
+            return None, tokens
+        if self.wanted(tokens) is None and not (lookup := self.look(tokens)).hit:
+            self._count(lookup)
+            return None, tokens
+        try:
+            fetched = self.fetch(tokens, min(self._max_tokens, room))
+        except PoolExhaustedError:
+            return None, tokens
+        if not fetched.lookup.hit:
+            self.release(fetched.caches)
+            return None, tokens
+        return fetched.caches, fetched.rest
+
+    def insert_cache(self, model: Any, tokens: list[int], prompt_cache: list[Any], *, cache_type: str = "assistant") -> None:
+        """keep() under mlx-lm's name: the caches may be used on, and their blocks go back to the pool with the last of them."""
+        if self._is_own(model):
+            self.keep(tokens, prompt_cache, cache_type)
+
+    def _is_own(self, model: Any) -> bool:
+        """Whether this is the name of the model that was first asked for."""
+        if self._model is None:
+            self._model = (model,)
+        own: bool = self._model == (model,)
+        if not own and model != self._refused:
+            self._refused = model
+            log.warning("This PrefixCache is of the model %s and keeps nothing of %s; open one for each.", self._model[0], model)
+        return own
+
     def _import(self, caches: list[Any]) -> list[Any] | None:
-        """mlx-lm's caches of one sequence, copied into the pool; None where there is no room."""
-        intake = begin_intake(self.slabs, self.room, caches)
+        """mlx-lm's caches of one sequence, copied into the pool; None where there is no room, or none for such caches."""
+        reason = why_not(self.slabs, caches)
+        if reason is not None:
+            log.warning("Prompt caches were not kept: %s", reason)
+        intake = None if reason is not None else begin_intake(self.slabs, self.room, caches)
         if intake is None:
             self.num_skipped += 1
             return None
@@ -252,9 +305,12 @@ class PrefixCache:
 
     # -- what stays -------------------------------------------------------------------------------------------------------
 
-    def trim_to(self, n_bytes: int) -> None:
-        """Evict until at most `n_bytes` of known blocks are left, or all the rest is held or pinned."""
-        self.room.trim_to(n_bytes)
+    def trim_to(self, n_bytes: int | None = None, *, n_sequences: int | None = None) -> None:
+        """Evict until at most `n_bytes` of known blocks in at most `n_sequences` are left, or all the rest is held or pinned."""
+        if n_sequences is not None:
+            self.room.trim_to_sequences(n_sequences)
+        if n_bytes is not None:
+            self.room.trim_to(n_bytes)
 
     def pin(self, tokens: Tokens[int]) -> int:
         """Keep the known part of `tokens` from eviction. Returns its length in tokens."""
@@ -306,12 +362,12 @@ class PrefixCache:
         return self.known.nbytes
 
     def __len__(self) -> int:
-        """How many known sequences are not the beginning of another."""
-        return sum(1 for node in self.known.trie if not node.children)
+        """How many sequences in memory are not the beginning of another."""
+        return len(self.known.ends())
 
-    def stats_by_kind(self) -> dict[str, dict[str, int]]:
-        """Known sequences, and bytes of their full layers, by what they end with: system, user or assistant."""
-        return by_kind(self.known)
+    def stats_by_type(self) -> dict[str, dict[str, int]]:
+        """Sequences and bytes in memory by what they end with: system, user or assistant. They add up to len() and nbytes."""
+        return by_type(self.known)
 
     def check(self) -> None:
         """The invariants of trie and pool together. Raises AssertionError: a broken one is our own bug."""

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections import Counter
+
 from ..spec import ModelCacheSpec
 from .known import KnownBlocks
 
@@ -19,12 +21,8 @@ def alarm_of(known_tokens: int, hit_tokens: int, spec: ModelCacheSpec) -> str | 
     return f"{found}: checkpoints are gone before they are asked for. One takes {own} bytes; raise --pool-bytes."
 
 
-def by_kind(known: KnownBlocks) -> dict[str, dict[str, int]]:
-    """Known sequences, and bytes of their full layers, by what they end with: system, user or assistant."""
-    spec = known.pool.spec
-    size = sum(spec.bytes_per_block(spec.groups[group]) for group in known.full_groups)
-    stats = {kind: {"n_sequences": 0, "n_bytes": 0} for kind in ("assistant", "user", "system")}
-    for node in known.trie:
-        stats[node.kind]["n_sequences"] += not node.children
-        stats[node.kind]["n_bytes"] += size
-    return stats
+def by_type(known: KnownBlocks) -> dict[str, dict[str, int]]:
+    """Sequences and bytes in memory by what they end with: assistant, user or system."""
+    sequences = Counter(node.kind for node in known.ends())
+    sizes = known.bytes_by_type()
+    return {kind: {"n_sequences": sequences[kind], "n_bytes": sizes[kind]} for kind in ("assistant", "user", "system")}

@@ -5,6 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 import mlx.core as mx
+from mlx_lm.models.cache import ArraysCache, ChunkedKVCache, KVCache, RotatingKVCache
 
 from ..cache.factory import pooled_caches
 from ..cache.layers import PooledLayer
@@ -13,6 +14,9 @@ from ..cache.sequence import Sequence
 from ..cache.slabs import Slabs
 from ..cache.states import PooledArraysCache
 from .room import Room
+
+# Of what a pooled cache stands in for, the most special class first.
+_STOCK = (ChunkedKVCache, RotatingKVCache, KVCache, ArraysCache)
 
 
 class Intake:
@@ -33,6 +37,35 @@ class Intake:
                 mine.state = their.state
                 mx.eval(mine.state)
         return bool(self._leaves)
+
+
+def why_not(slabs: Slabs, theirs: list[Any]) -> str | None:
+    """Why the pool cannot take over such caches; None: it can."""
+    mine = leaves_of(pooled_caches(slabs))
+    leaves = leaves_of(theirs)
+    if len(mine) != len(leaves):
+        return f"found {len(leaves)} layer caches; the model of this pool has {len(mine)}."
+    reasons = (_why_not_leaf(slabs, own, their) for own, their in zip(mine, leaves, strict=True))
+    return next((reason for reason in reasons if reason is not None), None)
+
+
+def _why_not_leaf(slabs: Slabs, mine: Any, their: Any) -> str | None:
+    stock = next(cls for cls in _STOCK if isinstance(mine, cls))
+    if type(their) is not stock:
+        return f"found a {type(their).__name__}; needed a {stock.__name__}."
+    if stock is ArraysCache:
+        rows = {array.shape[0] for array in their.cache if array is not None}
+        if len(mine.cache) != len(their.cache) or not rows <= {1}:
+            return f"found {len(their.cache)} states of {max(rows, default=0)} sequences; needed {len(mine.cache)} of one."
+        return None
+    if stock is RotatingKVCache and (their.keep, their.max_size) != (mine.keep, mine.max_size):
+        return f"found a window of {their.max_size} that keeps {their.keep}; needed {mine.max_size} and {mine.keep}."
+    if not isinstance(mine, PooledLayer) or their.keys is None:
+        return None
+    layer = mine.place.layer
+    needed = [(1, layer.kv_heads, layer.key_dim, slabs.dtype), (1, layer.kv_heads, layer.value_dim, slabs.dtype)]
+    found = [(*array.shape[:2], array.shape[3], array.dtype) for array in (their.keys, their.values)]
+    return None if found == needed else f"found keys and values of (batch, heads, dim, dtype) {found}; needed {needed}."
 
 
 def begin_intake(slabs: Slabs, room: Room, theirs: list[Any]) -> Intake | None:

@@ -6,7 +6,7 @@ Knows tokens and block ids; no arrays. Owned by the generation thread.
 
 from __future__ import annotations
 
-from collections import OrderedDict
+from collections import Counter, OrderedDict
 from collections.abc import Collection, Hashable, Iterable, Sequence
 
 from ..pool import BlockPool
@@ -221,6 +221,26 @@ class KnownBlocks:
     def was_evicted(self, parent: Node, edge: bytes) -> bool:
         """Whether this edge was known before and had to go."""
         return Node.name(parent, edge) in self._evicted
+
+    def ends(self) -> list[Node]:
+        """The nodes that have something in memory, and nothing in memory below them."""
+        held = [node for node in self.trie if node.blocks or node.checkpoints]
+        above: set[Node] = set()
+        for node in held:
+            parent = node.parent
+            while parent is not None and parent not in above:
+                above.add(parent)
+                parent = parent.parent
+        return [node for node in held if node not in above]
+
+    def bytes_by_type(self) -> Counter[str]:
+        """Bytes of blocks and of states by what ends where they were kept, each counted once."""
+        found: Counter[str] = Counter()
+        for (group, _), nodes in self._owners.items():
+            found[min(nodes, key=lambda node: node.hash).kind] += self._sizes[group]
+        for checkpoint in self._states:
+            found[checkpoint.kind] += checkpoint.nbytes
+        return found
 
     def blocks_of(self, node: Node) -> list[Owned]:
         return [*self._blocks(node), *rings_of(node.checkpoints.values())]

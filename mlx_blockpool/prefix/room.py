@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from typing import Any
 
 from ..cache.layers import PooledLayer
@@ -13,7 +13,9 @@ from ..errors import PoolExhaustedError
 from ..pool import BlockTable
 from ..spec import BLOCK_TOKENS, blocks_for
 from .known import KnownBlocks
+from .owned import Owned
 from .pins import Timed, TimedPins
+from .trie import Node
 
 
 class Room:
@@ -150,6 +152,37 @@ class Room:
             victims = [v for group in range(len(self.slabs.spec.groups)) for v in self.pool.evict(group, 1)]
             self.known.forget(victims)
             went = self.known.evict_state() or bool(victims)
+
+    def trim_to_sequences(self, count: int) -> None:
+        """Evict sequences that are the beginning of no other, those used longest ago first, until at most `count` are known."""
+        while (surplus := len(ends := self.known.ends()) - max(0, count)) > 0:
+            order = {
+                (group, block): at for group in self.slabs.full_groups for at, block in enumerate(self.pool.evictable(group))
+            }
+            evictable = [node for node in ends if self._is_evictable(node, order)]
+            if not evictable:
+                return
+            for node in sorted(evictable, key=lambda node: order.get(self._first_block(node), 0))[:surplus]:
+                self._let_go_of_sequence(node, order)
+
+    def _let_go_of_sequence(self, end: Node, order: Mapping[Owned, int]) -> None:
+        """Take an end out of memory, with what leads to nothing else."""
+        node: Node | None = end
+        below: list[Node] = []
+        while node is not None and node.parent is not None and not below and self._is_evictable(node, order):
+            parent = node.parent
+            for checkpoint in list(node.checkpoints.values()):
+                self.known.drop_checkpoint(node, checkpoint)
+            if node.blocks:
+                self.known.let_go(node)
+            node, below = parent, [child for child in parent.children if child.blocks or child.checkpoints]
+
+    def _is_evictable(self, node: Node, order: Mapping[Owned, int]) -> bool:
+        held = any((group, block) not in order for group, block in zip(self.slabs.full_groups, node.blocks, strict=False))
+        return not node.pins and not held
+
+    def _first_block(self, node: Node) -> Owned:
+        return (self.slabs.full_groups[0], node.blocks[0]) if node.blocks else (-1, -1)
 
     def _ends_in_shared_block(self, sequence: Sequence, group: int, hit: int) -> bool:
         index, token = divmod(hit, BLOCK_TOKENS)

@@ -238,7 +238,7 @@ class ServerPromptCache:
             self.prefix.finish(tokens, prompt_cache, cache_type, Terms(salt=self.salt))
 
     def stats_by_type(self) -> dict[str, dict[str, int]]:
-        return self._stock.stats_by_type() if self.prefix is None else self.prefix.stats_by_kind()
+        return self._stock.stats_by_type() if self.prefix is None else self.prefix.stats_by_type()
 
     @property
     def nbytes(self) -> int:

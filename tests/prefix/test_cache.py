@@ -92,7 +92,7 @@ def test_prompts_computed_side_by_side_are_kept_once() -> None:
     ids = [f.caches[0].sequence.tables[0].ids for f in (one, two)]
     assert ids[0][:2] == ids[1][:2], "the full blocks of the second were exchanged for those of the first"
     assert prefix.pool.settle()[0].held == 4
-    assert prefix.stats_by_kind()["system"]["n_sequences"] == 1
+    assert prefix.stats_by_type()["system"]["n_sequences"] == 1
     prefix.check()
 
 
