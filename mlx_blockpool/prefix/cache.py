@@ -52,8 +52,8 @@ class Fetch:
 class PrefixCache:
     """The prefix cache of one model in the pool `slabs`. `namespace` names what its keys and values are computed with.
 
-    `room` makes and promises room in the pool; `keeping`: what is kept for whom, and how long. It also has
-    the methods of mlx-lm's LRUPromptCache, and stands in for one of a single model.
+    `room` makes and promises room in the pool; `keeping`: what is kept for whom, and how long. With the methods of mlx-lm's
+    LRUPromptCache it stands in for one of a single model.
     """
 
     def __init__(self, slabs: Slabs, namespace: str = "", store: PromptStore | None = None, config: PoolConfig = USUAL) -> None:
