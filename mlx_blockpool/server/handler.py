@@ -11,12 +11,14 @@ from ..errors import BlockpoolError, ModelNotFoundError
 from .agents.http import AgentsEndpoint, is_agents
 from .anthropic.http import Endpoint, is_messages, is_models
 from .asking import GENERATES, Asking, Wishes, agent_of, retention_of
+from .chat import ChatRequest
 from .explained import answer_about, is_explain
 from .fields import is_number
 from .guard import HELLO, cause_of, is_model
 from .guarded import GuardedHandler
 from .models.admin import ORDERS, Admin
 from .models.listing import cache_report
+from .openai.chat import ChatEndpoint, chat_request, choice_of
 from .openai.errors import ErrorFile, code_of, in_shape, is_openai, status_of
 from .openai.responses_http import ResponsesEndpoint, is_responses
 
@@ -173,6 +175,7 @@ class BlockpoolHandler(GuardedHandler):
         self._validate("chat_template_kwargs", dict, optional=True)
         if "messages" in self.body:
             _check_messages(self.body["messages"])
+            self._choice = choice_of(self.body)
         if "prompt" in self.body and not isinstance(self.body["prompt"], str):
             raise ValueError("prompt must be a string")
 
@@ -181,11 +184,14 @@ class BlockpoolHandler(GuardedHandler):
         )
         self.response_generator.normalisers = self.response_generator.known_normalisers.asked(self.headers.get("X-Normalise"))
 
-    def generate_response(self, text: str, finish_reason: Any, *args: Any, **kwargs: Any) -> Any:
-        """mlx-lm's; what the client is told is remembered with what was sampled."""
-        if self.object_type.startswith("chat"):
-            self.response_generator.told(text, kwargs.get("tool_calls"), finish_reason is not None)
-        return super().generate_response(text, finish_reason, *args, **kwargs)
+    def handle_chat_completions(self) -> ChatRequest:
+        return chat_request(self.body, super().handle_chat_completions(), self._choice)
+
+    def handle_completion(self, request: Any, stop_words: list[str]) -> None:
+        if isinstance(request, ChatRequest):
+            ChatEndpoint(self, request, stop_words, self._choice.one_call).answer()
+        else:
+            super().handle_completion(request, stop_words)
 
     def handle_health_check(self) -> None:
         generator = self.response_generator

@@ -109,7 +109,7 @@ class Reading:
         if tail and (state != "tool" or reason == "length"):
             pieces += self._sort(state, tail)
         if self._called is not None:
-            pieces += self._calls()
+            pieces += self._calls(is_closed=False)
         self.finish = "length" if reason == "length" and self.stop_word is None else "stop"
         return pieces
 
@@ -130,18 +130,21 @@ class Reading:
         if state == "tool":
             self._called = (self._called or "") + part
         elif self._called is not None and state == "normal":
-            pieces += self._calls()
+            pieces += self._calls(is_closed=True)
         if part and state in ("normal", "reasoning") and self.finish is None:
             pieces.append(Text(part) if state == "normal" else Thinking(part))
         return pieces
 
-    def _calls(self) -> list[Piece]:
-        """The calls in what was written between the markers; as text where there are none, or where none were offered."""
+    def _calls(self, is_closed: bool) -> list[Piece]:
+        """The calls in what was written between the markers; as text where there are none, or where none were offered.
+
+        `is_closed`: whether the second marker was written.
+        """
         written, self._called = self._called or "", None
         calls = self._parse(written) if self._request.tools and self._request.calls != "never" else []
         if not calls:
             start, end = self._request.rendered.call
-            return [Text(f"{start}{written}{end}")]
+            return [Text(f"{start}{written}{end if is_closed else ''}")]
         if self._one_call:
             calls, self.finish = calls[:1], "stop"
         self.num_calls += len(calls)

@@ -130,7 +130,7 @@ def test_what_is_no_call_is_text(written: str) -> None:
 
 def test_a_call_that_was_cut_is_text_and_one_without_its_end_is_a_call() -> None:
     cut = ADD[: -len(END) - 3]
-    assert read(reading(), [cut], "length") == [Text(cut + END)]
+    assert read(reading(), [cut], "length") == [Text(cut)]
     assert read(reading(), [ADD.removesuffix(END) + "</tool"]) == [Call(None, "add", {"a": 1})]
 
 

@@ -67,6 +67,21 @@ def shown(answer: Any) -> dict[str, Any]:
     return told
 
 
+def whole(chunks: Any) -> dict[str, Any]:
+    """What the chunks of a stream add up to; where one ends and the next begins is the server's to choose."""
+    told: dict[str, Any] = {"text": "", "reasoning": "", "calls": [], "rest": []}
+    for chunk in map(shown, chunks):
+        for choice in chunk.pop("choices"):
+            said = choice.pop("delta", choice)
+            told["text"] += said.pop("content", None) or said.pop("text", None) or ""
+            told["reasoning"] += said.pop("reasoning", "")
+            told["calls"] += said.pop("tool_calls", [])
+            if said.pop("role", "assistant") != "assistant" or choice.get("finish_reason"):
+                told["rest"].append(choice)
+        told["rest"] += [chunk] if chunk not in told["rest"] else []
+    return told
+
+
 def cached(answer: Any) -> int:
     return int(answer.usage.prompt_tokens_details.cached_tokens)
 
@@ -84,8 +99,8 @@ def asked_of(gpt: openai.OpenAI) -> list[Any]:
         shown(chat(gpt, stop=["e"])),
         shown(chat(gpt, seed=7, temperature=1.0)),
         shown(chat(gpt, tools=[TOOL])),
-        [shown(chunk) for chunk in chat(gpt, stream=True)],
-        [shown(chunk) for chunk in chat(gpt, stream=True, stream_options=usage)],
+        whole(chat(gpt, stream=True)),
+        whole(chat(gpt, stream=True, stream_options=usage)),
         shown(gpt.completions.create(**text)),
         [shown(chunk) for chunk in gpt.completions.create(**text, stream=True, stream_options=usage)],
     ]
@@ -96,18 +111,98 @@ def test_replies_are_those_of_stock(server: Client, gpt: openai.OpenAI, model: P
         assert asked_of(gpt) == asked_of(client_of(stock))
 
 
-@pytest.mark.parametrize("text", [f"Let me see.\n{CALL}", f"<think>\nHm.\n</think>\n\nOk.\n{CALL}\n{CALL}", "Plain.", ""])
+@pytest.mark.parametrize("text", [f"Let me see.{CALL}", f"<think>Hm.</think>Ok.{CALL}{CALL}", "Plain.", " Plain.\n", "", " \n"])
 def test_tools_and_thinking_are_those_of_stock(gpt: openai.OpenAI, model: Path, say: Say, text: str) -> None:
     say(text)
+    asked: Any = {"tools": [TOOL], "max_tokens": 400}
     with stock_server(model) as stock:
         answers = [
-            (
-                shown(chat(client, tools=[TOOL], max_tokens=400)),
-                [shown(chunk) for chunk in chat(client, tools=[TOOL], max_tokens=400, stream=True)],
-            )
-            for client in (gpt, client_of(stock))
+            (shown(chat(client, **asked)), whole(chat(client, **asked, stream=True))) for client in (gpt, client_of(stock))
         ]
     assert answers[0] == answers[1]
+
+
+@pytest.mark.parametrize(
+    "text", [f"Let me see.\n{CALL}\n{CALL}\n", f"<think>\nHm.\n</think>\n\nOk.\n\n{CALL}", "<think>\nHm.\n</think>\n\nOk.\n"]
+)
+def test_the_text_is_that_of_the_other_protocols(server: Client, gpt: openai.OpenAI, say: Say, text: str) -> None:
+    """Space around calls is the template's, which writes its own: the next prompt begins with this one and its reply."""
+    say(text)
+    first = chat(gpt, tools=[TOOL], max_tokens=400)
+    said = first.choices[0].message.to_dict()
+    streamed = whole(chat(gpt, tools=[TOOL], max_tokens=400, stream=True))
+    tool = {"name": LOOK_UP["name"], "description": LOOK_UP["description"], "input_schema": LOOK_UP["input_schema"]}
+    claude = anthropic_client(server).messages.create(
+        model="default_model",
+        max_tokens=400,
+        system=SYSTEM,
+        messages=SAID[1:],
+        tools=[tool],  # type: ignore[list-item]
+    )
+    other = "".join(block.text for block in claude.content if block.type == "text")
+    assert said["content"] == streamed["text"] == other
+    assert said.get("reasoning", "") == streamed["reasoning"] == ("Hm." if "Hm." in text else "")
+    results = [{"role": "tool", "tool_call_id": call["id"], "content": "It."} for call in said.get("tool_calls", ())]
+    if results and "reasoning" not in said:
+        second = chat(gpt, [*SAID, said, *results], tools=[TOOL])
+        assert cached(second) >= first.usage.prompt_tokens + len(text.rstrip()) - 2 * len(CALL)
+
+
+def test_choices_of_tools(gpt: openai.OpenAI, say: Say) -> None:
+    say(f"{CALL}\n{CALL}")
+    add: Any = {"type": "function", "function": {"name": "add", "parameters": {"type": "object", "properties": {}}}}
+    asked: Any = {"tools": [TOOL, add], "max_tokens": 400}
+
+    def calls(**options: Any) -> list[str]:
+        choice = chat(gpt, **asked, **options).choices[0]
+        named = [call.function.name for call in choice.message.tool_calls or ()]
+        assert choice.finish_reason == ("tool_calls" if named else "stop")
+        return named
+
+    assert calls() == calls(tool_choice="auto") == ["look_up"] * 2
+    assert calls(parallel_tool_calls=False) == ["look_up"]
+    assert calls(tool_choice="none") == []
+    # What is said here stands behind the beginning of a call.
+    say('\n{"name": "look_up", "arguments": {"word": "a"}}\n</tool_call>')
+    for choice in ("required", {"type": "function", "function": {"name": "look_up"}}):
+        forced = chat(gpt, **asked, tool_choice=choice).choices[0]
+        assert (forced.message.tool_calls[0].function.arguments, forced.finish_reason) == ('{"word": "a"}', "tool_calls")
+
+
+@pytest.mark.parametrize(
+    ("body", "param", "words"),
+    [
+        ({"n": 2}, "n", "found 2; this server gives one choice"),
+        ({"n": "2"}, "n", "valid integer"),
+        ({"response_format": {"type": "json_object"}}, "response_format", "'json_object'; mlx-lm cannot hold a reply"),
+        ({"response_format": {"type": "json_schema", "json_schema": {}}}, "response_format", "use a tool"),
+        ({"response_format": "json"}, "response_format", "valid dictionary"),
+        ({"tool_choice": "any"}, "tool_choice", "'auto' or 'none' or 'required'"),
+        ({"tool_choice": "required"}, "tool_choice", "needs tools"),
+        ({"tool_choice": {"type": "custom"}}, "tool_choice.type", "'function'"),
+        ({"tool_choice": {"type": "function", "function": {"name": "x"}}}, "tool_choice.function.name", "not found in tools"),
+        ({"tools": {}}, "tools", "valid list"),
+        ({"parallel_tool_calls": 1}, "parallel_tool_calls", "valid boolean"),
+    ],
+)
+def test_what_cannot_be_honoured_is_refused_by_its_name(gpt: openai.OpenAI, body: Any, param: str, words: str) -> None:
+    with pytest.raises(openai.BadRequestError) as refused:
+        gpt.post("/chat/completions", body={"messages": SAID, "max_tokens": 2, **body}, cast_to=object)
+    assert words in refused.value.body["message"]  # type: ignore[index]
+    assert refused.value.body["message"].startswith(f"{param}: ")  # type: ignore[index]
+
+
+def test_values_that_change_nothing_are_taken(gpt: openai.OpenAI) -> None:
+    assert chat(gpt, n=1, response_format={"type": "text"}, tool_choice="none").choices
+    assert chat(gpt, n=None, response_format=None, tool_choice=None, parallel_tool_calls=None).choices
+
+
+def test_half_a_call_comes_back_as_text(gpt: openai.OpenAI, say: Say) -> None:
+    say(f"Ok.\n{CALL}")
+    cut = chat(gpt, tools=[TOOL], max_tokens=20).choices[0]
+    assert (cut.finish_reason, cut.message.tool_calls) == ("length", None)
+    assert cut.message.content == f"Ok.\n{CALL}"[: len(cut.message.content)]
+    assert cut.message.content.startswith('Ok.\n<tool_call>\n{"name"')
 
 
 def test_a_tool_is_called_and_its_result_comes_back(gpt: openai.OpenAI, say: Say) -> None:

@@ -24,10 +24,12 @@ SILENT_TOKENS = 32
 class Blocks:
     """Content blocks as events, one after the other. `text` and `calls`: what the client was told, in OpenAI's shape.
 
-    Space at the edges belongs to the template and not to the reply: before a call, around thinking, and alone.
+    Space at the edges belongs to the template and not to the reply: before a call and around thinking. A reply of space alone is
+    empty without `keeps_space`.
     """
 
-    def __init__(self, shows_thinking: bool) -> None:
+    def __init__(self, shows_thinking: bool, keeps_space: bool = False) -> None:
+        self._keeps_space = keeps_space
         self.text = ""
         self.calls: list[dict[str, Any]] = []
         self._shows_thinking = shows_thinking
@@ -52,7 +54,8 @@ class Blocks:
 
     def end(self) -> Iterator[Event]:
         """The rest. A message has at least one block."""
-        if self._open and self._kind is Text and self._held:
+        is_alone = self._index < 0 and self._keeps_space
+        if self._kind is Text and self._held and (self._open or is_alone):
             yield self._delta(self._told(self._held))
         yield from self._close()
         if self._index < 0:
