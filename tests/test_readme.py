@@ -81,6 +81,15 @@ def curl(command: str, port: int) -> str:
     return subprocess.run(shlex.split(command.replace("8080", str(port))), capture_output=True, text=True, check=True).stdout
 
 
+def test_clients_of_the_readme_get_an_answer() -> None:
+    examples = blocks("python client")
+    assert [example.split()[1] for example in examples] == ["openai", "anthropic"]
+    with serving(next(c for c in COMMANDS if " serve " in c)) as port:
+        for example in examples:
+            ran = subprocess.run([sys.executable, "-c", example.replace("8080", str(port))], capture_output=True, text=True)
+            assert "256 tokens" in ran.stdout, ran.stderr
+
+
 def test_the_server_starts_and_the_requests_are_answered() -> None:
     with serving(next(c for c in COMMANDS if " serve " in c)) as port:
         answers = {command: json.loads(curl(command, port)) for command in COMMANDS if command.startswith("curl")}

@@ -17,15 +17,15 @@ class Program:
 
     heading:   of its section in the README, whose last command starts it.
     package:   what to install, with the version that was tried last.
-    first, later: arguments that ask the question {}, in a new conversation and in the last one.
+    first, later: arguments, as a shell reads them, that ask the question {} in a new conversation and in the last one.
     has_tools: it offers the model a shell, and runs what the model calls.
     appends:   what it sends is what it sent before, with more behind it; so all of that has to be known.
     """
 
     heading: str
     package: str
-    first: tuple[str, ...]
-    later: tuple[str, ...]
+    first: str
+    later: str
     has_tools: bool = True
     appends: bool = True
 
@@ -48,21 +48,23 @@ class Program:
         return binaries
 
 
-_AIDER = ("--yes-always", "--no-check-update", "--analytics-disable", "--no-show-model-warnings", "--restore-chat-history")
-_CODEX = ("--skip-git-repo-check", "--dangerously-bypass-approvals-and-sandbox")
+_AIDER = "--message {} --yes-always --no-check-update --analytics-disable --no-show-model-warnings --restore-chat-history"
+_CODEX = "--skip-git-repo-check --dangerously-bypass-approvals-and-sandbox"
 
 PROGRAMS = {
     "claude-code": Program(
         "Claude Code",
         "@anthropic-ai/claude-code@2.1.330",
-        ("-p", "{}", "--allowedTools", "Bash"),
-        ("-p", "--continue", "{}", "--allowedTools", "Bash"),
+        "-p {} --allowedTools Bash",
+        "-p --continue {} --allowedTools Bash",
     ),
-    "codex": Program("Codex", "@openai/codex@0.169.0", ("exec", *_CODEX, "{}"), ("exec", "resume", *_CODEX, "--last", "{}")),
-    "opencode": Program("opencode", "opencode-ai@1.18.33", ("run", "{}"), ("run", "--continue", "{}")),
-    "qwen-code": Program("qwen-code", "@qwen-code/qwen-code@0.15.10", ("--yolo", "{}"), ("--yolo", "--continue", "{}")),
-    "continue": Program("Continue", "@continuedev/cli@1.5.47", ("--auto", "-p", "{}"), ("--auto", "--resume", "-p", "{}")),
+    "codex": Program("Codex", "@openai/codex@0.169.0", f"exec {_CODEX} {{}}", f"exec resume {_CODEX} --last {{}}"),
+    "opencode": Program("opencode", "opencode-ai@1.18.33", "run {}", "run --continue {}"),
+    "qwen-code": Program("qwen-code", "@qwen-code/qwen-code@0.15.10", "--yolo {}", "--yolo --continue {}"),
+    "continue": Program("Continue", "@continuedev/cli@1.5.47", "--auto -p {}", "--auto --resume -p {}"),
+    # Without a terminal it begins each conversation anew.
+    "cline": Program("Cline", "cline@3.0.65", "{}", "{}", appends=False),
     # Its list of files and its reminders move to the end of each prompt, and it offers no tools.
-    "aider": Program("aider", "aider-chat==0.86.2", ("--message", "{}", *_AIDER), ("--message", "{}", *_AIDER), False, False),
-    "llm": Program("llm", "llm==0.36", ("{}",), ("-c", "{}"), False),
+    "aider": Program("aider", "aider-chat==0.86.2", _AIDER, _AIDER, has_tools=False, appends=False),
+    "llm": Program("llm", "llm==0.36", "{}", "-c {}", has_tools=False),
 }

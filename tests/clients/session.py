@@ -86,8 +86,8 @@ def ask(
     for path, text in files.items():
         (home / path).parent.mkdir(parents=True, exist_ok=True)
         (home / path).write_text(text)
-    arguments = [part.replace("{}", question) for part in (program.first if is_first else program.later)]
-    script = "\n".join([*lines, f"exec {command} {shlex.join(arguments)}"])
+    arguments = (program.first if is_first else program.later).replace("{}", shlex.quote(question))
+    script = "\n".join([*lines, f"exec {command} {arguments}"])
     paths = f"{binaries}:{os.environ['PATH']}"
     return subprocess.run(
         ["env", "-i", f"HOME={home}", f"PATH={paths}", "bash", "-c", script],

@@ -66,8 +66,8 @@ def test_four_turns(name: str, installed: Path, tmp_path: Path) -> None:
     replies = [[e for e in turn if e.is_reply] for turn in exchanges]
     assert all(replies), "a turn that asked nothing"
     if PROGRAMS[name].has_tools:
-        said = "\n".join(turn["said"] for turn in turns)
-        assert [answer for answer in ANSWERS if " ".join(answer.split()) not in " ".join(said.split())] == []
+        said = " ".join(" ".join(turn["said"] for turn in turns).split())
+        assert [answer for answer in (ANSWERS if PROGRAMS[name].appends else ANSWERS[:1]) if answer not in said] == []
     if PROGRAMS[name].appends:
         assert lost(replies) == []
 
