@@ -148,6 +148,28 @@ class ModelsConfig:
 
 
 @dataclass(frozen=True)
+class PromptConfig:
+    """How prompts are rendered and tokenized, in worker processes.
+
+    small_bytes:    jobs of at most so many bytes have a worker of their own, ...
+    small_seconds:  ... and are one of the large jobs once they have taken so long.
+    large_workers:  so many large jobs are computed at a time.
+    seconds:        a prompt may take so long, ...
+    load_seconds:   ... beside the time for loading its tokenizer. Both are seconds of the processor.
+    memory_bytes:   what a job may take beside what a fresh worker has.
+    template_kwargs: what requests may give to templates beside the known switches; None: anything.
+    """
+
+    small_bytes: int = 128 << 10
+    small_seconds: float = 2.0
+    large_workers: int = 2
+    seconds: float = 20.0
+    load_seconds: float = 60.0
+    memory_bytes: int = 3 << 30
+    template_kwargs: tuple[str, ...] | None = ()
+
+
+@dataclass(frozen=True)
 class GuardConfig:
     """Whom the server lets in, and with what.
 

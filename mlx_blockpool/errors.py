@@ -9,6 +9,7 @@
     ├── ReleasedCacheError           caches were used after their blocks went back to the pool
     ├── RequestTooLargeError         a request that could never fit in the pool
     │   └── TooManyPositionsError    a prompt with more tokens than the model has positions
+    ├── PromptError                  a prompt that cannot be rendered or tokenized within the server's bounds
     ├── ModelNotFoundError           no model of that name, or none that may be loaded
     ├── BadModelError                a model's files are not what mlx-lm loads
     ├── LoadError                    a model could not be loaded now, though its files are right
@@ -87,6 +88,10 @@ class TooManyPositionsError(RequestTooLargeError):
             f"The request needs {needed} positions and its model has {capacity}. "
             "Shorten the prompt, or start the server with --max-positions if the model can do more.",
         )
+
+
+class PromptError(BlockpoolError):
+    pass
 
 
 class ModelNotFoundError(BlockpoolError, FileNotFoundError):

@@ -22,6 +22,7 @@ from ..config import (
     GuardConfig,
     ModelsConfig,
     PoolConfig,
+    PromptConfig,
     StoreConfig,
     parse_bytes,
     parse_seconds,
@@ -122,7 +123,15 @@ def make_generator(model_provider: BlockpoolModelProvider) -> ChatGenerator:
     )
     guard = Guard(guard_config(args))
     prompts = [] if args.warm_up is None else read_prompts(args.warm_up)
-    generator = ChatGenerator(model_provider, lambda: ServerPromptCache(args, pool, store), engine, normalisers, models, guard)
+    generator = ChatGenerator(
+        model_provider,
+        lambda: ServerPromptCache(args, pool, store),
+        engine,
+        normalisers,
+        models,
+        guard,
+        prompts=PromptConfig(template_kwargs=args.allow_template_kwargs),
+    )
     generator.warm_up = begin_warm_up(generator, prompts)
     return generator
 

@@ -13,23 +13,26 @@ from typing import Any
 from jinja2 import TemplateError
 
 from ..engine.request import common_prefix
+from ..messages import Message
 
 log = logging.getLogger(__name__)
 
 SYSTEM = ("system", "developer")
 
 
-def message_marks(tokenizer: Any, prompt: Sequence[int], request: Any, options: dict[str, Any]) -> list[tuple[int, str]]:
-    """(tokens, kind) of the beginnings of a request's prompt that other prompts will have too.
+def checkpoint_positions(
+    tokenizer: Any, prompt: Sequence[int], messages: list[Message], tools: list[Any] | None, options: dict[str, Any]
+) -> list[tuple[int, str]]:
+    """(tokens, kind) of the beginnings of a chat's prompt that other prompts will have too.
 
-    `options`: what the server gives to every template, and this request's own. A prompt without a template has none.
+    `options`: what is given to the template beside messages and tools. A prompt without a template has none.
     """
-    if request.request_type != "chat" or not tokenizer.has_chat_template:
+    if not tokenizer.has_chat_template:
         return []
-    messages, options = request.messages, {**options, "tools": request.tools}
+    options = {**options, "tools": tools}
     leading = next((i for i, m in enumerate(messages) if m.get("role") not in SYSTEM), len(messages))
     beginnings = [("user", messages)]
-    if leading or request.tools:
+    if leading or tools:
         beginnings.append(("system", [*messages[:leading], {"role": "user", "content": ""}]))
     marks = {}
     for kind, beginning in beginnings:

@@ -1,24 +1,28 @@
-"""Prompts of chat requests, on the generation thread: how a reply has to begin, where marks stand, how long a prompt is.
+"""Requests on their way to the generation thread: worker processes render and tokenize their prompts.
 
-A BlockpoolGenerator that knows ChatRequests. Everything else is left to mlx-lm's tokenization, which this stands around.
+A ChatGenerator's generate() runs on the thread of the socket. What has images is rendered by mlx-lm on the generation thread,
+where the image processor of the model is.
 """
 
 from __future__ import annotations
 
-import copy
-import logging
+import threading
+from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import replace
 from typing import Any
 
-from jinja2 import TemplateError
-from mlx_lm.server import process_message_content
+from mlx_lm.server import _image_parts
 
-from ..messages import Message
-from .chat import ChatRequest, Mark, Rendered, message_marks
+from ..config import PromptConfig
+from ..errors import RequestTooLargeError, TooManyPositionsError
+from .chat import ChatRequest, Rendered
 from .generation import BlockpoolGenerator
-from .mark_positions import mark_positions
-
-log = logging.getLogger(__name__)
+from .models.provider import ModelKey, local_folder
+from .prompts.job import PreparedPrompt, PromptJob, TokenizerSource
+from .prompts.renderer import beginning, begun
+from .prompts.template_options import check_template_options
+from .prompts.workers import PromptWorkers
 
 # Added to the logit of a token that must not be drawn; every float type has it.
 NEVER = -1e4
@@ -33,117 +37,149 @@ class Counted(Exception):  # noqa: N818
 
 
 class ChatGenerator(BlockpoolGenerator):
-    """The generation thread of a server that speaks more than one protocol."""
+    """The generation thread of a server that speaks more than one protocol, with the workers that prepare its prompts."""
+
+    def __init__(self, *args: Any, prompts: PromptConfig | None = None, **kwargs: Any) -> None:
+        self.prompts = PromptWorkers(prompts or PromptConfig())
+        self._order = AgentOrder()
+        super().__init__(*args, **kwargs)
+
+    def generate(self, request: Any, generation_args: Any, progress_callback: Any = None) -> Any:
+        """The generator's own, with the prompt prepared. Requests of one agent are handed on in the order of their arrival.
+
+        Raises Counted for a request that only asked how long its prompt is; what ModelRegistry.find() and PromptWorkers.prepare()
+        raise; ValueError for what requests may not ask and the model cannot do.
+        """
+        check_template_options(generation_args.chat_template_kwargs, self.prompts.config.template_kwargs)
+        args = replace(generation_args, model=self.registry.find(generation_args.model))
+        wishes = getattr(request, "wishes", None)
+        with self._order.turn(None if wishes is None else wishes.agent) as turn:
+            if not any(_image_parts(request.messages)) or not self._sees(args.model):
+                args = self._prepare(request, args)
+            request.turn = turn
+            return super().generate(request, args, progress_callback)
+
+    def stop_and_join(self) -> None:
+        self.prompts.close()
+        super().stop_and_join()
+
+    def _arrive(self, item: Any) -> None:
+        if isinstance(item, tuple) and (turn := getattr(item[1], "turn", None)) is not None:
+            turn.set()
+        super()._arrive(item)
+
+    def _sees(self, key: ModelKey) -> bool:
+        """Whether images are for the generation thread to look at; it refuses those of a model that turns out to take none."""
+        served = self.registry.loaded.get(key)
+        return served is None or served.provider.processor is not None
+
+    def _prepare(self, request: Any, args: Any) -> Any:
+        """Fill in the request's prompt, and what is known of it. Returns the arguments as they are with it."""
+        is_chat_request = isinstance(request, ChatRequest)
+        if is_chat_request and request.image_at is not None:
+            raise ValueError(f"{request.image_at}: this model takes no images")
+        try:
+            prepared = self.prompts.prepare(self._job(request, args))
+        except RequestTooLargeError as error:
+            served = self.registry.loaded.get(args.model)
+            if served is not None and served.positions is not None and error.needed > served.positions:
+                raise TooManyPositionsError(error.needed, served.positions) from error
+            raise
+        if is_chat_request:
+            self._note(request, prepared)
+        elif prepared.marks:
+            request.rendered = Rendered(len(prepared.tokens), prepared.marks)
+        request.prepared = prepared
+        if prepared.never is None:
+            return args
+        bias = {**(args.logits.logit_bias or {}), prepared.never: NEVER}
+        return replace(args, logits=replace(args.logits, logit_bias=bias))
+
+    def _job(self, request: Any, args: Any) -> PromptJob:
+        served = self.registry.loaded.get(args.model)
+        template, cli_args = self.registry.template, self.cli_args
+        folder = local_folder(args.model.model) if served is None else served.provider.folder
+        job = PromptJob(
+            TokenizerSource(str(folder), template._tokenizer_config, cli_args.use_default_chat_template),
+            request.request_type,
+            request.prompt,
+            request.messages,
+            request.tools,
+            request.role_mapping,
+            {**cli_args.chat_template_args, **(args.chat_template_kwargs or {})},
+        )
+        if served is not None:
+            limits = [limit for limit in (served.prompt_cache.capacity(), served.positions) if limit is not None]
+            job.capacity = min(limits, default=None)
+            job.checkpoints = served.engine is None or served.engine.caches.needs_marks
+        if isinstance(request, ChatRequest):
+            job.is_chat_request = True
+            job.stop_words = list(args.stop_words)
+            job.tool_marks = [(mark.parts or 0, mark.seconds) for mark in request.tool_marks]
+            job.calls, job.begin = request.calls, request.begin
+            if request.only_count:
+                job.capacity, job.checkpoints = None, False
+        return job
+
+    def _note(self, request: ChatRequest, prepared: PreparedPrompt) -> None:
+        """What a reply's reader needs to know."""
+        rendered = request.rendered
+        rendered.prompt_tokens = len(prepared.tokens)
+        if request.only_count:
+            raise Counted(rendered.prompt_tokens)
+        rendered.stops = {tuple(tokens): word for tokens, word in prepared.stops}
+        rendered.call = prepared.call
+        rendered.marks = prepared.marks
 
     def _tokenize(self, tokenizer: Any, request: Any, args: Any) -> Any:
-        """mlx-lm's, for a ChatRequest with the beginning of its reply; fills in request.rendered. May be called again.
-
-        Raises Counted for a request that only asked how long its prompt is, and ValueError for what the model cannot do.
-        """
-        if not isinstance(request, ChatRequest):
-            return self._tokenize_plain(tokenizer, request, args)
-        if request.image_at is not None and self.model_provider.processor is None:
-            raise ValueError(f"{request.image_at}: this model takes no images")
-        begin = _beginning(tokenizer, request, args)
-        if not tokenizer.has_chat_template:
-            process_message_content(request.messages)
-        messages = copy.deepcopy(request.messages)
+        """The prepared prompt; on the generation thread mlx-lm's own for what has images. May be called again."""
+        prepared: PreparedPrompt | None = getattr(request, "prepared", None)
+        if prepared is not None:
+            return prepared.tokenized()
+        place = getattr(request, "image_at", None) or "messages"
+        if self.model_provider.processor is None:
+            raise ValueError(f"{place}: this model takes no images")
+        begin, never = beginning(tokenizer, request) if isinstance(request, ChatRequest) else ("", None)
+        if never is not None:
+            args.logits = replace(args.logits, logit_bias={**(args.logits.logit_bias or {}), never: NEVER})
         try:
             tokenized = super()._tokenize(tokenizer, request, args)
         except OSError as error:
-            raise ValueError(f"{request.image_at}: {error}") from error
-        except TemplateError as error:
-            lowered = without_later_system(messages)
-            if lowered == messages:
-                raise
-            log.debug("system messages inside of the conversation become the user's: %s", error)
-            request.messages, messages = lowered, copy.deepcopy(lowered)
-            tokenized = super()._tokenize(tokenizer, request, args)
+            raise ValueError(f"{place}: {error}") from error
         if begin:
-            tokenized = _begun(tokenizer, tokenized, begin, "tool" if request.calls == "must" else "normal")
-        request.rendered.prompt_tokens = len(tokenized[0])
-        if request.only_count:
-            raise Counted(request.rendered.prompt_tokens)
-        self._note(tokenizer, tokenized, messages, request, args)
+            tokenized = begun(tokenizer, tokenized, begin, "tool" if request.calls == "must" else "normal")
+        if isinstance(request, ChatRequest):
+            stops = [(list(tokenizer.encode(word, add_special_tokens=False)), word) for word in args.stop_words]
+            call = (tokenizer.tool_call_start, tokenizer.tool_call_end or "") if tokenizer.has_tool_calling else ("", "")
+            self._note(request, PreparedPrompt(tokenized[0], [], [], tokenized[3], stops=stops, call=call))
         return tokenized
 
-    def _tokenize_plain(self, tokenizer: Any, request: Any, args: Any) -> Any:
-        """mlx-lm's, for its own requests. Whose messages have marks gets `rendered` too, with where they stand."""
-        marks = message_marks(request.messages) if request.request_type == "chat" else []
-        messages = copy.deepcopy(request.messages) if marks else []
-        tokenized = super()._tokenize(tokenizer, request, args)
-        if marks:
-            found = self._positions(tokenizer, tokenized, messages, request.tools, marks, args)
-            request.rendered = Rendered(len(tokenized[0]), found)
-        return tokenized
 
-    def _positions(
-        self, tokenizer: Any, tokenized: Any, messages: list[Message], tools: Any, marks: list[Mark], args: Any
-    ) -> list[tuple[int, int]]:
-        """(tokens, seconds) of the marks; of a prompt with images, or without a template, none can be found."""
-        if tokenized[4] is not None or not tokenizer.has_chat_template or not marks:
-            return []
-        options = {**self.model_provider.cli_args.chat_template_args, **(args.chat_template_kwargs or {})}
-        return mark_positions(tokenizer, tokenized[0], messages, tools, marks, options)
+class AgentOrder:
+    """Lets the requests of an agent go on one after the other, in the order in which they came."""
 
-    def _note(self, tokenizer: Any, tokenized: Any, messages: list[Message], request: ChatRequest, args: Any) -> None:
-        rendered = request.rendered
-        rendered.stops = {tuple(tokenizer.encode(word, add_special_tokens=False)): word for word in args.stop_words}
-        if tokenizer.has_tool_calling:
-            rendered.call = tokenizer.tool_call_start, tokenizer.tool_call_end or ""
-        if rendered.marks is None:
-            marks: list[Mark] = [*request.tool_marks, *message_marks(messages)]
-            rendered.marks = self._positions(tokenizer, tokenized, messages, request.tools, marks, args)
+    def __init__(self) -> None:
+        self._last: dict[str, threading.Event] = {}
+        self._changing = threading.Lock()
 
+    @contextmanager
+    def turn(self, agent: str | None) -> Iterator[threading.Event]:
+        """Wait for those of the agent that came before. Setting the event lets the next one go on before the block ends.
 
-def without_later_system(messages: list[Message]) -> list[Message]:
-    """The same chat for a template that takes a system message at the beginning only: others join the user's text before them."""
-    lowered: list[Message] = []
-    for message in messages:
-        last = lowered[-1]["role"] if lowered else None
-        if message["role"] == "system" and last not in (None, "system"):
-            message = {**message, "role": "user"}
-        if message["role"] == last and last in ("user", "system"):
-            before, added = (parts_of(m["content"]) for m in (lowered[-1], message))
-            lowered[-1] = {**lowered[-1], **message, "content": [*before, {"type": "text", "text": "\n\n"}, *added]}
-        else:
-            lowered.append(message)
-    return lowered
-
-
-def parts_of(content: Any) -> list[dict[str, Any]]:
-    """The content of a message in parts."""
-    return [{"type": "text", "text": content}] if isinstance(content, str) else list(content or ())
-
-
-def _beginning(tokenizer: Any, request: ChatRequest, args: Any) -> str:
-    """The text that the reply has to begin with. Where calls are forbidden, sees to it that none begins.
-
-    Raises ValueError where a call is needed and the model cannot be made to begin one.
-    """
-    if request.calls == "never" and request.tools:
-        start = list(tokenizer.tool_call_start_tokens or ())
-        if len(start) == 1:
-            # The tools stay in the prompt, whose beginning is known with them.
-            args.logits = replace(args.logits, logit_bias={**(args.logits.logit_bias or {}), start[0]: NEVER})
-        else:
-            request.tools = None
-    if request.calls != "must":
-        return request.begin
-    goes_elsewhere = any(dst == "tool" for edges in tokenizer.response_transitions.values() for _, dst in edges)
-    if not tokenizer.has_tool_calling or goes_elsewhere:
-        raise ValueError("tool_choice: this model cannot be made to call a tool; 'auto' and 'none' are supported")
-    return f"{request.begin}{tokenizer.tool_call_start}"
-
-
-def _begun(tokenizer: Any, tokenized: Any, begin: str, state: str) -> Any:
-    """The tokenized prompt with the beginning of the reply behind it; what the template has begun to think ends first."""
-    prompt, segments, types, initial_state, vision = tokenized
-    if initial_state == "reasoning":
-        begin = f"{tokenizer.think_end}\n\n{begin}"
-    elif initial_state != "normal" and state == "normal":
-        state = initial_state
-    added = list(tokenizer.encode(begin, add_special_tokens=False))
-    if vision is not None:
-        vision = replace(vision, cache_key=[*vision.cache_key, *added])
-    return [*prompt, *added], [*segments[:-1], [*segments[-1], *added]], types, state, vision
+        Requests without an agent are not ordered.
+        """
+        mine = threading.Event()
+        if agent is None:
+            yield mine
+            return
+        with self._changing:
+            before, self._last[agent] = self._last.get(agent), mine
+        if before is not None:
+            before.wait()
+        try:
+            yield mine
+        finally:
+            with self._changing:
+                if self._last[agent] is mine:
+                    del self._last[agent]
+            mine.set()

@@ -38,6 +38,14 @@ def add_safety_options(add: Callable[..., Any]) -> None:
         metavar="SIZE",
         help="The largest request that is read, such as 64MB (default: 32 MiB)",
     )
+    add(
+        "--allow-template-kwargs",
+        type=lambda text: None if text.strip() == "any" else tuple(name.strip() for name in text.split(",")),
+        default=(),
+        metavar="NAMES",
+        help="What a request's chat_template_kwargs may hold beside the switches that templates are known to read, separated by "
+        "commas, or any; chat_template lets requests bring templates of their own (default: none)",
+    )
 
 
 def guard_config(args: Any) -> GuardConfig:

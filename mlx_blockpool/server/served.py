@@ -24,7 +24,7 @@ from ..prefix.lookup import Lookup
 from ..prefix.salts import SHARED
 from .asking import Wishes
 from .explained import Explained
-from .marks import message_marks, pins_of
+from .marks import pins_of
 from .models.provider import BlockpoolModelProvider, ModelKey
 from .prompt_cache import ServerPromptCache
 from .requests import Live, Waiting, marks_of
@@ -163,12 +163,11 @@ class ServedModel:
         """(tokens, kind) of the beginnings of a prompt that are worth a checkpoint."""
         assert waiting.tokenized is not None
         assert self.engine is not None
-        prompt, segments, types, *_ = waiting.tokenized
+        _, segments, types, *_ = waiting.tokenized
         if not self.engine.caches.needs_marks:
             return marks_of(segments, types)
-        options = {**self.provider.cli_args.chat_template_args, **(waiting.args.chat_template_kwargs or {})}
         pinned = {end: KIND for end, _ in pins_of(waiting.request)}
-        return sorted({**pinned, **dict(message_marks(self.provider.tokenizer, prompt, waiting.request, options))}.items())
+        return sorted({**pinned, **dict(waiting.request.prepared.checkpoints or ())}.items())
 
     def step(self) -> None:
         """A step of the engine, and what it says to those whom it concerns. Raises what the model raised: see fail()."""

@@ -6,6 +6,7 @@ import copy
 import json
 import random
 from argparse import Namespace
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -15,16 +16,20 @@ from hypothesis import strategies as st
 from mlx_lm.server import CompletionRequest, ResponseGenerator
 from mlx_lm.tokenizer_utils import load as load_tokenizer
 
-from mlx_blockpool.server.anthropic.asked import understand
+from mlx_blockpool.server.anthropic.asked import Asked, understand
 from mlx_blockpool.server.anthropic.errors import answer_to
 from mlx_blockpool.server.anthropic.thinking import signature_of, thinking_in
 from mlx_blockpool.server.chat import Mark
 from mlx_blockpool.server.fields import InvalidRequestError
+from mlx_blockpool.server.models.provider import ModelKey
+from mlx_blockpool.server.prompts.renderer import PromptRenderer
 from mlx_blockpool.server.rendering import ChatGenerator, Counted
 from server.anthropic_agents import ADD, LOOK_UP, TEMPLATE, save_agent
 from server.serving import Client, blockpool_server
 
-OPTIONS = Namespace(temp=0.0, top_p=1.0, top_k=0, min_p=0.0, num_draft_tokens=3, chat_template_args={})
+OPTIONS = Namespace(
+    temp=0.0, top_p=1.0, top_k=0, min_p=0.0, num_draft_tokens=3, chat_template_args={}, use_default_chat_template=False
+)
 # Tools before the system text, as GLM's; a system message anywhere.
 TOOLS_FIRST = (
     "{% if tools %}<|im_start|>tools\n{% for tool in tools %}{{ tool | tojson }}{% endfor %}<|im_end|>\n{% endif %}"
@@ -34,16 +39,23 @@ TOOLS_FIRST = (
 
 
 class Tokenizing(ChatGenerator):
-    """The part of a generator that makes prompts."""
+    """The part of a generator that makes prompts, with its worker's part in this process."""
 
     def __init__(self, folder: Path) -> None:
         self.tokenizer = load_tokenizer(folder)
         self.model_provider = Namespace(processor=None, cli_args=OPTIONS)  # type: ignore[assignment]
+        self.registry = Namespace(template=Namespace(_tokenizer_config={}), loaded={})  # type: ignore[assignment]
+        self.prompts = Namespace(prepare=PromptRenderer(self.tokenizer).render)  # type: ignore[assignment]
+        self.folder = folder
 
     def ours(self, body: dict[str, Any]) -> tuple[list[int], Any]:
         """The prompt of a body, and its request."""
         asked = understand({"max_tokens": 5, **body}, OPTIONS)
-        return list(self._tokenize(self.tokenizer, asked.request, asked.arguments)[0]), asked.request
+        self.prepare(asked)
+        return asked.request.prepared.tokens, asked.request
+
+    def prepare(self, asked: Asked) -> None:
+        self._prepare(asked.request, replace(asked.arguments, model=ModelKey(str(self.folder))))
 
     def text(self, body: dict[str, Any], tokens: int | None = None) -> str:
         return str(self.tokenizer.decode(self.ours(body)[0][:tokens]))
@@ -335,7 +347,7 @@ def test_only_counting_ends_with_the_count(prompts: Tokenizing) -> None:
     tokens, _ = prompts.ours({"messages": ASKED})
     counting = understand({"messages": ASKED}, OPTIONS, counts=True)
     with pytest.raises(Counted) as counted:
-        prompts._tokenize(prompts.tokenizer, counting.request, counting.arguments)
+        prompts.prepare(counting)
     assert counted.value.tokens == len(tokens)
 
 

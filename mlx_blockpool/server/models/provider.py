@@ -67,7 +67,7 @@ class BlockpoolModelProvider(server.ModelProvider):  # type: ignore[misc]
 
         Raises whatever mlx-lm and the model's files raise.
         """
-        folder = _folder(key.model)
+        folder = local_folder(key.model)
         config = load_config(folder)
         rebind(server.ModelProvider._load, load=_load_lazily)(self, *key)
         self.config, self.folder = config, folder
@@ -93,10 +93,10 @@ class BlockpoolModelProvider(server.ModelProvider):  # type: ignore[misc]
 
 
 def _load_lazily(name: str, **options: Any) -> Any:
-    return server.load(str(_folder(name)), lazy=True, **options)
+    return server.load(str(local_folder(name)), lazy=True, **options)
 
 
-def _folder(name: str) -> Path:
+def local_folder(name: str) -> Path:
     """Where a model is, without asking the hub for news: who has found the model has."""
     path = Path(name)
     return path if path.exists() else Path(hf_repo_to_path(name))

@@ -1,0 +1,172 @@
+"""Renders and tokenizes one prompt: mlx-lm's own tokenization, how a reply has to begin, and where marks stand.
+
+Runs in a worker process, and knows nothing of pipes and limits.
+"""
+
+from __future__ import annotations
+
+import copy
+import logging
+import types
+from collections.abc import Sequence
+from dataclasses import replace
+from typing import Any
+
+from jinja2 import TemplateError
+from mlx_lm.server import CompletionRequest, ResponseGenerator, process_message_content
+
+from ...errors import RequestTooLargeError
+from ...messages import Message
+from ..chat import Mark, message_marks
+from ..mark_positions import mark_positions
+from ..marks import checkpoint_positions
+from .job import PreparedPrompt, PromptJob
+
+log = logging.getLogger(__name__)
+
+# What a normaliser of Unicode may take away: no more than this factor of the bytes.
+SHRINKING = 4
+
+
+class PromptRenderer:
+    """A tokenizer and what it makes of jobs. `longest_token`: bytes of text that one token stands for at most; None: unknown."""
+
+    def __init__(self, tokenizer: Any) -> None:
+        self.tokenizer = tokenizer
+        self.longest_token = longest_token(tokenizer)
+
+    def render(self, job: PromptJob) -> PreparedPrompt:
+        """Raises ValueError for what the model cannot do, RequestTooLargeError, and what templates and tokenizers raise."""
+        if job.request_type == "text":
+            self._check_length(job, job.prompt)
+            return self._prepared(job, self._tokenize(job))
+        begin, never = beginning(self.tokenizer, job) if job.is_chat_request else ("", None)
+        if not self.tokenizer.has_chat_template:
+            if job.is_chat_request:
+                process_message_content(job.messages)
+            self._check_length(job, "".join(str(message.get("content") or "") for message in job.messages))
+        original = copy.deepcopy(job.messages)
+        try:
+            tokenized = self._tokenize_checked(job)
+        except TemplateError as error:
+            lowered = without_later_system(original)
+            if not job.is_chat_request or lowered == original:
+                raise
+            log.debug("system messages inside of the conversation become the user's: %s", error)
+            job.messages, original = lowered, copy.deepcopy(lowered)
+            tokenized = self._tokenize_checked(job)
+        if begin:
+            tokenized = begun(self.tokenizer, tokenized, begin, "tool" if job.calls == "must" else "normal")
+        prepared = self._prepared(job, tokenized)
+        prepared.never = never
+        self._find_marks(job, original, prepared)
+        return prepared
+
+    def _tokenize(self, job: PromptJob) -> Any:
+        """mlx-lm's own, which reads the generator's options and nothing else of it."""
+        options = types.SimpleNamespace(chat_template_args=job.options)
+        generator = types.SimpleNamespace(model_provider=types.SimpleNamespace(processor=None, cli_args=options))
+        request = CompletionRequest(job.request_type, job.prompt, job.messages, job.tools, job.role_mapping)
+        arguments = types.SimpleNamespace(chat_template_kwargs=None)
+        return ResponseGenerator._tokenize(generator, self.tokenizer, request, arguments)
+
+    def _tokenize_checked(self, job: PromptJob) -> Any:
+        if job.capacity is not None and self.longest_token is not None and self.tokenizer.has_chat_template:
+            joined = copy.deepcopy(job.messages)
+            process_message_content(joined)
+            text = self.tokenizer.apply_chat_template(
+                joined, add_generation_prompt=True, tools=job.tools, tokenize=False, **job.options
+            )
+            self._check_length(job, text)
+        return self._tokenize(job)
+
+    def _check_length(self, job: PromptJob, text: str) -> None:
+        """Refuse by its bytes what is too long however it is tokenized."""
+        if job.capacity is None or self.longest_token is None or len(text) <= job.capacity:
+            return
+        least = len(text.encode("utf-8", "surrogatepass")) // self.longest_token
+        if least >= job.capacity:
+            raise RequestTooLargeError(least + 1, job.capacity)
+
+    def _prepared(self, job: PromptJob, tokenized: Any) -> PreparedPrompt:
+        prompt, segments, kinds, initial_state, _ = tokenized
+        if job.capacity is not None and len(prompt) + 1 > job.capacity:
+            raise RequestTooLargeError(len(prompt) + 1, job.capacity)
+        encode = self.tokenizer.encode
+        prepared = PreparedPrompt(list(prompt), [len(segment) for segment in segments], list(kinds), initial_state)
+        prepared.stops = [(list(encode(word, add_special_tokens=False)), word) for word in job.stop_words]
+        if self.tokenizer.has_tool_calling:
+            prepared.call = self.tokenizer.tool_call_start, self.tokenizer.tool_call_end or ""
+        return prepared
+
+    def _find_marks(self, job: PromptJob, original: list[Message], prepared: PreparedPrompt) -> None:
+        marks: list[Mark] = [*(Mark(None, tools, seconds) for tools, seconds in job.tool_marks), *message_marks(original)]
+        if marks and self.tokenizer.has_chat_template:
+            prepared.marks = mark_positions(self.tokenizer, prepared.tokens, original, job.tools, marks, job.options)
+        if job.checkpoints:
+            prepared.checkpoints = checkpoint_positions(self.tokenizer, prepared.tokens, job.messages, job.tools, job.options)
+
+
+def longest_token(tokenizer: Any) -> int | None:
+    """Bytes of text that one token stands for at most. None for tokenizers that may write any text as one unknown token."""
+    backend = getattr(tokenizer, "backend_tokenizer", None)
+    if backend is None or "ByteLevel" not in str(backend.pre_tokenizer) or type(backend.model).__name__ != "BPE":
+        return None
+    # Letters of a byte-level vocabulary stand for one byte each; added tokens are text.
+    longest = max((len(token.encode()) for token in tokenizer.get_vocab()), default=1)
+    return longest if backend.normalizer is None else longest * SHRINKING
+
+
+def without_later_system(messages: list[Message]) -> list[Message]:
+    """The same chat for a template that takes a system message at the beginning only: others join the user's text before them."""
+    lowered: list[Message] = []
+    for message in messages:
+        last = lowered[-1]["role"] if lowered else None
+        if message["role"] == "system" and last not in (None, "system"):
+            message = {**message, "role": "user"}
+        if message["role"] == last and last in ("user", "system"):
+            before, added = (parts_of(m["content"]) for m in (lowered[-1], message))
+            lowered[-1] = {**lowered[-1], **message, "content": [*before, {"type": "text", "text": "\n\n"}, *added]}
+        else:
+            lowered.append(message)
+    return lowered
+
+
+def parts_of(content: Any) -> list[dict[str, Any]]:
+    """The content of a message in parts."""
+    return [{"type": "text", "text": content}] if isinstance(content, str) else list(content or ())
+
+
+def beginning(tokenizer: Any, job: Any) -> tuple[str, int | None]:
+    """(the text that the reply has to begin with, the token that must not be drawn so that no call begins).
+
+    `job`: a PromptJob or ChatRequest, whose tools are taken out where that is the only way to have no calls.
+    Raises ValueError where a call is needed and the model cannot be made to begin one.
+    """
+    never = None
+    if job.calls == "never" and job.tools:
+        start: Sequence[int] = list(tokenizer.tool_call_start_tokens or ())
+        if len(start) == 1:
+            # The tools stay in the prompt, whose beginning is known with them.
+            never = start[0]
+        else:
+            job.tools = None
+    if job.calls != "must":
+        return job.begin, never
+    goes_elsewhere = any(dst == "tool" for edges in tokenizer.response_transitions.values() for _, dst in edges)
+    if not tokenizer.has_tool_calling or goes_elsewhere:
+        raise ValueError("tool_choice: this model cannot be made to call a tool; 'auto' and 'none' are supported")
+    return f"{job.begin}{tokenizer.tool_call_start}", never
+
+
+def begun(tokenizer: Any, tokenized: Any, begin: str, state: str) -> Any:
+    """The tokenized prompt with the beginning of the reply behind it; what the template has begun to think ends first."""
+    prompt, segments, kinds, initial_state, vision = tokenized
+    if initial_state == "reasoning":
+        begin = f"{tokenizer.think_end}\n\n{begin}"
+    elif initial_state != "normal" and state == "normal":
+        state = initial_state
+    added = list(tokenizer.encode(begin, add_special_tokens=False))
+    if vision is not None:
+        vision = replace(vision, cache_key=[*vision.cache_key, *added])
+    return [*prompt, *added], [*segments[:-1], [*segments[-1], *added]], kinds, state, vision

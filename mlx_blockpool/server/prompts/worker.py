@@ -1,0 +1,210 @@
+"""A prompt worker's process: loads tokenizers, renders one prompt after the other, and ends with the server.
+
+main() is given the descriptor of a socket and a mode. "fork": it forks a worker for each connection that is sent over the
+socket. "serve": it is a worker itself, on that socket. The processor time and the memory of each job are bounded by the kernel,
+whatever its code does.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import gc
+import logging
+import os
+import pickle
+import resource
+import signal
+import socket
+import sys
+import warnings
+from collections import OrderedDict
+from collections.abc import Iterator
+from multiprocessing.connection import Connection
+from pathlib import Path
+from typing import Any
+
+from mlx_lm.tokenizer_utils import TokenizerWrapper
+from mlx_lm.utils import load_config, load_tokenizer
+
+from ...errors import PromptError
+from .job import OUT_OF_TIME, Limits, PromptJob, TokenizerSource, pack_error
+from .renderer import PromptRenderer
+
+log = logging.getLogger(__name__)
+
+# Tokenizers that a worker keeps.
+MOST_TOKENIZERS = 4
+# A job whose code does not let Python's own limit end it is ended by the kernel after so many seconds more.
+GRACE_SECONDS = 2
+# A worker that has needed this part of its memory for a job makes place for a fresh one.
+WORN = 0.25
+
+
+class OutOfTimeError(BaseException):
+    """Raised where a job has used up its time; nobody's `except Exception` holds it."""
+
+
+class Tokenizers:
+    """The tokenizers used last. One whose files have changed is loaded anew."""
+
+    def __init__(self) -> None:
+        self._renderers: OrderedDict[Any, PromptRenderer] = OrderedDict()
+
+    def get(self, source: TokenizerSource) -> PromptRenderer:
+        """Raises whatever mlx-lm and the files raise."""
+        key = source.folder, repr(source.config), source.use_default_chat_template, _stamp(Path(source.folder))
+        if key not in self._renderers:
+            self._renderers[key] = PromptRenderer(_load(source))
+            while len(self._renderers) > MOST_TOKENIZERS:
+                self._renderers.popitem(last=False)
+        self._renderers.move_to_end(key)
+        return self._renderers[key]
+
+
+def serve(connection: Connection) -> None:
+    """Answer jobs until the server has closed its end."""
+    signal.signal(signal.SIGINT, signal.SIG_IGN)
+    signal.signal(signal.SIGTERM, signal.SIG_DFL)
+    signal.signal(signal.SIGPROF, _out_of_time)
+    tokenizers = Tokenizers()
+    fresh = _resident_bytes()
+    connection.send(os.getpid())
+    while True:
+        limits, job = pickle.loads(connection.recv_bytes())
+        answer = _answer(tokenizers, limits, job)
+        connection.send_bytes(answer)
+        if _resident_bytes() - fresh > WORN * limits.memory_bytes:
+            gc.collect()
+            return
+
+
+def _answer(tokenizers: Tokenizers, limits: Limits, job: PromptJob) -> bytes:
+    try:
+        with _memory(limits.memory_bytes):
+            with _processor_time(limits.load_seconds):
+                renderer = tokenizers.get(job.source)
+            with _processor_time(limits.seconds):
+                return renderer.render(job).pack()
+    except OutOfTimeError:
+        return OUT_OF_TIME
+    except MemoryError:
+        return pack_error(PromptError(f"The prompt needs more than {limits.memory_bytes:,} bytes of memory to be rendered."))
+    except Exception as error:
+        # Templates and tokenizers are other people's code.
+        log.debug("the prompt cannot be rendered", exc_info=True)
+        return pack_error(error)
+
+
+def _load(source: TokenizerSource) -> TokenizerWrapper:
+    """As mlx-lm's ModelProvider does."""
+    folder = Path(source.folder)
+    end = load_config(folder).get("eos_token_id", None)
+    tokenizer = load_tokenizer(folder, dict(source.config), eos_token_ids=end)
+    if source.use_default_chat_template and tokenizer.chat_template is None:
+        tokenizer.chat_template = tokenizer.default_chat_template
+    return tokenizer
+
+
+def _stamp(folder: Path) -> tuple[tuple[str, int, int], ...]:
+    """What changes when a file beside the weights does."""
+    found = []
+    with os.scandir(folder) as entries:
+        for entry in entries:
+            if not entry.name.endswith(".safetensors"):
+                with contextlib.suppress(OSError):
+                    status = entry.stat()
+                    found.append((entry.name, status.st_size, status.st_mtime_ns))
+    return tuple(sorted(found))
+
+
+# -- limits ------------------------------------------------------------------------------------------------------------
+
+
+def _out_of_time(*_: Any) -> None:
+    raise OutOfTimeError
+
+
+@contextlib.contextmanager
+def _processor_time(seconds: float) -> Iterator[None]:
+    """Raises OutOfTimeError once the block has run so long; code that does not return to Python ends with the process."""
+    used = resource.getrusage(resource.RUSAGE_SELF)
+    hard = int(used.ru_utime + used.ru_stime + seconds) + GRACE_SECONDS
+    _, most = resource.getrlimit(resource.RLIMIT_CPU)
+    resource.setrlimit(resource.RLIMIT_CPU, (hard if most == resource.RLIM_INFINITY else min(hard, most), most))
+    signal.setitimer(signal.ITIMER_PROF, seconds, 1.0)
+    try:
+        yield
+    finally:
+        signal.setitimer(signal.ITIMER_PROF, 0)
+        resource.setrlimit(resource.RLIMIT_CPU, (most, most))
+
+
+@contextlib.contextmanager
+def _memory(size: int) -> Iterator[None]:
+    """MemoryError where the block takes so many bytes more than there are now. macOS sets no such limit; the server looks."""
+    before, most = resource.getrlimit(resource.RLIMIT_AS)
+    taken = _address_bytes()
+    if taken is not None:
+        limit = taken + size
+        resource.setrlimit(resource.RLIMIT_AS, (limit if most == resource.RLIM_INFINITY else min(limit, most), most))
+    try:
+        yield
+    finally:
+        resource.setrlimit(resource.RLIMIT_AS, (before, most))
+
+
+def _address_bytes() -> int | None:
+    """Bytes of the address space in use; None where the system does not say."""
+    try:
+        return int(Path("/proc/self/statm").read_text().split()[0]) * resource.getpagesize()
+    except OSError:
+        return None
+
+
+def _resident_bytes() -> int:
+    """The most memory that this process has had."""
+    peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
+    return peak if sys.platform == "darwin" else peak * 1024
+
+
+# -- the process -------------------------------------------------------------------------------------------------------
+
+
+def fork_workers(control: socket.socket) -> None:
+    """Fork a worker for each connection that arrives, until the server has closed its end."""
+    signal.signal(signal.SIGINT, signal.SIG_IGN)
+    # The kernel takes ended workers away.
+    signal.signal(signal.SIGCHLD, signal.SIG_IGN)
+    # Libraries have started threads that no worker uses.
+    warnings.simplefilter("ignore", DeprecationWarning)
+    gc.freeze()
+    while True:
+        data, descriptors, _, _ = socket.recv_fds(control, 1, 1)
+        if not data:
+            return
+        if os.fork() == 0:
+            control.close()
+            signal.signal(signal.SIGCHLD, signal.SIG_DFL)
+            _serve_and_exit(Connection(descriptors[0]))
+        os.close(descriptors[0])
+
+
+def _serve_and_exit(connection: Connection) -> None:
+    try:
+        serve(connection)
+    except (EOFError, OSError):
+        pass
+    finally:
+        # Other people's code must not run again at the end.
+        os._exit(0)
+
+
+def main(descriptor: int, mode: str) -> None:
+    """The whole life of a process; it never returns."""
+    resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
+    logging.basicConfig(level=logging.WARNING, format="%(asctime)s - %(levelname)s - %(message)s")
+    if mode == "fork":
+        with contextlib.suppress(OSError):
+            fork_workers(socket.socket(fileno=descriptor))
+        os._exit(0)
+    _serve_and_exit(Connection(descriptor))

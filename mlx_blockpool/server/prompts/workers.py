@@ -1,0 +1,276 @@
+"""PromptWorkers: has prompts rendered by worker processes, small ones beside large ones. Any thread may ask.
+
+A worker that takes too long, too much memory, or ends is replaced; what others have asked goes on. Workers hold tokenizers and no
+other state.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import functools
+import heapq
+import itertools
+import logging
+import os
+import pickle
+import signal
+import socket
+import subprocess
+import sys
+import threading
+import time
+from collections.abc import Iterator
+from dataclasses import replace
+from multiprocessing.connection import Connection
+from pathlib import Path
+
+from ...config import PromptConfig
+from ...errors import PromptError
+from .job import OUT_OF_TIME, Limits, PreparedPrompt, PromptJob, unpack
+
+log = logging.getLogger(__name__)
+
+# A waiting job lets smaller ones pass that arrive within this time for each MB that it is larger.
+SECONDS_PER_MB = 10.0
+# A job whose worker gets no time on the processor is given up after this many times its seconds.
+PATIENCE = 10
+LOOK_SECONDS = 0.1
+START_SECONDS = 120.0
+# Most systems lend their processes to forks; on macOS a library that has used the system's services does not survive one.
+FORKS = sys.platform != "darwin"
+
+
+class WorkerEndedError(Exception):
+    """A worker's process is gone."""
+
+
+class ForkServer:
+    """A process that has imported what workers need, and forks one in milliseconds."""
+
+    def __init__(self) -> None:
+        self._changing = threading.Lock()
+        self._control: socket.socket | None = None
+
+    def connect(self) -> Connection:
+        """A connection to a worker of one's own."""
+        ours, theirs = socket.socketpair()
+        with self._changing, theirs:
+            for _ in range(2):
+                if self._control is None:
+                    self._control = _start("fork")
+                try:
+                    socket.send_fds(self._control, [b"w"], [theirs.fileno()])
+                    break
+                except OSError:
+                    # Somebody has ended it.
+                    self._control.close()
+                    self._control = None
+        return Connection(ours.detach())
+
+
+def _start(mode: str) -> socket.socket:
+    """A process of the worker's module; what it ends with is this socket, however this process ends."""
+    ours, theirs = socket.socketpair()
+    with theirs:
+        # The same modules as here, wherever they were found, and nothing of the working directory.
+        code = (
+            f"import sys; sys.path[:] = {sys.path!r}; "
+            f"from mlx_blockpool.server.prompts.worker import main; main({theirs.fileno()}, {mode!r})"
+        )
+        # What a library has to say when it starts, the server has said.
+        environment = {**os.environ, "TRANSFORMERS_VERBOSITY": "error", "TOKENIZERS_PARALLELISM": "false"}
+        command = [sys.executable, "-c", code]
+        process = subprocess.Popen(command, stdin=subprocess.DEVNULL, pass_fds=[theirs.fileno()], env=environment)
+    threading.Thread(target=process.wait, name="prompt-worker-end", daemon=True).start()
+    return ours
+
+
+@functools.cache
+def fork_server() -> ForkServer:
+    """The one of this process, which all its servers share."""
+    return ForkServer()
+
+
+class PromptWorker:
+    """One worker process, as its server sees it. Used by one thread at a time."""
+
+    def __init__(self) -> None:
+        self._connection = fork_server().connect() if FORKS else Connection(_start("serve").detach())
+        self._pid: int | None = None
+
+    def ask(self, data: bytes, seconds: float, memory_bytes: int) -> bytes:
+        """The answer to a packed job; OUT_OF_TIME if it took too long.
+
+        Raises WorkerEndedError, and PromptError for too much memory.
+        """
+        try:
+            if self._pid is None:
+                if not self._connection.poll(START_SECONDS):
+                    raise WorkerEndedError
+                self._pid = self._connection.recv()
+            self._connection.send_bytes(data)
+            until = time.monotonic() + seconds
+            while not self._connection.poll(LOOK_SECONDS):
+                if time.monotonic() > until:
+                    self.close()
+                    return OUT_OF_TIME
+                if resident_bytes(self._pid) > memory_bytes:
+                    self.close()
+                    raise PromptError(f"The prompt needs more than {memory_bytes:,} bytes of memory to be rendered.")
+            return self._connection.recv_bytes()
+        except (EOFError, OSError) as error:
+            self.close()
+            raise WorkerEndedError from error
+
+    @property
+    def closed(self) -> bool:
+        return self._connection.closed
+
+    def end(self) -> None:
+        """End the process, whatever it is at; it may have ended. Any thread may do this."""
+        if self._pid is not None and not self.closed and not self._has_ended():
+            with contextlib.suppress(OSError):
+                os.kill(self._pid, signal.SIGKILL)
+
+    def close(self) -> None:
+        """End the process; a worker that was never asked ends with its connection."""
+        self.end()
+        self._connection.close()
+
+    def _has_ended(self) -> bool:
+        """Whether its end of the pipe is closed; its number may be another process's by then."""
+        with socket.socket(fileno=os.dup(self._connection.fileno())) as pipe:
+            try:
+                return pipe.recv(1, socket.MSG_PEEK | socket.MSG_DONTWAIT) == b""
+            except BlockingIOError:
+                return False
+            except OSError:
+                return True
+
+
+def resident_bytes(pid: int) -> int:
+    """Memory of a process; 0 where the system does not say."""
+    try:
+        return int(Path(f"/proc/{pid}/statm").read_text().split()[1]) * os.sysconf("SC_PAGE_SIZE")
+    except (OSError, ValueError, IndexError):
+        if sys.platform != "darwin":
+            return 0
+    said = subprocess.run(["ps", "-o", "rss=", "-p", str(pid)], capture_output=True, text=True, check=False).stdout.strip()
+    return int(said) * 1024 if said.isdecimal() else 0
+
+
+class Lane:
+    """Workers for jobs of one kind, and the jobs that wait for one."""
+
+    def __init__(self, workers: int, seconds: float, config: PromptConfig) -> None:
+        self.seconds = seconds
+        self._config = config
+        self._free = workers
+        self._idle: list[PromptWorker] = []
+        self._busy: set[PromptWorker] = set()
+        self._waiting: list[tuple[float, int]] = []
+        self._numbers = itertools.count()
+        self._changed = threading.Condition()
+        self._closed = False
+
+    def run(self, job: PromptJob, data: bytes) -> bytes | None:
+        """A worker's answer; None if the job took too long. Raises PromptError, and RuntimeError when the server stops."""
+        for _ in range(2):
+            with self._turn(len(data)) as worker:
+                try:
+                    answer = worker.ask(data, self._patience, self._config.memory_bytes)
+                    return None if answer == OUT_OF_TIME else answer
+                except WorkerEndedError:
+                    # It was worn out, or this job has ended it: the second time it was the job.
+                    log.info("a prompt worker has ended; a new one takes its job")
+        limit = f"{self.seconds:g} seconds or {self._config.memory_bytes:,} bytes of memory"
+        raise PromptError(
+            f"The process that rendered the prompt ended twice: it needs more than {limit}, or breaks the tokenizer."
+        )
+
+    @property
+    def _patience(self) -> float:
+        return PATIENCE * self.seconds + self._config.load_seconds
+
+    @contextlib.contextmanager
+    def _turn(self, size: int) -> Iterator[PromptWorker]:
+        """A worker, when it is this job's turn."""
+        place = time.monotonic() + size / 1e6 * SECONDS_PER_MB, next(self._numbers)
+        with self._changed:
+            heapq.heappush(self._waiting, place)
+            while not self._closed and (self._waiting[0] != place or not self._free):
+                self._changed.wait()
+            self._waiting.remove(place)
+            heapq.heapify(self._waiting)
+            if self._closed:
+                raise RuntimeError("The server is shutting down.")
+            self._free -= 1
+            worker = self._idle.pop() if self._idle else None
+            self._changed.notify_all()
+        try:
+            worker = worker or PromptWorker()
+            with self._changed:
+                self._busy.add(worker)
+            yield worker
+        finally:
+            self._give_back(worker)
+
+    def _give_back(self, worker: PromptWorker | None) -> None:
+        with self._changed:
+            self._free += 1
+            if worker is not None:
+                self._busy.discard(worker)
+                if self._closed:
+                    worker.close()
+                elif not worker.closed:
+                    self._idle.append(worker)
+            self._changed.notify_all()
+
+    def start(self) -> None:
+        """Have a worker ready for the first job."""
+        with self._changed:
+            self._idle.append(PromptWorker())
+
+    def close(self) -> None:
+        """End all workers; whoever waits is told."""
+        with self._changed:
+            self._closed = True
+            for worker in self._busy:
+                worker.end()
+            while self._idle:
+                self._idle.pop().close()
+            self._changed.notify_all()
+
+
+class PromptWorkers:
+    """Renders prompts in worker processes. A small prompt never waits behind a large one."""
+
+    def __init__(self, config: PromptConfig) -> None:
+        self.config = config
+        self.counts = {"prompts": 0, "slow": 0}
+        self._small = Lane(1, config.small_seconds, config)
+        self._large = Lane(config.large_workers, config.seconds, config)
+        self._small.start()
+
+    def prepare(self, job: PromptJob) -> PreparedPrompt:
+        """Raises PromptError for what cannot be rendered, RequestTooLargeError, and RuntimeError when the server stops."""
+        self.counts["prompts"] += 1
+        answer = None
+        for lane in (self._small, self._large):
+            data = self._packed(job, lane.seconds)
+            if lane is self._small and len(data) > self.config.small_bytes:
+                continue
+            answer = lane.run(job, data)
+            if answer is not None:
+                return unpack(answer)
+            self.counts["slow"] += 1
+        raise PromptError(f"The prompt takes more than {self.config.seconds:g} seconds to be rendered and tokenized. Shorten it.")
+
+    def close(self) -> None:
+        """End all workers."""
+        self._small.close()
+        self._large.close()
+
+    def _packed(self, job: PromptJob, seconds: float) -> bytes:
+        limits = Limits(self.config.load_seconds, seconds, self.config.memory_bytes)
+        return pickle.dumps((limits, replace(job)), pickle.HIGHEST_PROTOCOL)
