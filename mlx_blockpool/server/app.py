@@ -108,9 +108,7 @@ def make_generator(model_provider: BlockpoolModelProvider) -> ChatGenerator:
         max_members=args.decode_concurrency,
         max_positions=args.max_positions,
     )
-    store = None
-    if not args.no_store:
-        store = StoreConfig(args.store_dir, args.store_bytes, args.store_bits, model_bytes=args.store_model_bytes)
+    store = _store_config(args)
     try:
         normalisers = Normalisers(make_plugin_manager(), args.normalise)
     except ValueError as error:
@@ -134,6 +132,13 @@ def make_generator(model_provider: BlockpoolModelProvider) -> ChatGenerator:
     )
     generator.warm_up = begin_warm_up(generator, prompts)
     return generator
+
+
+def _store_config(args: Any) -> StoreConfig | None:
+    """None: nothing is kept on disk."""
+    if args.no_store:
+        return None
+    return StoreConfig(args.store_dir, args.store_bytes, args.store_bits, model_bytes=args.store_model_bytes)
 
 
 def _leave(status: int) -> int:
