@@ -113,12 +113,6 @@ def make_generator(model_provider: BlockpoolModelProvider) -> ChatGenerator:
         normalisers = Normalisers(make_plugin_manager(), args.normalise)
     except ValueError as error:
         raise BlockpoolError(f"--normalise: {error}") from error
-    models = ModelsConfig(
-        max_models=args.max_models,
-        patience_seconds=args.swap_patience,
-        idle_seconds=args.idle_unload,
-        allowed=args.allow_models,
-    )
     guard = Guard(guard_config(args))
     prompts = [] if args.warm_up is None else read_prompts(args.warm_up)
     generator = ChatGenerator(
@@ -126,7 +120,7 @@ def make_generator(model_provider: BlockpoolModelProvider) -> ChatGenerator:
         lambda: ServerPromptCache(args, pool, store),
         engine,
         normalisers,
-        models,
+        _models_config(args),
         guard,
         prompts=PromptConfig(template_kwargs=args.allow_template_kwargs),
     )
@@ -139,6 +133,15 @@ def _store_config(args: Any) -> StoreConfig | None:
     if args.no_store:
         return None
     return StoreConfig(args.store_dir, args.store_bytes, args.store_bits, model_bytes=args.store_model_bytes)
+
+
+def _models_config(args: Any) -> ModelsConfig:
+    return ModelsConfig(
+        max_models=args.max_models,
+        patience_seconds=args.swap_patience,
+        idle_seconds=args.idle_unload,
+        allowed=args.allow_models,
+    )
 
 
 def _leave(status: int) -> int:
