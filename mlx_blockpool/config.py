@@ -133,7 +133,13 @@ class ModelsConfig:
     linger_seconds:    a model with nothing to do is kept from those that wait for another as long as the last change took, but no
                        longer than this: an agent that has its answer soon asks again.
     idle_seconds:      a model that nobody asked for so long is unloaded; None: never.
-    allowed:           beside the default model only these are loaded; None: any.
+    allowed:           beside the default model only these are loaded, and what is in them where they are folders of models;
+                       None: whatever is downloaded.
+    downloads:         a request may have a model downloaded.
+    download_seconds:  the hub has to answer within this time.
+    aliases:           other names of models, (name, model) each; None: names that nobody knows are those of the default model
+                       where it alone is served.
+    build_seconds:     a model whose layers cannot be set up within this time is refused.
     retry_seconds:     a model that could not be loaded though its files were right is not tried again for so long.
     piece_bytes:       weights are read in pieces of this size, between which other loaded models go on.
     """
@@ -143,6 +149,10 @@ class ModelsConfig:
     linger_seconds: float = 2.0
     idle_seconds: float | None = None
     allowed: tuple[str, ...] | None = None
+    downloads: bool = False
+    download_seconds: float = 5.0
+    aliases: tuple[tuple[str, str], ...] | None = None
+    build_seconds: float = 20.0
     retry_seconds: float = 30.0
     piece_bytes: int = 256 * 10**6
 

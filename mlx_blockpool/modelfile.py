@@ -14,8 +14,9 @@ from pathlib import Path
 from typing import Any
 
 from .calculator import Weights, parts
+from .claims import MAX_CONFIG_BYTES, MAX_INDEX_BYTES, check_claims, read_json
 from .demo import model_path
-from .errors import BlockpoolError, PluginError, SpecError
+from .errors import BadModelError, BlockpoolError, PluginError, SpecError
 from .plugins import spec_from_config
 from .spec import FullLayer, ModelCacheSpec
 
@@ -93,8 +94,9 @@ def find(model: str) -> ModelFile:
 def spec_of(found: ModelFile) -> ModelCacheSpec:
     """Raises SpecError if config.json says too little, or nobody knows the model."""
     try:
+        check_claims(found.config, found.name)
         return _checked(spec_from_config(found.config, found.name))
-    except (SpecError, PluginError) as error:
+    except (SpecError, PluginError, BadModelError) as error:
         # mlx-lm's own messages may have several lines.
         said = " ".join(str(error).split()).rstrip(".")
         raise SpecError(
@@ -129,6 +131,8 @@ def _estimate(config: dict[str, Any]) -> Weights:
 def _data_bytes(path: Path) -> int | None:
     """Bytes of the arrays in a safetensors file; None if it is none, such as a pointer that git-lfs left."""
     try:
+        if not path.is_file():
+            return None
         with open(path, "rb") as file:
             header = int.from_bytes(file.read(8), "little")
         size = os.path.getsize(path) - 8 - header
@@ -141,7 +145,7 @@ def _data_bytes(path: Path) -> int | None:
 def _read_index(path: Path) -> dict[str, Any]:
     """Its metadata and weight_map; empty if they are not there."""
     try:
-        found = json.loads(path.read_text(encoding="utf-8"))
+        found = read_json(path, MAX_INDEX_BYTES)
     except (OSError, ValueError):
         return {}
     parts = {key: found.get(key) for key in ("metadata", "weight_map")} if isinstance(found, dict) else {}
@@ -180,7 +184,7 @@ def _downloaded(model: str) -> Path:
 
 def _read_config(path: Path) -> dict[str, Any]:
     try:
-        config = json.loads(path.read_text(encoding="utf-8"))
+        config = read_json(path, MAX_CONFIG_BYTES)
     except (OSError, ValueError) as error:
         raise BlockpoolError(f"Cannot read {path}: {error}. Needed the config.json of a model.") from error
     if not isinstance(config, dict):

@@ -34,6 +34,8 @@ from ..upstream import rebind
 from .agents.warm_up import begin_warm_up, read_prompts
 from .guard import Guard
 from .handler import BlockpoolHandler
+from .models.catalog import Catalog
+from .models.inspection import inspect
 from .models.provider import BlockpoolModelProvider
 from .normalise import Normalisers
 from .prompt_cache import ServerPromptCache
@@ -76,6 +78,9 @@ def run(host: str, port: int, model_provider: BlockpoolModelProvider, **http: An
         Guard(guard_config(model_provider.cli_args)).check_bind()
     except OSError as error:
         raise BlockpoolError(f"Cannot listen on {host}, port {port}: {error}. Choose another --host.") from error
+    # As long as nothing is open there is nothing to end in order, also in the middle of a download.
+    signal.signal(signal.SIGTERM, lambda *_: _leave(0))
+    look_at_default(model_provider)
     signal.signal(signal.SIGTERM, _interrupt)
     generator = make_generator(model_provider)
     try:
@@ -89,6 +94,21 @@ def run(host: str, port: int, model_provider: BlockpoolModelProvider, **http: An
     finally:
         generator.stop_and_join()
     logging.info("Server stopped.")
+
+
+def look_at_default(model_provider: BlockpoolModelProvider) -> None:
+    """Check the files of the model that is to be served, and download them where they are not there.
+
+    Raises BlockpoolError if it cannot be served.
+    """
+    config = _models_config(model_provider.cli_args)
+    catalog = Catalog(model_provider, config)
+    if catalog.default is None:
+        return
+    try:
+        inspect(catalog.default, catalog, config, model_provider.cli_args.trust_remote_code)
+    except BlockpoolError as error:
+        raise BlockpoolError(f"Cannot serve {model_provider.cli_args.model}: {error}") from error
 
 
 def make_generator(model_provider: BlockpoolModelProvider) -> ChatGenerator:
@@ -124,6 +144,7 @@ def make_generator(model_provider: BlockpoolModelProvider) -> ChatGenerator:
         guard,
         prompts=PromptConfig(template_kwargs=args.allow_template_kwargs),
     )
+    generator.registry.catalog.log_names()
     generator.warm_up = begin_warm_up(generator, prompts)
     return generator
 
@@ -141,6 +162,8 @@ def _models_config(args: Any) -> ModelsConfig:
         patience_seconds=args.swap_patience,
         idle_seconds=args.idle_unload,
         allowed=args.allow_models,
+        downloads=args.allow_downloads,
+        aliases=args.model_aliases,
     )
 
 
@@ -286,12 +309,29 @@ def _add_model_options(add: Callable[..., Any]) -> None:
         "--allow-models",
         type=lambda text: tuple(name for name in text.split(",") if name),
         metavar="NAMES",
-        help="Folders and ids that requests may name, separated by commas, beside --model (default: any)",
+        help="Folders, folders of models and hub ids that requests may name beside --model, separated by commas "
+        "(default: what is downloaded)",
+    )
+    add("--allow-downloads", action="store_true", help="Let requests have models downloaded from the hub")
+    add(
+        "--model-aliases",
+        type=_aliases,
+        metavar="NAMES",
+        help="Other names for models, as NAME=MODEL,..; off: none. Default: where one model is served it also answers to names "
+        "that nobody knows, such as sonnet or gpt-4o",
     )
 
 
 def _most_tokens(text: str) -> int:
     return WHAT_FITS if text == "auto" else _count(text)
+
+
+def _aliases(text: str) -> tuple[tuple[str, str], ...]:
+    """'sonnet=some/model,..', or off."""
+    pairs = [] if text == "off" else [part.partition("=") for part in text.split(",") if part]
+    if not all(name and model for name, _, model in pairs):
+        raise argparse.ArgumentTypeError(f"{text} is neither off nor NAME=MODEL,..")
+    return tuple((name, model) for name, _, model in pairs)
 
 
 def _positions(text: str) -> int:

@@ -98,11 +98,11 @@ class Asking:
     def _conversation(self, request: Any, wanted: Any) -> str | None:
         """None where no model is found; the generator says why."""
         try:
-            key = self._generator.registry.template.key_of(wanted)
+            key = self._generator.registry.catalog.key_of(wanted)
         except (OSError, ValueError):
             return None
         # As the client sent it: what the model is to see has its dates elsewhere.
-        return by_content.name_of(key or (), request.messages, self.known_normalisers)
+        return by_content.name_of(key, request.messages, self.known_normalisers)
 
     def refused(self, error: Exception) -> None:
         """The request has failed, or will not be asked at all; told twice it is the same failure."""

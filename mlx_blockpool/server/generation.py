@@ -139,7 +139,7 @@ class BlockpoolGenerator(ResponseGenerator):  # type: ignore[misc]
             key = self.registry.default()
             if key is None:
                 return None
-            self.registry.find(key)
+            self.registry.look_at(key)
             change = self.registry.begin_with(key)
             while not self._stop and self.registry.advance(self._waiting) is None:
                 pass

@@ -24,7 +24,7 @@ def main(old: str, new: str) -> None:
         enter(self, stage)
 
     body = {"messages": [{"role": "user", "content": "word " * 100}], "max_tokens": 4}
-    with blockpool_server(old, "--pool-bytes", "60MB") as ours:
+    with blockpool_server(old, "--allow-models", str(new), "--pool-bytes", "60MB") as ours:
         assert ours.send("/v1/chat/completions", body)[0] == 200
         ours.settle()
         before, own = mx.get_active_memory(), ours.send("/admin/models")[1]["models"][0]

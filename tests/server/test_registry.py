@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import threading
 import types
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -58,6 +59,11 @@ def states(client: Client) -> dict[str, str]:
     return {model["id"]: model["mlx_blockpool"]["state"] for model in client.send("/v1/models")[1]["data"]}
 
 
+def beside(models: Sequence[Path]) -> tuple[str, str]:
+    """The option that lets requests name the models in a folder."""
+    return "--allow-models", str(models[0].parent)
+
+
 def cached(answer: dict[str, Any]) -> int:
     usage = answer.get("usage", answer)
     return int(usage["prompt_tokens_details"]["cached_tokens"])
@@ -78,7 +84,7 @@ def test_agents_of_two_models_take_turns_under_load(two: tuple[Path, Path], expe
     """Each round all six ask at once, so that each round swaps: A, B; B, A; A, B."""
     talks = [new_talks() for _ in two]
     pairs = [(m, a) for a in range(AGENTS) for m in range(2)]
-    with blockpool_server(two[0], "--pool-bytes", "60MB", "--store-dir", str(tmp_path)) as ours:
+    with blockpool_server(two[0], *beside(two), "--pool-bytes", "60MB", "--store-dir", str(tmp_path)) as ours:
         before: dict[tuple[int, int], int] = {}
         for _ in range(TURNS):
             usages = at_once([lambda m=m, a=a: turn(ours, talks[m][a], a, two[m]) for m, a in pairs])
@@ -96,7 +102,7 @@ def test_agents_of_two_models_take_turns_under_load(two: tuple[Path, Path], expe
 
 def test_waiting_requests_are_grouped_by_model(two: tuple[Path, Path]) -> None:
     """Twelve at once, A and B in turn: nobody is swapped for more than once."""
-    with blockpool_server(two[0], "--pool-bytes", "60MB") as ours:
+    with blockpool_server(two[0], *beside(two), "--pool-bytes", "60MB") as ours:
         jobs = [
             lambda n=n: ours.chat([{"role": "user", "content": f"Number {n}"}], max_tokens=8, model=str(two[n % 2]))
             for n in range(12)
@@ -110,12 +116,13 @@ def test_waiting_requests_are_grouped_by_model(two: tuple[Path, Path]) -> None:
 def test_two_models_side_by_side_are_never_swapped(two: tuple[Path, Path], expected: list[list[Talk]], tmp_path: Path) -> None:
     talks = [new_talks() for _ in two]
     pairs = [(m, a) for a in range(AGENTS) for m in range(2)]
-    with blockpool_server(two[0], "--max-models", "2", "--pool-bytes", "60MB", "--store-dir", str(tmp_path)) as ours:
+    stored = ("--pool-bytes", "60MB", "--store-dir", str(tmp_path))
+    with blockpool_server(two[0], *beside(two), "--max-models", "2", *stored) as ours:
         for _ in range(TURNS):
             at_once([lambda m=m, a=a: turn(ours, talks[m][a], a, two[m]) for m, a in pairs])
         ours.settle()
         assert counts(ours) == {"loads": 2, "unloads": 0, "swaps": 0, "failures": 0}
-        assert set(states(ours).values()) == {"loaded"}
+        assert [states(ours)[name] for name in ("one", "two", "default_model")] == ["loaded"] * 3
         report = ours.send("/v1/cache")[1]
     assert talks == expected
     assert [own["pool_bytes"] for own in report["models"].values()] == [30_000_000, 30_000_000]
@@ -125,16 +132,16 @@ def test_two_models_side_by_side_are_never_swapped(two: tuple[Path, Path], expec
 def test_the_third_model_takes_the_place_of_the_one_used_longest_ago(two: tuple[Path, Path], tmp_path: Path) -> None:
     third = save_model(tmp_path / "third", "llama", seed=3)
     one, other = two
-    with blockpool_server(one, "--max-models", "2", "--pool-bytes", "60MB") as ours:
+    with blockpool_server(one, "--allow-models", f"{one},{other},{third}", "--max-models", "2", "--pool-bytes", "60MB") as ours:
         for model in (one, other, one, third):
             ours.chat([{"role": "user", "content": "Hello"}], max_tokens=2, model=str(model))
         found = states(ours)
-        assert {found[str(m)] for m in (one, third)} == {"loaded"}
-        assert found.get(str(other), "available") == "available"
+        assert {found[m.name] for m in (one, third)} == {"loaded"}
+        assert found[other.name] == "available"
 
 
 def test_a_folder_is_one_model_however_it_is_written(two: tuple[Path, Path]) -> None:
-    with blockpool_server(two[0], "--pool-bytes", "60MB") as ours:
+    with blockpool_server(two[0], *beside(two), "--pool-bytes", "60MB") as ours:
         for name in (f"{two[0]}/", f"{two[1]}/../one", "default_model", str(two[0])):
             ours.chat([{"role": "user", "content": "Hello"}], max_tokens=2, model=name)
         assert counts(ours)["loads"] == 1
@@ -144,13 +151,14 @@ def test_an_idle_model_is_unloaded_and_loaded_again_on_demand(
     two: tuple[Path, Path], expected: list[list[Talk]], tmp_path: Path
 ) -> None:
     talk = new_talks()[0]
-    with blockpool_server(two[0], "--idle-unload", "0.2s", "--pool-bytes", "60MB", "--store-dir", str(tmp_path)) as ours:
+    stored = ("--pool-bytes", "60MB", "--store-dir", str(tmp_path))
+    with blockpool_server(two[0], "--idle-unload", "0.2s", *stored) as ours:
         usages = []
         for number in range(TURNS):
             usages.append(turn(ours, talk, 0))
             while counts(ours)["unloads"] <= number:
                 threading.Event().wait(0.01)
-            assert list(states(ours).values()) == ["available"]
+            assert set(states(ours).values()) == {"available"}
             assert ours.send("/v1/cache")[1]["backend"] is None
         assert counts(ours)["swaps"] == 0
     assert talk == expected[0][0]
@@ -194,7 +202,7 @@ def test_requests_go_on_after_the_thread_has_failed_beside_two_models(
         raise Fatal("no one catches this")
 
     hello = [{"role": "user", "content": "Hello"}]
-    with blockpool_server(two[0], "--max-models", "2", "--pool-bytes", "60MB") as ours:
+    with blockpool_server(two[0], *beside(two), "--max-models", "2", "--pool-bytes", "60MB") as ours:
         replies = [ours.chat(hello, max_tokens=4, model=str(m))["choices"][0]["message"]["content"] for m in two]
         monkeypatch.setattr(ServedModel, "step", dying)
         status, answer = ours.send("/v1/chat/completions", {"messages": hello, "max_tokens": 4})
@@ -215,7 +223,7 @@ def test_a_model_without_a_pool_is_swapped_like_any_other(two: tuple[Path, Path]
     for model in models:
         with stock_server(model, *arguments) as stock:
             expected.append(stock.chat(hello, max_tokens=8)["choices"][0]["message"]["content"])
-    with blockpool_server(models[0], *arguments) as ours:
+    with blockpool_server(models[0], *beside(models), *arguments) as ours:
         jobs = [lambda n=n: ours.chat(hello, max_tokens=8, model=str(models[n % 2])) for n in range(6)]
         found = [answer["choices"][0]["message"]["content"] for answer in at_once(jobs)]
     assert found == expected * 3
@@ -237,7 +245,7 @@ def test_an_adapter_makes_another_model_of_the_same_folder(two: tuple[Path, Path
 
     with stock_server(two[0]) as stock:
         expected = replies(stock)
-    with blockpool_server(two[0], "--pool-bytes", "60MB") as ours:
+    with blockpool_server(two[0], "--allow-models", str(tmp_path), "--pool-bytes", "60MB") as ours:
         assert replies(ours) == expected
         assert ours.send("/v1/chat/completions", {"messages": hello, "model": str(two[0]), "adapters": "/no/such"})[0] == 404
     assert expected[0] != expected[2]
@@ -245,7 +253,7 @@ def test_an_adapter_makes_another_model_of_the_same_folder(two: tuple[Path, Path
 
 def test_pools_are_shares_of_what_is_free_where_no_size_is_given(monkeypatch: pytest.MonkeyPatch) -> None:
     """Of 100, the first model takes 20: its pool may take a quarter of the rest, the second's half of what that leaves."""
-    template: Any = types.SimpleNamespace(default_key=lambda: None)
+    template: Any = types.SimpleNamespace(default_key=lambda: None, cli_args=types.SimpleNamespace(draft_model=None))
     registry = ModelRegistry(template, lambda: None, EngineConfig(), ModelsConfig(max_models=2), None)  # type: ignore[arg-type, return-value]
     active = [20]
     monkeypatch.setattr("mlx_blockpool.server.models.registry.default_pool_bytes", lambda: (100 - active[0]) // 2)

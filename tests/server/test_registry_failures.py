@@ -51,7 +51,7 @@ def huge(folder: Path) -> None:
 # What is done to a model's folder, the status, and what the error says.
 BROKEN: dict[str, tuple[Callable[[Path], None], int, str]] = {
     "no folder": (shutil.rmtree, 404, "Found no model"),
-    "no config": (lambda folder: (folder / "config.json").unlink(), 404, "config.json"),
+    "no config": (lambda folder: (folder / "config.json").unlink(), 404, "Found no model"),
     "config is no JSON": (change("config.json", lambda text: text[:-9]), 400, "config.json"),
     "unknown type": (config(model_type="perpetuum"), 400, "perpetuum"),
     "a type whose module ends the process": (config(model_type="olmo"), 400, "olmo"),
@@ -76,8 +76,8 @@ def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 @pytest.fixture(scope="module")
-def client(model: Path) -> Iterator[Client]:
-    with blockpool_server(model, "--pool-bytes", "30MB") as running:
+def client(model: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Client]:
+    with blockpool_server(model, "--allow-models", str(tmp_path_factory.getbasetemp()), "--pool-bytes", "30MB") as running:
         yield running
 
 
@@ -127,7 +127,7 @@ def test_a_load_that_fails_late_brings_the_old_model_back(
     monkeypatch.setattr(owner, stage, failing)
     stored = ("--pool-bytes", "30MB", "--store-dir", str(tmp_path / "store"))
     body = {"messages": HELLO, "max_tokens": 6}
-    with blockpool_server(model, *stored) as ours:
+    with blockpool_server(model, "--allow-models", str(bad), *stored) as ours:
         before = ours.chat(HELLO, max_tokens=6)
         jobs = [lambda b=b: ours.send("/v1/chat/completions", b) for b in (body, {**body, "model": str(bad)}, body)]
         answers = at_once(jobs)
@@ -141,10 +141,10 @@ def test_a_load_that_fails_late_brings_the_old_model_back(
         assert (reply(after), cached(after)) == (reply(before), after["usage"]["prompt_tokens"] - 1)
         # Nobody has to ask for the old one.
         assert ours.send("/admin/load", {"model": str(bad)})[0] == 503
-        assert ours.send(f"/v1/models/{model}")[1]["mlx_blockpool"]["state"] == "loaded"
+        assert ours.send(f"/v1/models/{model.name}")[1]["mlx_blockpool"]["state"] == "loaded"
         figures = ours.send("/admin/models")[1]
         assert figures["counts"] == {"loads": 3, "unloads": 2, "swaps": 0, "failures": 2}
-        assert {m["id"]: m["failure"] is None for m in figures["models"]} == {str(model): True, str(bad): False}
+        assert {m["id"]: m["failure"] is None for m in figures["models"]} == {model.name: True, bad.name: False}
         # An order tries at once, and clears it.
         monkeypatch.undo()
         assert ours.send("/admin/load", {"model": str(bad)})[0] == 200
@@ -160,7 +160,7 @@ def test_where_not_even_the_old_model_comes_back_it_is_loaded_on_demand(
     def failing(self: Any, piece_bytes: int) -> Any:
         raise MemoryError("nothing can be had")
 
-    with blockpool_server(model, "--pool-bytes", "30MB") as ours:
+    with blockpool_server(model, "--allow-models", str(bad), "--pool-bytes", "30MB") as ours:
         before = ours.chat(HELLO, max_tokens=6)
         monkeypatch.setattr(BlockpoolModelProvider, "read", failing)
         assert ours.send("/v1/chat/completions", {"messages": HELLO, "model": str(bad)})[0] == 503
@@ -173,7 +173,7 @@ def test_where_not_even_the_old_model_comes_back_it_is_loaded_on_demand(
 
 def test_a_pool_that_is_too_small_for_the_new_model_is_said_before_the_old_one_goes(model: Path, tmp_path: Path) -> None:
     large = save_model(tmp_path / "large", "llama", seed=6, num_hidden_layers=40)
-    with blockpool_server(model, "--pool-bytes", "1MB") as ours:
+    with blockpool_server(model, "--allow-models", str(large), "--pool-bytes", "1MB") as ours:
         before = ours.chat(HELLO[1:], max_tokens=6)
         status, answer = ours.send("/v1/chat/completions", {"messages": HELLO[1:], "model": str(large)})
         assert (status, "Raise --pool-bytes" in answer["error"]["message"]) == (503, True)
@@ -191,7 +191,7 @@ def test_a_server_that_stops_while_a_model_is_loaded_stops(model: Path, tmp_path
 
     entered: list[str] = []
     enter = Change._enter
-    with blockpool_server(model, "--pool-bytes", "30MB") as ours:
+    with blockpool_server(model, "--allow-models", str(endless), "--pool-bytes", "30MB") as ours:
         ours.chat(HELLO, max_tokens=2)
         monkeypatch.setattr(BlockpoolModelProvider, "read", reading)
         monkeypatch.setattr(Change, "_enter", lambda self, stage: (entered.append(stage), enter(self, stage)))

@@ -48,7 +48,7 @@ def memory(port: int, server: subprocess.Popen[str], model: Path) -> tuple[int, 
 @needs_proc
 def test_memory_after_each_swap_is_that_of_a_fresh_start(models: list[Path], tmp_path: Path) -> None:
     found: dict[Path, list[tuple[int, int, int]]] = {model: [] for model in models}
-    with process(models[0], tmp_path) as (port, server):
+    with process(models[0], tmp_path, "--allow-models", str(models[0].parent)) as (port, server):
         for model in models * 3:
             found[model].append(memory(port, server, model))
         assert send(port, "/admin/models")["counts"]["swaps"] == 5
@@ -64,7 +64,7 @@ def test_memory_after_each_swap_is_that_of_a_fresh_start(models: list[Path], tmp
 
 @needs_proc
 def test_an_unloaded_model_leaves_nothing_behind(models: list[Path], tmp_path: Path) -> None:
-    with process(models[0], tmp_path) as (port, server):
+    with process(models[0], tmp_path, "--allow-models", str(models[0].parent)) as (port, server):
         for model in models * 2:
             active, _, resident = memory(port, server, model)
             assert send(port, "/admin/unload", {"model": str(model)})["state"] == "available"

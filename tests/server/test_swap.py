@@ -74,7 +74,7 @@ def test_from_one_model_to_another_and_back_under_load(models: list[Path], tmp_p
         for _ in range(1 + WAVES):
             usages[model, number].append(turn(port, talks[model][number], number, model))
 
-    with process(models[0], tmp_path, "--swap-patience", "0.3s") as (port, server):
+    with process(models[0], tmp_path, "--allow-models", ",".join(map(str, models)), "--swap-patience", "0.3s") as (port, server):
         at_once([lambda m=m, n=n: agent(port, m, n) for n in range(AGENTS) for m in models])
         found = send(port, "/admin/models")
         health = send(port, "/health")

@@ -59,7 +59,7 @@ def _begin_export(served: ServedModel, prefix: PrefixCache, subject: Subject, we
         raise RefusedError(409, f"Found nothing of agent {shown(subject.name)} in memory or on disk; needed some of its path.")
     caches = lay_out_to_read(prefix.slabs, match, hit, checkpoint)
     bits = None if prefix.stored is None else prefix.stored.bits
-    metadata = exchange.metadata_of(str(served.provider.model_key[0]), weights, bits, tokens_of(match)[:hit])
+    metadata = exchange.metadata_of(served.provider.public_name, weights, bits, tokens_of(match)[:hit])
     return Outgoing(caches, metadata), caches
 
 

@@ -35,9 +35,8 @@ class Admin:
         name = unquote(path.partition("?")[0].removeprefix(MODELS)).removeprefix("/")
         if not name:
             return {"object": "list", "data": found}
-        # A folder's own slash may have been taken for the one before it.
         for model in found:
-            if model["id"] in (name, f"/{name}"):
+            if model["id"] == name:
                 return model
         raise ModelNotFoundError(f"Found no model {name}; there are {', '.join(model['id'] for model in found)}.")
 
@@ -51,13 +50,14 @@ class Admin:
         wanted = ModelDescription(body["model"], body.get("draft_model", "default_model"), body.get("adapters"))
         order = Order(Queue(), self._generator.registry.find(wanted, again=True), path == ORDERS[1])
         self._generator.order(order)
+        name = self._generator.registry.catalog.id_of(order.key.model)
         if not body.get("wait", True):
-            return 202, {"model": order.key.model, "accepted": path.removeprefix("/admin/")}
+            return 202, {"model": name, "accepted": path.removeprefix("/admin/")}
         error = self._generator._await_response(order.queue)
         if error is not None:
             raise error
         state = "available" if order.unload else "loaded"
-        return 200, {"model": order.key.model, "state": state, "seconds": round(time.monotonic() - start, 3)}
+        return 200, {"model": name, "state": state, "seconds": round(time.monotonic() - start, 3)}
 
 
 def _body(length: str | None, read: Callable[[int], bytes]) -> dict[str, Any]:

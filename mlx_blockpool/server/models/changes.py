@@ -13,6 +13,7 @@ from typing import Protocol
 
 from ...errors import BadModelError, LoadError, PoolExhaustedError
 from ..served import ServedModel
+from .catalog import Catalog
 from .provider import ModelKey
 
 log = logging.getLogger(__name__)
@@ -25,6 +26,7 @@ class Loaded(Protocol):
     piece_bytes: int
     own_bytes: int | None
     counts: Counter[str]
+    catalog: Catalog
 
     def make(self, key: ModelKey) -> ServedModel: ...
     def share(self) -> int: ...
@@ -87,10 +89,10 @@ class Change:
             self.coming.prepare(self._models.own_bytes)
             return None
         except PoolExhaustedError as error:
-            failure: Exception = LoadError(f"Cannot load {key.model}: {error}")
+            failure: Exception = LoadError(self._hide(f"Cannot load {key.model}: {error}", key))
         except (Exception, SystemExit) as error:
             # Anybody's files and code. (Some model files call exit().)
-            failure = BadModelError(f"Cannot load {key.model}: {type(error).__name__}: {error}")
+            failure = BadModelError(self._hide(f"Cannot load {key.model}: {type(error).__name__}: {error}", key))
         self._drop_coming()
         return failure
 
@@ -116,7 +118,7 @@ class Change:
             self.coming.open(self._models.share())
         except (Exception, SystemExit) as error:
             read = f"{self.coming.read_bytes} of {self.coming.weights_bytes} bytes of its weights were read"
-            failure = LoadError(f"Cannot load {key.model} now: {type(error).__name__}: {error} ({read})")
+            failure = LoadError(self._hide(f"Cannot load {key.model} now: {type(error).__name__}: {error} ({read})", key))
         if failure is None:
             self._models.add(self.coming)
             self.coming = None
@@ -133,6 +135,11 @@ class Change:
         if self.error is not None:
             log.error("%s is not there either: %s", key.model, self.error)
         self.error = failure
+
+    def _hide(self, message: str, key: ModelKey) -> str:
+        """The message without this machine's paths, for clients read it; the whole of it is in the log."""
+        log.debug("%s", message)
+        return self._models.catalog.hide(message, key)
 
     def _drop_coming(self) -> None:
         assert self.coming is not None

@@ -2,30 +2,40 @@
 
 from __future__ import annotations
 
+import logging
 import os
+import threading
 from pathlib import Path
 from typing import Any
 
-from mlx_lm.utils import _download, _get_classes
+from huggingface_hub import HfApi, constants, snapshot_download
+from mlx_lm.utils import DEFAULT_ALLOW_PATTERNS, _get_classes, hf_repo_to_path
 
-from ... import machine, modelfile
+from ... import claims, machine, modelfile
+from ...config import ModelsConfig
 from ...errors import BadModelError, BlockpoolError, ModelNotFoundError, StoreError
 from ...prefix.opening import weights_in
+from .catalog import Catalog, is_downloaded, is_folder
 from .provider import ModelKey
+
+log = logging.getLogger(__name__)
 
 TOKENIZERS = ("tokenizer.json", "tokenizer.model", "*.tiktoken", "tokenizer_config.json")
 
 
-def inspect(key: ModelKey, trusts_code: bool = False) -> int:
-    """Bytes of the weights of a model with its draft and adapter. A hub id is downloaded first, where it is not yet.
+def inspect(key: ModelKey, catalog: Catalog, config: ModelsConfig, trusts_code: bool = False) -> int:
+    """Bytes of the weights of a model with its draft and adapter. A hub id is downloaded first, where it is not yet and may be.
 
     Raises ModelNotFoundError if there is none, BadModelError if its files are not what mlx-lm loads, or more than fits.
     """
-    folders = [folder_of(key.model)] if key.draft is None else [folder_of(key.model), folder_of(key.draft)]
+    names = [key.model] if key.draft is None else [key.model, key.draft]
+    folders = [folder_of(name, catalog, config.download_seconds) for name in names]
     adapter = None if key.adapter is None else Path(key.adapter)
     if adapter is not None and not adapter.is_dir():
         raise ModelNotFoundError(f"Found no adapter at {adapter}.")
-    size = sum(_weights(folder, trusts_code) for folder in folders)
+    if adapter is not None:
+        claims.check_folder(adapter)
+    size = sum(_weights(folder, config.build_seconds, trusts_code) for folder in folders)
     try:
         for folder in folders:
             weights_in(folder, adapter if folder is folders[0] else None)
@@ -38,29 +48,74 @@ def inspect(key: ModelKey, trusts_code: bool = False) -> int:
     return size
 
 
-def folder_of(model: str) -> Path:
-    """Raises ModelNotFoundError."""
-    try:
-        folder = Path(_download(model))
-    except (OSError, ValueError) as error:
-        said = " ".join(str(error).split())
-        raise ModelNotFoundError(f"Found no model {model}: neither a folder nor a model on the hub. {said}") from error
+def folder_of(model: str, catalog: Catalog, seconds: float) -> Path:
+    """Where a model is: what is on disk first, and the hub where that is allowed. Raises ModelNotFoundError."""
+    if is_folder(model):
+        folder = Path(model)
+    elif is_downloaded(model):
+        folder = Path(hf_repo_to_path(model))
+    elif catalog.may_download(model):
+        folder = _download(model, seconds)
+    else:
+        raise ModelNotFoundError(f"Found no downloaded model {model}. Download it, or start the server with --allow-downloads.")
     if not (folder / "config.json").is_file():
         raise ModelNotFoundError(f"Found no config.json in {folder}; needed a model's folder.")
     return folder
 
 
-def _weights(folder: Path, trusts_code: bool) -> int:
-    """Bytes of the weights in a folder that has all that mlx-lm asks for. Raises BadModelError."""
+def _download(model: str, seconds: float) -> Path:
+    """Fetch a model from the hub, which has to answer within `seconds` first: a dead network would hold a client for minutes."""
+    if constants.HF_HUB_OFFLINE:
+        raise ModelNotFoundError(f"Found no downloaded model {model}, and HF_HUB_OFFLINE is set. Download it first.")
+    _ask_hub(model, seconds)
+    log.info("downloading %s", model)
     try:
-        found = modelfile.find(str(folder))
+        return Path(snapshot_download(model, allow_patterns=DEFAULT_ALLOW_PATTERNS))
+    except (OSError, ValueError, RuntimeError) as error:
+        raise ModelNotFoundError(f"Cannot download {model}: {_line(error)}") from error
+
+
+def _ask_hub(model: str, seconds: float) -> None:
+    """Raises ModelNotFoundError unless the hub knows the model, and says so in time."""
+    failure: list[Exception] = [TimeoutError(f"it did not answer within {seconds:g} seconds")]
+
+    def ask() -> None:
+        try:
+            HfApi().model_info(model, timeout=seconds)
+            failure.clear()
+        except Exception as error:
+            # The top of a thread: whatever an HTTP library raises.
+            failure[:] = [error]
+
+    # Names are looked up by the system, which knows no time limit.
+    thread = threading.Thread(target=ask, name="hub", daemon=True)
+    thread.start()
+    thread.join(seconds)
+    if failure:
+        raise ModelNotFoundError(f"Found no model {model}: neither a folder nor a model on the hub. {_line(failure[0])}")
+
+
+def _line(error: Exception) -> str:
+    return " ".join(str(error).split())
+
+
+def _weights(folder: Path, build_seconds: float, trusts_code: bool) -> int:
+    """Bytes of the weights in a folder that has all that mlx-lm asks for. Raises BadModelError."""
+    claims.check_folder(folder)
+    try:
+        config = modelfile.find(str(folder)).config
     except BlockpoolError as error:
         raise BadModelError(str(error)) from error
-    _check_type(folder, found.config, trusts_code)
+    _check_type(folder, config, trusts_code)
     if not any(any(folder.glob(pattern)) for pattern in TOKENIZERS):
         raise BadModelError(f"Found no tokenizer in {folder}; needed one of {', '.join(TOKENIZERS)}.")
     # Those that mlx-lm loads, whatever an index says.
-    return sum(path.stat().st_size for path in folder.glob("model*.safetensors"))
+    files = list(folder.glob("model*.safetensors"))
+    if files:
+        claims.check_claims(config, folder.name, claims.held_by(folder))
+    if config.get("model_file") is None:
+        claims.try_to_build(config, folder.name, build_seconds)
+    return sum(path.stat().st_size for path in files)
 
 
 def _check_type(folder: Path, config: dict[str, Any], trusts_code: bool) -> None:

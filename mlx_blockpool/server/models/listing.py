@@ -6,35 +6,32 @@ import time
 from typing import Any
 
 import mlx.core as mx
-from huggingface_hub import scan_cache_dir
-from huggingface_hub.errors import CacheNotFound
 
 from ..served import ServedModel
+from .catalog import DEFAULT
 from .line import Line
 from .provider import ModelKey
 from .registry import ModelRegistry
 
-# What mlx-lm's server takes for a model that it can serve.
-HUB_FILES = {"config.json", "model.safetensors.index.json", "tokenizer_config.json"}
-
 
 def listed(registry: ModelRegistry, created: int) -> list[dict[str, Any]]:
-    """OpenAI's model objects: those loaded, the default, and those allowed, or without a list all downloaded ones."""
+    """OpenAI's model objects: those loaded, the default, and those allowed, or without a list all downloaded ones.
+
+    The default has a second entry under the name that stands for it in any request.
+    """
+    catalog, default = registry.catalog, registry.default()
+    here = [catalog.id_of(key.model) for key in (*registry.loaded, *_coming(registry))]
+    models = {**dict.fromkeys([*here, *catalog.listed()]), **({} if default is None else {DEFAULT: None})}
+    known = catalog.ids()
+    return [_listed(registry, id, known.get(id, id), created) for id in models]
+
+
+def _listed(registry: ModelRegistry, id: str, model: str, created: int) -> dict[str, Any]:
     default = registry.default()
-    names = [key.model for key in (*registry.loaded, *_coming(registry))]
-    names += [] if default is None else [default.model]
-    allowed = registry.allowed()
-    names += _downloaded() if allowed is None else allowed
-    return [
-        {
-            "id": name,
-            "object": "model",
-            "created": created,
-            "owned_by": "mlx-blockpool",
-            "mlx_blockpool": {"state": state(registry, name), "default": default is not None and name == default.model},
-        }
-        for name in dict.fromkeys(names)
-    ]
+    if id == DEFAULT and default is not None:
+        model = default.model
+    about = {"state": state(registry, model), "default": default is not None and model == default.model}
+    return {"id": id, "object": "model", "created": created, "owned_by": "mlx-blockpool", "mlx_blockpool": about}
 
 
 def state(registry: ModelRegistry, name: str) -> str:
@@ -53,7 +50,8 @@ def figures(registry: ModelRegistry, line: Line) -> dict[str, Any]:
     found = [*loaded, *_coming(registry), *(place.key for place in list(line)), *registry.failures]
     keys = list(dict.fromkeys(found if default is None else [*found, default]))
     known = {part for key in keys for part in key}
-    keys += [ModelKey(name) for name in registry.allowed() or () if name not in known]
+    catalog = registry.catalog
+    keys += [ModelKey(model) for model in catalog.allowed_models() if model not in known]
     config = registry.config
     return {
         "models": [_model(registry, line, key, loaded.get(key)) for key in keys],
@@ -61,7 +59,7 @@ def figures(registry: ModelRegistry, line: Line) -> dict[str, Any]:
         "max_models": config.max_models,
         "swap_patience_seconds": config.patience_seconds,
         "idle_unload_seconds": config.idle_seconds,
-        "allowed": registry.allowed(),
+        "allowed": None if config.allowed is None else catalog.listed(),
         "counts": dict(registry.counts),
         "memory": {"active_bytes": mx.get_active_memory(), "cache_bytes": mx.get_cache_memory()},
     }
@@ -70,7 +68,9 @@ def figures(registry: ModelRegistry, line: Line) -> dict[str, Any]:
 def cache_report(registry: ModelRegistry, report: dict[str, Any]) -> dict[str, Any]:
     """The figures of the pool that was used last, and where several models are loaded those of each under `models`."""
     loaded = registry.loaded
-    return report if len(loaded) < 2 else {**report, "models": {key.model: m.prompt_cache.report for key, m in loaded.items()}}
+    if len(loaded) < 2:
+        return report
+    return {**report, "models": {registry.catalog.id_of(key.model): m.prompt_cache.report for key, m in loaded.items()}}
 
 
 def _model(registry: ModelRegistry, line: Line, key: ModelKey, served: ServedModel | None) -> dict[str, Any]:
@@ -79,8 +79,8 @@ def _model(registry: ModelRegistry, line: Line, key: ModelKey, served: ServedMod
     served = served or (coming if coming is not None and coming.key == key else None)
     failure, until = registry.failures.get(key, (None, 0.0))
     found = {
-        "id": key.model,
-        **asdict_of(key),
+        "id": registry.catalog.id_of(key.model),
+        **_parts_of(registry, key),
         "state": state(registry, key.model),
         "weights_bytes": registry.sizes.get(key) if served is None else served.weights_bytes,
         "waiting": sum(place.key == key for place in list(line)),
@@ -96,22 +96,24 @@ def _model(registry: ModelRegistry, line: Line, key: ModelKey, served: ServedMod
     return found
 
 
-def asdict_of(key: ModelKey) -> dict[str, str]:
+def _parts_of(registry: ModelRegistry, key: ModelKey) -> dict[str, str]:
     """The adapter and the draft of a model, where it has them."""
-    return {name: part for name, part in (("adapter", key.adapter), ("draft_model", key.draft)) if part is not None}
+    parts = (("adapter", key.adapter), ("draft_model", key.draft))
+    return {name: registry.catalog.id_of(part) for name, part in parts if part is not None}
 
 
 def _change(registry: ModelRegistry) -> dict[str, Any] | None:
     """What is being changed and how far it is; None: nothing."""
-    change, plan = registry.change, registry.plan
+    change, plan, id_of = registry.change, registry.plan, registry.catalog.id_of
     if change is None:
         if plan.unload is None:
             return None
-        return {"load": plan.load.model, "unload": plan.unload.model, "stage": "draining"}
+        return {"load": id_of(plan.load.model), "unload": id_of(plan.unload.model), "stage": "draining"}
     now, coming = time.monotonic(), change.coming
+    load = change.load if coming is None else coming.key
     return {
-        "load": (change.load and change.load.model) if coming is None else coming.key.model,
-        "unload": change.unload and change.unload.model,
+        "load": load and id_of(load.model),
+        "unload": change.unload and id_of(change.unload.model),
         "stage": change.stage,
         "stage_seconds": round(now - change.since, 3),
         "seconds": round(now - change.began, 3),
@@ -123,18 +125,3 @@ def _change(registry: ModelRegistry) -> dict[str, Any] | None:
 def _coming(registry: ModelRegistry) -> list[ModelKey]:
     change = registry.change
     return [] if change is None else [key for key in (change.unload, change.load) if key is not None]
-
-
-def _downloaded() -> list[str]:
-    """Ids of the models in the hub's cache that mlx-lm's server would list."""
-    try:
-        repos = scan_cache_dir().repos
-    except CacheNotFound:
-        return []
-    return sorted(
-        repo.repo_id
-        for repo in repos
-        if repo.repo_type == "model"
-        and "main" in repo.refs
-        and {file.file_path.name for file in repo.refs["main"].files} >= HUB_FILES
-    )

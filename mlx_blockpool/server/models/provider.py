@@ -47,20 +47,17 @@ class BlockpoolModelProvider(server.ModelProvider):  # type: ignore[misc]
         """One with the same options and no model."""
         return BlockpoolModelProvider(self.cli_args)
 
-    def named(self, name: str) -> str:
-        """What a name stands for: a bundled model, `default_model`, or itself."""
-        return self._model_map.get(name) or name
+    @property
+    def public_name(self) -> str:
+        """What clients and files that leave this machine may see of it: the hub's id, or the folder's name."""
+        return self.name if Path(str(self.model_key[0])).is_absolute() else str(self.model_key[0])
 
     def default_key(self) -> ModelKey | None:
         """The model that the server was started with; None: it was started without."""
-        return self.key_of(server.ModelDescription("default_model", "default_model", None))
-
-    def key_of(self, wanted: Any) -> ModelKey | None:
-        """The key of the model that a request describes: one folder has one key, however it is written; None: it names none."""
-        model = self._model_map.get(wanted.model, wanted.model)
-        adapter = self._adapter_map.get(wanted.model, wanted.adapter)
-        draft = self._draft_model_map.get(wanted.draft, wanted.draft)
-        return None if model is None else ModelKey(canonical(model), adapter and canonical(adapter), draft and canonical(draft))
+        model, adapter, draft = self._model_map["default_model"], self.cli_args.adapter_path, self.cli_args.draft_model
+        if model is None:
+            return None
+        return ModelKey(canonical(self._model_map.get(model, model)), adapter and canonical(adapter), draft and canonical(draft))
 
     def prepare(self, key: ModelKey) -> None:
         """Everything but the weights themselves: config, tokenizer, and the model with all arrays checked and not yet read.
@@ -93,13 +90,15 @@ class BlockpoolModelProvider(server.ModelProvider):  # type: ignore[misc]
 
 
 def _load_lazily(name: str, **options: Any) -> Any:
+    # mlx-lm loads drafts without options; code in their folders is not to be run either.
+    options.setdefault("tokenizer_config", {"trust_remote_code": False})
     return server.load(str(local_folder(name)), lazy=True, **options)
 
 
 def local_folder(name: str) -> Path:
-    """Where a model is, without asking the hub for news: who has found the model has."""
+    """Where a model is, without asking the hub. What is no whole path is a hub's id, also where a folder is called so."""
     path = Path(name)
-    return path if path.exists() else Path(hf_repo_to_path(name))
+    return path if path.is_absolute() else Path(hf_repo_to_path(name))
 
 
 def canonical(name: str) -> str:

@@ -21,10 +21,11 @@ from ...config import EngineConfig, ModelsConfig
 from ...errors import BadModelError, LoadError, ModelNotFoundError
 from ..prompt_cache import ServerPromptCache
 from ..served import ServedModel
+from .catalog import Catalog
 from .changes import Change
 from .inspection import inspect
 from .line import Line, Place, Plan, Use
-from .provider import BlockpoolModelProvider, ModelKey, canonical
+from .provider import BlockpoolModelProvider, ModelKey
 
 log = logging.getLogger(__name__)
 
@@ -62,6 +63,7 @@ class ModelRegistry:
     ) -> None:
         self.template = template
         self.config = config
+        self.catalog = Catalog(template, config)
         self.own_bytes = None if pool_bytes is None else pool_bytes // config.max_models
         self.piece_bytes = config.piece_bytes
         self.loaded: dict[ModelKey, ServedModel] = {}
@@ -81,38 +83,25 @@ class ModelRegistry:
 
         Raises ModelNotFoundError, also for one that is not allowed, BadModelError and LoadError.
         """
-        try:
-            key = self.template.key_of(wanted)
-        except (OSError, ValueError) as error:
-            raise ModelNotFoundError(f"Found no model {wanted.model}: {error}") from error
-        if key is None:
-            raise ValueError("The request names no model and the server was started without --model.")
+        key = self.catalog.key_of(wanted, with_aliases=not again)
         if key in self.loaded:
             return key
-        self._check_allowed(key)
-        failure, until = self.failures.get(key, (LoadError(), 0.0))
-        if not again and time.monotonic() < until:
-            raise type(failure)(f"{failure} (It is not tried again for {until - time.monotonic():.0f} seconds.)")
-        self.sizes[key] = inspect(key, self.template.cli_args.trust_remote_code)
-        return key
+        return self.look_at(key, again)
 
     def default(self) -> ModelKey | None:
         """The model that the server was started with."""
-        return self.template.default_key()
+        return self.catalog.default
 
-    def allowed(self) -> list[str] | None:
-        """What may be loaded, the default first; None: anything."""
-        if self.config.allowed is None:
-            return None
-        default = self.default()
-        names = [canonical(self.template.named(name)) for name in self.config.allowed]
-        return list(dict.fromkeys([*(part for part in default or () if part is not None), *names]))
-
-    def _check_allowed(self, key: ModelKey) -> None:
-        allowed = self.allowed()
-        outside = [part for part in key if part is not None and allowed is not None and part not in allowed]
-        if outside:
-            raise ModelNotFoundError(f"{outside[0]} is not among the models that may be loaded: {', '.join(allowed or ())}.")
+    def look_at(self, key: ModelKey, again: bool = False) -> ModelKey:
+        """The key of a model that may be loaded, once its files have been looked at. Raises as find() does."""
+        failure, until = self.failures.get(key, (LoadError(), 0.0))
+        if not again and time.monotonic() < until:
+            raise type(failure)(f"{failure} (It is not tried again for {until - time.monotonic():.0f} seconds.)")
+        try:
+            self.sizes[key] = inspect(key, self.catalog, self.config, self.template.cli_args.trust_remote_code)
+        except (ModelNotFoundError, BadModelError) as error:
+            raise type(error)(self.catalog.hide(str(error), key)) from error
+        return key
 
     # -- room ----------------------------------------------------------------------------------------------------------
 
