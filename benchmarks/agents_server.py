@@ -60,12 +60,24 @@ class Server:
         except OSError:
             return False
 
-    def kill(self) -> None:
+    def kill(self, before_start: Callable[[], None] | None = None) -> None:
         """kill -9, and a new one on what was left."""
         self.gone.set()
         self._process.kill()
         self._process.wait()
+        if before_start is not None:
+            before_start()
         self._start()
+
+    def stop(self) -> float:
+        """SIGTERM, and a new one. Returns the seconds until the old one had ended."""
+        self.gone.set()
+        start = time.monotonic()
+        self._process.terminate()
+        self._process.wait(timeout=60)
+        took = time.monotonic() - start
+        self._start()
+        return took
 
     def wait_until_back(self) -> None:
         with self._back:
