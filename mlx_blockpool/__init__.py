@@ -23,6 +23,7 @@ _HOME = {
     "attach": "cache.attention",
     "check_spec": "plugins",
     "detach": "cache.attention",
+    "from_stock": "cache.factory",
     "hookimpl": "hookspecs",
     "make_prompt_cache": "cache.factory",
     "open_pool": "cache.factory",

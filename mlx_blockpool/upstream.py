@@ -8,10 +8,11 @@ from __future__ import annotations
 import types
 from collections.abc import Callable
 from importlib import metadata
-from typing import Any
+from typing import Any, TypeVar
 
 from .errors import UnsupportedVersionError
 
+T = TypeVar("T")
 SUPPORTED = ((0, 32, 2), (0, 33))
 
 
@@ -29,6 +30,16 @@ def check_version(version: str | None = None) -> None:
             f"Found mlx-lm {version}; needed {_text(low)} or newer and older than {_text(high)}. "
             f"Install one: pip install 'mlx-lm>={_text(low)},<{_text(high)}'."
         )
+
+
+def saved_as(stock: type) -> Callable[[type[T]], type[T]]:
+    """The decorated class has the name of mlx-lm's: save_prompt_cache writes it, and load_prompt_cache looks it up in mlx-lm."""
+
+    def rename(cls: type[T]) -> type[T]:
+        cls.__name__ = stock.__name__
+        return cls
+
+    return rename
 
 
 def rebind(function: Callable[..., Any], **names: Any) -> Callable[..., Any]:

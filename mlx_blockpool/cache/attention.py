@@ -10,6 +10,7 @@ import logging
 import types
 from collections.abc import Callable
 from typing import Any
+from weakref import WeakValueDictionary
 
 import mlx.core as mx
 from mlx_lm.models import base
@@ -27,6 +28,9 @@ MEASURABLE_BYTES = 4 * 2**20
 
 NAME = "scaled_dot_product_attention"
 
+# The class of a module -> that of attached ones.
+_classes: WeakValueDictionary[type, type] = WeakValueDictionary()
+
 
 def scaled_dot_product_attention(
     queries: mx.array, keys: mx.array, values: mx.array, cache: Any, scale: float, mask: Any, sinks: Any = None
@@ -41,19 +45,37 @@ def scaled_dot_product_attention(
 
 def bind(model: Any) -> int:
     """Attach one model instance; returns how many submodules attend through their cache now."""
-    derived: dict[type, type] = {}
     attached = 0
     for _, module in model.named_modules():
         cls = type(module)
         attached += "_attached_from" in cls.__dict__
         if not _calls_attention(cls):
             continue
-        if cls not in derived:
-            call = rebind(cls.__call__, **{NAME: scaled_dot_product_attention})
-            derived[cls] = type(cls.__name__, (cls,), {"__call__": call, "_attached_from": cls, "__module__": cls.__module__})
-        module.__class__ = derived[cls]
+        module.__class__ = _derived(cls)
         attached += 1
     return attached
+
+
+def _derived(cls: type) -> type:
+    """The class of attached modules of a class: one for all models."""
+    found = _classes.get(cls)
+    if found is None:
+        call = rebind(cls.__call__, **{NAME: scaled_dot_product_attention})
+        names = {"__call__": call, "__reduce_ex__": _reduce, "_attached_from": cls, "__module__": cls.__module__}
+        found = _classes[cls] = type(cls.__name__, (cls,), names)
+    return found
+
+
+def _reduce(module: Any, protocol: Any) -> tuple[Any, ...]:
+    """For pickles: derived classes have no name to be found under, so that the class they are derived from is attached again."""
+    cls = type(module)._attached_from
+    _, _, *content = cls.__reduce_ex__(module, protocol)
+    return _attached, (cls,), *content
+
+
+def _attached(cls: type) -> Any:
+    derived: Any = _derived(cls)
+    return derived.__new__(derived)
 
 
 def detach(model: Any) -> None:

@@ -30,6 +30,9 @@ class PooledBatchCache(_BaseCache):  # type: ignore[misc]
         copy._lengths = None if self._lengths is None else list(self._lengths)
         return copy
 
+    def __reduce__(self) -> Any:
+        raise TypeError("A batch of pooled caches cannot be pickled. Pickle what extract() makes of each sequence.")
+
     @property
     def offset(self) -> mx.array:
         return mx.array([m.offset for m in self.members])

@@ -15,7 +15,7 @@ from ..errors import PoolExhaustedError
 from ..plugins import spec_of_model
 from ..spec import ChunkLayer, CompositeLayer, LayerSpec, StateLayer, WindowLayer
 from .layers import PooledKVCache, PooledRotatingKVCache
-from .parts import PooledCacheList, PooledChunkedKVCache, UnusedKVCache
+from .parts import PooledCacheList, PooledChunkedKVCache, UnusedKVCache, leaves_of
 from .sequence import Sequence
 from .slabs import Slabs
 from .states import PooledArraysCache
@@ -33,6 +33,25 @@ def pooled_caches(slabs: Slabs, sequence: Sequence | None = None) -> list[Any]:
 def make_prompt_cache(model: Any, slabs: Slabs) -> list[Any]:
     """In place of mlx-lm's make_prompt_cache: one sequence in the pool `slabs`, which was opened for this model."""
     return pooled_caches(slabs)
+
+
+def from_stock(caches: list[Any], slabs: Slabs) -> list[Any]:
+    """Pooled caches with the content of mlx-lm's own, as load_prompt_cache reads them, or of another pool's.
+
+    Raises ValueError for caches of another model, PoolExhaustedError where there is no room.
+    """
+    pooled = pooled_caches(slabs)
+    mine, theirs = leaves_of(pooled), leaves_of(caches)
+    if len(mine) != len(theirs):
+        raise ValueError(f"These are {len(theirs)} caches; {slabs.spec.model_id} has {len(mine)}.")
+    for layer, (own, given) in enumerate(zip(mine, theirs, strict=True)):
+        if not isinstance(own, type(given)):
+            raise ValueError(
+                f"Cache {layer} is a {type(given).__name__}; {slabs.spec.model_id} has a {type(own).__name__} there."
+            )
+        if not isinstance(own, UnusedKVCache):
+            own.state = given.state
+    return pooled
 
 
 def open_pool(model: Any, pool_bytes: int | None = None, config: PoolConfig | None = None, *, attach: bool = True) -> Slabs:

@@ -6,6 +6,9 @@ Owned by the generation thread.
 
 from __future__ import annotations
 
+import sys
+from collections.abc import Iterator
+from types import FrameType
 from typing import Any
 
 import mlx.core as mx
@@ -13,9 +16,11 @@ from mlx_lm.models.base import scaled_dot_product_attention
 from mlx_lm.models.cache import BatchKVCache, BatchRotatingKVCache, KVCache, RotatingKVCache
 
 from ..spec import WindowLayer
+from ..upstream import saved_as
 from .runs import attend_runs
 from .sequence import Sequence, fork_once, join
 from .slabs import View
+from .states import copied
 
 
 class PooledLayer:
@@ -109,7 +114,8 @@ class PooledLayer:
 
     @keys.setter
     def keys(self, keys: mx.array) -> None:
-        """Some models put back what they have read, to say when it is to be evaluated; blocks are written at once."""
+        if not _is_put_back(sys._getframe(1)):
+            self._assign(keys, self.values)
 
     @property
     def values(self) -> mx.array | None:
@@ -117,7 +123,33 @@ class PooledLayer:
 
     @values.setter
     def values(self, values: mx.array) -> None:
-        """As for keys; where a model keeps no values, they are not kept either."""
+        if not _is_put_back(sys._getframe(1)):
+            self._assign(self.keys, values)
+
+    def _assign(self, keys: mx.array | None, values: mx.array | None) -> None:
+        """Write keys and values over those of all tokens that are read."""
+        if keys is None or values is None:
+            raise ValueError(
+                "This pooled cache is empty: keys and values that are assigned one after the other have no place in it yet. "
+                "Assign its `state`, or call mlx_blockpool.from_stock()."
+            )
+        size = self.size()
+        self._write_over(keys, values, min(size, keys.shape[2]))
+
+    def _write_over(self, keys: mx.array, values: mx.array, size: int) -> None:
+        """Write the first `size` tokens of given arrays where the table begins. Raises ValueError where they do not fit."""
+        layer = self.place.layer
+        for name, array, dim in (("keys", keys, layer.key_dim), ("values", values, layer.value_dim)):
+            found, needed = (*array.shape[:2], array.shape[-1]), (1, layer.kv_heads, dim)
+            if array.ndim != 4 or found != needed or array.shape[2] < size or array.dtype != self.sequence.slabs.dtype:
+                raise ValueError(
+                    f"This layer takes {name} of shape {(1, layer.kv_heads, size, dim)} in {self.sequence.slabs.dtype}; "
+                    f"those given are {array.shape} in {array.dtype}."
+                )
+        # What is given may be a view of the blocks, and a step in flight may read them: either would have the slab copied.
+        given = copied([keys[..., :size, :], values[..., :size, :]])
+        mx.synchronize()
+        self.sequence.write(self.place, 0, *given)
 
     def size(self) -> int:
         raise NotImplementedError
@@ -159,11 +191,48 @@ class PooledLayer:
             raise ValueError(f"A batch of {cls._stock.__name__}s cannot take in a {type(wrong).__name__}.")
         return all(isinstance(c, PooledLayer) and c.sequence.slabs.ragged for c in caches)
 
-    def _run_views(self) -> tuple[list[mx.array], list[mx.array]]:
-        views = [] if self.empty() else self.views()
-        return [k for k, _ in views], [v for _, v in views]
+    def __reduce__(self) -> tuple[Any, ...]:
+        """A pool cannot be pickled: what comes back is mlx-lm's own cache with this content."""
+        return self._stock.from_state, (tuple(self.state),)
+
+    def _state(self, views: list[View], *rest: Any) -> Any:
+        """(keys, values, *rest) as mlx-lm has them; of several runs they are gathered when somebody asks for them."""
+        if self.empty():
+            self.sequence.need_blocks()
+            return None, None, *rest
+        return (*views[0], *rest) if len(views) == 1 else GatheredState(views, rest)
 
 
+class GatheredState:
+    """(keys, values, *rest) of a layer that lies in several runs, each one array as soon as somebody reads it.
+
+    To isinstance() it is a tuple, so that mlx.utils and mlx-lm look into it. mx.eval() does not, and gathers nothing: the runs
+    were evaluated where they lie.
+    """
+
+    def __init__(self, views: list[View], rest: tuple[Any, ...]) -> None:
+        mx.eval(views)
+        self._views = views
+        self._rest = rest
+
+    @property  # type: ignore[misc]
+    def __class__(self) -> type:
+        return tuple
+
+    def __len__(self) -> int:
+        return 2 + len(self._rest)
+
+    def __getitem__(self, index: Any) -> Any:
+        return tuple(self)[index]
+
+    def __iter__(self) -> Iterator[Any]:
+        return iter((*join(self._views), *self._rest))
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return tuple, (tuple(self),)
+
+
+@saved_as(KVCache)
 class PooledKVCache(PooledLayer, KVCache):  # type: ignore[misc]
     """The keys and values of one layer of one sequence: [1, kv_heads, offset, dim]. Bit-equal to KVCache.
 
@@ -186,25 +255,32 @@ class PooledKVCache(PooledLayer, KVCache):  # type: ignore[misc]
     def size(self) -> int:
         return self.offset
 
+    def trim(self, n: int) -> int:
+        n = int(super().trim(n))
+        self.sequence.cut(self.place.group)
+        return n
+
     @property
     def state(self) -> tuple[Any, ...]:
-        """(keys of each run, values of each run, offset): views, so that evaluating it copies nothing."""
-        return *self._run_views(), self.offset
+        """(keys, values, offset), as KVCache has them: views where the sequence is one run."""
+        state: tuple[Any, ...] = self._state([] if self.empty() else self.views(), self.offset)
+        return state
 
     @state.setter
     def state(self, state: tuple[Any, ...]) -> None:
         keys, values, offset = state
         if offset:
-            self.sequence.write(self.place, 0, _whole(keys)[..., :offset, :], _whole(values)[..., :offset, :])
+            self._write_over(keys, values, offset)
         self.offset = offset
+        self.sequence.cut(self.place.group)
 
     @classmethod
     def from_state(cls, state: tuple[Any, ...]) -> KVCache:
         """mlx-lm's own cache with this content: a saved state has no pool to go back to."""
-        keys, values, offset = state
-        return KVCache.from_state((_whole(keys), _whole(values), offset))
+        return KVCache.from_state(state)
 
 
+@saved_as(RotatingKVCache)
 class PooledRotatingKVCache(PooledLayer, RotatingKVCache):  # type: ignore[misc]
     """The last `max_size` tokens of one layer of one sequence, the first `keep` always among them.
 
@@ -288,28 +364,46 @@ class PooledRotatingKVCache(PooledLayer, RotatingKVCache):  # type: ignore[misc]
 
     @property
     def state(self) -> tuple[Any, ...]:
-        """(keys of each run, values of each run, offset, keep, max_size, ring index). Whoever evaluates it has ended the pass."""
+        """(keys, values, offset, keep, max_size, ring index), as RotatingKVCache has them. Reading it ends a pass."""
         self._attended = None
-        return *self._run_views(), self.offset, self.keep, self.max_size, self._idx
+        views = [] if self.empty() else self.views()
+        state: tuple[Any, ...] = self._state(views, self.offset, self.keep, self.max_size, self._idx)
+        return state
 
     @state.setter
     def state(self, state: tuple[Any, ...]) -> None:
-        keys, values, self.offset, keep, max_size, self._idx = state
-        found, needed = (keep, max_size), (self.keep, self.max_size)
-        assert found == needed, f"state of a window with (keep, max_size) {found} != {needed}"
-        if self.offset:
-            ring = [self._last_tokens(_whole(a)[..., : self.offset, :], max_size) for a in (keys, values)]
-            self.sequence.write(self.place, 0, *ring)
-            self._idx = min(self._idx, max_size)
+        keys, values, offset, keep, max_size, index = state
+        if (keep, max_size) != (self.keep, self.max_size):
+            raise ValueError(
+                f"This is the state of a window of {max_size} tokens that keeps {keep}; the pool's windows have {self.max_size} "
+                f"tokens and keep {self.keep}."
+            )
+        if offset:
+            keys, values = (self._last_tokens(a[..., :offset, :], max_size) for a in (keys, values))
+            self._write_over(keys, values, min(offset, max_size))
+        self._attended = None
+        self.offset, self._idx = offset, min(index, max_size)
+        self.sequence.cut(self.place.group)
 
     @classmethod
     def from_state(cls, state: tuple[Any, ...]) -> RotatingKVCache:
         """mlx-lm's own cache with this content."""
-        keys, values, *rest = state
-        return RotatingKVCache.from_state((_whole(keys), _whole(values), *rest))
+        return RotatingKVCache.from_state(state)
+
+    def _assign(self, keys: mx.array | None, values: mx.array | None) -> None:
+        self._attended = None
+        super()._assign(keys, values)
+
+    def trim(self, n: int) -> int:
+        """Raises ValueError once the window is full: what it held before is gone."""
+        if n > 0 and not self.is_trimmable():
+            raise ValueError(f"A window of {self.max_size} tokens that is full cannot be trimmed: the tokens before are gone.")
+        n = int(super().trim(n))
+        self.sequence.cut(self.place.group)
+        return n
 
 
-def _whole(arrays: Any) -> Any:
-    if not isinstance(arrays, list):
-        return arrays
-    return join([(a, a) for a in arrays])[0] if arrays else None
+def _is_put_back(caller: FrameType) -> bool:
+    """Whether a model of mlx-lm assigns what it has just read, to say when it is to be evaluated: blocks are written at once."""
+    module: str = caller.f_globals.get("__name__", "")
+    return module.startswith("mlx_lm.models.") and module != "mlx_lm.models.cache"

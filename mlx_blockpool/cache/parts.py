@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator
+from copy import copy
 from typing import Any
 
 import mlx.core as mx
@@ -10,6 +11,7 @@ from mlx_lm.models.base import scaled_dot_product_attention
 from mlx_lm.models.cache import CacheList, ChunkedKVCache, KVCache, _BaseCache
 
 from ..spec import ChunkLayer
+from ..upstream import saved_as
 from .batch import PooledBatchCache
 from .layers import PooledKVCache, PooledLayer
 from .sequence import Sequence
@@ -17,21 +19,37 @@ from .slabs import View
 from .states import PooledArraysCache, StateBatch
 
 
+@saved_as(CacheList)
 class PooledCacheList(CacheList):  # type: ignore[misc]
     """Stands in for CacheList: its parts are pooled caches of one sequence, or of one batch."""
 
     def __deepcopy__(self, memo: dict[int, Any]) -> PooledCacheList:
         return PooledCacheList(*(part.__deepcopy__(memo) for part in self.caches))
 
+    def __copy__(self) -> PooledCacheList:
+        return PooledCacheList(*(copy(part) for part in self.caches))
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        """As PooledLayer."""
+        return CacheList.from_state, ([(part.state, type(part).__name__) for part in self.caches],)
+
+    @classmethod
+    def from_state(cls, state: list[Any]) -> CacheList:
+        """mlx-lm's own cache with this content."""
+        return CacheList.from_state(state)
+
     def extract(self, idx: int) -> PooledCacheList:
         return PooledCacheList(*(part.extract(idx) for part in self.caches))
 
 
+@saved_as(ChunkedKVCache)
 class PooledChunkedKVCache(PooledKVCache, ChunkedKVCache):  # type: ignore[misc]
     """Stands in for ChunkedKVCache: reads at most the last `chunk_size` tokens of those before a call, and what comes with it.
 
     All tokens stay in blocks, so that a prefix is resumed at any of them.
     """
+
+    _stock = ChunkedKVCache
 
     def __init__(self, sequence: Sequence, layer: int) -> None:
         super().__init__(sequence, layer)
@@ -54,21 +72,28 @@ class PooledChunkedKVCache(PooledKVCache, ChunkedKVCache):  # type: ignore[misc]
     def trim(self, n: int) -> int:
         n = min(self.offset - self.start_position, n)
         self.offset -= n
+        self.sequence.cut(self.place.group)
         return n
 
     @property
     def state(self) -> tuple[Any, ...]:
         """(keys, values, offset, chunk_size, start_position) as ChunkedKVCache has them."""
-        if self.empty():
-            return None, None, 0, self.chunk_size, 0
-        return *self.keys_and_values(), self.offset, self.chunk_size, self.start_position
+        start, views = self.start_position, []
+        for keys, values in [] if self.empty() else self.views():
+            count = keys.shape[2]
+            if start < count:
+                views.append((keys[..., start:, :], values[..., start:, :]))
+            start = max(0, start - count)
+        state: tuple[Any, ...] = self._state(views, self.offset, self.chunk_size, self.start_position)
+        return state
 
     @state.setter
     def state(self, state: tuple[Any, ...]) -> None:
-        keys, values, self.offset, self.chunk_size, self.start_position = state
-        if self.offset:
-            start, count = self.start_position, self.offset - self.start_position
-            self.sequence.write(self.place, start, keys[..., :count, :], values[..., :count, :])
+        keys, values, offset, self.chunk_size, start = state
+        if offset:
+            self.sequence.write(self.place, start, keys[..., : offset - start, :], values[..., : offset - start, :])
+        self.offset, self.start_position = offset, start
+        self.sequence.cut(self.place.group)
 
     @classmethod
     def from_state(cls, state: tuple[Any, ...]) -> ChunkedKVCache:
@@ -79,11 +104,15 @@ class PooledChunkedKVCache(PooledKVCache, ChunkedKVCache):  # type: ignore[misc]
         raise NotImplementedError("A model that cuts its own chunks asks its cache for one position; it takes no batch.")
 
 
+@saved_as(KVCache)
 class UnusedKVCache(KVCache):  # type: ignore[misc]
     """Stands in for a cache that mlx-lm makes for a layer without attention. It stays empty, alone and in a batch."""
 
     def __deepcopy__(self, memo: dict[int, Any]) -> UnusedKVCache:
         return UnusedKVCache()
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return KVCache, ()
 
     @classmethod
     def merge(cls, caches: list[Any]) -> UnusedBatch:

@@ -98,6 +98,7 @@ class Sequence:
 
     def cut(self, group: int) -> None:
         """Give back the whole blocks of a group behind what its layers hold."""
+        self.need_blocks()
         length = blocks_for(max(layer.size() for layer in self._layers if layer.place.group == group))
         if length < len(self.tables[group]):
             self._is_new = False

@@ -10,9 +10,11 @@ from typing import Any
 import mlx.core as mx
 from mlx_lm.models.cache import ArraysCache
 
+from ..upstream import saved_as
 from .sequence import Sequence, fork_once
 
 
+@saved_as(ArraysCache)
 class PooledArraysCache(ArraysCache):  # type: ignore[misc]
     """Stands in for ArraysCache: `size` arrays that each step replaces. Knows the sequence that it belongs to, as its `leaf`."""
 
@@ -45,10 +47,14 @@ class PooledArraysCache(ArraysCache):  # type: ignore[misc]
         copy.left_padding, copy.lengths = self.left_padding, self.lengths
         return copy
 
+    def __reduce__(self) -> tuple[Any, ...]:
+        """As PooledLayer."""
+        return ArraysCache.from_state, (self.state,)
+
     @property
     def state(self) -> tuple[Any, ...]:
         self.sequence.need_blocks()
-        return self.cache, self.left_padding, self.lengths
+        return list(self.cache), self.left_padding, self.lengths
 
     @state.setter
     def state(self, state: tuple[Any, ...]) -> None:
