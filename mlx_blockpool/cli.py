@@ -130,6 +130,7 @@ def _add_exchange(action: argparse.ArgumentParser, file: str, prompt_required: b
     action.add_argument("--model", required=True, help="the model folder, or the id of a downloaded model")
     action.add_argument("--adapter-path", type=Path, metavar="DIR", help="the adapter that the model runs with")
     action.add_argument("--store-bits", type=int, choices=(4, 8), help="as the server's: how the store is quantised")
+    action.add_argument("--agent", metavar="NAME", help="the agent whose prefix it is; needed for files of other stores")
     prompt = action.add_mutually_exclusive_group(required=prompt_required)
     prompt.add_argument("--tokens", metavar="N,N,..", help="token ids of the prompt")
     prompt.add_argument("--prompt-file", type=Path, metavar="FILE", help="the prompt's text, special tokens and all")
@@ -190,7 +191,7 @@ def _store_export(args: argparse.Namespace) -> Any:
 
     prompt = source.prompt_of(args.tokens, args.prompt_file)
     model = source.Source(args.model, storing.folder_at(args.store_dir), args.adapter_path, args.store_bits)
-    return exchange.export(model, prompt, args.file), exchange.describe_export, 0
+    return exchange.export(model, prompt, args.file, args.agent), exchange.describe_export, 0
 
 
 def _store_import(args: argparse.Namespace) -> Any:
@@ -200,7 +201,7 @@ def _store_import(args: argparse.Namespace) -> Any:
     prompt = source.prompt_of(args.tokens, args.prompt_file)
     root = args.store_dir or default_folder()
     model = source.Source(args.model, root, args.adapter_path, args.store_bits, args.store_bytes)
-    return exchange.take_in(model, prompt, args.file), exchange.describe_import, 0
+    return exchange.take_in(model, prompt, args.file, args.agent), exchange.describe_import, 0
 
 
 def _size(text: str) -> int:

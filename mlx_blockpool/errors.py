@@ -14,6 +14,7 @@
     ├── BadModelError                a model's files are not what mlx-lm loads
     ├── LoadError                    a model could not be loaded now, though its files are right
     └── StoreError                   the prompt store cannot do what it was asked to
+        ├── NoRoomError              no room on disk for a file that is on its way; later there may be
         └── BadRecordError           a file is not the record that was wanted: a miss, and the file belongs in quarantine
 
 Each message says what was found, what was needed and what to do.
@@ -107,6 +108,10 @@ class LoadError(BlockpoolError, RuntimeError):
 
 
 class StoreError(BlockpoolError):
+    pass
+
+
+class NoRoomError(StoreError):
     pass
 
 

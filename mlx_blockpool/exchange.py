@@ -1,11 +1,13 @@
 """Carries prefixes between a prompt store and the prompt-cache files of mlx-lm.
 
-The weights of the model are read where a file does not say whose it is.
+Files of this store are signed, and come back by content, for everybody to share. What another has written is not proven by what
+it says of itself, nor by a few tokens that are computed again: one agent alone may go on from it, under a salt of its own.
 """
 
 from __future__ import annotations
 
 import json
+import math
 import os
 from collections.abc import Sequence
 from contextlib import suppress
@@ -27,23 +29,31 @@ from mlx_lm.models.cache import (
 from .cache.parts import as_stock, leaves_of
 from .errors import StoreError
 from .prefix.cache import PrefixCache
+from .prefix.keeping import Terms
+from .prefix.noted import path_of
+from .prefix.salts import SHARED, is_of_import, salt_of_import
 from .source import Prompt, Source, ids_in, line_of
 from .spec import BLOCK_TOKENS, ChunkLayer, FullLayer, LayerSpec, ModelCacheSpec, StateLayer, WindowLayer, blocks_for
+from .store.agents import Agents
+from .store.manifest import shown
+from .store.record import ITEM_BYTES
+from .store.signing import UNSIGNED, export_key, head_of, is_signed, sign
+from .store.store import PromptStore
 from .storing import Report
 
 SUFFIX = ".safetensors"
-MAX_HEADER_BYTES = 100_000_000
 # Of a file that does not say whose it is, these many tokens are computed and compared ...
 COMPARED_TOKENS = 16
 # ... and may be so far off, as rounding in bfloat16 is; those of other weights or tokens are off by about 1.
 TOLERANCE = 0.05
+UNPROVEN = "this store did not sign the file as it is, so that one agent alone can go on from it"
 
 
 # -- export ------------------------------------------------------------------------------------------------------------
 
 
-def export(source: Source, prompt: Prompt, file: Path) -> Report:
-    """The longest stored prefix of a prompt as a file that mlx-lm's load_prompt_cache reads.
+def export(source: Source, prompt: Prompt, file: Path, agent: str | None = None) -> Report:
+    """The longest stored prefix of a prompt as a file that mlx-lm's load_prompt_cache reads; `agent`: what that one has of it.
 
     Raises StoreError if nothing of it is stored, or the file cannot be written.
     """
@@ -51,11 +61,12 @@ def export(source: Source, prompt: Prompt, file: Path) -> Report:
     if not tokens:
         raise StoreError("Found no tokens to look for; needed those of a prompt. Give --tokens 1,2,3 or --prompt-file.")
     path = file if file.suffix == SUFFIX else file.with_name(file.name + SUFFIX)
+    salt = SHARED if agent is None else Agents(source.root).need(agent).salt
     prefix = source.open(len(tokens))
     try:
-        known = prefix.known.trie.match(tokens).tokens
+        known = prefix.known.trie.match(tokens, salt).tokens
         # A fetch leaves one token to compute: this one, of which nothing is kept.
-        fetched = prefix.fetch([*tokens[:known], 0], 0, at_most=known)
+        fetched = prefix.fetch([*tokens[:known], 0], 0, known, salt)
         hit = fetched.lookup.hit
         if not hit:
             raise StoreError(
@@ -63,7 +74,7 @@ def export(source: Source, prompt: Prompt, file: Path) -> Report:
                 "prompt that a server with the same model, adapter and --store-bits has kept."
             )
         metadata = metadata_of(source.name, source.weights, source.config.bits, tokens[:hit])
-        _save(path, as_stock(fetched.caches), metadata)
+        _save(path, as_stock(fetched.caches), metadata, None if is_of_import(salt) else export_key(source.root))
         prefix.release(fetched.caches)
     finally:
         prefix.close()
@@ -78,13 +89,17 @@ def metadata_of(model: str, weights: str, bits: int | None, tokens: Sequence[int
         "tokens": ",".join(map(str, tokens)),
         "weights": weights,
         "bits": str(bits or 0),
+        "signature": UNSIGNED,
     }
 
 
-def _save(path: Path, caches: list[Any], metadata: dict[str, str]) -> None:
+def _save(path: Path, caches: list[Any], metadata: dict[str, str], key: bytes | None) -> None:
+    """`key`: None for what came from outside without proof, which is not signed."""
     temporary = path.with_name(f".writing-{os.getpid()}-{path.name}")
     try:
         save_prompt_cache(str(temporary), caches, metadata)
+        if key is not None:
+            sign(temporary, key)
         os.replace(temporary, path)
     except (OSError, RuntimeError) as error:
         temporary.unlink(missing_ok=True)
@@ -98,19 +113,29 @@ def describe_export(report: Report) -> str:
 # -- import ------------------------------------------------------------------------------------------------------------
 
 
-def take_in(source: Source, prompt: Prompt, file: Path) -> Report:
+def take_in(source: Source, prompt: Prompt, file: Path, agent: str | None = None) -> Report:
     """Put the prefix in a file of mlx-lm's save_prompt_cache into the store: its full blocks, and its tail.
 
-    Raises StoreError if it cannot be the prefix of this model that it is said to be, or could not be stored.
+    `agent` goes on from it; a file that this store did not sign is for that one alone. Raises StoreError if it cannot be the
+    prefix of this model that it is said to be, could not be stored, or has no agent and needs one.
     """
     caches, metadata = read(file)
     tokens = source.tokens(prompt) or tokens_in(metadata, file)
+    check_tokens(tokens, source.vocab_size())
     check_shapes(source.spec, caches, tokens)
-    if not says_origin(source.name, source.weights, source.config.bits, metadata, tokens):
+    origin = says_origin(source.name, source.weights, source.config.bits, metadata, tokens)
+    if not origin:
         compare(source.name, source.model, caches, tokens)
+    private = not (origin and is_signed(file, export_key(source.root)))
+    salt = salt_of_import() if private else SHARED
+    if private:
+        _check_agent(source.root, agent)
     prefix = source.open(len(tokens))
     try:
-        kept = _keep(prefix, tokens, caches)
+        kept = _keep(prefix, tokens, caches, salt)
+        if agent is not None and kept == len(tokens):
+            path, namespace = path_of(prefix.known.trie, tokens, salt), _store_of(prefix).namespace
+            Agents(source.root).note(agent, namespace, source.spec.model_id, path.hashes, path.tokens, salt)
     finally:
         prefix.close()
     if kept < len(tokens):
@@ -118,14 +143,42 @@ def take_in(source: Source, prompt: Prompt, file: Path) -> Report:
         report = prefix.stored.report()
         why = report["problem"] or f"the store holds {report['bytes']} of {report['store_bytes']} bytes"
         raise StoreError(f"Stored {kept} of {len(tokens)} tokens: {why}. Make room on the disk or raise --store-bytes.")
-    return {"file": str(file), "tokens": kept, "blocks": blocks_for(kept), "folder": str(source.config.folder)}
+    report = {"file": str(file), "tokens": kept, "blocks": blocks_for(kept), "folder": str(source.config.folder)}
+    return report | {"agent": agent} | told_private(private)
 
 
-def _keep(prefix: PrefixCache, tokens: list[int], caches: list[Any]) -> int:
+def told_private(private: bool) -> Report:
+    """What an answer says of who may go on from a file."""
+    return {"private": private, "why": UNPROVEN if private else "this store has signed the file, and it is as it was"}
+
+
+def _check_agent(root: Path, agent: str | None) -> None:
+    """Raises StoreError unless this is a name for an agent that nobody has, or that goes on from such a file already."""
+    if agent is None:
+        raise StoreError(f"Found no agent that is to go on from the file; needed one, for {UNPROVEN}. Give --agent NAME.")
+    before = Agents(root).get(agent)
+    if before is not None and not is_of_import(before.salt):
+        raise StoreError(taken_text(agent))
+
+
+def taken_text(agent: str) -> str:
+    """Why an agent that has computed its path here itself does not go on from somebody else's file."""
+    return (
+        f"Found an agent {shown(agent)} already; needed a name that is free, for {UNPROVEN}. Import it under another name, or "
+        "delete that agent first."
+    )
+
+
+def _store_of(prefix: PrefixCache) -> PromptStore:
+    assert prefix.stored is not None
+    return prefix.stored.store
+
+
+def _keep(prefix: PrefixCache, tokens: list[int], caches: list[Any], salt: bytes) -> int:
     """How many tokens are in the store now, from the first on."""
     stored = prefix.stored
     assert stored is not None
-    prefix.finish(tokens, caches)
+    prefix.finish(tokens, caches, terms=Terms(salt=salt))
     before = -1
     # The store's queue takes a part at a time.
     while stored.store.counts["written"] > before:
@@ -133,7 +186,7 @@ def _keep(prefix: PrefixCache, tokens: list[int], caches: list[Any]) -> int:
         stored.write_tails()
         stored.store.flush()
         stored.write_behind(0)
-    path = prefix.known.trie.match(tokens).path
+    path = prefix.known.trie.match(tokens, salt).path
     return sum(node.end - node.start for node in takewhile(lambda node: node.stored, path))
 
 
@@ -141,7 +194,7 @@ def read(file: Path) -> tuple[list[Any], dict[str, Any]]:
     """The caches in a file, not evaluated, and its metadata. Raises StoreError."""
     if not file.is_file():
         raise StoreError(f"Found no file {file}; needed one of mlx-lm's save_prompt_cache.")
-    _check_names(file)
+    _check_header(file)
     try:
         caches, metadata = load_prompt_cache(str(file), return_metadata=True)
     except (RuntimeError, ValueError, KeyError, IndexError, TypeError, AttributeError) as error:
@@ -149,21 +202,48 @@ def read(file: Path) -> tuple[list[Any], dict[str, Any]]:
     return caches, metadata if isinstance(metadata, dict) else {}
 
 
-def _check_names(file: Path) -> None:
-    """mlx makes lists as long as a number in a name is large: a few bytes could ask for all memory. Raises StoreError."""
-    with file.open("rb") as opened:
-        size = int.from_bytes(opened.read(8), "little")
-        if size > min(file.stat().st_size, MAX_HEADER_BYTES):
-            raise StoreError(f"Cannot read {file}: found a header of {size} bytes; needed a file of mlx-lm's save_prompt_cache.")
-        try:
-            header = json.loads(opened.read(size))
-            names = [*header, *header.get("__metadata__", {})]
-        except (ValueError, TypeError, AttributeError, RecursionError) as error:
-            raise StoreError(f"Cannot read {file}: {line_of(error)}. Needed a file of mlx-lm's save_prompt_cache.") from error
+def _check_header(file: Path) -> None:
+    """Raises StoreError unless each array lies in the file and is as long as its shape says, and every text is one.
+
+    mlx makes lists as long as a number in a name is large: a few bytes could ask for all memory.
+    """
+    try:
+        with file.open("rb") as opened:
+            head = head_of(opened)
+            left = os.fstat(opened.fileno()).st_size - len(head)
+        header = dict(json.loads(head[8:]))
+        texts = header.pop("__metadata__", {})
+        if not (isinstance(texts, dict) and all(isinstance(text, str) for text in texts.values())):
+            raise ValueError("metadata that is no object of texts")
+        for name, entry in header.items():
+            _check_entry(name, entry, left)
+        _check_names([*header, *texts])
+    except (OSError, ValueError, TypeError, KeyError, AttributeError, RecursionError) as error:
+        raise StoreError(f"Cannot read {file}: found {line_of(error)}. Needed a file of mlx-lm's save_prompt_cache.") from error
+
+
+def _check_entry(name: str, entry: Any, left: int) -> None:
+    """Raises ValueError, KeyError and TypeError."""
+    (start, end), shape = entry["data_offsets"], entry["shape"]
+    if not all(type(number) is int and 0 <= number <= left for number in (start, end, *shape)):
+        raise ValueError(f"{name[:40]!r} outside of the file")
+    if end - start != ITEM_BYTES[entry["dtype"]] * math.prod(shape):
+        raise ValueError(f"{name[:40]!r} of {end - start} bytes, not those of its shape")
+
+
+def _check_names(names: list[str]) -> None:
+    """Raises KeyError."""
     for part in {part for name in names for part in name.split(".")}:
         with suppress(ValueError):
             if int(part) > len(names):
-                raise StoreError(f"Cannot read {file}: found the number {part[:20]} in a name; needed at most {len(names)}.")
+                raise KeyError(f"the number {part[:20]} in one of {len(names)} names")
+
+
+def check_tokens(tokens: list[int], vocab_size: int) -> None:
+    """Raises StoreError unless the model has a word for each of them, or it is a piece of an image, whose ids are negative."""
+    highest = max(tokens, default=0)
+    if highest >= vocab_size:
+        raise StoreError(f"Found token {highest} in the file; needed those of the model, which end with {vocab_size - 1}.")
 
 
 def tokens_in(metadata: dict[str, Any], file: Path) -> list[int]:
@@ -252,4 +332,5 @@ def compare(name: str, model: Any, caches: list[Any], tokens: list[int]) -> None
 
 def describe_import(report: Report) -> str:
     blocks = f"{report['blocks']:,} blocks of at most {BLOCK_TOKENS} tokens"
-    return f"Stored {report['tokens']:,} tokens from {report['file']} in {report['folder']}, {blocks}."
+    whose = f" Only agent {shown(report['agent'])} goes on from them: {report['why']}." if report["private"] else ""
+    return f"Stored {report['tokens']:,} tokens from {report['file']} in {report['folder']}, {blocks}.{whose}"

@@ -7,6 +7,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+import mlx.core as mx
 from mlx_lm.utils import hf_repo_to_path, load
 
 from .cache.slabs import Slabs
@@ -47,6 +48,7 @@ class Source:
     ) -> None:
         self.name = model_path(model)
         self.folder = _model_folder(self.name)
+        self.root = root
         self.adapter = adapter
         there = sum(file.size for file in Listing(root).records)
         limit = max(StoreConfig.store_bytes, there) if store_bytes is None else store_bytes
@@ -69,6 +71,10 @@ class Source:
             store.close()
             raise StoreError(f"Cannot use the prompt store: {store.problem}. Needed a folder to read and write.")
         return prefix
+
+    def vocab_size(self) -> int:
+        """How many tokens the model has words for. Nothing is computed."""
+        return int(self.model(mx.zeros((1, 1), mx.int32)).shape[-1])
 
     def tokens(self, prompt: Prompt) -> list[int] | None:
         if prompt.text is None:

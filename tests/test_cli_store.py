@@ -402,8 +402,10 @@ def test_an_import_is_found_by_the_next_server(
 ) -> None:
     out, empty = tmp_path / "out.safetensors", tmp_path / "empty"
     store(capsys, root, "export", "--model", str(llama), "--tokens", ids(FIRST), str(out))
+    empty.mkdir()
+    shutil.copy(root / "export.key", empty)
     found = store(capsys, empty, "import", "--model", str(llama), str(out))
-    assert (found["tokens"], found["blocks"]) == (700, 3)
+    assert (found["tokens"], found["blocks"], found["private"]) == (700, 3, False)
     assert {path.name: path.read_bytes() for path in records(empty)} == {
         path.name: path.read_bytes() for path in records(root) if path.name in {p.name for p in records(empty)}
     }
@@ -428,7 +430,9 @@ def test_a_file_of_stock_mlx_lm_is_taken_with_its_tokens(capsys: pytest.CaptureF
     path = save_stock(llama, FIRST[:300], tmp_path / "stock.safetensors", model="elsewhere")
     root = tmp_path / "store"
     assert refusal(capsys, root, "import", "--model", str(llama), str(path)).startswith("Found no token ids in the metadata of")
-    said(capsys, root, "import", "--model", str(llama), "--tokens", ids(FIRST[:300]), str(path))
+    given = ("--tokens", ids(FIRST[:300]), str(path))
+    assert "Give --agent NAME" in refusal(capsys, root, "import", "--model", str(llama), *given)
+    assert "Only agent one goes on" in said(capsys, root, "import", "--model", str(llama), "--agent", "one", *given)
     assert store(capsys, root, "stats")["total"]["tokens"] == 300
 
 
@@ -469,7 +473,7 @@ def test_a_quantised_store_is_its_own(capsys: pytest.CaptureFixture[str], llama:
     assert "Found nothing" in refusal(capsys, root, *arguments)
     assert store(capsys, root, *arguments, "--store-bits", "8")["tokens"] == 700
     assert refusal(capsys, root, "import", "--model", str(llama), str(out)).endswith("Give --store-bits 8.\n")
-    assert store(capsys, tmp_path / "two", "import", "--model", str(llama), "--store-bits", "8", str(out))["tokens"] == 700
+    assert store(capsys, root, "import", "--model", str(llama), "--store-bits", "8", str(out))["private"] is False
 
 
 def test_an_import_over_its_limit_is_refused_with_both_figures(
@@ -477,7 +481,7 @@ def test_an_import_over_its_limit_is_refused_with_both_figures(
 ) -> None:
     out = tmp_path / "out.safetensors"
     store(capsys, root, "export", "--model", str(llama), "--tokens", ids(FIRST), str(out))
-    arguments = ("import", "--model", str(llama), "--store-bytes", "200kB", str(out))
+    arguments = ("import", "--model", str(llama), "--store-bytes", "200kB", "--agent", "one", str(out))
     found = refusal(capsys, tmp_path / "small", *arguments)
     assert found.startswith("Stored 256 of 700 tokens: the store holds 1")
     assert "of 200000 bytes" in found

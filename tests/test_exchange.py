@@ -54,6 +54,12 @@ def test_what_was_exported_goes_on_in_stock_and_comes_back(name: str, capsys: py
     if name == "llama4":
         # mlx-lm's file has one chunk of it.
         return
-    assert run(capsys, empty, "import", "--model", str(folder), str(out))["tokens"] == len(PROMPT)
-    assert run(capsys, empty, "export", "--model", str(folder), "--tokens", given, str(out))["tokens"] == len(PROMPT)
+    assert run(capsys, root, "import", "--model", str(folder), str(out))["private"] is False
+    assert main(["store", "import", "--store-dir", str(empty), "--model", str(folder), str(out)]) == 1
+    assert "--agent NAME" in capsys.readouterr().err
+    report = run(capsys, empty, "import", "--model", str(folder), "--agent", "one", str(out))
+    assert (report["tokens"], report["private"]) == (len(PROMPT), True)
+    assert main(["store", "export", "--store-dir", str(empty), "--model", str(folder), "--tokens", given, str(out)]) == 1
+    exported = run(capsys, empty, "export", "--model", str(folder), "--agent", "one", "--tokens", given, str(out))
+    assert exported["tokens"] == len(PROMPT)
     assert greedy(folder, later[len(PROMPT) :], load_prompt_cache(str(out))) == needed

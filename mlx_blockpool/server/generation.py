@@ -16,10 +16,11 @@ from typing import Any
 import mlx.core as mx
 from mlx_lm.server import ResponseGenerator, _image_parts
 
-from ..config import EngineConfig, ModelsConfig
+from ..config import EngineConfig, ModelsConfig, StoreConfig
 from ..errors import BlockpoolError
 from ..store.agents import Agents
 from ..store.layout import default_folder
+from ..store.spool import Spool
 from .asking import Wishes
 from .errand import Errand
 from .explained import Explanations
@@ -46,8 +47,8 @@ class BlockpoolGenerator(ResponseGenerator):  # type: ignore[misc]
     """mlx-lm's ResponseGenerator around a registry of models with an engine each.
 
     `model_provider` and `prompt_cache` are those of the model that a request has started on last. `normalisers`, `guard`,
-    `warm_up` and `responses` are for whoever asks it; it does not use them. `explanations`: what became of the last requests.
-    `agent_files`: those of the store's folder, of which each is read once; None: nothing is on disk.
+    `warm_up`, `responses` and `spool` are for whoever asks it; it does not use them. `explanations`: what became of the last
+    requests. `agent_files`: those of the store's folder, of which each is read once; None: nothing is on disk.
     """
 
     prompt_cache: ServerPromptCache
@@ -70,6 +71,7 @@ class BlockpoolGenerator(ResponseGenerator):  # type: ignore[misc]
         self.warm_up: Any = None
         self.normalisers = normalisers
         self.responses = KeptResponses()
+        self.spool = _spool(prompt_cache.store_config)
         self.health = Health(config.stall_seconds)
         self.registry = ModelRegistry(model_provider, make_cache, config, models, prompt_cache.config.pool_bytes)
         self._config = config
@@ -302,3 +304,10 @@ class BlockpoolGenerator(ResponseGenerator):  # type: ignore[misc]
             if not served.live:
                 served.prompt_cache.idle()
             served.report()
+
+
+def _spool(store: StoreConfig | None) -> Spool:
+    """Where files lie on their way in and out: in the store's folder, or else with the system's temporary files."""
+    if store is None:
+        return Spool(None, StoreConfig.min_free_bytes)
+    return Spool(store.folder or default_folder(), store.min_free_bytes)

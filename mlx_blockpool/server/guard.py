@@ -217,7 +217,12 @@ def header_text(value: str) -> str:
 def cause_of(error: Exception) -> str:
     """An unexpected error for a client: in one line, and without our folders."""
     first = (str(error).splitlines() or [""])[0]
-    return f"{type(error).__name__}: {FOLDERS.sub('', first)[:300]}"
+    return f"{type(error).__name__}: {without_folders(first)[:300]}"
+
+
+def without_folders(text: str) -> str:
+    """A text for clients: of each path in it only the last part."""
+    return FOLDERS.sub("", text)
 
 
 def shown(text: str, most: int = 80) -> str:

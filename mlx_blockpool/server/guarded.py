@@ -29,6 +29,8 @@ CROWDED_SECONDS = 1.0
 LINGER_SECONDS = 2.0
 LINGER_BYTES = 1 << 16
 LINGER_MOST = 64 << 20
+# Who sends or takes a file more slowly than this is left.
+FILE_BYTES_PER_SECOND = 1 << 18
 
 
 class Outgoing:
@@ -85,6 +87,11 @@ class Outgoing:
     def close(self) -> None:
         self.closed = True
         self._wfile.close()
+
+
+def file_deadline(seconds: float, n_bytes: int) -> float:
+    """When a file of so many bytes has to be through, in seconds of time.monotonic()."""
+    return time.monotonic() + seconds + n_bytes / FILE_BYTES_PER_SECOND
 
 
 class Body(io.RawIOBase):
@@ -280,7 +287,7 @@ class GuardedHandler(APIHandler):  # type: ignore[misc]
         if self._expects_continue and length:
             self._outgoing.write(b"HTTP/1.1 100 Continue\r\n\r\n")
         if FILES.fullmatch(self.route):
-            self._incoming.until = math.inf
+            self._incoming.until = file_deadline(self.guard.config.request_seconds, length)
             self._body = Body(self._reader, length)
             self.rfile = io.BufferedReader(self._body)
         else:

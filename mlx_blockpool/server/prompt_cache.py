@@ -35,6 +35,7 @@ from ..store.record import Key
 from ..store.store import PromptStore
 from .agents.served import ServedAgents
 from .drafted import DraftedPrefix
+from .guard import without_folders
 from .models.provider import BlockpoolModelProvider
 
 log = logging.getLogger(__name__)
@@ -293,7 +294,7 @@ class ServerPromptCache:
             "groups": [asdict(c) for c in pool.settle()],
             "fragmentation": [round(pool.fragmentation(g), 3) for g in range(len(prefix.slabs.spec.groups))],
             "decode_paths": dict(prefix.slabs.path_counts),
-            "store": None if prefix.stored is None else prefix.stored.report(),
+            "store": None if prefix.stored is None else _without_place(prefix.stored.report()),
             **prefix.keeping.report(),
         }
 
@@ -306,3 +307,9 @@ class ServerPromptCache:
         tables = [sequence.tables for sequence in sequences if sequence is not None]
         held = [len({block for own in tables for block in own[g].ids}) for g in range(len(self.prefix.slabs.spec.groups))]
         return batch_memory(self.prefix.slabs.spec, [running.computed for running in batch], held).bytes.as_dict()
+
+
+def _without_place(report: dict[str, Any]) -> dict[str, Any]:
+    """A store's figures for clients, whom its place on this machine does not concern."""
+    problem = report["problem"] and without_folders(report["problem"])
+    return {name: value for name, value in report.items() if name != "folder"} | {"problem": problem}

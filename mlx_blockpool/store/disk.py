@@ -94,6 +94,10 @@ class Disk:
         """At once, over a file that `new` may name."""
         os.replace(old, new)
 
+    def link(self, old: Path, new: Path) -> None:
+        """A second name for a file. FileExistsError if there is one of that name."""
+        os.link(old, new)
+
     def sync_directory(self, path: Path) -> None:
         """The names in a directory, to the medium. File systems that cannot do that keep their own promise."""
         fd = os.open(path, os.O_RDONLY | os.O_DIRECTORY)

@@ -2,6 +2,7 @@
 
 models/<namespace>/model.json                     for people to read
 models/<namespace>/<folder of the kind>/ab/<hash>.safetensors
+export.key                                        signs exported files
 """
 
 from __future__ import annotations
@@ -18,6 +19,8 @@ from .disk import Disk, write_whole
 from .record import BLOCK, STATE, SUFFIX, WINDOW, Key
 
 MODEL_FILE = "model.json"
+# In the store's folder itself: the key that exported files are signed with.
+KEY_FILE = "export.key"
 MAX_MODEL_FILE_BYTES = 1 << 20
 # Younger temporary files may be live writes of another process.
 LEFTOVER_SECONDS = 3600.0

@@ -20,7 +20,7 @@ from typing import Any
 from ..errors import BadRecordError
 from ..spec import BLOCK_TOKENS
 from .disk import TEMPORARY, Disk, Entry, quarantine
-from .layout import KINDS, LEFTOVER_SECONDS, MODEL_FILE, described
+from .layout import KEY_FILE, KINDS, LEFTOVER_SECONDS, MODEL_FILE, described
 from .proof import check, read_header
 from .record import BLOCK, SUFFIX, Expected, Naming
 
@@ -140,9 +140,15 @@ class Listing:
         for entry in self._scan(folder):
             if entry.is_directory:
                 found.append(folder / entry.name)
-            elif not (namespace and entry.name == MODEL_FILE and folder.name == namespace):
+            elif not (entry.is_file and entry.name in self._expected(folder, namespace)):
                 self._add_other(File(folder / entry.name, namespace, entry.size, entry.modified), entry.is_file)
         return sorted(found)
+
+    def _expected(self, folder: Path, namespace: str) -> tuple[str, ...]:
+        """The names of what lies in a folder beside others, and is neither a record nor left over."""
+        if folder == self.root:
+            return (KEY_FILE,)
+        return (MODEL_FILE,) if namespace and folder.name == namespace else ()
 
     def _scan(self, folder: Path) -> list[Entry]:
         try:

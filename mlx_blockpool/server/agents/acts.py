@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -126,7 +127,8 @@ def delete(known: KnownAgents, name: str) -> Report:
     if subject.home is None:
         assert known.root is not None
         known.do(lambda: known.refuse_if_busy(subject.name))
-        return stored_agents.delete(known.root, subject.name, yes=True)
+        deleted = stored_agents.delete(known.root, subject.name, yes=True)
+        return _below(known.root, {name: value for name, value in deleted.items() if name != "folder"})
     # What its files stand on is known by their names as long as the agent is.
     share = stored_agents.share_of(known.root, subject.name) if on_disk and known.root is not None else Share([], [])
     shared = shared_with(subject.home, subjects)
@@ -141,7 +143,13 @@ def delete(known: KnownAgents, name: str) -> Report:
         mine = [file for file in share.own if _hash_of(file) not in kept]
         disk = _remove(known, subject, subject.home, known.root, Share(mine, share.stays))
         report |= disk | {"clean": report["clean"] and disk["clean"]}
-    return report
+    return _below(known.root, report)
+
+
+def _below(root: Path | None, report: Report) -> Report:
+    """A report without the place of the store's folder in it."""
+    text = json.dumps(report)
+    return report if root is None else dict(json.loads(text.replace(json.dumps(f"{root}/")[1:-1], "")))
 
 
 def _forget(

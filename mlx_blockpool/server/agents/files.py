@@ -1,10 +1,12 @@
 """What takes an agent's path into a prompt-cache file of mlx-lm, and out of one. On the socket's thread, by errands.
 
-No more than a part of a layer is copied between two steps, and in memory beside the pool.
+No more than a part of a layer is copied between two steps, and in memory beside the pool. A file is whole on disk before its
+first byte is sent, so that a client that reads slowly holds no blocks.
 """
 
 from __future__ import annotations
 
+import secrets
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -20,13 +22,17 @@ from ...cache.parts import leaves_of, sequence_of
 from ...errors import StoreError
 from ...prefix.cache import PrefixCache
 from ...prefix.intake import Intake, begin_intake
+from ...prefix.keeping import Terms
 from ...prefix.noted import NotedPath, find, measure, path_of, tokens_of
 from ...prefix.opening import weights_in
 from ...prefix.resume import lay_out_to_read, resumable
+from ...prefix.salts import is_of_import, salt_of_import
 from ...store.manifest import shown
+from ...store.signing import KEY_BYTES, export_key, is_signed, sign
 from ...storing import Report
 from ..models.provider import BlockpoolModelProvider
 from ..served import ServedModel
+from .by_content import is_by_content
 from .figures import in_words
 from .known import Home, KnownAgents, RefusedError, Subject, agents_of
 from .moves import bring_back, since
@@ -34,11 +40,15 @@ from .moves import bring_back, since
 # -- out ------------------------------------------------------------------------------------------------------------
 
 
-@contextmanager
-def export(known: KnownAgents, name: str) -> Iterator[tuple[int, Iterator[bytes]]]:
-    """The prompt-cache file of mlx-lm with as much of an agent's path as can be resumed: its length, and its bytes bit by bit.
+# Signs what servers without a store export, as long as they run.
+_OWN_KEY = secrets.token_bytes(KEY_BYTES)
 
-    Its blocks are held meanwhile. Raises RefusedError.
+
+@contextmanager
+def export(known: KnownAgents, name: str) -> Iterator[Path]:
+    """The prompt-cache file of mlx-lm with as much of an agent's path as can be resumed. It is there until the block ends.
+
+    Raises RefusedError, StoreError and OSError.
     """
     subject, home = known.need_home(name)
     bring_back(known, home, subject)
@@ -47,9 +57,20 @@ def export(known: KnownAgents, name: str) -> Iterator[tuple[int, Iterator[bytes]
     held: list[tuple[Outgoing, list[Any]]] = []
     try:
         known.at(home, lambda served, prefix: held.append(_begin_export(served, prefix, subject, weights)))
-        yield held[0][0].nbytes, _pieces(known, home, held)
+        with known.spool.file(held[0][0].nbytes) as file:
+            with file.open("wb") as out:
+                for piece in _pieces(known, home, held):
+                    out.write(piece)
+            known.do(lambda: _end_export(held))
+            if not is_of_import(subject.path.salt):
+                sign(file, _key(known))
+            yield file
     finally:
         known.do(lambda: _end_export(held))
+
+
+def _key(known: KnownAgents) -> bytes:
+    return _OWN_KEY if known.root is None else export_key(known.root)
 
 
 def _begin_export(served: ServedModel, prefix: PrefixCache, subject: Subject, weights: str) -> tuple[Outgoing, list[Any]]:
@@ -92,13 +113,18 @@ def _weights(provider: BlockpoolModelProvider) -> str:
 def take_in(known: KnownAgents, name: str, file: Path) -> Report:
     """Make an agent of what a prompt-cache file of mlx-lm holds, in the memory of the loaded model that it is of.
 
-    Raises RefusedError, and StoreError for a file that is not one.
+    Others share it if this store has signed it; else it is known to this agent alone. Raises RefusedError, and StoreError for a
+    file that is not one.
     """
     start = time.monotonic()
     known.do(lambda: known.refuse_if_busy(name))
     caches, metadata = exchange.read(file)
     tokens = exchange.tokens_in(metadata, file)
-    home = _home_of(known, caches, metadata, tokens)
+    home, origin = _home_of(known, caches, metadata, tokens)
+    private = not (origin and is_signed(file, _key(known)))
+    if private:
+        _check_free(known, name)
+    salt = salt_of_import() if private else known.salt
     held: list[Intake] = []
     try:
         known.at(home, lambda _, prefix: held.append(_begin_import(prefix, caches)))
@@ -108,25 +134,35 @@ def take_in(known: KnownAgents, name: str, file: Path) -> Report:
             # Read from the file here: what is evaluated may cross threads.
             mx.eval(leaves.pop().state)
             known.at(home, lambda *_: held[0].advance())
-        path = known.at(home, lambda served, prefix: _end_import(served, prefix, tokens, held[0], name))
+        path = known.at(home, lambda served, prefix: _end_import(served, prefix, tokens, held[0], name, salt))
     finally:
         known.do(lambda: _give_back(held))
     found = known.at(home, lambda _, prefix: measure(prefix, path, 0))
-    return {"agent": name, "imported": True, "seconds": since(start), "tokens": path.tokens} | in_words(found)
+    report = {"agent": name, "imported": True, "seconds": since(start), "tokens": path.tokens}
+    return report | exchange.told_private(private) | in_words(found)
 
 
-def _home_of(known: KnownAgents, caches: list[Any], metadata: dict[str, Any], tokens: list[int]) -> Home:
-    """The loaded model whose weights a file names; where it names none, one that it fits. Raises RefusedError."""
+def _check_free(known: KnownAgents, name: str) -> None:
+    """Raises RefusedError where others' keys and values would take the place of what an agent has had computed here."""
+    before = known.look().get(name)
+    if is_by_content(name) or (before is not None and not is_of_import(before.path.salt)):
+        raise RefusedError(409, exchange.taken_text(name))
+
+
+def _home_of(known: KnownAgents, caches: list[Any], metadata: dict[str, Any], tokens: list[int]) -> tuple[Home, bool]:
+    """The loaded model whose weights a file names, and True; where it names none, one that it fits. Raises RefusedError."""
     homes = known.homes()
     refusals = []
     for home in homes:
         provider, spec, bits = known.at(home, lambda served, prefix: (served.provider, prefix.slabs.spec, _bits(prefix)))
         try:
+            exchange.check_tokens(tokens, known.at(home, lambda served, _: served.vocab_size))
             exchange.check_shapes(spec, caches, tokens)
-            if not exchange.says_origin(provider.name, _weights(provider), bits, metadata, tokens):
+            origin = exchange.says_origin(provider.name, _weights(provider), bits, metadata, tokens)
+            if not origin:
                 mx.eval([leaf.state for leaf in leaves_of(caches)])
                 known.at(home, lambda served, _: exchange.compare(served.provider.name, served.provider.model, caches, tokens))
-            return home
+            return home, origin
         except StoreError as error:
             refusals.append(str(error))
     raise RefusedError(
@@ -148,9 +184,13 @@ def _begin_import(prefix: PrefixCache, caches: list[Any]) -> Intake:
     return intake
 
 
-def _end_import(served: ServedModel, prefix: PrefixCache, tokens: list[int], intake: Intake, name: str) -> NotedPath:
-    prefix.finish(tokens, intake.pooled)
-    path = path_of(prefix.known.trie, tokens)
+def _end_import(served: ServedModel, prefix: PrefixCache, tokens: list[int], intake: Intake, name: str, salt: bytes) -> NotedPath:
+    before = agents_of(served).path_of(name)
+    if is_of_import(salt) and before is not None and not is_of_import(before.salt):
+        # It has had a turn since it was looked for.
+        raise RefusedError(409, exchange.taken_text(name))
+    prefix.finish(tokens, intake.pooled, terms=Terms(salt=salt))
+    path = path_of(prefix.known.trie, tokens, salt)
     hit = resumable(prefix.slabs, find(prefix.known.trie, path).in_memory(), path.tokens)[0]
     if hit < len(tokens):
         raise RefusedError(503, f"Found room for {hit} of {len(tokens)} tokens; needed all. Raise --pool-bytes or unpin agents.")

@@ -10,14 +10,16 @@ from __future__ import annotations
 import json
 import logging
 import os
-import tempfile
+import time
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 from urllib.parse import unquote
 
-from ...errors import PoolExhaustedError, StoreError
+from ...errors import NoRoomError, PoolExhaustedError, StoreError
 from ...storing import Report
+from ..guard import without_folders
+from ..guarded import file_deadline
 from . import acts as agent_acts
 from . import figures as agent_figures
 from . import files as agent_files
@@ -29,6 +31,7 @@ log = logging.getLogger(__name__)
 
 PATH = "/v1/agents"
 READ_BYTES = 1 << 20
+SEND_BYTES = 1 << 18
 # A file has its arrays, and a header that describes them and names its tokens.
 HEADER_BYTES = 64 << 20
 
@@ -85,7 +88,6 @@ class AgentsEndpoint:
         return {
             "agents": agent_figures.report(known, subjects, list(subjects)),
             "bad": [{"file": path.name, "reason": reason.rpartition(str(path))[2].lstrip(": ")} for path, reason in known.bad],
-            "folder": None if known.root is None else str(known.root),
             "warm_up": None if warm_up is None else warm_up.report(),
         }
 
@@ -132,15 +134,18 @@ class AgentsEndpoint:
     # -- files ---------------------------------------------------------------------------------------------------------
 
     def _export(self, known: KnownAgents, name: str) -> None:
-        with agent_files.export(known, checked_name(name)) as (n_bytes, pieces):
-            handler = self._handler
+        with agent_files.export(known, checked_name(name)) as path, path.open("rb") as file:
+            n_bytes, handler = os.fstat(file.fileno()).st_size, self._handler
             handler._set_completion_headers(200)
             # mlx-lm's headers say JSON, and are not sent yet.
             handler._headers_buffer = [line for line in handler._headers_buffer if not line.lower().startswith(b"content-type")]
             handler.send_header("Content-Type", "application/octet-stream")
             handler.send_header("Content-Length", str(n_bytes))
             handler.end_headers()
-            for piece in pieces:
+            until = file_deadline(handler.guard.config.send_seconds, n_bytes)
+            while piece := file.read(SEND_BYTES):
+                if time.monotonic() > until:
+                    raise ConnectionAbortedError("the client takes too long to read its file")
                 handler.wfile.write(piece)
 
     def _import(self, known: KnownAgents, name: str) -> Report:
@@ -151,8 +156,7 @@ class AgentsEndpoint:
             raise RefusedError(
                 413, f"Found a file of {length} bytes; needed at most {most}, as the pool has. Raise --pool-bytes."
             )
-        with tempfile.TemporaryDirectory(prefix="mlx-blockpool-") as folder:
-            file = Path(folder) / "import.safetensors"
+        with known.spool.file(length) as file:
             self._receive(file)
             try:
                 return agent_files.take_in(known, name, file)
@@ -180,7 +184,7 @@ class AgentsEndpoint:
             raise
         except RefusedError as error:
             self._fail(error.status, error)
-        except (OSError, PoolExhaustedError, RuntimeError) as error:
+        except (OSError, NoRoomError, PoolExhaustedError, RuntimeError) as error:
             self._fail(503, error)
         except StoreError as error:
             self._fail(409, error)
@@ -192,7 +196,7 @@ class AgentsEndpoint:
             self._handler.close_connection = True
             return
         text = os.strerror(error.errno) if isinstance(error, OSError) and error.errno else str(error)
-        self._handler._send(status, {"error": text})
+        self._handler._send(status, {"error": without_folders(text)})
 
 
 def _parts_of(path: str) -> list[str]:

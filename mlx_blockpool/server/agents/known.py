@@ -15,9 +15,11 @@ from ...config import StoreConfig
 from ...errors import BlockpoolError
 from ...prefix.cache import PrefixCache
 from ...prefix.noted import NotedPath, SharedPaths, own_from
+from ...prefix.salts import SHARED
 from ...store.agents import Agents
 from ...store.disk import safe_name
 from ...store.manifest import Agent, shown
+from ...store.spool import Spool
 from ..errand import have_done
 from ..models.provider import ModelKey
 from ..served import ServedModel
@@ -88,6 +90,9 @@ class KnownAgents:
         self.root: Path | None = None if self.files is None else self.files.root
         self.config: StoreConfig = generator.prompt_cache.store_config or StoreConfig()
         self.bad: list[tuple[Path, str]] = []
+        self.spool: Spool = generator.spool
+        # What its agents' prefixes are kept under, but for imports that are not proven.
+        self.salt: bytes = SHARED
 
     # -- who there is --------------------------------------------------------------------------------------------------
 
