@@ -180,6 +180,36 @@ class PromptConfig:
 
 
 @dataclass(frozen=True)
+class RequestConfig:
+    """How much of everything one request may have."""
+
+    messages: int = 10_000
+    tools: int = 1_000
+    logit_bias: int = 4_096
+    stop_words: int = 64
+    stop_characters: int = 256
+
+
+@dataclass(frozen=True)
+class ImageConfig:
+    """Images of requests, for models that take them.
+
+    hosts:       from where they may be fetched; of others only data URLs are taken.
+    most:        in one request.
+    image_bytes, pixels: of one image.
+    seconds:     for fetching all of a request.
+    characters:  of text in a request with images, whose prompt the generation thread renders.
+    """
+
+    hosts: tuple[str, ...] = ()
+    most: int = 20
+    image_bytes: int = 20 << 20
+    pixels: int = 50_000_000
+    seconds: float = 20.0
+    characters: int = 400_000
+
+
+@dataclass(frozen=True)
 class GuardConfig:
     """Whom the server lets in, and with what.
 
@@ -202,7 +232,7 @@ class GuardConfig:
     allow_remote: bool = False
     allowed_hosts: tuple[str, ...] = ()
     allowed_origins: tuple[str, ...] = ()
-    max_body_bytes: int = 32 << 20
+    max_body_bytes: int = 16 << 20
     max_headers: int = 100
     max_header_bytes: int = 64 << 10
     max_connections: int = 256

@@ -20,6 +20,7 @@ from ..config import (
     WHAT_FITS,
     EngineConfig,
     GuardConfig,
+    ImageConfig,
     ModelsConfig,
     PoolConfig,
     PromptConfig,
@@ -143,6 +144,7 @@ def make_generator(model_provider: BlockpoolModelProvider) -> ChatGenerator:
         _models_config(args),
         guard,
         prompts=PromptConfig(template_kwargs=args.allow_template_kwargs),
+        images=ImageConfig(args.allow_image_hosts),
     )
     generator.registry.catalog.log_names()
     generator.warm_up = begin_warm_up(generator, prompts)

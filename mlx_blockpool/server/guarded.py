@@ -18,6 +18,7 @@ from urllib.parse import urlsplit
 
 from mlx_lm.server import APIHandler
 
+from ..errors import PromptError
 from .anthropic import errors as anthropic_errors
 from .anthropic.http import is_messages
 from .guard import FILES, Guard, Refusal, Timed
@@ -295,6 +296,10 @@ class GuardedHandler(APIHandler):  # type: ignore[misc]
             if len(body) < length:
                 return Refusal(400, f"The body ended after {len(body)} of {length} bytes")
             self.rfile = io.BytesIO(body)
+            try:
+                self.response_generator.prompts.check_body(body)
+            except PromptError as error:
+                return Refusal(400, str(error))
         return None
 
     def _linger(self) -> None:

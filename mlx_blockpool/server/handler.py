@@ -2,18 +2,26 @@
 
 from __future__ import annotations
 
+import io
 import json
 import logging
 import time
+import types
 from typing import Any
 
+from mlx_lm.server import APIHandler
+
+from ..config import RequestConfig
 from ..errors import BlockpoolError, ModelNotFoundError
+from ..upstream import rebind
 from .agents.http import AgentsEndpoint, is_agents
 from .anthropic.http import Endpoint, is_messages, is_models
 from .asking import GENERATES, Asking, Wishes, agent_of, retention_of
+from .bodies import parse_json
+from .bounds import check_count
 from .chat import ChatRequest
 from .explained import answer_about, is_explain
-from .fields import is_number
+from .fields import InvalidRequestError, is_number
 from .guard import HELLO, cause_of, is_model
 from .guarded import GuardedHandler
 from .models.admin import ORDERS, Admin
@@ -125,7 +133,7 @@ class BlockpoolHandler(GuardedHandler):
                 self._order()
             elif self.route in GENERATES:
                 self.path = self.route
-                super().do_POST()
+                self._complete()
             else:
                 self._send(404, {"error": f"Found no {self.route} to post to; the README lists what there is"})
         except ConnectionError as error:
@@ -144,6 +152,20 @@ class BlockpoolHandler(GuardedHandler):
             elif self.stream:
                 self.wfile.write(b"data: " + in_shape(500, json.dumps(content).encode()) + b"\n\n")
 
+    def _complete(self) -> None:
+        """mlx-lm's do_POST, with a body that was read by our rules."""
+        if self.headers.get("Content-Length") is None:
+            super().do_POST()
+            return
+        try:
+            body = parse_json(self.rfile.read())
+        except InvalidRequestError as error:
+            self._send(400, {"error": str(error)})
+            return
+        self.rfile = io.BytesIO()
+        read = types.SimpleNamespace(loads=lambda _: body, dumps=json.dumps, JSONDecodeError=json.JSONDecodeError)
+        rebind(APIHandler.do_POST, json=read)(self)
+
     def validate_model_parameters(self) -> None:
         """mlx-lm's checks, and those of values that would only fail later."""
         try:
@@ -156,8 +178,9 @@ class BlockpoolHandler(GuardedHandler):
         if self.body.get("max_completion_tokens") is None and self.body.get("max_tokens") is None:
             # A null is what the client leaves to the server.
             self.max_tokens: Any = self.response_generator.cli_args.max_tokens
-        bias = self.body.get("logit_bias")
-        if isinstance(bias, dict) and not all(isinstance(value, int | float) and is_number(value) for value in bias.values()):
+        bias = self.body.get("logit_bias") if isinstance(self.body.get("logit_bias"), dict) else {}
+        check_count("logit_bias", bias, RequestConfig.logit_bias)
+        if not all(isinstance(value, int | float) and is_number(value) for value in bias.values()):
             raise ValueError("logit_bias must be a dict of int to float")
         super().validate_model_parameters()
         for name in NUMBERS:
@@ -185,7 +208,9 @@ class BlockpoolHandler(GuardedHandler):
         self.response_generator.normalisers = self.response_generator.known_normalisers.asked(self.headers.get("X-Normalise"))
 
     def handle_chat_completions(self) -> ChatRequest:
-        return chat_request(self.body, super().handle_chat_completions(), self._choice)
+        # Images are fetched, if at all, once it is known that the model takes any.
+        handle = rebind(APIHandler.handle_chat_completions, _inline_image_urls=lambda messages: None)
+        return chat_request(self.body, handle(self), self._choice)
 
     def handle_completion(self, request: Any, stop_words: list[str]) -> None:
         if isinstance(request, ChatRequest):

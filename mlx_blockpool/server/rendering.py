@@ -12,12 +12,14 @@ from contextlib import contextmanager
 from dataclasses import replace
 from typing import Any
 
-from mlx_lm.server import _image_parts
+from mlx_lm.utils import load_config
 
-from ..config import PromptConfig
+from ..config import ImageConfig, PromptConfig, RequestConfig
 from ..errors import RequestTooLargeError, TooManyPositionsError
+from .bounds import check_bounds
 from .chat import ChatRequest, Rendered
 from .generation import BlockpoolGenerator
+from .images import has_images, sees, take_images
 from .models.provider import ModelKey, local_folder
 from .prompts.job import PreparedPrompt, PromptJob, TokenizerSource
 from .prompts.renderer import beginning, begun
@@ -39,8 +41,9 @@ class Counted(Exception):  # noqa: N818
 class ChatGenerator(BlockpoolGenerator):
     """The generation thread of a server that speaks more than one protocol, with the workers that prepare its prompts."""
 
-    def __init__(self, *args: Any, prompts: PromptConfig | None = None, **kwargs: Any) -> None:
+    def __init__(self, *args: Any, prompts: PromptConfig | None = None, images: ImageConfig | None = None, **kwargs: Any) -> None:
         self.prompts = PromptWorkers(prompts or PromptConfig())
+        self._images = images or ImageConfig()
         self._order = AgentOrder()
         super().__init__(*args, **kwargs)
 
@@ -50,11 +53,14 @@ class ChatGenerator(BlockpoolGenerator):
         Raises Counted for a request that only asked how long its prompt is; what ModelRegistry.find() and PromptWorkers.prepare()
         raise; ValueError for what requests may not ask and the model cannot do.
         """
+        check_bounds(request, generation_args, RequestConfig())
         check_template_options(generation_args.chat_template_kwargs, self.prompts.config.template_kwargs)
         args = replace(generation_args, model=self.registry.find(generation_args.model))
         wishes = getattr(request, "wishes", None)
         with self._order.turn(None if wishes is None else wishes.agent) as turn:
-            if not any(_image_parts(request.messages)) or not self._sees(args.model):
+            if has_images(request.messages) and self._sees(args.model):
+                take_images(request.messages, getattr(request, "image_at", None) or "messages", self._images)
+            else:
                 args = self._prepare(request, args)
             request.turn = turn
             return super().generate(request, args, progress_callback)
@@ -69,9 +75,9 @@ class ChatGenerator(BlockpoolGenerator):
         super()._arrive(item)
 
     def _sees(self, key: ModelKey) -> bool:
-        """Whether images are for the generation thread to look at; it refuses those of a model that turns out to take none."""
+        """Whether a model takes images, also before it is loaded."""
         served = self.registry.loaded.get(key)
-        return served is None or served.provider.processor is not None
+        return sees(load_config(local_folder(key.model))) if served is None else served.provider.processor is not None
 
     def _prepare(self, request: Any, args: Any) -> Any:
         """Fill in the request's prompt, and what is known of it. Returns the arguments as they are with it."""

@@ -36,7 +36,7 @@ def add_safety_options(add: Callable[..., Any]) -> None:
         type=parse_bytes,
         default=GuardConfig.max_body_bytes,
         metavar="SIZE",
-        help="The largest request that is read, such as 64MB (default: 32 MiB)",
+        help="The largest request that is read, such as 64MB (default: 16 MiB)",
     )
     add(
         "--allow-template-kwargs",
@@ -45,6 +45,14 @@ def add_safety_options(add: Callable[..., Any]) -> None:
         metavar="NAMES",
         help="What a request's chat_template_kwargs may hold beside the switches that templates are known to read, separated by "
         "commas, or any; chat_template lets requests bring templates of their own (default: none)",
+    )
+    add(
+        "--allow-image-hosts",
+        type=names_in,
+        default=(),
+        metavar="NAMES",
+        help="Hosts from which images that requests name are fetched, separated by commas, for models that take images "
+        "(default: none; images come as data URLs)",
     )
 
 

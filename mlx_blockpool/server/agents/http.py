@@ -7,7 +7,6 @@ DELETE /v1/agents/NAME
 
 from __future__ import annotations
 
-import json
 import logging
 import os
 import time
@@ -18,6 +17,7 @@ from urllib.parse import unquote
 
 from ...errors import NoRoomError, PoolExhaustedError, StoreError
 from ...storing import Report
+from ..bodies import parse_json
 from ..guard import without_folders
 from ..guarded import file_deadline
 from . import acts as agent_acts
@@ -112,7 +112,7 @@ class AgentsEndpoint:
     def _new_name(self) -> str:
         length = self._length()
         try:
-            body = json.loads(self._handler.rfile.read(length))
+            body = parse_json(self._handler.rfile.read(length))
         except ValueError as error:
             raise RefusedError(400, f'The body is not JSON: {error}. Needed an object such as {{"to": "a name"}}.') from error
         if not isinstance(body, dict) or "to" not in body:

@@ -12,7 +12,9 @@ from typing import Any
 
 from mlx_lm.server import GenerationArguments
 
+from ...config import RequestConfig
 from ..arguments import generation_arguments
+from ..bounds import check_count
 from ..chat import SECONDS, ChatRequest, Mark
 from ..fields import InvalidRequestError, checked, field, inside, known, one_of
 from .messages import Conversation
@@ -88,7 +90,9 @@ def _tools(body: Body, conversation: Conversation) -> tuple[list[Any], tuple[Mar
     """Tools in OpenAI's shape, and the marks on them."""
     tools: list[Any] = []
     marks = []
-    for i, tool in enumerate(field(body, "tools", "", list, [])):
+    given = field(body, "tools", "", list, [])
+    check_count("tools", given, RequestConfig.tools)
+    for i, tool in enumerate(given):
         at = inside("tools", i)
         kind = field(checked(tool, dict, at), "type", at, str, "custom")
         if kind != "custom":

@@ -10,9 +10,8 @@ import logging
 from typing import Any
 from urllib.parse import parse_qs, unquote, urlsplit
 
-from mlx_lm.server import _inline_image_urls
-
 from ..asking import Wishes, agent_of
+from ..bodies import parse_json
 from ..fields import InvalidRequestError, checked
 from ..models.admin import MODELS, Admin
 from ..rendering import Counted
@@ -125,28 +124,13 @@ class Endpoint:
         # metadata.user_id names no agent: sub-agents share it, and run at the same time.
         self._generator.wishes = Wishes(self._id, agent_of(headers.get("X-Agent-Id"), body, ("session_id", "agent_id")))
         self._generator.normalisers = self._generator.known_normalisers.asked(headers.get("X-Normalise"))
-        self._have_images(asked)
         return asked
-
-    def _have_images(self, asked: Any) -> None:
-        """Images of a model that can see them, as the bytes that mlx-lm takes; for others they are refused with the prompt."""
-        registry, place = self._generator.registry, asked.request.image_at
-        served = None if place is None else registry.loaded.get(registry.find(asked.arguments.model))
-        if place is None or (served is not None and served.provider.processor is None):
-            return
-        try:
-            _inline_image_urls(asked.request.messages)
-        except (OSError, ValueError) as error:
-            raise InvalidRequestError(place, f"the image cannot be had: {error}") from error
 
     def _body(self) -> dict[str, Any]:
         length = self._handler.headers.get("Content-Length")
         if length is None:
             raise _RefusedError(411, "Content-Length header is required")
-        try:
-            body = json.loads(self._handler.rfile.read(int(length)))
-        except (ValueError, RecursionError) as error:
-            raise InvalidRequestError("", f"The request body is not valid JSON: {error}") from error
+        body = parse_json(self._handler.rfile.read(int(length)))
         return checked(body, dict, "body")  # type: ignore[no-any-return]
 
     # -- the wire ------------------------------------------------------------------------------------------------------

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import time
 from collections.abc import Callable
 from queue import Queue
@@ -12,6 +11,7 @@ from urllib.parse import unquote
 from mlx_lm.server import ModelDescription
 
 from ...errors import ModelNotFoundError
+from ..bodies import parse_json
 from . import listing
 from .registry import Order
 
@@ -64,7 +64,7 @@ def _body(length: str | None, read: Callable[[int], bytes]) -> dict[str, Any]:
     if length is None or not length.isdecimal() or int(length) > LONGEST_BODY:
         raise ValueError(f"Found Content-Length {length}; needed that of a JSON object, at most {LONGEST_BODY}.")
     try:
-        body = json.loads(read(int(length)))
+        body = parse_json(read(int(length)))
     except ValueError as error:
         raise ValueError(f"The body is not JSON: {error}") from error
     kinds = {"model": str, "draft_model": str, "adapters": str, "wait": bool}

@@ -103,7 +103,6 @@ class ResponsesEndpoint(Endpoint):
         agent = agent_of(headers.get("X-Agent-Id"), body)
         self._generator.wishes = Wishes(self._id, agent, retention=retention_of(body))
         self._generator.normalisers = self._generator.known_normalisers.asked(headers.get("X-Normalise"))
-        self._have_images(asked)
         return asked
 
     def _keep(self, asked: Asked, answer: Answer) -> None:

@@ -35,6 +35,13 @@ class TokenizerSource:
     use_default_chat_template: bool = False
 
 
+@dataclass(frozen=True)
+class BodyJob:
+    """A request's body to look at before it is read: whether it is JSON that does not take long."""
+
+    data: bytes
+
+
 @dataclass
 class PromptJob:
     """A prompt to render and tokenize.
@@ -95,6 +102,11 @@ class PreparedPrompt:
             segments.append(self.tokens[start : start + length])
             start += length
         return list(self.tokens), segments, list(self.types), self.initial_state, None
+
+    @classmethod
+    def empty(cls) -> PreparedPrompt:
+        """What comes back from a job that was not for a prompt."""
+        return cls([], [], [], "normal")
 
     def pack(self) -> bytes:
         """For the pipe."""

@@ -27,7 +27,8 @@ from mlx_lm.tokenizer_utils import TokenizerWrapper
 from mlx_lm.utils import load_config, load_tokenizer
 
 from ...errors import PromptError
-from .job import OUT_OF_TIME, Limits, PromptJob, TokenizerSource, pack_error
+from ..bodies import check_json
+from .job import OUT_OF_TIME, BodyJob, Limits, PreparedPrompt, PromptJob, TokenizerSource, pack_error
 from .renderer import PromptRenderer
 
 log = logging.getLogger(__name__)
@@ -78,9 +79,13 @@ def serve(connection: Connection) -> None:
             return
 
 
-def _answer(tokenizers: Tokenizers, limits: Limits, job: PromptJob) -> bytes:
+def _answer(tokenizers: Tokenizers, limits: Limits, job: PromptJob | BodyJob) -> bytes:
     try:
         with _memory(limits.memory_bytes):
+            if isinstance(job, BodyJob):
+                with _processor_time(limits.seconds):
+                    check_json(job.data)
+                return PreparedPrompt.empty().pack()
             with _processor_time(limits.load_seconds):
                 renderer = tokenizers.get(job.source)
             with _processor_time(limits.seconds):

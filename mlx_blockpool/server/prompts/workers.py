@@ -20,13 +20,13 @@ import sys
 import threading
 import time
 from collections.abc import Iterator
-from dataclasses import replace
 from multiprocessing.connection import Connection
 from pathlib import Path
 
 from ...config import PromptConfig
 from ...errors import PromptError
-from .job import OUT_OF_TIME, Limits, PreparedPrompt, PromptJob, unpack
+from ..bodies import UNCHECKED_BYTES
+from .job import OUT_OF_TIME, BodyJob, Limits, PreparedPrompt, PromptJob, unpack
 
 log = logging.getLogger(__name__)
 
@@ -173,7 +173,7 @@ class Lane:
         self._changed = threading.Condition()
         self._closed = False
 
-    def run(self, job: PromptJob, data: bytes) -> bytes | None:
+    def run(self, data: bytes) -> bytes | None:
         """A worker's answer; None if the job took too long. Raises PromptError, and RuntimeError when the server stops."""
         for _ in range(2):
             with self._turn(len(data)) as worker:
@@ -247,7 +247,7 @@ class PromptWorkers:
 
     def __init__(self, config: PromptConfig) -> None:
         self.config = config
-        self.counts = {"prompts": 0, "slow": 0}
+        self.counts = {"prompts": 0, "bodies": 0, "slow": 0}
         self._small = Lane(1, config.small_seconds, config)
         self._large = Lane(config.large_workers, config.seconds, config)
         self._small.start()
@@ -260,17 +260,27 @@ class PromptWorkers:
             data = self._packed(job, lane.seconds)
             if lane is self._small and len(data) > self.config.small_bytes:
                 continue
-            answer = lane.run(job, data)
+            answer = lane.run(data)
             if answer is not None:
                 return unpack(answer)
             self.counts["slow"] += 1
         raise PromptError(f"The prompt takes more than {self.config.seconds:g} seconds to be rendered and tokenized. Shorten it.")
+
+    def check_body(self, data: bytes) -> None:
+        """Raises PromptError for a request's body that is no JSON or takes too long to be read."""
+        if len(data) <= UNCHECKED_BYTES:
+            return
+        self.counts["bodies"] += 1
+        answer = self._large.run(self._packed(BodyJob(data), self._large.seconds))
+        if answer is None:
+            raise PromptError(f"The body takes more than {self.config.seconds:g} seconds to be read. Shorten it.")
+        unpack(answer)
 
     def close(self) -> None:
         """End all workers."""
         self._small.close()
         self._large.close()
 
-    def _packed(self, job: PromptJob, seconds: float) -> bytes:
+    def _packed(self, job: PromptJob | BodyJob, seconds: float) -> bytes:
         limits = Limits(self.config.load_seconds, seconds, self.config.memory_bytes)
-        return pickle.dumps((limits, replace(job)), pickle.HIGHEST_PROTOCOL)
+        return pickle.dumps((limits, job), pickle.HIGHEST_PROTOCOL)

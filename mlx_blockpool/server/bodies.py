@@ -1,0 +1,79 @@
+"""Bodies of requests as JSON, within bounds that keep the threads of others going while one is read.
+
+Python reads JSON without a pause. What a body of some size would take is found out in a worker process first.
+"""
+
+from __future__ import annotations
+
+import json
+import threading
+from typing import Any
+
+from .fields import InvalidRequestError
+
+# Larger bodies are checked in a worker process before they are read here.
+UNCHECKED_BYTES = 256 << 10
+MOST_VALUES = 200_000
+MOST_ESCAPES = 1_000_000
+MOST_DIGITS = 400
+DEEPEST = 200
+
+# One large body at a time: each holds the others for as long as it is read.
+_reading = threading.Lock()
+
+
+def parse_json(data: bytes) -> Any:
+    """A body's value. Raises InvalidRequestError for what is no JSON, and for integers and depths that Python does not take."""
+    if len(data) <= UNCHECKED_BYTES:
+        return _parse(data)
+    with _reading:
+        return _parse(data)
+
+
+def _parse(data: bytes) -> Any:
+    try:
+        return json.loads(data)
+    except UnicodeDecodeError as error:
+        raise InvalidRequestError("", f"The body is not UTF-8: {error}") from error
+    except RecursionError as error:
+        raise InvalidRequestError("", "The body is nested too deeply") from error
+    except json.JSONDecodeError as error:
+        raise InvalidRequestError("", f"Invalid JSON in request body: {error}") from error
+    except ValueError as error:
+        # Python's limit for digits.
+        raise InvalidRequestError("", f"The body has an integer that is too long: {str(error).partition(':')[0]}") from error
+
+
+def check_json(data: bytes) -> None:
+    """Raises InvalidRequestError for a body that is no JSON, or that takes too long to be read. For a worker process."""
+    escapes = data.count(b"\\")
+    if escapes > MOST_ESCAPES:
+        raise InvalidRequestError("", f"The body has {escapes:,} escaped characters; at most {MOST_ESCAPES:,} are read")
+    try:
+        value = json.loads(data, parse_int=_short)
+    except InvalidRequestError:
+        raise
+    except (ValueError, RecursionError):
+        _parse(data)
+        raise
+    values, level, depth = 0, [value], 0
+    while level:
+        values, depth = values + len(level), depth + 1
+        if values > MOST_VALUES:
+            raise InvalidRequestError("", f"The body has more than {MOST_VALUES:,} values; send less, or more of it as text")
+        if depth > DEEPEST:
+            raise InvalidRequestError("", f"The body is nested too deeply: more than {DEEPEST} levels")
+        level = [inner for outer in level for inner in _inside(outer)]
+
+
+def _inside(value: Any) -> list[Any]:
+    """The values in a value; a name counts as one."""
+    if isinstance(value, dict):
+        return [*value.keys(), *value.values()]
+    return value if isinstance(value, list) else []
+
+
+def _short(digits: str) -> int:
+    if len(digits) > MOST_DIGITS:
+        raise InvalidRequestError("", f"The body has an integer of {len(digits):,} digits; at most {MOST_DIGITS} are read")
+    return int(digits)

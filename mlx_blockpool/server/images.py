@@ -1,0 +1,135 @@
+"""Images of a request: only data URLs, unless the operator allows hosts to fetch others from. Runs on the socket's thread.
+
+Nothing is fetched for a model that takes no images. What is fetched, and what is decoded, has bounds.
+"""
+
+from __future__ import annotations
+
+import base64
+import io
+import time
+import urllib.error
+import urllib.request
+from typing import Any
+from urllib.parse import urlsplit
+
+from mlx_lm.processors import PROCESSORS
+from mlx_lm.server import _image_parts, _image_url
+from mlx_lm.utils import _get_classes
+
+from ..config import ImageConfig
+from ..messages import Message
+from .fields import InvalidRequestError
+
+READ_BYTES = 64 << 10
+
+
+def sees(config: dict[str, Any]) -> bool:
+    """Whether mlx-lm has an image processor for the model of this config."""
+    if not config.get("vision_config"):
+        return False
+    name = config.get("processor_type") or _get_classes(config)[0].__module__.rsplit(".", 1)[-1]
+    return name in PROCESSORS
+
+
+def has_images(messages: list[Message]) -> bool:
+    return any(_image_parts(messages))
+
+
+def take_images(messages: list[Message], place: str, config: ImageConfig) -> None:
+    """Put data URLs in place of what is fetched, and check all images.
+
+    `place`: where the first image is. Raises InvalidRequestError.
+    """
+    until = time.monotonic() + config.seconds
+    found = list(_image_parts(messages))
+    if len(found) > config.most:
+        raise InvalidRequestError(place, f"a request may have {config.most} images; found {len(found)}")
+    characters = sum(map(_text_length, messages))
+    if characters > config.characters:
+        raise InvalidRequestError(place, f"with images there may be {config.characters:,} characters; found {characters:,}")
+    for part in found:
+        url = _image_url(part)
+        if not isinstance(url, str):
+            raise InvalidRequestError(place, "an image's URL should be a valid string")
+        if not url.startswith("data:"):
+            url = _fetch(url, place, config, until)
+            part.clear()
+            part.update(type="image_url", image_url={"url": url})
+        _check(url, place, config)
+
+
+def _text_length(message: Message) -> int:
+    content = message.get("content")
+    if isinstance(content, str):
+        return len(content)
+    parts = content if isinstance(content, list) else []
+    return sum(len(part["text"]) for part in parts if isinstance(part, dict) and isinstance(part.get("text"), str))
+
+
+def _check(url: str, place: str, config: ImageConfig) -> None:
+    """Look at an image's size before it is decoded."""
+    from PIL import Image
+
+    encoded = url.partition(",")[2]
+    if len(encoded) * 3 // 4 > config.image_bytes:
+        raise InvalidRequestError(place, f"an image may have {config.image_bytes:,} bytes; this one has more")
+    try:
+        with Image.open(io.BytesIO(base64.b64decode(encoded))) as image:
+            width, height = image.size
+    except Exception as error:
+        # Somebody else's code reads somebody else's file.
+        raise InvalidRequestError(place, f"the image cannot be read: {error}") from error
+    if width * height > config.pixels:
+        raise InvalidRequestError(place, f"an image may have {config.pixels:,} pixels; this one has {width} x {height}")
+
+
+def _fetch(url: str, place: str, config: ImageConfig, until: float) -> str:
+    """A data URL of what an allowed host answers."""
+    opener = urllib.request.build_opener(urllib.request.ProxyHandler({}), _Redirects(place, config))
+    _check_host(url, place, config)
+    data = bytearray()
+    try:
+        with opener.open(url, timeout=max(0.1, until - time.monotonic())) as response:
+            kind = response.headers.get_content_type()
+            while chunk := response.read1(READ_BYTES):
+                data += chunk
+                if len(data) > config.image_bytes:
+                    raise InvalidRequestError(place, f"an image may have {config.image_bytes:,} bytes; this one has more")
+                if time.monotonic() > until:
+                    raise TimeoutError(f"images took more than {config.seconds:g} seconds")
+    except InvalidRequestError:
+        raise
+    except (OSError, ValueError, urllib.error.URLError) as error:
+        raise InvalidRequestError(place, f"the image cannot be had: {error}") from error
+    return f"data:{kind};base64,{base64.b64encode(data).decode()}"
+
+
+def _check_host(url: str, place: str, config: ImageConfig) -> None:
+    try:
+        parts = urlsplit(url)
+        host = (parts.hostname or "").lower()
+    except ValueError as error:
+        raise InvalidRequestError(place, f"the image's URL cannot be read: {error}") from error
+    if parts.scheme not in ("http", "https"):
+        raise InvalidRequestError(place, "images must be data URLs, or http(s) URLs of hosts that this server allows")
+    if host not in config.hosts:
+        raise InvalidRequestError(
+            place,
+            f"this server fetches no images from {host[:80]!r}; send the image as a data URL, or start the server with "
+            "--allow-image-hosts",
+        )
+
+
+class _Redirects(urllib.request.HTTPRedirectHandler):
+    """Follows a few redirects, to allowed hosts."""
+
+    max_redirections = 3
+
+    def __init__(self, place: str, config: ImageConfig) -> None:
+        self._place = place
+        self._config = config
+
+    def redirect_request(self, req: Any, fp: Any, code: int, msg: str, headers: Any, newurl: str) -> Any:
+        _check_host(newurl, self._place, self._config)
+        return super().redirect_request(req, fp, code, msg, headers, newurl)

@@ -1,0 +1,147 @@
+"""Bodies and requests within bounds: what would hold others is refused with a clear error, before it can."""
+
+from __future__ import annotations
+
+import json
+from typing import Any
+
+import pytest
+from mlx_lm.server import CompletionRequest, LogitsProcessorArguments
+from models import save_model
+
+from mlx_blockpool.config import RequestConfig
+from mlx_blockpool.server.bodies import MOST_DIGITS, MOST_ESCAPES, MOST_VALUES, UNCHECKED_BYTES, check_json, parse_json
+from mlx_blockpool.server.bounds import check_bounds
+from mlx_blockpool.server.fields import InvalidRequestError
+from server.serving import Client, blockpool_server
+
+HELLO = [{"role": "user", "content": "Hello"}]
+LONG = b"1" * 5000
+
+
+@pytest.fixture(scope="module")
+def client(tmp_path_factory: pytest.TempPathFactory) -> Any:
+    with blockpool_server(save_model(tmp_path_factory.mktemp("model"), "llama")) as started:
+        yield started
+
+
+# -- JSON --------------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("data", "message"),
+    [
+        (b'{"a": ' + LONG + b"}", "integer that is too long"),
+        (b"{", "Invalid JSON"),
+        (b'"\xff"', "not UTF-8"),
+        (b"[" * 100_000, "nested too deeply"),
+    ],
+)
+def test_what_is_no_json_has_a_clear_error(data: bytes, message: str) -> None:
+    with pytest.raises(InvalidRequestError, match=message):
+        parse_json(data)
+    with pytest.raises(InvalidRequestError):
+        check_json(data)
+
+
+@pytest.mark.parametrize(
+    ("data", "message"),
+    [
+        (b"[" + b"1," * MOST_VALUES + b"1]", f"more than {MOST_VALUES:,} values"),
+        (b"[" + b"{}," * MOST_VALUES + b"1]", f"more than {MOST_VALUES:,} values"),
+        (b'"' + b"\\n" * (MOST_ESCAPES + 1) + b'"', f"{MOST_ESCAPES + 1:,} escaped characters"),
+        (b"[" + b"1" * (MOST_DIGITS + 1) + b"]", f"integer of {MOST_DIGITS + 1} digits"),
+        (b"[" * 300 + b"]" * 300, "nested too deeply: more than 200 levels"),
+    ],
+)
+def test_what_takes_long_to_read_is_refused(data: bytes, message: str) -> None:
+    with pytest.raises(InvalidRequestError, match=message):
+        check_json(data)
+
+
+def test_a_long_conversation_is_read() -> None:
+    body = {"messages": [{"role": "user", "content": 'line "of" text\n' * 100}] * 400, "max_tokens": 10**30}
+    data = json.dumps(body).encode()
+    assert len(data) > UNCHECKED_BYTES
+    check_json(data)
+    assert parse_json(data) == body
+
+
+PATHS = ["/v1/chat/completions", "/v1/messages", "/v1/messages/count_tokens", "/v1/responses", "/v1/completions"]
+PATHS += ["/admin/load", "/v1/agents/ann/fork"]
+
+
+@pytest.mark.parametrize("path", PATHS)
+def test_an_integer_of_5000_digits_is_a_400_wherever_a_number_is_read(client: Client, path: str) -> None:
+    status, answer = client.send(path, raw=b'{"max_tokens": ' + LONG + b"}")
+    assert (status, "too long" in json.dumps(answer)) == (400, True), answer
+
+
+@pytest.mark.parametrize("path", PATHS[:5])
+def test_large_bodies_are_looked_at_in_a_worker(client: Client, path: str) -> None:
+    before = client.generator.prompts.counts["bodies"]
+    status, answer = client.send(path, raw=b'{"messages": [' + b"[]," * MOST_VALUES + b"1]}")
+    assert (status, "values" in json.dumps(answer)) == (400, True), answer
+    assert client.generator.prompts.counts["bodies"] == before + 1
+
+
+# -- fields ------------------------------------------------------------------------------------------------------------
+
+
+class Arguments:
+    def __init__(self, stop_words: list[str] | None = None, logit_bias: dict[int, float] | None = None) -> None:
+        self.stop_words = stop_words or []
+        self.logits = LogitsProcessorArguments(logit_bias, 0.0, 20, 0.0, 20, 0.0, 20)
+
+
+@pytest.mark.parametrize(
+    ("messages", "tools", "args", "place"),
+    [
+        (HELLO * 4, [], Arguments(), "messages"),
+        (HELLO, [{}] * 4, Arguments(), "tools"),
+        (HELLO, [], Arguments(["a", "b", "c", "d"]), "stop"),
+        (HELLO, [], Arguments(["a" * 11]), "stop"),
+        (HELLO, [], Arguments(logit_bias=dict.fromkeys(range(4), 0.0)), "logit_bias"),
+    ],
+)
+def test_more_than_a_request_may_have_is_refused_by_name(messages: Any, tools: Any, args: Any, place: str) -> None:
+    config = RequestConfig(messages=3, tools=3, logit_bias=3, stop_words=3, stop_characters=10)
+    check_bounds(CompletionRequest("chat", "", HELLO * 3, [{}] * 3, None), Arguments(["a" * 10] * 3, {1: 0.0}), config)
+    with pytest.raises(InvalidRequestError) as raised:
+        check_bounds(CompletionRequest("chat", "", messages, tools, None), args, config)
+    assert raised.value.place == place
+
+
+@pytest.mark.parametrize(
+    ("path", "fields"),
+    [
+        ("/v1/chat/completions", {"stop": "x" * 1_000_000}),
+        ("/v1/chat/completions", {"stop": [str(i) for i in range(10_000)]}),
+        ("/v1/completions", {"stop": [str(i) for i in range(10_000)], "prompt": "x"}),
+        ("/v1/messages", {"stop_sequences": ["x" * 10_000]}),
+        ("/v1/messages", {"tools": [{"name": f"t{i}", "input_schema": {}} for i in range(1_500)]}),
+        ("/v1/chat/completions", {"tools": [{"type": "function", "function": {"name": f"t{i}"}} for i in range(1_500)]}),
+        ("/v1/chat/completions", {"logit_bias": {str(i): 1 for i in range(5_000)}}),
+        ("/v1/chat/completions", {"messages": HELLO * 10_001}),
+    ],
+)
+def test_a_request_with_too_much_is_a_400_that_names_it(client: Client, path: str, fields: dict[str, Any]) -> None:
+    before = dict(client.generator.prompts.counts)
+    status, answer = client.send(path, {"messages": HELLO, "max_tokens": 2, **fields})
+    name = next(iter(fields)).replace("stop_sequences", "stop")
+    assert (status, name in json.dumps(answer)) == (400, True), answer
+    assert client.generator.prompts.counts["prompts"] == before["prompts"]
+
+
+def test_a_message_that_cannot_fit_is_refused_without_the_generation_thread(tmp_path: Path) -> None:
+    arrived: list[Any] = []
+    with blockpool_server(save_model(tmp_path / "model", "llama"), "--pool-bytes", "8MB") as client:
+        client.generator.wait_until_loaded()
+        client.generator._arrive = arrived.append
+        capacity = next(iter(client.generator.registry.loaded.values())).prompt_cache.capacity()
+        body = {"messages": [{"role": "user", "content": "x" * (capacity * 12)}], "max_tokens": 2}
+        status, answer = client.send("/v1/messages", body)
+        assert (status, answer["error"]["message"].startswith("prompt is too long: ")) == (400, True)
+        status, answer = client.send("/v1/chat/completions", body)
+        assert (status, answer["error"]["code"]) == (400, "context_length_exceeded")
+    assert not arrived

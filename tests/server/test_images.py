@@ -1,0 +1,160 @@
+"""Images of requests: nothing is fetched for models without eyes, and for others only from allowed hosts, within bounds."""
+
+from __future__ import annotations
+
+import base64
+import io
+import threading
+from collections.abc import Iterator
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+from typing import Any
+
+import pytest
+from models import save_model
+
+from mlx_blockpool.config import ImageConfig
+from mlx_blockpool.server.fields import InvalidRequestError
+from mlx_blockpool.server.images import sees, take_images
+from server.serving import blockpool_server
+
+DATA = "data:image/png;base64,AAAA"
+
+
+class Site:
+    """A host of images; it remembers what it was asked for."""
+
+    def __init__(self) -> None:
+        self.asked: list[str] = []
+        asked = self.asked
+
+        class Handler(BaseHTTPRequestHandler):
+            def do_GET(self) -> None:
+                asked.append(self.path)
+                if self.path.startswith("/to/"):
+                    self.send_response(302)
+                    self.send_header("Location", self.path.removeprefix("/to/"))
+                    self.end_headers()
+                    return
+                self.send_response(200)
+                self.send_header("Content-Type", "image/png")
+                self.end_headers()
+                self.wfile.write(b"x" * int(self.path.removeprefix("/")))
+
+            def log_message(self, *_: Any) -> None:
+                pass
+
+        self.http = ThreadingHTTPServer(("127.0.0.1", 0), Handler)
+        self.url = f"http://127.0.0.1:{self.http.server_address[1]}"
+
+
+@pytest.fixture
+def site() -> Iterator[Site]:
+    started = Site()
+    thread = threading.Thread(target=started.http.serve_forever, kwargs={"poll_interval": 0.02})
+    thread.start()
+    yield started
+    started.http.shutdown()
+    thread.join()
+    started.http.server_close()
+
+
+@pytest.fixture
+def checked(monkeypatch: pytest.MonkeyPatch) -> list[str]:
+    """The data URLs whose size was looked at; the library that does is not needed here."""
+    seen: list[str] = []
+    monkeypatch.setattr("mlx_blockpool.server.images._check", lambda url, place, config: seen.append(url))
+    return seen
+
+
+def shown(url: Any, text: str = "What is this?") -> list[dict[str, Any]]:
+    return [{"role": "user", "content": [{"type": "text", "text": text}, {"type": "image_url", "image_url": {"url": url}}]}]
+
+
+def test_data_urls_stay_as_they_are(checked: list[str]) -> None:
+    messages = shown(DATA)
+    take_images(messages, "messages.0", ImageConfig())
+    assert (messages, checked) == (shown(DATA), [DATA])
+
+
+def test_an_image_of_an_allowed_host_is_fetched(site: Site, checked: list[str]) -> None:
+    messages = shown(f"{site.url}/3")
+    take_images(messages, "messages.0", ImageConfig(hosts=("127.0.0.1",)))
+    assert messages[0]["content"][1]["image_url"]["url"] == f"data:image/png;base64,{base64.b64encode(b'xxx').decode()}"
+    assert (site.asked, len(checked)) == (["/3"], 1)
+
+
+@pytest.mark.parametrize("url", ["{site}/3", "file:///etc/passwd", "ftp://127.0.0.1/x", "http://[", "gopher:x", ""])
+def test_nothing_else_is_fetched(site: Site, checked: list[str], url: str) -> None:
+    with pytest.raises(InvalidRequestError, match=r"messages\.0"):
+        take_images(shown(url.format(site=site.url)), "messages.0", ImageConfig(hosts=("images.example",)))
+    assert (site.asked, checked) == ([], [])
+
+
+def test_a_redirect_to_another_host_is_not_followed(site: Site, checked: list[str]) -> None:
+    elsewhere = site.url.replace("127.0.0.1", "localhost")
+    with pytest.raises(InvalidRequestError, match="fetches no images from 'localhost'"):
+        take_images(shown(f"{site.url}/to/{elsewhere}/3"), "messages.0", ImageConfig(hosts=("127.0.0.1",)))
+    assert site.asked == [f"/to/{elsewhere}/3"]
+
+
+def test_redirects_come_to_an_end(site: Site, checked: list[str]) -> None:
+    with pytest.raises(InvalidRequestError, match="cannot be had"):
+        take_images(shown(f"{site.url}/to/" * 9 + "3"), "messages.0", ImageConfig(hosts=("127.0.0.1",)))
+    assert len(site.asked) < 6
+
+
+@pytest.mark.parametrize(
+    ("config", "messages", "message"),
+    [
+        (ImageConfig(most=1), shown(DATA) * 2, "may have 1 images; found 2"),
+        (ImageConfig(characters=5), shown(DATA, "123456"), "5 characters; found 6"),
+        (ImageConfig(), shown(["x"]), "valid string"),
+    ],
+)
+def test_bounds_of_images(checked: list[str], config: ImageConfig, messages: Any, message: str) -> None:
+    with pytest.raises(InvalidRequestError, match=message):
+        take_images(messages, "messages.0", config)
+    assert not checked
+
+
+def test_an_image_that_is_too_large_is_not_read_to_its_end(site: Site, checked: list[str]) -> None:
+    with pytest.raises(InvalidRequestError, match="may have 1,000 bytes"):
+        take_images(shown(f"{site.url}/99999"), "messages.0", ImageConfig(hosts=("127.0.0.1",), image_bytes=1000))
+    assert not checked
+
+
+def test_pixels_are_counted_before_an_image_is_decoded() -> None:
+    image = pytest.importorskip("PIL.Image")
+    written = io.BytesIO()
+    image.new("RGB", (20, 30)).save(written, "PNG")
+    url = f"data:image/png;base64,{base64.b64encode(written.getvalue()).decode()}"
+    take_images(shown(url), "messages.0", ImageConfig(pixels=600))
+    with pytest.raises(InvalidRequestError, match="599 pixels; this one has 20 x 30"):
+        take_images(shown(url), "messages.0", ImageConfig(pixels=599))
+    with pytest.raises(InvalidRequestError, match="cannot be read"):
+        take_images(shown(DATA), "messages.0", ImageConfig())
+
+
+def test_a_model_sees_where_mlx_lm_has_a_processor_for_it() -> None:
+    assert not sees({"model_type": "llama"})
+    assert not sees({"model_type": "llama", "vision_config": {}})
+    assert not sees({"model_type": "llama", "vision_config": {"x": 1}})
+    assert sees({"model_type": "llama", "vision_config": {"x": 1}, "processor_type": "muse_spark"})
+
+
+@pytest.mark.parametrize("path", ["/v1/chat/completions", "/v1/messages", "/v1/responses"])
+def test_a_text_model_fetches_nothing(tmp_path: Any, site: Site, path: str) -> None:
+    url = f"{site.url}/3"
+    parts: dict[str, Any] = {
+        "/v1/chat/completions": {"messages": shown(url)},
+        "/v1/messages": {"messages": [{"role": "user", "content": [{"type": "image", "source": {"type": "url", "url": url}}]}]},
+        "/v1/responses": {"input": [{"role": "user", "content": [{"type": "input_image", "image_url": url}]}]},
+    }
+    model = save_model(tmp_path / "model", "llama")
+    with blockpool_server(model, "--allow-image-hosts", "127.0.0.1") as client:
+        # Before the model is loaded, and after.
+        for _ in range(2):
+            status, answer = client.send(path, {"max_tokens": 16, **parts[path]})
+            assert (status, "takes no images" in str(answer)) == (400, True), answer
+            client.generator.wait_until_loaded() if not client.generator.registry.loaded else None
+    assert site.asked == []
