@@ -103,13 +103,15 @@ class ModelCacheSpec:
     """The caches of one model: `layers` has one entry per cache that mlx-lm makes, in order.
 
     `dtype` is the type of keys and values in memory: float32, float16 or bfloat16. `batches` False: sequences side by side do
-    not give the replies that each gives alone, so that the model is never asked for several.
+    not give the replies that each gives alone, so that the model is never asked for several. `max_kv_size`: what mlx-lm was
+    asked to bound full layers to; they are windows then.
     """
 
     model_id: str
     layers: tuple[LayerSpec, ...]
     dtype: str = "float16"
     batches: bool = True
+    max_kv_size: int | None = None
 
     def __post_init__(self) -> None:
         if self.dtype not in DTYPE_BYTES:
@@ -191,6 +193,14 @@ class ModelCacheSpec:
 
     def with_dtype(self, dtype: str) -> ModelCacheSpec:
         return replace(self, dtype=dtype)
+
+    def with_windows(self, max_kv_size: int, keep: int) -> ModelCacheSpec:
+        """The same model with windows of `max_kv_size` tokens in place of full layers."""
+        layers = tuple(
+            WindowLayer(layer.kv_heads, layer.key_dim, layer.value_dim, max_kv_size, keep) if type(layer) is FullLayer else layer
+            for layer in self.layers
+        )
+        return replace(self, layers=layers, max_kv_size=max_kv_size)
 
     def _bits(self, bits: int | None) -> int:
         return 8 * DTYPE_BYTES[self.dtype] if bits is None else bits

@@ -98,7 +98,9 @@ def attach(model: Any, slabs: Slabs) -> bool:
     try:
         # A model without attention has nothing to attach.
         slabs.ragged = spec.batches and (bind(model) > 0 or not spec.groups)
-        agrees = slabs.ragged and _agrees(model, lambda: make_prompt_cache(model, slabs), not slabs.state_leaves)
+        agrees = slabs.ragged and _agrees(
+            model, lambda: make_prompt_cache(model, slabs), not slabs.state_leaves, spec.max_kv_size
+        )
     finally:
         slabs.ragged = agrees
         slabs.path_counts.clear()
@@ -113,7 +115,13 @@ def batches_padded(model: Any, spec: ModelCacheSpec | None = None) -> bool:
     `spec`: of a model whose prompts are computed one at a time where it has states.
     """
     has_states = spec is not None and any(isinstance(leaf, StateLayer) for leaf in spec.leaves)
-    return (spec is None or spec.batches) and _agrees(model, lambda: stock_prompt_cache(model), not has_states)
+    size = None if spec is None else spec.max_kv_size
+    return (spec is None or spec.batches) and _agrees(model, lambda: stock_prompt_cache(model, size), not has_states, size)
+
+
+def leaves_padding_out(model: Any) -> bool:
+    """Whether mlx-lm's own batch of prompts of several lengths gives the logits of single sequences. (jamba's does not.)"""
+    return _agrees(model, lambda: stock_prompt_cache(model), pads=True)
 
 
 def _calls_attention(cls: type) -> bool:
@@ -125,8 +133,8 @@ def _calls_attention(cls: type) -> bool:
     )
 
 
-def _agrees(model: Any, make_caches: Callable[[], list[Any]], pads: bool) -> bool:
-    """`pads`: prompts are computed together, the shorter ones padded."""
+def _agrees(model: Any, make_caches: Callable[[], list[Any]], pads: bool, max_kv_size: int | None = None) -> bool:
+    """`pads`: prompts are computed together, the shorter ones padded. `max_kv_size`: of the caches to agree with."""
     prompts = [[3, 5, 7, 11, 13, 2, 9], [4, 6, 8]]
     try:
         caches = [make_caches() for _ in prompts]
@@ -139,7 +147,7 @@ def _agrees(model: Any, make_caches: Callable[[], list[Any]], pads: bool) -> boo
     except (AttributeError, IndexError, NotImplementedError, TypeError, ValueError) as error:
         log.info("%s does not batch this way: %s", type(model).__module__, error)
         return False
-    needed = mx.concatenate([_single_logits(model, prompt) for prompt in prompts])
+    needed = mx.concatenate([_single_logits(model, prompt, max_kv_size) for prompt in prompts])
     scale = mx.abs(needed).max()
     tolerance = 1e-3 if found.dtype == mx.float32 else 5e-2
     return bool((mx.abs(found.astype(mx.float32) - needed).max() <= tolerance * scale).item())
@@ -159,8 +167,8 @@ def _batch_logits(model: Any, batch: list[Any], prompts: list[list[int]]) -> mx.
     return logits[:, -1]
 
 
-def _single_logits(model: Any, prompt: list[int]) -> mx.array:
-    cache = stock_prompt_cache(model)
+def _single_logits(model: Any, prompt: list[int], max_kv_size: int | None) -> mx.array:
+    cache = stock_prompt_cache(model, max_kv_size)
     for tokens in (prompt, [1], [2]):
         logits: mx.array = model(mx.array([tokens]), cache=cache)
     return logits[:, -1].astype(mx.float32)

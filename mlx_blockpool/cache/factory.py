@@ -13,7 +13,7 @@ import mlx.core as mx
 from ..config import PoolConfig
 from ..errors import PoolExhaustedError
 from ..plugins import spec_of_model
-from ..spec import ChunkLayer, CompositeLayer, LayerSpec, StateLayer, WindowLayer
+from ..spec import ChunkLayer, CompositeLayer, LayerSpec, ModelCacheSpec, StateLayer, WindowLayer
 from .layers import PooledKVCache, PooledRotatingKVCache
 from .parts import PooledCacheList, PooledChunkedKVCache, UnusedKVCache, leaves_of
 from .sequence import Sequence
@@ -21,6 +21,9 @@ from .slabs import Slabs
 from .states import PooledArraysCache
 
 log = logging.getLogger(__name__)
+
+# In the windows of max_kv_size tokens, as in mlx-lm's.
+KEPT_TOKENS = 4
 
 
 def pooled_caches(slabs: Slabs, sequence: Sequence | None = None) -> list[Any]:
@@ -30,8 +33,17 @@ def pooled_caches(slabs: Slabs, sequence: Sequence | None = None) -> list[Any]:
     return [_pooled(sequence, layer, leaves) for layer in slabs.spec.layers]
 
 
-def make_prompt_cache(model: Any, slabs: Slabs) -> list[Any]:
-    """In place of mlx-lm's make_prompt_cache: one sequence in the pool `slabs`, which was opened for this model."""
+def make_prompt_cache(model: Any, slabs: Slabs, max_kv_size: int | None = None) -> list[Any]:
+    """In place of mlx-lm's make_prompt_cache: one sequence in the pool `slabs`, which was opened for this model.
+
+    Raises ValueError unless the pool was opened with the same `max_kv_size`; None takes the pool's. As in mlx-lm, a model that
+    makes its own caches does without it.
+    """
+    if max_kv_size not in (None, slabs.spec.max_kv_size) and not hasattr(model, "make_cache"):
+        raise ValueError(
+            f"This pool was opened with max_kv_size={slabs.spec.max_kv_size}, which its blocks are laid out for; caches of "
+            f"{max_kv_size} tokens need another. Open one with open_pool(model, max_kv_size={max_kv_size})."
+        )
     return pooled_caches(slabs)
 
 
@@ -54,25 +66,49 @@ def from_stock(caches: list[Any], slabs: Slabs) -> list[Any]:
     return pooled
 
 
-def open_pool(model: Any, pool_bytes: int | None = None, config: PoolConfig | None = None, *, attach: bool = True) -> Slabs:
+def open_pool(
+    model: Any,
+    pool_bytes: int | None = None,
+    config: PoolConfig | None = None,
+    *,
+    attach: bool = True,
+    max_kv_size: int | None = None,
+) -> Slabs:
     """A pool for a loaded model, `pool_bytes` at most (default: half of the memory that the model leaves free).
 
     attach: let the model's attention read blocks where they lie, if a few random tokens give the same logits that way.
     slabs.ragged says whether they did. If not, or with attach=False, each fetch copies the known prefix to one piece, and
-    batches are padded.
+    batches are padded. max_kv_size: what mlx-lm's make_prompt_cache means by it.
     """
-    spec = spec_of_model(model, config_of(model), type(model).__module__.rpartition(".")[2])
+    spec = with_windows(spec_of_model(model, config_of(model), type(model).__module__.rpartition(".")[2]), model, max_kv_size)
     slabs = Slabs(spec, default_pool_bytes() if pool_bytes is None else pool_bytes, config)
-    if attach:
-        attach_if_it_agrees(model, slabs)
+    try_out(model, slabs, attach)
     return slabs
 
 
-def attach_if_it_agrees(model: Any, slabs: Slabs) -> None:
-    """What open_pool() does to the model. A pool with no room for two sequences is left as it is."""
-    # attention.py tries the caches that this module makes.
-    from .attention import attach, step_synchronously_if_copied
+def with_windows(spec: ModelCacheSpec, model: Any, max_kv_size: int | None) -> ModelCacheSpec:
+    """The spec of the caches that mlx-lm makes for a model and a `max_kv_size`: windows, unless the model makes its own caches.
 
+    Raises ValueError for one that has no room for the tokens that are always kept and the next one.
+    """
+    if max_kv_size is None or hasattr(model, "make_cache"):
+        return spec
+    if max_kv_size <= KEPT_TOKENS:
+        raise ValueError(f"max_kv_size is {max_kv_size}, and a window keeps the first {KEPT_TOKENS} tokens. Give more than that.")
+    return spec.with_windows(max_kv_size, KEPT_TOKENS)
+
+
+def try_out(model: Any, slabs: Slabs, attach_it: bool) -> None:
+    """What open_pool() finds out about a model with a few random tokens, and attaching it if that agrees.
+
+    A pool with no room for two sequences is left as it is.
+    """
+    # attention.py tries the caches that this module makes.
+    from .attention import attach, leaves_padding_out, step_synchronously_if_copied
+
+    slabs.pads_states = bool(slabs.state_leaves) and leaves_padding_out(model)
+    if not attach_it:
+        return
     try:
         attach(model, slabs)
         step_synchronously_if_copied(model, slabs)

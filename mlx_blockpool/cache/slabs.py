@@ -70,7 +70,8 @@ class Slabs:
     """`pool` says which blocks there are; this holds what is in them.
 
     `ragged`: the model was attached and its attention reads the slabs where they lie. `synchronous`: a step must have ended
-    before the next one writes, or it would copy slabs (both cache/attention.py). `decode_path`: auto, or the one path that a
+    before the next one writes, or it would copy slabs (both cache/attention.py). `pads_states`: prompts of a model
+    with states may be padded, as its states leave the padding out. `decode_path`: auto, or the one path that a
     batch decodes on; `path_counts` counts each attend of a batch, per layer and step, under the path that it took.
     `decode_streams`: how many streams the attention of a batch is divided between, more than one on a CPU with several cores.
     `steps`: the last decode step of each layer group. `first`: the first leaf that lives in blocks. `state_bytes`: what states
@@ -85,6 +86,7 @@ class Slabs:
         self.pool = BlockPool(spec, pool_bytes - self.state_bytes, config)
         self.ragged = False
         self.synchronous = False
+        self.pads_states = False
         self.decode_path = (config or PoolConfig()).decode_path
         self.path_counts: Counter[str] = Counter()
         self.decode_streams = default_streams()

@@ -134,6 +134,16 @@ class StateBatch(ArraysCache):  # type: ignore[misc]
         super().extend(other)
         self.members = self.members + other.members
 
+    def prepare(self, lengths: Any = None, right_padding: Any = None, **_: Any) -> None:
+        """Raises ValueError where padding would reach the states of a model that does not leave it out."""
+        padded = right_padding is not None and max(right_padding) > 0
+        if padded and not all(member.sequence.slabs.pads_states for member in self.members):
+            raise ValueError(
+                "Prompts of several lengths in one batch are padded, and this model takes padding into its states. "
+                "Compute them one at a time: prefill_batch_size=1."
+            )
+        super().prepare(lengths=lengths)
+
     @property
     def nbytes(self) -> int:
         return sum(c.nbytes for c in self.cache if c is not None)

@@ -53,9 +53,14 @@ class BlockPoolBatchEngine:
         self._wired_limit = maybe_set_recommended_wired_limit()
 
     @classmethod
-    def open(cls, model: Any, pool_bytes: int | None = None, config: EngineConfig | None = None) -> BlockPoolBatchEngine:
-        """An engine for a loaded model over a new pool, `pool_bytes` at most (default: half of what the model leaves free)."""
-        return cls(model, open_caches(model, pool_bytes), config)
+    def open(
+        cls, model: Any, pool_bytes: int | None = None, config: EngineConfig | None = None, max_kv_size: int | None = None
+    ) -> BlockPoolBatchEngine:
+        """An engine for a loaded model over a new pool, `pool_bytes` at most (default: half of what the model leaves free).
+
+        `max_kv_size`: what mlx-lm's BatchGenerator means by it.
+        """
+        return cls(model, open_caches(model, pool_bytes, max_kv_size), config)
 
     # -- requests ------------------------------------------------------------------------------------------------------
 

@@ -6,7 +6,7 @@ import logging
 from typing import Any
 
 from ..cache.attention import attach, batches_padded, step_synchronously_if_copied
-from ..cache.factory import config_of, default_pool_bytes
+from ..cache.factory import config_of, default_pool_bytes, with_windows
 from ..cache.slabs import Slabs
 from ..config import PoolConfig
 from ..errors import SpecError
@@ -20,10 +20,10 @@ from .stock import GuardedPromptCache, StockCaches
 log = logging.getLogger(__name__)
 
 
-def open_caches(model: Any, pool_bytes: int | None = None) -> PooledCaches | StockCaches:
+def open_caches(model: Any, pool_bytes: int | None = None, max_kv_size: int | None = None) -> PooledCaches | StockCaches:
     """Caches for a loaded model in a new pool of `pool_bytes` at most (default: half of what the model leaves free).
 
-    A model that nobody can describe, for its caches are of classes of its own, runs on them.
+    `max_kv_size` as in open_pool. A model that nobody can describe, for its caches are of classes of its own, runs on them.
     """
     try:
         spec = spec_of_model(model, config_of(model), type(model).__module__.rpartition(".")[2])
@@ -32,6 +32,7 @@ def open_caches(model: Any, pool_bytes: int | None = None) -> PooledCaches | Sto
         spec = None
     if spec is None:
         return StockCaches(model, "", GuardedPromptCache(), batches_padded(model))
+    spec = with_windows(spec, model, max_kv_size)
     return open_pooled(model, spec, default_pool_bytes() if pool_bytes is None else pool_bytes)
 
 

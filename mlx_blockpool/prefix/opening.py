@@ -11,7 +11,7 @@ from typing import Any
 from mlx_lm.utils import _download, load_config
 
 from .. import __version__
-from ..cache.factory import attach_if_it_agrees, default_pool_bytes
+from ..cache.factory import default_pool_bytes, try_out, with_windows
 from ..cache.slabs import Slabs
 from ..config import StoreConfig
 from ..errors import StoreError
@@ -32,18 +32,18 @@ def open_prefix(
     adapter_path: str | Path | None = None,
     *,
     attach: bool = True,
+    max_kv_size: int | None = None,
 ) -> PrefixCache:
     """A prefix cache over the prompt store for a model that mlx-lm's load() has read from `path`, a folder or an id.
 
-    `pool_bytes` and `attach` as in open_pool; `store`: None for the same folder and budget as the server's. What is kept is on
-    disk at the latest when close() returns. Raises SpecError for a model that cannot be in blocks, StoreError if its weights
-    cannot be told from others.
+    `pool_bytes`, `attach` and `max_kv_size` as in open_pool; `store`: None for the same folder and budget as the server's.
+    What is kept is on disk at the latest when close() returns. Raises SpecError for a model that cannot be in blocks, StoreError
+    if its weights cannot be told from others.
     """
     folder = Path(_download(str(path)))
-    spec = spec_of_model(model, load_config(folder), folder.name)
+    spec = with_windows(spec_of_model(model, load_config(folder), folder.name), model, max_kv_size)
     slabs = Slabs(spec, default_pool_bytes() if pool_bytes is None else pool_bytes)
-    if attach:
-        attach_if_it_agrees(model, slabs)
+    try_out(model, slabs, attach)
     adapter = None if adapter_path is None else Path(adapter_path)
     return PrefixCache(slabs, store=open_store(store or StoreConfig(), folder, adapter, spec, folder.name))
 
