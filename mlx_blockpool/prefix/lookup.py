@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from ..spec import BLOCK_TOKENS
 from .known import KnownBlocks
@@ -51,6 +51,14 @@ def explain(known: KnownBlocks, tokens: Sequence[int], match: Match, hit: int, s
     expected = _ahead(match)[:SHOWN] if cause in ("differs", "no checkpoint") and match.tokens < len(tokens) - 1 else []
     given = tokens[match.tokens : match.tokens + SHOWN] if expected else ()
     return Lookup(len(tokens), match.tokens, hit, cause, tuple(given), tuple(expected))
+
+
+def beside(lookup: Lookup, tokens: Sequence[int], own: Sequence[int]) -> tuple[Lookup, bool]:
+    """The lookup of `tokens` with the one of several known ways on that `own` tokens take, and whether it is the one now."""
+    at = lookup.known
+    if len(own) <= at or list(own[:at]) != list(tokens[:at]):
+        return lookup, False
+    return replace(lookup, expected=tuple(own[at : at + SHOWN])), True
 
 
 def _cause(known: KnownBlocks, tokens: Sequence[int], match: Match, hit: int, salt: bytes) -> str:

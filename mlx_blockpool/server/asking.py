@@ -12,7 +12,7 @@ from ..errors import BlockpoolError, ModelNotFoundError
 from ..prefix.salts import SHARED
 from ..store.manifest import Agent
 from .agents import by_content
-from .explained import Explained, Explanation
+from .explained import Asker, Explained, Explanation
 from .guard import LONGEST_AGENT, checked_text, header_text
 from .normalise import Normalisers
 
@@ -119,6 +119,10 @@ class Asking:
             return names
         return names | self.explained.now.headers(explain is not None and explain.strip().lower() in ("1", "true", "yes"))
 
+    def asker(self, headers: Any) -> Asker:
+        """Who asks for explanations, by the headers of the request."""
+        return Asker(header_text(headers.get("X-Agent-Id") or "") or None)
+
     def told(self, content: str | None, tool_calls: list[Any] | None, is_last: bool) -> None:
         """The client was told a part of the reply, in the form of OpenAI's API."""
         self._content.append(content or "")
@@ -155,8 +159,11 @@ class Asking:
                 raise ModelNotFoundError(f"Found no model: {error}.") from error
 
     def _explain(self, model: str, messages: list[Any]) -> Explained:
-        first = Explanation(self.wishes.id, time.time(), self.path, model, self.wishes.agent or self.wishes.conversation)
-        self.explained = Explained(first, self.known_normalisers, self.normalisers, list(messages or ()))
+        agent = self.wishes.agent
+        first = Explanation(
+            self.wishes.id, time.time(), self.path, model, agent or self.wishes.conversation, is_named=agent is not None
+        )
+        self.explained = Explained(first, self.known_normalisers, self.normalisers, list(messages or ()), agent)
         self._generator.explanations.add(self.explained)
         return self.explained
 

@@ -1,4 +1,7 @@
-"""Where a prompt parts from the longest one that is known: the line of each, as text. Called on the generation thread."""
+"""Where a prompt parts from the longest one that is known: the line of each, as text. Called on the generation thread.
+
+The known line may be somebody else's: then nothing that is said here depends on it.
+"""
 
 from __future__ import annotations
 
@@ -26,35 +29,49 @@ BEGINNING = 40
 class Difference:
     """From token number `position` on a prompt is not the known one any more: the whole line of each, cut where it is long.
 
-    `normaliser` would have kept that line the same; None: none that is bundled, or it was on.
+    `known_line`: None where it may be somebody else's. `normaliser` would have kept that line the same; None: none that is
+    bundled, or it was on.
     """
 
     position: int
     line: str
-    known_line: str
+    known_line: str | None
     normaliser: str | None = None
 
 
 def difference(
-    tokenizer: Any, prompt: Sequence[int], lookup: Lookup, messages: list[Message], off: Sequence[str], normalisers: Normalisers
+    tokenizer: Any,
+    prompt: Sequence[int],
+    lookup: Lookup,
+    messages: list[Message],
+    off: Sequence[str],
+    normalisers: Normalisers,
+    is_own: bool = True,
 ) -> Difference | None:
-    """None where the known tokens do not end in others. `off`: normalisers that the request was not put through."""
+    """None where the known tokens do not end in others. `off`: normalisers that the request was not put through.
+
+    `is_own`: the known tokens are of the same client's.
+    """
     if not lookup.expected:
         return None
     at = lookup.known
     before = list(prompt[max(0, at - BEFORE) : at])
+    shown = (lookup.given, lookup.expected) if is_own else (lookup.given,)
     try:
-        texts = [_text(tokenizer, [*before, *tokens]) for tokens in (lookup.given, lookup.expected)]
+        texts = [_text(tokenizer, [*before, *tokens]) for tokens in shown]
+        split = _split(texts) if is_own else min(len(_text(tokenizer, before)), len(texts[0]))
     except (ArithmeticError, LookupError, TypeError, ValueError):
         # Ids that this tokenizer has no words for.
         return None
-    lengths = (len(lookup.given), len(lookup.expected))
-    ends = [length < SHOWN for length in lengths]
-    split = next((i for i, (a, b) in enumerate(zip(*texts, strict=False)) if a != b), min(map(len, texts)))
     whole = [_line(text, split) for text in texts]
     keeper = _keeper(whole, split - _start(texts[0], split), messages, off, normalisers)
-    lines = [_shown(text, split, at <= BEFORE, end) for text, end in zip(texts, ends, strict=True)]
-    return Difference(at, lines[0], lines[1], keeper)
+    lines = [_shown(text, split, at <= BEFORE, len(ids) < SHOWN) for text, ids in zip(texts, shown, strict=True)]
+    return Difference(at, lines[0], lines[1] if is_own else None, keeper)
+
+
+def _split(texts: list[str]) -> int:
+    """Where two texts begin to differ."""
+    return next((i for i, (a, b) in enumerate(zip(*texts, strict=False)) if a != b), min(map(len, texts)))
 
 
 def _text(tokenizer: Any, ids: list[int]) -> str:

@@ -2,6 +2,10 @@
 
 An Explained is written by one thread at a time: the socket's, then the generation thread, then the socket's again. What it holds
 is replaced as a whole, so that any thread may read it.
+
+Text of prompts is for those whose it is. What was known before is told to the agent that it is the last turn of, or under a salt
+that is its own; of a request everybody with the same rights sees the figures, and only who has asked it the line that it has. The
+log is the server owner's, and has both.
 """
 
 from __future__ import annotations
@@ -12,10 +16,12 @@ from collections import OrderedDict
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from datetime import UTC, datetime
+from itertools import islice
 from typing import Any
 
 from ..messages import Message
 from ..prefix.lookup import CAUSES, Lookup
+from ..prefix.salts import SHARED
 from ..store.manifest import Agent
 from .differing import Difference, difference
 from .guard import shown
@@ -42,6 +48,7 @@ class Explanation:
     known_tokens:     of the prompt are in memory, whether they could be resumed from or not.
     cached_tokens:    need not be computed; restored_tokens of them were brought back from disk for this request.
     elsewhere:        what the agent did last, if its keys and values are of no use here.
+    is_named:         the client has given the agent's name; else it was made of what the chat says.
     """
 
     id: str
@@ -58,6 +65,7 @@ class Explanation:
     difference: Difference | None = None
     elsewhere: str | None = None
     error: str | None = None
+    is_named: bool = False
 
     @property
     def why(self) -> str:
@@ -80,15 +88,18 @@ class Explanation:
             return reason
         if found.line == found.known_line:
             return f"{reason}; at token {found.position:,} the same text is other tokens than before"
+        if not found.line:
+            return f"{reason}; at token {found.position:,} it has other text than was known before"
         keep = f": that line changes; --normalise {found.normaliser} would keep it" if found.normaliser else ""
-        lines = f'the prompt has "{found.line}" where "{found.known_line}" was known before'
+        known = "other text" if found.known_line is None else f'"{found.known_line}"'
+        lines = f'the prompt has "{found.line}" where {known} was known before'
         return f"{reason}; at token {found.position:,} {lines}{keep}"
 
     def as_dict(self) -> dict[str, Any]:
         """All of it, for a client."""
         found = self.difference
         return {
-            "id": self.id,
+            "id": self.id or None,
             "time": datetime.fromtimestamp(self.time, UTC).isoformat(timespec="milliseconds"),
             "path": self.path,
             "model": self.model,
@@ -105,6 +116,16 @@ class Explanation:
             "elsewhere": self.elsewhere,
             "error": self.error,
         }
+
+    @property
+    def without_text(self) -> Explanation:
+        """What others may see of it: nothing of its prompt, and no id that would tell more."""
+        found = self.difference
+        place = None if found is None else Difference(found.position, "", None)
+        error = None if self.error is None else "it failed"
+        seen = replace(self, difference=place, elsewhere=None, error=error)
+        # A name that is made of what a chat says would confirm what somebody guesses.
+        return seen if self.is_named else replace(seen, id="", agent=None)
 
     def in_short(self) -> dict[str, Any]:
         """For a list."""
@@ -125,10 +146,23 @@ class Explanation:
 
 
 class Explained:
-    """What there is to tell of one request, `now`. `messages`: its chat, until it has started."""
+    """What there is to tell of one request, `now`. `messages`: its chat, until it has started.
 
-    def __init__(self, first: Explanation, normalisers: Normalisers, on: Sequence[str], messages: list[Message]) -> None:
+    `account`: the name that its agent is noted under; None: the client has named none. `salt`: what it is looked up under.
+    """
+
+    def __init__(
+        self,
+        first: Explanation,
+        normalisers: Normalisers,
+        on: Sequence[str],
+        messages: list[Message],
+        account: str | None = None,
+    ) -> None:
         self.now = first
+        self.account = account
+        self.salt = SHARED
+        self._line: str | None = None
         self.last_turn: Agent | None = None
         self._messages = messages
         self._normalisers = normalisers
@@ -139,15 +173,26 @@ class Explained:
         self.now = replace(self.now, model=model, state="restoring", prompt_tokens=prompt_tokens, cached_tokens=cached)
 
     def start(
-        self, model: str, namespace: str | None, tokenizer: Any, prompt: Sequence[int], cached: int, lookup: Lookup | None
+        self,
+        model: str,
+        namespace: str | None,
+        tokenizer: Any,
+        prompt: Sequence[int],
+        cached: int,
+        lookup: Lookup | None,
+        is_own: bool = False,
     ) -> None:
-        """The request has its caches. `namespace`: that of a model with a store; `lookup`: None for mlx-lm's own caches."""
+        """The request has its caches. `namespace`: that of a model with a store; `lookup`: None for mlx-lm's own caches.
+
+        `is_own`: what the lookup expected is the same client's.
+        """
         cause = "all" if cached >= len(prompt) - 1 else "not told"
         self.now = now = replace(
             self.now, model=model, state="started", prompt_tokens=len(prompt), cached_tokens=cached, cause=cause
         )
         if lookup is not None:
-            found = difference(tokenizer, prompt, lookup, self._messages, self._off, self._normalisers)
+            given = (tokenizer, prompt, lookup, self._messages, self._off, self._normalisers)
+            found, whole = difference(*given, is_own=is_own), difference(*given)
             elsewhere = self._elsewhere(namespace) if lookup.cause in ("new", "differs", "longer") else None
             self.now = replace(
                 now,
@@ -157,6 +202,7 @@ class Explained:
                 difference=found,
                 elsewhere=elsewhere,
             )
+            self._line = self._line_of(replace(self.now, difference=whole))
         self._messages, self.last_turn = [], None
         log.info("%s", self.line)
 
@@ -173,7 +219,9 @@ class Explained:
     @property
     def line(self) -> str:
         """For the log."""
-        now = self.now
+        return self._line or self._line_of(self.now)
+
+    def _line_of(self, now: Explanation) -> str:
         return plain(f"{now.id} {now.path} of {now.agent or 'no agent'}, {now.model}: {now.cause or now.state}: {now.why}")
 
     def _elsewhere(self, namespace: str | None) -> str | None:
@@ -183,6 +231,18 @@ class Explained:
         return (
             f"the last turn of {last.name} ({last.tokens:,} tokens) was with {last.model_id}, whose keys and values are not these"
         )
+
+
+@dataclass(frozen=True)
+class Asker:
+    """Who wants to know of requests: the agent that it says it is."""
+
+    agent: str | None = None
+
+    def sees(self, now: Explanation, has_id: bool) -> Explanation | None:
+        """A request as this one may see it; `has_id`: it has named the request, whose id only who has asked it was told."""
+        is_own = now.agent == self.agent if now.is_named else has_id
+        return now if is_own else now.without_text
 
 
 class Explanations:
@@ -199,16 +259,18 @@ class Explanations:
             while len(self._found) > self._most:
                 self._found.popitem(last=False)
 
-    def get(self, request_id: str) -> Explanation | None:
+    def get(self, request_id: str, asker: Asker) -> Explanation | None:
+        """One request as `asker` may see it."""
         with self._changing:
             found = self._found.get(request_id)
-        return None if found is None else found.now
+        return None if found is None else asker.sees(found.now, has_id=True)
 
-    def latest(self, count: int) -> list[Explanation]:
-        """The newest first."""
+    def latest(self, count: int, asker: Asker) -> list[Explanation]:
+        """Those that `asker` may see, the newest first."""
         with self._changing:
-            found = list(self._found.values())
-        return [explained.now for explained in found[::-1][:count]]
+            found = list(self._found.values())[::-1]
+        seen = (asker.sees(explained.now, has_id=False) for explained in found)
+        return list(islice((explanation for explanation in seen if explanation is not None), count))
 
 
 def is_explain(path: str) -> bool:
@@ -216,12 +278,12 @@ def is_explain(path: str) -> bool:
     return path == PATH or path.startswith(PATH + "/")
 
 
-def answer_about(path: str, explanations: Explanations) -> tuple[int, dict[str, Any]]:
+def answer_about(path: str, explanations: Explanations, asker: Asker) -> tuple[int, dict[str, Any]]:
     """Status and body for GET /v1/cache/explain/ID, and for the last requests without an ID."""
     request_id = path.removeprefix(PATH).removeprefix("/")
     if not request_id:
-        return 200, {"requests": [explanation.in_short() for explanation in explanations.latest(LISTED)]}
-    found = explanations.get(request_id)
+        return 200, {"requests": [explanation.in_short() for explanation in explanations.latest(LISTED, asker)]}
+    found = explanations.get(request_id, asker)
     if found is None:
         why = f"Its answer's header X-Request-Id names a request; the last {MOST:,} are remembered, and none over a restart."
         return 404, {"error": f"Found no request {shown(request_id)}. {why}"}

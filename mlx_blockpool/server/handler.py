@@ -79,7 +79,9 @@ class BlockpoolHandler(GuardedHandler):
         if self.route == "/v1/cache":
             self._send(200, cache_report(self.response_generator.registry, self.response_generator.prompt_cache.report))
         elif is_explain(self.route):
-            self._send(*answer_about(self.route, self.response_generator.explanations))
+            self._send(
+                *answer_about(self.route, self.response_generator.explanations, self.response_generator.asker(self.headers))
+            )
         elif self.route == "/admin/models":
             self._send(200, Admin(self.response_generator).figures())
         elif is_models(self.path, self.headers):

@@ -27,6 +27,7 @@ from ..pool import BlockPool
 from ..prefix.cache import PrefixCache
 from ..prefix.keeping import Terms
 from ..prefix.lookup import Lookup
+from ..prefix.noted import find, tokens_of
 from ..prefix.opening import open_store
 from ..prefix.salts import SHARED
 from ..spec import FullLayer, ModelCacheSpec
@@ -141,6 +142,14 @@ class ServerPromptCache:
             self.agents.follow(turns)
             if self.prefix is not None and self.prefix.stored is not None:
                 self._spare(self.prefix.stored.store)
+
+    def own_tokens(self, agent: str | None) -> list[int]:
+        """The tokens of an agent's last turn as far as they are known; none of an agent that has no name."""
+        if agent is None or self.agents is None or self.prefix is None:
+            return []
+        turns = self.caches.turns if isinstance(self.caches, PooledCaches) else {}
+        path = turns.get(agent) or self.agents.path_of(agent)
+        return [] if path is None else tokens_of(find(self.prefix.known.trie, path))
 
     def _spare(self, store: PromptStore) -> None:
         """No budget takes what agents are pinned with."""

@@ -20,7 +20,7 @@ from ..config import EngineConfig
 from ..engine.engine import BlockPoolBatchEngine
 from ..engine.request import KIND, Event, Failed, Progress, Request, Restoring, Started, Token
 from ..modelfile import positions_of
-from ..prefix.lookup import Lookup
+from ..prefix.lookup import Lookup, beside
 from ..prefix.salts import SHARED
 from .asking import Wishes
 from .explained import Explained
@@ -151,6 +151,8 @@ class ServedModel:
         )
         uid = self.engine.insert(request)
         explained = getattr(waiting.request, "explained", None)
+        if explained is not None:
+            explained.salt = request.salt
         self.live[uid] = Live(waiting.queue, context, tokenizer, tokenizer.detokenizer, args.top_logprobs, explained)
 
     def salt_of(self, wishes: Wishes) -> bytes:
@@ -225,13 +227,17 @@ class ServedModel:
         """A request has its caches: why it has not more."""
         if explained is None:
             return
-        agents = self.prompt_cache.agents
+        agents, is_own = self.prompt_cache.agents, bool(explained.salt)
+        if lookup is not None and lookup.expected and not is_own:
+            lookup, is_own = beside(lookup, prompt, self.prompt_cache.own_tokens(explained.account))
         namespace = None if agents is None else agents.namespace
-        explained.start(self.provider.name, namespace, self.provider.tokenizer, prompt, cached, lookup)
+        explained.start(self.provider.name, namespace, self.provider.tokenizer, prompt, cached, lookup, is_own)
 
     def explain_alone(self, waiting: Waiting, context: GenerationContext) -> None:
         """The same for a request that mlx-lm serves."""
         explained = getattr(waiting.request, "explained", None)
+        if explained is not None:
+            explained.salt = self.prompt_cache.salt
         self.explain(explained, context.prompt, context.prompt_cache_count, self.prompt_cache.lookup)
 
     def fail(self, error: Exception) -> None:

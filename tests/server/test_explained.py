@@ -14,7 +14,7 @@ import pytest
 from models import save_model
 
 from mlx_blockpool.prefix.lookup import Lookup
-from mlx_blockpool.server.explained import Explained, Explanation, Explanations, plain
+from mlx_blockpool.server.explained import Asker, Explained, Explanation, Explanations, plain
 from server.serving import Client, blockpool_server
 
 EXPLAIN = "/v1/cache/explain"
@@ -49,9 +49,9 @@ def chat(*texts: str, system: str = "", **options: Any) -> dict[str, Any]:
 
 
 def explained(server: Client, body: dict[str, Any], path: str = "/v1/chat/completions", **headers: str) -> dict[str, Any]:
-    """What is told of a request, once it is answered."""
+    """What its agent is told of a request, once it is answered."""
     _, told, _ = post(server, path, body, **headers)
-    status, found = server.send(f"{EXPLAIN}/{told['x-request-id']}")
+    status, found = server.send(f"{EXPLAIN}/{told['x-request-id']}", headers={"X-Agent-Id": body.get("prompt_cache_key", "")})
     assert status == 200
     return found  # type: ignore[no-any-return]
 
@@ -70,7 +70,9 @@ def test_a_first_and_a_second_time(server: Client) -> None:
 
 def test_the_lines_that_differ_and_what_would_keep_them(server: Client) -> None:
     rest = "You look things up.\n" * 12
-    before, after = (chat("Go.", system=f"Be brief.\n{BILLING.format(c)}\n{rest}") for c in ("a0c1", "b1f2"))
+    before, after = (
+        chat("Go.", system=f"Be brief.\n{BILLING.format(c)}\n{rest}", prompt_cache_key="liner") for c in ("a0c1", "b1f2")
+    )
     post(server, "/v1/chat/completions", before)
     found = explained(server, after)
     told = found["difference"]
@@ -100,7 +102,8 @@ def test_a_date_and_a_long_line(server: Client) -> None:
         found = explained(server, chat("Hi.", system=f"Agent of dates.\nToday's date is {day}.\n{rest}"))
     assert (found["difference"]["normaliser"], found["difference"]["line"]) == ("date", "Today's date is 2026-03-02.")
     for word in ("left", "right"):
-        found = explained(server, {"prompt": "long " * 60 + word + " on" * 200, "max_tokens": 1}, "/v1/completions")
+        body = {"prompt": "long " * 60 + word + " on" * 200, "max_tokens": 1, "prompt_cache_key": "long"}
+        found = explained(server, body, "/v1/completions")
     lines = found["difference"]["line"], found["difference"]["known_line"]
     assert all(line.startswith("... ") and line.endswith(" ...") and len(line) < 210 for line in lines)
     assert ["left" in line for line in lines] == [False, True]
@@ -228,11 +231,63 @@ def test_what_comes_from_disk_is_told_before_it_is_there(server: Client) -> None
     assert (asked.now.state, asked.now.cached_tokens, asked.now.why[-21:]) == ("failed", 4812, "; it failed: no\\nmore")
 
 
+# -- whose text it is --------------------------------------------------------------------------------------------------
+
+SECRET = "Notes.\nThe password of the safe is hunter{}.\nKeep it."
+
+
+@pytest.mark.parametrize("name", ["guesser", None])
+def test_known_text_of_others_is_told_nobody(server: Client, name: str | None, caplog: pytest.LogCaptureFixture) -> None:
+    """Whatever is guessed: the place and the own line, in headers, by the id and in the list; the log has both."""
+    mine, named = chat(f"{name}\n" + SECRET.format("2, and nothing else"), user="owner"), {} if name is None else {"user": name}
+    post(server, "/v1/chat/completions", mine)
+    with caplog.at_level(logging.INFO):
+        guess = chat(f"{name}\n" + SECRET.format("3?"), **named)
+        _, told, _ = post(server, "/v1/chat/completions", guess, X_Explain="1")
+    asked = {} if name is None else {"X-Agent-Id": name}
+    found = server.send(f"{EXPLAIN}/{told['x-request-id']}", headers=asked)[1]
+    listed = server.send(EXPLAIN, headers=asked)[1]
+    assert (found["cause"], found["difference"]["known_line"]) == ("differs", None)
+    assert found["difference"]["line"].startswith("The password of the safe is hunter3?")
+    assert "where other text was known before" in told["x-cache-why"]
+    for answer in (told, found, listed):
+        assert "hunter2" not in json.dumps(answer)
+    assert any("hunter2" in record.getMessage() for record in caplog.records)
+    # Its own last turn is its own.
+    again = post(server, "/v1/chat/completions", mine | chat(f"{name}\n" + SECRET.format("4")), X_Explain="1")[1]
+    assert "hunter2, and nothing else" in again["x-cache-why"]
+
+
+def test_of_several_ways_on_an_agent_is_told_its_own(server: Client) -> None:
+    text = "Several know this beginning.\nIt is {} that they say.\n"
+    for number, user in enumerate(("b", "own", "a")):
+        post(server, "/v1/chat/completions", chat(text.format(f"{number}{user}"), user=user))
+    found = explained(server, chat(text.format("9"), prompt_cache_key="own"))
+    assert found["difference"]["known_line"] == "It is 1own that they say."
+
+
+@pytest.mark.parametrize("user", ["ann", None])
+def test_others_see_figures_of_a_request_and_nothing_that_it_says(server: Client, user: str | None) -> None:
+    named = {} if user is None else {"user": user}
+    post(server, "/v1/chat/completions", chat(f"A secret question of {user}", **named))
+    _, told, _ = post(server, "/v1/chat/completions", chat(f"A secret quest of {user}", **named))
+    for headers in ({}, {"X-Agent-Id": "bob"}):
+        newest = server.send(EXPLAIN, headers=headers)[1]["requests"][0]
+        assert newest["id"] == (None if user is None else told["x-request-id"])
+        assert (newest["agent"], newest["cause"]) == (user, "differs")
+        assert "secret" not in json.dumps(newest)
+        if user is not None:
+            found = server.send(f"{EXPLAIN}/{newest['id']}", headers=headers)[1]
+            assert "secret" not in json.dumps(found)
+            assert (found["difference"]["line"], found["difference"]["known_line"]) == ("", None)
+
+
 # -- the list ----------------------------------------------------------------------------------------------------------
 
 
 def test_the_last_requests_newest_first(server: Client) -> None:
-    ids = [post(server, "/v1/completions", {"prompt": f"{i}", "max_tokens": 1})[1]["x-request-id"] for i in range(22)]
+    bodies = [{"prompt": f"{i}", "max_tokens": 1, "user": "one"} for i in range(22)]
+    ids = [post(server, "/v1/completions", body)[1]["x-request-id"] for body in bodies]
     status, found = server.send(f"{EXPLAIN}/?x=1")
     assert (status, [request["id"] for request in found["requests"]]) == (200, ids[:1:-1])
     assert set(found["requests"][0]) >= {"time", "agent", "model", "prompt_tokens", "cached_tokens", "cause", "why"}
@@ -250,8 +305,8 @@ def test_the_oldest_are_forgotten(server: Client) -> None:
     kept = Explanations(3)
     for i in range(5):
         kept.add(Explained(Explanation(f"req_{i}", 0.0, "/", "m", None), server.generator.normalisers, (), []))
-    assert [explanation.id for explanation in kept.latest(9)] == ["req_4", "req_3", "req_2"]
-    assert kept.get("req_0") is None
+    assert [explanation.id for explanation in kept.latest(9, Asker())] == ["", "", ""]
+    assert [kept.get(f"req_{i}", Asker()) is not None for i in range(5)] == [False, False, True, True, True]
 
 
 def test_text_for_a_line() -> None:
