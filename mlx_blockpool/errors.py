@@ -13,6 +13,7 @@
     ├── ModelNotFoundError           no model of that name, or none that may be loaded
     ├── BadModelError                a model's files are not what mlx-lm loads
     ├── LoadError                    a model could not be loaded now, though its files are right
+    ├── UnavailableError             the server cannot answer now: it stops, or has computed nothing for too long
     └── StoreError                   the prompt store cannot do what it was asked to
         ├── NoRoomError              no room on disk for a file that is on its way; later there may be
         └── BadRecordError           a file is not the record that was wanted: a miss, and the file belongs in quarantine
@@ -104,6 +105,10 @@ class BadModelError(BlockpoolError):
 
 
 class LoadError(BlockpoolError, RuntimeError):
+    pass
+
+
+class UnavailableError(BlockpoolError, RuntimeError):
     pass
 
 

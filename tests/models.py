@@ -112,6 +112,18 @@ def save_model(folder: Path, name: str, seed: int = 0, **changes: Any) -> Path:
     return folder
 
 
+def save_endless(folder: Path, seed: int = 0) -> Path:
+    """save_model() of a llama that does not end a reply by itself, where the likeliest token is drawn."""
+    save_model(folder, "llama", seed)
+    weights = mx.load(str(folder / "model.safetensors"))
+    end = character_tokenizer().token_to_id("<|im_end|>")
+    for name, array in weights.items():
+        if name.endswith(("embed_tokens.weight", "lm_head.weight")):
+            array[end] = 0
+    mx.save_safetensors(str(folder / "model.safetensors"), weights, {"format": "mlx"})
+    return folder
+
+
 def character_tokenizer() -> Tokenizer:
     """A byte-level BPE without merges: what is generated tokenizes back to the same ids, whatever the model says."""
     # Byte-level BPE writes the space and the newline as these letters.

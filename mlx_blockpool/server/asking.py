@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import socket
 import time
 import uuid
 from collections.abc import Iterator, Mapping
@@ -65,6 +66,7 @@ class Asking:
     def __init__(self, generator: Any) -> None:
         self._generator = generator
         self.wishes = Wishes()
+        self.connection: socket.socket | None = None
         self.path = ""
         self.error: Exception | None = None
         self.explained: Explained | None = None
@@ -84,7 +86,7 @@ class Asking:
                 self.wishes.conversation = self._conversation(request, arguments.model)
             if self.normalisers and request.request_type == "chat":
                 request = replace(request, messages=self.known_normalisers.apply(self.normalisers, request.messages))
-            request.wishes = self.wishes
+            request.wishes, request.connection = self.wishes, self.connection
             if self.path in GENERATES:
                 request.explained = self._explain(arguments.model.model, request.messages)
                 request.explained.last_turn = self._last_turn()

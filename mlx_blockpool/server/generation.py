@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import logging
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import replace
 from queue import Empty, Queue
 from typing import Any
@@ -17,7 +17,7 @@ import mlx.core as mx
 from mlx_lm.server import ResponseGenerator, _image_parts
 
 from ..config import EngineConfig, ModelsConfig, StoreConfig
-from ..errors import BlockpoolError
+from ..errors import BlockpoolError, UnavailableError
 from ..store.agents import Agents
 from ..store.layout import default_folder
 from ..store.spool import Spool
@@ -32,6 +32,7 @@ from .models.registry import ModelRegistry, Order
 from .normalise import Normalisers
 from .openai.responses_kept import KeptResponses
 from .prompt_cache import ServerPromptCache
+from .replies import HangUps, Reply
 from .requests import Live, Marking, Waiting, check_sampling, fit
 from .served import ServedModel
 
@@ -73,6 +74,7 @@ class BlockpoolGenerator(ResponseGenerator):  # type: ignore[misc]
         self.responses = KeptResponses()
         self.spool = _spool(prompt_cache.store_config)
         self.health = Health(config.stall_seconds)
+        self.hang_ups = HangUps()
         self.registry = ModelRegistry(model_provider, make_cache, config, models, prompt_cache.config.pool_bytes)
         self._config = config
         self._waiting = Line(models.patience_seconds)
@@ -83,9 +85,41 @@ class BlockpoolGenerator(ResponseGenerator):  # type: ignore[misc]
     # -- from any thread -----------------------------------------------------------------------------------------------
 
     def generate(self, request: Any, generation_args: Any, progress_callback: Any = None) -> Any:
-        """mlx-lm's own, once the request's model has been found. Raises what ModelRegistry.find() raises."""
+        """In place of mlx-lm's: the reply's context and its parts, which are the request's failure if one is raised.
+
+        Raises what ModelRegistry.find() raises, and ConnectionAbortedError once the client of `request.connection` hangs up.
+        """
         args = replace(generation_args, model=self.registry.find(generation_args.model))
-        return super().generate(request, args, progress_callback)
+        reply = Reply()
+        self.hang_ups.watch(getattr(request, "connection", None), reply)
+        self.requests.put((reply, request, args))
+        context = self._await_response(reply)
+        if isinstance(context, Exception):
+            raise context
+        return context, self._parts(reply, progress_callback)
+
+    def _parts(self, reply: Reply, progress_callback: Any) -> Iterator[Any]:
+        while (part := self._await_response(reply)) is not None:
+            if isinstance(part, Exception):
+                raise part
+            if not isinstance(part, tuple):
+                yield part
+            elif progress_callback is not None:
+                progress_callback(*part)
+
+    def _await_response(self, response_queue: Queue[Any]) -> Any:
+        """The next part of a reply. Raises UnavailableError if none can come any more."""
+        while True:
+            try:
+                return response_queue.get(timeout=1.0)
+            except Empty:
+                if self._stop or not self.generation_available():
+                    raise shutting_down() from None
+
+    @property
+    def has_waiting(self) -> bool:
+        """Whether a request waits or is served."""
+        return bool(self.requests.qsize() or len(self._waiting) or any(served.live for served in self._models))
 
     def order(self, order: Order) -> None:
         """Have a model loaded or unloaded."""
@@ -117,11 +151,15 @@ class BlockpoolGenerator(ResponseGenerator):  # type: ignore[misc]
         stream = mx.default_stream(mx.default_device())
         while not self._stop:
             self._take_arrivals()
+            stalls = self.health.is_stalled(self.has_waiting)
             try:
+                self._drop_hung_up()
                 self.registry.make_plan(self._waiting)
                 self._start_waiting(stream)
                 self._change_models()
                 self._step()
+                if stalls and self.health.is_stalled(self.has_waiting):
+                    self._drop_stalled()
             except Exception as error:
                 # Whatever went wrong, it was these requests and not the next ones.
                 log.exception("generation failed for %d requests", len(self._live))
@@ -155,7 +193,8 @@ class BlockpoolGenerator(ResponseGenerator):  # type: ignore[misc]
     def _take_arrivals(self) -> None:
         """Take what has arrived. An idle thread waits for the first, and a moment more for those that come with it."""
         idle = not (self._live or self._waiting or self.registry.change)
-        wait = IDLE_SECONDS if idle else 0.0 if self._live else CHANGE_SECONDS
+        computes = any(served.live and not served.is_blocked for served in self._models)
+        wait = IDLE_SECONDS if idle else 0.0 if computes else CHANGE_SECONDS
         until = time.monotonic()
         try:
             while True:
@@ -168,6 +207,7 @@ class BlockpoolGenerator(ResponseGenerator):  # type: ignore[misc]
 
     def _arrive(self, item: Any) -> None:
         if isinstance(item, Errand):
+            self.health.doing("an errand")
             item.run()
         elif not isinstance(item, Order):
             waiting = Waiting(*item)
@@ -176,6 +216,20 @@ class BlockpoolGenerator(ResponseGenerator):  # type: ignore[misc]
             self.registry.let_go(item, self._waiting.clock())
         else:
             self._waiting.add(item.key, item)
+
+    def _drop_hung_up(self) -> None:
+        """Requests that have not started and whose clients are gone; those that have started end with a step."""
+        for place in list(self._waiting):
+            if isinstance(place.item, Waiting) and place.item.queue.is_hung_up:
+                self._waiting.remove(place)
+
+    def _drop_stalled(self) -> None:
+        """Whatever has gone wrong where requests wait and a whole turn has computed nothing, the next ones are to be served."""
+        seconds = self.health.stall_seconds
+        log.error("nothing was computed for %g seconds; %d requests have failed", seconds, len(self._live) + len(self._waiting))
+        self.health.restarts += 1
+        self.health.mark()
+        self._fail_all(UnavailableError(f"Nothing was computed for {seconds:g} seconds while the request waited. Try again."))
 
     def _fail_all(self, error: Exception) -> None:
         for served in self._models:
@@ -187,7 +241,7 @@ class BlockpoolGenerator(ResponseGenerator):  # type: ignore[misc]
     def _shut_down(self) -> None:
         while not self.requests.empty():
             self._arrive(self.requests.get())
-        self._fail_all(RuntimeError("The server is shutting down."))
+        self._fail_all(shutting_down())
         # Models and caches must go on this thread, under its stream.
         self.registry.close()
 
@@ -196,9 +250,13 @@ class BlockpoolGenerator(ResponseGenerator):  # type: ignore[misc]
     def _change_models(self) -> None:
         """Go on with what is to be loaded and unloaded; tell those that wait for a model that cannot be."""
         self.registry.begin(self._waiting)
-        if self.registry.change is not None:
+        is_changing = self.registry.change is not None
+        if is_changing:
             self.health.doing("loading a model")
         change = self.registry.advance(self._waiting)
+        if is_changing:
+            # A piece of it is done.
+            self.health.mark()
         if change is None:
             return
         # They refer to tokenizers.
@@ -227,6 +285,7 @@ class BlockpoolGenerator(ResponseGenerator):  # type: ignore[misc]
                 elif not self._start(served, item, stream):
                     passed.add(place.key)
                     continue
+                self.health.mark()
             except (Exception, SystemExit) as error:
                 # A client's input met a template, tokenizer or model that could not take it. (Some model files call exit().)
                 log.debug("request refused: %s: %s", type(error).__name__, error)
@@ -276,20 +335,29 @@ class BlockpoolGenerator(ResponseGenerator):  # type: ignore[misc]
             self._rest()
             return
         self.health.doing("prefill and decode")
-        served = min(busy, key=lambda served: served.spent)
+        computing = [served for served in busy if not served.is_blocked]
+        turn = min(computing, key=lambda served: served.spent, default=None)
+        for served in busy:
+            # Those that wait for a disk only look whether it has answered.
+            if served is turn or served not in computing:
+                self._step_of(served)
+
+    def _step_of(self, served: ServedModel) -> None:
         try:
-            served.step()
+            if served.step():
+                self.health.mark()
         except Exception as error:
             # Whatever went wrong, it was the requests of this model and not the next ones.
             log.exception("generation failed for %d requests", len(served.live))
             served.fail(RuntimeError(f"The batch failed: {type(error).__name__}: {error}"))
-        self.health.mark()
         if not served.live:
             served.report()
 
     def _rest(self) -> None:
-        if self.registry.change is None:
+        if self.registry.change is None and not self.has_waiting:
             self.health.idle()
+        elif self.registry.change is None:
+            self.health.doing("waiting for a model")
         for served in self._models:
             served.prompt_cache.idle()
 
@@ -311,3 +379,7 @@ def _spool(store: StoreConfig | None) -> Spool:
     if store is None:
         return Spool(None, StoreConfig.min_free_bytes)
     return Spool(store.folder or default_folder(), store.min_free_bytes)
+
+
+def shutting_down() -> UnavailableError:
+    return UnavailableError("The server is shutting down.")

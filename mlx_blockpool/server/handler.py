@@ -12,7 +12,7 @@ from typing import Any
 from mlx_lm.server import APIHandler
 
 from ..config import RequestConfig
-from ..errors import BlockpoolError, ModelNotFoundError
+from ..errors import BlockpoolError, ModelNotFoundError, UnavailableError
 from ..upstream import rebind
 from .agents.http import AgentsEndpoint, is_agents
 from .anthropic.http import Endpoint, is_messages, is_models
@@ -60,6 +60,7 @@ class BlockpoolHandler(GuardedHandler):
 
     def begin_request(self) -> None:
         self.response_generator = Asking(self._generator)
+        self.response_generator.connection = self.connection
         self.created = int(time.time())
         self.stream = self._answered = False
         self._failure = 0
@@ -73,7 +74,7 @@ class BlockpoolHandler(GuardedHandler):
         except Exception as error:
             # The top of the request's thread.
             log.exception("%s failed", self.path)
-            self._send(500, {"error": cause_of(error)})
+            self._send(_status_of(error), {"error": cause_of(error)})
 
     def _get(self) -> None:
         if self.route == "/v1/cache":
@@ -121,7 +122,7 @@ class BlockpoolHandler(GuardedHandler):
         except Exception as error:
             # The top of the request's thread.
             log.exception("%s failed", self.path)
-            self._send(500, {"error": cause_of(error)})
+            self._send(_status_of(error), {"error": cause_of(error)})
 
     def do_POST(self) -> None:  # noqa: N802
         try:
@@ -148,11 +149,11 @@ class BlockpoolHandler(GuardedHandler):
         except Exception as error:
             # The top of the request's thread.
             log.exception("%s failed", self.path)
-            content = {"error": cause_of(error)}
+            status, content = _status_of(error), {"error": cause_of(error)}
             if not self._answered:
-                self._send(500, content)
+                self._send(status, content)
             elif self.stream:
-                self.wfile.write(b"data: " + in_shape(500, json.dumps(content).encode()) + b"\n\n")
+                self.wfile.write(b"data: " + in_shape(status, json.dumps(content).encode()) + b"\n\n")
 
     def _complete(self) -> None:
         """mlx-lm's do_POST, with a body that was read by our rules."""
@@ -222,7 +223,7 @@ class BlockpoolHandler(GuardedHandler):
 
     def handle_health_check(self) -> None:
         generator = self.response_generator
-        self._send(*generator.health.report(generator.is_healthy))
+        self._send(*generator.health.report(generator.is_healthy, generator.has_waiting))
 
     def handle_models_request(self) -> None:
         try:
@@ -251,6 +252,8 @@ class BlockpoolHandler(GuardedHandler):
 
     def _set_completion_headers(self, status_code: int = 200) -> None:
         error = self.response_generator.error
+        if isinstance(error, ConnectionError):
+            raise error
         # mlx-lm answers 404 to whatever generate() raises.
         status = status_of(error) if status_code == 404 and error is not None else status_code
         self._failure = status if status >= 400 else 0
@@ -265,6 +268,10 @@ class BlockpoolHandler(GuardedHandler):
         self.send_header("Content-Length", str(len(body)))
         self.end_headers()
         self.wfile.write(body)
+
+
+def _status_of(error: Exception) -> int:
+    return 503 if isinstance(error, UnavailableError) else 500
 
 
 class _OnlyHeaders:

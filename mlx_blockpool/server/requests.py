@@ -5,7 +5,6 @@ from __future__ import annotations
 from collections.abc import Callable
 from dataclasses import dataclass, replace
 from itertools import accumulate
-from queue import Queue
 from typing import Any
 
 import mlx.core as mx
@@ -16,6 +15,7 @@ from ..engine.decode import mend_random_state
 from ..engine.request import Token
 from ..errors import RequestTooLargeError, TooManyPositionsError
 from .explained import Explained
+from .replies import Reply
 from .sampling import make_sampler
 
 
@@ -23,7 +23,7 @@ from .sampling import make_sampler
 class Waiting:
     """A request that was not started. `tokenized` is filled in once."""
 
-    queue: Queue[Any]
+    queue: Reply
     request: Any
     args: Any
     tokenized: tuple[Any, ...] | None = None
@@ -37,13 +37,18 @@ class Waiting:
 class Live:
     """A request that the engine has."""
 
-    queue: Queue[Any]
+    queue: Reply
     context: Any
     tokenizer: Any
     detokenizer: Any
     top_logprobs: int
     explained: Explained | None = None
     is_begun: bool = False
+
+    @property
+    def is_left(self) -> bool:
+        """Whether nobody waits for the rest of the reply."""
+        return self.queue.is_hung_up or bool(self.context._should_stop)
 
     def begin(self, cached: int) -> None:
         """Let the client's thread answer, which is told of progress from now on; `cached` tokens need not be computed."""
@@ -73,26 +78,36 @@ class Live:
 class Marking:
     """A client's queue that notes when something was put on it: the sequential path makes progress in no other way.
 
-    The reply's context waits for what comes next: by then its prompt was looked up, which `started` is told.
+    The reply's context waits for what comes next: by then its prompt was looked up, which `started` is told. Where the client
+    has hung up, a prefill ends with ConnectionAbortedError and a reply with the token that was computed last.
     """
 
-    def __init__(self, queue: Queue[Any], mark: Callable[[], None], started: Callable[[Any], None]) -> None:
+    def __init__(self, queue: Reply, mark: Callable[[], None], started: Callable[[Any], None]) -> None:
         self._queue = queue
         self._mark = mark
         self._started = started
         self._context: Any = None
+        self._told: Any = None
 
     def put(self, item: Any) -> None:
         self._mark()
         if isinstance(item, GenerationContext):
-            self._context = item
+            self._context = self._told = item
             return
+        if self._queue.is_hung_up:
+            self._leave(item)
         context, self._context = self._context, None
         if context is not None and not isinstance(item, Exception):
             self._started(context)
             self._queue.put(context)
         # An error's traceback holds the frames that hold the caches.
         self._queue.put(item.with_traceback(None) if isinstance(item, Exception) else item)
+
+    def _leave(self, item: Any) -> None:
+        if isinstance(item, tuple):
+            raise ConnectionAbortedError("the client hung up")
+        if self._told is not None:
+            self._told.stop()
 
 
 def fit(args: Any, prompt: list[int], capacity: int | None, positions: int | None = None, default: int | None = None) -> Any:

@@ -171,11 +171,21 @@ class ServedModel:
         pinned = {end: KIND for end, _ in pins_of(waiting.request)}
         return sorted({**pinned, **dict(waiting.request.prepared.checkpoints or ())}.items())
 
-    def step(self) -> None:
-        """A step of the engine, and what it says to those whom it concerns. Raises what the model raised: see fail()."""
+    @property
+    def is_blocked(self) -> bool:
+        """Whether a step has nothing to compute before something arrives from disk."""
+        return self.engine is not None and self.engine.is_blocked
+
+    def step(self) -> bool:
+        """A step of the engine, and what it says to those whom it concerns. Raises what the model raised: see fail().
+
+        Returns whether it made progress: something was computed or read, or a request has started or ended.
+        """
         engine, start = self.engine, time.perf_counter()
         assert engine is not None
-        for event in engine.next():
+        before, live = engine.progress, len(self.live)
+        events = engine.next()
+        for event in events:
             if event.uid not in self.live:
                 # It has failed at an earlier event of this step.
                 continue
@@ -186,13 +196,15 @@ class ServedModel:
                 log.exception("request %d failed", event.uid)
                 self.live.pop(event.uid).fail(error)
                 engine.cancel(event.uid)
-        for uid in [uid for uid, live in self.live.items() if live.context._should_stop]:
+        for uid in [uid for uid, live in self.live.items() if live.is_left]:
             engine.cancel(uid)
             del self.live[uid]
         self.spent += time.perf_counter() - start
         if not self.live:
             self.used = time.monotonic()
         self._note_turns()
+        has_started = any(isinstance(event, Started) for event in events)
+        return engine.progress != before or len(self.live) != live or has_started
 
     def _note_turns(self) -> None:
         """Note the turns that have ended with this step, also while other requests run."""

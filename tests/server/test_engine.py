@@ -16,7 +16,6 @@ from mlx_blockpool.config import EngineConfig
 from mlx_blockpool.engine.engine import BlockPoolBatchEngine
 from mlx_blockpool.server import generation
 from mlx_blockpool.server.generation import BlockpoolGenerator
-from mlx_blockpool.server.health import Health
 from mlx_blockpool.server.prompt_cache import ServerPromptCache
 from server.serving import Client, at_once, blockpool_server, stock_server
 
@@ -96,23 +95,6 @@ def test_what_ends_the_thread_is_told_and_the_next_request_is_served(client: Cli
     status, health = client.send("/health")
     assert (status, health["status"], health["restarts"]) == (200, "ok", 1)
     client.settle()
-
-
-def test_health_tells_a_stall_from_idleness(monkeypatch: pytest.MonkeyPatch) -> None:
-    now = [100.0]
-    monkeypatch.setattr("mlx_blockpool.server.health.time.monotonic", lambda: now[0])
-    health = Health(stall_seconds=10)
-    now[0] += 50
-    assert health.report(alive=True) == (200, {"status": "ok", "doing": "nothing", "restarts": 0})
-    health.doing("prefill and decode")
-    now[0] += 9
-    assert health.report(alive=True)[1]["seconds_since_progress"] == 9
-    now[0] += 2
-    assert health.report(alive=True)[0] == 503
-    assert health.report(alive=True)[1]["status"] == "stalled"
-    health.mark()
-    assert health.report(alive=True)[1]["status"] == "ok"
-    assert health.report(alive=False)[1]["status"] == "unavailable"
 
 
 def test_those_that_arrive_within_a_moment_start_together() -> None:

@@ -174,11 +174,12 @@ def test_models_take_turns_by_the_time_that_their_steps_take() -> None:
             taken.append(name)
             served.spent += seconds
 
-        served = types.SimpleNamespace(live={1: None}, spent=0.0, step=step)
+        served = types.SimpleNamespace(live={1: None}, spent=0.0, step=step, is_blocked=False)
         return served
 
     models = [model("short", 1.0), model("long", 3.0)]
     thread = types.SimpleNamespace(_models=models, _report_again=lambda: None, health=Health(10))
+    thread._step_of = lambda served: BlockpoolGenerator._step_of(thread, served)  # type: ignore[arg-type]
     for _ in range(40):
         BlockpoolGenerator._step(thread)  # type: ignore[arg-type]
     assert taken.count("short") == 3 * taken.count("long") == 30

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
-from ...errors import LoadError, PoolExhaustedError, RequestTooLargeError
+from ...errors import LoadError, PoolExhaustedError, RequestTooLargeError, UnavailableError
 
 TYPES = {
     400: "invalid_request_error",
@@ -34,6 +34,8 @@ def answer_to(error: Exception) -> tuple[int, str]:
         return 400, f"prompt is too long: {error.needed} tokens > {error.capacity} maximum. {error}"
     if isinstance(error, PoolExhaustedError | LoadError):
         return 529, str(error)
+    if isinstance(error, UnavailableError):
+        return 503, str(error)
     if isinstance(error, OSError):
         return 404, f"model: {error}"
     if isinstance(error, RuntimeError) and not isinstance(error, RecursionError):

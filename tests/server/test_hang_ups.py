@@ -1,0 +1,188 @@
+"""A client that hangs up is noticed at once, in every form and wherever its request waits; nothing is computed for nobody."""
+
+from __future__ import annotations
+
+import json
+import select
+import socket
+import struct
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+from models import save_endless
+
+from mlx_blockpool.server.replies import HangUps, Reply, has_hung_up
+from server.serving import Client, blockpool_server
+
+LONG = 30_000
+MESSAGES = [{"role": "user", "content": "tell me everything"}]
+FORMS: dict[str, tuple[str, dict[str, Any]]] = {
+    "chat": ("/v1/chat/completions", {"messages": MESSAGES, "max_tokens": LONG}),
+    "completions": ("/v1/completions", {"prompt": "everything", "max_tokens": LONG}),
+    "messages": ("/v1/messages", {"model": "default_model", "messages": MESSAGES, "max_tokens": LONG, "temperature": 0}),
+    "responses": (
+        "/v1/responses",
+        {"model": "default_model", "input": "everything", "max_output_tokens": LONG, "temperature": 0},
+    ),
+}
+
+
+@pytest.fixture(scope="module")
+def models(tmp_path_factory: pytest.TempPathFactory) -> list[Path]:
+    folder = tmp_path_factory.mktemp("models")
+    return [save_endless(folder / "A"), save_endless(folder / "B", seed=2)]
+
+
+@pytest.fixture(scope="module")
+def client(models: list[Path]) -> Iterator[Client]:
+    with blockpool_server(models[0], "--pool-bytes", "60MB", "--swap-patience", "10m") as running:
+        yield running
+
+
+def ask(client: Client, path: str, body: dict[str, Any], more: bytes = b"") -> socket.socket:
+    """A connection whose request was sent, with what comes behind it."""
+    connection = socket.create_connection(("127.0.0.1", client.port))
+    data = json.dumps(body).encode()
+    head = f"POST {path} HTTP/1.1\r\nHost: localhost\r\nContent-Length: {len(data)}\r\n\r\n"
+    connection.sendall(head.encode() + data + more)
+    return connection
+
+
+def until(holds: Callable[[], Any]) -> None:
+    while not holds():
+        # Without a bound: what never comes ends with the test's own time.
+        select.select([], [], [], 0.01)
+
+
+def tokens(client: Client) -> int:
+    return sum(served.engine.counts["tokens"] for served in client.generator.registry.loaded.values() if served.engine)
+
+
+def left_alone(client: Client, leave: Callable[[], None]) -> None:
+    """The requests that run end soon after this, long before their replies would."""
+    before = tokens(client)
+    leave()
+    until(lambda: not client.generator._live)
+    assert tokens(client) - before < LONG // 2
+    client.settle()
+
+
+def reset(connection: socket.socket) -> None:
+    connection.setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, struct.pack("ii", 1, 0))
+    connection.close()
+
+
+@pytest.mark.parametrize("stream", [False, True])
+@pytest.mark.parametrize("form", FORMS)
+@pytest.mark.parametrize("leave", [socket.socket.close, reset])
+def test_a_running_reply_ends_when_its_client_hangs_up(client: Client, form: str, stream: bool, leave: Any) -> None:
+    path, body = FORMS[form]
+    connection = ask(client, path, {**body, "stream": stream})
+    until(lambda: client.generator._live)
+    left_alone(client, lambda: leave(connection))
+
+
+def test_bytes_of_a_next_request_are_no_hang_up_and_hide_none(client: Client) -> None:
+    path, body = FORMS["completions"]
+    connection = ask(client, path, {**body, "max_tokens": 600}, b"GET /health HTTP/1.1\r\nHost: localhost\r\n\r\n")
+    received = b""
+    while b'"status"' not in received:
+        received += connection.recv(1 << 16)
+    assert received.count(b"HTTP/1.1 200") == 2
+    assert b'"completion_tokens": 600' in received
+    connection.close()
+    connection = ask(client, path, body, b"GET /health HTTP/1.1\r\nHost: localhost\r\n\r\n")
+    until(lambda: client.generator._live)
+    left_alone(client, connection.close)
+
+
+@pytest.mark.parametrize("stream", [False, True])
+@pytest.mark.parametrize("form", FORMS)
+def test_a_request_that_waits_for_another_model_goes_with_its_client(
+    client: Client, models: list[Path], form: str, stream: bool
+) -> None:
+    path, body = FORMS[form]
+    running = ask(client, *FORMS["chat"])
+    until(lambda: client.generator._live)
+    waiting = ask(client, path, {**body, "model": str(models[1]), "stream": stream})
+    until(lambda: len(client.generator._waiting))
+    waiting.close()
+    until(lambda: not len(client.generator._waiting))
+    assert len(client.generator._live) == 1
+    assert client.generator.registry.counts["swaps"] == 0
+    left_alone(client, running.close)
+
+
+@pytest.mark.parametrize("stream", [False, True])
+def test_a_request_that_waits_behind_its_agents_other_goes_with_its_client(client: Client, stream: bool) -> None:
+    path, body = FORMS["chat"]
+    running, waiting = (ask(client, path, {**body, "prompt_cache_key": "one", "stream": stream}) for _ in range(2))
+    (served,) = client.generator.registry.loaded.values()
+    until(lambda: served.engine.num_waiting == 1 and len(served.live) == 2)
+    waiting.close()
+    until(lambda: len(served.live) == 1)
+    assert served.engine.num_waiting == 0
+    left_alone(client, running.close)
+
+
+def test_a_request_that_is_served_alone_ends_with_its_client(models: list[Path]) -> None:
+    with blockpool_server(models[0], "--pool-bytes", "60MB", "--draft-model", str(models[1]), "--no-store") as client:
+        path, body = FORMS["completions"]
+        connection = ask(client, path, {**body, "max_tokens": 4000, "stream": True})
+        while b"data: {" not in connection.recv(1 << 16):
+            pass
+        connection.close()
+        answer = client.send(path, {"prompt": "the next", "max_tokens": 3})[1]
+        assert answer["usage"]["completion_tokens"] == 3
+        known = client.send("/v1/cache")[1]["known_tokens"]
+        assert known < 4000
+
+
+def pair() -> tuple[socket.socket, socket.socket]:
+    server = socket.create_server(("127.0.0.1", 0))
+    client = socket.create_connection(server.getsockname())
+    accepted, _ = server.accept()
+    server.close()
+    # As a handler's: a look must not wait.
+    accepted.settimeout(60)
+    return accepted, client
+
+
+def test_what_is_a_hang_up_and_what_is_not() -> None:
+    ours, theirs = pair()
+    assert not has_hung_up(ours)
+    theirs.sendall(b"GET / HTTP/1.1")
+    until(lambda: select.select([ours], [], [], 0)[0])
+    assert not has_hung_up(ours)
+    assert ours.recv(100) == b"GET / HTTP/1.1"
+    theirs.close()
+    until(lambda: has_hung_up(ours))
+    ours.close()
+    assert has_hung_up(ours)
+
+
+@pytest.mark.skipif(not hasattr(select, "POLLRDHUP"), reason="the system does not say it")
+def test_an_end_behind_unread_bytes_is_a_hang_up() -> None:
+    ours, theirs = pair()
+    theirs.sendall(b"more")
+    theirs.close()
+    until(lambda: has_hung_up(ours))
+    assert ours.recv(100) == b"more"
+
+
+def test_a_reply_that_nobody_has_any_more_is_not_watched() -> None:
+    ours, theirs = pair()
+    watch, kept, gone = HangUps(3600), Reply(), Reply()
+    watch.watch(ours, kept)
+    watch.watch(ours, gone)
+    watch.watch(None, Reply())
+    assert watch.look() == 2
+    del gone
+    assert watch.look() == 1
+    theirs.close()
+    until(lambda: has_hung_up(ours))
+    assert watch.look() == 0
+    assert kept.is_hung_up
+    assert isinstance(kept.get_nowait(), ConnectionAbortedError)
