@@ -101,6 +101,7 @@ def test_those_that_arrive_within_a_moment_start_together() -> None:
     arrived: list[Any] = []
     thread = types.SimpleNamespace(
         _live={},
+        _models=[],
         _waiting=(),
         _config=EngineConfig(join_seconds=5),
         _arrive=arrived.append,
