@@ -24,7 +24,7 @@ from multiprocessing.connection import Connection
 from pathlib import Path
 
 from ...config import PromptConfig
-from ...errors import PromptError
+from ...errors import PromptError, UnavailableError
 from ..bodies import UNCHECKED_BYTES
 from .job import OUT_OF_TIME, BodyJob, Limits, PreparedPrompt, PromptJob, unpack
 
@@ -174,7 +174,7 @@ class Lane:
         self._closed = False
 
     def run(self, data: bytes) -> bytes | None:
-        """A worker's answer; None if the job took too long. Raises PromptError, and RuntimeError when the server stops."""
+        """A worker's answer; None if the job took too long. Raises PromptError, and UnavailableError when the server stops."""
         for _ in range(2):
             with self._turn(len(data)) as worker:
                 try:
@@ -203,7 +203,7 @@ class Lane:
             self._waiting.remove(place)
             heapq.heapify(self._waiting)
             if self._closed:
-                raise RuntimeError("The server is shutting down.")
+                raise UnavailableError("The server is shutting down.")
             self._free -= 1
             worker = self._idle.pop() if self._idle else None
             self._changed.notify_all()
@@ -253,7 +253,7 @@ class PromptWorkers:
         self._small.start()
 
     def prepare(self, job: PromptJob) -> PreparedPrompt:
-        """Raises PromptError for what cannot be rendered, RequestTooLargeError, and RuntimeError when the server stops."""
+        """Raises PromptError for what cannot be rendered, RequestTooLargeError, and UnavailableError when the server stops."""
         self.counts["prompts"] += 1
         answer = None
         for lane in (self._small, self._large):
