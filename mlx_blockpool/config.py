@@ -84,7 +84,8 @@ class StoreConfig:
     """The prompt store on disk.
 
     folder:          None: the user's cache folder.
-    store_bytes:     hard limit for all records together. Each server beside the first on a folder can exceed it by 2 look_bytes.
+    store_bytes:     hard limit for all records and bad ones in quarantine. Each server beside the first on a folder can exceed it
+                     by 2 look_bytes.
     bits:            8 or 4: quantise on disk; None: as it is in memory.
     queue_bytes:     at most so much waits to be written; what is more stays in memory only.
     step_bytes:      at most so much is copied out of the pool between two steps.
@@ -97,6 +98,7 @@ class StoreConfig:
     look_bytes:      after so much written a server looks at what others have written there; None: a 32nd of store_bytes.
     look_seconds:    after so long at the latest, if it has written or used anything.
     model_bytes:     the most of store_bytes that the records of one model may take; None: all of it.
+    quarantine:      at most this part of store_bytes are bad files that are kept to be looked at; the oldest go.
     agents:          so many notes of agents that clients have named are kept, beside pinned ones; those used longest ago go.
     conversations:   the same for those that were known by how they begin.
     """
@@ -115,8 +117,14 @@ class StoreConfig:
     look_bytes: int | None = None
     look_seconds: float = 60.0
     model_bytes: int | None = None
+    quarantine: float = 0.05
     agents: int = 2000
     conversations: int = 200
+
+    @property
+    def quarantine_bytes(self) -> int:
+        """The most for bad files."""
+        return int(self.store_bytes * self.quarantine)
 
     @property
     def own_bytes(self) -> int:

@@ -285,7 +285,7 @@ def test_what_cannot_be_mended_is_said(capsys: pytest.CaptureFixture[str], root:
     def fail(*_: Any) -> None:
         raise PermissionError(13, "Permission denied")
 
-    monkeypatch.setattr("mlx_blockpool.store.offline.quarantine", fail)
+    monkeypatch.setattr("mlx_blockpool.store.quarantine.quarantine", fail)
     text = said(capsys, root, "check", "--fix", status=1)
     assert "failed: " in text
     assert text.endswith("1 problem could not be mended.\n")

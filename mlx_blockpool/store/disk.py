@@ -12,6 +12,7 @@ import os
 import re
 import secrets
 import stat
+import time
 from collections.abc import Callable, Iterable
 from contextlib import suppress
 from pathlib import Path
@@ -110,8 +111,8 @@ class Disk:
             os.close(fd)
 
     def touch(self, path: Path, moment: float) -> None:
-        """Used then, in seconds since the epoch: its time of modification."""
-        os.utime(path, (moment, moment))
+        """Used then, in seconds since the epoch: its time of modification. That of a link itself, not of what it leads to."""
+        os.utime(path, (moment, moment), follow_symlinks=False)
 
     def unlink(self, path: Path) -> None:
         os.unlink(path)
@@ -264,6 +265,9 @@ def quarantine(disk: Disk, path: Path, folder: Path, reason: str) -> Path | None
         disk.rename(path, aside)
     except FileNotFoundError:
         return None
+    # From now on its time is the one at which it came here.
+    with suppress(OSError):
+        disk.touch(aside, time.time())
     # The reason is a service to the user; a disk without room for it must not stop the move.
     with suppress(OSError):
         fd = disk.create(aside.with_name(f"{aside.name}.txt"))

@@ -11,7 +11,7 @@ from collections.abc import Collection, Iterable, Iterator
 
 
 class Index:
-    """Sizes in bytes, in the order of use; `nbytes` is their sum, to be at most `limit`.
+    """Sizes in bytes, in the order of use; `nbytes` is their sum, to be at most `limit` less the `aside` that other files take.
 
     `own_bytes` of them are of files whose names begin with `own`, to be at most `own_limit`. Files that are `pinned`, or `kept`
     for a time, never have to go.
@@ -21,7 +21,7 @@ class Index:
         self.limit = limit
         self.own = own
         self.own_limit = own_limit
-        self.nbytes = self.own_bytes = 0
+        self.nbytes = self.own_bytes = self.aside = 0
         self.pinned: Collection[str] = frozenset()
         self.kept: Collection[str] = frozenset()
         self._sizes: OrderedDict[str, int] = OrderedDict()
@@ -96,7 +96,7 @@ class Index:
         found = self._over(size, spared)
         gone = sum(self._sizes[name] for name in found)
         own = sum(self._sizes[name] for name in found if name.startswith(self.own))
-        fits = self.nbytes + size - gone <= self.limit and self.own_bytes + size - own <= self._own_limit
+        fits = self.nbytes + size - gone <= self._limit and self.own_bytes + size - own <= self._own_limit
         return found if fits else None
 
     def surplus(self) -> list[str]:
@@ -108,6 +108,7 @@ class Index:
         return {
             "records": len(self),
             "bytes": self.nbytes,
+            "quarantine_bytes": self.aside,
             "store_bytes": self.limit,
             "model_bytes": self.own_bytes,
             "store_model_bytes": self._own_limit,
@@ -115,14 +116,18 @@ class Index:
         }
 
     @property
+    def _limit(self) -> int:
+        return max(0, self.limit - self.aside)
+
+    @property
     def _own_limit(self) -> int:
-        return self.limit if self.own_limit is None else min(self.limit, self.own_limit)
+        return self._limit if self.own_limit is None else min(self._limit, self.own_limit)
 
     def _over(self, size: int, spared: Collection[str]) -> list[str]:
         """What is over our own limit with `size` bytes more, and then what is still over the limit of all."""
         found = self._oldest(self.own_bytes + size - self._own_limit, spared, self.own)
         gone = sum(self._sizes[name] for name in found)
-        return found + self._oldest(self.nbytes + size - self.limit - gone, {*spared, *found})
+        return found + self._oldest(self.nbytes + size - self._limit - gone, {*spared, *found})
 
     def _oldest(self, n_bytes: int, spared: Collection[str], own: str = "") -> list[str]:
         found: list[str] = []

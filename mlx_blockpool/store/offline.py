@@ -17,18 +17,18 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from ..config import StoreConfig
 from ..errors import BadRecordError
 from ..spec import BLOCK_TOKENS
-from .disk import TEMPORARY, Disk, Entry, quarantine
+from .disk import TEMPORARY, Disk, Entry
 from .layout import KEY_FILE, KINDS, LEFTOVER_SECONDS, MODEL_FILE, described
 from .proof import check, read_header
+from .quarantine import ASIDE, Quarantine
 from .record import BLOCK, SUFFIX, Expected, Naming
 
 READERS = 4
 _SHARD = re.compile("[0-9a-f]{2}")
 _RECORD = re.compile(f"[0-9a-f]{{64}}{re.escape(SUFFIX)}")
-# What disk.quarantine() makes.
-_ASIDE = re.compile("[0-9a-f]{16}-.+")
 
 
 @dataclass(frozen=True)
@@ -121,7 +121,7 @@ class Listing:
             file = File(folder / entry.name, "", entry.size, entry.modified)
             if folder.name == "agents" and entry.name.endswith(".json") and entry.is_file:
                 self.agents.append(file)
-            elif folder.name == "quarantine" and _ASIDE.fullmatch(entry.name) and not entry.is_directory:
+            elif folder.name == "quarantine" and ASIDE.fullmatch(entry.name) and not entry.is_directory:
                 self.quarantined.append(file)
             else:
                 self._add_other(file, entry.is_file)
@@ -202,7 +202,7 @@ def orphans(found: Iterable[Judged]) -> list[File]:
 def set_aside(root: Path, judged: Judged, disk: Disk | None = None) -> None:
     """A bad file into quarantine. Raises OSError."""
     assert judged.problem is not None, f"{judged.file.path} is good"
-    quarantine(disk or Disk(), judged.file.path, root / "quarantine", judged.problem)
+    Quarantine(disk or Disk(), root, StoreConfig().quarantine_bytes).set_aside(judged.file.path, judged.problem)
 
 
 def remove(files: Iterable[File], disk: Disk | None = None) -> list[File]:
@@ -237,5 +237,5 @@ def is_plain(path: Path) -> bool:
 def _is_own(path: Path) -> bool:
     """Whether the store gives files such names."""
     in_shard = _SHARD.fullmatch(path.parent.name) and _RECORD.fullmatch(path.name)
-    aside = path.parent.name == "quarantine" and _ASIDE.fullmatch(path.name)
+    aside = path.parent.name == "quarantine" and ASIDE.fullmatch(path.name)
     return bool(in_shard or aside or path.name.startswith(TEMPORARY) or path.name == MODEL_FILE)

@@ -17,9 +17,10 @@ from pathlib import Path
 from typing import NamedTuple
 
 from ..errors import BadRecordError
-from .disk import Buffer, Disk, Into, quarantine
+from .disk import Buffer, Disk, Into
 from .layout import KINDS
 from .proof import read, read_header
+from .quarantine import Quarantine
 from .record import Expected, Naming, Record
 
 log = logging.getLogger(__name__)
@@ -71,10 +72,11 @@ class Reading(Future[Found]):
 class Reader:
     """Records below `root` whose hashes are made by `naming`. `counts`: read, read_bytes, quarantined."""
 
-    def __init__(self, disk: Disk, root: Path, naming: Naming, counts: Counter[str]) -> None:
+    def __init__(self, disk: Disk, root: Path, naming: Naming, counts: Counter[str], quarantine: Quarantine) -> None:
         self._disk = disk
         self._root = root
         self._naming = naming
+        self._quarantine = quarantine
         self._counts = counts
         self._counting = threading.Lock()
         self._threads = ThreadPoolExecutor(READERS, "prompt store reader")
@@ -121,7 +123,7 @@ class Reader:
         with self._counting:
             self._counts["quarantined"] += 1
         try:
-            quarantine(self._disk, path, self._root / "quarantine", str(error))
+            self._quarantine.set_aside(path, str(error))
         except OSError as failed:
             log.warning("prompt store: %s", failed)
             return False

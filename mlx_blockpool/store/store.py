@@ -19,6 +19,7 @@ from .index import Index
 from .layout import default_folder, describe, folder_of, keys_in, name_of
 from .limits import Limits, Put
 from .looks import Looks, News, Seen, Watch
+from .quarantine import Quarantine
 from .reader import Reader, Reading
 from .record import Expected, Key, Naming, Record, file_size
 from .writer import Done, Job, Look, Writer
@@ -51,7 +52,8 @@ class PromptStore:
         disk, look_bytes = disk or Disk(), config.store_bytes // 32 if config.look_bytes is None else config.look_bytes
         self._describe = partial(describe, disk, self.root, namespace, about)
         self._folder = Folder(disk, self.root)
-        self._reader = Reader(disk, self.root, naming, self.counts)
+        self._quarantine = Quarantine(disk, self.root, config.quarantine_bytes)
+        self._reader = Reader(disk, self.root, naming, self.counts, self._quarantine)
         self._looks = Looks(self._folder, self._reader, namespace, self._describe)
         self._watch = Watch(look_bytes, config.look_seconds)
         self._writer = Writer(self._folder, config.queue_bytes, config.min_free_bytes)
@@ -71,6 +73,7 @@ class PromptStore:
             self._limits.is_away = True
             self._limits.suspend(error)
             return []
+        self._quarantine.bound()
         self._note(seen)
         try:
             self._describe()
@@ -82,6 +85,11 @@ class PromptStore:
     def settle(self, keys: Iterable[Key]) -> list[Key]:
         """Say what of the found is needed most, that first, and drop() what is over the budget."""
         self._index.arrange(map(self._name, keys))
+        return self._shrink()
+
+    def _shrink(self) -> list[Key]:
+        """drop() what is over the budget."""
+        self._index.aside = self._quarantine.nbytes
         return self.drop(self._index.surplus())
 
     # -- writing -------------------------------------------------------------------------------------------------------
@@ -102,6 +110,7 @@ class PromptStore:
         name, size = self._name(record.key), file_size(record)
         if name in self._index and not anew and record.key not in self._unread:
             return Put(None, [])
+        self._index.aside = self._quarantine.nbytes
         victims = self._index.room_for(size, {name, *map(self._name, spared)})
         refusal = self._limits.refusal(size) if victims is not None else self._limits.over_budget(self._index.pinned_bytes)
         if refusal is not None:
@@ -214,7 +223,7 @@ class PromptStore:
             self._limits.come_back()
             seen = self._watch.sift(seen)
             self._note(seen)
-            lost = keys_in(self.namespace, seen.gone) + self.drop(self._index.surplus())
+            lost = keys_in(self.namespace, seen.gone) + self._shrink()
             self._news = News([*self._news.found, *seen.records], [*self._news.lost, *lost])
 
     def _note(self, seen: Seen) -> None:

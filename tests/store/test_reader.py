@@ -12,6 +12,7 @@ from store.records import expected_of, make_buffers, make_file, make_record, nam
 
 from mlx_blockpool.errors import BadRecordError
 from mlx_blockpool.store.disk import Disk, Into
+from mlx_blockpool.store.quarantine import Quarantine
 from mlx_blockpool.store.reader import READERS, Reader, Reading
 
 RECORDS = [make_record(tokens=(n, n + 1)) for n in range(READERS + 2)]
@@ -41,7 +42,7 @@ def test_whoever_waits_reads_what_no_thread_has_begun_with(tmp_path: Path) -> No
     disk, counts = GatedDisk(), Counter[str]()
     for record in RECORDS:
         (tmp_path / record.file_name).write_bytes(make_file(record))
-    reader = Reader(disk, tmp_path, naming, counts)
+    reader = Reader(disk, tmp_path, naming, counts, Quarantine(disk, tmp_path, 10**9))
     readings = [reader.read(record.file_name, expected_of(record), bytearray) for record in RECORDS]
     disk.wait_for(READERS)
     assert [reading.run() for reading in readings] == [False] * READERS + [True] * 2
@@ -58,11 +59,12 @@ def test_whoever_waits_reads_what_no_thread_has_begun_with(tmp_path: Path) -> No
 
 def test_what_went_wrong_is_for_whoever_asks(tmp_path: Path) -> None:
     record = RECORDS[0]
-    reader = Reader(StillDisk({}), tmp_path, naming, Counter())
+    reader = Reader(StillDisk({}), tmp_path, naming, Counter(), Quarantine(StillDisk({}), tmp_path, 10**9))
     with pytest.raises(FileNotFoundError):
         reader.read(record.file_name, expected_of(record)).result(20)
     (tmp_path / record.file_name).write_bytes(make_file(record)[:-1])
-    reading = Reader(Disk(), tmp_path, naming, counts := Counter()).read(record.file_name, expected_of(record), bytearray)
+    reader = Reader(Disk(), tmp_path, naming, counts := Counter(), Quarantine(Disk(), tmp_path, 10**9))
+    reading = reader.read(record.file_name, expected_of(record), bytearray)
     reading.run()
     with pytest.raises(BadRecordError):
         reading.result(20)
