@@ -32,11 +32,13 @@ def _told() -> Iterator[None]:
         raise StoreError(f"Cannot go on{where}: {reason}. Needed a folder to read and write, and room there.") from error
 
 
-def _look(root: Path, agents: Agents, namespaces: Collection[str] | None = None) -> tuple[Found, dict[str, Sharing]]:
-    """The agents, and by namespace (None: of all agents) who stands on which records."""
+def _look(
+    root: Path, agents: Agents, namespaces: Collection[str] | None = None, noted: bool = False
+) -> tuple[Found, dict[str, Sharing]]:
+    """The agents, and by namespace (None: of all agents) who stands on which records; `noted` as in survey()."""
     names = {agent.namespace for agent in agents.all()} if namespaces is None else set(namespaces)
     files = [file for file in Listing(root).records if file.namespace in names]
-    judged = list(watched(offline.judge(files, naming), len(files), "headers"))
+    judged = list(watched(offline.seen(root, files, naming) if noted else offline.judge(files, naming), len(files), "headers"))
     # A server may have written more behind what was listed already.
     seen = {file.path for file in files}
     later = [file for file in Listing(root).records if file.namespace in names and file.path not in seen]
@@ -58,7 +60,7 @@ def _look(root: Path, agents: Agents, namespaces: Collection[str] | None = None)
 def listed(root: Path, namespaces: Collection[str] | None = None) -> Report:
     """Every agent (of these namespaces) with what is on disk of it; sizes in bytes, times in UTC. Raises StoreError."""
     with _told():
-        found, sharing = _look(root, Agents(root), namespaces)
+        found, sharing = _look(root, Agents(root), namespaces, noted=True)
         return {
             "folder": str(root),
             "agents": [_figures(a, sharing[a.namespace]) for a in found.agents if a.namespace in sharing],

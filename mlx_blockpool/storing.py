@@ -16,7 +16,7 @@ from .errors import BadRecordError, StoreError
 from .prefix.trie import encode, name_of
 from .store import manifest, offline
 from .store.disk import Disk
-from .store.layout import MODEL_FILE, default_folder
+from .store.layout import HEADERS_FILE, MODEL_FILE, default_folder
 from .store.offline import File, Judged, Listing
 from .wording import count, human_bytes, table
 
@@ -53,11 +53,12 @@ def naming(parent: bytes, tokens: tuple[int, ...]) -> bytes:
     return name_of(parent, encode(tokens))
 
 
-def survey(root: Path, with_data: bool = False) -> Survey:
-    """Read the header of every record, or every byte of it."""
+def survey(root: Path, with_data: bool = False, noted: bool = False) -> Survey:
+    """Read the header of every record, or every byte of it; `noted`: what a server has noted of headers will do."""
     listing = Listing(root)
     doing = "checksums" if with_data else "headers"
-    judged = list(watched(offline.judge(listing.records, naming, with_data), len(listing.records), doing))
+    found = offline.seen(root, listing.records, naming) if noted else offline.judge(listing.records, naming, with_data)
+    judged = list(watched(found, len(listing.records), doing))
     # A server may have written parents after their folder was listed: only a second look proves that there are none.
     seen = {file.path for file in listing.records}
     later = list(offline.judge([file for file in Listing(root).records if file.path not in seen], naming))
@@ -90,7 +91,7 @@ def watched(items: Iterable[T], total: int, doing: str) -> Iterator[T]:
 
 def stats(root: Path) -> Report:
     """Figures of every model and of the whole folder; sizes in bytes, times in UTC."""
-    found = survey(root)
+    found = survey(root, noted=True)
     listing = found.listing
     models = [_model_stats(found, namespace) for namespace in sorted(listing.models)]
     totals = {key: sum(model[key] for model in models) for key in ("records", "bytes", "tokens", "orphans", "bad")}
@@ -252,7 +253,8 @@ def clear(root: Path, model: str | None = None, yes: bool = False) -> Report:
         gone = offline.remove(records)
         offline.remove(others)
         left = Listing(root)
-        files = [root / "models" / name / MODEL_FILE for name in names if not left.of(name)]
+        files = [root / "models" / name / HEADERS_FILE for name in names]
+        files += [root / "models" / name / MODEL_FILE for name in names if not left.of(name)]
         offline.remove(File(path, path.parent.name, 0, 0.0) for path in files)
     except OSError as error:
         raise StoreError(f"Cannot remove {error.filename}: {error.strerror}. Needed the right to write there.") from error

@@ -61,10 +61,14 @@ class Learned:
             if record.kind != BLOCK:
                 yield record.key
                 continue
+            path: list[Node] = []
             node = self._nodes.get(record.hash)
-            path = [] if node is None else [n for n in node.path() if n not in seen]
-            seen.update(path)
-            yield from (Key(BLOCK, n.hash) for n in path)
+            while node is not None and node.parent is not None and node not in seen:
+                # What comes before one that was seen was seen too.
+                seen.add(node)
+                path.append(node)
+                node = node.parent
+            yield from (Key(BLOCK, n.hash) for n in reversed(path))
 
     # -- later ---------------------------------------------------------------------------------------------------------
 

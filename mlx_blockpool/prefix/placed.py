@@ -32,6 +32,8 @@ Reach = Callable[[Node], "bool | None"]
 Put = Callable[[Record, Callable[[], list[memoryview]], Node], "int | None"]
 # A state is written at once where the keys and values since the last one are so many times as large.
 MUCH = 10
+# Of a position that a file names.
+MOST_DIGITS = 18
 
 
 class PlacedCheckpoints:
@@ -69,10 +71,10 @@ class PlacedCheckpoints:
         first = self.known.trie.begin_of(record.parent, record.extra.get(SALT)) if record.start == 0 else None
         parent = first or nodes.get(record.parent)
         node = None if parent is None else self.known.trie.child(parent, encode(record.tokens))
-        cut = record.extra.get(CUT, "")
-        if node is None or node.start != record.start or (record.kind == WINDOW and not cut.isdecimal()):
+        cut = _cut_of(record)
+        if node is None or node.start != record.start or (record.kind == WINDOW and cut is None):
             return False
-        self._add(record.key, node, node.start + len(record.tokens), int(cut or 0))
+        self._add(record.key, node, node.start + len(record.tokens), cut or 0)
         return True
 
     # -- writing -------------------------------------------------------------------------------------------------------
@@ -211,10 +213,9 @@ class PlacedCheckpoints:
     def lay(self, piece: Piece, found: Found, position: int, ids: dict[int, list[int]]) -> None:
         """Put what was read into held blocks. Raises BadRecordError if it is not what rings at `position` need."""
         record, views = found
-        text = record.extra.get(CUT, "")
-        cut = int(text) if text.isdecimal() else 1 << 62
-        if not self.rings.covers(piece, cut, position) or record.parts != self._parts(piece, cut):
-            raise BadRecordError(f"{record.file_name}: found what was cut at {text!r}, needed what windows hold at {position}.")
+        cut = _cut_of(record)
+        if cut is None or not self.rings.covers(piece, cut, position) or record.parts != self._parts(piece, cut):
+            raise BadRecordError(f"{record.file_name}: found what was cut at {cut}, needed what windows hold at {position}.")
         self.rings.put_back(piece, cut, views, position, ids)
 
     def states(self, found: Found) -> dict[int, list[Any]]:
@@ -239,6 +240,12 @@ class PlacedCheckpoints:
 def salted(node: Node) -> dict[str, str]:
     """What a record of a node says of its salt, beside what else is in `extra`: nothing, unless it is the first under one."""
     return {SALT: node.parent.salt.hex()} if node.parent is not None and node.parent.salt else {}
+
+
+def _cut_of(record: Record) -> int | None:
+    """At which position what windows held was cut; None: the record does not say."""
+    text = record.extra.get(CUT, "")
+    return int(text) if text.isdecimal() and len(text) <= MOST_DIGITS else None
 
 
 def is_superseded(node: Node, checkpoint: Checkpoint) -> bool:

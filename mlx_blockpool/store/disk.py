@@ -42,6 +42,14 @@ _KINDS = {
 }
 
 
+class Stamp(NamedTuple):
+    """By what a file is known again that nobody has changed: bytes, nanoseconds since the epoch, and where it lies."""
+
+    size: int
+    modified_ns: int
+    inode: int
+
+
 class Entry(NamedTuple):
     """What a directory holds under one name. `size` is bytes, `modified` seconds since the epoch, `modified_ns` the same exactly.
 
@@ -55,6 +63,10 @@ class Entry(NamedTuple):
     is_file: bool = True
     modified_ns: int = 0
     inode: int = 0
+
+    @property
+    def stamp(self) -> Stamp:
+        return Stamp(self.size, self.modified_ns, self.inode)
 
 
 class Disk:
@@ -75,6 +87,16 @@ class Disk:
                 rest = rest.cast("B")
             while rest.nbytes:
                 rest = rest[os.write(fd, rest) :]
+
+    def append(self, path: Path, data: Buffer) -> None:
+        """Add to the end of a file that is there, in one call: others who append to it come before or after."""
+        fd = _open_regular(path, os.O_WRONLY | os.O_APPEND)
+        try:
+            done = os.write(fd, data)
+            if done < len(data):
+                raise OSError(errno.ENOSPC, f"{done} of {len(data)} bytes were written", str(path))
+        finally:
+            os.close(fd)
 
     def sync(self, fd: int) -> None:
         """To the medium. On macOS fsync stops at the drive's own cache, F_FULLFSYNC does not."""
@@ -191,12 +213,12 @@ def _entry(name: str, found: os.stat_result) -> Entry:
     return Entry(name, found.st_size, found.st_mtime, is_directory, is_file, found.st_mtime_ns, found.st_ino)
 
 
-def _open_regular(path: Path) -> int:
-    """Opens a regular file to read. Raises BadRecordError for anything else under its name, and OSError."""
+def _open_regular(path: Path, mode: int = os.O_RDONLY) -> int:
+    """Opens a regular file. Raises BadRecordError for anything else under its name, and OSError."""
     # Opening a device can have effects of its own, so it is looked at before.
     _need_regular(os.lstat(path).st_mode)
     try:
-        fd = os.open(path, os.O_RDONLY | os.O_NONBLOCK | os.O_NOFOLLOW)
+        fd = os.open(path, mode | os.O_NONBLOCK | os.O_NOFOLLOW)
     except OSError as error:
         if error.errno == errno.ELOOP:
             _need_regular(stat.S_IFLNK)

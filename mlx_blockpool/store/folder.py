@@ -14,7 +14,7 @@ from pathlib import Path
 from typing import NamedTuple
 
 from ..errors import BadRecordError
-from .disk import TEMPORARY, Buffer, Disk, Entry, sweep, write_whole
+from .disk import TEMPORARY, Buffer, Disk, Entry, Stamp, sweep, write_whole
 from .layout import FOLDERS, LEFTOVER_SECONDS
 from .record import SUFFIX
 
@@ -40,10 +40,11 @@ class Changes(NamedTuple):
 
 
 class Known(NamedTuple):
-    """Bytes of a file, and when it was used; None: by us, and not looked at since."""
+    """Bytes of a file, and when it was used; None: by us, and not looked at since. `stamp` None: it could not be asked for."""
 
     size: int
     used: float | None
+    stamp: Stamp | None
 
 
 class Folder:
@@ -65,7 +66,7 @@ class Folder:
             for shard in self._shards(known):
                 before = known.get(shard, {})
                 self._known[shard] = self._scan(shard, before)
-                for file, (size, used) in self._known[shard].items():
+                for file, (size, used, _) in self._known[shard].items():
                     was = before.get(file)
                     if was is None or was.size != size or was.used not in (None, used):
                         found.append((used or 0.0, Found(f"{shard}/{file}", size, was is None or was.size != size)))
@@ -87,7 +88,7 @@ class Folder:
         except OSError:
             self._note(name, self._ask(path))
             raise
-        self._note(name, size)
+        self._note(name, self._ask(path) or Known(size, None, None))
 
     def remove(self, name: str) -> None:
         """Raises OSError if it cannot; what is gone already is as good."""
@@ -103,31 +104,40 @@ class Folder:
             if size is not None:
                 with suppress(OSError):
                     self.disk.touch(self.root / name, moment + number * TICK)
-                    self._note(name, size)
+                    self._note(name, self._ask(self.root / name) or Known(size, None, None))
 
     def size_of(self, name: str) -> int | None:
         """Bytes of a file as this process knows it; None: there is none."""
-        shard, _, file = name.rpartition("/")
-        found = self._known.get(shard, {}).get(file)
+        found = self._get(name)
         return None if found is None else found.size
+
+    def stamp_of(self, name: str) -> Stamp | None:
+        """By what a file is known again; None: there is none, or it could not be asked for."""
+        found = self._get(name)
+        return None if found is None else found.stamp
+
+    def _get(self, name: str) -> Known | None:
+        shard, _, file = name.rpartition("/")
+        return self._known.get(shard, {}).get(file)
 
     def forget(self, name: str) -> None:
         """It was moved away."""
         self._note(name, None)
 
-    def _note(self, name: str, size: int | None) -> None:
+    def _note(self, name: str, known: Known | None) -> None:
         shard, _, file = name.rpartition("/")
-        if size is None:
+        if known is None:
             self._known.get(shard, {}).pop(file, None)
         else:
-            self._known.setdefault(shard, {})[file] = Known(size, None)
+            self._known.setdefault(shard, {})[file] = known
 
-    def _ask(self, path: Path) -> int | None:
+    def _ask(self, path: Path) -> Known | None:
         try:
-            return self.disk.size(path)
+            found = self.disk.stat(path)
         except (BadRecordError, OSError):
             # Should there be something after all, the next look finds it.
             return None
+        return Known(found.size, None, found.stamp)
 
     def _shards(self, known: Collection[str]) -> Iterator[str]:
         for model in _folders(self.disk, self.root / "models"):
@@ -149,7 +159,7 @@ class Folder:
         if any(entry.name.startswith(TEMPORARY) for entry in entries):
             with suppress(OSError):
                 sweep(self.disk, self.root / shard, time.time() - LEFTOVER_SECONDS)
-        return {entry.name: Known(entry.size, entry.modified) for entry in entries if _is_record(entry)}
+        return {entry.name: Known(entry.size, entry.modified, entry.stamp) for entry in entries if _is_record(entry)}
 
 
 def _is_record(entry: Entry) -> bool:

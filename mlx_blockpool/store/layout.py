@@ -1,6 +1,7 @@
 """Where each record lies below the store's folder. Knows names of files; nothing of what is in them.
 
 models/<namespace>/model.json                     for people to read
+models/<namespace>/headers                        as in headers.py
 models/<namespace>/<folder of the kind>/ab/<hash>.safetensors
 export.key                                        signs exported files
 """
@@ -19,6 +20,8 @@ from .disk import Disk, write_whole
 from .record import BLOCK, STATE, SUFFIX, WINDOW, Key
 
 MODEL_FILE = "model.json"
+HEADERS_FILE = "headers"
+OF_A_MODEL = (MODEL_FILE, HEADERS_FILE)
 # In the store's folder itself: the key that exported files are signed with.
 KEY_FILE = "export.key"
 MAX_MODEL_FILE_BYTES = 1 << 20

@@ -10,7 +10,9 @@ from collections.abc import Callable, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field, replace
 
+from .disk import Stamp
 from .folder import Folder, Found
+from .headers import Headers
 from .layout import folder_of, key_of
 from .reader import Header, Reader
 from .record import Key, Record
@@ -41,20 +43,47 @@ class News:
 class Looks:
     """Looks at `folder` for the records under `namespace`. `describe` writes down what they belong to, or raises OSError."""
 
-    def __init__(self, folder: Folder, reader: Reader, namespace: str, describe: Callable[[], None]) -> None:
+    def __init__(self, folder: Folder, reader: Reader, headers: Headers, namespace: str, describe: Callable[[], None]) -> None:
         self._folder = folder
+        self._headers = headers
+        self._unnoted: list[tuple[Record, Stamp]] = []
         self._reader = reader
         self._describe = describe
         self._own = folder_of(namespace) + "/"
         self._namespace = namespace
 
     def first(self) -> Seen:
-        """All that there is; headers are read several at a time. Raises OSError where nothing can be seen."""
-        return self._seen(lambda names: self._reader.headers(self._namespace, names))
+        """All that there is; headers that are not noted are read, several at a time. Raises OSError where nothing can be seen."""
+        return self._seen(self._noted_or_read)
+
+    def _noted_or_read(self, names: list[str]) -> list[Header]:
+        stamps = {name: stamp for name in names if (stamp := self._folder.stamp_of(name)) is not None}
+        found = {name: Header(record) for name, record in self._headers.load(stamps).items()}
+        noted = set(found) if self._headers.is_whole else set()
+        missing = [name for name in names if name not in found]
+        found |= zip(missing, self._reader.headers(self._namespace, missing), strict=True)
+        self._unnoted = [(r, stamps[name]) for name in stamps if name not in noted and (r := found[name].record) is not None]
+        return [found[name] for name in names]
+
+    def note(self) -> None:
+        """Note what the first look had to read, for the next start."""
+        for record, stamp in self._unnoted:
+            self._headers.add(record, stamp)
+        self._unnoted = []
+        self._headers.write()
+
+    def use(self, names: Sequence[str]) -> None:
+        """These were used just now, the last of them last: so that others know, and the next start."""
+        self._folder.touch(names)
+        for name in names:
+            stamp = self._folder.stamp_of(name)
+            if stamp is not None:
+                self._headers.touch(name, stamp)
+        self._headers.write()
 
     def again(self, used: Sequence[str]) -> Seen:
         """What has changed since. `used`: what was used here meanwhile, the last of them last, so that others know."""
-        self._folder.touch(used)
+        self.use(used)
         with suppress(OSError):
             self._describe()
         return self._seen(lambda names: [self._reader.header(self._namespace, name) for name in names])

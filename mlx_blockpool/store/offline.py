@@ -20,11 +20,12 @@ from typing import Any
 from ..config import StoreConfig
 from ..errors import BadRecordError
 from ..spec import BLOCK_TOKENS
-from .disk import TEMPORARY, Disk, Entry
-from .layout import KEY_FILE, KINDS, LEFTOVER_SECONDS, MODEL_FILE, described
+from .disk import TEMPORARY, Disk, Entry, Stamp
+from .headers import Headers
+from .layout import KEY_FILE, KINDS, LEFTOVER_SECONDS, OF_A_MODEL, described
 from .proof import check, read_header
 from .quarantine import ASIDE, Quarantine
-from .record import BLOCK, SUFFIX, Expected, Naming
+from .record import BLOCK, SUFFIX, Expected, Naming, Record
 
 READERS = 4
 _SHARD = re.compile("[0-9a-f]{2}")
@@ -33,12 +34,16 @@ _RECORD = re.compile(f"[0-9a-f]{{64}}{re.escape(SUFFIX)}")
 
 @dataclass(frozen=True)
 class File:
-    """A file of the store; `namespace` is empty where it belongs to no model. `used`: when, in seconds since the epoch."""
+    """A file of the store; `namespace` is empty where it belongs to no model. `used`: when, in seconds since the epoch.
+
+    `stamp`: by what it is known again; None: it is no record.
+    """
 
     path: Path
     namespace: str
     size: int
     used: float
+    stamp: Stamp | None = None
 
 
 @dataclass(frozen=True)
@@ -109,7 +114,7 @@ class Listing:
     def _add_shard(self, shard: Path, namespace: str) -> None:
         self.folders.append(shard)
         for entry in self._scan(shard):
-            file = File(shard / entry.name, namespace, entry.size, entry.modified)
+            file = File(shard / entry.name, namespace, entry.size, entry.modified, entry.stamp)
             if entry.name.endswith(SUFFIX) and not entry.name.startswith(TEMPORARY) and entry.is_file:
                 self.records.append(file)
             else:
@@ -148,7 +153,7 @@ class Listing:
         """The names of what lies in a folder beside others, and is neither a record nor left over."""
         if folder == self.root:
             return (KEY_FILE,)
-        return (MODEL_FILE,) if namespace and folder.name == namespace else ()
+        return OF_A_MODEL if namespace and folder.name == namespace else ()
 
     def _scan(self, folder: Path) -> list[Entry]:
         try:
@@ -170,6 +175,22 @@ def judge(files: Sequence[File], naming: Naming, with_data: bool = False, disk: 
         readers.shutdown(cancel_futures=True)
 
 
+def seen(root: Path, files: Sequence[File], naming: Naming, disk: Disk | None = None) -> Iterator[Judged]:
+    """The same for who changes nothing by it: headers that a server has noted are not read again."""
+    used = disk or Disk()
+    stamps: dict[str, dict[str, Stamp]] = {}
+    for file in files:
+        if file.stamp is not None:
+            stamps.setdefault(file.namespace, {})[str(file.path.relative_to(root))] = file.stamp
+    noted = {
+        root / name: record
+        for namespace, own in stamps.items()
+        for name, record in Headers(used, root, namespace, naming).load(own).items()
+    }
+    yield from (Judged(file, _header(noted[file.path])) for file in files if file.path in noted)
+    yield from judge([file for file in files if file.path not in noted], naming, disk=used)
+
+
 def _judge(disk: Disk, file: File, naming: Naming, with_data: bool) -> Judged:
     expected = Expected(file.namespace, KINDS[file.path.parents[1].name])
     try:
@@ -180,7 +201,11 @@ def _judge(disk: Disk, file: File, naming: Naming, with_data: bool) -> Judged:
         return Judged(file, problem=str(error))
     if file.path.parent.name != file.path.name[:2]:
         return Judged(file, problem=f"{file.path}: found in folder {file.path.parent.name}, needed in {file.path.name[:2]}.")
-    return Judged(file, Header(record.kind, record.hash, record.parent, record.start, record.start + len(record.tokens)))
+    return Judged(file, _header(record))
+
+
+def _header(record: Record) -> Header:
+    return Header(record.kind, record.hash, record.parent, record.start, record.start + len(record.tokens))
 
 
 def orphans(found: Iterable[Judged]) -> list[File]:
@@ -238,4 +263,4 @@ def _is_own(path: Path) -> bool:
     """Whether the store gives files such names."""
     in_shard = _SHARD.fullmatch(path.parent.name) and _RECORD.fullmatch(path.name)
     aside = path.parent.name == "quarantine" and ASIDE.fullmatch(path.name)
-    return bool(in_shard or aside or path.name.startswith(TEMPORARY) or path.name == MODEL_FILE)
+    return bool(in_shard or aside or path.name.startswith(TEMPORARY) or path.name in OF_A_MODEL)

@@ -15,6 +15,7 @@ from typing import Any, TypeGuard
 from ..config import StoreConfig
 from .disk import Buffer, Disk, Into
 from .folder import Folder
+from .headers import Headers
 from .index import Index
 from .layout import default_folder, describe, folder_of, keys_in, name_of
 from .limits import Limits, Put
@@ -22,7 +23,7 @@ from .looks import Looks, News, Seen, Watch
 from .quarantine import Quarantine
 from .reader import Reader, Reading
 from .record import Expected, Key, Naming, Record, file_size
-from .writer import Done, Job, Look, Writer
+from .writer import Chore, Done, Job, Look, Writer
 
 
 class PromptStore:
@@ -54,9 +55,10 @@ class PromptStore:
         self._folder = Folder(disk, self.root)
         self._quarantine = Quarantine(disk, self.root, config.quarantine_bytes)
         self._reader = Reader(disk, self.root, naming, self.counts, self._quarantine)
-        self._looks = Looks(self._folder, self._reader, namespace, self._describe)
+        headers = Headers(disk, self.root, namespace, naming)
+        self._looks = Looks(self._folder, self._reader, headers, namespace, self._describe)
         self._watch = Watch(look_bytes, config.look_seconds)
-        self._writer = Writer(self._folder, config.queue_bytes, config.min_free_bytes)
+        self._writer = Writer(self._folder, headers, config.queue_bytes, config.min_free_bytes)
         self._limits = Limits(config, lambda size: self._writer.accepts(size) and self._watch.allows(size))
 
     # -- at start ------------------------------------------------------------------------------------------------------
@@ -80,6 +82,7 @@ class PromptStore:
         except OSError as error:
             if _is_of_the_disk(error):
                 self._limits.suspend(error)
+        self._writer.put(Chore(self._looks.note))
         return seen.records
 
     def settle(self, keys: Iterable[Key]) -> list[Key]:
@@ -144,6 +147,8 @@ class PromptStore:
     def _hear(self) -> list[Key]:
         failed: list[Key] = []
         for done in self._writer.poll():
+            if isinstance(done.job, Chore):
+                continue
             if _is_of_the_disk(done.error):
                 self._limits.suspend(done.error)
             elif done.error is not None:
@@ -283,7 +288,7 @@ class PromptStore:
         self._reader.close()
         self._hear()
         if flushed:
-            self._folder.touch(self._index.take_touched())
+            self._looks.use(self._index.take_touched())
         return flushed
 
     def report(self) -> dict[str, Any]:

@@ -14,6 +14,7 @@ from dataclasses import dataclass
 
 from .disk import Buffer
 from .folder import Folder
+from .headers import Headers
 from .looks import Seen
 from .record import Record, encode
 
@@ -38,13 +39,20 @@ class Look:
 
 
 @dataclass(frozen=True)
+class Chore:
+    """Something else that is to be done on this thread, and that nobody misses if it fails."""
+
+    act: Callable[[], None]
+
+
+@dataclass(frozen=True)
 class Done:
     """What became of a job. `error` None: it is on disk, or gone from it; an OSError is the disk's, any other a fault of ours.
 
     left:  with an error, bytes of what lies under its name now; None: nothing. seen: what a look has found.
     """
 
-    job: Job | Look
+    job: Job | Look | Chore
     error: BaseException | None = None
     left: int | None = None
     seen: Seen | None = None
@@ -56,12 +64,13 @@ class Writer:
     A file system that would have less than `min_free_bytes` left is full.
     """
 
-    def __init__(self, folder: Folder, queue_bytes: int, min_free_bytes: int) -> None:
+    def __init__(self, folder: Folder, headers: Headers, queue_bytes: int, min_free_bytes: int) -> None:
         self.folder = folder
+        self.headers = headers
         self.queue_bytes = queue_bytes
         self.min_free_bytes = min_free_bytes
         self.queued_bytes = 0
-        self._jobs: deque[Job | Look] = deque()
+        self._jobs: deque[Job | Look | Chore] = deque()
         self._done: deque[Done] = deque()
         self._writing: dict[str, Job] = {}
         self._changed = threading.Condition()
@@ -75,7 +84,7 @@ class Writer:
         with self._changed:
             return not self.queued_bytes or self.queued_bytes + size <= self.queue_bytes
 
-    def put(self, job: Job | Look) -> bool:
+    def put(self, job: Job | Look | Chore) -> bool:
         """Hand a job over. False, and nothing happens, if it is a record and too much is waiting."""
         with self._changed:
             if isinstance(job, Job) and job.record is not None:
@@ -139,18 +148,23 @@ class Writer:
                         del self._writing[job.name]
             self._done.append(done)
 
-    def _do(self, job: Job | Look) -> Done:
+    def _do(self, job: Job | Look | Chore) -> Done:
         try:
             if isinstance(job, Look):
                 return Done(job, seen=job.take())
-            if job.record is None:
+            if isinstance(job, Chore):
+                job.act()
+            elif job.record is None:
                 self.folder.remove(job.name)
+                self.headers.forget(job.name)
             else:
                 self._write(job, encode(job.record, job.buffers))
+                self._note(job.name, job.record)
+            self.headers.write(at_once=not self._jobs)
         except BaseException as error:
             # The top of the thread: whatever a job raises fails that job alone.
             if not isinstance(error, OSError):
-                what = job.name if isinstance(job, Job) else "a look at the folder"
+                what = job.name if isinstance(job, Job) else "a look at the folder or its notes"
                 log.error("prompt store: %s failed by a fault that is not the disk's", what, exc_info=error)
             return Done(job, error, self.folder.size_of(job.name) if isinstance(job, Job) else None)
         return Done(job)
@@ -161,3 +175,8 @@ class Writer:
         except FileNotFoundError:
             # Somebody who clears the store may remove a folder between its making and the write.
             self.folder.write(job.name, buffers, job.size, self.min_free_bytes)
+
+    def _note(self, name: str, record: Record) -> None:
+        stamp = self.folder.stamp_of(name)
+        if stamp is not None:
+            self.headers.add(record, stamp)

@@ -53,7 +53,8 @@ def settled(store: PromptStore) -> list[Record]:
 
 
 def expected_of(record: Record) -> Expected:
-    return Expected(record.namespace, record.kind, record.hash, record.parts)
+    """What was noted at a start does not know its parts."""
+    return Expected(record.namespace, record.kind, record.hash, record.parts or None)
 
 
 def data_of(store: PromptStore, record: Record) -> bytes:

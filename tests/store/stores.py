@@ -81,8 +81,9 @@ def _breakable(name: str, called: str) -> Callable[..., Any]:
     return call
 
 
-for _name in ("create", "write", "sync", "rename", "unlink", "make_one_directory", "scan", "read", "size", "touch"):
+for _name in ("create", "write", "sync", "rename", "unlink", "make_one_directory", "scan", "read", "touch", "append"):
     setattr(BrokenDisk, _name, _breakable(_name, _name))
+BrokenDisk.stat = _breakable("stat", "size")  # type: ignore[method-assign]
 BrokenDisk.read_into = _breakable("read_into", "read")  # type: ignore[method-assign]
 
 

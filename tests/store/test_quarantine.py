@@ -13,7 +13,7 @@ from store.stores import QuickDisk, open_store, quarantined, record_files
 from mlx_blockpool.errors import BadRecordError
 from mlx_blockpool.store import quarantine as quarantine_module
 from mlx_blockpool.store.disk import Disk
-from mlx_blockpool.store.layout import MODEL_FILE
+from mlx_blockpool.store.layout import OF_A_MODEL
 from mlx_blockpool.store.quarantine import Quarantine
 
 
@@ -104,7 +104,7 @@ def test_records_and_quarantine_are_in_the_budget_together(tmp_path: Path) -> No
             assert put(store, record) is None, "what is in quarantine takes the place of older records"
             assert store.flush()
             assert store.poll() == []
-        files = [path for path in tmp_path.rglob("*") if path.is_file() and path.name != MODEL_FILE]
+        files = [path for path in tmp_path.rglob("*") if path.is_file() and path.name not in OF_A_MODEL]
         assert sum(path.stat().st_size for path in files) <= budget
     assert 0 < store.report()["quarantine_bytes"] <= 0.4 * budget
     assert 0 < len(quarantined(tmp_path)) <= 4

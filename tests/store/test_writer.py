@@ -8,11 +8,12 @@ from collections.abc import Iterable, Iterator
 from pathlib import Path
 
 import pytest
-from store.records import make_buffers, make_record
+from store.records import make_buffers, make_record, naming
 from store.stores import BrokenDisk, QuickDisk, temporaries
 
 from mlx_blockpool.store.disk import Buffer, Disk
 from mlx_blockpool.store.folder import Folder
+from mlx_blockpool.store.headers import Headers
 from mlx_blockpool.store.looks import Seen
 from mlx_blockpool.store.record import encode, file_size
 from mlx_blockpool.store.writer import Job, Look, Writer
@@ -39,7 +40,7 @@ def disk() -> Iterator[SlowDisk]:
 
 
 def open_writer(folder: Path, disk: Disk, queue_bytes: int = 10**9, min_free_bytes: int = 0) -> Writer:
-    return Writer(Folder(disk, folder), queue_bytes, min_free_bytes)
+    return Writer(Folder(disk, folder), Headers(QuickDisk(), folder, "none", naming), queue_bytes, min_free_bytes)
 
 
 def job(number: int) -> Job:

@@ -1,0 +1,202 @@
+"""Notes of what the headers of records say, so that a start need not read each file: hints, never the truth.
+
+    models/<namespace>/headers      what it is, then frames: length, CRC-32, and a note
+
+A note counts for a file of the same size, time of modification and inode, and only if its parent and tokens make the hash that
+the file is called by. What is not noted, or not like that, is read from the file itself. Frames are appended; what a crash or
+anybody else has made of them ends the reading, costs the time to read files anew, and is written over.
+
+load() may be called by any thread; the rest is for one, the store's writer once it is open.
+"""
+
+from __future__ import annotations
+
+import json
+import logging
+import struct
+import zlib
+from collections.abc import Iterable, Iterator, Mapping
+from functools import lru_cache
+from pathlib import Path
+
+from ..errors import BadRecordError
+from ..spec import BLOCK_TOKENS
+from .disk import Disk, Stamp, write_whole
+from .layout import HEADERS_FILE, folder_of, key_of, name_of
+from .record import BLOCK, STATE, WINDOW, Key, Naming, Record
+
+log = logging.getLogger(__name__)
+
+MAGIC = b"mlx-blockpool headers 1\n"
+# A file with more bytes than this for each record is not read.
+MOST_BYTES = 4096
+SMALL_BYTES = 1 << 20
+# So many notes are written together.
+TOGETHER = 64
+
+_FRAME = struct.Struct("<II")
+_HEADER, _TOUCHED, _GONE = 1, 2, 3
+_KINDS = (BLOCK, WINDOW, STATE)
+# What it is, the kind of record and its hash; then size, time and inode.
+_KEY = struct.Struct("<BB32s")
+_STAMP = struct.Struct("<QqQ")
+# Bytes of a token, tokens, bytes of the extra; start, parent.
+_FACTS = struct.Struct("<BHHQ32s")
+_FACTS_AT = _KEY.size + _STAMP.size
+_REST_AT = _FACTS_AT + _FACTS.size
+
+
+class Headers:
+    """The notes of the records under `namespace`, whose hashes are made by `naming`."""
+
+    def __init__(self, disk: Disk, root: Path, namespace: str, naming: Naming) -> None:
+        self.path = root / folder_of(namespace) / HEADERS_FILE
+        self._disk = disk
+        self._namespace = namespace
+        self._naming = naming
+        self._new: list[bytes] = []
+        # Bytes of the file when it was written as a whole, and how many came behind; None: not known, or not worth keeping.
+        self._whole: int | None = None
+        self._behind = 0
+
+    # -- reading -------------------------------------------------------------------------------------------------------
+
+    @property
+    def is_whole(self) -> bool:
+        """Whether what is noted now can be added to what was loaded; if not, everything has to be noted again."""
+        return self._whole is not None
+
+    def load(self, files: Mapping[str, Stamp]) -> dict[str, Record]:
+        """What is known of these files, by their names. A record that was noted knows nothing of its parts."""
+        notes, size = self._read(MOST_BYTES * len(files) + SMALL_BYTES)
+        found: dict[str, Record] = {}
+        for name, stamp in files.items():
+            key = key_of(name)
+            note = None if key is None else notes.get(key)
+            record = None if key is None or note is None else self._record(key, note, stamp)
+            if record is not None and name == name_of(self._namespace, record.key):
+                found[name] = record
+        # What nobody needs is not worth keeping where it is most of it.
+        self._whole = size if 2 * len(found) >= len(notes) else None
+        self._behind = 0
+        return found
+
+    def _read(self, most: int) -> tuple[dict[Key, bytes], int | None]:
+        """The last note of each record, and the bytes of the file; None: not all of it was read."""
+        try:
+            data = self._disk.read(self.path, 0, most + 1)
+        except (OSError, BadRecordError):
+            return {}, None
+        if len(data) > most or not data.startswith(MAGIC):
+            return {}, None
+        notes: dict[Key, bytes] = {}
+        end = len(MAGIC)
+        for note in _frames(data):
+            end += _FRAME.size + len(note)
+            act, kind, digest = _KEY.unpack_from(note) if len(note) >= _KEY.size else (0, 0, b"")
+            if act not in (_HEADER, _TOUCHED, _GONE) or kind >= len(_KINDS):
+                return notes, None
+            key = Key(_KINDS[kind], digest)
+            before = notes.pop(key, None)
+            if act == _HEADER:
+                notes[key] = note
+            elif act == _TOUCHED and before is not None:
+                notes[key] = before[: _KEY.size] + note[_KEY.size : _FACTS_AT] + before[_FACTS_AT:]
+        return notes, len(data) if end == len(data) else None
+
+    def _record(self, key: Key, note: bytes, stamp: Stamp) -> Record | None:
+        """None: the note is of another file, or no note."""
+        try:
+            width, count, n_extra, start, parent = _FACTS.unpack_from(note, _FACTS_AT)
+            if _STAMP.unpack_from(note, _KEY.size) != stamp or count > BLOCK_TOKENS or width not in (4, 8):
+                return None
+            tokens = struct.unpack_from(f"<{count}{'I' if width == 4 else 'q'}", note, _REST_AT + n_extra)
+            extra = dict(_extra(note[_REST_AT : _REST_AT + n_extra]))
+        except (struct.error, ValueError, RecursionError):
+            return None
+        if len(note) != _REST_AT + n_extra + width * count or self._naming(parent, tokens) != key.hash:
+            return None
+        return Record(key.kind, self._namespace, key.hash, parent, start, tokens, (), extra)
+
+    # -- writing -------------------------------------------------------------------------------------------------------
+
+    def add(self, record: Record, stamp: Stamp) -> None:
+        """A file has this header."""
+        fits = all(0 <= token < 1 << 32 for token in record.tokens)
+        extra = json.dumps(dict(record.extra), sort_keys=True).encode("ascii")
+        if len(extra) < 1 << 16:
+            width = 4 if fits else 8
+            facts = _FACTS.pack(width, len(record.tokens), len(extra), record.start, record.parent)
+            tokens = struct.pack(f"<{len(record.tokens)}{'I' if fits else 'q'}", *record.tokens)
+            self._note(_key(_HEADER, record.key) + _STAMP.pack(*stamp) + facts + extra + tokens)
+
+    def touch(self, name: str, stamp: Stamp) -> None:
+        """A file has the same header as before, and another time."""
+        key = self._own(name)
+        if key is not None:
+            self._note(_key(_TOUCHED, key) + _STAMP.pack(*stamp))
+
+    def forget(self, name: str) -> None:
+        """A file is no more."""
+        key = self._own(name)
+        if key is not None:
+            self._note(_key(_GONE, key))
+
+    def _own(self, name: str) -> Key | None:
+        return key_of(name) if name.startswith(folder_of(self._namespace) + "/") else None
+
+    def write(self, at_once: bool = True) -> None:
+        """Write what is new, unless it is little and need not be `at_once`. A disk that fails costs the notes alone."""
+        if not self._new or (not at_once and len(self._new) < TOGETHER):
+            return
+        new, self._new = self._new, []
+        try:
+            if self._whole is None or self._behind > max(self._whole, SMALL_BYTES):
+                self._write_whole(new)
+            else:
+                data = b"".join(map(_framed, new))
+                self._disk.append(self.path, data)
+                self._behind += len(data)
+        except (OSError, BadRecordError) as error:
+            self._whole = None
+            log.info("prompt store: headers are not noted: %s", error)
+
+    def _write_whole(self, new: Iterable[bytes]) -> None:
+        """What is still of use of the file, and what is new."""
+        size = self._disk.size(self.path) if self._whole is not None else 0
+        notes = dict(self._read(size)[0]) if self._whole is not None else {}
+        buffers = [MAGIC, *(_framed(note) for note in [*notes.values(), *new])]
+        write_whole(self._disk, self.path, buffers)
+        self._whole, self._behind = sum(map(len, buffers)), 0
+
+    def _note(self, note: bytes) -> None:
+        self._new.append(note)
+
+
+def _key(act: int, key: Key) -> bytes:
+    return _KEY.pack(act, _KINDS.index(key.kind), key.hash)
+
+
+def _framed(note: bytes) -> bytes:
+    return _FRAME.pack(len(note), zlib.crc32(note)) + note
+
+
+def _frames(data: bytes) -> Iterator[bytes]:
+    """The notes of a file, up to the first frame that is not whole."""
+    at = len(MAGIC)
+    while at + _FRAME.size <= len(data):
+        length, checksum = _FRAME.unpack_from(data, at)
+        note = data[at + _FRAME.size : at + _FRAME.size + length]
+        if len(note) != length or zlib.crc32(note) != checksum:
+            return
+        yield note
+        at += _FRAME.size + length
+
+
+@lru_cache(maxsize=256)
+def _extra(text: bytes) -> tuple[tuple[str, str], ...]:
+    """Raises ValueError."""
+    found = json.loads(text.decode("ascii"))
+    if not isinstance(found, dict) or not all(type(value) is str for value in found.values()):
+        raise ValueError("no texts by name")
+    return tuple(found.items())
