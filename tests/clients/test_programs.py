@@ -21,6 +21,8 @@ from mlx_blockpool.demo.agent import load_script
 
 TESTS = Path(__file__).parent.parent
 NAMES = list(PROGRAMS)
+# Nothing but loopback; and what a client leaves running ends with the session.
+ALONE = ["--net", "--map-root-user", "--pid", "--fork", "--kill-child", "--mount-proc"]
 # Of the tokens that earlier requests of the conversation have brought.
 KNOWN_SHARE = 0.99
 ANSWERS = ["".join(step["answer"]) for step in load_script()["steps"] if "answer" in step]
@@ -49,7 +51,7 @@ def installed(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathF
 
 def turns_of(name: str, installed: Path, folder: Path) -> list[dict[str, Any]]:
     binaries = PROGRAMS[name].install(installed / name)
-    alone = ["unshare", "--net", "--map-root-user", sys.executable, "-m", "clients.session", name, str(binaries), str(folder)]
+    alone = ["unshare", *ALONE, sys.executable, "-m", "clients.session", name, str(binaries), str(folder)]
     ran = subprocess.run(alone, cwd=TESTS, capture_output=True, text=True, timeout=1500)
     assert ran.returncode == 0, ran.stderr
     turns: list[dict[str, Any]] = json.loads((folder / "wire.json").read_text())
