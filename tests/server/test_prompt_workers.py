@@ -21,7 +21,7 @@ from mlx_blockpool.server.fields import InvalidRequestError
 from mlx_blockpool.server.prompts.job import PreparedPrompt, PromptJob, TokenizerSource, pack_error, unpack
 from mlx_blockpool.server.prompts.renderer import PromptRenderer, longest_token
 from mlx_blockpool.server.prompts.template_options import SWITCHES, check_template_options
-from mlx_blockpool.server.prompts.workers import PromptWorkers
+from mlx_blockpool.server.prompts.workers import Lane, PromptWorkers, WorkerEndedError
 from mlx_blockpool.server.rendering import AgentOrder
 from server.serving import at_once, blockpool_server
 
@@ -139,7 +139,7 @@ def test_a_worker_that_was_ended_is_replaced(folder: Path, workers: PromptWorker
 
 
 def test_small_prompts_pass_one_that_takes_its_time(folder: Path) -> None:
-    workers = PromptWorkers(PromptConfig(small_seconds=0.1, seconds=600, large_workers=1))
+    workers = PromptWorkers(PromptConfig(small_seconds=0.1, seconds=60, large_workers=1))
     failed: list[str] = []
 
     def loop() -> None:
@@ -160,9 +160,20 @@ def test_small_prompts_pass_one_that_takes_its_time(folder: Path) -> None:
     assert failed == ["The server is shutting down."]
 
 
-def test_a_smaller_job_passes_larger_ones_that_wait() -> None:
-    from mlx_blockpool.server.prompts.workers import Lane
+def test_a_worker_that_has_not_said_hello_yet_takes_no_job_once_it_was_ended(folder: Path) -> None:
+    workers = PromptWorkers(PromptConfig())
+    lane = Lane(1, 600.0, workers.config)
+    with lane._turn(1) as worker:
+        assert worker._pid is None
+        lane.close()
+        with pytest.raises(WorkerEndedError):
+            worker.ask(b"never read", 600, 1 << 30)
+    with pytest.raises(RuntimeError, match="shutting down"):
+        lane.run(b"")
+    workers.close()
 
+
+def test_a_smaller_job_passes_larger_ones_that_wait() -> None:
     lane, order = Lane(1, 1.0, PromptConfig()), []
     lane._free = 0
     sizes = [3_000_000, 2_000_000, 1000]
@@ -190,7 +201,7 @@ def test_workers_end_with_the_process_that_asked(folder: Path) -> None:
 import os, signal
 from mlx_blockpool.config import PromptConfig
 from mlx_blockpool.server.prompts.job import PromptJob, TokenizerSource
-from mlx_blockpool.server.prompts.workers import PromptWorkers
+from mlx_blockpool.server.prompts.workers import Lane, PromptWorkers, WorkerEndedError
 workers = PromptWorkers(PromptConfig())
 workers.prepare(PromptJob(TokenizerSource({str(folder)!r}, {{}}), "chat", messages=[{{"role": "user", "content": "x"}}]))
 print(workers._small._idle[0]._pid, flush=True)

@@ -127,13 +127,19 @@ class PromptWorker:
         return self._connection.closed
 
     def end(self) -> None:
-        """End the process, whatever it is at; it may have ended. Any thread may do this."""
-        if self._pid is not None and not self.closed and not self._has_ended():
+        """End the process, whatever it is at; it may have ended. Any thread may do this, at any time."""
+        if self.closed:
+            return
+        has_ended = self._has_ended()
+        with contextlib.suppress(OSError), socket.socket(fileno=os.dup(self._connection.fileno())) as pipe:
+            # No job reaches it any more, and no answer comes back.
+            pipe.shutdown(socket.SHUT_RDWR)
+        if self._pid is not None and not has_ended:
             with contextlib.suppress(OSError):
                 os.kill(self._pid, signal.SIGKILL)
 
     def close(self) -> None:
-        """End the process; a worker that was never asked ends with its connection."""
+        """End the process, and give the connection back."""
         self.end()
         self._connection.close()
 
@@ -211,6 +217,8 @@ class Lane:
             worker = worker or PromptWorker()
             with self._changed:
                 self._busy.add(worker)
+                if self._closed:
+                    raise RuntimeError("The server is shutting down.")
             yield worker
         finally:
             self._give_back(worker)
