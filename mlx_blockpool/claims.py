@@ -47,7 +47,7 @@ LARGEST_SIZE = 1 << 32
 # Weights of one bit, in words of 32.
 MOST_PACKED = 32
 # What a trial may take, beside its seconds; a model whose arrays are not made takes little.
-TRIAL_BYTES = 16 << 30
+TRIAL_BYTES = 4 << 30
 TRIAL = "from mlx_blockpool.claims import build_here; build_here()"
 
 

@@ -10,10 +10,11 @@ from typing import Any
 import mlx.core as mx
 from mlx_lm.utils import hf_repo_to_path, load
 
+from . import claims
 from .cache.slabs import Slabs
-from .config import PoolConfig, StoreConfig
+from .config import ModelsConfig, PoolConfig, StoreConfig
 from .demo import model_path
-from .errors import StoreError
+from .errors import BadModelError, StoreError
 from .plugins import spec_of_model
 from .prefix.cache import PrefixCache
 from .prefix.opening import open_store, weights_in
@@ -50,6 +51,7 @@ class Source:
         self.folder = _model_folder(self.name)
         self.root = root
         self.adapter = adapter
+        self._check()
         there = sum(file.size for file in Listing(root).records)
         limit = max(StoreConfig.store_bytes, there) if store_bytes is None else store_bytes
         self.config = StoreConfig(root, limit, bits, flush_seconds=FLUSH_SECONDS)
@@ -83,10 +85,30 @@ class Source:
         bos = self.tokenizer.bos_token
         return list(self.tokenizer.encode(prompt.text, add_special_tokens=bos is None or not prompt.text.startswith(bos)))
 
+    def _check(self) -> None:
+        """Raises StoreError for a folder that claims more than it holds: nothing is made of it then."""
+        try:
+            claims.check_folder(self.folder)
+            config = claims.read_json(self.folder / "config.json", claims.MAX_CONFIG_BYTES)
+            if not isinstance(config, dict):
+                raise BadModelError(f"{self.name}: config.json is no JSON object.")
+            claims.check_claims(config, self.name, claims.held_by(self.folder))
+            if config.get("model_file") is None:
+                claims.try_to_build(config, self.name, ModelsConfig.build_seconds)
+        except FileNotFoundError:
+            # What is missing is named by whoever looks for it.
+            return
+        except (BadModelError, OSError, ValueError) as error:
+            raise StoreError(f"Cannot load {self.name}: {line_of(error)}. Needed a model folder that mlx-lm loads.") from error
+
     def _load(self) -> tuple[Any, Any, ModelCacheSpec]:
         adapter = None if self.adapter is None else str(self.adapter)
         try:
-            model, tokenizer, config = load(str(self.folder), adapter_path=adapter, lazy=True, return_config=True)
+            # Code in the folder is not run.
+            trusted = {"trust_remote_code": False}
+            model, tokenizer, config = load(
+                str(self.folder), adapter_path=adapter, tokenizer_config=trusted, lazy=True, return_config=True
+            )
         except (OSError, ValueError, KeyError, TypeError, ImportError) as error:
             raise StoreError(f"Cannot load {self.name}: {line_of(error)}. Needed a model folder that mlx-lm loads.") from error
         spec = spec_of_model(model, config, Path(self.name).name)

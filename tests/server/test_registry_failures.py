@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 import shutil
 import threading
 from collections.abc import Callable, Iterator
@@ -57,6 +58,8 @@ BROKEN: dict[str, tuple[Callable[[Path], None], int, str]] = {
     "a type whose module ends the process": (config(model_type="olmo"), 400, "olmo"),
     "type is no text": (config(model_type=["llama"]), 400, "llama"),
     "code of its own": (config(model_file="own.py"), 400, "--trust-remote-code"),
+    "a million layers": (config(num_hidden_layers=10**6), 400, "so many"),
+    "a pipe": (lambda folder: os.mkfifo(folder / "generation_config.json"), 400, "regular file"),
     "no weights": (no_weights, 400, "safetensors"),
     "cut weights": (change("model.safetensors", lambda data: data[: len(data) // 2]), 400, "cut off"),
     "weights are no safetensors": (change("model.safetensors", lambda data: b"\0" * 64), 400, "safetensors"),

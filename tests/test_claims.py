@@ -1,0 +1,206 @@
+"""What a model's folder claims is compared with what it holds, and tried within bounds, before anything is made of it."""
+
+from __future__ import annotations
+
+import json
+import os
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+from models import CONFIGS, save_model
+
+from mlx_blockpool import claims, modelfile
+from mlx_blockpool.claims import Held, check_claims, check_folder, held_by, read_bounded, read_json, try_to_build
+from mlx_blockpool.cli import main
+from mlx_blockpool.errors import BadModelError, BlockpoolError
+
+LLAMA = CONFIGS["llama"]
+
+
+@pytest.fixture
+def folder(tmp_path: Path) -> Path:
+    return save_model(tmp_path / "m", "llama")
+
+
+# -- files -------------------------------------------------------------------------------------------------------------
+
+
+def pipe(path: Path) -> None:
+    path.unlink(missing_ok=True)
+    os.mkfifo(path)
+
+
+def endless(path: Path) -> None:
+    path.unlink(missing_ok=True)
+    path.symlink_to("/dev/zero")
+
+
+def sparse(path: Path) -> None:
+    with path.open("wb") as file:
+        file.truncate(1 << 36)
+
+
+@pytest.mark.parametrize("spoil", [pipe, endless, sparse])
+def test_only_bounded_regular_files_are_read(folder: Path, spoil: Callable[[Path], None]) -> None:
+    spoil(folder / "config.json")
+    with pytest.raises(ValueError, match="needed a file of at most"):
+        read_bounded(folder / "config.json", 1000)
+    with pytest.raises(BlockpoolError, match=r"config\.json"):
+        modelfile.find(str(folder / "config.json") if spoil is sparse else str(folder)).config  # noqa: B018
+
+
+def test_a_linked_file_is_read(folder: Path, tmp_path: Path) -> None:
+    """The hub's cache has nothing else."""
+    (tmp_path / "link").symlink_to(folder / "config.json")
+    assert read_json(tmp_path / "link", 10_000)["model_type"] == "llama"
+
+
+@pytest.mark.parametrize("text", ["[" * 100_000, '{"a": ' * 50_000, "{", "9" * 5000])
+def test_what_is_no_json_is_a_value_error(tmp_path: Path, text: str) -> None:
+    (tmp_path / "x").write_text(text)
+    with pytest.raises(ValueError, match=r"JSON|nested|delimiter|Expecting|Exceeds"):
+        read_json(tmp_path / "x", 1 << 20)
+
+
+@pytest.mark.parametrize(
+    "name", ["tokenizer.json", "tokenizer_config.json", "generation_config.json", "model-2.safetensors", "chat_template.jinja"]
+)
+@pytest.mark.parametrize("spoil", [pipe, endless])
+def test_a_folder_with_what_is_no_file_is_refused(folder: Path, name: str, spoil: Callable[[Path], None]) -> None:
+    check_folder(folder)
+    spoil(folder / name)
+    with pytest.raises(BadModelError, match="regular file"):
+        check_folder(folder)
+
+
+def test_a_huge_tokenizer_is_refused(folder: Path) -> None:
+    sparse(folder / "tokenizer.json")
+    with pytest.raises(BadModelError, match=r"tokenizer\.json"):
+        check_folder(folder)
+
+
+# -- counts ------------------------------------------------------------------------------------------------------------
+
+
+def test_headers_say_what_is_held(folder: Path) -> None:
+    held = held_by(folder)
+    assert held.tensors == 20
+    assert held.largest == 98 * 64
+
+
+@pytest.mark.parametrize("header", [b"[]", b"{", b'{"a": 5}', b'{"a": {"shape": [-1]}}', b'{"a": {"shape": "x"}}', b"[" * 90_000])
+def test_headers_that_are_none_are_refused(folder: Path, header: bytes) -> None:
+    (folder / "model.safetensors").write_bytes(len(header).to_bytes(8, "little") + header)
+    with pytest.raises(BadModelError, match=r"eeded a safetensors file"):
+        held_by(folder)
+
+
+@pytest.mark.parametrize(
+    "claim",
+    [
+        {"num_hidden_layers": 10**6},
+        {"text_config": {"num_hidden_layers": 10**6}},
+        {"vision_config": [{"n_layers": 10**6}]},
+        {"hidden_size": 10**9},
+        {"num_experts": 10**9},
+        {"intermediate_size": [96, 10**9]},
+        {"vocab_size": int("9" * 4000)},
+    ],
+)
+def test_more_than_the_weights_hold_is_refused(folder: Path, claim: dict[str, Any]) -> None:
+    check_claims(LLAMA, "m", held_by(folder))
+    with pytest.raises(BadModelError, match="the weights of m have"):
+        check_claims({**LLAMA, **claim}, "m", held_by(folder))
+    with pytest.raises(BadModelError, match="no model has"):
+        check_claims({"n_layer": 10**5}, "m")
+
+
+@pytest.mark.parametrize("name", CONFIGS)
+def test_no_small_model_is_refused(name: str, tmp_path: Path) -> None:
+    model = save_model(tmp_path / name, name)
+    check_claims(CONFIGS[name], name, held_by(model))
+    try_to_build(CONFIGS[name], name, 60)
+
+
+def test_packed_weights_are_no_smaller_than_they_are() -> None:
+    """A matrix of 1-bit weights, 32 of them a word."""
+    check_claims({"hidden_size": 4096}, "m", Held(300, 128))
+
+
+# -- the trial ---------------------------------------------------------------------------------------------------------
+
+
+def test_layers_that_take_too_long_are_given_up() -> None:
+    with pytest.raises(BadModelError, match=r"took more than 0\.5 seconds"):
+        try_to_build({**LLAMA, "num_hidden_layers": 10**8}, "m", 0.5)
+
+
+def test_a_config_that_takes_too_much_memory_is_given_up() -> None:
+    """A list of so many names of layers."""
+    with pytest.raises(BadModelError, match="more memory"):
+        try_to_build({**CONFIGS["gpt_oss"], "num_hidden_layers": 10**12}, "m", 60)
+
+
+def test_what_mlx_lm_does_not_know_is_its_own_to_say() -> None:
+    try_to_build({"model_type": "perpetuum"}, "m", 60)
+    try_to_build({**LLAMA, "num_attention_heads": None}, "m", 60)
+
+
+def test_the_same_config_is_tried_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    runs: list[Any] = []
+    run = claims.subprocess.run
+    monkeypatch.setattr(claims.subprocess, "run", lambda *args, **options: (runs.append(args), run(*args, **options))[1])
+    for _ in range(3):
+        try_to_build({**LLAMA, "num_hidden_layers": 3}, "m", 61)
+    assert len(runs) == 1
+
+
+# -- commands ----------------------------------------------------------------------------------------------------------
+
+
+def test_plan_and_export_refuse_what_no_model_has(folder: Path, capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
+    (folder / "config.json").write_text(json.dumps({**LLAMA, "num_hidden_layers": 10**6}))
+    assert main(["plan", "--model", str(folder)]) == 1
+    assert "num_hidden_layers 1000000" in capsys.readouterr().err
+    (tmp_path / "store").mkdir()
+    export = [
+        "store",
+        "export",
+        "--model",
+        str(folder),
+        "--tokens",
+        "1,2",
+        "--store-dir",
+        str(tmp_path / "store"),
+        "out.safetensors",
+    ]
+    assert main(export) == 1
+    assert "num_hidden_layers 1000000" in capsys.readouterr().err
+
+
+def test_code_in_a_folder_is_not_run_by_a_command(folder: Path, capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
+    ran = tmp_path / "ran"
+    (folder / "own.py").write_text(f"open({str(ran)!r}, 'w')")
+    config = json.loads((folder / "config.json").read_text())
+    about = json.loads((folder / "tokenizer_config.json").read_text())
+    auto = {"AutoConfig": "own.Config", "AutoTokenizer": ["own.Tokenizer", None]}
+    (folder / "tokenizer_config.json").write_text(json.dumps({**about, "tokenizer_class": "Own", "auto_map": auto}))
+    (tmp_path / "store").mkdir()
+    export = [
+        "store",
+        "export",
+        "--model",
+        str(folder),
+        "--tokens",
+        "1,2",
+        "--store-dir",
+        str(tmp_path / "store"),
+        "out.safetensors",
+    ]
+    for changes in ({"auto_map": auto}, {"model_file": "own.py"}):
+        (folder / "config.json").write_text(json.dumps({**config, **changes}))
+        assert main(export) == 1
+        assert main(["plan", "--model", str(folder)]) in (0, 1)
+    assert not ran.exists()
