@@ -42,6 +42,9 @@ IDLE_SECONDS = 0.1
 # Who waits for a model's rest, a disk or a file is looked at this often.
 CHANGE_SECONDS = 0.005
 REPORT_SECONDS = 0.5
+STOP_LOOKS_SECONDS = 0.05
+# The stages of a change in which nothing is saved.
+LOADS = ("checking", "loading", "warming")
 
 
 class BlockpoolGenerator(ResponseGenerator):  # type: ignore[misc]
@@ -124,6 +127,17 @@ class BlockpoolGenerator(ResponseGenerator):  # type: ignore[misc]
     def order(self, order: Order) -> None:
         """Have a model loaded or unloaded."""
         self.requests.put(order)
+
+    def stop_and_join(self) -> None:
+        """End the generation thread. One that hangs in a model's files is left: nothing of a model that comes is to be saved."""
+        self._stop = True
+        until = time.monotonic() + self._config.stop_seconds
+        while self._generation_thread.is_alive():
+            self._generation_thread.join(STOP_LOOKS_SECONDS)
+            change = self.registry.change
+            if change is not None and change.stage in LOADS and time.monotonic() > until:
+                log.error("%s is still being loaded; the server ends without it", change.load)
+                return
 
     def wait_until_loaded(self) -> None:
         """Return when the default model, if there is one, is ready. Raises BlockpoolError if it cannot be loaded."""

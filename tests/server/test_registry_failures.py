@@ -7,6 +7,7 @@ import os
 import shutil
 import threading
 from collections.abc import Callable, Iterator
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -206,3 +207,33 @@ def test_a_server_that_stops_while_a_model_is_loaded_stops(model: Path, tmp_path
 
         (status, answer), _ = at_once([lambda: ours.send("/v1/completions", {"prompt": "x", "model": str(endless)}), stop])
     assert (status, answer["error"]["message"]) == (503, "The server is shutting down.")
+
+
+def test_a_load_that_hangs_is_told_and_does_not_keep_the_server(
+    model: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Whatever hangs in a model's files: health says so, and the server ends without it."""
+    hanging = save_model(tmp_path / "hanging", "llama", seed=8)
+    entered, goes_on = threading.Event(), threading.Event()
+    prepare = BlockpoolModelProvider.prepare
+
+    def hang(self: Any, key: Any) -> None:
+        if key.model == str(hanging):
+            entered.set()
+            goes_on.wait()
+        prepare(self, key)
+
+    with blockpool_server(model, "--allow-models", str(hanging), "--pool-bytes", "30MB") as ours:
+        ours.chat(HELLO, max_tokens=2)
+        monkeypatch.setattr(BlockpoolModelProvider, "prepare", hang)
+        asking = threading.Thread(target=ours.send, args=("/v1/completions", {"prompt": "x", "model": "hanging"}))
+        asking.start()
+        assert entered.wait(30)
+        ours.generator.health.stall_seconds = 0.0
+        status, health = ours.send("/health")
+        assert (status, health["status"], health["doing"]) == (503, "stalled", "loading a model")
+        ours.generator._config = replace(ours.generator._config, stop_seconds=0.0)
+        ours.generator.stop_and_join()
+        assert ours.generator._generation_thread.is_alive(), "it hangs"
+        goes_on.set()
+        asking.join()
