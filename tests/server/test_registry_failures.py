@@ -74,6 +74,10 @@ BROKEN: dict[str, tuple[Callable[[Path], None], int, str]] = {
 }
 
 
+# What the process that makes tokens of the prompt has found out before.
+FOUND_FIRST = {"a config that says too little": "num_attention_heads", "tokenizer is no JSON": "tokenizer.json"}
+
+
 @pytest.fixture(scope="module")
 def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return save_model(tmp_path_factory.mktemp("llama"), "llama")
@@ -105,7 +109,7 @@ def test_a_broken_model_leaves_the_old_one_with_all_that_it_knows(what: str, cli
     ordered = client.send("/admin/load", {"model": str(broken)})
     after = client.chat(HELLO, max_tokens=6)
     assert (answers[0][0], answers[1][0], ordered[0]) == (200, status, status)
-    assert said in answers[1][1]["error"]["message"]
+    assert FOUND_FIRST.get(what, said) in answers[1][1]["error"]["message"]
     assert said in ordered[1]["error"]
     assert reply(before) == reply(answers[0][1]) == reply(after)
     assert cached(after) == after["usage"]["prompt_tokens"] - 1
