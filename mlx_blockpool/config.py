@@ -61,6 +61,8 @@ class EngineConfig:
     shared_tokens:  fewer tokens than these are computed again rather than waited for.
     join_seconds:   requests that arrive within this time of each other start together.
     stall_seconds:  a server that has work and computes nothing for so long is not healthy.
+    wired_bytes:    what Metal may keep from being paged out while an engine runs; None: what the device recommends, as mlx-lm
+                    does, 0: its limit is left alone.
     stop_seconds:   how long a server that is to end waits for a model that is being loaded.
     max_positions:  the most tokens of a prompt and its reply; None: what the model's config.json says, 0: no limit.
     alone_tokens:   the most tokens of a reply that mlx-lm serves by itself and whose client names no limit: room for all of
@@ -75,6 +77,7 @@ class EngineConfig:
     shared_tokens: int = 64
     join_seconds: float = 0.01
     stall_seconds: float = 120.0
+    wired_bytes: int | None = None
     stop_seconds: float = 3.0
     max_positions: int | None = None
     alone_tokens: int = 4096

@@ -30,6 +30,19 @@ log = logging.getLogger(__name__)
 CLEAR_STEPS = 512
 
 
+def _wire(n_bytes: int | None) -> int | None:
+    """Let Metal wire so many bytes; None: what the device recommends, as mlx-lm does, 0: leave the limit alone.
+
+    Returns the limit before, for whoever sets it back; None: nothing was set.
+    """
+    if n_bytes is None:
+        previous: int | None = maybe_set_recommended_wired_limit()
+        return previous
+    if n_bytes == 0 or not mx.metal.is_available():
+        return None
+    return int(mx.set_wired_limit(n_bytes))
+
+
 class BlockPoolBatchEngine:
     """In place of mlx-lm's BatchGenerator: insert() requests, call next() until they are through.
 
@@ -50,7 +63,7 @@ class BlockPoolBatchEngine:
         self._may_admit = True
         self._owed_to_decode = 0.0
         self._long_first = False
-        self._wired_limit = maybe_set_recommended_wired_limit()
+        self._wired_limit = _wire(self.config.wired_bytes)
 
     @classmethod
     def open(

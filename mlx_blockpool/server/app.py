@@ -128,6 +128,7 @@ def make_generator(model_provider: BlockpoolModelProvider) -> ChatGenerator:
         decode_share=args.decode_share,
         max_members=args.decode_concurrency,
         max_positions=args.max_positions,
+        wired_bytes=args.wired_limit,
     )
     store = _store_config(args)
     try:
@@ -193,7 +194,9 @@ def _argparse_with(arguments: list[str]) -> types.SimpleNamespace:
 
         def parse_args(self, *_: Any, **__: Any) -> Any:
             _add_options(self.add_argument_group("block pool").add_argument)
-            _add_memory_options(self.add_argument_group("what a model may use").add_argument)
+            limits = self.add_argument_group("what a model may use").add_argument
+            _add_memory_options(limits)
+            _add_wired_option(limits)
             _add_keeping_options(self.add_argument_group("what is kept for whom").add_argument)
             _add_agent_options(self.add_argument_group("agents").add_argument)
             _add_model_options(self.add_argument_group("models").add_argument)
@@ -274,6 +277,16 @@ def _add_memory_options(add: Callable[..., Any]) -> None:
         type=_positions,
         metavar="N",
         help="The most tokens of a prompt and its reply, in place of what a model's config.json says; off: no such limit",
+    )
+
+
+def _add_wired_option(add: Callable[..., Any]) -> None:
+    add(
+        "--wired-limit",
+        type=_wired,
+        metavar="SIZE",
+        help="What macOS must not page out while replies are generated; auto: what the device recommends, as mlx-lm does "
+        "(default); off: leave the limit alone",
     )
 
 
@@ -358,6 +371,10 @@ def _share(text: str) -> float:
     if not 0 <= share <= 0.95:
         raise argparse.ArgumentTypeError(f"{text} is not between 0 and 0.95")
     return share
+
+
+def _wired(text: str) -> int | None:
+    return 0 if text == "off" else _size(text)
 
 
 def _size(text: str) -> int | None:
