@@ -1,20 +1,27 @@
-"""Thousands of damaged files: each is told, none is read wrong."""
+"""Thousands of damaged files, and whole folders of them: each is told, none is read wrong, and nothing hangs."""
 
 from __future__ import annotations
 
 import random
+import stat
 import struct
 from collections.abc import Callable
 from pathlib import Path
 
 import pytest
+from store.conversations import keep, note, path_of
 from store.disks import StillDisk
-from store.records import expected_of, make_file, make_record, naming
+from store.odd_files import ODD_FILES, make_sparse
+from store.records import expected_of, make_buffers, make_file, make_record, naming
+from store.stores import open_store
 
+from mlx_blockpool import agents as stored_agents
+from mlx_blockpool import storing
 from mlx_blockpool.errors import BadRecordError
-from mlx_blockpool.store.disk import Disk
+from mlx_blockpool.store.agents import Agents
+from mlx_blockpool.store.disk import TEMPORARY, Disk
 from mlx_blockpool.store.proof import read, read_header
-from mlx_blockpool.store.record import Part, header_size
+from mlx_blockpool.store.record import SUFFIX, Part, header_size
 
 PARTS = (Part("layers.0.keys", "BF16", (1, 2, 9, 16)), Part("layers.0.values", "BF16", (1, 2, 9, 16)))
 RECORD = make_record(parts=PARTS, bits="16")
@@ -163,3 +170,92 @@ def test_a_file_that_shrinks_while_it_is_read_is_found(tmp_path: Path) -> None:
     path = tmp_path / RECORD.file_name
     path.write_bytes(FILE)
     assert not is_read(ShrinkingDisk(), path)
+
+
+# -- a whole folder ----------------------------------------------------------------------------------------------------
+
+PATHS = [tuple(range(1000 * n, 1000 * n + 300 + 40 * n)) for n in range(5)]
+
+
+def anything(root: Path, rng: random.Random) -> Path:
+    """A file of any kind in a store's folder: records, notes of headers and agents, models, and what was bad before."""
+    files = [
+        path for path in sorted(root.rglob("*")) if stat.S_ISREG((found := path.lstat()).st_mode) and found.st_size < 1 << 20
+    ]
+    kinds = sorted({(path.suffix, path.parent.name == "quarantine") for path in files})
+    kind = rng.choice(kinds)
+    return rng.choice([path for path in files if (path.suffix, path.parent.name == "quarantine") == kind])
+
+
+def damage(root: Path, rng: random.Random) -> None:
+    """One file, or one that was not there before, becomes something else."""
+    path = anything(root, rng)
+    how = rng.choice(("bytes", "bytes", "odd", "sparse", "gone", "beside", "copy"))
+    if how == "bytes":
+        data = bytearray(path.read_bytes() or b"-")
+        rng.choice((flip_data_anywhere, truncate, extend, fill_with_zeros, fill_with_noise, move_bytes, empty))(rng, data)
+        path.write_bytes(data)
+    elif how == "copy":
+        path.write_bytes(anything(root, rng).read_bytes())
+    else:
+        if how == "beside":
+            path = path.with_name(
+                rng.choice((f"{rng.randbytes(32).hex()}.safetensors", f"{TEMPORARY}1-a", "notes.txt", "x.json"))
+            )
+        path.unlink(missing_ok=True)
+        if how == "sparse":
+            make_sparse(path)
+        elif how != "gone":
+            ODD_FILES[rng.choice(sorted(ODD_FILES))](path)
+
+
+def flip_data_anywhere(rng: random.Random, data: bytearray) -> None:
+    data[rng.randrange(len(data))] ^= 1 << rng.randrange(8)
+
+
+def served(root: Path) -> int:
+    """What a server finds is what was written, whatever it finds; it writes the rest anew. Returns how much it found."""
+    store = open_store(root)
+    hits = len(store.open())
+    for record in (record for tokens in PATHS for record in path_of(tokens)):
+        data = b"".join(make_buffers(record, record.start))
+        try:
+            found, views = store.read(expected_of(record)).result(60)
+            assert found.tokens == record.tokens
+            assert b"".join(bytes(view) for view in views) == data
+        except (BadRecordError, FileNotFoundError):
+            store.gone(record.key)
+            assert store.put(record, lambda record=record: make_buffers(record, record.start)).taken  # type: ignore[misc]
+    assert store.close()
+    return hits
+
+
+@pytest.mark.timeout(300)
+@pytest.mark.parametrize("seed", range(10))
+def test_twenty_damages_of_a_folder_cost_what_was_damaged_and_nothing_hangs(tmp_path: Path, seed: int) -> None:
+    rng = random.Random(seed)
+    keep(tmp_path, *PATHS)
+    for number, tokens in enumerate(PATHS):
+        note(tmp_path, f"agent {number}", tokens)
+    total = sum(len(path_of(tokens)) for tokens in PATHS)
+    assert served(tmp_path) == total
+    for turn in range(20):
+        damage(tmp_path, rng)
+        if turn % 4 == 3:
+            assert served(tmp_path) <= total
+        for agent in Agents(tmp_path).all():
+            number = int(agent.name.removeprefix("agent "))
+            assert agent.hashes == tuple(record.hash for record in path_of(PATHS[number]))
+        storing.stats(tmp_path)
+        stored_agents.listed(tmp_path)
+        storing.check(tmp_path, with_data=turn % 2 == 1)
+    assert storing.check(tmp_path, with_data=True, fix=True)["failed"] == []
+    report = storing.check(tmp_path, with_data=True)
+    assert (report["bad"], report["bad_agents"], report["orphans"], report["leftovers"]) == ([], [], [], [])
+    served(tmp_path)
+    again = open_store(tmp_path)
+    # A directory under the name of one record is in its way, and in nobody else's.
+    ways = [path for path in tmp_path.glob(f"models/*/*/*/*{SUFFIX}") if path.is_dir() and not path.is_symlink()]
+    assert len(again.open()) >= total - len(ways)
+    assert again.problem is None
+    assert again.close()
