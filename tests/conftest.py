@@ -8,6 +8,7 @@ import tempfile
 import pytest
 from hypothesis import HealthCheck, settings
 from store.clock import Clock
+from thorough import is_thorough
 
 # No test may look for a model or a cache outside of what it made.
 os.environ["HF_HUB_OFFLINE"] = "1"
@@ -21,6 +22,21 @@ settings.load_profile("shared machine")
 
 def pytest_addoption(parser: pytest.Parser) -> None:
     parser.addoption("--clients", action="store_true", help="Run real clients from package registries against the server.")
+    parser.addoption("--thorough", action="store_true", help="Run also what takes many minutes, or fetches packages.")
+
+
+def pytest_configure(config: pytest.Config) -> None:
+    config.addinivalue_line("markers", "thorough: takes many minutes, or fetches packages; run with --thorough.")
+    if config.getoption("--thorough"):
+        # How much a property is tried is decided where its test is defined, before any fixture: see thorough.py.
+        os.environ["BLOCKPOOL_THOROUGH"] = "1"
+
+
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    if not is_thorough():
+        for item in items:
+            if item.get_closest_marker("thorough") is not None:
+                item.add_marker(pytest.mark.skip(reason="takes many minutes, or fetches packages: run with --thorough"))
 
 
 @pytest.fixture

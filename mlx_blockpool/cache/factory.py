@@ -101,19 +101,19 @@ def with_windows(spec: ModelCacheSpec, model: Any, max_kv_size: int | None) -> M
 def try_out(model: Any, slabs: Slabs, attach_it: bool) -> None:
     """What open_pool() finds out about a model with a few random tokens, and attaching it if that agrees.
 
-    A pool with no room for two sequences is left as it is.
+    Where that cannot be tried, the model is left as it is.
     """
     # attention.py tries the caches that this module makes.
     from .attention import attach, leaves_padding_out, step_synchronously_if_copied
 
-    slabs.pads_states = bool(slabs.state_leaves) and leaves_padding_out(model)
-    if not attach_it:
-        return
     try:
-        attach(model, slabs)
-        step_synchronously_if_copied(model, slabs)
-    except PoolExhaustedError as error:
-        log.info("%s is not attached, as its pool is too small to try that: %s", type(model).__module__, error)
+        slabs.pads_states = bool(slabs.state_leaves) and leaves_padding_out(model)
+        if attach_it:
+            attach(model, slabs)
+            step_synchronously_if_copied(model, slabs)
+    except (PoolExhaustedError, RuntimeError) as error:
+        # A pool too small to try it, or a model that this device cannot run: what comes of that comes when it is used.
+        log.info("%s is not attached: %s", type(model).__module__, error)
 
 
 def config_of(model: Any) -> dict[str, Any]:
