@@ -206,6 +206,11 @@ def sequence_of(caches: Iterable[Any]) -> Sequence | None:
     return found[0]
 
 
+def tokens_held(caches: Iterable[Any]) -> int:
+    """How many tokens the caches of one sequence hold; 0 where none of them counts, as states do not."""
+    return max((int(leaf.offset) for leaf in _leaves(caches) if hasattr(leaf, "offset")), default=0)
+
+
 def state_caches(caches: Iterable[Any]) -> dict[int, PooledArraysCache]:
     """The caches of state layers, by their place among the leaves."""
     return {i: leaf for i, leaf in enumerate(_leaves(caches)) if isinstance(leaf, PooledArraysCache)}

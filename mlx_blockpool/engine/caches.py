@@ -10,6 +10,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
+from ..cache.parts import tokens_held
 from ..errors import PoolExhaustedError
 from ..memory import batch_memory
 from ..prefix.cache import PrefixCache
@@ -209,6 +210,10 @@ class PooledCaches:
         """Let others share what is computed of a sequence that goes on."""
         known = self.prefix.keep(running.tokens[: running.computed], running.caches or [], kind, running.terms)
         self._pin(running, known)
+
+    def take_in(self, running: Running, caches: list[Any]) -> None:
+        """Know what given caches hold of a prompt."""
+        self.prefix.keep(running.tokens[: tokens_held(caches)], caches, KIND, running.terms)
 
     def finish(self, running: Running, kind: str) -> None:
         """Keep what is computed of a sequence and take its caches back."""

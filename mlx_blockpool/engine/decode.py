@@ -5,6 +5,7 @@ A step is encoded before the one before it is read, so that the device never wai
 
 from __future__ import annotations
 
+import copy
 import secrets
 from collections.abc import Collection
 from dataclasses import dataclass, field
@@ -86,6 +87,11 @@ class DecodeBatch:
         self._logprobs = [self._logprobs[i] for i in keep]
         self._contexts = [self._contexts[i] for i in keep]
         self.members = [self.members[i] for i in keep]
+
+    def extract(self, running: Running) -> list[Any]:
+        """Caches with what a member has computed, which go on by themselves."""
+        i = self.members.index(running)
+        return [layer.extract(i) for layer in self._layers] if self.merges else copy.deepcopy(self._layers)
 
     def suspend(self, running: Running) -> None:
         """Let a member go in such a way that it can join again: with the token that was drawn and not told yet."""

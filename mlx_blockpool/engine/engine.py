@@ -6,14 +6,20 @@ call the model. Not thread-safe: one thread owns it.
 
 from __future__ import annotations
 
+import copy
 import logging
 import time
 from collections import Counter
+from collections.abc import Collection, Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import asdict
 from typing import Any
 
 import mlx.core as mx
+from mlx_lm.generate_utils import BatchCounters, BatchCountersSnapshot, BatchStats
 from mlx_lm.utils import maybe_set_recommended_wired_limit
 
+from ..cache.parts import tokens_held
 from ..config import EngineConfig
 from ..errors import PoolExhaustedError, RequestTooLargeError
 from ..spec import BLOCK_TOKENS
@@ -28,6 +34,9 @@ log = logging.getLogger(__name__)
 
 # As mlx-lm does: buffers of sizes that do not come again would pile up.
 CLEAR_STEPS = 512
+
+# Layer caches, and the tokens that they hold.
+Extracted = tuple[list[Any], list[int]]
 
 
 def _wire(n_bytes: int | None) -> int | None:
@@ -55,6 +64,7 @@ class BlockPoolBatchEngine:
         self.caches = caches
         self.config = config or EngineConfig()
         self.counts: Counter[str] = Counter()
+        self._work = BatchCounters()
         self._uids = 0
         self._waiting: list[Running] = []
         self._prefilling: list[Running] = []
@@ -77,27 +87,75 @@ class BlockPoolBatchEngine:
 
     # -- requests ------------------------------------------------------------------------------------------------------
 
-    def insert(self, request: Request) -> int:
+    def insert(self, request: Request, caches: list[Any] | None = None) -> int:
         """Take a request in. Returns its uid.
 
-        Raises ValueError for an empty prompt and RequestTooLargeError for one that does not fit even alone.
+        `caches` may hold the beginning of its prompt: it is shared as a known prefix, and the caches stay the caller's. Raises
+        ValueError for an empty prompt, or for caches that hold none or all of it, and RequestTooLargeError for one that does not
+        fit even alone.
         """
+        return self.insert_all([request], None if caches is None else [caches])[0]
+
+    def insert_all(self, requests: Sequence[Request], caches: Sequence[list[Any] | None] | None = None) -> list[int]:
+        """insert() of several requests: all of them, or none where one raises."""
+        given = [None] * len(requests) if caches is None else list(caches)
+        if len(given) != len(requests):
+            raise ValueError(f"Found caches for {len(given)} requests; needed one entry for each of {len(requests)}, or None.")
+        for request, own in zip(requests, given, strict=True):
+            self._check(request, own)
+        inserted = [Running(self._uids + i, request) for i, request in enumerate(requests, 1)]
+        for running, own in zip(inserted, given, strict=True):
+            if own is not None:
+                self.caches.take_in(running, own)
+        self._uids += len(inserted)
+        self._waiting += inserted
+        self._may_admit = True
+        return [running.uid for running in inserted]
+
+    def _check(self, request: Request, caches: list[Any] | None) -> None:
         capacity = self.caches.capacity()
         if not request.tokens or request.max_tokens < 1:
             found = f"{len(request.tokens)} prompt tokens and max_tokens {request.max_tokens}"
             raise ValueError(f"Found {found}; needed at least one of each.")
         if capacity is not None and len(request.tokens) + request.max_tokens > capacity:
             raise RequestTooLargeError(len(request.tokens) + request.max_tokens, capacity)
-        self._uids += 1
-        self._waiting.append(Running(self._uids, request))
-        self._may_admit = True
-        return self._uids
+        held = 1 if caches is None else tokens_held(caches)
+        if caches is not None and not 0 < held < len(request.tokens):
+            total = len(request.tokens)
+            raise ValueError(f"The given caches hold {held} tokens; needed the first of the {total} prompt tokens and not all.")
 
     def cancel(self, uid: int) -> None:
         """End a request. What was computed of it stays known."""
         for running in [r for r in (*self._waiting, *self.live) if r.uid == uid]:
             self._withdraw(running)
             self._waiting = [r for r in self._waiting if r is not running]
+
+    def remove(self, uids: Collection[int], return_prompt_caches: bool = False) -> dict[int, Extracted]:
+        """cancel() of several requests, also in the middle of a prompt. Returns what extract_cache() does, if it is asked for."""
+        extracted = self.extract_cache(uids) if return_prompt_caches else {}
+        for uid in uids:
+            self.cancel(uid)
+        return extracted
+
+    def extract_cache(self, uids: Collection[int]) -> dict[int, Extracted]:
+        """Caches of these requests, which go on by themselves, and the tokens that they hold; none of those that wait."""
+        found: dict[int, Extracted] = {running.uid: ([], []) for running in self._waiting}
+        for running in self.live:
+            if running.uid in uids:
+                in_batch = running in self._batch.members
+                caches = self._batch.extract(running) if in_batch else copy.deepcopy(running.caches or [])
+                found[running.uid] = (caches, running.tokens[: running.computed])
+        return {uid: extracted for uid, extracted in found.items() if uid in uids}
+
+    @contextmanager
+    def stats(self) -> Iterator[BatchStats]:
+        """mlx-lm's figures of the work while the block runs."""
+        stats = BatchStats()
+        start = BatchCountersSnapshot(**asdict(self._work))
+        try:
+            yield stats
+        finally:
+            stats += BatchCountersSnapshot.between(start, BatchCountersSnapshot(**asdict(self._work)))
 
     @property
     def live(self) -> list[Running]:
@@ -178,6 +236,8 @@ class BlockPoolBatchEngine:
         self._long_first = len(chosen) > 1 or ends[0] == chosen[0].prefill_end
         tokens, seconds = compute(self.model, chosen, ends, self.caches.ragged)
         self.counts.update(chunks=1, prompt_tokens=tokens)
+        self._work.prompt_tokens += tokens
+        self._work.prompt_time += seconds
         self.caches.computed(tokens, seconds)
         for running in chosen:
             kind = running.marks.pop(running.computed, None)
@@ -193,7 +253,11 @@ class BlockPoolBatchEngine:
         self._secure()
         if not self._batch.members:
             return
+        start = time.perf_counter()
         stepped = self._batch.step()
+        self._work.decode_time += time.perf_counter() - start
+        self._work.generation_steps += 1
+        self._work.generation_tokens += len(stepped.told)
         self.counts["decode_steps"] += 1
         self.counts["tokens"] += len(stepped.told)
         if self.counts["decode_steps"] % CLEAR_STEPS == 0:

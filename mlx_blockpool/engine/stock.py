@@ -10,9 +10,10 @@ import mlx.core as mx
 from mlx_lm.models.cache import LRUPromptCache, can_trim_prompt_cache
 from mlx_lm.models.cache import make_prompt_cache as stock_prompt_cache
 
+from ..cache.parts import tokens_held
 from ..prefix.salts import SHARED
 from .caches import Opened
-from .request import Restoring, Running
+from .request import KIND, Restoring, Running
 
 
 class StockCaches:
@@ -70,6 +71,11 @@ class StockCaches:
 
     def keep(self, running: Running, kind: str) -> None:
         self._insert(running, copy.deepcopy(running.caches), kind)
+
+    def take_in(self, running: Running, caches: list[Any]) -> None:
+        """Know what given caches hold of a prompt."""
+        tokens = running.tokens[: tokens_held(caches)]
+        self._known.insert_cache(self._key, tokens, copy.deepcopy(caches), cache_type=KIND)
 
     def finish(self, running: Running, kind: str) -> None:
         self._insert(running, running.caches, kind)

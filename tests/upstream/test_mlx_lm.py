@@ -49,8 +49,8 @@ def upstream() -> Iterator[Path]:
     version = metadata.version("mlx-lm")
     with TemporaryDirectory(prefix="mlx-lm-tests-") as name:
         folder = Path(name)
-        # The sources of a wheel have no tests; those of the source distribution need no build to be read.
-        pip("download", "--no-deps", "--no-binary", "mlx-lm", "--no-build-isolation", "-d", name, f"mlx-lm=={version}")
+        # A wheel has no tests.
+        pip("download", "--no-deps", "--no-binary", "mlx-lm", "-d", name, f"mlx-lm=={version}")
         pip("install", "--target", str(folder / "packages"), "requests")
         (archive,) = folder.glob("mlx_lm-*.tar.gz")
         with tarfile.open(archive) as tar:
