@@ -33,6 +33,12 @@ class PooledBatchCache(_BaseCache):  # type: ignore[misc]
     def __reduce__(self) -> Any:
         raise TypeError("A batch of pooled caches cannot be pickled. Pickle what extract() makes of each sequence.")
 
+    def __getattr__(self, name: str) -> Any:
+        raise AttributeError(
+            f"A batch of pooled caches has no {name!r}, as its keys and values lie in blocks. For a batch of mlx-lm's "
+            "to take it in, insert sequences whose caches are all from mlx_blockpool.make_prompt_cache(), or all from mlx-lm's."
+        )
+
     @property
     def offset(self) -> mx.array:
         return mx.array([m.offset for m in self.members])

@@ -191,13 +191,21 @@ class Sequence:
         self._changed()
         missing = blocks_for(end) - len(table)
         if missing > 0:
+            self._make_room(group, missing)
             self.pool.extend(table, missing)
         for index in range(start // BLOCK_TOKENS, blocks_for(end)):
             if self.pool.is_shared(table, index, max(0, start - index * BLOCK_TOKENS)):
+                self._make_room(group, 1)
                 self.own(group, index)
         pieces = self._locate(group, start, end)
         self._writes[group] = ((start, end, table.version, self.pool.sharing(group)), pieces)
         return pieces
+
+    def _make_room(self, group: int, blocks: int) -> None:
+        """Evict for what was not promised: a fork in a batch of mlx-lm's takes blocks that nobody has asked for before."""
+        unpromised = blocks - self.tables[group].reserved
+        if unpromised > 0:
+            self.slabs.make_room({group: unpromised})
 
     def _locate(self, group: int, start: int, end: int) -> list[Piece]:
         pieces = []

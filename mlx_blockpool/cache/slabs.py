@@ -7,9 +7,10 @@ No view of a slab may outlive the step that made it: a write would copy the whol
 from __future__ import annotations
 
 import os
+import weakref
 from collections import Counter, deque
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, Protocol
 
 import mlx.core as mx
 
@@ -19,6 +20,12 @@ from ..pool import BlockPool
 from ..spec import BLOCK_TOKENS, FullLayer, ModelCacheSpec, StateLayer, WindowLayer
 
 View = tuple[mx.array, mx.array]
+
+
+class Evictor(Protocol):
+    """Who knows which blocks may be evicted: a prefix cache's Room."""
+
+    def make(self, counts: dict[int, int]) -> None: ...
 
 
 @dataclass(frozen=True)
@@ -93,6 +100,7 @@ class Slabs:
         self.steps: dict[int, Any] = {}
         self.spec = spec
         self.dtype = getattr(mx, self.spec.dtype)
+        self._evictor: weakref.ref[Evictor] | None = None
         self._slabs: dict[tuple[int, int], Slab] = {}
         self._layout = -1
         places = [
@@ -143,6 +151,16 @@ class Slabs:
                 group = self.spec.groups[g]
                 self._slabs[g, i] = Slab(group.layer, len(group.layers), blocks, self.dtype)
         self._layout = self.pool.layout
+
+    def evict_with(self, evictor: Evictor) -> None:
+        """Room that nobody made before is made by `evictor` from now on, as long as it lives."""
+        self._evictor = weakref.ref(evictor)
+
+    def make_room(self, counts: dict[int, int]) -> None:
+        """Evict what is needed for counts[group] more blocks, where there is an evictor and that is enough."""
+        evictor = self._evictor() if self._evictor is not None else None
+        if evictor is not None:
+            evictor.make(counts)
 
     def check_dtype(self, keys: mx.array) -> None:
         """Raises ValueError for keys of the first layer that the pool cannot hold as they are."""

@@ -63,6 +63,7 @@ class PrefixCache:
         self.known = KnownBlocks(slabs.pool, slabs.full_groups, named)
         self.keeping = Keeping(self.known, self.pool.pool_bytes, slabs.state_bytes, config)
         self.room = Room(slabs, self.known, self.keeping.pins)
+        slabs.evict_with(self.room)
         self.stored = None if store is None else StoredPrefixes(self.known, slabs, self.room, store)
         self._handed_out: WeakSet[Sequence] = WeakSet()
         self._pinned = PinnedPrompts(self.known)

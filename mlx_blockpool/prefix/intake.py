@@ -51,7 +51,8 @@ def why_not(slabs: Slabs, theirs: list[Any]) -> str | None:
 
 def _why_not_leaf(slabs: Slabs, mine: Any, their: Any) -> str | None:
     stock = next(cls for cls in _STOCK if isinstance(mine, cls))
-    if type(their) is not stock:
+    # Beside the padded keys of a batch, the states of its members are pooled ones.
+    if type(their) not in (stock, type(mine)):
         return f"found a {type(their).__name__}; needed a {stock.__name__}."
     if stock is ArraysCache:
         rows = {array.shape[0] for array in their.cache if array is not None}

@@ -156,6 +156,9 @@ def test_a_stock_sequence_that_joins_a_pooled_batch_is_refused_by_name() -> None
     stock = stock_prompt_cache(make_model("llama"))[0]
     with pytest.raises(ValueError, match="cannot take in a BatchKVCache"):
         batch.extend(type(stock).merge([stock]))
+    stock.update_and_fetch(*numbered(0, 3))
+    with pytest.raises(AttributeError, match="lie in blocks"):
+        type(stock).merge([stock]).extend(batch)
 
 
 def test_full_and_window_caches_are_not_one_batch() -> None:
@@ -249,3 +252,21 @@ def test_room_that_was_made_for_a_reply_goes_with_the_batch() -> None:
     fetched = prefix.fetch(SYSTEM[:200], max_tokens=400)
     expected = replies(model, [SYSTEM[:200]], [stock_prompt_cache(model)], 400)[0]
     assert replies(model, [SYSTEM[:200]], [fetched.caches], 400)[0] == expected
+
+
+def test_a_batch_of_mlx_lms_evicts_what_nobody_uses_for_the_copies_that_it_needs() -> None:
+    model = make_model("llama")
+    size = open_pool(model, 60_000_000).pool.counts()[0].bytes_per_block
+    slabs = open_pool(model, 5 * size)
+    prefix = PrefixCache(slabs)
+    for step in range(5):
+        tokens = [(i * 3 + step) % 131 for i in range(256)]
+        known = prefix.fetch(tokens, max_tokens=0).caches
+        model(mx.array([tokens]), cache=known)
+        prefix.finish(tokens, known)
+    assert slabs.pool.counts()[0].evictable == 5
+    fetched = prefix.fetch(SYSTEM[:200], max_tokens=50)
+    model(mx.array([fetched.rest[:-1]]), cache=fetched.caches)
+    expected = replies(model, [SYSTEM[:200]], [stock_prompt_cache(model)], 40)[0]
+    assert replies(model, [SYSTEM[199:200]] * 3, [fetched.caches] * 3, 40) == [expected] * 3
+    prefix.check()
