@@ -24,4 +24,4 @@ def model_cache_spec(model: Any, config: dict[str, Any], model_id: str) -> Model
 
 @hookspec
 def prompt_normalisers() -> list[Normaliser]:  # type: ignore[empty-body]
-    """Ways to keep the volatile parts of a prompt the same; each is off unless a user asks for it by name."""
+    """Ways to keep the volatile parts of a prompt the same; each is off unless a user asks for it by name or it is_default."""

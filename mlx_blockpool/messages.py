@@ -1,6 +1,7 @@
 """What a prompt normaliser is: it makes the volatile parts of a chat stay the same, so that its prefix is known again.
 
-Off unless a user asks for it by name, for it changes what the model sees. Knows messages as OpenAI's API has them; no tokens.
+It changes what the model sees, so it is off unless a user asks for it by name, or it leaves out only what is not meant for the
+model. Knows messages as OpenAI's API has them; no tokens.
 """
 
 from __future__ import annotations
@@ -21,11 +22,15 @@ class Replies(Protocol):
 
 @dataclass(frozen=True)
 class Normaliser:
-    """`does`: one sentence that says exactly what the model sees instead. `apply` gets a chat, and returns another one."""
+    """`does`: one sentence that says exactly what the model sees instead. `apply` gets a chat, and returns another one.
+
+    `is_default`: on unless a user says `none`.
+    """
 
     name: str
     does: str
     apply: Callable[[Sequence[Message], Replies], list[Message]]
+    is_default: bool = False
 
 
 def map_text(message: Message, change: Callable[[str], str]) -> Message:

@@ -8,6 +8,8 @@ from collections.abc import Sequence
 from mlx_blockpool.hookspecs import hookimpl
 from mlx_blockpool.messages import Message, Normaliser, Replies, map_text
 
+# What a client says to its vendor's servers. Claude Code's is the same within a conversation and another one in the next.
+VENDOR_HEADER = re.compile(r"^[ \t]*x-anthropic-billing-header[ \t]*:.*(?:\n|\Z)", re.IGNORECASE | re.MULTILINE)
 # Lines that a client adds for its own book-keeping.
 BOOKKEEPING = re.compile(
     r"^[ \t]*(?:x-anthropic-billing-header|x-request-id|(?:request|session|trace|conversation)[ _-]?id|nonce)"
@@ -25,6 +27,13 @@ SYSTEM = ("system", "developer")
 def prompt_normalisers() -> list[Normaliser]:
     return [
         Normaliser(
+            "vendor-header",
+            "Lines of the system prompt that begin with x-anthropic-billing-header:, which a client addresses to its vendor's "
+            "servers and not to the model, are left out.",
+            drop_vendor_header,
+            is_default=True,
+        ),
+        Normaliser(
             "bookkeeping",
             "Lines of the system prompt that begin with x-anthropic-billing-header:, nonce: or a request, session, trace or "
             "conversation id are left out.",
@@ -32,7 +41,7 @@ def prompt_normalisers() -> list[Normaliser]:
         ),
         Normaliser(
             "date",
-            "Lines of the system prompt that give the date or time are moved to the beginning of the last user message.",
+            "Lines of the system prompt that give the date or time are moved to the beginning of the first user message.",
             move_dates,
         ),
         Normaliser(
@@ -44,8 +53,16 @@ def prompt_normalisers() -> list[Normaliser]:
     ]
 
 
+def drop_vendor_header(messages: Sequence[Message], replies: Replies) -> list[Message]:
+    return _without(VENDOR_HEADER, messages)
+
+
 def drop_bookkeeping(messages: Sequence[Message], replies: Replies) -> list[Message]:
-    return [map_text(m, lambda text: BOOKKEEPING.sub("", text)) if m.get("role") in SYSTEM else m for m in messages]
+    return _without(BOOKKEEPING, messages)
+
+
+def _without(lines: re.Pattern[str], messages: Sequence[Message]) -> list[Message]:
+    return [map_text(m, lambda text: lines.sub("", text)) if m.get("role") in SYSTEM else m for m in messages]
 
 
 def move_dates(messages: Sequence[Message], replies: Replies) -> list[Message]:
@@ -56,10 +73,11 @@ def move_dates(messages: Sequence[Message], replies: Replies) -> list[Message]:
         return DATE.sub("", text)
 
     changed = [map_text(m, take) if m.get("role") in SYSTEM else m for m in messages]
-    last = max((i for i, m in enumerate(changed) if m.get("role") == "user"), default=None)
-    if not moved or last is None:
+    # The first one stays where it is, and with it all that follows.
+    first = next((i for i, m in enumerate(changed) if m.get("role") == "user"), None)
+    if not moved or first is None:
         return list(messages)
-    changed[last] = _put_before("\n".join(moved) + "\n\n", changed[last])
+    changed[first] = _put_before("\n".join(moved) + "\n\n", changed[first])
     return changed
 
 

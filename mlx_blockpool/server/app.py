@@ -135,6 +135,8 @@ def make_generator(model_provider: BlockpoolModelProvider) -> ChatGenerator:
         normalisers = Normalisers(make_plugin_manager(), args.normalise)
     except ValueError as error:
         raise BlockpoolError(f"--normalise: {error}") from error
+    for told in normalisers.told():
+        logging.info("prompts are normalised by %s (--normalise none: by nothing)", told)
     guard = Guard(guard_config(args))
     prompts = [] if args.warm_up is None else read_prompts(args.warm_up)
     generator = ChatGenerator(
@@ -235,8 +237,8 @@ def _add_options(add: Callable[..., Any]) -> None:
         type=lambda text: [name for name in text.split(",") if name],
         default=[],
         metavar="NAMES",
-        help="Normalisers for volatile parts of prompts, such as bookkeeping,date,replay; a request chooses others with the "
-        "header X-Normalise (default: none, for they change what the model sees)",
+        help="Normalisers for volatile parts of prompts, such as bookkeeping,date,replay, beside vendor-header, which is on; "
+        "with none only those named. A request chooses others with the header X-Normalise",
     )
     add("--no-store", action="store_true", help="Keep nothing on disk")
     add("--store-dir", type=Path, metavar="DIR", help="Where prefixes are kept on disk (default: the user's cache folder)")

@@ -84,11 +84,13 @@ class Asking:
             self._check(arguments.model)
             if self.wishes.agent is None and request.request_type == "chat":
                 self.wishes.conversation = self._conversation(request, arguments.model)
+            changed: tuple[str, ...] = ()
             if self.normalisers and request.request_type == "chat":
-                request = replace(request, messages=self.known_normalisers.apply(self.normalisers, request.messages))
+                messages, changed = self.known_normalisers.changes(self.normalisers, request.messages)
+                request = replace(request, messages=messages)
             request.wishes, request.connection = self.wishes, self.connection
             if self.path in GENERATES:
-                request.explained = self._explain(arguments.model.model, request.messages)
+                request.explained = self._explain(arguments.model.model, request.messages, changed, bool(request.tools))
                 request.explained.last_turn = self._last_turn()
             context, responses = self._generator.generate(request, arguments, *args, **kwargs)
         except Exception as error:
@@ -160,12 +162,11 @@ class Asking:
             except ValueError as error:
                 raise ModelNotFoundError(f"Found no model: {error}.") from error
 
-    def _explain(self, model: str, messages: list[Any]) -> Explained:
+    def _explain(self, model: str, messages: list[Any], changed: tuple[str, ...] = (), has_tools: bool = False) -> Explained:
         agent = self.wishes.agent
-        first = Explanation(
-            self.wishes.id, time.time(), self.path, model, agent or self.wishes.conversation, is_named=agent is not None
-        )
-        self.explained = Explained(first, self.known_normalisers, self.normalisers, list(messages or ()), agent)
+        name = agent or self.wishes.conversation
+        first = Explanation(self.wishes.id, time.time(), self.path, model, name, is_named=agent is not None, normalised=changed)
+        self.explained = Explained(first, self.known_normalisers, self.normalisers, list(messages or ()), agent, has_tools)
         self._generator.explanations.add(self.explained)
         return self.explained
 

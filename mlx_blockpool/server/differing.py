@@ -10,6 +10,8 @@ from dataclasses import dataclass
 from itertools import groupby
 from typing import Any
 
+from jinja2 import TemplateError
+
 from ..errors import PluginError
 from ..messages import Message
 from ..prefix.lookup import SHOWN, Lookup
@@ -20,7 +22,8 @@ BEFORE = 128
 # Of a long line so many characters on each side of the difference are shown.
 AROUND = 100
 # Bundled normalisers that can keep a line of the system prompt the same.
-KEEPERS = ("bookkeeping", "date")
+KEEPERS = ("vendor-header", "bookkeeping", "date")
+SYSTEM = ("system", "developer")
 # A line is found again in the messages by its beginning: what is shown of it may be cut.
 BEGINNING = 40
 
@@ -30,13 +33,14 @@ class Difference:
     """From token number `position` on a prompt is not the known one any more: the whole line of each, cut where it is long.
 
     `known_line`: None where it may be somebody else's. `normaliser` would have kept that line the same; None: none that is
-    bundled, or it was on.
+    bundled, or it was on. `moves_tools`: the line is of the system prompt, and the tools stand behind it.
     """
 
     position: int
     line: str
     known_line: str | None
     normaliser: str | None = None
+    moves_tools: bool = False
 
 
 def difference(
@@ -47,6 +51,7 @@ def difference(
     off: Sequence[str],
     normalisers: Normalisers,
     is_own: bool = True,
+    has_tools: bool = False,
 ) -> Difference | None:
     """None where the known tokens do not end in others. `off`: normalisers that the request was not put through.
 
@@ -66,7 +71,29 @@ def difference(
     whole = [_line(text, split) for text in texts]
     keeper = _keeper(whole, split - _start(texts[0], split), messages, off, normalisers)
     lines = [_shown(text, split, at <= BEFORE, len(ids) < SHOWN) for text, ids in zip(texts, shown, strict=True)]
-    return Difference(at, lines[0], lines[1] if is_own else None, keeper)
+    behind = texts[0][split : _end(texts[0], split)]
+    moves_tools = has_tools and _is_in_system(whole[0], behind, messages) and tools_stand_behind(tokenizer)
+    return Difference(at, lines[0], lines[1] if is_own else None, keeper, moves_tools)
+
+
+def tools_stand_behind(tokenizer: Any) -> bool:
+    """Whether a template writes the tools behind the text of the system prompt; found out by rendering two words."""
+    system, tool = "systemtextisthisone", "toolnameisthisone"
+    messages = [{"role": "system", "content": system}, {"role": "user", "content": ""}]
+    tools = [
+        {"type": "function", "function": {"name": tool, "description": "", "parameters": {"type": "object", "properties": {}}}}
+    ]
+    try:
+        text = str(tokenizer.apply_chat_template(messages, tools=tools, tokenize=False, add_generation_prompt=False))
+    except (TemplateError, ValueError, TypeError, KeyError, IndexError, AttributeError):
+        return False
+    return 0 <= text.find(system) < text.find(tool)
+
+
+def _is_in_system(line: str, behind: str, messages: list[Message]) -> bool:
+    """Whether a line is one of the system prompt's. `behind`: its end, where the template has written something before it."""
+    text = "\n".join(_text_of(message) for message in messages if message.get("role") in SYSTEM)
+    return bool(line.strip()) and (line in text or (len(behind) > 1 and behind in text))
 
 
 def _split(texts: list[str]) -> int:
@@ -125,7 +152,7 @@ def _keeper(lines: list[str], split: int, messages: list[Message], off: Sequence
 def _taken(normalisers: Normalisers, name: str, messages: list[Message]) -> Iterator[str]:
     """The lines of the system prompt that a normaliser takes out."""
     for before, after in zip(messages, normalisers.apply((name,), messages), strict=False):
-        if before.get("role") in ("system", "developer"):
+        if before.get("role") in SYSTEM:
             left = set(_text_of(after).splitlines())
             yield from (line for line in _text_of(before).splitlines() if line.strip() and line not in left)
 

@@ -49,6 +49,7 @@ class Explanation:
     cached_tokens:    need not be computed; restored_tokens of them were brought back from disk for this request.
     elsewhere:        what the agent did last, if its keys and values are of no use here.
     is_named:         the client has given the agent's name; else it was made of what the chat says.
+    normalised:       the normalisers that have changed what the model sees.
     """
 
     id: str
@@ -66,6 +67,7 @@ class Explanation:
     elsewhere: str | None = None
     error: str | None = None
     is_named: bool = False
+    normalised: tuple[str, ...] = ()
 
     @property
     def why(self) -> str:
@@ -93,7 +95,8 @@ class Explanation:
         keep = f": that line changes; --normalise {found.normaliser} would keep it" if found.normaliser else ""
         known = "other text" if found.known_line is None else f'"{found.known_line}"'
         lines = f'the prompt has "{found.line}" where {known} was known before'
-        return f"{reason}; at token {found.position:,} {lines}{keep}"
+        tools = "; the model's template has the tools behind it, which are computed again with it" if found.moves_tools else ""
+        return f"{reason}; at token {found.position:,} {lines}{keep}{tools}"
 
     def as_dict(self) -> dict[str, Any]:
         """All of it, for a client."""
@@ -115,6 +118,7 @@ class Explanation:
             "difference": None if found is None else {**vars(found)},
             "elsewhere": self.elsewhere,
             "error": self.error,
+            "normalised": list(self.normalised),
         }
 
     @property
@@ -141,6 +145,8 @@ class Explanation:
             found["X-Cache-Tokens"] = f"{self.cached_tokens}/{self.prompt_tokens}"
         if wanted:
             found["X-Cache-Cause"] = self.cause or self.state
+            if self.normalised:
+                found["X-Cache-Normalised"] = ", ".join(self.normalised)
             found["X-Cache-Why"] = plain(self.why).encode("ascii", "backslashreplace").decode()[:LONGEST_HEADER]
         return found
 
@@ -149,6 +155,7 @@ class Explained:
     """What there is to tell of one request, `now`. `messages`: its chat, until it has started.
 
     `account`: the name that its agent is noted under; None: the client has named none. `salt`: what it is looked up under.
+    `has_tools`: the chat shows some.
     """
 
     def __init__(
@@ -158,7 +165,9 @@ class Explained:
         on: Sequence[str],
         messages: list[Message],
         account: str | None = None,
+        has_tools: bool = False,
     ) -> None:
+        self._has_tools = has_tools
         self.now = first
         self.account = account
         self.salt = SHARED
@@ -192,7 +201,8 @@ class Explained:
         )
         if lookup is not None:
             given = (tokenizer, prompt, lookup, self._messages, self._off, self._normalisers)
-            found, whole = difference(*given, is_own=is_own), difference(*given)
+            found = difference(*given, is_own=is_own, has_tools=self._has_tools)
+            whole = difference(*given, has_tools=self._has_tools)
             elsewhere = self._elsewhere(namespace) if lookup.cause in ("new", "differs", "longer") else None
             self.now = replace(
                 now,
@@ -222,7 +232,9 @@ class Explained:
         return self._line or self._line_of(self.now)
 
     def _line_of(self, now: Explanation) -> str:
-        return plain(f"{now.id} {now.path} of {now.agent or 'no agent'}, {now.model}: {now.cause or now.state}: {now.why}")
+        normalised = f"; normalised by {', '.join(now.normalised)}" if now.normalised else ""
+        why = f"{now.cause or now.state}: {now.why}{normalised}"
+        return plain(f"{now.id} {now.path} of {now.agent or 'no agent'}, {now.model}: {why}")
 
     def _elsewhere(self, namespace: str | None) -> str | None:
         last = self.last_turn

@@ -42,37 +42,50 @@ class RememberedReplies:
 
 
 class Normalisers:
-    """All that plugins bring, by name. `default`: the names that hold where a request says nothing."""
+    """All that plugins bring, by name. `default`: the names that hold where a request says nothing.
 
-    def __init__(self, manager: pluggy.PluginManager, default: Sequence[str] = ()) -> None:
+    `chosen`: what the server's user asks for beside those that are on by themselves; `none` among them turns these off.
+    """
+
+    def __init__(self, manager: pluggy.PluginManager, chosen: Sequence[str] = ()) -> None:
         self.replies = RememberedReplies()
         self.by_name = _named(normaliser for found in manager.hook.prompt_normalisers() for normaliser in found)
-        self.default = tuple(default)
-        self.check(self.default)
+        self.default = self._with_defaults(chosen)
 
-    def check(self, names: Iterable[str]) -> None:
+    def asked(self, header: str | None) -> tuple[str, ...]:
+        """The names that hold for a request with an X-Normalise header, as for the server. Raises ValueError."""
+        return self.default if header is None else self._with_defaults([name.strip() for name in header.split(",")])
+
+    def _with_defaults(self, chosen: Sequence[str]) -> tuple[str, ...]:
         """Raises ValueError for a name that no plugin has."""
+        names = [name for name in chosen if name not in ("", "none")]
         unknown = [name for name in names if name not in self.by_name]
         if unknown:
             raise ValueError(f"Found normaliser {', '.join(unknown)}; needed one of {', '.join(sorted(self.by_name))}, or none.")
-
-    def asked(self, header: str | None) -> tuple[str, ...]:
-        """The names that an X-Normalise header asks for; `none` for none. Raises ValueError."""
-        if header is None:
-            return self.default
-        names = tuple(name.strip() for name in header.split(",") if name.strip() not in ("", "none"))
-        self.check(names)
-        return names
+        default = [] if "none" in chosen else [name for name, normaliser in self.by_name.items() if normaliser.is_default]
+        return tuple(dict.fromkeys([*default, *names]))
 
     def apply(self, names: Sequence[str], messages: list[Message]) -> list[Message]:
         """What the model is to see instead. Raises PluginError that names the normaliser which failed."""
+        return self.changes(names, messages)[0]
+
+    def changes(self, names: Sequence[str], messages: list[Message]) -> tuple[list[Message], tuple[str, ...]]:
+        """What the model is to see instead, and the names of those that have changed something."""
+        changed = []
         for name in names:
             try:
-                messages = self.by_name[name].apply(messages, self.replies)
+                after = self.by_name[name].apply(messages, self.replies)
             except Exception as error:
                 # Anybody's code.
                 raise PluginError(f"Normaliser {name} raised {type(error).__name__}: {error}.") from error
-        return messages
+            if after != messages:
+                changed.append(name)
+            messages = after
+        return messages, tuple(changed)
+
+    def told(self) -> list[str]:
+        """What is done to the prompts of requests that say nothing, a sentence for each."""
+        return [f"{name}: {self.by_name[name].does}" for name in self.default]
 
 
 def _named(found: Iterable[Any]) -> dict[str, Normaliser]:

@@ -1,11 +1,15 @@
 """Claude Code as a server sees it: one window's requests in their order, with what the server says put back as it is done there.
 
+Headers, fields and blocks of the main requests are those that 2.1.330 was recorded to send, with shorter texts; titles, counts
+and sub-agents follow what earlier versions did. The first system block has no nonce: it is the same in all requests of a
+conversation and, as its version ends in a hash of the first user message, another one in the next (2.1.330.ca2, 2.1.330.62e).
 What a small model would not do is written down: which tools are called after a reply, and what they return.
 """
 
 from __future__ import annotations
 
 import copy
+import hashlib
 import http.client
 import json
 from dataclasses import dataclass, field
@@ -18,18 +22,19 @@ Block = dict[str, Any]
 EPHEMERAL: Block = {"cache_control": {"type": "ephemeral"}}
 HEADERS = {
     "accept": "application/json",
-    "anthropic-beta": "claude-code-20250219,interleaved-thinking-2025-05-14,context-management-2025-06-27",
+    "anthropic-beta": "claude-code-20250219,interleaved-thinking-2025-05-14,context-management-2025-06-27,effort-2025-11-24",
     "anthropic-dangerous-direct-browser-access": "true",
     "anthropic-version": "2023-06-01",
     "authorization": "Bearer any",
     "content-type": "application/json",
-    "user-agent": "claude-cli/2.1.37 (external, cli)",
+    "user-agent": "claude-cli/2.1.330 (external, sdk-cli)",
     "x-app": "cli",
+    "x-claude-code-session-id": "bbc4ff50-0000-4000-8000-000000000000",
     "x-stainless-lang": "js",
     "x-stainless-retry-count": "0",
 }
-BILLING = "x-anthropic-billing-header: cc_version=2.1.37.{build}; cc_entrypoint=cli; cch={nonce};"
-IDENTITY = "You are Claude Code, Anthropic's official CLI for Claude."
+BILLING = "x-anthropic-billing-header: cc_version=2.1.330.{conversation}; cc_entrypoint=sdk-cli;"
+IDENTITY = "You are a Claude agent, built on Anthropic's Claude Agent SDK."
 INSTRUCTIONS = (
     "You are an interactive agent that helps users with software engineering tasks.\n\n# Tone\n"
     + "Only address the query at hand; no preamble and no summary unless the user asks for one. " * 2
@@ -39,15 +44,14 @@ INSTRUCTIONS = (
     + "Call several tools in one message where they do not depend on each other. " * 2
 )
 ENVIRONMENT = (
-    "Here is useful information about the environment you are running in:\n<env>\nWorking directory: /home/ann/pool\n"
-    "Is directory a git repo: Yes\nPlatform: linux\nToday's date: {date}\n</env>\n"
-    "gitStatus: This is the git status at the start of the conversation.\nCurrent branch: main\n\nStatus:\nM pool.py\n"
+    "# Environment\nYou have been invoked in the following environment: \n - Primary working directory: /home/ann/pool\n"
+    " - Is a git repository: true\n - Platform: linux\n - Shell: bash\n"
 )
 SUB_NAMES = ["Glob", "Grep", "Read", "WebFetch"]
 NAMES = [*SUB_NAMES, "Task", "Bash", "Edit", "Write", "NotebookEdit", "TodoWrite", "BashOutput", "KillShell"]
 CONTEXT = (
-    "<system-reminder>\nAs you answer the user's questions, you can use the following context:\n# claudeMd\n"
-    "Contents of /home/ann/pool/CLAUDE.md:\n\n" + "Blocks are counted, never guessed. " * 2 + "\n</system-reminder>\n"
+    "<system-reminder>\nAs you answer the user's questions, you can use the following context:\n# gitStatus\n"
+    "This is the git status at the start of the conversation.\n\nCurrent branch: main\n\nStatus:\nM pool.py\n</system-reminder>"
 )
 TODO = "<system-reminder>\nThis is a reminder that your todo list is currently empty. Do not mention it.\n</system-reminder>\n"
 CHANGED = "<system-reminder>\nNote: /home/ann/pool/pool.py was modified, by the user or by a linter.\n</system-reminder>\n"
@@ -80,18 +84,17 @@ class Window:
 
     server: Client
     model: str = "default_model"
-    date: str = "2026-11-21"
+    first: str = "Why does the pool test fail?"
     reply_tokens: int = 24
     replies: list[Reply] = field(default_factory=list)
     messages: list[Block] = field(default_factory=list)
-    nonces: list[str] = field(default_factory=list)
 
     # -- the session ---------------------------------------------------------------------------------------------------
 
     def run(self, turns: int = 12) -> None:
         """The session: its first `turns` main requests, with all that is sent between them."""
         self.post({"model": self.model, "max_tokens": 1, "messages": [{"role": "user", "content": "quota"}]})
-        self.title("Why does the pool test fail?")
+        self.title(self.first)
         for turn, (user, calls) in enumerate(zip(*self._script(), strict=True)):
             if turn == turns:
                 break
@@ -105,7 +108,7 @@ class Window:
     def _script(self) -> tuple[list[list[Block]], list[list[tuple[str, str]]]]:
         """What stands in each user turn, and which tools the assistant calls in answer to it."""
         users = [
-            [text(CONTEXT), text(TODO), text("Why does the pool test fail?")],
+            [text(CONTEXT), text(TODO), text(self.first)],
             ["/home/ann/pool/pool.py\n/home/ann/pool/test_pool.py", FILE],
             [f"{FILE}{TODO}"],
             ["pool.py:3: def take_3\npool.py:4: def take_4"],
@@ -133,6 +136,8 @@ class Window:
     def turn(self, user: list[Block], calls: list[tuple[str, str]]) -> Reply:
         """A main request. The reply joins the conversation, with the calls that a larger model would have made."""
         self.messages.append({"role": "user", "content": user})
+        if len(self.messages) == 1:
+            self.messages.append({"role": "system", "content": ENVIRONMENT})
         reply = self.post(self.main_body())
         turn = len(self.replies)
         said = [block for block in reply.content if block["type"] != "text" or block["text"].strip()]
@@ -146,7 +151,7 @@ class Window:
 
     def main_body(self) -> Block:
         return self._body(
-            [text(IDENTITY) | EPHEMERAL, text(INSTRUCTIONS) | EPHEMERAL, text(ENVIRONMENT.format(date=self.date))],
+            [text(IDENTITY) | EPHEMERAL, text(INSTRUCTIONS) | EPHEMERAL],
             [tool(name) for name in NAMES],
             self.messages,
         )
@@ -175,15 +180,17 @@ class Window:
     # -- the wire ------------------------------------------------------------------------------------------------------
 
     def _body(self, system: list[Block], tools: list[Block], messages: list[Block]) -> Block:
-        # In no order, as a hash's.
-        self.nonces.append(f"{(len(self.nonces) + 1) * 40503 % 65536:05x}")
+        begins = hashlib.blake2b(json.dumps(messages[0]).encode(), digest_size=2).hexdigest()[:3]
         return {
             "model": self.model,
             "messages": marked(messages),
-            "system": [text(BILLING.format(build="a0b", nonce=self.nonces[-1])), *system],
+            "system": [text(BILLING.format(conversation=begins)), *system],
             "tools": tools,
-            "metadata": {"user_id": "user_5d1b_account__session_0f7c"},
+            "metadata": {"user_id": json.dumps({"device_id": "c7d9", "account_uuid": "", "session_id": "bbc4ff50"})},
             "max_tokens": self.reply_tokens,
+            "thinking": {"type": "adaptive", "display": "omitted"},
+            "context_management": {"edits": [{"type": "clear_thinking_20251015", "keep": "all"}]},
+            "output_config": {"effort": "high"},
             "temperature": 0,
             "stream": True,
         }
@@ -223,11 +230,11 @@ def whole(usage: dict[str, int]) -> int:
 
 
 def marked(messages: list[Block]) -> list[Block]:
-    """Marks on the last blocks of the last two user turns: they move along with the conversation."""
+    """A mark on the last block of the conversation: it moves along."""
     messages = copy.deepcopy(messages)
-    for message in [message for message in messages if message["role"] == "user"][-2:]:
-        if isinstance(message["content"], list):
-            message["content"][-1].update(EPHEMERAL)
+    last = next(message for message in reversed(messages) if message["role"] == "user")
+    if isinstance(last["content"], list):
+        last["content"][-1].update(EPHEMERAL)
     return messages
 
 

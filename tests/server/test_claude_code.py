@@ -13,11 +13,10 @@ from mlx.utils import tree_flatten
 from models import CONFIGS, make_model
 
 from server.anthropic_agents import save_agent
-from server.claude_code import BILLING, Window
+from server.claude_code import BILLING, INSTRUCTIONS, NAMES, Window, tool
 from server.serving import blockpool_server
 
-POOL = ("--pool-bytes", "60MB")
-KEPT = ("--normalise", "bookkeeping")
+POOL = ("--pool-bytes", "60MB", "--max-positions", "20000")
 # What other architectures than llama keep of their beginnings stands at the ends of messages.
 SHARES = {"llama": 0.95, "lfm2": 0.90}
 
@@ -40,7 +39,7 @@ def reused(window: Window) -> list[float]:
 @pytest.mark.parametrize("name", SHARES)
 def test_a_session_reads_what_it_has_left(name: str, tmp_path: Path) -> None:
     model = save(tmp_path / name, name)
-    with blockpool_server(model, *POOL, *KEPT) as server:
+    with blockpool_server(model, *POOL) as server:
         window = Window(server, str(model))
         window.run()
         shares = reused(window)
@@ -50,21 +49,31 @@ def test_a_session_reads_what_it_has_left(name: str, tmp_path: Path) -> None:
     assert min(shares) >= SHARES[name], [f"{share:.3f}" for share in shares]
     assert counted == window.replies[-1].prompt
     # Never a wrong answer: a server that knows nothing replies the same.
-    with blockpool_server(model, *POOL, *KEPT) as fresh:
+    with blockpool_server(model, *POOL) as fresh:
         cold = Window(fresh, str(model), messages=window.messages[:-2])
         again = cold.turn(window.messages[-2]["content"], [])
     assert (again.content, again.read) == (window.replies[-1].content, 0)
 
 
-def test_a_session_whose_system_prompt_changes_reads_nothing_behind_it_and_is_told_which_line(tmp_path: Path) -> None:
+def test_another_conversation_of_the_project_reads_all_that_they_have_in_common(tmp_path: Path) -> None:
+    """Their billing lines differ, and stand before everything: it is left out, unless nothing is to be."""
     model = save(tmp_path / "llama", "llama")
-    before_nonce = BILLING.index("cch=") + len("<|im_start|>system\n")
-    with blockpool_server(model, *POOL) as server:
-        window = Window(server, str(model), reply_tokens=4)
-        window.run(turns=2)
-        assert all(reply.read <= before_nonce for reply in window.replies)
-        status, told = server.send(f"/v1/cache/explain/{window.replies[-1].id}")
-        assert status == 200, told
-        assert "x-anthropic-billing-header" in json.dumps(told)
-        assert f"cch={window.nonces[-2]}" in json.dumps(told)
-        assert "bookkeeping" in json.dumps(told)
+    reads = {}
+    for options in ((), ("--normalise", "none")):
+        with blockpool_server(model, *POOL, *options) as server:
+            first, second = (
+                Window(server, str(model), reply_tokens=4),
+                Window(server, str(model), "Who calls take_3?", reply_tokens=4),
+            )
+            first.run(turns=2)
+            second.run(turns=1)
+            reads[options] = second.replies[0]
+            status, told = server.send(f"/v1/cache/explain/{second.replies[0].id}")
+            assert status == 200, told
+            server.settle()
+    common = len(INSTRUCTIONS) + sum(len(json.dumps(tool(name))) for name in NAMES)
+    assert reads[()].read > common
+    told_line, differs = told["difference"]["line"], BILLING.index("{")
+    assert reads[("--normalise", "none")].read <= differs + len("<|im_start|>system\n")
+    assert (told_line[:differs], told["difference"]["normaliser"]) == (BILLING[:differs], "vendor-header")
+    assert told["why"].endswith("the model's template has the tools behind it, which are computed again with it")

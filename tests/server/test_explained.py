@@ -18,7 +18,7 @@ from mlx_blockpool.server.explained import Asker, Explained, Explanation, Explan
 from server.serving import Client, blockpool_server
 
 EXPLAIN = "/v1/cache/explain"
-BILLING = "x-anthropic-billing-header: cc_version=2.1; cch={}; session=4711"
+SESSION = "session id: {}; of 4711"
 
 
 @pytest.fixture(scope="module")
@@ -71,24 +71,24 @@ def test_a_first_and_a_second_time(server: Client) -> None:
 def test_the_lines_that_differ_and_what_would_keep_them(server: Client) -> None:
     rest = "You look things up.\n" * 12
     before, after = (
-        chat("Go.", system=f"Be brief.\n{BILLING.format(c)}\n{rest}", prompt_cache_key="liner") for c in ("a0c1", "b1f2")
+        chat("Go.", system=f"Be brief.\n{SESSION.format(c)}\n{rest}", prompt_cache_key="liner") for c in ("a0c1", "b1f2")
     )
     post(server, "/v1/chat/completions", before)
     found = explained(server, after)
     told = found["difference"]
-    assert (found["cause"], told["line"], told["known_line"]) == ("differs", BILLING.format("b1f2"), BILLING.format("a0c1"))
-    same = len("<|im_start|>system\nBe brief.\n" + BILLING[: BILLING.index("{")])
+    assert (found["cause"], told["line"], told["known_line"]) == ("differs", SESSION.format("b1f2"), SESSION.format("a0c1"))
+    same = len("<|im_start|>system\nBe brief.\n" + SESSION[: SESSION.index("{")])
     at = same - len("<|im_start|>") + 1
     assert (told["position"], told["normaliser"], found["cached_tokens"]) == (at, "bookkeeping", at)
     assert found["why"].endswith("--normalise bookkeeping would keep it")
-    again = chat("Go.", system=f"Be brief.\n{BILLING.format('c2a3')}\n{rest}")
+    again = chat("Go.", system=f"Be brief.\n{SESSION.format('c2a3')}\n{rest}")
     post(server, "/v1/chat/completions", before, X_Normalise="bookkeeping")
     assert explained(server, again, X_Normalise="bookkeeping")["cause"] == "all", "it does keep it"
 
 
 def test_what_no_normaliser_keeps_is_not_said_to_be_kept(server: Client) -> None:
     """The same line in what the user says is not theirs, and another line is nobody's."""
-    for of, cause in ((BILLING, "user"), ("Room {} is free.", "system")):
+    for of, cause in ((SESSION, "user"), ("Room {} is free.", "system")):
         for value in ("one", "two"):
             text = f"{cause} says:\n{of.format(value)}\nGo on. " * 3
             found = explained(server, chat("Go.", system=text) if cause == "system" else chat(text))

@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
-from mlx_blockpool_plugins.volatile import drop_bookkeeping, move_dates, replay
+from mlx_blockpool_plugins.volatile import drop_bookkeeping, drop_vendor_header, move_dates, replay
 from models import save_model
 
 from mlx_blockpool.plugins import make_plugin_manager
@@ -19,7 +19,8 @@ from server.serving import Client, blockpool_server
 
 NO_REPLIES = RememberedReplies()
 SYSTEM = (
-    "You are an agent.\nx-anthropic-billing-header: cc_version=2.1; cch={nonce};\nToday's date is {date}.\n" + "Be brief. " * 60
+    "You are an agent.\nx-anthropic-billing-header: cc_version=2.1.330;\nsession id: {nonce}\nToday's date is {date}.\n"
+    + "Be brief. " * 60
 )
 
 
@@ -43,7 +44,49 @@ def test_parts_of_a_system_prompt_are_changed_each_by_itself() -> None:
     ]
 
 
-def test_dates_move_to_the_last_user_message() -> None:
+def test_the_header_for_a_vendor_is_left_out_of_the_system_prompt_alone() -> None:
+    header = "x-anthropic-billing-header: cc_version=2.1.330.ca2; cc_entrypoint=sdk-cli;"
+    asked = [
+        {"role": "system", "content": [{"type": "text", "text": header}, {"type": "text", "text": f"Stay.\n{header}\nnonce: 1"}]},
+        {"role": "user", "content": header},
+    ]
+    found = drop_vendor_header(asked, NO_REPLIES)
+    assert found[0]["content"] == [{"type": "text", "text": ""}, {"type": "text", "text": "Stay.\nnonce: 1"}]
+    assert found[1] == asked[1]
+
+
+def test_what_is_on_and_how_it_is_turned_off() -> None:
+    def on(*chosen: str) -> tuple[str, ...]:
+        return Normalisers(make_plugin_manager(), chosen).default
+
+    assert on() == ("vendor-header",)
+    assert on("date", "replay") == ("vendor-header", "date", "replay")
+    assert (on("none"), on("none", "date"), on("vendor-header")) == ((), ("date",), ("vendor-header",))
+    plain = Normalisers(make_plugin_manager(), ["date"])
+    assert [plain.asked(header) for header in (None, "", "none", "replay", " none , replay ")] == [
+        ("vendor-header", "date"),
+        ("vendor-header",),
+        (),
+        ("vendor-header", "replay"),
+        ("replay",),
+    ]
+    assert [told.partition(":")[0] for told in plain.told()] == ["vendor-header", "date"]
+
+
+def test_what_is_on_is_said_at_the_start_in_the_log_and_in_the_explanation(model: Path, caplog: pytest.LogCaptureFixture) -> None:
+    with caplog.at_level("INFO"), blockpool_server(model, "--pool-bytes", "20MB") as ours:
+        assert "normalised by vendor-header: Lines of the system prompt that begin with x-anthropic" in caplog.text
+        for content, names in ((SYSTEM.format(nonce="a", date="b"), ["vendor-header"]), ("Plain.", [])):
+            caplog.clear()
+            body = {"messages": [{"role": "system", "content": content}, {"role": "user", "content": "x"}], "max_tokens": 1}
+            status, _ = ours.send("/v1/chat/completions", body)
+            found = next(reversed(ours.generator.explanations._found.values())).now
+            assert (status, found.as_dict()["normalised"]) == (200, names)
+            assert ("; normalised by vendor-header" in caplog.text) == bool(names)
+            assert ("X-Cache-Normalised" in found.headers(True)) == bool(names)
+
+
+def test_dates_move_to_the_first_user_message() -> None:
     asked = [
         system("a"),
         {"role": "user", "content": "One"},
@@ -52,8 +95,8 @@ def test_dates_move_to_the_last_user_message() -> None:
     ]
     found = move_dates(asked, NO_REPLIES)
     assert "date" not in found[0]["content"]
-    assert found[1:3] == asked[1:3]
-    assert found[3]["content"] == "Today's date is 2026-11-21.\n\nTwo"
+    assert found[1]["content"] == "Today's date is 2026-11-21.\n\nOne"
+    assert found[2:] == asked[2:]
     assert move_dates(asked[:1], NO_REPLIES) == asked[:1], "nobody to give it to"
 
 
@@ -89,13 +132,13 @@ CHAT = st.lists(st.fixed_dictionaries({"role": st.sampled_from(["system", "user"
 @given(CHAT)
 def test_any_chat_keeps_its_messages_and_their_roles(chat: list[dict[str, Any]]) -> None:
     before = json.dumps(chat)
-    for apply in (drop_bookkeeping, move_dates, replay):
+    for apply in (drop_vendor_header, drop_bookkeeping, move_dates, replay):
         assert [m["role"] for m in apply(chat, NO_REPLIES)] == [m["role"] for m in chat]
     assert json.dumps(chat) == before, "the client's own messages were changed"
 
 
 def test_unknown_names_say_which_there_are() -> None:
-    with pytest.raises(ValueError, match="Found normaliser dates; needed one of bookkeeping, date, replay, or none"):
+    with pytest.raises(ValueError, match="Found normaliser dates; needed one of bookkeeping, date, replay, vendor-header, or"):
         Normalisers(make_plugin_manager(), ["dates"])
 
 
@@ -129,4 +172,4 @@ def test_a_name_that_is_not_known_is_the_clients_error(model: Path) -> None:
     with blockpool_server(model, "--pool-bytes", "20MB") as ours:
         status, answer = ours.send("/v1/chat/completions", {"messages": [system("a")]}, headers={"X-Normalise": "dates"})
     assert status == 400
-    assert "needed one of bookkeeping, date, replay" in answer["error"]["message"]
+    assert "needed one of bookkeeping, date, replay, vendor-header" in answer["error"]["message"]

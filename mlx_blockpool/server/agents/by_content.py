@@ -19,7 +19,7 @@ from ...messages import Message
 from ..normalise import Normalisers
 
 NAME = re.compile("content-[0-9a-f]{32}")
-VOLATILE = ("bookkeeping", "date")
+VOLATILE = ("vendor-header", "bookkeeping", "date")
 INSTRUCTIONS = ("system", "developer")
 
 
@@ -32,7 +32,7 @@ def name_of(model: Sequence[str | None], messages: Sequence[Message], normaliser
     """The name of the conversation that a chat goes on. `messages` as the client sent them; they stay as they are."""
     system = list(takewhile(lambda message: message.get("role") in INSTRUCTIONS, messages))
     first = next((message for message in messages if message.get("role") not in INSTRUCTIONS), {})
-    # All as instructions, for from those alone the normalisers take something out; dates go to the last user message.
+    # All as instructions, for from those alone the normalisers take something out; dates go to the first user message.
     asked: list[Message] = [{"role": "system", "content": message.get("content")} for message in (*system, first)]
     asked.append({"role": "user", "content": ""})
     names = [name for name in VOLATILE if name in normalisers.by_name]
