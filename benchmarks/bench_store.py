@@ -1,4 +1,5 @@
-"""The prompt store: first token after a restart against prefilling again, restoring against reading the files, stalls of decode.
+"""The prompt store: first token after a restart against prefilling again, restoring against reading the files, stalls of decode,
+the start with many records with and without what was noted of their headers, and the listing of many agents.
 
 Each case runs both in this process, in turns. Files are in the page cache for both.
 """
@@ -17,6 +18,7 @@ from typing import Any
 import mlx.core as mx
 from measure import interleave, llama, options, report
 
+from mlx_blockpool.agents import listed
 from mlx_blockpool.cache.attention import bind
 from mlx_blockpool.cache.factory import open_pool
 from mlx_blockpool.config import EngineConfig, PoolConfig, StoreConfig
@@ -25,7 +27,11 @@ from mlx_blockpool.engine.engine import BlockPoolBatchEngine
 from mlx_blockpool.engine.request import Request, Token
 from mlx_blockpool.prefix.cache import PrefixCache
 from mlx_blockpool.prefix.stored import naming
+from mlx_blockpool.prefix.trie import Trie
 from mlx_blockpool.spec import BLOCK_TOKENS
+from mlx_blockpool.store.agents import Agents
+from mlx_blockpool.store.layout import name_of
+from mlx_blockpool.store.record import BLOCK, Part, Record, encode
 from mlx_blockpool.store.store import PromptStore
 
 VOCAB = 2048
@@ -163,6 +169,58 @@ def bench_stall(args: Any, model: Any, folder: Path, context: int, steps: int, r
     stored(engines["on"]).store.close()
 
 
+def place(folder: Path, namespace: str, tokens: list[int], parts: tuple[Part, ...]) -> list[Record]:
+    """The records of a sequence, without a server and without a sync."""
+    parent, found = Trie(namespace).root.hash, []
+    for start in range(0, len(tokens), BLOCK_TOKENS):
+        edge = tuple(tokens[start : start + BLOCK_TOKENS])
+        record = Record(BLOCK, namespace, naming(parent, edge), parent, start, edge, parts, {"kind": "assistant", "bits": "0"})
+        path = folder / name_of(namespace, record.key)
+        path.parent.mkdir(parents=True, exist_ok=True)
+        path.write_bytes(b"".join(bytes(buffer) for buffer in encode(record, [bytes(part.nbytes) for part in parts])))
+        found.append(record)
+        parent = record.hash
+    return found
+
+
+def bench_start(args: Any, model: Any, count: int, folder: Path) -> None:
+    """Opening a store of `count` records, in paths of 100, until every prefix is known."""
+    rng = random.Random(2)
+    # As many parts as a model of 28 layers has; what is in them is not read.
+    parts = tuple(Part(f"layers.{layer}.{what}", "F16", (1,)) for layer in range(28) for what in ("keys", "values"))
+    for start in range(0, count, 100):
+        place(folder, "bench", [rng.randrange(VOCAB) for _ in range(min(100, count - start) * BLOCK_TOKENS)], parts)
+    figures: dict[str, float] = {}
+    for name in ("read", "noted"):
+        wall, cpu = time.perf_counter(), time.process_time()
+        engine = opened(model, folder)
+        figures |= {f"{name}_s": round(time.perf_counter() - wall, 2), f"{name}_cpu_s": round(time.process_time() - cpu, 2)}
+        known = sum(1 for _ in stored(engine).known.trie)
+        assert known == count, f"{known} prefixes are known, not {count}"
+        stored(engine).store.close()
+    ratio = round(figures["read_cpu_s"] / figures["noted_cpu_s"], 1)
+    report(args, "store", f"start with {count} records", **figures, ratio_cpu=ratio)
+
+
+def bench_listing(args: Any, count: int, folder: Path) -> None:
+    """Agents with one system prompt and an end of their own each: all figures anew, and the files alone a second time."""
+    system = [n % VOCAB for n in range(4 * BLOCK_TOKENS)]
+    agents = Agents(folder)
+    parts = (Part("data", "F16", (1,)),)
+    for number in range(count):
+        tokens = [*system, *((number + n) % VOCAB for n in range(20 + number % 200))]
+        hashes = [record.hash for record in place(folder, "bench", tokens, parts)]
+        agents.note(f"agent {number}", "bench", "bench", hashes, len(tokens))
+    times = {}
+    for name, act in (("listed", lambda: len(listed(folder)["agents"])), ("looked_again", lambda: len(agents.look().agents))):
+        agents.look()
+        wall, cpu = time.perf_counter(), time.process_time()
+        found = act()
+        times |= {f"{name}_s": round(time.perf_counter() - wall, 2), f"{name}_cpu_s": round(time.process_time() - cpu, 2)}
+        assert found == count, f"{found} agents were found, not {count}"
+    report(args, "store", f"listing of {count} agents", **times)
+
+
 if __name__ == "__main__":
     args = options(__doc__ or "")
     model = llama(128, 2, 4, 2) if args.quick else llama(256, 4, 4, 2)
@@ -175,3 +233,5 @@ if __name__ == "__main__":
         bench_restore(args, llama(1024, 16, 16, 16), length // 2, Path(folder) / "large blocks", rounds)
         context, steps, rounds = (230, 80, 3) if args.quick else (700, 50, 10)
         bench_stall(args, model, Path(folder) / "stall", context, steps, rounds)
+        bench_start(args, model, 500 if args.quick else 20_000, Path(folder) / "start")
+        bench_listing(args, 100 if args.quick else 3000, Path(folder) / "listing")
