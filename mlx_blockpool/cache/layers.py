@@ -257,7 +257,7 @@ class PooledKVCache(PooledLayer, KVCache):  # type: ignore[misc]
 
     def trim(self, n: int) -> int:
         n = int(super().trim(n))
-        self.sequence.cut(self.place.group)
+        self.sequence.cut(self.place.group, self.size())
         return n
 
     @property
@@ -272,7 +272,7 @@ class PooledKVCache(PooledLayer, KVCache):  # type: ignore[misc]
         if offset:
             self._write_over(keys, values, offset)
         self.offset = offset
-        self.sequence.cut(self.place.group)
+        self.sequence.cut(self.place.group, self.size())
 
     @classmethod
     def from_state(cls, state: tuple[Any, ...]) -> KVCache:
@@ -383,7 +383,7 @@ class PooledRotatingKVCache(PooledLayer, RotatingKVCache):  # type: ignore[misc]
             self._write_over(keys, values, min(offset, max_size))
         self._attended = None
         self.offset, self._idx = offset, min(index, max_size)
-        self.sequence.cut(self.place.group)
+        self.sequence.cut(self.place.group, self.size())
 
     @classmethod
     def from_state(cls, state: tuple[Any, ...]) -> RotatingKVCache:
@@ -399,7 +399,7 @@ class PooledRotatingKVCache(PooledLayer, RotatingKVCache):  # type: ignore[misc]
         if n > 0 and not self.is_trimmable():
             raise ValueError(f"A window of {self.max_size} tokens that is full cannot be trimmed: the tokens before are gone.")
         n = int(super().trim(n))
-        self.sequence.cut(self.place.group)
+        self.sequence.cut(self.place.group, self.size())
         return n
 
 

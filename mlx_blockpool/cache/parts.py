@@ -72,7 +72,7 @@ class PooledChunkedKVCache(PooledKVCache, ChunkedKVCache):  # type: ignore[misc]
     def trim(self, n: int) -> int:
         n = min(self.offset - self.start_position, n)
         self.offset -= n
-        self.sequence.cut(self.place.group)
+        self.sequence.cut(self.place.group, self.size())
         return n
 
     @property
@@ -93,7 +93,7 @@ class PooledChunkedKVCache(PooledKVCache, ChunkedKVCache):  # type: ignore[misc]
         if offset:
             self.sequence.write(self.place, start, keys[..., : offset - start, :], values[..., : offset - start, :])
         self.offset, self.start_position = offset, start
-        self.sequence.cut(self.place.group)
+        self.sequence.cut(self.place.group, self.size())
 
     @classmethod
     def from_state(cls, state: tuple[Any, ...]) -> ChunkedKVCache:

@@ -96,9 +96,11 @@ class Sequence:
         """A layer cache that reads these tables: they are not cut below what it needs."""
         self._layers.add(layer)
 
-    def cut(self, group: int) -> None:
-        """Give back the whole blocks of a group behind what its layers hold."""
+    def cut(self, group: int, size: int = 0) -> None:
+        """Give back the whole blocks of a group behind what its layers hold; `size`: what one of them does, in tokens."""
         self.need_blocks()
+        if blocks_for(size) >= len(self.tables[group]):
+            return
         length = blocks_for(max(layer.size() for layer in self._layers if layer.place.group == group))
         if length < len(self.tables[group]):
             self._is_new = False
