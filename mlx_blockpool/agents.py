@@ -141,7 +141,7 @@ def change(root: Path, act: str, name: str, new: str = "") -> Report:
 def _called(agents: Agents, name: str) -> str:
     if agents.get(name) is not None:
         return name
-    return next((agent.name for agent in agents.all() if safe_name(agent.name) == name), name)
+    return next((agent.name for agent in agents.all() if name in (safe_name(agent.name), shown(agent.name))), name)
 
 
 def describe_change(report: Report) -> str:

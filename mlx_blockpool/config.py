@@ -228,6 +228,8 @@ class GuardConfig:
 
     host:             the address that it listens on.
     api_key:          what a request has to show; None: nothing.
+    api_keys:         the same by several names: (name, key) of each. What requests with a key leave behind is for its name, ...
+    private_prefixes: ... and the prefixes that they have computed too.
     allow_remote:     other machines may ask without a key.
     allowed_hosts:    names in Host headers beside those of this machine.
     allowed_origins:  pages that may ask; empty: what mlx-lm has is for all, what it has not for pages of this machine.
@@ -242,6 +244,8 @@ class GuardConfig:
 
     host: str = "127.0.0.1"
     api_key: str | None = field(default=None, repr=False)
+    api_keys: tuple[tuple[str, str], ...] = field(default=(), repr=False)
+    private_prefixes: bool = False
     allow_remote: bool = False
     allowed_hosts: tuple[str, ...] = ()
     allowed_origins: tuple[str, ...] = ()

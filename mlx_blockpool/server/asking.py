@@ -10,12 +10,13 @@ from dataclasses import dataclass, field, replace
 from typing import Any
 
 from ..errors import BlockpoolError, ModelNotFoundError
-from ..prefix.salts import SHARED
+from ..prefix.salts import SHARED, salt_of_key
 from ..store.manifest import Agent
 from .agents import by_content
 from .explained import Asker, Explained, Explanation
 from .guard import LONGEST_AGENT, checked_text, header_text
 from .normalise import Normalisers
+from .owners import noted_name, own_name
 
 # Fields of a body that name the agent, the first that is there. `user` comes last: one person may have several agents.
 AGENT_FIELDS = ("prompt_cache_key", "session_id", "agent_id", "user")
@@ -67,6 +68,8 @@ class Asking:
         self._generator = generator
         self.wishes = Wishes()
         self.connection: socket.socket | None = None
+        # The name of the key that the request has shown; None: keys have no names.
+        self.owner: str | None = None
         self.path = ""
         self.error: Exception | None = None
         self.explained: Explained | None = None
@@ -88,6 +91,7 @@ class Asking:
             if self.normalisers and request.request_type == "chat":
                 messages, changed = self.known_normalisers.changes(self.normalisers, request.messages)
                 request = replace(request, messages=messages)
+            self._own()
             request.wishes, request.connection = self.wishes, self.connection
             if self.path in GENERATES:
                 request.explained = self._explain(arguments.model.model, request.messages, changed, bool(request.tools))
@@ -98,6 +102,19 @@ class Asking:
             self.refused(error)
             raise
         return context, self._heard(responses)
+
+    def _own(self) -> None:
+        """What the request leaves behind is its owner's."""
+        wishes = self.wishes
+        wishes.agent = wishes.agent and noted_name(self.owner, wishes.agent)
+        wishes.conversation = wishes.conversation and noted_name(self.owner, wishes.conversation)
+        wishes.salt = self.salt
+
+    @property
+    def salt(self) -> bytes:
+        """What the prefixes of its owner are kept under."""
+        is_private = self.owner is not None and self._generator.guard.config.private_prefixes
+        return salt_of_key(self.owner) if is_private and self.owner is not None else SHARED
 
     def _conversation(self, request: Any, wanted: Any) -> str | None:
         """None where no model is found; the generator says why."""
@@ -125,7 +142,7 @@ class Asking:
 
     def asker(self, headers: Any) -> Asker:
         """Who asks for explanations, by the headers of the request."""
-        return Asker(header_text(headers.get("X-Agent-Id") or "") or None)
+        return Asker(header_text(headers.get("X-Agent-Id") or "") or None, self.owner)
 
     def told(self, content: str | None, tool_calls: list[Any] | None, is_last: bool) -> None:
         """The client was told a part of the reply, in the form of OpenAI's API."""
@@ -164,8 +181,17 @@ class Asking:
 
     def _explain(self, model: str, messages: list[Any], changed: tuple[str, ...] = (), has_tools: bool = False) -> Explained:
         agent = self.wishes.agent
-        name = agent or self.wishes.conversation
-        first = Explanation(self.wishes.id, time.time(), self.path, model, name, is_named=agent is not None, normalised=changed)
+        named = agent or self.wishes.conversation
+        first = Explanation(
+            self.wishes.id,
+            time.time(),
+            self.path,
+            model,
+            None if named is None else own_name(named),
+            is_named=agent is not None,
+            normalised=changed,
+            owner=self.owner,
+        )
         self.explained = Explained(first, self.known_normalisers, self.normalisers, list(messages or ()), agent, has_tools)
         self._generator.explanations.add(self.explained)
         return self.explained

@@ -50,6 +50,7 @@ class Explanation:
     elsewhere:        what the agent did last, if its keys and values are of no use here.
     is_named:         the client has given the agent's name; else it was made of what the chat says.
     normalised:       the normalisers that have changed what the model sees.
+    owner:            the name of the key that it has shown; None: keys have no names.
     """
 
     id: str
@@ -68,6 +69,7 @@ class Explanation:
     error: str | None = None
     is_named: bool = False
     normalised: tuple[str, ...] = ()
+    owner: str | None = None
 
     @property
     def why(self) -> str:
@@ -247,12 +249,20 @@ class Explained:
 
 @dataclass(frozen=True)
 class Asker:
-    """Who wants to know of requests: the agent that it says it is."""
+    """Who wants to know of requests: the agent that it says it is, and the name of its key."""
 
     agent: str | None = None
+    owner: str | None = None
 
     def sees(self, now: Explanation, has_id: bool) -> Explanation | None:
-        """A request as this one may see it; `has_id`: it has named the request, whose id only who has asked it was told."""
+        """A request as this one may see it; `has_id`: it has named the request, whose id only who has asked it was told.
+
+        None: it is another owner's, and is not there.
+        """
+        if now.owner != self.owner:
+            return None
+        if self.owner is not None:
+            return now
         is_own = now.agent == self.agent if now.is_named else has_id
         return now if is_own else now.without_text
 

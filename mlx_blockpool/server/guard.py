@@ -33,6 +33,7 @@ FILES = re.compile(r"/v1/agents/[^/]+/import")
 APPS = ("app", "capacitor", "electron", "ionic", "tauri", "vscode-file", "vscode-webview", "wails")
 EXTENSIONS = ("chrome-extension", "moz-extension", "safari-web-extension")
 LONGEST_AGENT = 256
+KEY_NAME = re.compile(r"[A-Za-z0-9._-]{1,64}")
 LONGEST_NAME = 1024
 # A path in an error's text, all but its last part.
 FOLDERS = re.compile(r"(?<![\w.:/])(?:/[^\s/'\":,;()]+)+/(?=[^\s/'\":,;()])")
@@ -55,12 +56,16 @@ class Guard:
     def __init__(self, config: GuardConfig | None = None) -> None:
         self.config = config = GuardConfig() if config is None else config
         self.is_local = is_loopback(config.host)
+        self._keys: list[tuple[str | None, str]] = [
+            *config.api_keys,
+            *([] if config.api_key is None else [(None, config.api_key)]),
+        ]
         self.room = threading.BoundedSemaphore(config.max_connections)
         self.idle = threading.BoundedSemaphore(config.max_connections)
 
     def check_bind(self) -> None:
         """Raises BlockpoolError where everybody on the network could use a server that nobody has to show a key to."""
-        if not self.is_local and self.config.api_key is None and not self.config.allow_remote:
+        if not self.is_local and not self._keys and not self.config.allow_remote:
             raise BlockpoolError(
                 f"--host {self.config.host} lets other machines in, and there is no --api-key: whoever reaches the port could "
                 "use the models and read prompts. Give --api-key-file FILE or MLX_BLOCKPOOL_API_KEY, leave --host at 127.0.0.1, "
@@ -119,22 +124,31 @@ class Guard:
         if origin is None or method == "OPTIONS" or origin in allowed or "*" in allowed or not is_foreign(origin):
             return None
         is_stock = path in STOCK_PATHS or is_model(path)
-        if not allowed and (is_stock or self.config.api_key is not None):
+        if not allowed and (is_stock or self._keys):
             return None
         return Refusal(403, f"Found Origin {shown(origin)}, a page from elsewhere. Add it to --allowed-origins if it may ask.")
 
     def _check_key(self, method: str, path: str, headers: Any) -> Refusal | None:
-        key = self.config.api_key
-        if key is None or method == "OPTIONS" or (method, path) in OPEN:
+        if not self._keys or method == "OPTIONS" or (method, path) in OPEN or self._matching(headers):
             return None
-        kind, _, token = headers.get("Authorization", "").partition(" ")
-        given = [headers.get("x-api-key", ""), token.strip() if kind.lower() == "bearer" else ""]
-        # Each is compared, so that the time tells nothing.
-        matches = [hmac.compare_digest(_bytes(value), _bytes(key)) for value in given]
-        if any(matches):
-            return None
-        found = "another key" if any(given) else "no key"
+        found = "another key" if any(_given(headers)) else "no key"
         return Refusal(401, f"Found {found}; needed the server's API key as 'Authorization: Bearer KEY' or 'x-api-key: KEY'")
+
+    def owner(self, headers: Any) -> str | None:
+        """The name of the key that a request which is let in has shown; None: keys have no names here."""
+        return next((name for name, _ in self._matching(headers)), None)
+
+    def _matching(self, headers: Any) -> list[tuple[str | None, str]]:
+        given = _given(headers)
+        # Each is compared, so that the time tells nothing.
+        matches = [[hmac.compare_digest(_bytes(value), _bytes(key)) for value in given] for _, key in self._keys]
+        return [named for named, match in zip(self._keys, matches, strict=True) if any(match)]
+
+
+def _given(headers: Any) -> list[str]:
+    """What a request shows as its key."""
+    kind, _, token = headers.get("Authorization", "").partition(" ")
+    return [headers.get("x-api-key", ""), token.strip() if kind.lower() == "bearer" else ""]
 
 
 class Timed(io.RawIOBase):
@@ -231,21 +245,47 @@ def shown(text: str, most: int = 80) -> str:
 
 
 def api_key(given: str | None, file: Any, environment: str | None) -> str | None:
-    """The key, from the first of these that is given. Raises BlockpoolError, which never shows it."""
+    """The key, from the first of these that is given; of a file that is what stands in it. Raises BlockpoolError, without it."""
     key = given
     if key is None and file is not None:
-        try:
-            key = file.read_text(encoding="utf-8").strip()
-        except (OSError, UnicodeError) as error:
-            raise BlockpoolError(
-                f"--api-key-file {file} cannot be read: {type(error).__name__}. Give a text file with a key."
-            ) from None
+        key = text_of(file)
     key = environment or None if key is None else key
-    if key is not None and not (key.isascii() and key.isprintable() and key.strip() == key and key):
+    if key is not None:
+        _check_plain(key)
+    return key
+
+
+def named_keys(text: str) -> tuple[tuple[str, str], ...]:
+    """The (name, key) of each line `name:key`; none for a text that is one key. Raises BlockpoolError, without any key."""
+    lines = [line.strip() for line in text.splitlines() if line.strip()]
+    found = [line.partition(":")[::2] for line in lines]
+    if len(lines) < 2 and not all(KEY_NAME.fullmatch(name) and key for name, key in found):
+        return ()
+    for number, (name, key) in enumerate(found, 1):
+        if not KEY_NAME.fullmatch(name):
+            raise BlockpoolError(
+                f"Key {number} of --api-key-file has no name. Write name:key, the name in letters, digits, . _ -"
+            )
+        _check_plain(key)
+    if len({key for _, key in found}) < len(found):
+        raise BlockpoolError("Two keys of --api-key-file are the same. Give each name a key of its own.")
+    return tuple(found)
+
+
+def text_of(file: Any) -> str:
+    try:
+        return str(file.read_text(encoding="utf-8").strip())
+    except (OSError, UnicodeError) as error:
+        raise BlockpoolError(
+            f"--api-key-file {file} cannot be read: {type(error).__name__}. Give a text file with a key."
+        ) from None
+
+
+def _check_plain(key: str) -> None:
+    if not (key.isascii() and key.isprintable() and key.strip() == key and key):
         raise BlockpoolError(
             "The API key is empty or has spaces around it or other than plain ASCII characters. Choose another one."
         )
-    return key
 
 
 def names_in(text: str) -> Sequence[str]:

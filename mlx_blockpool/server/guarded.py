@@ -280,6 +280,7 @@ class GuardedHandler(APIHandler):  # type: ignore[misc]
             most = self.guard.config.max_connections
             return Refusal(503, f"The server has {most} connections already; ask again when one of them has ended")
         refusal = self.guard.check(self.command, self.route, self.headers)
+        self.response_generator.owner = self.guard.owner(self.headers)
         return refusal or self.guard.check_body(self.route, self.headers)
 
     def _read_body(self) -> Refusal | None:

@@ -29,6 +29,7 @@ from .models.listing import cache_report
 from .openai.chat import ChatEndpoint, chat_request, choice_of
 from .openai.errors import ErrorFile, code_of, in_shape, is_openai, status_of
 from .openai.responses_http import ResponsesEndpoint, is_responses
+from .owners import own_figures
 
 log = logging.getLogger(__name__)
 
@@ -78,7 +79,8 @@ class BlockpoolHandler(GuardedHandler):
 
     def _get(self) -> None:
         if self.route == "/v1/cache":
-            self._send(200, cache_report(self.response_generator.registry, self.response_generator.prompt_cache.report))
+            report = cache_report(self.response_generator.registry, self.response_generator.prompt_cache.report)
+            self._send(200, own_figures(self.response_generator.owner, report))
         elif is_explain(self.route):
             self._send(
                 *answer_about(self.route, self.response_generator.explanations, self.response_generator.asker(self.headers))

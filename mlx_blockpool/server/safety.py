@@ -4,11 +4,13 @@ from __future__ import annotations
 
 import os
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 from ..config import GuardConfig, parse_bytes
-from .guard import api_key, names_in
+from ..errors import BlockpoolError
+from .guard import api_key, named_keys, names_in, text_of
 
 # mlx-lm's default of --allowed-origins, told from the same one that somebody has given.
 ANY_ORIGIN = ("*",)
@@ -22,7 +24,12 @@ def add_safety_options(add: Callable[..., Any]) -> None:
         help="Answer only who shows this key as a bearer token or x-api-key; other users of this machine may see it in the list "
         "of processes, not so that of --api-key-file and of MLX_BLOCKPOOL_API_KEY",
     )
-    add("--api-key-file", type=Path, metavar="FILE", help="A file that holds the key and nothing else")
+    add("--api-key-file", type=Path, metavar="FILE", help="A file that holds the key, or several keys as lines name:key")
+    add(
+        "--private-prefixes",
+        action="store_true",
+        help="Share no prefixes between the names of --api-key-file: neither times nor cached tokens tell of others' prompts",
+    )
     add("--allow-remote", action="store_true", help="Listen on other addresses than this machine's own without a key")
     add(
         "--allow-hosts",
@@ -60,5 +67,15 @@ def guard_config(args: Any) -> GuardConfig:
     """Whom these options let in. Raises BlockpoolError for a key that cannot be one."""
     # A list is what somebody has asked for.
     origins = () if args.allowed_origins is ANY_ORIGIN else tuple(args.allowed_origins)
-    key = api_key(args.api_key, args.api_key_file, os.environ.get("MLX_BLOCKPOOL_API_KEY"))
-    return GuardConfig(args.host, key, args.allow_remote, args.allow_hosts, origins, args.max_body)
+    keys = () if args.api_key is not None or args.api_key_file is None else named_keys(text_of(args.api_key_file))
+    key = None if keys else api_key(args.api_key, args.api_key_file, os.environ.get("MLX_BLOCKPOOL_API_KEY"))
+    if args.private_prefixes and not keys:
+        raise BlockpoolError("--private-prefixes needs keys with names. Give --api-key-file a file with lines name:key.")
+    config = GuardConfig(args.host, key, keys, args.private_prefixes)
+    return replace(
+        config,
+        allow_remote=args.allow_remote,
+        allowed_hosts=args.allow_hosts,
+        allowed_origins=origins,
+        max_body_bytes=args.max_body,
+    )

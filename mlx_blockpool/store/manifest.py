@@ -20,6 +20,9 @@ SUFFIX = ".json"
 FORMAT = "mlx-blockpool agent"
 VERSION = 1
 
+# Between the name of an owner and that of its agent, in the names of agents that have owners.
+SEPARATOR = "\x1f"
+
 _MAX_BYTES = 1 << 24
 _MAX_NUMBER = 1 << 40
 _SHOWN_CHARACTERS = 40
@@ -129,5 +132,7 @@ def _parse(fields: dict[str, Any]) -> Agent:
 
 def shown(name: str) -> str:
     """A name as people can read and type it: itself, or what its file is called where it is long or not all printable."""
+    if name.count(SEPARATOR) == 1:
+        return "/".join(map(shown, name.split(SEPARATOR)))
     plain = name.isprintable() and name == name.strip() and 0 < len(name) <= _SHOWN_CHARACTERS
     return name if plain else safe_name(name)

@@ -93,7 +93,7 @@ def fork(known: KnownAgents, name: str, new: str) -> Report:
 
 
 def _need_free(known: KnownAgents, new: str) -> None:
-    if is_by_content(checked_name(new)):
+    if is_by_content(new):
         raise RefusedError(400, f"Found {new} as a name; needed another one: names like this are made of what a chat says.")
     if new in known.look():
         raise RefusedError(409, f"Found an agent {shown(new)} already; needed a name that is free.")

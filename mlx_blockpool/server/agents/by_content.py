@@ -17,6 +17,7 @@ from typing import Any
 from ...errors import PluginError
 from ...messages import Message
 from ..normalise import Normalisers
+from ..owners import own_name
 
 NAME = re.compile("content-[0-9a-f]{32}")
 VOLATILE = ("vendor-header", "bookkeeping", "date")
@@ -25,7 +26,7 @@ INSTRUCTIONS = ("system", "developer")
 
 def is_by_content(name: str) -> bool:
     """Whether nobody gave this name."""
-    return NAME.fullmatch(name) is not None
+    return NAME.fullmatch(own_name(name)) is not None
 
 
 def name_of(model: Sequence[str | None], messages: Sequence[Message], normalisers: Normalisers) -> str:

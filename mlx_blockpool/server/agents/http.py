@@ -20,6 +20,7 @@ from ...storing import Report
 from ..bodies import parse_json
 from ..guard import without_folders
 from ..guarded import file_deadline
+from ..owners import as_told, noted_name
 from . import acts as agent_acts
 from . import figures as agent_figures
 from . import files as agent_files
@@ -82,19 +83,19 @@ class AgentsEndpoint:
             raise self._unknown()
         subjects = known.look()
         if self._parts:
-            subject = known.need_in(subjects, checked_name(self._parts[0]))
+            subject = known.need_in(subjects, self._noted(self._parts[0]))
             return agent_figures.report(known, subjects, [subject.name])[0]
         warm_up = getattr(self._generator, "warm_up", None)
         return {
-            "agents": agent_figures.report(known, subjects, list(subjects)),
-            "bad": [{"file": path.name, "reason": reason.rpartition(str(path))[2].lstrip(": ")} for path, reason in known.bad],
-            "warm_up": None if warm_up is None else warm_up.report(),
+            "agents": agent_figures.report(known, subjects, list(known.mine(subjects))),
+            "bad": [] if known.owner is not None else _bad(known.bad),
+            "warm_up": None if warm_up is None or known.owner is not None else warm_up.report(),
         }
 
     def _post(self) -> Report:
         if len(self._parts) != 2:
             raise self._unknown()
-        name, act = checked_name(self._parts[0]), self._parts[1]
+        name, act = self._noted(self._parts[0]), self._parts[1]
         known = KnownAgents(self._generator)
         if act in ACTS:
             return ACTS[act](known, name)
@@ -107,7 +108,11 @@ class AgentsEndpoint:
     def _delete(self) -> Report:
         if len(self._parts) != 1:
             raise self._unknown()
-        return agent_acts.delete(KnownAgents(self._generator), checked_name(self._parts[0]))
+        return agent_acts.delete(KnownAgents(self._generator), self._noted(self._parts[0]))
+
+    def _noted(self, name: Any) -> str:
+        """The name that an agent is noted under. Raises RefusedError for what cannot be one's."""
+        return noted_name(getattr(self._generator, "owner", None), checked_name(name))
 
     def _new_name(self) -> str:
         length = self._length()
@@ -117,7 +122,7 @@ class AgentsEndpoint:
             raise RefusedError(400, f'The body is not JSON: {error}. Needed an object such as {{"to": "a name"}}.') from error
         if not isinstance(body, dict) or "to" not in body:
             raise RefusedError(400, 'Found no "to" in the body; needed an object such as {"to": "a name"}.')
-        return checked_name(body["to"])
+        return self._noted(body["to"])
 
     def _length(self) -> int:
         length = self._handler.headers.get("Content-Length", "")
@@ -134,7 +139,7 @@ class AgentsEndpoint:
     # -- files ---------------------------------------------------------------------------------------------------------
 
     def _export(self, known: KnownAgents, name: str) -> None:
-        with agent_files.export(known, checked_name(name)) as path, path.open("rb") as file:
+        with agent_files.export(known, self._noted(name)) as path, path.open("rb") as file:
             n_bytes, handler = os.fstat(file.fileno()).st_size, self._handler
             handler._set_completion_headers(200)
             # mlx-lm's headers say JSON, and are not sent yet.
@@ -179,7 +184,7 @@ class AgentsEndpoint:
             self._parts = _parts_of(self._handler.path)
             report = act()
             if report is not None:
-                self._handler._send(200, report)
+                self._handler._send(200, as_told(self._generator.owner, report))
         except ConnectionError:
             raise
         except RefusedError as error:
@@ -196,7 +201,14 @@ class AgentsEndpoint:
             self._handler.close_connection = True
             return
         text = os.strerror(error.errno) if isinstance(error, OSError) and error.errno else str(error)
-        self._handler._send(status, {"error": without_folders(text)})
+        owner = self._generator.owner
+        told = text if owner is None else text.replace(f"{owner}/", "")
+        self._handler._send(status, {"error": without_folders(told)})
+
+
+def _bad(found: list[tuple[Path, str]]) -> list[Report]:
+    """Files of agents that cannot be read, without their folder."""
+    return [{"file": path.name, "reason": reason.rpartition(str(path))[2].lstrip(": ")} for path, reason in found]
 
 
 def _parts_of(path: str) -> list[str]:

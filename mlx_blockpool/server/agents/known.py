@@ -22,6 +22,7 @@ from ...store.manifest import Agent, shown
 from ...store.spool import Spool
 from ..errand import have_done
 from ..models.provider import ModelKey
+from ..owners import belongs, own_name
 from ..served import ServedModel
 from .served import Noted, ServedAgents, at
 
@@ -92,7 +93,8 @@ class KnownAgents:
         self.bad: list[tuple[Path, str]] = []
         self.spool: Spool = generator.spool
         # What its agents' prefixes are kept under, but for imports that are not proven.
-        self.salt: bytes = SHARED
+        self.salt: bytes = getattr(generator, "salt", SHARED)
+        self.owner: str | None = getattr(generator, "owner", None)
 
     # -- who there is --------------------------------------------------------------------------------------------------
 
@@ -110,6 +112,10 @@ class KnownAgents:
             subjects[name] = _subject(name, homes, files.get(name))
         return subjects
 
+    def mine(self, subjects: dict[str, Subject]) -> dict[str, Subject]:
+        """Those of the agents that whoever asks may know of."""
+        return {name: subject for name, subject in subjects.items() if belongs(name, self.owner)}
+
     def homes(self) -> list[Home]:
         """The loaded models that keep paths."""
         return self.do(self._homes)
@@ -120,7 +126,9 @@ class KnownAgents:
 
     def need_in(self, subjects: dict[str, Subject], name: str) -> Subject:
         """The same, among those that a look has found."""
-        found = subjects.get(name) or next((s for s in subjects.values() if safe_name(s.name) == name), None)
+        subjects = self.mine(subjects)
+        called = (own_name(name), name)
+        found = subjects.get(name) or next((s for s in subjects.values() if safe_name(s.name) in called), None)
         if found is None:
             known = [shown(other) for other in subjects]
             there = ", ".join(known[:NAMES_TOLD]) + (f" and {len(known) - NAMES_TOLD} more" if len(known) > NAMES_TOLD else "")

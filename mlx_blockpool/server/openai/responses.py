@@ -16,7 +16,7 @@ from ..arguments import generation_arguments
 from ..chat import ChatRequest
 from ..fields import InvalidRequestError, checked, field, known, one_of
 from .responses_items import Conversation, Item
-from .responses_kept import KeptResponses
+from .responses_kept import KeptResponses, OwnResponses
 from .responses_tools import Name, Tools, tools_of
 
 Body = dict[str, Any]
@@ -55,7 +55,7 @@ class Asked:
     echo: Body
 
 
-def understand(body: Body, options: Any, kept: KeptResponses, counts: bool = False) -> Asked:
+def understand(body: Body, options: Any, kept: KeptResponses | OwnResponses, counts: bool = False) -> Asked:
     """What a body asks for. `options`: the server's, for whatever the body leaves open; `counts`: only the prompt is of interest.
 
     Raises InvalidRequestError.
@@ -89,7 +89,7 @@ def understand(body: Body, options: Any, kept: KeptResponses, counts: bool = Fal
     )
 
 
-def _conversation(body: Body, kept: KeptResponses) -> Conversation:
+def _conversation(body: Body, kept: KeptResponses | OwnResponses) -> Conversation:
     """The earlier conversation that the body names, and its input behind it."""
     conversation = Conversation(kept.item)
     conversation.add_instructions(field(body, "instructions", "", str, None))

@@ -15,7 +15,7 @@ from ..asking import Wishes, agent_of, retention_of
 from ..rendering import Counted
 from .errors import answer_to, error_body
 from .responses import Asked, understand
-from .responses_kept import KeptResponses
+from .responses_kept import OwnResponses
 from .responses_stream import Answer
 
 log = logging.getLogger(__name__)
@@ -35,7 +35,7 @@ class ResponsesEndpoint(Endpoint):
 
     def __init__(self, handler: Any) -> None:
         super().__init__(handler)
-        self._kept: KeptResponses = self._generator.responses
+        self._kept: OwnResponses = self._generator.responses.of(self._generator.owner)
         self._answer: Answer | None = None
 
     def post(self) -> None:

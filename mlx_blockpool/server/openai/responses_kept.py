@@ -22,6 +22,7 @@ class Kept:
     response: dict[str, Any]
     items: list[Item]
     characters: int
+    owner: str | None = None
 
 
 class KeptResponses:
@@ -32,20 +33,43 @@ class KeptResponses:
         self._characters = 0
         self._changing = threading.Lock()
 
-    def keep(self, response: dict[str, Any], items: list[Item]) -> None:
-        kept = Kept(response, items, len(json.dumps([response, items])))
+    def of(self, owner: str | None) -> OwnResponses:
+        """Those of one owner."""
+        return OwnResponses(self, owner)
+
+    def keep(self, response: dict[str, Any], items: list[Item], owner: str | None = None) -> None:
+        kept = Kept(response, items, len(json.dumps([response, items])), owner)
         with self._changing:
             self._kept[response["id"]] = kept
             self._characters += kept.characters
             while len(self._kept) > MAX_RESPONSES or self._characters > MAX_CHARACTERS:
                 self._characters -= self._kept.popitem(last=False)[1].characters
 
-    def get(self, name: str) -> Kept | None:
+    def get(self, name: str, owner: str | None = None) -> Kept | None:
         with self._changing:
-            return self._kept.get(name)
+            kept = self._kept.get(name)
+        return kept if kept is not None and kept.owner == owner else None
+
+    def item(self, name: str, owner: str | None = None) -> Item | None:
+        """An item that one of an owner's has put out."""
+        with self._changing:
+            outputs = [kept.response["output"] for kept in reversed(self._kept.values()) if kept.owner == owner]
+        return next((item for output in outputs for item in output if item["id"] == name), None)
+
+
+@dataclass(frozen=True)
+class OwnResponses:
+    """The responses of one owner: those of others are not there."""
+
+    kept: KeptResponses
+    owner: str | None
+
+    def keep(self, response: dict[str, Any], items: list[Item]) -> None:
+        self.kept.keep(response, items, self.owner)
+
+    def get(self, name: str) -> Kept | None:
+        return self.kept.get(name, self.owner)
 
     def item(self, name: str) -> Item | None:
         """An item that one of them has put out."""
-        with self._changing:
-            outputs = [kept.response["output"] for kept in reversed(self._kept.values())]
-        return next((item for output in outputs for item in output if item["id"] == name), None)
+        return self.kept.item(name, self.owner)

@@ -1,0 +1,43 @@
+"""Owners: with several API keys each has a name, and what its requests leave behind belongs to it. Knows names only.
+
+An agent of an owner is noted under both names, with a character between them that no client can send: agents of two owners never
+have the same one, and where there are no owners names are what clients say.
+"""
+
+from __future__ import annotations
+
+import json
+from typing import Any
+
+from ..store.manifest import SEPARATOR
+
+
+def noted_name(owner: str | None, agent: str) -> str:
+    """The name that an agent of an owner is noted under."""
+    return agent if owner is None else f"{owner}{SEPARATOR}{agent}"
+
+
+def own_name(name: str) -> str:
+    """What the owner calls the agent that is noted under this name."""
+    return name.rpartition(SEPARATOR)[2]
+
+
+def belongs(name: str, owner: str | None) -> bool:
+    """Whether an agent is one of this owner's; without owners everything is everybody's."""
+    return owner is None or name.startswith(f"{owner}{SEPARATOR}")
+
+
+def as_told(owner: str | None, report: Any) -> Any:
+    """A report with the names of an owner's agents as the owner knows them."""
+    if owner is None:
+        return report
+    return json.loads(json.dumps(report).replace(json.dumps(f"{owner}{SEPARATOR}")[1:-1], ""))
+
+
+def own_figures(owner: str | None, report: dict[str, Any]) -> dict[str, Any]:
+    """The figures of GET /v1/cache with an owner's own agents alone."""
+    if owner is None:
+        return report
+    own = {own_name(name): figures for name, figures in (report.get("agents") or {}).items() if belongs(name, owner)}
+    models = {name: own_figures(owner, model) for name, model in (report.get("models") or {}).items()}
+    return report | ({"agents": own} if "agents" in report else {}) | ({"models": models} if models else {})

@@ -1,0 +1,142 @@
+"""Several API keys: what one name leaves behind is not there for another."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+from models import save_model
+
+from mlx_blockpool.errors import BlockpoolError
+from mlx_blockpool.server.guard import named_keys
+from mlx_blockpool.server.owners import as_told, belongs, noted_name, own_name
+from mlx_blockpool.store.manifest import shown
+from server.serving import Client, blockpool_server
+
+SECRET = "These are notes.\nThe safe opens with {}.\nThat is all. "
+
+
+@pytest.fixture(scope="module")
+def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return save_model(tmp_path_factory.mktemp("llama"), "llama")
+
+
+@pytest.fixture(scope="module")
+def keys(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    file = tmp_path_factory.mktemp("keys") / "keys"
+    file.write_text("ann:key-of-ann\nbob:key-of-bob\n")
+    return file
+
+
+@pytest.fixture(scope="module")
+def server(model: Path, keys: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Client]:
+    store = str(tmp_path_factory.mktemp("store"))
+    with blockpool_server(model, "--pool-bytes", "30MB", "--api-key-file", str(keys), "--store-dir", store) as running:
+        yield running
+
+
+def ask(server: Client, who: str, path: str, body: Any = None, **headers: str) -> tuple[int, Any]:
+    return server.send(path, body, headers={"x-api-key": f"key-of-{who}", **headers})
+
+
+def chat(text: str, **options: Any) -> dict[str, Any]:
+    return {"messages": [{"role": "user", "content": text}], "max_tokens": 2, **options}
+
+
+def agents(server: Client, who: str) -> dict[str, Any]:
+    server.settle()
+    found = ask(server, who, "/v1/agents")[1]
+    return {agent["name"]: agent for agent in found["agents"]}
+
+
+def test_agents_of_two_keys_with_one_name_do_not_meet(server: Client) -> None:
+    for who in ("ann", "bob"):
+        assert ask(server, who, "/v1/chat/completions", chat(f"{who} begins like this. " * 30, user="same"))[0] == 200
+    assert ask(server, "ann", "/v1/chat/completions", chat("Ann alone. " * 9, user="ann's"))[0] == 200
+    found = {who: agents(server, who) for who in ("ann", "bob")}
+    assert (set(found["ann"]), set(found["bob"])) == ({"same", "ann's"}, {"same"})
+    assert found["ann"]["same"]["shown"] == "same"
+    assert found["ann"]["same"]["tokens"] == found["bob"]["same"]["tokens"]
+    for path in ("/v1/agents/ann's", "/v1/agents/ann%2Fann's", "/v1/agents/ann's/export"):
+        status, answer = ask(server, "bob", path)
+        assert (status, "same" in answer["error"], "but ann" in answer["error"]) == (404, True, False)
+    assert ask(server, "bob", "/v1/agents/ann's/fork", {"to": "mine"})[0] == 404
+    assert ask(server, "bob", "/v1/agents/same/fork", {"to": "ann's"})[1]["agent"] == "ann's"
+    assert ask(server, "bob", "/v1/agents/same/pin", {})[1]["agent"] == "same"
+    assert [agents(server, who)["same"]["pinned"] for who in ("ann", "bob")] == [False, True]
+    for who in ("ann", "bob"):
+        figures = ask(server, who, "/v1/cache")[1]["agents"]
+        assert set(figures) <= {"same", "ann's"}
+    assert ask(server, "none", "/v1/agents")[0] == 401
+    assert server.send("/v1/agents")[0] == 401
+
+
+def test_responses_of_another_key_are_not_there(server: Client) -> None:
+    asked = {"input": "The safe opens with 4711.", "max_output_tokens": 2}
+    status, answer = ask(server, "ann", "/v1/responses", asked)
+    assert status == 200
+    going_on = {"input": "What was it?", "previous_response_id": answer["id"], "max_output_tokens": 2}
+    assert [ask(server, who, f"/v1/responses/{answer['id']}")[0] for who in ("ann", "bob")] == [200, 404]
+    assert [ask(server, who, "/v1/responses", going_on)[0] for who in ("ann", "bob")] == [200, 404]
+
+
+def test_explanations_of_another_key_are_not_there(server: Client) -> None:
+    ask(server, "ann", "/v1/chat/completions", chat(SECRET.format("4711"), user="teller"))
+    ask(server, "ann", "/v1/chat/completions", chat(SECRET.format("4712"), user="teller"))
+    listed = ask(server, "ann", "/v1/cache/explain")[1]["requests"]
+    assert "4711" in listed[0]["why"]
+    assert [ask(server, who, f"/v1/cache/explain/{listed[0]['id']}")[0] for who in ("ann", "bob")] == [200, 404]
+    # The same agent's name under another key is another agent.
+    status, _ = ask(server, "bob", "/v1/chat/completions", chat(SECRET.format("471?"), user="teller"), **{"X-Explain": "1"})
+    assert status == 200
+    own = ask(server, "bob", "/v1/cache/explain")[1]["requests"]
+    assert not {request["id"] for request in own} & {request["id"] for request in listed}
+    assert own[0]["cached_tokens"] > 0
+    for answer in (own, ask(server, "bob", f"/v1/cache/explain/{own[0]['id']}")[1]):
+        assert "4711" not in json.dumps(answer)
+        assert "4712" not in json.dumps(answer)
+
+
+def test_by_option_prefixes_are_not_shared_either(model: Path, keys: Path, tmp_path: Path) -> None:
+    options = ("--pool-bytes", "30MB", "--api-key-file", str(keys), "--store-dir", str(tmp_path), "--private-prefixes")
+    for known in (0, None):
+        with blockpool_server(model, *options) as server:
+            for who in ("ann", "bob"):
+                _, answer = ask(server, who, "/v1/chat/completions", chat(SECRET.format("4711") * 9, user="one"))
+                cached = answer["usage"]["prompt_tokens_details"]["cached_tokens"]
+                assert cached == (answer["usage"]["prompt_tokens"] - 1 if known is None else 0)
+            ask(server, "ann", "/v1/chat/completions", chat(SECRET.format("4712") * 9))
+            found = ask(server, "ann", "/v1/cache/explain")[1]["requests"][0]
+            assert "4711" in found["why"], "all that is known under its salt is its own"
+            ask(server, "bob", "/v1/agents/one/save", {})
+            ask(server, "ann", "/v1/agents/one/save", {})
+            server.settle()
+
+
+def test_keys_by_name() -> None:
+    assert named_keys("ann:a-key\n\n b.2:other:key \n") == (("ann", "a-key"), ("b.2", "other:key"))
+    assert named_keys("one:key") == (("one", "key"),)
+    for text in ("a bare key", "bare", "", "has space:key", ":key"):
+        assert named_keys(text) == ()
+    for text in ("ann:key\nanother", "ann:key\nbob:key", "ann:key\nb ob:other", "ann:key\nbob:sch\u00f6n"):
+        with pytest.raises(BlockpoolError) as caught:
+            named_keys(text)
+        assert "another" not in str(caught.value)
+
+
+def test_private_prefixes_need_names(model: Path, tmp_path: Path) -> None:
+    file = tmp_path / "key"
+    file.write_text("bare\n")
+    with pytest.raises(BlockpoolError, match="--private-prefixes needs"):
+        blockpool_server(model, "--api-key-file", str(file), "--private-prefixes").__enter__()
+
+
+def test_names() -> None:
+    noted = noted_name("ann", "x")
+    assert (own_name(noted), own_name("x"), shown(noted), noted_name(None, "x")) == ("x", "x", "ann/x", "x")
+    assert [belongs(noted, owner) for owner in (None, "ann", "an", "bob")] == [True, True, False, False]
+    report = {"agent": noted, "stays": [{"agents": ["ann/x", "bob/y"], "behind": 0}], "shown": shown(noted)}
+    assert as_told("ann", report) == {"agent": "x", "stays": [{"agents": ["x"], "behind": 0}], "shown": "x"}
