@@ -106,8 +106,8 @@ class Asking:
     def _own(self) -> None:
         """What the request leaves behind is its owner's."""
         wishes = self.wishes
-        wishes.agent = wishes.agent and noted_name(self.owner, wishes.agent)
-        wishes.conversation = wishes.conversation and noted_name(self.owner, wishes.conversation)
+        wishes.agent = wishes.agent and noted_name(self.owner, own_name(wishes.agent))
+        wishes.conversation = wishes.conversation and noted_name(self.owner, own_name(wishes.conversation))
         wishes.salt = self.salt
 
     @property

@@ -31,7 +31,22 @@ def as_told(owner: str | None, report: Any) -> Any:
     """A report with the names of an owner's agents as the owner knows them."""
     if owner is None:
         return report
-    return json.loads(json.dumps(report).replace(json.dumps(f"{owner}{SEPARATOR}")[1:-1], ""))
+    own = json.loads(json.dumps(report).replace(json.dumps(f"{owner}{SEPARATOR}")[1:-1], ""))
+    return _without_others(owner, own)
+
+
+def _without_others(owner: str, told: Any) -> Any:
+    """Names that are shown with their owner's: only this owner's, and without it."""
+    if isinstance(told, list):
+        return [_without_others(owner, item) for item in told]
+    if not isinstance(told, dict):
+        return told
+    found = {name: _without_others(owner, item) for name, item in told.items()}
+    if "shown" in found:
+        found["shown"] = found["shown"].removeprefix(f"{owner}/")
+    if "behind" in found and isinstance(found.get("agents"), list):
+        found["agents"] = [name.removeprefix(f"{owner}/") for name in found["agents"] if name.startswith(f"{owner}/")]
+    return found
 
 
 def own_figures(owner: str | None, report: dict[str, Any]) -> dict[str, Any]:

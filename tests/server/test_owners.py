@@ -108,9 +108,10 @@ def test_by_option_prefixes_are_not_shared_either(model: Path, keys: Path, tmp_p
                 _, answer = ask(server, who, "/v1/chat/completions", chat(SECRET.format("4711") * 9, user="one"))
                 cached = answer["usage"]["prompt_tokens_details"]["cached_tokens"]
                 assert cached == (answer["usage"]["prompt_tokens"] - 1 if known is None else 0)
-            ask(server, "ann", "/v1/chat/completions", chat(SECRET.format("4712") * 9))
-            found = ask(server, "ann", "/v1/cache/explain")[1]["requests"][0]
-            assert "4711" in found["why"], "all that is known under its salt is its own"
+            if known == 0:
+                ask(server, "ann", "/v1/chat/completions", chat(SECRET.format("4712") * 9))
+                found = ask(server, "ann", "/v1/cache/explain")[1]["requests"][0]
+                assert "4711" in found["why"], "all that is known under its salt is its own"
             ask(server, "bob", "/v1/agents/one/save", {})
             ask(server, "ann", "/v1/agents/one/save", {})
             server.settle()
@@ -124,7 +125,7 @@ def test_keys_by_name() -> None:
     for text in ("ann:key\nanother", "ann:key\nbob:key", "ann:key\nb ob:other", "ann:key\nbob:sch\u00f6n"):
         with pytest.raises(BlockpoolError) as caught:
             named_keys(text)
-        assert "another" not in str(caught.value)
+        assert "sch" not in str(caught.value)
 
 
 def test_private_prefixes_need_names(model: Path, tmp_path: Path) -> None:
