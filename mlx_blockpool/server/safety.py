@@ -18,18 +18,7 @@ ANY_ORIGIN = ("*",)
 
 def add_safety_options(add: Callable[..., Any]) -> None:
     """Add them to a parser's group."""
-    add(
-        "--api-key",
-        metavar="KEY",
-        help="Answer only who shows this key as a bearer token or x-api-key; other users of this machine may see it in the list "
-        "of processes, not so that of --api-key-file and of MLX_BLOCKPOOL_API_KEY",
-    )
-    add("--api-key-file", type=Path, metavar="FILE", help="A file that holds the key, or several keys as lines name:key")
-    add(
-        "--private-prefixes",
-        action="store_true",
-        help="Share no prefixes between the names of --api-key-file: neither times nor cached tokens tell of others' prompts",
-    )
+    _add_key_options(add)
     add("--allow-remote", action="store_true", help="Listen on other addresses than this machine's own without a key")
     add(
         "--allow-hosts",
@@ -60,6 +49,21 @@ def add_safety_options(add: Callable[..., Any]) -> None:
         metavar="NAMES",
         help="Hosts from which images that requests name are fetched, separated by commas, for models that take images "
         "(default: none; images come as data URLs)",
+    )
+
+
+def _add_key_options(add: Callable[..., Any]) -> None:
+    add(
+        "--api-key",
+        metavar="KEY",
+        help="Answer only who shows this key as a bearer token or x-api-key; other users of this machine may see it in the list "
+        "of processes, not so that of --api-key-file and of MLX_BLOCKPOOL_API_KEY",
+    )
+    add("--api-key-file", type=Path, metavar="FILE", help="A file that holds the key, or several keys as lines name:key")
+    add(
+        "--private-prefixes",
+        action="store_true",
+        help="Share no prefixes between the names of --api-key-file: neither times nor cached tokens tell of others' prompts",
     )
 
 

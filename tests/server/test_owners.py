@@ -80,7 +80,7 @@ def test_responses_of_another_key_are_not_there(server: Client) -> None:
     assert status == 200
     going_on = {"input": "What was it?", "previous_response_id": answer["id"], "max_output_tokens": 2}
     assert [ask(server, who, f"/v1/responses/{answer['id']}")[0] for who in ("ann", "bob")] == [200, 404]
-    assert [ask(server, who, "/v1/responses", going_on)[0] for who in ("ann", "bob")] == [200, 404]
+    assert [ask(server, who, "/v1/responses", going_on)[0] for who in ("ann", "bob")] == [200, 400]
 
 
 def test_explanations_of_another_key_are_not_there(server: Client) -> None:
