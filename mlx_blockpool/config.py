@@ -64,6 +64,8 @@ class EngineConfig:
     wired_bytes:    what Metal may keep from being paged out while an engine runs; None: what the device recommends, as mlx-lm
                     does, 0: its limit is left alone.
     stop_seconds:   how long a server that is to end waits for a model that is being loaded.
+    exit_seconds:   the process of a server that was asked to stop has ended after so long, whatever hangs.
+    end_seconds:    the process of a server whose thread hangs for so long ends.
     max_positions:  the most tokens of a prompt and its reply; None: what the model's config.json says, 0: no limit.
     alone_tokens:   the most tokens of a reply that mlx-lm serves by itself and whose client names no limit: room for all of
                     them is reserved at its start.
@@ -79,6 +81,8 @@ class EngineConfig:
     stall_seconds: float = 120.0
     wired_bytes: int | None = None
     stop_seconds: float = 3.0
+    exit_seconds: float = 4.0
+    end_seconds: float = 240.0
     max_positions: int | None = None
     alone_tokens: int = 4096
     endless_tokens: int = 32768
@@ -116,7 +120,7 @@ class StoreConfig:
     min_free_bytes: int = 2 * 10**9
     daily_bytes: int | None = None
     idle_seconds: float = 60.0
-    flush_seconds: float = 10.0
+    flush_seconds: float = 3.0
     retry_seconds: float = 30.0
     answer_seconds: float = 5.0
     look_bytes: int | None = None

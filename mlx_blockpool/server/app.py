@@ -33,6 +33,7 @@ from ..errors import BlockpoolError
 from ..plugins import make_plugin_manager
 from ..upstream import rebind
 from .agents.warm_up import begin_warm_up, read_prompts
+from .ending import Watchdog, end_on_signals
 from .guard import Guard
 from .handler import BlockpoolHandler
 from .models.catalog import Catalog
@@ -42,6 +43,9 @@ from .normalise import Normalisers
 from .prompt_cache import ServerPromptCache
 from .rendering import ChatGenerator
 from .safety import ANY_ORIGIN, add_safety_options, guard_config
+
+# Clients are told why their requests end; a process that stops waits so long for that.
+LAST_WORDS_SECONDS = 0.5
 
 
 class BlockpoolHTTPServer(ThreadingHTTPServer):
@@ -82,8 +86,10 @@ def run(host: str, port: int, model_provider: BlockpoolModelProvider, **http: An
     # As long as nothing is open there is nothing to end in order, also in the middle of a download.
     signal.signal(signal.SIGTERM, lambda *_: _leave(0))
     look_at_default(model_provider)
-    signal.signal(signal.SIGTERM, _interrupt)
+    end_on_signals(EngineConfig.exit_seconds)
     generator = make_generator(model_provider)
+    watchdog = Watchdog(lambda: generator.health.seconds_stalled(generator.has_waiting), EngineConfig.end_seconds)
+    watchdog.start()
     try:
         generator.wait_until_loaded()
         http = {"server_class": BlockpoolHTTPServer, **http}
@@ -94,6 +100,8 @@ def run(host: str, port: int, model_provider: BlockpoolModelProvider, **http: An
         raise BlockpoolError(f"Cannot listen on {host}, port {port}: {error}. Choose another --port or --host.") from error
     finally:
         generator.stop_and_join()
+        watchdog.stop()
+        generator.guard.wait_until_empty(LAST_WORDS_SECONDS)
     logging.info("Server stopped.")
 
 
@@ -178,10 +186,6 @@ def _leave(status: int) -> int:
     sys.stdout.flush()
     sys.stderr.flush()
     os._exit(status)
-
-
-def _interrupt(*_: Any) -> None:
-    raise KeyboardInterrupt
 
 
 def _argparse_with(arguments: list[str]) -> types.SimpleNamespace:

@@ -63,6 +63,11 @@ class Guard:
         self.room = threading.BoundedSemaphore(config.max_connections)
         self.idle = threading.BoundedSemaphore(config.max_connections)
 
+    def wait_until_empty(self, seconds: float) -> bool:
+        """Let nobody in any more, and wait for those who are. Whether all have gone within the time."""
+        until = time.monotonic() + seconds
+        return all(self.room.acquire(timeout=max(0.0, until - time.monotonic())) for _ in range(self.config.max_connections))
+
     def check_bind(self) -> None:
         """Raises BlockpoolError where everybody on the network could use a server that nobody has to show a key to."""
         if not self.is_local and not self._keys and not self.config.allow_remote:

@@ -1,0 +1,109 @@
+"""The end of a server's process, when it is asked to stop and when it cannot go on.
+
+A process that was asked to stop ends in order if it can, and in any case soon: a thread ends it where another thread hangs, and a
+guardian process where no thread gets to run. One whose generation thread hangs for too long ends with a status of its own.
+"""
+
+from __future__ import annotations
+
+import faulthandler
+import logging
+import os
+import signal
+import subprocess
+import sys
+import threading
+from collections.abc import Callable
+from typing import Any
+
+log = logging.getLogger(__name__)
+
+# The status of a process whose generation thread hung: EX_SOFTWARE of sysexits.h.
+HUNG = 70
+# The guardian leaves this much more to the thread that ends the process, which says why.
+GUARDIAN_SECONDS = 0.6
+LOOK_SECONDS = 1.0
+# A process of its own: it reads what a signal writes, and kills the process if the pipe is still open some time later.
+GUARDIAN = """
+import os, select, signal, sys
+for each in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
+    signal.signal(each, signal.SIG_IGN)
+process, seconds = int(sys.argv[1]), float(sys.argv[2])
+if os.read(0, 1):
+    signal.signal(signal.SIGALRM, lambda *_: os.kill(process, signal.SIGKILL) if os.getppid() == process else None)
+    signal.setitimer(signal.ITIMER_REAL, seconds)
+    while os.read(0, 1):
+        pass
+"""
+
+
+def end_on_signals(seconds: float) -> None:
+    """SIGINT and SIGTERM raise KeyboardInterrupt in the main thread, and `seconds` later the process has ended in any case.
+
+    A second signal ends it at once. For the main thread.
+    """
+    asked = threading.Event()
+
+    def interrupt(*_: Any) -> None:
+        if asked.is_set():
+            os._exit(1)
+        asked.set()
+        late = threading.Timer(seconds, _end_late, [seconds])
+        late.daemon = True
+        late.start()
+        raise KeyboardInterrupt
+
+    _start_guardian(seconds + GUARDIAN_SECONDS)
+    for which in (signal.SIGINT, signal.SIGTERM):
+        signal.signal(which, interrupt)
+
+
+def _start_guardian(seconds: float) -> None:
+    read, write = os.pipe()
+    # A signal is written by the interpreter's own handler, also while no thread can run Python.
+    os.set_blocking(write, False)
+    command = [sys.executable, "-I", "-S", "-c", GUARDIAN, str(os.getpid()), str(seconds)]
+    subprocess.Popen(command, stdin=read, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL)
+    os.close(read)
+    signal.set_wakeup_fd(write, warn_on_full_buffer=False)
+
+
+def _end_late(seconds: float) -> None:
+    # Nothing that could wait, such as a log whose reader hangs, comes before the exit.
+    said = f"The server did not stop within {seconds:g} seconds and is ended; what was not written yet is computed again.\n"
+    threading.Thread(target=sys.stderr.write, args=[said], daemon=True).start()
+    threading.Event().wait(0.1)
+    os._exit(1)
+
+
+class Watchdog:
+    """Ends the process once `seconds_stalled()` says that nothing was computed for `most` seconds while requests waited."""
+
+    def __init__(self, seconds_stalled: Callable[[], float], most: float, end: Callable[[int], Any] = os._exit) -> None:
+        self._seconds_stalled = seconds_stalled
+        self._most = most
+        self._end = end
+        self._stopped = threading.Event()
+
+    def start(self) -> None:
+        threading.Thread(target=self._run, name="watchdog", daemon=True).start()
+
+    def stop(self) -> None:
+        self._stopped.set()
+
+    def look(self) -> None:
+        """End the process if its time has come."""
+        seconds = self._seconds_stalled()
+        if seconds > self._most:
+            faulthandler.dump_traceback(sys.__stderr__ or 2)
+            log.critical("nothing was computed for %.0f seconds while requests waited; the process ends", seconds)
+            self._end(HUNG)
+
+    def _run(self) -> None:
+        try:
+            while not self._stopped.wait(LOOK_SECONDS):
+                # Comes to pass where no thread runs any more, this one included.
+                faulthandler.dump_traceback_later(self._most, exit=True, file=sys.__stderr__ or 2)
+                self.look()
+        finally:
+            faulthandler.cancel_dump_traceback_later()
