@@ -86,11 +86,12 @@ def run(host: str, port: int, model_provider: BlockpoolModelProvider, **http: An
     # As long as nothing is open there is nothing to end in order, also in the middle of a download.
     signal.signal(signal.SIGTERM, lambda *_: _leave(0))
     look_at_default(model_provider)
-    end_on_signals(EngineConfig.exit_seconds)
-    generator = make_generator(model_provider)
-    watchdog = Watchdog(lambda: generator.health.seconds_stalled(generator.has_waiting), EngineConfig.end_seconds)
-    watchdog.start()
+    generator = None
     try:
+        # From here on a signal may come between any two lines.
+        end_on_signals(EngineConfig.exit_seconds)
+        generator = make_generator(model_provider)
+        begin_watch(generator)
         generator.wait_until_loaded()
         http = {"server_class": BlockpoolHTTPServer, **http}
         server._run_http_server(host, port, generator, handler_class=BlockpoolHandler, **http)
@@ -99,10 +100,15 @@ def run(host: str, port: int, model_provider: BlockpoolModelProvider, **http: An
     except OSError as error:
         raise BlockpoolError(f"Cannot listen on {host}, port {port}: {error}. Choose another --port or --host.") from error
     finally:
-        generator.stop_and_join()
-        watchdog.stop()
-        generator.guard.wait_until_empty(LAST_WORDS_SECONDS)
+        if generator is not None:
+            generator.stop_and_join()
+            generator.guard.wait_until_empty(LAST_WORDS_SECONDS)
     logging.info("Server stopped.")
+
+
+def begin_watch(generator: ChatGenerator) -> None:
+    """End the process where its generation thread hangs for too long."""
+    Watchdog(lambda: generator.health.seconds_stalled(generator.has_waiting), EngineConfig.end_seconds).start()
 
 
 def look_at_default(model_provider: BlockpoolModelProvider) -> None:

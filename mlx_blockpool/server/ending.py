@@ -83,13 +83,10 @@ class Watchdog:
         self._seconds_stalled = seconds_stalled
         self._most = most
         self._end = end
-        self._stopped = threading.Event()
 
     def start(self) -> None:
+        """Look every second, until the process ends."""
         threading.Thread(target=self._run, name="watchdog", daemon=True).start()
-
-    def stop(self) -> None:
-        self._stopped.set()
 
     def look(self) -> None:
         """End the process if its time has come."""
@@ -100,10 +97,8 @@ class Watchdog:
             self._end(HUNG)
 
     def _run(self) -> None:
-        try:
-            while not self._stopped.wait(LOOK_SECONDS):
-                # Comes to pass where no thread runs any more, this one included.
-                faulthandler.dump_traceback_later(self._most, exit=True, file=sys.__stderr__ or 2)
-                self.look()
-        finally:
-            faulthandler.cancel_dump_traceback_later()
+        pause = threading.Event()
+        while not pause.wait(LOOK_SECONDS):
+            # Comes to pass where no thread runs any more, this one included.
+            faulthandler.dump_traceback_later(self._most, exit=True, file=sys.__stderr__ or 2)
+            self.look()
