@@ -99,6 +99,4 @@ class Watchdog:
     def _run(self) -> None:
         pause = threading.Event()
         while not pause.wait(LOOK_SECONDS):
-            # Comes to pass where no thread runs any more, this one included.
-            faulthandler.dump_traceback_later(self._most, exit=True, file=sys.__stderr__ or 2)
             self.look()
