@@ -113,7 +113,8 @@ def test_a_server_that_is_asked_to_stop_ends_whatever_hangs(model: Path, what: s
         read_until(process, "it hangs")
         process.send_signal(signal.SIGTERM)
         status = process.wait(timeout=60)
-        assert status == (-signal.SIGKILL if "no other thread" in what else 1)
+        # What is being loaded has nothing to save: that is left in order.
+        assert status in ([-signal.SIGKILL] if "no other thread" in what else [0, 1] if "loads" in what else [1])
         if thread is not None:
             thread.join()
 
