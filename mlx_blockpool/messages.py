@@ -13,11 +13,23 @@ from typing import Any, Protocol, TypeAlias
 Message: TypeAlias = dict[str, Any]
 
 
+class Replayed(dict[str, Any]):
+    """An assistant message whose reply this server has generated: `tokens`, as they were sampled. No client can send one."""
+
+    tokens: Sequence[int]
+
+    @classmethod
+    def of(cls, message: Message, tokens: Sequence[int]) -> Replayed:
+        replayed = cls(message)
+        replayed.tokens = tokens
+        return replayed
+
+
 class Replies(Protocol):
     """What this server has generated lately."""
 
-    def sampled(self, message: Message) -> str | None:
-        """The text as it was generated, for an assistant message that a client has sent back; None: not one of ours."""
+    def sampled(self, messages: Sequence[Message]) -> dict[int, Sequence[int]]:
+        """The tokens of the replies of this very conversation, by the numbers of the messages that repeat them."""
 
 
 @dataclass(frozen=True)

@@ -6,7 +6,7 @@ import re
 from collections.abc import Sequence
 
 from mlx_blockpool.hookspecs import hookimpl
-from mlx_blockpool.messages import Message, Normaliser, Replies, map_text
+from mlx_blockpool.messages import Message, Normaliser, Replayed, Replies, map_text
 
 # What a client says to its vendor's servers. Claude Code's is the same within a conversation and another one in the next.
 VENDOR_HEADER = re.compile(r"^[ \t]*x-anthropic-billing-header[ \t]*:.*(?:\n|\Z)", re.IGNORECASE | re.MULTILINE)
@@ -46,8 +46,8 @@ def prompt_normalisers() -> list[Normaliser]:
         ),
         Normaliser(
             "replay",
-            "Assistant messages that this server has generated are put back as they were generated, with their thinking and the "
-            "tool calls as they were written.",
+            "Assistant messages that this server has generated are put back as they were sampled, token for token, with their "
+            "thinking and the tool calls as they were written.",
             replay,
         ),
     ]
@@ -82,11 +82,8 @@ def move_dates(messages: Sequence[Message], replies: Replies) -> list[Message]:
 
 
 def replay(messages: Sequence[Message], replies: Replies) -> list[Message]:
-    changed = []
-    for message in messages:
-        said = replies.sampled(message) if message.get("role") == "assistant" else None
-        changed.append(message if said is None else {"role": "assistant", "content": said})
-    return changed
+    sampled = replies.sampled(messages)
+    return [Replayed.of(message, sampled[i]) if i in sampled else message for i, message in enumerate(messages)]
 
 
 def _put_before(text: str, message: Message) -> Message:

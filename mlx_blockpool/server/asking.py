@@ -74,7 +74,8 @@ class Asking:
         self.error: Exception | None = None
         self.explained: Explained | None = None
         self.normalisers: tuple[str, ...] = ()
-        self._sampled: list[str] = []
+        self._messages: list[Any] = []
+        self._sampled: list[int] = []
         self._content: list[str] = []
         self._calls: list[Any] = []
 
@@ -92,6 +93,7 @@ class Asking:
                 messages, changed = self.known_normalisers.changes(self.normalisers, request.messages)
                 request = replace(request, messages=messages)
             self._own()
+            self._messages = request.messages
             request.wishes, request.connection = self.wishes, self.connection
             if self.path in GENERATES:
                 request.explained = self._explain(arguments.model.model, request.messages, changed, bool(request.tools))
@@ -150,7 +152,7 @@ class Asking:
         self._calls += tool_calls or []
         if is_last:
             message = {"role": "assistant", "content": "".join(self._content), "tool_calls": self._calls}
-            self.known_normalisers.replies.remember(message, "".join(self._sampled))
+            self.known_normalisers.replies.remember(self._messages, message, self._sampled)
 
     @property
     def known_normalisers(self) -> Normalisers:
@@ -161,7 +163,7 @@ class Asking:
     def _heard(self, responses: Iterator[Any]) -> Iterator[Any]:
         try:
             for response in responses:
-                self._sampled.append(response.text)
+                self._sampled.append(response.token)
                 yield response
         except Exception as error:
             self.refused(error)

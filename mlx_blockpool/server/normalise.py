@@ -4,41 +4,46 @@ from __future__ import annotations
 
 import json
 import threading
+from array import array
 from collections import OrderedDict
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from contextlib import suppress
+from hashlib import blake2b
 from typing import Any
 
 import pluggy
 
 from ..errors import PluginError
-from ..messages import Message, Normaliser
+from ..messages import Message, Normaliser, Replayed
 
-# Replies that are remembered, and characters of all of them together.
+# Replies that are remembered, and tokens of all of them together.
 MAX_REPLIES = 10_000
-MAX_CHARACTERS = 50_000_000
+MAX_TOKENS = 10_000_000
+LAST = "replay"
 
 
 class RememberedReplies:
-    """The text of each reply as it was generated, found by what a client was told of it; the oldest are forgotten."""
+    """The tokens of each reply as they were sampled, found by the conversation that it ends; the oldest are forgotten."""
 
     def __init__(self) -> None:
-        self._texts: OrderedDict[str, str] = OrderedDict()
-        self._characters = 0
+        self._replies: OrderedDict[bytes, array[int]] = OrderedDict()
+        self._tokens = 0
         self._changing = threading.Lock()
 
-    def remember(self, message: Message, text: str) -> None:
-        """`message`: what the client was told, `text`: what was generated."""
-        key = _key(message)
+    def remember(self, messages: Sequence[Message], reply: Message, tokens: Sequence[int]) -> None:
+        """`messages`: what the model has seen, `reply`: what the client was told, `tokens`: what was sampled."""
+        *_, key = _keys([*messages, reply])
+        sampled = array("i", tokens)
         with self._changing:
-            self._characters += len(text) - len(self._texts.pop(key, ""))
-            self._texts[key] = text
-            while len(self._texts) > MAX_REPLIES or self._characters > MAX_CHARACTERS:
-                self._characters -= len(self._texts.popitem(last=False)[1])
+            self._tokens += len(sampled) - len(self._replies.pop(key, ()))
+            self._replies[key] = sampled
+            while len(self._replies) > MAX_REPLIES or self._tokens > MAX_TOKENS:
+                self._tokens -= len(self._replies.popitem(last=False)[1])
 
-    def sampled(self, message: Message) -> str | None:
+    def sampled(self, messages: Sequence[Message]) -> dict[int, Sequence[int]]:
+        keys = [(i, key) for i, key in enumerate(_keys(messages)) if messages[i].get("role") == "assistant"]
         with self._changing:
-            return self._texts.get(_key(message))
+            return {i: self._replies[key] for i, key in keys if key in self._replies}
 
 
 class Normalisers:
@@ -63,7 +68,8 @@ class Normalisers:
         if unknown:
             raise ValueError(f"Found normaliser {', '.join(unknown)}; needed one of {', '.join(sorted(self.by_name))}, or none.")
         default = [] if "none" in chosen else [name for name, normaliser in self.by_name.items() if normaliser.is_default]
-        return tuple(dict.fromkeys([*default, *names]))
+        # What was remembered was told after all others: replies are put back last.
+        return tuple(sorted(dict.fromkeys([*default, *names]), key=lambda name: name == LAST))
 
     def apply(self, names: Sequence[str], messages: list[Message]) -> list[Message]:
         """What the model is to see instead. Raises PluginError that names the normaliser which failed."""
@@ -78,7 +84,7 @@ class Normalisers:
             except Exception as error:
                 # Anybody's code.
                 raise PluginError(f"Normaliser {name} raised {type(error).__name__}: {error}.") from error
-            if after != messages:
+            if after != messages or (name == LAST and any(isinstance(message, Replayed) for message in after)):
                 changed.append(name)
             messages = after
         return messages, tuple(changed)
@@ -98,12 +104,22 @@ def _named(found: Iterable[Any]) -> dict[str, Normaliser]:
     return named
 
 
-def _key(message: Message) -> str:
-    """What of an assistant message comes back the same, however its spaces and tool calls are written by then."""
-    content = message.get("content") or ""
+def _keys(messages: Sequence[Message]) -> Iterator[bytes]:
+    """A key of the conversation up to each message: nobody has another's replies who has not its whole beginning."""
+    conversation = blake2b(digest_size=16)
+    for message in messages:
+        conversation.update(_shown(message).encode("utf-8", "surrogatepass"))
+        yield conversation.digest()
+
+
+def _shown(message: Message) -> str:
+    """What of a message comes back the same, however its spaces, parts and tool calls are written by then."""
+    content, others = message.get("content") or "", []
     if isinstance(content, list):
-        content = "".join(part.get("text", "") for part in content if isinstance(part, dict))
-    return json.dumps([str(content).strip(), [_call(call) for call in message.get("tool_calls") or ()]], sort_keys=True)
+        others = [part for part in content if not (isinstance(part, dict) and isinstance(part.get("text"), str))]
+        content = "".join(part["text"] for part in content if isinstance(part, dict) and isinstance(part.get("text"), str))
+    calls = [_call(call) for call in message.get("tool_calls") or ()]
+    return json.dumps([message.get("role"), str(content).strip(), others, calls], sort_keys=True, default=str)
 
 
 def _call(call: Any) -> Any:

@@ -13,9 +13,13 @@ from hypothesis import strategies as st
 from mlx_blockpool_plugins.volatile import drop_bookkeeping, drop_vendor_header, move_dates, replay
 from models import save_model
 
+from mlx_blockpool.messages import Replayed
 from mlx_blockpool.plugins import make_plugin_manager
 from mlx_blockpool.server.normalise import MAX_REPLIES, Normalisers, RememberedReplies
+from server.anthropic_agents import Say, save_agent, say
 from server.serving import Client, blockpool_server
+
+__all__ = ["say"]
 
 NO_REPLIES = RememberedReplies()
 SYSTEM = (
@@ -100,27 +104,47 @@ def test_dates_move_to_the_first_user_message() -> None:
     assert move_dates(asked[:1], NO_REPLIES) == asked[:1], "nobody to give it to"
 
 
-def test_replies_come_back_as_they_were_generated() -> None:
+def test_replies_come_back_as_they_were_sampled_in_their_own_conversation() -> None:
     replies = RememberedReplies()
     call = {"id": "1", "type": "function", "function": {"name": "look", "arguments": '{"a": 1, "b": 2}'}}
-    sampled = '<think>\nHm.\n</think>\n\nYes.<tool_call>\n{"name": "look", "arguments": {"b":2,"a":1}}\n</tool_call>'
-    replies.remember({"content": "Yes.", "tool_calls": [call]}, sampled)
+    asked = {"role": "user", "content": [{"type": "text", "text": "Is it?"}]}
+    replies.remember([asked], {"role": "assistant", "content": "Yes.", "tool_calls": [call]}, [5, 6, 7])
     again = {
         "role": "assistant",
         "content": " Yes.\n",
         "tool_calls": [json.loads(json.dumps(call).replace('\\"a\\": 1', '\\"a\\":1'))],
     }
-    assert replay([again], replies) == [{"role": "assistant", "content": sampled}]
-    other = {"role": "assistant", "content": "Yes."}
-    assert replay([other], replies) == [other]
+    found = replay([{"role": "user", "content": "Is it?"}, again], replies)
+    assert (found[1], list(found[1].tokens)) == (again, [5, 6, 7])  # type: ignore[attr-defined]
+    for others in ([{"role": "user", "content": "Is that?"}, again], [again], [asked, {"role": "assistant", "content": "Yes."}]):
+        assert not any(isinstance(message, Replayed) for message in replay(others, replies))
 
 
 def test_the_oldest_replies_are_forgotten() -> None:
     replies = RememberedReplies()
     for n in range(MAX_REPLIES + 5):
-        replies.remember({"content": str(n)}, f"said {n}")
-    assert replies.sampled({"content": "4"}) is None
-    assert replies.sampled({"content": "5"}) == "said 5"
+        replies.remember([], {"role": "assistant", "content": str(n)}, [n])
+    assert replies.sampled([{"role": "assistant", "content": "4"}]) == {}
+    assert list(replies.sampled([{"role": "assistant", "content": "5"}])[0]) == [5]
+
+
+def test_a_reply_is_put_back_with_the_thinking_that_its_client_has_dropped(tmp_path: Path, say: Say) -> None:
+    """The next prompt begins with this one and all that was sampled; without it the client's text parts from it at once."""
+    with blockpool_server(save_agent(tmp_path), "--pool-bytes", "20MB") as ours:
+        say("<think>\nA long thought of what a pool may be.\n</think>\n\nYes.")
+        for header, is_put_back in (("none", False), ("none,replay", True)):
+            said: list[Any] = [{"role": "user", "content": f"Is it? {header}"}]
+            first = ours.chat(said, max_tokens=100)
+            said += [
+                {"role": "assistant", "content": first["choices"][0]["message"]["content"]},
+                {"role": "user", "content": "Sure?"},
+            ]
+            status, second = ours.send(
+                "/v1/chat/completions", {"messages": said, "max_tokens": 1}, headers={"X-Normalise": header}
+            )
+            known = second["usage"]["prompt_tokens_details"]["cached_tokens"]
+            before = first["usage"]["prompt_tokens"] + first["usage"]["completion_tokens"] - 1
+            assert (status, known >= before) == (200, is_put_back)
 
 
 CONTENT = (

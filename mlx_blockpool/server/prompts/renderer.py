@@ -21,6 +21,7 @@ from ..chat import Mark, message_marks
 from ..mark_positions import mark_positions
 from ..marks import checkpoint_positions
 from .job import PreparedPrompt, PromptJob
+from .replay import Replay
 
 log = logging.getLogger(__name__)
 
@@ -55,11 +56,17 @@ class PromptRenderer:
             log.debug("system messages inside of the conversation become the user's: %s", error)
             job.messages, original = lowered, copy.deepcopy(lowered)
             tokenized = self._tokenize_checked(job)
+        replayed = Replay(self.tokenizer, job.messages, job.tools, job.options).tokens()
+        if replayed is not None:
+            tokenized = replayed[0], [replayed[0]], ["assistant"], *tokenized[3:]
         if begin:
             tokenized = begun(self.tokenizer, tokenized, begin, "tool" if job.calls == "must" else "normal")
         prepared = self._prepared(job, tokenized)
         prepared.never = never
         self._find_marks(job, original, prepared)
+        if replayed is not None and prepared.checkpoints is not None:
+            # The template's own rendering of the chat parts from the prompt at its first reply.
+            prepared.checkpoints = sorted({**dict(prepared.checkpoints), replayed[1]: "user"}.items())
         return prepared
 
     def _tokenize(self, job: PromptJob) -> Any:

@@ -1,0 +1,87 @@
+"""Prompts in which earlier replies stand as they were sampled, token for token, whatever the template would make of them.
+
+Each reply is rendered as a word that stands for it. What the template writes before such words, between them and behind them is
+tokenized; the sampled tokens go where the words are. So a prompt begins with the prompt and the reply of the turn before it.
+"""
+
+from __future__ import annotations
+
+import logging
+import secrets
+from collections.abc import Sequence
+from typing import Any
+
+from jinja2 import TemplateError
+
+from ...messages import Message, Replayed
+
+log = logging.getLogger(__name__)
+
+
+class Replay:
+    """A chat with replies to put back. `options`: arguments for the template beside messages and tools."""
+
+    def __init__(self, tokenizer: Any, messages: list[Message], tools: list[Any] | None, options: dict[str, Any]) -> None:
+        self._tokenizer = tokenizer
+        self._messages = messages
+        self._options = {**options, "tools": tools}
+        self._word = f"replayed{secrets.token_hex(8)}"
+        self._stops = {int(token): str(tokenizer.decode([token])) for token in tokenizer.eos_token_ids}
+
+    def tokens(self) -> tuple[list[int], int] | None:
+        """The prompt, and how many tokens stand before the opening of its reply. None where the template's own has to do."""
+        if not (self._tokenizer.has_chat_template and any(isinstance(message, Replayed) for message in self._messages)):
+            return None
+        try:
+            return self._built()
+        except (LookupError, TemplateError, ValueError, TypeError, AttributeError) as error:
+            log.info("replies are not put back as they were sampled: %s: %s", type(error).__name__, error)
+            return None
+
+    def _built(self) -> tuple[list[int], int]:
+        shown: list[Message] = []
+        tokens: list[int] = []
+        last: Message | None = None
+        for message in self._messages:
+            if isinstance(message, Replayed):
+                tokens += self._encoded(self._behind(last, self._text(shown, True)))
+                tokens += self._without_stop(message.tokens)
+                last = message = self._stand_in(message)
+            shown.append(message)
+        opened, closed = (self._encoded(self._behind(last, self._text(shown, opens))) for opens in (True, False))
+        same = next((i for i, (a, b) in enumerate(zip(opened, closed, strict=False)) if a != b), min(len(opened), len(closed)))
+        return [*tokens, *opened], len(tokens) + same
+
+    def _stand_in(self, message: Message) -> Message:
+        """A message with the word where its reply is. Calls stay: templates look for them before the results of tools."""
+        arguments = {"word": self._word}
+        calls = [{**call, "function": {**call["function"], "arguments": arguments}} for call in message.get("tool_calls") or ()]
+        if calls:
+            return {"role": "assistant", "content": "", "tool_calls": calls}
+        return {"role": "assistant", "content": self._word}
+
+    def _behind(self, last: Message | None, text: str) -> str:
+        """What the template has written behind the last reply that was put back. Raises LookupError where that cannot be said."""
+        if last is None:
+            return text
+        at = text.rindex(self._word) + len(self._word) if self._word in text else -1
+        if at < 0:
+            raise LookupError("the template does not show a reply")
+        if last.get("tool_calls"):
+            # Behind the word the template ends the call; the sampled tokens do so themselves.
+            ends = [end for stop in self._stops.values() if stop and (end := text.find(stop, at)) >= 0]
+            if not ends:
+                raise LookupError("the template does not end a call with a token that ends replies")
+            at = min(ends)
+        return text[at:]
+
+    def _without_stop(self, tokens: Sequence[int]) -> list[int]:
+        """The template writes the token that has ended a reply, or another one in its place."""
+        return list(tokens[:-1] if tokens and tokens[-1] in self._stops else tokens)
+
+    def _text(self, messages: list[Message], opens: bool) -> str:
+        rendered = self._tokenizer.apply_chat_template(messages, add_generation_prompt=opens, tokenize=False, **self._options)
+        return str(rendered)
+
+    def _encoded(self, text: str) -> list[int]:
+        return list(self._tokenizer.encode(text, add_special_tokens=False))
