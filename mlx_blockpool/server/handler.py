@@ -79,8 +79,9 @@ class BlockpoolHandler(GuardedHandler):
 
     def _get(self) -> None:
         if self.route == "/v1/cache":
-            report = cache_report(self.response_generator.registry, self.response_generator.prompt_cache.report)
-            self._send(200, own_figures(self.response_generator.owner, report))
+            generator = self.response_generator
+            report = own_figures(generator.owner, cache_report(generator.registry, generator.prompt_cache.report))
+            self._send(200, {**report, "prompts": generator.prompts.counts})
         elif is_explain(self.route):
             self._send(
                 *answer_about(self.route, self.response_generator.explanations, self.response_generator.asker(self.headers))
