@@ -17,7 +17,9 @@ BOOKKEEPING = re.compile(
     re.IGNORECASE | re.MULTILINE,
 )
 DATE = re.compile(
-    r"^[ \t]*(?:today's date(?: is)?|(?:the )?current (?:date|time|date and time)(?: is)?|date)[ \t]*:?[ \t].*\d.*(?:\n|\Z)",
+    r"^[ \t]*(?:today's date(?: is)?|(?:the )?current (?:date|time|date and time)(?: is)?|date)"
+    # No two parts of it match the same blanks, so that it takes a time in proportion to a line.
+    r"(?:[ \t]*:)?[ \t][^\d\n]*\d.*(?:\n|\Z)",
     re.IGNORECASE | re.MULTILINE,
 )
 SYSTEM = ("system", "developer")

@@ -55,6 +55,10 @@ class BlockpoolHTTPServer(ThreadingHTTPServer):
     daemon_threads = True
 
 
+# How long a Python thread goes on while others wait.
+SWITCH_SECONDS = 0.001
+
+
 def main(argv: Sequence[str] | None = None) -> int:
     """Serve with mlx-lm's options and ours; `argv` without the program's name. Returns when the server has stopped."""
     arguments = sys.argv[1:] if argv is None else list(argv)
@@ -86,6 +90,8 @@ def run(host: str, port: int, model_provider: BlockpoolModelProvider, **http: An
     # As long as nothing is open there is nothing to end in order, also in the middle of a download.
     signal.signal(signal.SIGTERM, lambda *_: _leave(0))
     look_at_default(model_provider)
+    # Python's threads take turns: a decode step waits for less of those that read requests.
+    sys.setswitchinterval(SWITCH_SECONDS)
     generator = None
     try:
         # From here on a signal may come between any two lines.

@@ -24,6 +24,8 @@ AROUND = 100
 # Bundled normalisers that can keep a line of the system prompt the same.
 KEEPERS = ("vendor-header", "bookkeeping", "date")
 SYSTEM = ("system", "developer")
+# Characters of a system prompt in which normalisers are tried.
+LOOKED_THROUGH = 200_000
 # A line is found again in the messages by its beginning: what is shown of it may be cut.
 BEGINNING = 40
 
@@ -134,8 +136,10 @@ def _shown(text: str, at: int, is_beginning: bool, is_end: bool) -> str:
 def _keeper(lines: list[str], split: int, messages: list[Message], off: Sequence[str], normalisers: Normalisers) -> str | None:
     """The normaliser that takes this line out of the system prompt, in the known form of it as well; it is tried.
 
-    `split`: where in the lines the difference is.
+    `split`: where in the lines the difference is. Of long system prompts it is not looked for: others wait meanwhile.
     """
+    if sum(len(_text_of(message)) for message in messages if message.get("role") in ("system", "developer")) > LOOKED_THROUGH:
+        return None
     for name in off:
         if name not in KEEPERS or name not in normalisers.by_name:
             continue

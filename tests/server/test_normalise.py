@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
-from mlx_blockpool_plugins.volatile import drop_bookkeeping, drop_vendor_header, move_dates, replay
+from mlx_blockpool_plugins.volatile import DATE, drop_bookkeeping, drop_vendor_header, move_dates, replay
 from models import save_model
 
 from mlx_blockpool.messages import Replayed
@@ -197,3 +197,11 @@ def test_a_name_that_is_not_known_is_the_clients_error(model: Path) -> None:
         status, answer = ours.send("/v1/chat/completions", {"messages": [system("a")]}, headers={"X-Normalise": "dates"})
     assert status == 400
     assert "needed one of bookkeeping, date, replay, vendor-header" in answer["error"]["message"]
+
+
+@pytest.mark.parametrize("blanks", [" ", "\t", ": "])
+def test_a_line_that_is_nearly_a_date_is_looked_at_once(blanks: str) -> None:
+    """In a time that grows with its square this would take days."""
+    text = "date" + blanks * 1_000_000 + "x"
+    assert DATE.sub("", text) == text
+    assert DATE.sub("", f"{text}1\nrest") == "rest"

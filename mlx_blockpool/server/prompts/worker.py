@@ -37,6 +37,8 @@ log = logging.getLogger(__name__)
 MOST_TOKENIZERS = 4
 # A job whose code does not let Python's own limit end it is ended by the kernel after so many seconds more.
 GRACE_SECONDS = 2
+# How much a worker gives way to its server.
+NICE = 5
 # A worker that has needed this part of its memory for a job makes place for a fresh one.
 WORN = 0.25
 
@@ -207,6 +209,8 @@ def _serve_and_exit(connection: Connection) -> None:
 def main(descriptor: int, mode: str) -> None:
     """The whole life of a process; it never returns."""
     resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
+    # Where processors are few, the replies that run come first.
+    os.nice(NICE)
     logging.basicConfig(level=logging.WARNING, format="%(asctime)s - %(levelname)s - %(message)s")
     if mode == "fork":
         with contextlib.suppress(OSError):
