@@ -1,7 +1,7 @@
 """The longest decode step of eight streams while hostile requests arrive, beside the median step and a quiet run.
 
-The server is a process of its own; a step is the time between two tokens of a stream as its client sees it. Counters of the server's
-workers prove that the prompts went there.
+The server is a process of its own; a step is the time between two tokens of a stream as its client sees it. The counters of the
+server prove that prompts and large bodies went to its workers.
 """
 
 from __future__ import annotations
