@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 
 from mlx_blockpool.hookspecs import hookimpl
 from mlx_blockpool.messages import Message, Normaliser, Replayed, Replies, map_text
@@ -23,6 +23,8 @@ DATE = re.compile(
     re.IGNORECASE | re.MULTILINE,
 )
 SYSTEM = ("system", "developer")
+# Characters of a text that are looked through at a time, or a line where that is longer.
+PIECE = 1 << 16
 
 
 @hookimpl
@@ -64,15 +66,28 @@ def drop_bookkeeping(messages: Sequence[Message], replies: Replies) -> list[Mess
 
 
 def _without(lines: re.Pattern[str], messages: Sequence[Message]) -> list[Message]:
-    return [map_text(m, lambda text: lines.sub("", text)) if m.get("role") in SYSTEM else m for m in messages]
+    return [map_text(m, lambda text: _sub(lines, text)) if m.get("role") in SYSTEM else m for m in messages]
+
+
+def _sub(lines: re.Pattern[str], text: str) -> str:
+    return "".join(lines.sub("", piece) for piece in _pieces(text))
+
+
+def _pieces(text: str) -> Iterator[str]:
+    """A long text in pieces of whole lines: other threads wait as long as a pattern is looked for."""
+    start = 0
+    while start < len(text):
+        end = text.find("\n", start + PIECE) + 1 or len(text)
+        yield text[start:end]
+        start = end
 
 
 def move_dates(messages: Sequence[Message], replies: Replies) -> list[Message]:
     moved: list[str] = []
 
     def take(text: str) -> str:
-        moved.extend(found.group().strip() for found in DATE.finditer(text))
-        return DATE.sub("", text)
+        moved.extend(found.group().strip() for piece in _pieces(text) for found in DATE.finditer(piece))
+        return _sub(DATE, text)
 
     changed = [map_text(m, take) if m.get("role") in SYSTEM else m for m in messages]
     # The first one stays where it is, and with it all that follows.

@@ -205,3 +205,12 @@ def test_a_line_that_is_nearly_a_date_is_looked_at_once(blanks: str) -> None:
     text = "date" + blanks * 1_000_000 + "x"
     assert DATE.sub("", text) == text
     assert DATE.sub("", f"{text}1\nrest") == "rest"
+
+
+def test_a_long_text_is_looked_through_in_pieces() -> None:
+    lines = [f"{'nonce' if i % 7 == 0 else 'date' if i % 5 == 0 else 'line'}: {i}\n" for i in range(20_000)]
+    message = {"role": "system", "content": "".join(lines)}
+    assert drop_bookkeeping([message], RememberedReplies()) == [{**message, "content": "".join(s for s in lines if s[0] != "n")}]
+    moved = move_dates([message, {"role": "user", "content": "x"}], RememberedReplies())
+    assert moved[0]["content"] == "".join(s for s in lines if s[0] != "d")
+    assert moved[1]["content"] == "".join(s for s in lines if s[0] == "d") + "\nx"
