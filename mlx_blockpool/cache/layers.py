@@ -189,7 +189,11 @@ class PooledLayer:
         wrong = next((c for c in caches if not isinstance(c, cls._stock)), None)
         if wrong is not None:
             raise ValueError(f"A batch of {cls._stock.__name__}s cannot take in a {type(wrong).__name__}.")
-        return all(isinstance(c, PooledLayer) and c.sequence.slabs.ragged for c in caches)
+        pooled = [c for c in caches if isinstance(c, PooledLayer)]
+        for cache in pooled:
+            # mlx-lm's batch asks an empty cache for nothing.
+            cache.sequence.need_blocks()
+        return len(pooled) == len(caches) and all(cache.sequence.slabs.ragged for cache in pooled)
 
     def __reduce__(self) -> tuple[Any, ...]:
         """A pool cannot be pickled: what comes back is mlx-lm's own cache with this content."""
