@@ -331,6 +331,7 @@ class PooledRotatingKVCache(PooledLayer, RotatingKVCache):  # type: ignore[misc]
         return min(self.offset + 1, self.max_size)
 
     def advance(self) -> None:
+        self._attended = None
         self._idx = self.next_place() + 1
         self.offset += 1
 

@@ -18,7 +18,7 @@ from hypothesis import HealthCheck, Phase, settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
 from mlx_lm.models.cache import KVCache, RotatingKVCache, load_prompt_cache, save_prompt_cache, trim_prompt_cache
-from thorough import examples
+from thorough import examples, is_thorough
 
 from mlx_blockpool.cache.factory import pooled_caches
 from mlx_blockpool.cache.parts import sequence_of
@@ -200,6 +200,7 @@ TestCacheMachine = CacheMachine.TestCase
 TestCacheMachine.settings = settings(
     max_examples=examples(20, 2000),
     stateful_step_count=20,
+    derandomize=not is_thorough(),
     deadline=None,
     phases=[phase for phase in Phase if phase not in (Phase.explain, Phase.shrink)],
     suppress_health_check=list(HealthCheck),
