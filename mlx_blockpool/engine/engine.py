@@ -157,6 +157,27 @@ class BlockPoolBatchEngine:
         finally:
             stats += BatchCountersSnapshot.between(start, BatchCountersSnapshot(**asdict(self._work)))
 
+    def suspend(self) -> list[Running]:
+        """Take all requests out, in the order of their arrival. What was computed of them stays known.
+
+        resume() takes them in again, here or in a later engine of the same model; nothing is told twice.
+        """
+        suspended = sorted([*self._waiting, *self.live], key=lambda running: running.uid)
+        for running in self.live:
+            self._swap_out(running)
+        for running in self._waiting:
+            self.caches.abandon(running)
+        self._waiting = []
+        return suspended
+
+    def resume(self, running: Running) -> int:
+        """Take in a request that suspend() took out. Returns its new uid."""
+        self._uids += 1
+        running.uid = self._uids
+        self._waiting.append(running)
+        self._may_admit = True
+        return running.uid
+
     @property
     def live(self) -> list[Running]:
         """The requests that have caches."""

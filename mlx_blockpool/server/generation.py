@@ -17,7 +17,7 @@ import mlx.core as mx
 from mlx_lm.server import ResponseGenerator, _image_parts
 
 from ..config import EngineConfig, ModelsConfig, StoreConfig
-from ..errors import BlockpoolError, UnavailableError
+from ..errors import BlockpoolError, LoadError, UnavailableError
 from ..store.agents import Agents
 from ..store.layout import default_folder
 from ..store.spool import Spool
@@ -26,14 +26,14 @@ from .errand import Errand
 from .explained import Explanations
 from .guard import Guard
 from .health import Health
-from .models.line import Line
+from .models.line import Line, Place
 from .models.provider import BlockpoolModelProvider
 from .models.registry import ModelRegistry, Order
 from .normalise import Normalisers
 from .openai.responses_kept import KeptResponses
 from .prompt_cache import ServerPromptCache
 from .replies import HangUps, Reply
-from .requests import Live, Marking, Waiting, check_sampling, fit
+from .requests import Live, Marking, Suspended, Waiting, check_sampling, fit
 from .served import ServedModel
 
 log = logging.getLogger(__name__)
@@ -80,7 +80,7 @@ class BlockpoolGenerator(ResponseGenerator):  # type: ignore[misc]
         self.hang_ups = HangUps()
         self.registry = ModelRegistry(model_provider, make_cache, config, models, prompt_cache.config.pool_bytes)
         self._config = config
-        self._waiting = Line(models.patience_seconds)
+        self._waiting = Line(models.patience_seconds, drain=models.drain_seconds)
         self._reported = 0.0
         self._started: Queue[Exception | None] = Queue()
         super().__init__(model_provider, prompt_cache)
@@ -234,8 +234,17 @@ class BlockpoolGenerator(ResponseGenerator):  # type: ignore[misc]
     def _drop_hung_up(self) -> None:
         """Requests that have not started and whose clients are gone; those that have started end with a step."""
         for place in list(self._waiting):
-            if isinstance(place.item, Waiting) and place.item.queue.is_hung_up:
+            is_left = isinstance(place.item, Waiting) and place.item.queue.is_hung_up
+            if is_left or (isinstance(place.item, Suspended) and place.item.live.is_left):
                 self._waiting.remove(place)
+            elif isinstance(place.item, Waiting) and self._has_waited_too_long(place):
+                self._waiting.remove(place)
+                seconds = self.registry.config.wait_seconds
+                place.item.fail(LoadError(f"{place.key.model} could not be loaded within {seconds:g} seconds. Try again later."))
+
+    def _has_waited_too_long(self, place: Place) -> bool:
+        waited = self._waiting.clock() - place.arrived
+        return place.key not in self.registry.loaded and waited > self.registry.config.wait_seconds
 
     def _drop_stalled(self) -> None:
         """Whatever has gone wrong where requests wait and a whole turn has computed nothing, the next ones are to be served."""
@@ -296,6 +305,8 @@ class BlockpoolGenerator(ResponseGenerator):  # type: ignore[misc]
             try:
                 if isinstance(item, Order):
                     item.done()
+                elif isinstance(item, Suspended):
+                    self._resume(served, item)
                 elif not self._start(served, item, stream):
                     passed.add(place.key)
                     continue
@@ -327,6 +338,13 @@ class BlockpoolGenerator(ResponseGenerator):  # type: ignore[misc]
             served.insert(waiting, machine)
         served.used = self._waiting.clock()
         return True
+
+    def _resume(self, served: ServedModel, suspended: Suspended) -> None:
+        self._choose(served)
+        served.open_engine()
+        served.join(self._models)
+        served.resume(suspended)
+        served.used = self._waiting.clock()
 
     def _serve_alone(self, served: ServedModel, waiting: Waiting, stream: mx.Stream) -> None:
         """Through mlx-lm's sequential path, with room for what a draft writes and takes back."""

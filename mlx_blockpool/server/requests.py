@@ -12,7 +12,7 @@ from mlx_lm.server import GenerationContext, Response, _format_top_logprobs, _ma
 
 from ..config import WHAT_FITS, EngineConfig
 from ..engine.decode import mend_random_state
-from ..engine.request import Token
+from ..engine.request import Running, Token
 from ..errors import RequestTooLargeError, TooManyPositionsError
 from .explained import Explained
 from .replies import Reply
@@ -73,6 +73,17 @@ class Live:
         )
         if event.finish_reason is not None:
             self.queue.put(None)
+
+
+@dataclass
+class Suspended:
+    """A request whose model had to go before its reply has ended: it goes on once the model is there again."""
+
+    running: Running
+    live: Live
+
+    def fail(self, error: Exception) -> None:
+        self.live.fail(error)
 
 
 class Marking:

@@ -27,7 +27,7 @@ from .explained import Explained
 from .marks import pins_of
 from .models.provider import BlockpoolModelProvider, ModelKey
 from .prompt_cache import ServerPromptCache
-from .requests import Live, Waiting, marks_of
+from .requests import Live, Suspended, Waiting, marks_of
 from .sampling import make_sampler
 
 log = logging.getLogger(__name__)
@@ -170,6 +170,18 @@ class ServedModel:
             return marks_of(segments, types)
         pinned = {end: KIND for end, _ in pins_of(waiting.request)}
         return sorted({**pinned, **dict(waiting.request.prepared.checkpoints or ())}.items())
+
+    def suspend(self) -> list[Suspended]:
+        """Take all requests out: the model has to go."""
+        running = [] if self.engine is None else self.engine.suspend()
+        suspended = [Suspended(each, self.live.pop(each.uid)) for each in running if each.uid in self.live]
+        assert not self.live, f"{len(self.live)} requests are not in the engine"
+        return suspended
+
+    def resume(self, suspended: Suspended) -> None:
+        """Go on with a request that suspend() took out."""
+        assert self.engine is not None
+        self.live[self.engine.resume(suspended.running)] = suspended.live
 
     @property
     def is_blocked(self) -> bool:

@@ -20,6 +20,7 @@ from mlx_blockpool.server.models.registry import ModelRegistry
 
 A, B, C = (ModelKey(name) for name in "abc")
 LOAD_TICKS = 3
+DRAIN = 10.0
 
 
 class Clock:
@@ -37,7 +38,7 @@ def use(key: ModelKey, busy: bool = False, ready: float = 0.0, used: float = 0.0
 def line_of(*keys: ModelKey, patience: float = 30.0, linger: float = 0.0) -> tuple[Line, Clock]:
     """A line where one request for each key came a second after the other, the last of them now."""
     clock = Clock()
-    line = Line(patience, linger, clock)
+    line = Line(patience, linger, clock, DRAIN)
     for number, key in enumerate(keys):
         clock.now += 1
         line.add(key, number)
@@ -64,6 +65,15 @@ def test_a_busy_model_goes_once_the_oldest_of_the_others_has_waited_for_the_pati
     assert line.plan([use(A, busy=True)], full) == Plan()
     clock.now += 0.1
     assert line.plan([use(A, busy=True)], full) == Plan(B, A)
+
+
+def test_a_busy_model_has_so_long_to_end_what_runs_and_no_longer() -> None:
+    line, clock = line_of(B)
+    clock.now += 30 + DRAIN - 0.1
+    assert line.plan([use(A, busy=True)], full) == Plan(B, A)
+    assert line.plan([use(A, busy=True, used=3.0), use(C, used=5.0)], full) == Plan(B, C)
+    clock.now += 0.1
+    assert line.plan([use(A, busy=True)], full) == Plan(B, A, must=True)
 
 
 def test_patience_begins_when_the_model_is_there_however_long_it_took_to_load() -> None:
@@ -110,6 +120,14 @@ def test_what_waits_for_its_model_alone_lets_other_models_pass() -> None:
 # -- the registry with models that are only names --------------------------------------------------------------------------
 
 
+@dataclass(frozen=True)
+class Gone:
+    """A request that was suspended, and how many ticks it still takes."""
+
+    number: int
+    left: float
+
+
 @dataclass
 class FakeModel:
     """Takes as many ticks to read as it is told; `live`: the tick in which each request ends."""
@@ -132,6 +150,11 @@ class FakeModel:
     def open(self, pool_bytes: int) -> None:
         self.ready = self.used = self.clock()
 
+    def suspend(self) -> list[Any]:
+        suspended = [Gone(number, end - self.clock()) for number, end in self.live.items()]
+        self.live = {}
+        return suspended
+
     def close(self) -> None:
         assert not self.live, "requests ran on it"
         self.closed = True
@@ -142,9 +165,9 @@ class World:
 
     def __init__(self, max_models: int, patience: float, idle: float | None = None) -> None:
         self.clock = Clock()
-        self.line = Line(patience, 0.0, self.clock)
+        self.line = Line(patience, 0.0, self.clock, DRAIN)
         config = ModelsConfig(max_models=max_models, patience_seconds=patience, linger_seconds=0.0, idle_seconds=idle)
-        template: Any = types.SimpleNamespace(default_key=lambda: None)
+        template: Any = types.SimpleNamespace(default_key=lambda: None, cli_args=types.SimpleNamespace(draft_model=None))
         self.registry = ModelRegistry(template, lambda: None, EngineConfig(), config, 10**6)  # type: ignore[arg-type, return-value]
         self.registry.make = lambda key: FakeModel(key, self.clock)  # type: ignore[assignment, return-value]
         self.started: list[tuple[ModelKey, int, float]] = []
@@ -160,9 +183,12 @@ class World:
         self.registry.make_plan(self.line)
         while (place := self.line.next(self.registry.uses())) is not None:
             model = self.registry.loaded[place.key]
-            model.live[place.item] = self.clock.now + lasting[place.item]
             model.used = self.clock.now
-            self.started.append((place.key, place.item, self.clock.now - place.arrived))
+            if isinstance(place.item, Gone):
+                model.live[place.item.number] = self.clock.now + place.item.left
+            else:
+                model.live[place.item] = self.clock.now + lasting[place.item]
+                self.started.append((place.key, place.item, self.clock.now - place.arrived))
             self.line.remove(place)
         self.registry.begin(self.line)
         self.registry.advance(self.line)
@@ -180,7 +206,7 @@ def test_nobody_starves_and_everyone_is_served(
     """`floods`: beside what is asked for, a request for one model comes every second and lasts for three."""
     world = World(max_models, patience)
     lasting = defaultdict(lambda: 3.0, {number: float(lasts) for number, (_, _, lasts) in enumerate(asked)})
-    cycle = patience + max(lasting.values(), default=3) + LOAD_TICKS + 6
+    cycle = patience + DRAIN + LOAD_TICKS + 6
     arrivals = [(sum(gap for gap, _, _ in asked[: n + 1]), n, key) for n, (_, key, _) in enumerate(asked)]
     for now in range(300 + 5 * int(cycle)):
         for _, number, key in (arrival for arrival in arrivals if arrival[0] == now):
@@ -225,7 +251,29 @@ def test_a_stream_of_requests_for_the_loaded_model_does_not_keep_another_out() -
         world.line.add(A, number)
         world.tick(lasting)
     ((waited),) = [waited for key, _, waited in world.started if key == B]
-    assert 10 <= waited <= 10 + LOAD_TICKS + 3 + 3 + LOAD_TICKS + 3
+    assert 10 <= waited <= 10 + DRAIN + 4 * LOAD_TICKS
+    while any(model.live for model in world.registry.loaded.values()) or len(world.line):  # type: ignore[attr-defined]
+        world.tick(lasting)
+    assert len(world.started) == 60
+
+
+def test_a_model_that_another_waits_for_goes_on_serving_until_it_goes() -> None:
+    """A reply of it lasts for ever; what comes for it starts at once, and goes on after the swap."""
+    world = World(1, 10)
+    lasting = defaultdict(lambda: 3.0, {0: 10_000.0})
+    world.line.add(A, 0)
+    for _ in range(LOAD_TICKS + 2):
+        world.tick(lasting)
+    world.line.add(B, 1)
+    for number in range(2, 20):
+        world.line.add(A, number)
+        world.tick(lasting)
+    assert [waited for key, _, waited in world.started if key == A][1:] == [1.0] * 18
+    for _ in range(40):
+        world.tick(lasting)
+    ((waited),) = [waited for key, _, waited in world.started if key == B]
+    assert waited <= 10 + DRAIN + 2 * LOAD_TICKS
+    assert [(key, list(model.live)) for key, model in world.registry.loaded.items()] == [(A, [0])]  # type: ignore[attr-defined]
 
 
 def test_two_models_that_both_fit_are_never_swapped() -> None:

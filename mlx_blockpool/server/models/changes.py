@@ -12,6 +12,7 @@ from collections.abc import Generator, Iterator
 from typing import Protocol
 
 from ...errors import BadModelError, LoadError, PoolExhaustedError
+from ..requests import Suspended
 from ..served import ServedModel
 from .catalog import Catalog
 from .provider import ModelKey
@@ -38,7 +39,8 @@ class Change:
     """Loads `load`, in place of `unload` where both are given. Call advance() until it says that it is through.
 
     The old model goes only once all that can be checked of the new one is right. If the new one then cannot be loaded
-    nevertheless, the old one is loaded again. `error` says why `load` is not there. Nothing runs on the model that goes.
+    nevertheless, the old one is loaded again. `error` says why `load` is not there. What ran on the model that goes is
+    `suspended`, for whoever has the line to put there.
     """
 
     def __init__(self, models: Loaded, load: ModelKey | None = None, unload: ModelKey | None = None) -> None:
@@ -49,6 +51,7 @@ class Change:
         self.stage = "checking"
         self.began = self.since = time.monotonic()
         self.leaving: ServedModel | None = None
+        self.suspended: list[Suspended] = []
         self._models = models
         self._steps = self._run()
 
@@ -98,6 +101,7 @@ class Change:
 
     def _take_out(self, key: ModelKey) -> Iterator[None]:
         self.leaving = self._models.take_out(key)
+        self.suspended = self.leaving.suspend()
         self._enter("saving")
         yield
         if self._models.loaded:

@@ -42,22 +42,27 @@ class Use:
 
 @dataclass(frozen=True)
 class Plan:
-    """`load` is to be loaded; first `unload` has to go, once it is not busy. None: nothing."""
+    """`load` is to be loaded; first `unload` has to go, once it is not busy, or now where it `must`. None: nothing."""
 
     load: Any = None
     unload: Any = None
+    must: bool = False
 
 
 class Line:
     """First come, first served among those whose models are loaded; they pass the others for `patience` seconds at most.
 
     The oldest of the others says what is loaded next. In place of it goes the model used longest ago that has had nothing to do
-    for `linger` seconds, or where none has, after `patience`, the one used longest ago. A model that was just loaded starts all
-    that waited for it, and stays for `patience`: so everyone's turn comes, and no swap is for nothing.
+    for `linger` seconds, or where none has, after `patience`, the one used longest ago: as soon as it is not busy, and after
+    `drain` seconds more in any case. Until then it starts all that comes for it. A model that was just loaded stays for
+    `patience`: so everyone's turn comes, and no swap is for nothing.
     """
 
-    def __init__(self, patience: float, linger: float = 0.0, clock: Callable[[], float] = time.monotonic) -> None:
+    def __init__(
+        self, patience: float, linger: float = 0.0, clock: Callable[[], float] = time.monotonic, drain: float = 0.0
+    ) -> None:
         self.patience = patience
+        self.drain = drain
         self.linger = linger
         self.clock = clock
         self._places: list[Place] = []
@@ -95,12 +100,17 @@ class Line:
             return Plan()
         if has_room(first.key):
             return Plan(first.key)
-        leaving = self._leaving(models, first)
-        return Plan() if leaving is None else Plan(first.key, leaving.key)
+        return self._swap(models, first)
 
-    def _leaving(self, models: Sequence[Use], first: Place) -> Use | None:
+    def _swap(self, models: Sequence[Use], first: Place) -> Plan:
         now = self.clock()
         idle = [use for use in models if not use.busy and not any(map(use.takes, self._places))]
         rested = [use for use in idle if now - use.used >= self.linger]
-        last = min(rested or models, key=lambda use: use.used)
-        return last if rested or now - max(first.arrived, last.ready) >= self.patience else None
+        if rested:
+            return Plan(first.key, min(rested, key=lambda use: use.used).key)
+        # One that is not busy goes before one that is.
+        last = min(models, key=lambda use: (use.busy, use.used))
+        waited = now - max(first.arrived, last.ready)
+        if waited < self.patience:
+            return Plan()
+        return Plan(first.key, last.key, must=last.busy and waited >= self.patience + self.drain)

@@ -145,8 +145,6 @@ class ModelRegistry:
     def uses(self) -> list[Use]:
         """What the loaded models are at."""
         closed = {place.key: place.arrived for place in reversed(self._leaving)}
-        if self.plan.unload is not None:
-            closed.setdefault(self.plan.unload, self.loaded[self.plan.unload].ready)
         return [Use(m.key, bool(m.live), m.ready, m.used, closed.get(m.key)) for m in self.loaded.values()]
 
     def make_plan(self, line: Line) -> None:
@@ -169,7 +167,12 @@ class ModelRegistry:
 
     def advance(self, line: Line) -> Change | None:
         """Go on with the change. Returns it when it is through."""
-        if self.change is None or not self.change.advance():
+        if self.change is None:
+            return None
+        is_through = self.change.advance()
+        while self.change.suspended:
+            line.add(self.change.unload, self.change.suspended.pop(0))
+        if not is_through:
             return None
         change, self.change = self.change, None
         self._note(change, line)
@@ -182,7 +185,8 @@ class ModelRegistry:
             if any(place.key == use.key for place in self._leaving):
                 return Change(self, unload=use.key)
         load, unload = self.plan.load, self.plan.unload
-        if load is not None and (unload is None or any(use.key == unload for use in free)):
+        rests = {use.key for use in self.uses() if not use.busy}
+        if load is not None and (unload is None or unload in rests or self.plan.must):
             # Where even that is not room enough, another one goes next.
             return Change(self, load if self.has_room(load, without=unload) else None, unload)
         for use in free:
