@@ -147,8 +147,8 @@ class ModelsConfig:
 
     max_models:        at most so many are loaded at a time; the pool's bytes are divided between them.
     patience_seconds:  requests of loaded models pass those of another for so long; then one of the loaded has to go.
-    drain_seconds:     ... as soon as it has nothing to do, and after so long more in any case: replies that still run go on once
-                       their model is there again.
+    drain_seconds:     ... as soon as it has nothing to do, and after the patience again, or at least after so long, in any case:
+                       replies that still run go on once their model is there again.
     wait_seconds:      a request whose model could not be loaded for so long fails.
     linger_seconds:    a model with nothing to do is kept from those that wait for another as long as the last change took, but no
                        longer than this: an agent that has its answer soon asks again.
@@ -166,7 +166,7 @@ class ModelsConfig:
 
     max_models: int = 1
     patience_seconds: float = 30.0
-    drain_seconds: float = 30.0
+    drain_seconds: float = 1.0
     wait_seconds: float = 600.0
     linger_seconds: float = 2.0
     idle_seconds: float | None = None

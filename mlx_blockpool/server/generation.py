@@ -80,7 +80,7 @@ class BlockpoolGenerator(ResponseGenerator):  # type: ignore[misc]
         self.hang_ups = HangUps()
         self.registry = ModelRegistry(model_provider, make_cache, config, models, prompt_cache.config.pool_bytes)
         self._config = config
-        self._waiting = Line(models.patience_seconds, drain=models.drain_seconds)
+        self._waiting = Line(models.patience_seconds, drain=max(models.patience_seconds, models.drain_seconds))
         self._reported = 0.0
         self._started: Queue[Exception | None] = Queue()
         super().__init__(model_provider, prompt_cache)
