@@ -94,8 +94,10 @@ def tools_stand_behind(tokenizer: Any) -> bool:
 
 def _is_in_system(line: str, behind: str, messages: list[Message]) -> bool:
     """Whether a line is one of the system prompt's. `behind`: its end, where the template has written something before it."""
-    text = "\n".join(_text_of(message) for message in messages if message.get("role") in SYSTEM)
-    return bool(line.strip()) and (line in text or (len(behind) > 1 and behind in text))
+    # Templates get the parts of a message as one text.
+    text = "\n".join(_text_of(message, "") for message in messages if message.get("role") in SYSTEM)
+    shown = [part for part in (line, behind) if len(part.strip()) > 1]
+    return any(part[:BEGINNING] in text for part in shown)
 
 
 def _split(texts: list[str]) -> int:
@@ -167,8 +169,8 @@ def _system_after(normalisers: Normalisers, name: str, line: str) -> str:
     return _text_of(normalisers.apply((name,), messages)[0])
 
 
-def _text_of(message: Message) -> str:
+def _text_of(message: Message, between: str = "\n") -> str:
     content = message.get("content") or ""
     if isinstance(content, str):
         return content
-    return "\n".join(str(part.get("text") or "") for part in content if isinstance(part, dict))
+    return between.join(str(part.get("text") or "") for part in content if isinstance(part, dict))
