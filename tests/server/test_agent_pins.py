@@ -5,8 +5,7 @@ from __future__ import annotations
 import pytest
 from prefix.test_states import SPECS, Life
 
-from mlx_blockpool.prefix.lookup import path_of
-from mlx_blockpool.prefix.noted import NotedPath
+from mlx_blockpool.prefix.noted import path_of
 from mlx_blockpool.server.agents.served import ServedAgents
 
 PROMPTS = [list(range(100 * n, 100 * n + 40)) for n in range(1, 13)]
@@ -19,14 +18,9 @@ def pinned(life: Life) -> tuple[ServedAgents, list[bool]]:
     found = []
     for n, prompt in enumerate(PROMPTS):
         life.answer(prompt)
-        found.append(agents.pin(f"agent {n}", NotedPath(*_path(life, prompt))))
+        found.append(agents.pin(f"agent {n}", path_of(life.prefix.known.trie, prompt)))
     agents.close()
     return agents, found
-
-
-def _path(life: Life, prompt: list[int]) -> tuple[tuple[bytes, ...], int]:
-    hashes, tokens = path_of(life.prefix.known, prompt)
-    return tuple(hashes), tokens
 
 
 @pytest.mark.parametrize("name", SPECS)
@@ -48,4 +42,4 @@ def test_a_refused_pin_holds_once_another_has_gone() -> None:
     assert found == [True, True] + [False] * 10
     agents.unpin("agent 0")
     life.answer(PROMPTS[11])
-    assert agents.pin("agent 11", NotedPath(*_path(life, PROMPTS[11])))
+    assert agents.pin("agent 11", path_of(life.prefix.known.trie, PROMPTS[11]))
