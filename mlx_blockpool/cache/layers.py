@@ -28,6 +28,8 @@ class PooledLayer:
 
     offset: int
     state: Any
+    # Tokens before it are in no block: whoever gave the rest had let them go.
+    first_held = 0
     # mlx-lm's classes in the place of this one and of a batch.
     _stock: Any
     _stock_batch: Any
@@ -136,8 +138,8 @@ class PooledLayer:
         size = self.size()
         self._write_over(keys, values, min(size, keys.shape[2]))
 
-    def _write_over(self, keys: mx.array, values: mx.array, size: int) -> None:
-        """Write the first `size` tokens of given arrays where the table begins. Raises ValueError where they do not fit."""
+    def _write_over(self, keys: mx.array, values: mx.array, size: int, start: int = 0) -> None:
+        """Write the first `size` tokens of given arrays at token `start` of the table. Raises ValueError if they do not fit."""
         layer = self.place.layer
         for name, array, dim in (("keys", keys, layer.key_dim), ("values", values, layer.value_dim)):
             found, needed = (*array.shape[:2], array.shape[-1]), (1, layer.kv_heads, dim)
@@ -149,7 +151,7 @@ class PooledLayer:
         # What is given may be a view of the blocks, and a step in flight may read them: either would have the slab copied.
         given = copied([keys[..., :size, :], values[..., :size, :]])
         mx.synchronize()
-        self.sequence.write(self.place, 0, *given)
+        self.sequence.write(self.place, start, *given)
 
     def size(self) -> int:
         raise NotImplementedError

@@ -46,7 +46,7 @@ class PooledCacheList(CacheList):  # type: ignore[misc]
 class PooledChunkedKVCache(PooledKVCache, ChunkedKVCache):  # type: ignore[misc]
     """Stands in for ChunkedKVCache: reads at most the last `chunk_size` tokens of those before a call, and what comes with it.
 
-    All tokens stay in blocks, so that a prefix is resumed at any of them.
+    All tokens stay in blocks, so that a prefix is resumed at any of them; what a state was assigned to lacks the first ones.
     """
 
     _stock = ChunkedKVCache
@@ -89,10 +89,11 @@ class PooledChunkedKVCache(PooledKVCache, ChunkedKVCache):  # type: ignore[misc]
 
     @state.setter
     def state(self, state: tuple[Any, ...]) -> None:
-        keys, values, offset, self.chunk_size, start = state
+        keys, values, offset, chunk_size, start = state
         if offset:
-            self.sequence.write(self.place, start, keys[..., : offset - start, :], values[..., : offset - start, :])
-        self.offset, self.start_position = offset, start
+            self._write_over(keys, values, offset - start, start)
+        self.offset, self.chunk_size, self.start_position = offset, chunk_size, start
+        self.first_held = start
         self.sequence.cut(self.place.group, self.size())
 
     @classmethod

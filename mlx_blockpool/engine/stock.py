@@ -75,7 +75,7 @@ class StockCaches:
     def take_in(self, running: Running, caches: list[Any]) -> None:
         """Know what given caches hold of a prompt."""
         tokens = running.tokens[: tokens_held(caches)]
-        self._known.insert_cache(self._key, tokens, copy.deepcopy(caches), cache_type=KIND)
+        self._known.insert_cache(self._key_of(running.terms.salt), tokens, copy.deepcopy(caches), cache_type=KIND)
 
     def finish(self, running: Running, kind: str) -> None:
         self._insert(running, running.caches, kind)

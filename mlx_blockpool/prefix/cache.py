@@ -198,6 +198,10 @@ class PrefixCache:
             imported = self._import(caches)
             return 0 if imported is None else self.finish(tokens, imported, kind, terms)
         leaves = leaves_of(caches)
+        if any(isinstance(leaf, PooledLayer) and leaf.first_held for leaf in leaves):
+            # Others would go on from blocks that nobody has written.
+            self.num_skipped += 1
+            return 0
         offsets = [leaf.offset for leaf in leaves if isinstance(leaf, PooledLayer)]
         count: int = min([len(tokens), *offsets])
         if not count:

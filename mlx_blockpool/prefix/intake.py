@@ -63,6 +63,8 @@ def _why_not_leaf(slabs: Slabs, mine: Any, their: Any) -> str | None:
         return f"found a window of {their.max_size} that keeps {their.keep}; needed {mine.max_size} and {mine.keep}."
     if not isinstance(mine, PooledLayer) or their.keys is None:
         return None
+    if stock is ChunkedKVCache and their.start_position:
+        return f"found a chunk from token {their.start_position} on; needed all tokens."
     layer = mine.place.layer
     needed = [(1, layer.kv_heads, layer.key_dim, slabs.dtype), (1, layer.kv_heads, layer.value_dim, slabs.dtype)]
     found = [(*array.shape[:2], array.shape[3], array.dtype) for array in (their.keys, their.values)]

@@ -236,3 +236,13 @@ def test_caches_that_are_ahead_of_their_tokens_are_cut_back_to_them() -> None:
     assert [c.offset for c in caches] == [250, 250]
     found, rest = known.fetch_nearest_cache("llama", list(COMMON))
     assert (rest, [c.offset for c in found]) == (list(COMMON[250:]), [250, 250])
+
+
+def test_given_caches_are_known_under_the_salt_of_their_request_alone() -> None:
+    engine, known = stock_engine("llama")
+    prompt = [*COMMON, *words(4, 30)]
+    caches = make_prompt_cache(plain_model("llama"))
+    plain_model("llama")(mx.array([prompt[:200]]), cache=caches)
+    engine.insert(Request(prompt, 5, salt=bytes(32)), caches)
+    assert known.known_tokens(("llama", bytes(32)), prompt) == 200
+    assert known.known_tokens("llama", prompt) == 0

@@ -9,16 +9,18 @@ from typing import Any
 
 import mlx.core as mx
 import pytest
-from cache.arrays import make_slabs, numbered
+from cache.arrays import HEADS, KEY_DIM, VALUE_DIM, make_slabs, numbered
 from mlx_lm.generate import generate_step
-from mlx_lm.models.cache import KVCache, LRUPromptCache, QuantizedKVCache, RotatingKVCache
+from mlx_lm.models.cache import ChunkedKVCache, KVCache, LRUPromptCache, QuantizedKVCache, RotatingKVCache
 from mlx_lm.models.cache import make_prompt_cache as stock_prompt_cache
 from models import make_model
 
-from mlx_blockpool.cache.factory import make_prompt_cache, open_pool
+from mlx_blockpool.cache.factory import from_stock, make_prompt_cache, open_pool
 from mlx_blockpool.cache.parts import sequence_of
+from mlx_blockpool.cache.slabs import Slabs
 from mlx_blockpool.config import PoolConfig
 from mlx_blockpool.prefix.cache import PrefixCache
+from mlx_blockpool.spec import ChunkLayer, FullLayer, ModelCacheSpec
 
 MODEL = ("some/model", None, None)
 NAMES = ["llama", "gemma3_text", "lfm2", "gemma2"]
@@ -255,6 +257,34 @@ def test_checkpoints_go_with_their_sequence(name: str) -> None:
     prefix.check()
     prefix.trim_to(n_sequences=0)
     assert (len(prefix), prefix.nbytes) == (0, 0)
+
+
+@pytest.mark.parametrize("pooled", [False, True])
+def test_a_chunk_without_its_first_tokens_is_not_known_to_others(pooled: bool) -> None:
+    """mlx-lm's cache has let them go: their blocks would hold whatever was there before."""
+    spec = ModelCacheSpec("test", (ChunkLayer(HEADS, KEY_DIM, VALUE_DIM, 300), FullLayer(HEADS, KEY_DIM, VALUE_DIM)), "float32")
+    slabs = Slabs(spec, 64 * sum(map(spec.bytes_per_block, spec.groups)))
+    prefix = PrefixCache(slabs)
+    caches: list[Any] = [ChunkedKVCache(300), KVCache()]
+    for start in (0, 350):
+        for cache in caches:
+            cache.update_and_fetch(*numbered(start, 350))
+        caches[0].maybe_trim_front()
+    if pooled:
+        caches = from_stock(caches, slabs)
+        assert caches[0].keys_and_values()[0][0, 0, :, 0].tolist() == list(range(400, 700))
+    assert prefix.finish(words(1, 700), caches) == 0
+    assert prefix.look([*words(1, 700), 3]).known == 0
+    assert prefix.num_skipped == 1
+    prefix.check()
+
+
+def test_a_chunk_of_another_type_is_refused() -> None:
+    spec = ModelCacheSpec("test", (ChunkLayer(HEADS, KEY_DIM, VALUE_DIM, 300),), "float32")
+    cache = ChunkedKVCache(300)
+    cache.update_and_fetch(*(array.astype(mx.float16) for array in numbered(0, 10)))
+    with pytest.raises(ValueError, match=r"takes keys of shape \(1, 2, 10, 4\) in mlx.core.float32"):
+        from_stock([cache], Slabs(spec, 1 << 20))
 
 
 def test_a_deep_copy_of_what_was_fetched_is_independent(prefix: PrefixCache) -> None:
