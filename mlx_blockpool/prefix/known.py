@@ -191,14 +191,15 @@ class KnownBlocks:
             node = node.parent
 
     def _uncover(self, node: Node, covers: list[Node]) -> None:
-        """The longest of what a node that has gone covered is known again, or covered by another node."""
+        """The longest of what a node that has gone covered is known again, or covered by another node, if it is on disk still."""
+        covers = [covered for covered in covers if covered.stored]
         longest = max(covers, key=lambda covered: covered.end, default=None)
         last = 0 if longest is None else longest.end
         self.unreachable += records_at(node, last)
         self.unreachable += [Key(BLOCK, covered.hash) for covered in covers if covered is not longest]
         if longest is None or longest.parent is None:
             return
-        longest.blocks, longest.resident, longest.stored = (), not self.full_groups, True
+        longest.blocks, longest.resident = (), not self.full_groups
         longest.cuts = {end: cut for end, cut in node.cuts.items() if end <= last}
         longest.saved = {end for end in node.saved if end <= last}
         other = self.trie.child(longest.parent, longest.tokens)

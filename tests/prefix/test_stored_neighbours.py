@@ -61,6 +61,25 @@ def test_after_a_restart_too(tmp_path: Path, how: str) -> None:
     assert life.fetched([*TWO, 1]) >= 5 * BLOCK
 
 
+def test_an_end_that_the_budget_took_is_not_known_again_where_what_followed_it_is_forgotten(tmp_path: Path) -> None:
+    """A prefix that is known as stored, and has no file, would be a hit that cannot be read, and would never be written again."""
+    life = Life(tmp_path, store_bytes=2 * FILE)
+    answer(life.prefix, end := ONE[:100])
+    life.stored.write_tails()
+    record = Key(RECORD, life.hashes(end)[0])
+    assert record in life.store
+    answer(life.prefix, ONE[:150])
+    answer(life.prefix, THREE[: 2 * BLOCK])
+    life.write()
+    assert record not in life.store
+    life.prefix.trim_to(0)
+    assert life.prefix.look([*end, 1]).known == 0
+
+    answer(life.prefix, end)
+    assert life.prefix.close()
+    assert Life(tmp_path).fetched([*end, 1]) == len(end)
+
+
 def test_what_is_being_read_is_spared(tmp_path: Path, gated: GatedDisk) -> None:
     first = Life(tmp_path)
     for prompt in (ONE, TWO):
