@@ -37,7 +37,8 @@ def models(tmp_path_factory: pytest.TempPathFactory) -> list[Path]:
 
 @pytest.fixture(scope="module")
 def client(models: list[Path]) -> Iterator[Client]:
-    with blockpool_server(models[0], "--pool-bytes", "60MB", "--swap-patience", "10m") as running:
+    options = ("--swap-patience", "10m", "--allow-models", str(models[1]))
+    with blockpool_server(models[0], "--pool-bytes", "60MB", *options) as running:
         yield running
 
 
@@ -118,8 +119,11 @@ def test_a_request_that_waits_for_another_model_goes_with_its_client(
 @pytest.mark.parametrize("stream", [False, True])
 def test_a_request_that_waits_behind_its_agents_other_goes_with_its_client(client: Client, stream: bool) -> None:
     path, body = FORMS["chat"]
-    running, waiting = (ask(client, path, {**body, "prompt_cache_key": "one", "stream": stream}) for _ in range(2))
+    body = {**body, "prompt_cache_key": "one", "stream": stream}
+    running = ask(client, path, body)
     (served,) = client.generator.registry.loaded.values()
+    until(lambda: served.engine.live)
+    waiting = ask(client, path, body)
     until(lambda: served.engine.num_waiting == 1 and len(served.live) == 2)
     waiting.close()
     until(lambda: len(served.live) == 1)
