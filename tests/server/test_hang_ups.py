@@ -121,6 +121,7 @@ def test_a_request_that_waits_behind_its_agents_other_goes_with_its_client(clien
     path, body = FORMS["chat"]
     body = {**body, "prompt_cache_key": "one", "stream": stream}
     running = ask(client, path, body)
+    until(lambda: client.generator._live)
     (served,) = client.generator.registry.loaded.values()
     until(lambda: served.engine.live)
     waiting = ask(client, path, body)
