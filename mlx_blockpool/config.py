@@ -243,6 +243,7 @@ class GuardConfig:
     allowed_hosts:    names in Host headers beside those of this machine.
     allowed_origins:  pages that may ask; empty: what mlx-lm has is for all, what it has not for pages of this machine.
     max_body_bytes, max_headers, max_header_bytes: of one request.
+    bodies:           all bodies that are in memory at a time are at most as large as so many of the largest.
     max_connections:  that are served at a time; as many more may be open between two requests.
     backlog:          connections that may wait to be accepted.
     keep_alive_seconds: a connection without a request is closed after so long.
@@ -259,6 +260,7 @@ class GuardConfig:
     allowed_hosts: tuple[str, ...] = ()
     allowed_origins: tuple[str, ...] = ()
     max_body_bytes: int = 16 << 20
+    bodies: int = 32
     max_headers: int = 100
     max_header_bytes: int = 64 << 10
     max_connections: int = 256

@@ -14,6 +14,7 @@ import threading
 import time
 from collections.abc import Sequence
 from dataclasses import dataclass
+from email import errors as email_errors
 from typing import Any
 from urllib.parse import urlsplit
 
@@ -35,6 +36,13 @@ EXTENSIONS = ("chrome-extension", "moz-extension", "safari-web-extension")
 LONGEST_AGENT = 256
 KEY_NAME = re.compile(r"[A-Za-z0-9._-]{1,64}")
 LONGEST_NAME = 1024
+# A line that is no header makes the parser drop all that stand behind it, whatever they forbid.
+NO_HEADERS = (
+    email_errors.FirstHeaderLineIsContinuationDefect,
+    email_errors.InvalidHeaderDefect,
+    email_errors.MisplacedEnvelopeHeaderDefect,
+    email_errors.MissingHeaderBodySeparatorDefect,
+)
 # A path in an error's text, all but its last part.
 FOLDERS = re.compile(r"(?<![\w.:/])(?:/[^\s/'\":,;()]+)+/(?=[^\s/'\":,;()])")
 
@@ -51,6 +59,7 @@ class Guard:
     """The checks of one server.
 
     `room`: a connection takes a place in it while a request of it is read and served, and one in `idle` between two requests.
+    `bodies`: what the bodies of all requests may have in memory together.
     """
 
     def __init__(self, config: GuardConfig | None = None) -> None:
@@ -62,6 +71,7 @@ class Guard:
         ]
         self.room = threading.BoundedSemaphore(config.max_connections)
         self.idle = threading.BoundedSemaphore(config.max_connections)
+        self.bodies = Bytes(config.bodies * config.max_body_bytes)
 
     def wait_until_empty(self, seconds: float) -> bool:
         """Let nobody in any more, and wait for those who are. Whether all have gone within the time."""
@@ -88,7 +98,7 @@ class Guard:
 
     def check_body(self, path: str, headers: Any) -> Refusal | None:
         """Of a request that is let in: whether its body has a length, and one that is not too large."""
-        if headers.get("Transfer-Encoding"):
+        if headers.get("Transfer-Encoding") is not None:
             return Refusal(411, "Found Transfer-Encoding; needed a body in one piece, with its Content-Length")
         found = set(headers.get_all("Content-Length", []))
         if not found:
@@ -103,6 +113,8 @@ class Guard:
 
     def _check_headers(self, headers: Any) -> Refusal | None:
         size, most = sum(len(name) + len(value) for name, value in headers.items()), self.config.max_header_bytes
+        if headers.get_unixfrom() or any(isinstance(defect, NO_HEADERS) for defect in headers.defects):
+            return Refusal(400, "Found a line that is no header; needed 'Name: value', with no space before the colon")
         if len(headers) > self.config.max_headers:
             return Refusal(431, f"Found {len(headers)} headers; needed at most {self.config.max_headers}")
         return Refusal(431, f"Found {size} bytes of headers; needed at most {most}") if size > most else None
@@ -154,6 +166,27 @@ def _given(headers: Any) -> list[str]:
     """What a request shows as its key."""
     kind, _, token = headers.get("Authorization", "").partition(" ")
     return [headers.get("x-api-key", ""), token.strip() if kind.lower() == "bearer" else ""]
+
+
+class Bytes:
+    """So many bytes for everybody together. Nobody waits for some: there are enough left, or not."""
+
+    def __init__(self, left: int) -> None:
+        self.left = left
+        self._changing = threading.Lock()
+
+    def take(self, count: int) -> bool:
+        """Whether there are so many left, which are the caller's then."""
+        with self._changing:
+            if count > self.left:
+                return False
+            self.left -= count
+            return True
+
+    def give(self, count: int) -> None:
+        """Give back what was taken."""
+        with self._changing:
+            self.left += count
 
 
 class Timed(io.RawIOBase):

@@ -30,6 +30,8 @@ CROWDED_SECONDS = 1.0
 LINGER_SECONDS = 2.0
 LINGER_BYTES = 1 << 16
 LINGER_MOST = 64 << 20
+# A body is read in pieces of this size; what was announced and not sent takes no memory.
+PIECE_BYTES = 1 << 18
 # Who sends or takes a file more slowly than this is left.
 FILE_BYTES_PER_SECOND = 1 << 18
 
@@ -144,6 +146,7 @@ class GuardedHandler(APIHandler):  # type: ignore[misc]
         self._incoming.stall, self._incoming.until = config.stall_seconds, time.monotonic() + config.request_seconds
         self.rfile, self.wfile = self._reader, self._outgoing
         self._body: Body | None = None
+        self._taken = 0
         self._outgoing.begin()
         self.headers, self.path, self.route = Message(), "", ""
         self.command, self.request_version, self._expects_continue = "", "HTTP/1.0", False
@@ -169,6 +172,7 @@ class GuardedHandler(APIHandler):  # type: ignore[misc]
             self.handle_one_request()
             self._end_request()
         finally:
+            guard.bodies.give(self._taken)
             if not self._crowded:
                 guard.room.release()
 
@@ -293,14 +297,26 @@ class GuardedHandler(APIHandler):  # type: ignore[misc]
             self._body = Body(self._reader, length)
             self.rfile = io.BufferedReader(self._body)
         else:
-            body = self._reader.read(length)
-            if len(body) < length:
+            return self._take_in(length)
+        return None
+
+    def _take_in(self, length: int) -> Refusal | None:
+        """Read a body to its end, as long as the bodies of all have room in memory."""
+        body = bytearray()
+        while len(body) < length:
+            size = min(length - len(body), PIECE_BYTES)
+            if not self.guard.bodies.take(size):
+                return Refusal(503, "The server has too many large requests at once; ask again when one of them has ended")
+            self._taken += size
+            if not (piece := self._reader.read(size)):
                 return Refusal(400, f"The body ended after {len(body)} of {length} bytes")
-            self.rfile = io.BytesIO(body)
-            try:
-                self.response_generator.prompts.check_body(body)
-            except PromptError as error:
-                return Refusal(400, str(error))
+            body += piece
+        whole = bytes(body)
+        self.rfile = io.BytesIO(whole)
+        try:
+            self.response_generator.prompts.check_body(whole)
+        except PromptError as error:
+            return Refusal(400, str(error))
         return None
 
     def _linger(self) -> None:

@@ -303,6 +303,35 @@ def test_lengths_that_are_none(server: Client, header: str, status: int) -> None
         assert message(answer)
 
 
+@pytest.mark.parametrize("line", ["Content-Length : 2", "Content-Length", "X y: 1", "From nobody", " X: 1", ": 1"])
+def test_a_line_that_is_no_header_does_not_hide_others(server: Client, line: str) -> None:
+    """Behind such a line the parser reads nothing: a body would be the next request, and a foreign page one from here."""
+    hidden = "Origin: http://evil.example\r\nContent-Length: 2\r\n\r\n{}GET /health HTTP/1.1\r\n\r\n"
+    for before in ("", "Host: localhost\r\n"):
+        with socket.create_connection(("127.0.0.1", server.port), timeout=30) as connection:
+            connection.sendall(f"GET /v1/agents HTTP/1.1\r\n{before}{line}\r\n{hidden}".encode())
+            content = b""
+            while more := connection.recv(65536):
+                content += more
+        assert (content[:12], content.count(b"HTTP/1.1 ")) == (b"HTTP/1.1 400", 1)
+
+
+def test_all_bodies_together_have_a_bound(server: Client) -> None:
+    """What many send slowly or wait with stays within it; who asks meanwhile is told, and what has ended is given back."""
+    with guarded(server, bodies=1, max_body_bytes=40_000):
+        left = server.generator.guard.bodies
+        with socket.create_connection(("127.0.0.1", server.port), timeout=30) as slow:
+            slow.sendall(b"POST /v1/messages HTTP/1.1\r\nHost: localhost\r\nContent-Length: 30000\r\n\r\n" + b"x" * 20_000)
+            while left.left == 40_000:
+                threading.Event().wait(0.01)
+            status, answer = ask(server, "POST", "/v1/messages", {"x": "y" * 30_000})
+            assert (status, "large requests" in message(answer)) == (503, True)
+            assert ask(server, "POST", "/v1/messages", CHAT)[0] == ask(server, "GET", "/health")[0] == 200
+        wait_for_threads()
+        assert left.left == 40_000
+        assert ask(server, "POST", "/v1/messages", {**CHAT, "x": "y" * 30_000})[0] == 200
+
+
 def test_headers_that_are_too_many_or_too_long(server: Client) -> None:
     start = b"GET /health HTTP/1.1\r\nHost: localhost\r\n"
     many = b"".join(b"X-%d: y\r\n" % i for i in range(101))
