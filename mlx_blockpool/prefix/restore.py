@@ -132,6 +132,11 @@ class Restore:
         """How many of `tokens` are there."""
         return self.tokens * (self._total - self._left) // self._total
 
+    @property
+    def has_ended(self) -> bool:
+        """Whether no more will come: all is there, or the rest could not be read."""
+        return not self._left
+
     def advance(self, wait: float = 0.0, seconds: float = 0.0) -> bool:
         """Copy what has been read, for so many seconds. Returns whether no more will come.
 

@@ -251,7 +251,7 @@ class StoredPrefixes:
     def restore(self, wanted: Wanted) -> Restore:
         """Begin to bring it back. Raises PoolExhaustedError if there is no room for it."""
         self.touch(wanted.path)
-        if not self.restoring:
+        if not self._is_waiting:
             # From now on the disk is expected to answer.
             self.last_arrival = self.clock()
         return Restore(self, wanted)
@@ -266,7 +266,12 @@ class StoredPrefixes:
     @property
     def is_stuck(self) -> bool:
         """Whether something is on its way, and nothing has arrived for longer than a disk may take to answer."""
-        return bool(self.restoring) and self.clock() - self.last_arrival > self.store.config.answer_seconds
+        return self._is_waiting and self.clock() - self.last_arrival > self.store.config.answer_seconds
+
+    @property
+    def _is_waiting(self) -> bool:
+        """Whether the disk has something to give: a restore that has ended holds its blocks until its request starts."""
+        return not all(restore.has_ended for restore in self.restoring)
 
     def disk_hangs(self) -> TimeoutError:
         """Leave the disk alone for a while: what is on it is computed until then. Returns the reason."""

@@ -147,3 +147,16 @@ def test_who_waits_starts_by_itself_when_the_other_fails() -> None:
     drive(engine, told)
     check("llama", [branch(1, 60), branch(2, 60)], [second, third], told)
     assert_nothing_held(prefix)
+
+
+@pytest.mark.parametrize("salts", [(b"", bytes(32)), (bytes(32), b"\1" * 32)])
+def test_nobody_waits_for_a_prefix_under_another_salt(salts: tuple[bytes, bytes]) -> None:
+    engine, prefix = make_engine("llama")
+    uids = [engine.insert(Request(branch(1, 80), 3, salt=salt)) for salt in (*salts, *salts)]
+    told = drive(engine)
+    assert [told.started[uid].cached for uid in uids] == [0, 0, 579, 579]
+    assert engine.counts["shared"] == 2
+    assert engine.counts["prompt_tokens"] == 2 * 579
+    for uid in uids:
+        assert_stock("llama", branch(1, 80), told.tokens[uid])
+    assert_nothing_held(prefix)

@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from prefix.lives import BLOCK, ONE, TWO, WINDOWED, Life
+from prefix.lives import BLOCK, ONE, TWO, WINDOWED, GatedDisk, Life, wanted
 from prefix.test_prefix_machine import answer, family
 from store.clock import Clock
 from store.stores import BrokenDisk, record_files
@@ -199,3 +199,28 @@ def test_a_disk_that_was_away_at_the_start_is_known_once_it_is_back(tmp_path: Pa
     assert life.prefix.close()
     assert len(list(tmp_path.rglob("*.safetensors"))) == files
     assert Life(tmp_path, **specs).fetched([*TWO, 1]) == len(TWO)
+
+
+def test_a_restore_that_has_ended_and_waits_does_not_make_the_disk_hang(tmp_path: Path) -> None:
+    """Its request may wait for a place for longer than a disk may take to answer."""
+    life = Life(tmp_path)
+    for prompt in (ONE, TWO):
+        answer(life.prefix, prompt)
+    life.prefix.close()
+    disk = GatedDisk()
+    again = Life(tmp_path, disk)
+    ended = again.stored.restore(wanted(again, ONE))
+    while not ended.advance(wait=1.0, seconds=1.0):
+        pass
+    now = again.stored.clock() + again.store.config.answer_seconds + 1
+    again.stored.clock = lambda: now
+    assert not again.stored.is_stuck
+    disk.reads.clear()
+    begun = again.stored.restore(wanted(again, TWO))
+    assert not begun.advance()
+    disk.reads.set()
+    while not begun.advance(wait=1.0, seconds=1.0):
+        pass
+    assert (again.stored.num_restored, again.stored.num_unread) == (2 * len(ONE), 0)
+    ended.release()
+    begun.release()
