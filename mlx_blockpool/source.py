@@ -17,7 +17,7 @@ from .demo import model_path
 from .errors import BadModelError, StoreError
 from .plugins import spec_of_model
 from .prefix.cache import PrefixCache
-from .prefix.opening import open_store, weights_in
+from .prefix.opening import digests_of, open_store, weights_in
 from .spec import ModelCacheSpec, blocks_for
 from .store.offline import Listing
 
@@ -55,7 +55,7 @@ class Source:
         there = sum(file.size for file in Listing(root).records)
         limit = max(StoreConfig.store_bytes, there) if store_bytes is None else store_bytes
         self.config = StoreConfig(root, limit, bits, flush_seconds=FLUSH_SECONDS)
-        self.weights = weights_in(self.folder, adapter)
+        self.weights = weights_in(self.folder, adapter, digests_of(self.config))
         self.model, self.tokenizer, self.spec = self._load()
 
     def open(self, tokens: int) -> PrefixCache:
@@ -67,7 +67,7 @@ class Source:
         slabs = Slabs(self.spec, pool_bytes, PoolConfig(slabs=1, slab_blocks=blocks, state_bytes=states))
         # Runs are joined when they are saved; no fetch needs to copy them into one.
         slabs.ragged = True
-        store = open_store(self.config, self.folder, self.adapter, self.spec, Path(self.name).name)
+        store = open_store(self.config, self.folder, self.adapter, self.spec, Path(self.name).name, self.weights)
         prefix = PrefixCache(slabs, store=store)
         if store.problem is not None:
             store.close()

@@ -14,10 +14,11 @@ from .. import __version__
 from ..cache.factory import default_pool_bytes, try_out, with_windows
 from ..cache.slabs import Slabs
 from ..config import StoreConfig
-from ..errors import StoreError
 from ..plugins import spec_of_model
 from ..spec import ModelCacheSpec
+from ..store.digests import Digests
 from ..store.identity import identity, namespace
+from ..store.layout import default_folder
 from ..store.record import VERSION
 from ..store.store import PromptStore
 from .cache import PrefixCache
@@ -49,13 +50,19 @@ def open_prefix(
 
 
 def open_store(
-    config: StoreConfig, model_folder: Path, adapter_folder: Path | None, spec: ModelCacheSpec, model_id: str
+    config: StoreConfig,
+    model_folder: Path,
+    adapter_folder: Path | None,
+    spec: ModelCacheSpec,
+    model_id: str,
+    weights: str | None = None,
 ) -> PromptStore:
     """The store of the weights in a model folder, with an adapter or without. `model_id` is for people to read.
 
-    Raises StoreError if the weights cannot be told from others.
+    `weights`: what weights_in() has said of them; None: it is asked. Raises StoreError if the weights cannot be told from others.
     """
-    weights = weights_in(model_folder, adapter_folder)
+    if weights is None:
+        weights = weights_in(model_folder, adapter_folder, digests_of(config))
     bits = config.bits or 0
     about = {
         "model_id": model_id,
@@ -71,12 +78,14 @@ def open_store(
     return PromptStore(config, name, naming, about)
 
 
-def weights_in(model_folder: Path, adapter_folder: Path | None) -> str:
-    """The name of the weights in a model folder with an adapter or without. Raises StoreError."""
-    try:
-        return identity(model_folder, adapter_folder)
-    except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
-        folders = model_folder if adapter_folder is None else f"{model_folder} and {adapter_folder}"
-        raise StoreError(
-            f"Cannot read the weights in {folders}: {error}. Needed safetensors files and a config.json that mlx-lm loads."
-        ) from error
+def digests_of(config: StoreConfig) -> Digests:
+    """What the store's folder remembers of files of weights."""
+    return Digests(config.folder or default_folder())
+
+
+def weights_in(model_folder: Path, adapter_folder: Path | None, digests: Digests | None = None) -> str:
+    """The name of the weights in a model folder with an adapter or without. Reads all that `digests` do not know.
+
+    Raises StoreError.
+    """
+    return identity(model_folder, adapter_folder, digests)

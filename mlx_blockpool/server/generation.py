@@ -44,7 +44,7 @@ CHANGE_SECONDS = 0.005
 REPORT_SECONDS = 0.5
 STOP_LOOKS_SECONDS = 0.05
 # The stages of a change in which nothing is saved.
-LOADS = ("checking", "loading", "warming")
+LOADS = ("checking", "loading", "hashing", "warming")
 
 
 class BlockpoolGenerator(ResponseGenerator):  # type: ignore[misc]

@@ -28,7 +28,7 @@ from ..prefix.cache import PrefixCache
 from ..prefix.keeping import Terms
 from ..prefix.lookup import Lookup
 from ..prefix.noted import find, tokens_of
-from ..prefix.opening import open_store
+from ..prefix.opening import digests_of, open_store
 from ..prefix.salts import SHARED
 from ..spec import FullLayer, ModelCacheSpec
 from ..store.layout import FOLDERS
@@ -37,6 +37,7 @@ from ..store.store import PromptStore
 from .agents.served import ServedAgents
 from .drafted import DraftedPrefix
 from .guard import without_folders
+from .models.hashing import WeightsHash
 from .models.provider import BlockpoolModelProvider
 
 log = logging.getLogger(__name__)
@@ -61,6 +62,7 @@ class ServerPromptCache:
         self.max_tokens = config.max_tokens
         self.salt = SHARED
         self.agents: ServedAgents | None = None
+        self.hashing: WeightsHash | None = None
         self.report: dict[str, Any] = {"backend": None}
         self._spec: ModelCacheSpec | None = None
         self._drafted: DraftedPrefix | None = None
@@ -82,6 +84,12 @@ class ServerPromptCache:
             config = replace(self.config, preallocate=False)
             BlockPool(self._spec, pool_bytes - state_share(self._spec, pool_bytes, config), config)
 
+    def begin_hashing(self, provider: BlockpoolModelProvider) -> None:
+        """Begin to hash the weights of the model that was described, in a thread of its own, if there will be a store of it."""
+        if self.store_config is not None and self._spec is not None and provider.draft_model is None:
+            digests = digests_of(self.store_config)
+            self.hashing = WeightsHash(provider.folder, provider.adapter_folder, provider.stamps, digests)
+
     def open(self, provider: BlockpoolModelProvider, pool_bytes: int) -> None:
         """Make the caches of the model that was described, which the provider has loaded."""
         spec = self._spec
@@ -99,6 +107,9 @@ class ServerPromptCache:
 
     def close(self) -> None:
         """Let go of the model; what is not on disk yet is written first, within the store's time for it."""
+        if self.hashing is not None:
+            self.hashing.stop()
+            self.hashing = None
         self.note_turns()
         if self.prefix is not None:
             self.prefix.close()
@@ -169,9 +180,10 @@ class ServerPromptCache:
     def _open_store(self, provider: BlockpoolModelProvider, spec: ModelCacheSpec) -> PromptStore | None:
         if self.store_config is None:
             return None
-        adapter = provider.model_key[1]
+        adapter = provider.adapter_folder
         try:
-            store = open_store(self.store_config, provider.folder, Path(adapter) if adapter else None, spec, provider.name)
+            provider.weights_name = weights = None if self.hashing is None else self.hashing.result()
+            store = open_store(self.store_config, provider.folder, adapter, spec, provider.name, weights)
             # Before the store is opened: what is pinned outlives its budget.
             self.agents = ServedAgents(provider.name, store)
             self._spare(store)

@@ -71,6 +71,25 @@ class ServedModel:
             self.read_bytes = done
             yield
 
+    def begin_hashing(self) -> None:
+        """Begin to hash the weights, if the model has a store, in a thread of its own. close() stops it."""
+        self.prompt_cache.begin_hashing(self.provider)
+
+    @property
+    def is_hashed(self) -> bool:
+        hashing = self.prompt_cache.hashing
+        return hashing is None or hashing.is_done
+
+    @property
+    def hashed_bytes(self) -> int:
+        hashing = self.prompt_cache.hashing
+        return 0 if hashing is None else hashing.read_bytes
+
+    def wait_for_hash(self, seconds: float) -> None:
+        """Return when the weights are hashed, or after so many seconds."""
+        if self.prompt_cache.hashing is not None:
+            self.prompt_cache.hashing.wait(seconds)
+
     def open(self, pool_bytes: int) -> None:
         """Give the model its pool and its engine: from now on it serves."""
         self.pool_bytes = pool_bytes

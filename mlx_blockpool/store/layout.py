@@ -4,6 +4,7 @@ models/<namespace>/model.json                     for people to read
 models/<namespace>/headers                        as in headers.py
 models/<namespace>/<folder of the kind>/ab/<hash>.safetensors
 export.key                                        signs exported files
+weights.json                                      as in digests.py
 """
 
 from __future__ import annotations
@@ -24,6 +25,9 @@ HEADERS_FILE = "headers"
 OF_A_MODEL = (MODEL_FILE, HEADERS_FILE)
 # In the store's folder itself: the key that exported files are signed with.
 KEY_FILE = "export.key"
+# And the digests of weights.
+WEIGHTS_FILE = "weights.json"
+OF_THE_STORE = (KEY_FILE, WEIGHTS_FILE)
 MAX_MODEL_FILE_BYTES = 1 << 20
 # Younger temporary files may be live writes of another process.
 LEFTOVER_SECONDS = 3600.0

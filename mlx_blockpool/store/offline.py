@@ -22,7 +22,7 @@ from ..errors import BadRecordError
 from ..spec import BLOCK_TOKENS
 from .disk import TEMPORARY, Disk, Entry, Stamp
 from .headers import Headers
-from .layout import KEY_FILE, KINDS, LEFTOVER_SECONDS, OF_A_MODEL, described
+from .layout import KINDS, LEFTOVER_SECONDS, OF_A_MODEL, OF_THE_STORE, described
 from .proof import check, read_header
 from .quarantine import ASIDE, Quarantine
 from .record import BLOCK, SUFFIX, Expected, Naming, Record
@@ -152,7 +152,7 @@ class Listing:
     def _expected(self, folder: Path, namespace: str) -> tuple[str, ...]:
         """The names of what lies in a folder beside others, and is neither a record nor left over."""
         if folder == self.root:
-            return (KEY_FILE,)
+            return OF_THE_STORE
         return OF_A_MODEL if namespace and folder.name == namespace else ()
 
     def _scan(self, folder: Path) -> list[Entry]:

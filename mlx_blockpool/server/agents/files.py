@@ -27,6 +27,8 @@ from ...prefix.noted import NotedPath, find, measure, path_of, tokens_of
 from ...prefix.opening import weights_in
 from ...prefix.resume import lay_out_to_read, resumable
 from ...prefix.salts import is_of_import, salt_of_import
+from ...store.digests import Digests
+from ...store.identity import check_unchanged
 from ...store.manifest import shown
 from ...store.signing import KEY_BYTES, export_key, is_signed, sign
 from ...storing import Report
@@ -53,7 +55,7 @@ def export(known: KnownAgents, name: str) -> Iterator[Path]:
     subject, home = known.need_home(name)
     bring_back(known, home, subject)
     provider = known.at(home, lambda served, _: served.provider)
-    weights = _weights(provider)
+    weights = _weights(known, provider)
     held: list[tuple[Outgoing, list[Any]]] = []
     try:
         known.at(home, lambda served, prefix: held.append(_begin_export(served, prefix, subject, weights)))
@@ -102,9 +104,15 @@ def _end_export(held: list[tuple[Outgoing, list[Any]]]) -> None:
             sequence.release()
 
 
-def _weights(provider: BlockpoolModelProvider) -> str:
-    adapter = provider.model_key[1]
-    return weights_in(provider.folder, Path(adapter) if adapter else None)
+def _weights(known: KnownAgents, provider: BlockpoolModelProvider) -> str:
+    """The name of the weights that are loaded. Where there is no store, the first who needs it hashes them, and others wait."""
+    with provider.naming:
+        if provider.weights_name is None:
+            folders = provider.folder, provider.adapter_folder
+            name = weights_in(*folders, Digests(known.root))
+            check_unchanged(*folders, provider.stamps)
+            provider.weights_name = name
+        return provider.weights_name
 
 
 # -- import ------------------------------------------------------------------------------------------------------------
@@ -158,7 +166,7 @@ def _home_of(known: KnownAgents, caches: list[Any], metadata: dict[str, Any], to
         try:
             exchange.check_tokens(tokens, known.at(home, lambda served, _: served.vocab_size))
             exchange.check_shapes(spec, caches, tokens)
-            origin = exchange.says_origin(provider.name, _weights(provider), bits, metadata, tokens)
+            origin = exchange.says_origin(provider.name, _weights(known, provider), bits, metadata, tokens)
             if not origin:
                 mx.eval([leaf.state for leaf in leaves_of(caches)])
                 known.at(home, lambda served, _: exchange.compare(served.provider.name, served.provider.model, caches, tokens))

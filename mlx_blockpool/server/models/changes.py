@@ -19,6 +19,9 @@ from .provider import ModelKey
 
 log = logging.getLogger(__name__)
 
+# A step that has only a hash to wait for, and delays nobody.
+HASH_WAIT_SECONDS = 0.02
+
 
 class Loaded(Protocol):
     """The registry, as far as a change needs it."""
@@ -116,7 +119,9 @@ class Change:
         key, failure = self.coming.key, None
         self._enter("loading")
         try:
+            self.coming.begin_hashing()
             yield from self.coming.read(self._models.piece_bytes)
+            yield from self._wait_for_hash(self.coming)
             self._enter("warming")
             yield
             self.coming.open(self._models.share())
@@ -129,6 +134,14 @@ class Change:
         else:
             self._drop_coming()
         self.error = failure
+
+    def _wait_for_hash(self, coming: ServedModel) -> Iterator[None]:
+        """Its records on disk go by the hash of its weights. Other models are served meanwhile."""
+        if not coming.is_hashed:
+            self._enter("hashing")
+        while not coming.is_hashed:
+            yield
+            coming.wait_for_hash(0.0 if self._models.loaded else HASH_WAIT_SECONDS)
 
     def _bring_back(self, key: ModelKey) -> Iterator[None]:
         failure, self.error = self.error, None

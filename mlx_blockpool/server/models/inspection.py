@@ -14,7 +14,7 @@ from mlx_lm.utils import DEFAULT_ALLOW_PATTERNS, _get_classes, hf_repo_to_path
 from ... import claims, machine, modelfile
 from ...config import ModelsConfig
 from ...errors import BadModelError, BlockpoolError, ModelNotFoundError, StoreError
-from ...prefix.opening import weights_in
+from ...store.identity import check_weights
 from .catalog import Catalog, is_downloaded, is_folder
 from .provider import ModelKey
 
@@ -38,7 +38,7 @@ def inspect(key: ModelKey, catalog: Catalog, config: ModelsConfig, trusts_code: 
     size = sum(_weights(folder, config.build_seconds, trusts_code) for folder in folders)
     try:
         for folder in folders:
-            weights_in(folder, adapter if folder is folders[0] else None)
+            check_weights(folder, adapter if folder is folders[0] else None)
     except StoreError as error:
         raise BadModelError(str(error)) from error
     # What a device recommends may be exceeded, at a price; what there is may not.

@@ -119,6 +119,7 @@ def _change(registry: ModelRegistry) -> dict[str, Any] | None:
         "seconds": round(now - change.began, 3),
         "weights_bytes": 0 if coming is None else coming.weights_bytes,
         "read_bytes": 0 if coming is None else coming.read_bytes,
+        "hashed_bytes": 0 if coming is None else coming.hashed_bytes,
     }
 
 

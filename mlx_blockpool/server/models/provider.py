@@ -5,6 +5,7 @@ Owned by the generation thread.
 
 from __future__ import annotations
 
+import threading
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -16,6 +17,7 @@ from mlx_lm.utils import hf_repo_to_path, load_config
 
 from ...demo import NAMES, model_path
 from ...errors import BlockpoolError
+from ...store.identity import Stamps, stamps_of
 from ...upstream import rebind
 
 
@@ -36,6 +38,10 @@ class BlockpoolModelProvider(server.ModelProvider):  # type: ignore[misc]
             raise BlockpoolError("Found a distributed run; the block pool serves one machine. Use mlx_lm.server without it.")
         self.config: dict[str, Any] = {}
         self.folder = Path()
+        self.stamps: Stamps = {}
+        # The name of the weights that are loaded, once somebody has needed it; made by one thread at a time.
+        self.weights_name: str | None = None
+        self.naming = threading.Lock()
         self._model_map |= {name: model_path(name) for name in NAMES}
 
     @property
@@ -52,6 +58,11 @@ class BlockpoolModelProvider(server.ModelProvider):  # type: ignore[misc]
         """What clients and files that leave this machine may see of it: the hub's id, or the folder's name."""
         return self.name if Path(str(self.model_key[0])).is_absolute() else str(self.model_key[0])
 
+    @property
+    def adapter_folder(self) -> Path | None:
+        adapter = self.model_key[1]
+        return Path(adapter) if adapter else None
+
     def default_key(self) -> ModelKey | None:
         """The model that the server was started with; None: it was started without."""
         model, adapter, draft = self._model_map["default_model"], self.cli_args.adapter_path, self.cli_args.draft_model
@@ -66,6 +77,8 @@ class BlockpoolModelProvider(server.ModelProvider):  # type: ignore[misc]
         """
         folder = local_folder(key.model)
         config = load_config(folder)
+        # Before mlx-lm opens the files: what replaces one of them later is known by it.
+        self.stamps = stamps_of(folder, Path(key.adapter) if key.adapter else None)
         rebind(server.ModelProvider._load, load=_load_lazily)(self, *key)
         self.config, self.folder = config, folder
 
