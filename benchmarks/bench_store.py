@@ -1,5 +1,6 @@
 """The prompt store: first token after a restart against prefilling again, restoring against reading the files, stalls of decode,
-the start with many records with and without what was noted of their headers, and the listing of many agents.
+the start with many records with and without what was noted of their headers, the listing of many agents, and the hash of weights
+the first time and remembered.
 
 Each case runs both in this process, in turns. Files are in the page cache for both.
 """
@@ -30,6 +31,8 @@ from mlx_blockpool.prefix.stored import naming
 from mlx_blockpool.prefix.trie import Trie
 from mlx_blockpool.spec import BLOCK_TOKENS
 from mlx_blockpool.store.agents import Agents
+from mlx_blockpool.store.digests import SETTLED_SECONDS, Digests
+from mlx_blockpool.store.identity import identity
 from mlx_blockpool.store.layout import name_of
 from mlx_blockpool.store.record import BLOCK, Part, Record, encode
 from mlx_blockpool.store.store import PromptStore
@@ -221,6 +224,35 @@ def bench_listing(args: Any, count: int, folder: Path) -> None:
     report(args, "store", f"listing of {count} agents", **times)
 
 
+def bench_weights(args: Any, megabytes: int, rounds: int, folder: Path) -> None:
+    """The name of weights in two files: the first time, with every byte hashed, and as it is remembered."""
+    model = folder / "model"
+    model.mkdir(parents=True)
+    (model / "config.json").write_text("{}")
+    for number in range(2):
+        weights = mx.random.normal((megabytes * 125_000,))
+        mx.save_safetensors(str(model / f"model-{number}.safetensors"), {f"weight {number}": weights})
+    # Files that were written just now are not remembered.
+    time.sleep(SETTLED_SECONDS + 0.1)
+    hashed = {"first": 0, "remembered": 0}
+
+    def run(name: str, root: Path) -> float:
+        found, start = Digests(root), time.perf_counter()
+        identity(model, None, found)
+        seconds = time.perf_counter() - start
+        hashed[name] = found.read_bytes
+        return seconds
+
+    run("remembered", folder / "remembered")
+    roots = (folder / f"first {number}" for number in range(rounds))
+    acts = {"first": lambda: run("first", next(roots)), "remembered": lambda: run("remembered", folder / "remembered")}
+    times = interleave(acts, rounds)
+    assert hashed["remembered"] == 0 < hashed["first"], f"{hashed} bytes were hashed"
+    figures = {"first_s": round(times["first"], 2), "remembered_s": round(times["remembered"], 5)}
+    gb_s = round(hashed["first"] / times["first"] / 1e9, 2)
+    report(args, "store", f"hash of {megabytes} MB of weights", **figures, hashed_mb=round(hashed["first"] / 1e6), gb_s=gb_s)
+
+
 if __name__ == "__main__":
     args = options(__doc__ or "")
     model = llama(128, 2, 4, 2) if args.quick else llama(256, 4, 4, 2)
@@ -234,4 +266,5 @@ if __name__ == "__main__":
         context, steps, rounds = (230, 80, 3) if args.quick else (700, 50, 10)
         bench_stall(args, model, Path(folder) / "stall", context, steps, rounds)
         bench_start(args, model, 500 if args.quick else 20_000, Path(folder) / "start")
+        bench_weights(args, 64 if args.quick else 1000, 3, Path(folder) / "weights")
         bench_listing(args, 100 if args.quick else 3000, Path(folder) / "listing")
