@@ -5,17 +5,17 @@ from __future__ import annotations
 import socket
 import time
 import uuid
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
 
 from ..errors import BlockpoolError, ModelNotFoundError
-from ..prefix.salts import SHARED, salt_of_key
+from ..prefix.salts import SHARED, is_of_import, salt_of_key
 from ..store.manifest import Agent
 from .agents import by_content
 from .explained import Asker, Explained, Explanation
 from .guard import LONGEST_AGENT, checked_text, header_text
-from .normalise import Normalisers
+from .normalise import LAST, Normalisers, scope_of
 from .owners import noted_name, own_name
 
 # Fields of a body that name the agent, the first that is there. `user` comes last: one person may have several agents.
@@ -75,6 +75,10 @@ class Asking:
         self.explained: Explained | None = None
         self.normalisers: tuple[str, ...] = ()
         self._messages: list[Any] = []
+        self._scope = b""
+        # What the prompt was rendered from beside the messages, and its tokens.
+        self._context: Any = None
+        self._prompt: Sequence[int] = ()
         self._sampled: list[int] = []
         self._content: list[str] = []
         self._calls: list[Any] = []
@@ -89,16 +93,19 @@ class Asking:
             if self.wishes.agent is None and request.request_type == "chat":
                 self.wishes.conversation = self._conversation(request, arguments.model)
             changed: tuple[str, ...] = ()
+            self._scope = scope_of(self.owner, self.salt, self._model(arguments.model))
             if self.normalisers and request.request_type == "chat":
-                messages, changed = self.known_normalisers.changes(self.normalisers, request.messages)
+                messages, changed = self.known_normalisers.changes(self.normalisers, request.messages, self._scope)
                 request = replace(request, messages=messages)
             self._own()
             self._messages = request.messages
+            self._context = [request.tools, getattr(arguments, "chat_template_kwargs", None)]
             request.wishes, request.connection = self.wishes, self.connection
             if self.path in GENERATES:
                 request.explained = self._explain(arguments.model.model, request.messages, changed, bool(request.tools))
                 request.explained.last_turn = self._last_turn()
             context, responses = self._generator.generate(request, arguments, *args, **kwargs)
+            self._prompt = context.prompt
         except Exception as error:
             self.error = error
             self.refused(error)
@@ -117,6 +124,15 @@ class Asking:
         """What the prefixes of its owner are kept under."""
         is_private = self.owner is not None and self._generator.guard.config.private_prefixes
         return salt_of_key(self.owner) if is_private and self.owner is not None else SHARED
+
+    def _model(self, wanted: Any) -> str | None:
+        """The model that replies are sampled by, however the request names it."""
+        try:
+            model: str | None = self._generator.registry.catalog.key_of(wanted).model
+        except (OSError, ValueError, BlockpoolError):
+            # The generator says why.
+            return None
+        return model
 
     def _conversation(self, request: Any, wanted: Any) -> str | None:
         """None where no model is found; the generator says why."""
@@ -152,7 +168,12 @@ class Asking:
         self._calls += tool_calls or []
         if is_last:
             message = {"role": "assistant", "content": "".join(self._content), "tool_calls": self._calls}
-            self.known_normalisers.replies.remember(self._messages, message, self._sampled)
+            if self.explained is not None and is_of_import(self.explained.salt):
+                # Keys and values that were not proven may have said anything.
+                return
+            self.known_normalisers.replies.remember(
+                self._messages, message, self._sampled, self._scope, self._prompt, self._context, self.wishes.agent
+            )
 
     @property
     def known_normalisers(self) -> Normalisers:
@@ -195,6 +216,9 @@ class Asking:
             owner=self.owner,
         )
         self.explained = Explained(first, self.known_normalisers, self.normalisers, list(messages or ()), agent, has_tools)
+        if messages and LAST not in self.normalisers:
+            replies = self.known_normalisers.replies
+            self.explained.replies = replies.rendered_anew(messages, self._scope, self._context)
         self._generator.explanations.add(self.explained)
         return self.explained
 

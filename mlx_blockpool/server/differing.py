@@ -6,7 +6,7 @@ The known line may be somebody else's: then nothing that is said here depends on
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from itertools import groupby
 from typing import Any
 
@@ -15,7 +15,7 @@ from jinja2 import TemplateError
 from ..errors import PluginError
 from ..messages import Message
 from ..prefix.lookup import SHOWN, Lookup
-from .normalise import Normalisers
+from .normalise import LAST, Normalisers, RememberedReply
 
 # So many tokens before the first different one are put into words, to find where its line begins.
 BEFORE = 128
@@ -76,6 +76,42 @@ def difference(
     behind = texts[0][split : _end(texts[0], split)]
     moves_tools = has_tools and _is_in_system(whole[0], behind, messages) and tools_stand_behind(tokenizer)
     return Difference(at, lines[0], lines[1] if is_own else None, keeper, moves_tools)
+
+
+def cut_reply(tokenizer: Any, prompt: Sequence[int], at: int, replies: Sequence[RememberedReply]) -> RememberedReply | None:
+    """The reply that the prompt writes in other tokens than were sampled, the first of them token number `at`.
+
+    `replies`: those of the chat; it opens them as it did, so that what differs from there on is a reply or its opening.
+    """
+    for reply in replies:
+        first = reply.start - len(reply.before)
+        if not first <= at < min(reply.start + len(reply.tokens), len(prompt)):
+            continue
+        path = _path(tokenizer, reply)
+        if list(prompt[first:at]) == path[: at - first] and path[at - first : at - first + 1] not in ([], [prompt[at]]):
+            return reply
+    return None
+
+
+def sampled_from(tokenizer: Any, lookup: Lookup, prompt: Sequence[int], reply: RememberedReply) -> Lookup:
+    """The lookup of a prompt that parts from a reply where the known tokens end: they would have gone on with the reply's."""
+    at, first = lookup.known, reply.start - len(reply.before)
+    expected = _path(tokenizer, reply)[at - first :][:SHOWN]
+    return replace(lookup, cause="differs", given=tuple(prompt[at : at + SHOWN]), expected=tuple(expected))
+
+
+def names_replay(found: Difference | None, tokenizer: Any, off: Sequence[str]) -> Difference | None:
+    """A difference in a reply, with the normaliser that would have put it back as it was sampled."""
+    if found is None or LAST not in off or not getattr(tokenizer, "has_chat_template", False):
+        return found
+    return replace(found, normaliser=LAST)
+
+
+def _path(tokenizer: Any, reply: RememberedReply) -> list[int]:
+    """The end of a prompt and its reply, without the token that has ended it: templates write that one."""
+    tokens = list(reply.tokens)
+    ends = bool(tokens) and tokens[-1] in getattr(tokenizer, "eos_token_ids", ())
+    return [*reply.before, *(tokens[:-1] if ends else tokens)]
 
 
 def tools_stand_behind(tokenizer: Any) -> bool:

@@ -23,9 +23,9 @@ from ..messages import Message
 from ..prefix.lookup import CAUSES, Lookup
 from ..prefix.salts import SHARED
 from ..store.manifest import Agent
-from .differing import Difference, difference
+from .differing import Difference, cut_reply, difference, names_replay, sampled_from
 from .guard import shown
-from .normalise import Normalisers
+from .normalise import LAST, Normalisers, RememberedReply
 
 log = logging.getLogger(__name__)
 
@@ -90,11 +90,13 @@ class Explanation:
         reason = "" if found is not None and self.cause == "differs" else f": {WORDS[str(self.cause)]}"
         if found is None:
             return reason
-        if found.line == found.known_line:
-            return f"{reason}; at token {found.position:,} the same text is other tokens than before"
-        if not found.line:
-            return f"{reason}; at token {found.position:,} it has other text than was known before"
         keep = f": that line changes; --normalise {found.normaliser} would keep it" if found.normaliser else ""
+        if found.normaliser == LAST:
+            keep = f": an earlier reply is written in other tokens; --normalise {LAST} would put it back as it was sampled"
+        if found.line == found.known_line:
+            return f"{reason}; at token {found.position:,} the same text is other tokens than before{keep}"
+        if not found.line:
+            return f"{reason}; at token {found.position:,} it has other text than was known before{keep}"
         known = "other text" if found.known_line is None else f'"{found.known_line}"'
         lines = f'the prompt has "{found.line}" where {known} was known before'
         tools = "; the model's template has the tools behind it, which are computed again with it" if found.moves_tools else ""
@@ -157,7 +159,7 @@ class Explained:
     """What there is to tell of one request, `now`. `messages`: its chat, until it has started.
 
     `account`: the name that its agent is noted under; None: the client has named none. `salt`: what it is looked up under.
-    `has_tools`: the chat shows some.
+    `has_tools`: the chat shows some. `replies`: those of its owner and salt that the chat repeats, where nobody puts them back.
     """
 
     def __init__(
@@ -173,6 +175,7 @@ class Explained:
         self.now = first
         self.account = account
         self.salt = SHARED
+        self.replies: Sequence[RememberedReply] = ()
         self._line: str | None = None
         self.last_turn: Agent | None = None
         self._messages = messages
@@ -202,9 +205,7 @@ class Explained:
             self.now, model=model, state="started", prompt_tokens=len(prompt), cached_tokens=cached, cause=cause
         )
         if lookup is not None:
-            given = (tokenizer, prompt, lookup, self._messages, self._off, self._normalisers)
-            found = difference(*given, is_own=is_own, has_tools=self._has_tools)
-            whole = difference(*given, has_tools=self._has_tools)
+            lookup, found, whole = self._compared(tokenizer, prompt, lookup, is_own)
             elsewhere = self._elsewhere(namespace) if lookup.cause in ("new", "differs", "longer") else None
             self.now = replace(
                 now,
@@ -215,12 +216,27 @@ class Explained:
                 elsewhere=elsewhere,
             )
             self._line = self._line_of(replace(self.now, difference=whole))
-        self._messages, self.last_turn = [], None
+        self._messages, self.replies, self.last_turn = [], (), None
         log.info("%s", self.line)
+
+    def _compared(
+        self, tokenizer: Any, prompt: Sequence[int], lookup: Lookup, is_own: bool
+    ) -> tuple[Lookup, Difference | None, Difference | None]:
+        """The lookup, where the prompt parts from what it found as the client may see it, and the same with all text."""
+        cut = cut_reply(tokenizer, prompt, lookup.known, self.replies)
+        if cut is not None and lookup.cause == "longer":
+            lookup = sampled_from(tokenizer, lookup, prompt, cut)
+            is_own = is_own or (cut.agent is not None and cut.agent == self.account)
+        given = (tokenizer, prompt, lookup, self._messages, self._off, self._normalisers)
+        found = difference(*given, is_own=is_own, has_tools=self._has_tools)
+        whole = difference(*given, has_tools=self._has_tools)
+        if cut is not None:
+            found, whole = (names_replay(each, tokenizer, self._off) for each in (found, whole))
+        return lookup, found, whole
 
     def fail(self, error: Exception) -> None:
         """The request was refused, or has failed."""
-        before, self._messages = self.now.prompt_tokens, []
+        before, self._messages, self.replies = self.now.prompt_tokens, [], ()
         text = "the client hung up" if isinstance(error, ConnectionError) else plain(str(error) or type(error).__name__)
         self.now = replace(self.now, state="failed", error=text)
         if before is None:

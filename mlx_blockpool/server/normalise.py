@@ -8,6 +8,7 @@ from array import array
 from collections import OrderedDict
 from collections.abc import Iterable, Iterator, Sequence
 from contextlib import suppress
+from dataclasses import dataclass
 from hashlib import blake2b
 from typing import Any
 
@@ -16,34 +17,93 @@ import pluggy
 from ..errors import PluginError
 from ..messages import Message, Normaliser, Replayed
 
+# Tokens of a prompt that are remembered before its reply: the template's opening of the reply is among them.
+BEFORE = 64
 # Replies that are remembered, and tokens of all of them together.
 MAX_REPLIES = 10_000
 MAX_TOKENS = 10_000_000
 LAST = "replay"
 
 
+@dataclass(frozen=True)
+class RememberedReply:
+    """`tokens` as they were sampled for an agent, behind a prompt of `start` tokens, the last of which are `before`.
+
+    `asked`: a digest of what that prompt was rendered from, without the replies in it. `agent`: None where none was named.
+    """
+
+    tokens: array[int]
+    start: int = 0
+    before: tuple[int, ...] = ()
+    asked: bytes = b""
+    agent: str | None = None
+
+
 class RememberedReplies:
-    """The tokens of each reply as they were sampled, found by the conversation that it ends; the oldest are forgotten."""
+    """Replies as they were sampled, found by the conversation that each ends and its scope; the oldest are forgotten.
+
+    `scope`: what requests must have in common to share replies. No conversation of one scope is found in another.
+    """
 
     def __init__(self) -> None:
-        self._replies: OrderedDict[bytes, array[int]] = OrderedDict()
+        self._replies: OrderedDict[bytes, RememberedReply] = OrderedDict()
         self._tokens = 0
         self._changing = threading.Lock()
 
-    def remember(self, messages: Sequence[Message], reply: Message, tokens: Sequence[int]) -> None:
-        """`messages`: what the model has seen, `reply`: what the client was told, `tokens`: what was sampled."""
-        *_, key = _keys([*messages, reply])
-        sampled = array("i", tokens)
-        with self._changing:
-            self._tokens += len(sampled) - len(self._replies.pop(key, ()))
-            self._replies[key] = sampled
-            while len(self._replies) > MAX_REPLIES or self._tokens > MAX_TOKENS:
-                self._tokens -= len(self._replies.popitem(last=False)[1])
+    def remember(
+        self,
+        messages: Sequence[Message],
+        reply: Message,
+        tokens: Sequence[int],
+        scope: bytes = b"",
+        prompt: Sequence[int] = (),
+        context: Any = None,
+        agent: str | None = None,
+    ) -> None:
+        """`messages`: what the model has seen, as `prompt`; `reply`: what the client was told; `tokens`: what was sampled.
 
-    def sampled(self, messages: Sequence[Message]) -> dict[int, Sequence[int]]:
-        keys = [(i, key) for i, key in enumerate(_keys(messages)) if messages[i].get("role") == "assistant"]
+        `context`: what the prompt was rendered from beside the messages.
+        """
+        *_, key = _keys([*messages, reply], scope)
+        *_, asked = _asked([*messages, reply], context)
+        remembered = RememberedReply(array("i", tokens), len(prompt), tuple(prompt[-BEFORE:]), asked, agent)
+        with self._changing:
+            before = self._replies.pop(key, None)
+            self._tokens += len(remembered.tokens) - (0 if before is None else len(before.tokens))
+            self._replies[key] = remembered
+            while len(self._replies) > MAX_REPLIES or self._tokens > MAX_TOKENS:
+                self._tokens -= len(self._replies.popitem(last=False)[1].tokens)
+
+    def sampled(self, messages: Sequence[Message], scope: bytes = b"") -> dict[int, Sequence[int]]:
+        return {i: reply.tokens for i, reply in self._found(messages, scope).items()}
+
+    def rendered_anew(self, messages: Sequence[Message], scope: bytes, context: Any) -> list[RememberedReply]:
+        """The replies in a chat all of whose other messages, up to each, are as they were when it was sampled."""
+        found = self._found(messages, scope)
+        if not found:
+            return []
+        return [found[i] for i, asked in enumerate(_asked(messages, context)) if i in found and found[i].asked == asked]
+
+    def _found(self, messages: Sequence[Message], scope: bytes) -> dict[int, RememberedReply]:
+        keys = [(i, key) for i, key in enumerate(_keys(messages, scope)) if messages[i].get("role") == "assistant"]
         with self._changing:
             return {i: self._replies[key] for i, key in keys if key in self._replies}
+
+
+@dataclass(frozen=True)
+class RepliesInScope:
+    """What a normaliser gets to see of the remembered replies."""
+
+    replies: RememberedReplies
+    scope: bytes
+
+    def sampled(self, messages: Sequence[Message]) -> dict[int, Sequence[int]]:
+        return self.replies.sampled(messages, self.scope)
+
+
+def scope_of(owner: str | None, salt: bytes, model: str | None) -> bytes:
+    """The scope of requests of one owner under one salt. Tokens of another model would stand for other text."""
+    return json.dumps([owner, salt.hex(), model]).encode()
 
 
 class Normalisers:
@@ -71,16 +131,20 @@ class Normalisers:
         # What was remembered was told after all others: replies are put back last.
         return tuple(sorted(dict.fromkeys([*default, *names]), key=lambda name: name == LAST))
 
-    def apply(self, names: Sequence[str], messages: list[Message]) -> list[Message]:
+    def apply(self, names: Sequence[str], messages: list[Message], scope: bytes = b"") -> list[Message]:
         """What the model is to see instead. Raises PluginError that names the normaliser which failed."""
-        return self.changes(names, messages)[0]
+        return self.changes(names, messages, scope)[0]
 
-    def changes(self, names: Sequence[str], messages: list[Message]) -> tuple[list[Message], tuple[str, ...]]:
-        """What the model is to see instead, and the names of those that have changed something."""
+    def changes(self, names: Sequence[str], messages: list[Message], scope: bytes = b"") -> tuple[list[Message], tuple[str, ...]]:
+        """What the model is to see instead, and the names of those that have changed something.
+
+        `scope`: whose replies may be put back.
+        """
         changed = []
+        replies = RepliesInScope(self.replies, scope)
         for name in names:
             try:
-                after = self.by_name[name].apply(messages, self.replies)
+                after = self.by_name[name].apply(messages, replies)
             except Exception as error:
                 # Anybody's code.
                 raise PluginError(f"Normaliser {name} raised {type(error).__name__}: {error}.") from error
@@ -104,22 +168,34 @@ def _named(found: Iterable[Any]) -> dict[str, Normaliser]:
     return named
 
 
-def _keys(messages: Sequence[Message]) -> Iterator[bytes]:
-    """A key of the conversation up to each message: nobody has another's replies who has not its whole beginning."""
-    conversation = blake2b(digest_size=16)
+def _keys(messages: Sequence[Message], scope: bytes) -> Iterator[bytes]:
+    """A key of the conversation up to each message: nobody has another's replies who has not its scope and whole beginning."""
+    conversation = blake2b(blake2b(scope, digest_size=16).digest(), digest_size=16)
     for message in messages:
         conversation.update(_shown(message).encode("utf-8", "surrogatepass"))
         yield conversation.digest()
 
 
-def _shown(message: Message) -> str:
-    """What of a message comes back the same, however its spaces, parts and tool calls are written by then."""
+def _asked(messages: Sequence[Message], context: Any) -> Iterator[bytes]:
+    """Before each message, a digest of `context` and of the messages that are no replies, to the letter."""
+    asked = blake2b(json.dumps(context, sort_keys=True, default=str).encode(), digest_size=16)
+    for message in messages:
+        yield asked.digest()
+        if message.get("role") != "assistant":
+            asked.update(_shown(message, "").encode("utf-8", "surrogatepass"))
+
+
+def _shown(message: Message, blanks: str | None = None) -> str:
+    """What of a message comes back the same, however its spaces, parts and tool calls are written by then.
+
+    `blanks`: the characters that are left out at both ends of its text; None: all that are blank.
+    """
     content, others = message.get("content") or "", []
     if isinstance(content, list):
         others = [part for part in content if not (isinstance(part, dict) and isinstance(part.get("text"), str))]
         content = "".join(part["text"] for part in content if isinstance(part, dict) and isinstance(part.get("text"), str))
     calls = [_call(call) for call in message.get("tool_calls") or ()]
-    return json.dumps([message.get("role"), str(content).strip(), others, calls], sort_keys=True, default=str)
+    return json.dumps([message.get("role"), str(content).strip(blanks), others, calls], sort_keys=True, default=str)
 
 
 def _call(call: Any) -> Any:
