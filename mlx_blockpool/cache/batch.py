@@ -30,6 +30,9 @@ class PooledBatchCache(_BaseCache):  # type: ignore[misc]
         copy._lengths = None if self._lengths is None else list(self._lengths)
         return copy
 
+    def __copy__(self) -> PooledBatchCache:
+        return self.__deepcopy__({})
+
     def __reduce__(self) -> Any:
         raise TypeError("A batch of pooled caches cannot be pickled. Pickle what extract() makes of each sequence.")
 
@@ -145,13 +148,20 @@ class PooledBatchCache(_BaseCache):  # type: ignore[misc]
         return all(m.empty() for m in self.members)
 
     @property
-    def state(self) -> list[mx.array]:
-        """The slabs: evaluating them finishes what was written; nothing is gathered."""
-        return self.members[0].sequence.slabs.arrays() if self.members else []
+    def state(self) -> list[Any]:
+        """The slabs, to be evaluated: that finishes what was written and gathers nothing. It is not to be saved or assigned."""
+        return [self.members[0].sequence.slabs.arrays(), _NotSaved()] if self.members else []
 
     @property
     def nbytes(self) -> int:
         return sum(m.nbytes for m in self.members)
+
+
+class _NotSaved:
+    """Beside the slabs in a batch's state: mx.eval() passes over it, and save_prompt_cache names it as what it cannot write."""
+
+    def __repr__(self) -> str:
+        return "a batch of pooled caches, which lies in blocks among those of others. Save what extract() makes of each sequence"
 
 
 def _mask(member: Any, count: int) -> Any:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator
-from copy import copy
+from copy import copy, deepcopy
 from typing import Any
 
 import mlx.core as mx
@@ -24,7 +24,7 @@ class PooledCacheList(CacheList):  # type: ignore[misc]
     """Stands in for CacheList: its parts are pooled caches of one sequence, or of one batch."""
 
     def __deepcopy__(self, memo: dict[int, Any]) -> PooledCacheList:
-        return PooledCacheList(*(part.__deepcopy__(memo) for part in self.caches))
+        return PooledCacheList(*(deepcopy(part, memo) for part in self.caches))
 
     def __copy__(self) -> PooledCacheList:
         return PooledCacheList(*(copy(part) for part in self.caches))

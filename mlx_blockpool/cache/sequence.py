@@ -41,6 +41,7 @@ class Sequence:
         # Forks of what is in the blocks now; and of this one, if it is such a fork: the leaves that have a cache in it, and
         # whether it is as it was made.
         self._forks: list[weakref.ref[Sequence]] = []
+        self._last_leaf = 0
         self._claimed: set[int] = set()
         self._is_new = True
         self._layers: weakref.WeakSet[Any] = weakref.WeakSet()
@@ -69,8 +70,12 @@ class Sequence:
     def fork_for(self, leaf: int) -> Sequence:
         """The fork that the layer cache of `leaf` goes on in: that of the layers before it, unless somebody has written since.
 
-        mlx-lm merges, extracts and copies layer by layer; what it makes of one sequence in one go belongs together.
+        mlx-lm merges, extracts and copies layer by layer; what it makes of one sequence in one go belongs together. A leaf
+        before the last one begins another go.
         """
+        if leaf < self._last_leaf:
+            self._forks.clear()
+        self._last_leaf = leaf
         for made in self._forks:
             fork = made()
             if fork is not None and fork.claim(leaf):

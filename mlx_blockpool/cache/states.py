@@ -72,7 +72,10 @@ class PooledArraysCache(ArraysCache):  # type: ignore[misc]
         """The states of several sequences, which stay as they are; mlx-lm's own batch where some are not pooled."""
         if not all(isinstance(c, PooledArraysCache) for c in caches):
             return ArraysCache.merge(caches)
-        return StateBatch([c.fork() for c in caches])
+        if all(c.sequence.slabs.ragged for c in caches):
+            return StateBatch([c.fork() for c in caches])
+        # The other layers are in mlx-lm's padded batches, and nothing goes on with these.
+        return StateBatch([c._on(c.sequence.fork()) for c in caches])
 
     @classmethod
     def join(cls, caches: list[Any]) -> ArraysCache:
@@ -80,17 +83,23 @@ class PooledArraysCache(ArraysCache):  # type: ignore[misc]
         return StateBatch(caches)
 
 
+@saved_as(ArraysCache)
 class StateBatch(ArraysCache):  # type: ignore[misc]
     """The states of several sequences, one row each.
 
-    As in mlx-lm's own, a sequence without a state has zeros beside those that have one.
+    As in mlx-lm's own, a sequence without a state has zeros beside those that have one. Saved and pickled it is mlx-lm's own.
     """
 
     def __init__(self, members: list[PooledArraysCache]) -> None:
         super().__init__(len(members[0].cache))
-        for member in members:
-            member.sequence.need_blocks()
         self.members = list(members)
+        self._need_members()
+        for member in members:
+            if member.batch_size != 1:
+                raise ValueError(
+                    f"A pooled cache holds one sequence, and this one has the states of {member.batch_size}. "
+                    "Make one cache for each sequence and merge() them, as batch_generate does."
+                )
         self.cache: list[Any] = [_rows([m.cache[entry] for m in members]) for entry in range(len(members[0].cache))]
 
     def __deepcopy__(self, memo: dict[int, Any]) -> StateBatch:
@@ -99,6 +108,29 @@ class StateBatch(ArraysCache):  # type: ignore[misc]
         copy.cache = list(self.cache)
         copy.members = [member.__deepcopy__(memo) for member in self.members]
         return copy
+
+    def __copy__(self) -> StateBatch:
+        return self.__deepcopy__({})
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return ArraysCache.from_state, (self.state,)
+
+    @classmethod
+    def from_state(cls, state: tuple[Any, ...]) -> ArraysCache:
+        """mlx-lm's own batch with these rows."""
+        return ArraysCache.from_state(state)
+
+    def __getitem__(self, idx: int) -> Any:
+        self._need_members()
+        return self.cache[idx]
+
+    def __setitem__(self, idx: int, value: Any) -> None:
+        self._need_members()
+        self.cache[idx] = value
+
+    def _need_members(self) -> None:
+        for member in self.members:
+            member.sequence.need_blocks()
 
     @property
     def batch_size(self) -> int:

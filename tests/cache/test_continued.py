@@ -2,14 +2,17 @@
 
 from __future__ import annotations
 
+import copy
+import pickle
 import random
+from pathlib import Path
 from typing import Any
 
 import mlx.core as mx
 import pytest
 from architectures.pooled import make_model as make_architecture
 from mlx_lm.generate import BatchGenerator, generate_step
-from mlx_lm.models.cache import ArraysCache
+from mlx_lm.models.cache import ArraysCache, load_prompt_cache, save_prompt_cache
 from mlx_lm.models.cache import make_prompt_cache as stock_prompt_cache
 from models import CONFIGS
 from models import make_model as make_small
@@ -18,6 +21,7 @@ from mlx_blockpool import BlockPoolBatchEngine, Request, Token, make_prompt_cach
 from mlx_blockpool.cache.factory import pooled_caches
 from mlx_blockpool.cache.slabs import Slabs
 from mlx_blockpool.cache.states import PooledArraysCache, StateBatch
+from mlx_blockpool.errors import ReleasedCacheError
 from mlx_blockpool.spec import ModelCacheSpec, StateLayer
 
 NAMES = ["llama", "gemma3_text", "gpt_oss", "lfm2", "mamba2", "qwen3_next"]
@@ -109,6 +113,33 @@ def test_a_stock_state_that_joins_a_pooled_batch_is_refused_by_name() -> None:
     batch = PooledArraysCache.merge(states(PooledArraysCache, state_slabs(), 1.0))
     with pytest.raises(ValueError, match="cannot take in a ArraysCache"):
         batch.extend(ArraysCache.merge(states(ArraysCache, state_slabs(), 2.0)))
+
+
+def test_a_batch_of_states_is_copied_pickled_and_saved_as_mlx_lms(tmp_path: Path) -> None:
+    batch = PooledArraysCache.merge(states(PooledArraysCache, state_slabs(), 1.0, 2.0))
+    expected = [array.tolist() for array in batch.cache]
+    twins = [copy.copy(batch), copy.deepcopy(batch)]
+    file = str(tmp_path / "cache.safetensors")
+    save_prompt_cache(file, [batch])
+    batch[0] = batch[0] + 10
+    for twin in (*twins, pickle.loads(pickle.dumps(twins[0])), *load_prompt_cache(file)):
+        assert [array.tolist() for array in twin.cache] == expected
+        assert twin.batch_size == 2
+
+
+def test_a_batch_of_states_raises_once_a_member_was_given_back() -> None:
+    batch = PooledArraysCache.merge(states(PooledArraysCache, state_slabs(), 1.0, 2.0))
+    batch.members[1].sequence.release("finish()")
+    for use in (lambda: batch[0], lambda: batch.__setitem__(0, mx.zeros((2, 3))), lambda: batch.extract(1)):
+        with pytest.raises(ReleasedCacheError, match="finish"):
+            use()
+
+
+def test_states_of_two_sequences_in_one_pooled_cache_are_refused_by_name() -> None:
+    cache = pooled_caches(state_slabs())[0]
+    cache[0], cache[1] = mx.zeros((2, 3)), mx.zeros((2, 2))
+    with pytest.raises(ValueError, match="has the states of 2"):
+        PooledArraysCache.merge([cache])
 
 
 @pytest.mark.parametrize("attached", [True, False])

@@ -16,8 +16,10 @@ from models import make_model
 from mlx_blockpool import PrefixCache, attach, make_prompt_cache, open_pool
 from mlx_blockpool.cache.batch import PooledBatchCache
 from mlx_blockpool.cache.factory import pooled_caches
+from mlx_blockpool.cache.parts import sequence_of
 from mlx_blockpool.cache.slabs import Slabs
 from mlx_blockpool.errors import ReleasedCacheError
+from mlx_blockpool.spec import CompositeLayer, FullLayer, ModelCacheSpec, StateLayer
 
 ATTACHED = ["llama", "gemma3_text", "gpt_oss", "lfm2"]
 SYSTEM = [i * 7 % 131 for i in range(290)]
@@ -225,6 +227,47 @@ def test_copies_of_a_batch_and_of_single_layers_go_on_by_themselves(copier: Any)
         theirs = model(token, cache=other)
     assert mx.allclose(mine, theirs, atol=1e-5)
     assert offsets(caches) == [len(SYSTEM)] * len(caches)
+
+
+@pytest.mark.parametrize("copier", [copy.deepcopy, lambda caches: [copy.copy(c) for c in caches]])
+def test_copies_of_a_batch_write_into_blocks_of_their_own(copier: Any) -> None:
+    slabs = make_slabs()
+    slabs.ragged = True
+    caches = pooled_caches(slabs)
+    for cache in caches:
+        cache.update_and_fetch(*numbered(0, 300))
+    batch = [type(c).merge([c, c]) for c in caches]
+    twin = copier(batch)
+    for layers, start in ((batch, 5000), (twin, 7000)):
+        for layer in layers:
+            layer.update_and_fetch(*numbered(start, 1, batch=2))
+    assert [layers[1].extract(1).keys[0, 0, -1, 0].item() for layers in (batch, twin)] == [105000, 107000]
+    assert {m.offset for layers in (batch, twin) for layer in layers for m in layer.members} == {301}
+
+
+def test_a_padded_batch_of_several_parts_is_copied() -> None:
+    spec = ModelCacheSpec("test", (CompositeLayer((StateLayer((((1, 3), "float32"),)), FullLayer(2, 4, 6))),), "float32")
+    (cache,) = pooled_caches(Slabs(spec, 10 * spec.bytes_per_block(spec.groups[0])))
+    cache[0][0] = mx.ones((1, 3))
+    cache[1].update_and_fetch(*numbered(0, 30))
+    batch = type(cache).merge([cache, cache])
+    twin = copy.deepcopy(batch)
+    batch[1].update_and_fetch(*numbered(5000, 1, batch=2))
+    assert twin.extract(1)[1].offset == 30
+    assert mx.array_equal(twin.extract(1)[0][0], mx.ones((1, 3)))
+
+
+@pytest.mark.parametrize("state_first", [True, False])
+@pytest.mark.parametrize("before", ["a padded batch", "a copy of the last layer"])
+def test_layers_that_are_copied_in_one_go_are_one_sequence_whatever_was_made_before(state_first: bool, before: str) -> None:
+    layers = (StateLayer((((1, 3), "float32"),)), FullLayer(2, 4, 6))
+    spec = ModelCacheSpec("test", layers if state_first else layers[::-1], "float32")
+    caches = pooled_caches(Slabs(spec, 10 * spec.bytes_per_block(spec.groups[0])))
+    caches[0 if state_first else 1][0] = mx.ones((1, 3))
+    caches[1 if state_first else 0].update_and_fetch(*numbered(0, 30))
+    kept = [type(c).merge([c, c]) for c in caches] if before == "a padded batch" else [copy.copy(caches[1])]
+    assert sequence_of([copy.copy(c) for c in caches]) is not caches[0].sequence
+    del kept
 
 
 def test_a_layer_that_is_copied_after_a_write_is_a_sequence_of_its_own() -> None:

@@ -205,6 +205,19 @@ def test_a_pickled_batch_is_refused() -> None:
         pickle.dumps([type(c).merge([c]) for c in ours])
 
 
+def test_a_batch_that_is_saved_or_assigned_is_refused_and_other_sequences_stay_where_they_are(tmp_path: Path) -> None:
+    """The blocks of a batch lie among those of others, which no file may hold."""
+    _, _, ours, _ = computed("llama")
+    batch = [type(c).merge([c]) for c in ours]
+    mx.eval([c.state for c in batch])
+    with pytest.raises(ValueError, match=r"not serializable: a batch of pooled caches.*extract"):
+        save_prompt_cache(str(tmp_path / "cache.safetensors"), batch)
+    for stock in (KVCache(), RotatingKVCache(64)):
+        with pytest.raises(ValueError, match="not enough values"):
+            stock.state = batch[0].state
+    assert not list(tmp_path.iterdir())
+
+
 def test_an_attached_model_is_pickled_and_copied_attached() -> None:
     model = make_model("llama")
     slabs = open_pool(model, 60_000_000)

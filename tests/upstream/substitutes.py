@@ -127,12 +127,17 @@ class Pools:
         return slabs
 
     def open(self, model: Any, max_kv_size: int | None = None) -> Slabs | None:
+        if max_kv_size is not None:
+            # Not asked for again: a model that load() made makes pooled caches by now.
+            known = self.of(model)
+            return None if known is None else self.fill(model, known.spec.with_windows(max_kv_size, KEPT_TOKENS))
         try:
             spec = spec_of_model(model, config_of(model), "upstream")
-            if max_kv_size is not None:
-                spec = spec.with_windows(max_kv_size, KEPT_TOKENS)
         except SpecError:
             return None
+        return self.fill(model, spec)
+
+    def fill(self, model: Any, spec: ModelCacheSpec) -> Slabs | None:
         block = sum(spec.bytes_per_block(group) for group in spec.groups)
         if block > LARGEST_BLOCK:
             return None
