@@ -26,6 +26,7 @@ BATCH = "one pooled cache holds one sequence, and refuses a batch by name; merge
 WAIVED = {
     "test_save_load_cache_list": BATCH,
     "test_save_load_mixed_cache": BATCH,
+    "test_quantized_sdpa_gqa_batched_mask": BATCH,
     "test_completion_quantizes_the_cache": "a PrefixCache keeps no quantised caches: their requests compute their prompts",
 }
 TRAINED = "asks for what only a trained model says"
