@@ -127,11 +127,11 @@ class StoredPrefixes:
         # The queue takes a part at a time.
         while left not in (0, before) and time.monotonic() < until:
             self.write_tails()
-            self.store.flush()
+            self.store.flush(_seconds_until(until))
             left, before = self._num_unwritten(), left
         # Files of what was forgotten since the last step, or is covered by what was just written.
         self._settle()
-        return self.store.close()
+        return self.store.close(_seconds_until(until))
 
     def _num_unwritten(self) -> int:
         unwritten = sum(1 for node in self.known.trie if not node.stored)
@@ -317,3 +317,7 @@ class StoredPrefixes:
 def naming(parent: bytes, tokens: tuple[int, ...]) -> bytes:
     """The trie's rule for the hash of a prefix, for whoever checks records."""
     return name_of(parent, encode(tokens))
+
+
+def _seconds_until(until: float) -> float:
+    return max(0.0, until - time.monotonic())

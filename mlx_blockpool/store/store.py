@@ -278,13 +278,13 @@ class PromptStore:
 
     # -- at the end ----------------------------------------------------------------------------------------------------
 
-    def flush(self) -> bool:
-        """Wait until all is written, but no longer than flush_seconds. Whether it is."""
-        return self._writer.flush(self.config.flush_seconds)
+    def flush(self, seconds: float | None = None) -> bool:
+        """Wait until all is written, but no longer than this; None: flush_seconds. Whether it is."""
+        return self._writer.flush(self.config.flush_seconds if seconds is None else seconds)
 
-    def close(self) -> bool:
+    def close(self, seconds: float | None = None) -> bool:
         """flush(), note what was used on the files themselves, and end the threads."""
-        flushed = self._writer.close(self.config.flush_seconds)
+        flushed = self._writer.close(self.config.flush_seconds if seconds is None else seconds)
         self._reader.close()
         self._hear()
         if flushed:

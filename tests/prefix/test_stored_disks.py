@@ -6,11 +6,14 @@ import errno
 import os
 import time
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
+from prefix.keepers import SPECS, Keeper
 from prefix.lives import BLOCK, ONE, TWO, WINDOWED, GatedDisk, Life, wanted
 from prefix.test_prefix_machine import answer, family
+from prefix.test_states import text
 from store.clock import Clock
 from store.stores import BrokenDisk, record_files
 
@@ -224,3 +227,21 @@ def test_a_restore_that_has_ended_and_waits_does_not_make_the_disk_hang(tmp_path
     assert (again.stored.num_restored, again.stored.num_unread) == (2 * len(ONE), 0)
     ended.release()
     begun.release()
+
+
+def test_a_slow_disk_has_the_time_of_a_shutdown_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Each wait gets what the ones before it have left: what comes after it, such as the notes of agents, has its time too."""
+    keeper = Keeper(SPECS["full"], 40, tmp_path)
+    keeper.ask(text(1, 300))
+    assert keeper.prefix.stored is not None
+    store, clock, waits = keeper.prefix.stored.store, [0.0], []
+
+    def wait(seconds: float) -> bool:
+        waits.append(seconds)
+        clock[0] += min(seconds, 2.0)
+        return False
+
+    monkeypatch.setattr(stored_module, "time", SimpleNamespace(monotonic=lambda: clock[0]))
+    monkeypatch.setattr(store._writer, "flush", wait)
+    keeper.prefix.close()
+    assert (waits[0], clock[0]) == (store.config.flush_seconds, store.config.flush_seconds)
