@@ -18,6 +18,7 @@ from mlx_lm.models.cache import make_prompt_cache as stock_prompt_cache
 from mlx_blockpool.cache.attention import bind
 from mlx_blockpool.cache.batch import PooledBatchCache
 from mlx_blockpool.cache.factory import make_prompt_cache, open_pool
+from mlx_blockpool.cache.parts import batch_of
 from mlx_blockpool.cache.slabs import default_streams
 
 MIXED = [500, 600, 1024, 1500, 2048, 300, 4000, 800]
@@ -73,12 +74,13 @@ class System:
         return taken
 
     def stall_seconds(self) -> float:
-        """Seconds that one sequence's joining and leaving adds to the layer caches of a batch of the others."""
+        """Seconds that one sequence's joining and leaving adds to a batch of the others, as each engine does it."""
         batch = self.batch(self.contexts)._generation_batch.prompt_cache
         late = self.caches(self.contexts[0])
         start = time.perf_counter()
-        for cache, own in zip(batch, late, strict=True):
-            cache.extend(type(own).merge([own]))
+        joins = [type(own).merge([own]) for own in late] if self.pool is None else batch_of([late])
+        for cache, own in zip(batch, joins, strict=True):
+            cache.extend(own)
             cache.filter(list(range(len(self.contexts))))
         mx.eval([c.state for c in batch])
         return time.perf_counter() - start

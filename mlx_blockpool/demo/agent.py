@@ -185,7 +185,7 @@ def save(folder: Path) -> None:
     folder.mkdir(parents=True, exist_ok=True)
     mx.save_safetensors(str(folder / "model.safetensors"), make_weights(tokenizer, script), metadata={"format": "mlx"})
     (folder / "config.json").write_text(json.dumps(model_config(tokenizer), indent=1) + "\n", encoding="utf-8")
-    tokenizer.save(str(folder / "tokenizer.json"))
+    tokenizer.save(str(folder / "tokenizer.json"), pretty=False)
     template = CHAT_TEMPLATE.replace("SHELLS", json.dumps(list(script["shells"]))).replace("STEPS", str(len(script["steps"])))
     config = {
         "tokenizer_class": "PreTrainedTokenizerFast",
