@@ -139,9 +139,13 @@ class FakeModel:
     used: float = 0.0
     pool_bytes = array_bytes = weights_bytes = read_bytes = 0
     closed = False
+    is_hashed = True
     prompt_cache = types.SimpleNamespace(save=lambda: iter([None, None]))
 
     def prepare(self, own: int | None) -> None:
+        pass
+
+    def begin_hashing(self) -> None:
         pass
 
     def read(self, piece_bytes: int) -> Iterator[None]:

@@ -84,8 +84,13 @@ def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 @pytest.fixture(scope="module")
-def client(model: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Client]:
-    with blockpool_server(model, "--allow-models", str(tmp_path_factory.getbasetemp()), "--pool-bytes", "30MB") as running:
+def allowed(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return tmp_path_factory.mktemp("allowed")
+
+
+@pytest.fixture(scope="module")
+def client(model: Path, allowed: Path) -> Iterator[Client]:
+    with blockpool_server(model, "--allow-models", str(allowed), "--pool-bytes", "30MB") as running:
         yield running
 
 
@@ -98,9 +103,9 @@ def cached(answer: dict[str, Any]) -> int:
 
 
 @pytest.mark.parametrize("what", BROKEN)
-def test_a_broken_model_leaves_the_old_one_with_all_that_it_knows(what: str, client: Client, tmp_path: Path) -> None:
+def test_a_broken_model_leaves_the_old_one_with_all_that_it_knows(what: str, client: Client, allowed: Path) -> None:
     damage, status, said = BROKEN[what]
-    broken = save_model(tmp_path / "broken", "llama", seed=4)
+    broken = save_model(allowed / what, "llama", seed=4)
     damage(broken)
     before = client.chat(HELLO, max_tokens=6)
     loads = client.send("/admin/models")[1]["counts"]["loads"]

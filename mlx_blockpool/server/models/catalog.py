@@ -7,6 +7,8 @@ from __future__ import annotations
 
 import logging
 import re
+import threading
+import time
 from collections.abc import Iterable, Iterator, Mapping
 from pathlib import Path
 from typing import Any
@@ -33,7 +35,9 @@ HUB_ID = re.compile(r"[A-Za-z0-9][\w.-]{0,95}(?:/[A-Za-z0-9][\w.-]{0,95})?")
 FOLDER_FILES = ("config.json", "adapter_config.json")
 # A folder of models has them in itself or one folder deeper, as in whose/which.
 FOLDER_DEPTH = 2
-MOST_FOLDERS = 10_000
+MOST_FOLDERS = 1000
+# A folder is looked through again after so many times as long as that took.
+SCAN_REST = 20
 # What stands in an error for a path of this machine, which is none of a client's business.
 PATH = re.compile(r"(?<![\w./:-])(?:/[^/\s'\",:;()\[\]]+)+/([^/\s'\",:;()\[\]]+)")
 
@@ -43,6 +47,9 @@ class Catalog:
 
     def __init__(self, template: BlockpoolModelProvider, config: ModelsConfig) -> None:
         self._config = config
+        # Models by the folder that --allow-models names, and until when they are taken as they are.
+        self._scans: dict[str, tuple[list[str], float]] = {}
+        self._scanning = threading.Lock()
         self.default = template.default_key()
         draft = template.cli_args.draft_model
         self._default_draft: str | None = draft and canonical(draft)
@@ -70,7 +77,8 @@ class Catalog:
 
     def allowed_models(self) -> list[str]:
         """What may be loaded beside the default, and is looked up by its name: all that --allow-models names."""
-        return list(dict.fromkeys(model for name in self._config.allowed or () for model in self._behind(name)))
+        with self._scanning:
+            return list(dict.fromkeys(model for name in self._config.allowed or () for model in self._behind(name)))
 
     def listed(self) -> list[str]:
         """Ids for a list of models: those of ids() that are models to ask for, and downloaded ones where they may be named."""
@@ -105,11 +113,18 @@ class Catalog:
     def _is_default(self, model: str) -> bool:
         return self.default is not None and self.default.model == model
 
-    def _behind(self, name: str) -> Iterator[str]:
+    def _behind(self, name: str) -> list[str]:
         """The models that a name in --allow-models stands for: one, or all that a folder has."""
         name = canonical(model_path(name))
-        models = list(_folders_in(Path(name), FOLDER_DEPTH)) if is_folder(name) else []
-        yield from models or [name]
+        if not is_folder(name):
+            return [name]
+        start = time.monotonic()
+        models, until = self._scans.get(name, ([], start))
+        if start >= until:
+            models = list(_folders_in(Path(name), FOLDER_DEPTH))
+            now = time.monotonic()
+            self._scans[name] = models, now + SCAN_REST * (now - start)
+        return models or [name]
 
     def _model(self, name: str | None, with_aliases: bool) -> str:
         if name in (None, DEFAULT):
