@@ -581,9 +581,10 @@ def test_betas_queries_and_keys_are_taken(server: Client, claude: anthropic.Anth
 
 
 def test_models_are_listed_as_each_protocol_lists_them(server: Client, claude: anthropic.Anthropic) -> None:
-    (model,) = claude.models.list()
-    assert claude.models.retrieve(model.id) == model
-    assert server.send("/v1/models")[1]["data"][0]["id"] == model.id
+    models = list(claude.models.list())
+    assert [claude.models.retrieve(model.id) for model in models] == models
+    assert [model["id"] for model in server.send("/v1/models")[1]["data"]] == [model.id for model in models]
+    assert "default_model" in [model.id for model in models]
     with pytest.raises(anthropic.NotFoundError):
         claude.models.retrieve("nobody/has-this")
     with pytest.raises(anthropic.BadRequestError):
