@@ -112,7 +112,8 @@ print(spec_from_config({**llama, "model_type": "qwen2"}, "mine").model_id)
     layer = "FullLayer(kv_heads=4, key_dim=16, value_dim=16)"
     assert said.splitlines() == [
         "['blockpool-tiny-llama']",
-        f"ModelCacheSpec(model_id='mine, by tiny-llama', layers=({layer}, {layer}, {layer}), dtype='float16', batches=True)",
+        f"ModelCacheSpec(model_id='mine, by tiny-llama', layers=({layer}, {layer}, {layer}), dtype='float16', batches=True, "
+        "max_kv_size=None)",
         "WindowLayer(kv_heads=4, key_dim=16, value_dim=16, max_size=32, keep=0)",
         "mine",
     ]
