@@ -41,6 +41,10 @@ class Sent:
         lines = [f"{self.method} {self.path} HTTP/1.1", *(f"{name}: {value}" for name, value in self.headers)]
         return "\r\n".join(lines).encode("latin-1", "replace") + b"\r\n\r\n" + self.body
 
+    @property
+    def is_whole(self) -> bool:
+        return ("Content-Length", str(len(self.body))) in self.headers
+
 
 def places(value: Any, at: Path = ()) -> list[Path]:
     """Where something stands in a JSON value."""
@@ -168,7 +172,9 @@ def send(port: int, sent: Sent) -> Answer | None:
         # What is refused by its headers is answered before it is read to its end.
         with suppress(OSError):
             connection.sendall(sent.raw)
-            connection.shutdown(socket.SHUT_WR)
+            if not sent.is_whole:
+                # Nobody waits for the rest. After a whole request the end would mean that nobody waits for the answer.
+                connection.shutdown(socket.SHUT_WR)
         response = http.client.HTTPResponse(connection, method=sent.method)
         try:
             response.begin()

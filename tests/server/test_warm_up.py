@@ -52,7 +52,7 @@ def test_the_first_request_finds_what_was_computed(model: Path, tmp_path: Path) 
     with blockpool_server(model, *options, "--warm-up", str(file)) as client:
         report = warmed(client)
         assert (report["prompts"], report["done"], report["failed"]) == (4, 3, 1)
-        assert "line 2: Found no model /nowhere" in report["failures"][0]
+        assert "line 2: Found no model '/nowhere'" in report["failures"][0]
         # Of three prompts that have nothing in common next to nothing was known.
         assert report["cached_tokens"] < 10 < len(SYSTEM["content"]) < report["tokens"]
         reply, cached = ask(client, "What is it?")
