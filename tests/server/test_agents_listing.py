@@ -73,6 +73,9 @@ def test_a_file_that_has_not_changed_is_not_read_again(tmp_path: Path) -> None:
 def test_a_command_reads_each_file_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     keep(tmp_path, *(conversation(number) for number in range(12)))
     note_all(tmp_path, 12)
+    # Without notes, so that every header is read.
+    for notes in tmp_path.rglob("headers"):
+        notes.unlink()
     disk, read = CountingDisk(), Disk.read
 
     def counting(self: Disk, path: Path, *args: int) -> bytes:
