@@ -22,7 +22,7 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture(scope="module")
 def client(folder: Path) -> Iterator[Client]:
-    with blockpool_server(save_model(folder / "one", "llama"), "--pool-bytes", "20MB") as running:
+    with blockpool_server(save_model(folder / "one", "llama"), "--allow-models", str(folder), "--pool-bytes", "20MB") as running:
         yield running
 
 
