@@ -79,8 +79,8 @@ class PooledArraysCache(ArraysCache):  # type: ignore[misc]
 
     @classmethod
     def join(cls, caches: list[Any]) -> ArraysCache:
-        """merge() of caches that their owner gives up."""
-        return StateBatch(caches)
+        """merge() of caches that their owner gives up; mlx-lm's own batch beside mlx-lm's padded ones, which hold no blocks."""
+        return StateBatch(caches) if all(c.sequence.slabs.ragged for c in caches) else ArraysCache.merge(caches)
 
 
 @saved_as(ArraysCache)
