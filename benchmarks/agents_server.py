@@ -34,6 +34,10 @@ class Server:
     def __enter__(self) -> Server:
         return self
 
+    @property
+    def pid(self) -> int:
+        return self._process.pid
+
     def __exit__(self, *_: Any) -> None:
         self._process.terminate()
         try:

@@ -1,13 +1,15 @@
 """The longest decode step of eight streams while hostile requests arrive, beside the median step and a quiet run.
 
-The server is a process of its own; a step is the time between two tokens of a stream as its client sees it. The counters of the
-server prove that prompts and large bodies went to its workers.
+The server is a process of its own; a step is the time between two tokens of a stream as its client sees it. Where the system
+can, the server has one core to itself, and its workers and the clients share the others: what is longer then, the server's
+process did itself. The counters of the server prove that prompts and large bodies went to its workers.
 """
 
 from __future__ import annotations
 
 import http.client
 import json
+import os
 import statistics
 import tempfile
 import threading
@@ -20,6 +22,8 @@ from bench_server import make_model
 from measure import options, report
 
 STREAMS = 8
+# A client without a pause takes the processor that others compute on; what one request holds up is seen with one.
+PAUSE_SECONDS = 0.25
 USER = "user"
 
 
@@ -62,6 +66,8 @@ class Stream(threading.Thread):
     def __init__(self, port: int, number: int, tokens: int) -> None:
         super().__init__(daemon=True)
         self.gaps: list[float] = []
+        # Whether gaps count: the first steps of a stream stand beside the prefill of others.
+        self.watched = False
         self.started = threading.Event()
         self._port, self._tokens = port, tokens
         self._body = chat(f"Stream {number} counts.", stream=True, max_tokens=tokens, stop=None, temperature=1.0, seed=number)
@@ -74,7 +80,7 @@ class Stream(threading.Thread):
         while line := response.readline():
             if line.startswith(b"data: {"):
                 now = time.perf_counter()
-                if last:
+                if last and self.watched:
                     self.gaps.append(now - last)
                 last = now
                 self.started.set()
@@ -82,9 +88,9 @@ class Stream(threading.Thread):
 
 
 def attack(port: int, path: str, body: bytes, stop: threading.Event) -> list[int]:
-    """Send a request again and again, and read its answers; their statuses."""
+    """Send a request every PAUSE_SECONDS, and read its answers; their statuses."""
     statuses = []
-    while not stop.is_set():
+    while not stop.wait(PAUSE_SECONDS):
         connection = http.client.HTTPConnection("127.0.0.1", port, timeout=600)
         try:
             connection.request("POST", path, body)
@@ -103,6 +109,8 @@ def run(server: Server, path: str, body: bytes, tokens: int, attackers: int) -> 
         stream.start()
     for stream in streams:
         stream.started.wait()
+    for stream in streams:
+        stream.watched = True
     stop, statuses = threading.Event(), []
     threads = [
         threading.Thread(target=lambda: statuses.extend(attack(server.port, path, body, stop)))
@@ -126,16 +134,35 @@ def run(server: Server, path: str, body: bytes, tokens: int, attackers: int) -> 
     }
 
 
+def pin(server: int) -> bool:
+    """Give the server's process the first core and all its workers and this process the others; whether the system can."""
+    if not hasattr(os, "sched_setaffinity") or len(cores := sorted(os.sched_getaffinity(0))) < 2:
+        return False
+    for thread in Path(f"/proc/{server}/task").iterdir():
+        os.sched_setaffinity(int(thread.name), cores[:1])
+    for process in [os.getpid(), *descendants(server)]:
+        for thread in Path(f"/proc/{process}/task").iterdir():
+            os.sched_setaffinity(int(thread.name), cores[1:])
+    return True
+
+
+def descendants(process: int) -> list[int]:
+    """The processes that a process has started, and that those have."""
+    children = [int(pid) for path in Path(f"/proc/{process}/task").glob("*/children") for pid in path.read_text().split()]
+    return children + [pid for child in children for pid in descendants(child)]
+
+
 def main() -> None:
     args = options(__doc__ or "")
-    scale, tokens, attackers = (1, 60, 1) if args.quick else (10, 300, 4)
+    scale, tokens, attackers = (1, 60, 1) if args.quick else (10, 300, 1)
     with tempfile.TemporaryDirectory() as folder:
         model = Path(folder) / "model"
         make_model(model)
         with Server(model, Path(folder), "400MB") as server:
+            pinned = pin(server.pid)
             for name, (path, body) in cases(scale).items():
                 figures = run(server, path, body, tokens, attackers)
-                report(args, "interference", name, **figures, prompts=server.get("/v1/cache").get("prompts"))
+                report(args, "interference", name, **figures, pinned=pinned, prompts=server.get("/v1/cache").get("prompts"))
 
 
 if __name__ == "__main__":

@@ -58,15 +58,16 @@ def prompt_normalisers() -> list[Normaliser]:
 
 
 def drop_vendor_header(messages: Sequence[Message], replies: Replies) -> list[Message]:
-    return _without(VENDOR_HEADER, messages)
+    return [map_text(m, _without_vendor_header) if m.get("role") in SYSTEM else m for m in messages]
+
+
+def _without_vendor_header(text: str) -> str:
+    # Most texts have none, and this is on for every request.
+    return _sub(VENDOR_HEADER, text) if "x-anthropic-billing-header" in text.lower() else text
 
 
 def drop_bookkeeping(messages: Sequence[Message], replies: Replies) -> list[Message]:
-    return _without(BOOKKEEPING, messages)
-
-
-def _without(lines: re.Pattern[str], messages: Sequence[Message]) -> list[Message]:
-    return [map_text(m, lambda text: _sub(lines, text)) if m.get("role") in SYSTEM else m for m in messages]
+    return [map_text(m, lambda text: _sub(BOOKKEEPING, text)) if m.get("role") in SYSTEM else m for m in messages]
 
 
 def _sub(lines: re.Pattern[str], text: str) -> str:

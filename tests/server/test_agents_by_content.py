@@ -55,6 +55,16 @@ def chat(client: Client, *messages: dict[str, Any], **options: Any) -> str:
     return changed[0]
 
 
+@pytest.mark.parametrize("pad", [0, 1 << 17])
+def test_a_long_message_counts_to_its_end_and_not_for_its_volatile_beginning(pad: int, normalisers: Normalisers) -> None:
+    def name(header: str, end: str) -> str:
+        text = f"x-anthropic-billing-header: {header}\n{'word ' * pad}{end}"
+        return name_of(MODEL, [{"role": "system", "content": text}, HELLO], normalisers)
+
+    assert name("one", "birds") == name("two", "birds")
+    assert name("one", "birds") != name("one", "fish")
+
+
 def test_turns_of_one_conversation_are_one_agent(client: Client) -> None:
     first = chat(client, SYSTEM, HELLO)
     reply, more = {"role": "assistant", "content": "They fly."}, {"role": "user", "content": "All of them?"}

@@ -15,13 +15,15 @@ from itertools import takewhile
 from typing import Any
 
 from ...errors import PluginError
-from ...messages import Message
+from ...messages import Message, map_text
 from ..normalise import Normalisers
 from ..owners import own_name
 
 NAME = re.compile("content-[0-9a-f]{32}")
 VOLATILE = ("vendor-header", "bookkeeping", "date")
 INSTRUCTIONS = ("system", "developer")
+# Characters of a message in which volatile lines are looked for. What a client adds of its own stands at the beginning.
+LOOKED_AT = 1 << 16
 
 
 def is_by_content(name: str) -> bool:
@@ -34,7 +36,7 @@ def name_of(model: Sequence[str | None], messages: Sequence[Message], normaliser
     system = list(takewhile(lambda message: message.get("role") in INSTRUCTIONS, messages))
     first = next((message for message in messages if message.get("role") not in INSTRUCTIONS), {})
     # All as instructions, for from those alone the normalisers take something out; dates go to the first user message.
-    asked: list[Message] = [{"role": "system", "content": message.get("content")} for message in (*system, first)]
+    asked: list[Message] = [map_text({"role": "system", "content": m.get("content")}, _shortened) for m in (*system, first)]
     asked.append({"role": "user", "content": ""})
     names = [name for name in VOLATILE if name in normalisers.by_name]
     try:
@@ -43,6 +45,14 @@ def name_of(model: Sequence[str | None], messages: Sequence[Message], normaliser
         seen = asked[:-1]
     parts = [list(model), [_content(message.get("content")) for message in seen], first.get("role")]
     return f"content-{hashlib.blake2b(json.dumps(parts).encode(), digest_size=16).hexdigest()}"
+
+
+def _shortened(text: str) -> str:
+    """A long text as its beginning and a digest of the rest: replies of others wait while a pattern is looked for."""
+    if len(text) <= LOOKED_AT:
+        return text
+    rest = text[LOOKED_AT:].strip().encode("utf-8", "surrogatepass")
+    return f"{text[:LOOKED_AT]}\n{hashlib.blake2b(rest, digest_size=16).hexdigest()}"
 
 
 def _content(content: Any) -> list[Any]:
