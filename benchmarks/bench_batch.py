@@ -15,11 +15,11 @@ from measure import interleave, llama, options, report
 from mlx_lm.generate import BatchGenerator
 from mlx_lm.models.cache import make_prompt_cache as stock_prompt_cache
 
-from mlx_blockpool.cache.attention import bind
-from mlx_blockpool.cache.batch import PooledBatchCache
-from mlx_blockpool.cache.factory import make_prompt_cache, open_pool
-from mlx_blockpool.cache.parts import batch_of
-from mlx_blockpool.cache.slabs import default_streams
+from mlx_blockpool.kv.attach import bind
+from mlx_blockpool.kv.batch_cache import PooledBatchCache
+from mlx_blockpool.kv.factory import make_prompt_cache, open_pool
+from mlx_blockpool.kv.parts import batch_of
+from mlx_blockpool.kv.slabs import default_streams
 
 MIXED = [500, 600, 1024, 1500, 2048, 300, 4000, 800]
 

@@ -14,9 +14,9 @@ from measure import interleave, llama, options, report
 from mlx_lm.generate import generate_step
 from mlx_lm.models.cache import make_prompt_cache as stock_prompt_cache
 
-from mlx_blockpool.cache.attention import bind
-from mlx_blockpool.cache.factory import make_prompt_cache, open_pool
-from mlx_blockpool.cache.slabs import Slabs
+from mlx_blockpool.kv.attach import bind
+from mlx_blockpool.kv.factory import make_prompt_cache, open_pool
+from mlx_blockpool.kv.slabs import Slabs
 
 
 def filled(model: Any, caches: list[Any], context: int) -> list[Any]:

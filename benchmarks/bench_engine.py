@@ -15,12 +15,12 @@ from typing import Any
 from measure import interleave, llama, options, report
 from mlx_lm.generate import BatchGenerator
 
-from mlx_blockpool.cache.attention import bind
-from mlx_blockpool.cache.factory import open_pool
 from mlx_blockpool.config import EngineConfig
 from mlx_blockpool.engine.caches import PooledCaches
 from mlx_blockpool.engine.engine import BlockPoolBatchEngine
 from mlx_blockpool.engine.request import Request, Token
+from mlx_blockpool.kv.attach import bind
+from mlx_blockpool.kv.factory import open_pool
 from mlx_blockpool.memory import batch_memory
 from mlx_blockpool.prefix.cache import PrefixCache
 

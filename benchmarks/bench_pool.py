@@ -11,8 +11,8 @@ from typing import Any
 
 from measure import options, report
 
+from mlx_blockpool.kv.pool import BlockPool
 from mlx_blockpool.plugins import spec_from_config
-from mlx_blockpool.pool import BlockPool
 from mlx_blockpool.spec import ModelCacheSpec, blocks_for
 
 GEMMA = {

@@ -16,8 +16,8 @@ import mlx.core as mx
 from measure import interleave, llama, options, report
 from mlx_lm.models.cache import KVCache, LRUPromptCache
 
-from mlx_blockpool.cache.factory import open_pool
-from mlx_blockpool.cache.slabs import Slabs
+from mlx_blockpool.kv.factory import open_pool
+from mlx_blockpool.kv.slabs import Slabs
 from mlx_blockpool.prefix.cache import PrefixCache
 from mlx_blockpool.spec import FullLayer, ModelCacheSpec, blocks_for
 

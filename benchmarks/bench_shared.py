@@ -18,8 +18,8 @@ from measure import interleave, options, report
 from mlx_lm.models.base import create_attention_mask, scaled_dot_product_attention
 from mlx_lm.models.cache import make_prompt_cache as stock_prompt_cache
 
-from mlx_blockpool.cache.attention import bind
-from mlx_blockpool.cache.factory import make_prompt_cache, open_pool
+from mlx_blockpool.kv.attach import bind
+from mlx_blockpool.kv.factory import make_prompt_cache, open_pool
 from mlx_blockpool.spec import BLOCK_TOKENS
 
 SEQUENCES, OWN, HEADS, KV_HEADS, DIM = 8, 128, 8, 4, 64

@@ -20,22 +20,22 @@ import mlx.core as mx
 from measure import interleave, llama, options, report
 
 from mlx_blockpool.agents import listed
-from mlx_blockpool.cache.attention import bind
-from mlx_blockpool.cache.factory import open_pool
 from mlx_blockpool.config import EngineConfig, PoolConfig, StoreConfig
 from mlx_blockpool.engine.caches import PooledCaches
 from mlx_blockpool.engine.engine import BlockPoolBatchEngine
 from mlx_blockpool.engine.request import Request, Token
+from mlx_blockpool.kv.attach import bind
+from mlx_blockpool.kv.factory import open_pool
 from mlx_blockpool.prefix.cache import PrefixCache
 from mlx_blockpool.prefix.stored import naming
 from mlx_blockpool.prefix.trie import Trie
 from mlx_blockpool.spec import BLOCK_TOKENS
-from mlx_blockpool.store.agents import Agents
+from mlx_blockpool.store.agent_files import Agents
 from mlx_blockpool.store.digests import SETTLED_SECONDS, Digests
 from mlx_blockpool.store.identity import identity
-from mlx_blockpool.store.layout import name_of
+from mlx_blockpool.store.paths import name_of
+from mlx_blockpool.store.prompt_store import PromptStore
 from mlx_blockpool.store.record import BLOCK, Part, Record, encode
-from mlx_blockpool.store.store import PromptStore
 
 VOCAB = 2048
 

@@ -11,14 +11,14 @@ from contextlib import contextmanager
 from pathlib import Path
 
 from .errors import StoreError
+from .formatting import count, human_bytes, table
 from .store import offline
-from .store.agents import Agents, Found
-from .store.disk import safe_name
+from .store.agent_files import Agents, Found
+from .store.fs import safe_name
 from .store.manifest import Agent, shown
 from .store.offline import File, Listing
-from .store.sharing import Share, Sharing
+from .store.reachability import Share, Sharing
 from .storing import SHOWN, Report, agreed, naming, watched
-from .wording import count, human_bytes, table
 
 
 @contextmanager

@@ -10,7 +10,8 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from . import __version__, patcher
+from . import __version__
+from .commands import patch
 from .config import parse_bytes
 from .errors import BlockpoolError
 
@@ -50,12 +51,12 @@ def _parser() -> argparse.ArgumentParser:
     return parser
 
 
-def _add_patch(patch: argparse.ArgumentParser) -> None:
-    action = patch.add_mutually_exclusive_group()
-    action.add_argument("--status", action="store_const", dest="act", const=patcher.status, help="what is installed (default)")
-    action.add_argument("--apply", action="store_const", dest="act", const=patcher.apply, help="patch the installed mlx-lm")
-    action.add_argument("--revert", action="store_const", dest="act", const=patcher.revert, help="restore it to the byte")
-    patch.set_defaults(run=lambda args: patcher.describe((args.act or patcher.status)()))
+def _add_patch(command: argparse.ArgumentParser) -> None:
+    action = command.add_mutually_exclusive_group()
+    action.add_argument("--status", action="store_const", dest="act", const=patch.status, help="what is installed (default)")
+    action.add_argument("--apply", action="store_const", dest="act", const=patch.apply, help="patch the installed mlx-lm")
+    action.add_argument("--revert", action="store_const", dest="act", const=patch.revert, help="restore it to the byte")
+    command.set_defaults(run=lambda args: patch.describe((args.act or patch.status)()))
 
 
 def _add_plan(plan: argparse.ArgumentParser) -> None:
@@ -71,9 +72,9 @@ def _add_plan(plan: argparse.ArgumentParser) -> None:
 
 
 def _plan(args: argparse.Namespace) -> str:
-    from . import planning
+    from .commands import plan
 
-    report = planning.plan(args.model or ["demo"], args.lengths, args.context, args.memory, args.kv_bits)
+    report = plan.plan(args.model or ["demo"], args.lengths, args.context, args.memory, args.kv_bits)
     return json.dumps(report.as_dict(), indent=2) if args.json else report.text()
 
 
@@ -142,7 +143,7 @@ def _store(args: argparse.Namespace, act: Any) -> tuple[str, int]:
 
 
 def _store_path(args: argparse.Namespace) -> Any:
-    from .store.layout import default_folder
+    from .store.paths import default_folder
 
     return {"folder": str(args.store_dir or default_folder())}, lambda report: report["folder"], 0
 
@@ -187,20 +188,20 @@ def _store_delete(args: argparse.Namespace) -> Any:
 
 
 def _store_export(args: argparse.Namespace) -> Any:
-    from . import exchange, source, storing
+    from . import exchange, model_source, storing
 
-    prompt = source.prompt_of(args.tokens, args.prompt_file)
-    model = source.Source(args.model, storing.folder_at(args.store_dir), args.adapter_path, args.store_bits)
+    prompt = model_source.prompt_of(args.tokens, args.prompt_file)
+    model = model_source.Source(args.model, storing.folder_at(args.store_dir), args.adapter_path, args.store_bits)
     return exchange.export(model, prompt, args.file, args.agent), exchange.describe_export, 0
 
 
 def _store_import(args: argparse.Namespace) -> Any:
-    from . import exchange, source
-    from .store.layout import default_folder
+    from . import exchange, model_source
+    from .store.paths import default_folder
 
-    prompt = source.prompt_of(args.tokens, args.prompt_file)
+    prompt = model_source.prompt_of(args.tokens, args.prompt_file)
     root = args.store_dir or default_folder()
-    model = source.Source(args.model, root, args.adapter_path, args.store_bits, args.store_bytes)
+    model = model_source.Source(args.model, root, args.adapter_path, args.store_bits, args.store_bytes)
     return exchange.take_in(model, prompt, args.file, args.agent), exchange.describe_import, 0
 
 

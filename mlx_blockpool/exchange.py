@@ -26,19 +26,19 @@ from mlx_lm.models.cache import (
     save_prompt_cache,
 )
 
-from .cache.parts import as_stock, leaves_of
 from .errors import StoreError
+from .kv.parts import as_stock, leaves_of
+from .model_source import Prompt, Source, ids_in, line_of
 from .prefix.cache import PrefixCache
-from .prefix.keeping import Terms
-from .prefix.noted import path_of
+from .prefix.ref import path_of
+from .prefix.retention import Terms
 from .prefix.salts import SHARED, is_of_import, salt_of_import
-from .source import Prompt, Source, ids_in, line_of
 from .spec import BLOCK_TOKENS, ChunkLayer, FullLayer, LayerSpec, ModelCacheSpec, StateLayer, WindowLayer, blocks_for
-from .store.agents import Agents
+from .store.agent_files import Agents
 from .store.manifest import shown
+from .store.prompt_store import PromptStore
 from .store.record import ITEM_BYTES
 from .store.signing import UNSIGNED, export_key, head_of, is_signed, sign
-from .store.store import PromptStore
 from .storing import Report
 
 SUFFIX = ".safetensors"

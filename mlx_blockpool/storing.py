@@ -13,12 +13,12 @@ from pathlib import Path
 from typing import Any, TypeVar
 
 from .errors import BadRecordError, StoreError
+from .formatting import count, human_bytes, table
 from .prefix.trie import encode, name_of
 from .store import manifest, offline
-from .store.disk import Disk
-from .store.layout import HEADERS_FILE, MODEL_FILE, default_folder
+from .store.fs import Disk
 from .store.offline import File, Judged, Listing
-from .wording import count, human_bytes, table
+from .store.paths import HEADERS_FILE, MODEL_FILE, default_folder
 
 Report = dict[str, Any]
 T = TypeVar("T")

@@ -19,8 +19,8 @@ from test_cli_store import fill, open_prefix
 
 from mlx_blockpool import agents as room
 from mlx_blockpool.cli import main
-from mlx_blockpool.store.agents import Agents
-from mlx_blockpool.store.disk import safe_name
+from mlx_blockpool.store.agent_files import Agents
+from mlx_blockpool.store.fs import safe_name
 from mlx_blockpool.store.offline import Listing
 
 SYSTEM = list(range(512))

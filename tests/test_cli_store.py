@@ -20,15 +20,15 @@ from mlx_lm.models.cache import load_prompt_cache, make_prompt_cache, save_promp
 from mlx_lm.utils import load
 from models import save_model
 
-from mlx_blockpool.cache.slabs import Slabs
 from mlx_blockpool.cli import main
 from mlx_blockpool.config import StoreConfig
+from mlx_blockpool.kv.slabs import Slabs
 from mlx_blockpool.plugins import spec_of_model
 from mlx_blockpool.prefix.cache import PrefixCache
 from mlx_blockpool.prefix.opening import open_store
 from mlx_blockpool.store import offline
-from mlx_blockpool.store.disk import TEMPORARY
-from mlx_blockpool.store.layout import default_folder
+from mlx_blockpool.store.fs import TEMPORARY
+from mlx_blockpool.store.paths import default_folder
 
 LONG_AGO = 1_000_000_000.0
 FIRST = random.Random(0).choices(range(90), k=700)

@@ -55,7 +55,7 @@ def run(code: str) -> str:
 
 
 def test_the_files_were_found() -> None:
-    assert {"mlx_blockpool/__init__.py", "mlx_blockpool/pool/pool.py", "plugins/default.py"} <= set(TREES)
+    assert {"mlx_blockpool/__init__.py", "mlx_blockpool/kv/pool.py", "plugins/default.py"} <= set(TREES)
 
 
 def test_all_is_sorted_and_complete() -> None:
@@ -79,7 +79,9 @@ def test_version_is_the_one_of_the_project_file() -> None:
     assert f'\nversion = "{mlx_blockpool.__version__}"\n' in (ROOT / "pyproject.toml").read_text(encoding="utf-8")
 
 
-@pytest.mark.parametrize("module", ["mlx_blockpool", "mlx_blockpool.pool", "mlx_blockpool.prefix.trie", "mlx_blockpool.plugins"])
+@pytest.mark.parametrize(
+    "module", ["mlx_blockpool", "mlx_blockpool.kv.pool", "mlx_blockpool.prefix.trie", "mlx_blockpool.plugins"]
+)
 def test_import_without_mlx(module: str) -> None:
     code = f"import sys, {module}; print([m for m in sys.modules if m.partition('.')[0] in ('mlx', 'mlx_lm')])"
     assert run(code) == "[]"

@@ -14,9 +14,9 @@ from hypothesis import given
 from hypothesis import strategies as st
 from mlx_lm.models.cache import KVCache, RotatingKVCache
 
-from mlx_blockpool.cache.factory import pooled_caches
-from mlx_blockpool.cache.slabs import Slabs
 from mlx_blockpool.errors import BlockpoolError, SpecError
+from mlx_blockpool.kv.factory import pooled_caches
+from mlx_blockpool.kv.slabs import Slabs
 from mlx_blockpool.memory import Allocation, BatchMemory, Comparison, batch_memory
 from mlx_blockpool.spec import FullLayer, ModelCacheSpec, StateLayer, WindowLayer
 

@@ -10,12 +10,12 @@ from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
-from ..cache.parts import tokens_held
 from ..errors import PoolExhaustedError
+from ..kv.parts import tokens_held
 from ..memory import batch_memory
 from ..prefix.cache import PrefixCache
 from ..prefix.lookup import Lookup
-from ..prefix.noted import NotedPath, path_of
+from ..prefix.ref import NotedPath, path_of
 from ..prefix.restore import Restore
 from ..prefix.salts import SHARED
 from ..spec import BLOCK_TOKENS

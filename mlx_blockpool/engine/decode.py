@@ -15,7 +15,7 @@ import mlx.core as mx
 from mlx_lm.models.cache import TokenBuffer
 from mlx_lm.sample_utils import greedy_sampler
 
-from ..cache.parts import batch_of, member_of
+from ..kv.parts import batch_of, member_of
 from .request import Running
 
 

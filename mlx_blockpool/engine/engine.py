@@ -19,9 +19,9 @@ import mlx.core as mx
 from mlx_lm.generate_utils import BatchCounters, BatchCountersSnapshot, BatchStats
 from mlx_lm.utils import maybe_set_recommended_wired_limit
 
-from ..cache.parts import tokens_held
 from ..config import EngineConfig
 from ..errors import PoolExhaustedError, RequestTooLargeError
+from ..kv.parts import tokens_held
 from ..spec import BLOCK_TOKENS
 from .caches import PooledCaches
 from .decode import DecodeBatch

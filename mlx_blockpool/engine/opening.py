@@ -5,15 +5,15 @@ from __future__ import annotations
 import logging
 from typing import Any
 
-from ..cache.attention import attach, batches_padded, step_synchronously_if_copied
-from ..cache.factory import config_of, default_pool_bytes, with_windows
-from ..cache.slabs import Slabs
 from ..config import PoolConfig
 from ..errors import SpecError
+from ..kv.attach import attach, batches_padded, step_synchronously_if_copied
+from ..kv.factory import config_of, default_pool_bytes, with_windows
+from ..kv.slabs import Slabs
 from ..plugins import spec_of_model
 from ..prefix.cache import PrefixCache
 from ..spec import ModelCacheSpec
-from ..store.store import PromptStore
+from ..store.prompt_store import PromptStore
 from .caches import PaddedCaches, PooledCaches
 from .stock import GuardedPromptCache, StockCaches
 

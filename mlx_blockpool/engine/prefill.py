@@ -12,7 +12,7 @@ from typing import Any
 
 import mlx.core as mx
 
-from ..cache.parts import batch_of, member_of
+from ..kv.parts import batch_of, member_of
 from .request import Running, common_prefix
 
 

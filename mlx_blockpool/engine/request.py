@@ -9,7 +9,7 @@ from typing import Any
 import mlx.core as mx
 from mlx_lm.generate import StopSequences
 
-from ..prefix.keeping import Terms
+from ..prefix.retention import Terms
 from ..prefix.salts import SHARED
 
 Sampler = Callable[[mx.array], mx.array]

@@ -10,7 +10,7 @@ import mlx.core as mx
 from mlx_lm.models.cache import LRUPromptCache, can_trim_prompt_cache
 from mlx_lm.models.cache import make_prompt_cache as stock_prompt_cache
 
-from ..cache.parts import tokens_held
+from ..kv.parts import tokens_held
 from ..prefix.salts import SHARED
 from .caches import Opened
 from .request import KIND, Restoring, Running

@@ -7,30 +7,30 @@ Owned by the generation thread.
 from __future__ import annotations
 
 import logging
+from collections import Counter
 from collections.abc import Sequence as Tokens
 from contextlib import suppress
 from dataclasses import dataclass
 from typing import Any
 from weakref import WeakSet
 
-from ..cache.layers import PooledLayer, PooledRotatingKVCache
-from ..cache.parts import as_stock, leaves_of, sequence_of, state_caches
-from ..cache.sequence import Sequence
-from ..cache.slabs import Slabs
-from ..cache.states import copied
 from ..config import PoolConfig
 from ..errors import PoolExhaustedError, RequestTooLargeError
-from ..spec import BLOCK_TOKENS
-from ..store.store import PromptStore
-from .figures import alarm_of, by_type
+from ..kv.layer_caches import PooledLayer, PooledRotatingKVCache
+from ..kv.parts import as_stock, leaves_of, sequence_of, state_caches
+from ..kv.sequence import Sequence
+from ..kv.slabs import Slabs
+from ..kv.state_caches import copied
+from ..spec import BLOCK_TOKENS, ModelCacheSpec
+from ..store.prompt_store import PromptStore
+from .admission import Room
 from .intake import begin_intake, why_not
-from .keeping import Keeping, Terms
-from .known import KnownBlocks
 from .lookup import Lookup, explain
 from .pins import PinnedPrompts
+from .residency import KnownBlocks
 from .restore import Wanted
 from .resume import lay_out, resumable, standing
-from .room import Room
+from .retention import Keeping, Terms
 from .salts import SHARED
 from .stored import StoredPrefixes
 from .trie import Checkpoint, Match, Node, encode
@@ -383,3 +383,24 @@ def _ids(tokens: Any) -> Tokens[int]:
     """Token ids as a sequence of ints, also where they come as an mlx or numpy array."""
     ids: Tokens[int] = tokens.tolist() if hasattr(tokens, "tolist") else tokens
     return ids
+
+
+# So many known tokens are enough to tell, and less than this part of them reused is an alarm.
+ALARM_TOKENS = 20_000
+ALARM_SHARE = 0.05
+
+
+def alarm_of(known_tokens: int, hit_tokens: int, spec: ModelCacheSpec) -> str | None:
+    """What is wrong if prompts are known again and again and next to nothing of them can be resumed."""
+    if known_tokens < ALARM_TOKENS or hit_tokens > known_tokens * ALARM_SHARE:
+        return None
+    found = f"{hit_tokens} of {known_tokens} known tokens were reused"
+    own = spec.bytes_per_checkpoint()
+    return f"{found}: checkpoints are gone before they are asked for. One takes {own} bytes; raise --pool-bytes."
+
+
+def by_type(known: KnownBlocks) -> dict[str, dict[str, int]]:
+    """Sequences and bytes in memory by what they end with: assistant, user or system."""
+    sequences = Counter(node.kind for node in known.ends())
+    sizes = known.bytes_by_type()
+    return {kind: {"n_sequences": sequences[kind], "n_bytes": sizes[kind]} for kind in ("assistant", "user", "system")}

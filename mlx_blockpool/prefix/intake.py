@@ -7,13 +7,13 @@ from typing import Any
 import mlx.core as mx
 from mlx_lm.models.cache import ArraysCache, ChunkedKVCache, KVCache, RotatingKVCache
 
-from ..cache.factory import pooled_caches
-from ..cache.layers import PooledLayer
-from ..cache.parts import leaves_of
-from ..cache.sequence import Sequence
-from ..cache.slabs import Slabs
-from ..cache.states import PooledArraysCache
-from .room import Room
+from ..kv.factory import pooled_caches
+from ..kv.layer_caches import PooledLayer
+from ..kv.parts import leaves_of
+from ..kv.sequence import Sequence
+from ..kv.slabs import Slabs
+from ..kv.state_caches import PooledArraysCache
+from .admission import Room
 
 # Of what a pooled cache stands in for, the most special class first.
 _STOCK = (ChunkedKVCache, RotatingKVCache, KVCache, ArraysCache)

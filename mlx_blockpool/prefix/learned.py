@@ -8,10 +8,10 @@ from __future__ import annotations
 from collections import deque
 from collections.abc import Iterable, Iterator, Sequence
 
+from ..store.prompt_store import PromptStore
 from ..store.record import BLOCK, SALT, Key, Record
-from ..store.store import PromptStore
-from .known import KnownBlocks
 from .placed import PlacedCheckpoints
+from .residency import KnownBlocks
 from .trie import Node, encode
 
 # Records that are learned between two steps; a disk that was away may show thousands.

@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
 from ..spec import BLOCK_TOKENS
-from .known import KnownBlocks
+from .residency import KnownBlocks
 from .salts import SHARED
 from .trie import Match, Node, decode, encode
 

@@ -11,16 +11,16 @@ from typing import Any
 from mlx_lm.utils import _download, load_config
 
 from .. import __version__
-from ..cache.factory import default_pool_bytes, try_out, with_windows
-from ..cache.slabs import Slabs
 from ..config import StoreConfig
+from ..kv.factory import default_pool_bytes, try_out, with_windows
+from ..kv.slabs import Slabs
 from ..plugins import spec_of_model
 from ..spec import ModelCacheSpec
 from ..store.digests import Digests
 from ..store.identity import identity, namespace
-from ..store.layout import default_folder
+from ..store.paths import default_folder
+from ..store.prompt_store import PromptStore
 from ..store.record import VERSION
-from ..store.store import PromptStore
 from .cache import PrefixCache
 from .stored import naming
 

@@ -10,7 +10,7 @@ from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
 
 from ..store.record import BLOCK, STATE, WINDOW, Key
-from .known import KnownBlocks
+from .residency import KnownBlocks
 from .trie import Node, Pin
 
 

@@ -16,11 +16,11 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from ..errors import BadRecordError, PoolExhaustedError
-from ..store.disk import Into
+from ..store.fs import Into
 from ..store.reader import READERS, Found, Reading
 from ..store.record import BLOCK, STATE, WINDOW, Key
+from .checkpoints import Piece
 from .rates import Busy
-from .rings import Piece
 from .trie import Checkpoint, Node
 
 if TYPE_CHECKING:

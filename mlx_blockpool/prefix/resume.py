@@ -4,15 +4,15 @@ from __future__ import annotations
 
 from typing import Any
 
-from ..cache.factory import pooled_caches
-from ..cache.layers import PooledLayer, PooledRotatingKVCache
-from ..cache.parts import leaves_of, state_caches
-from ..cache.sequence import Sequence
-from ..cache.slabs import Slabs
 from ..errors import PoolExhaustedError
+from ..kv.factory import pooled_caches
+from ..kv.layer_caches import PooledLayer, PooledRotatingKVCache
+from ..kv.parts import leaves_of, state_caches
+from ..kv.sequence import Sequence
+from ..kv.slabs import Slabs
 from ..spec import WindowLayer, blocks_for
+from .admission import Room
 from .pins import Standing
-from .room import Room
 from .trie import Checkpoint, Match, Node
 
 

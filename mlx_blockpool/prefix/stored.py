@@ -13,19 +13,19 @@ from itertools import takewhile
 from typing import Any
 from weakref import WeakKeyDictionary
 
-from ..cache.contents import Content, as_bytes, contents, copy_in, copy_out
-from ..cache.slabs import Slabs
-from ..store.disk import Into
+from ..kv.block_bytes import Content, as_bytes, contents, copy_in, copy_out
+from ..kv.slabs import Slabs
+from ..store.fs import Into
 from ..store.limits import OVER_BUDGET
+from ..store.prompt_store import PromptStore
 from ..store.reader import Reading
 from ..store.record import BLOCK, Expected, Key, Part, Record
-from ..store.store import PromptStore
-from .known import KnownBlocks
+from .admission import Room
 from .learned import Learned
 from .placed import PlacedCheckpoints, salted
 from .rates import Rates
+from .residency import KnownBlocks
 from .restore import Restore, Wanted
-from .room import Room
 from .trie import Match, Node, decode, encode, name_of
 
 # A restore that somebody waits for looks this often whether the disk hangs.

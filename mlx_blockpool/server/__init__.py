@@ -1,5 +1,5 @@
 """mlx-lm's server on a block pool. The only room that knows mlx_lm.server."""
 
-from ..upstream import check_version
+from ..mlx_lm_compat import check_version
 
 check_version()

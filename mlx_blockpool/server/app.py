@@ -30,11 +30,11 @@ from ..config import (
 )
 from ..demo import model_path
 from ..errors import BlockpoolError
+from ..mlx_lm_compat import rebind
 from ..plugins import make_plugin_manager
-from ..upstream import rebind
+from .access import ANY_ORIGIN, Guard, add_safety_options, guard_config
 from .agents.warm_up import begin_warm_up, read_prompts
 from .ending import Watchdog, end_on_signals
-from .guard import Guard
 from .handler import BlockpoolHandler
 from .models.catalog import Catalog
 from .models.inspection import inspect
@@ -42,7 +42,6 @@ from .models.provider import BlockpoolModelProvider
 from .normalise import Normalisers
 from .prompt_cache import ServerPromptCache
 from .rendering import ChatGenerator
-from .safety import ANY_ORIGIN, add_safety_options, guard_config
 
 # Clients are told why their requests end; a process that stops waits so long for that.
 LAST_WORDS_SECONDS = 0.5

@@ -9,7 +9,7 @@ from mlx_lm.models.cache import can_trim_prompt_cache, trim_prompt_cache
 
 from ..errors import BlockpoolError
 from ..prefix.cache import ORDINARY, Fetch, PrefixCache
-from ..prefix.keeping import Terms
+from ..prefix.retention import Terms
 from ..prefix.salts import SHARED
 
 

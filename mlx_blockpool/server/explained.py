@@ -23,8 +23,8 @@ from ..messages import Message
 from ..prefix.lookup import CAUSES, Lookup
 from ..prefix.salts import SHARED
 from ..store.manifest import Agent
-from .differing import Difference, cut_reply, difference, names_replay, sampled_from
-from .guard import shown
+from .access import shown
+from .divergence import Difference, cut_reply, difference, names_replay, sampled_from
 from .normalise import LAST, Normalisers, RememberedReply
 
 log = logging.getLogger(__name__)

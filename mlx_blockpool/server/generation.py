@@ -18,19 +18,19 @@ from mlx_lm.server import ResponseGenerator, _image_parts
 
 from ..config import EngineConfig, ModelsConfig, StoreConfig
 from ..errors import BlockpoolError, LoadError, UnavailableError
-from ..store.agents import Agents
-from ..store.layout import default_folder
+from ..store.agent_files import Agents
+from ..store.paths import default_folder
 from ..store.spool import Spool
+from .access import Guard
+from .api.responses_kept import KeptResponses
 from .asking import Wishes
-from .errand import Errand
 from .explained import Explanations
-from .guard import Guard
 from .health import Health
-from .models.line import Line, Place
+from .jobs import Errand
 from .models.provider import BlockpoolModelProvider
+from .models.queue import Line, Place
 from .models.registry import ModelRegistry, Order
 from .normalise import Normalisers
-from .openai.responses_kept import KeptResponses
 from .prompt_cache import ServerPromptCache
 from .replies import HangUps, Reply
 from .requests import Live, Marking, Suspended, Waiting, check_sampling, fit

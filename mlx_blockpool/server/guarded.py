@@ -19,10 +19,9 @@ from urllib.parse import urlsplit
 from mlx_lm.server import APIHandler
 
 from ..errors import PromptError
-from .anthropic import errors as anthropic_errors
-from .anthropic.http import is_messages
-from .guard import FILES, Guard, Refusal, Timed
-from .openai import errors as openai_errors
+from .access import FILES, Guard, Refusal, Timed
+from .api import anthropic_errors, openai_errors
+from .api.anthropic import is_messages
 
 # Where there are too many connections already, a request has so long to be read and refused.
 CROWDED_SECONDS = 1.0

@@ -13,22 +13,22 @@ from mlx_lm.server import APIHandler
 
 from ..config import RequestConfig
 from ..errors import BlockpoolError, ModelNotFoundError, UnavailableError
-from ..upstream import rebind
+from ..mlx_lm_compat import rebind
+from .access import HELLO, cause_of, is_model
 from .agents.http import AgentsEndpoint, is_agents
-from .anthropic.http import Endpoint, is_messages, is_models
+from .api.anthropic import Endpoint, is_messages, is_models
+from .api.chat import ChatEndpoint, chat_request, choice_of
+from .api.openai_errors import ErrorFile, code_of, in_shape, is_openai, status_of
+from .api.responses_http import ResponsesEndpoint, is_responses
 from .asking import GENERATES, Asking, Wishes, agent_of, retention_of
 from .bodies import parse_json
 from .bounds import check_count
 from .chat import ChatRequest
 from .explained import answer_about, is_explain
 from .fields import InvalidRequestError, is_number
-from .guard import HELLO, cause_of, is_model
 from .guarded import GuardedHandler
 from .models.admin import ORDERS, Admin
 from .models.listing import cache_report
-from .openai.chat import ChatEndpoint, chat_request, choice_of
-from .openai.errors import ErrorFile, code_of, in_shape, is_openai, status_of
-from .openai.responses_http import ResponsesEndpoint, is_responses
 from .owners import own_figures
 
 log = logging.getLogger(__name__)

@@ -13,30 +13,30 @@ from pathlib import Path
 from typing import Any
 
 from .. import plugins
-from ..cache.attention import batches_padded
-from ..cache.parts import sequence_of
-from ..cache.slabs import Slabs, state_share
 from ..config import PoolConfig, StoreConfig
 from ..engine.caches import PooledCaches
 from ..engine.opening import open_pooled
 from ..engine.request import Running
 from ..engine.stock import GuardedPromptCache, StockCaches
 from ..errors import PluginError, SpecError, StoreError
+from ..kv.attach import batches_padded
+from ..kv.parts import sequence_of
+from ..kv.pool import BlockPool
+from ..kv.slabs import Slabs, state_share
 from ..memory import batch_memory
-from ..pool import BlockPool
 from ..prefix.cache import PrefixCache
-from ..prefix.keeping import Terms
 from ..prefix.lookup import Lookup
-from ..prefix.noted import find, tokens_of
 from ..prefix.opening import digests_of, open_store
+from ..prefix.ref import find, tokens_of
+from ..prefix.retention import Terms
 from ..prefix.salts import SHARED
 from ..spec import FullLayer, ModelCacheSpec
-from ..store.layout import FOLDERS
+from ..store.paths import FOLDERS
+from ..store.prompt_store import PromptStore
 from ..store.record import Key
-from ..store.store import PromptStore
+from .access import without_folders
 from .agents.served import ServedAgents
 from .drafted import DraftedPrefix
-from .guard import without_folders
 from .models.hashing import WeightsHash
 from .models.provider import BlockpoolModelProvider
 

@@ -7,7 +7,7 @@ from typing import Any
 import mlx.core as mx
 from mlx_lm import sample_utils, server
 
-from ..upstream import rebind
+from ..mlx_lm_compat import rebind
 
 
 def make_sampler(args: Any, tokenizer: Any) -> Any:

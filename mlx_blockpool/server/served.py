@@ -23,8 +23,8 @@ from ..modelfile import positions_of
 from ..prefix.lookup import Lookup, beside
 from ..prefix.salts import SHARED
 from .asking import Wishes
+from .breakpoints import pins_of
 from .explained import Explained
-from .marks import pins_of
 from .models.provider import BlockpoolModelProvider, ModelKey
 from .prompt_cache import ServerPromptCache
 from .requests import Live, Suspended, Waiting, marks_of

@@ -20,8 +20,8 @@ from pathlib import Path
 from typing import NamedTuple
 
 from ..errors import BadRecordError, StoreError
-from .disk import Disk, write_whole
-from .layout import WEIGHTS_FILE
+from .fs import Disk, write_whole
+from .paths import WEIGHTS_FILE
 
 log = logging.getLogger(__name__)
 

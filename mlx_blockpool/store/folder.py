@@ -14,8 +14,8 @@ from pathlib import Path
 from typing import NamedTuple
 
 from ..errors import BadRecordError
-from .disk import TEMPORARY, Buffer, Disk, Entry, Stamp, sweep, write_whole
-from .layout import FOLDERS, LEFTOVER_SECONDS
+from .fs import TEMPORARY, Buffer, Disk, Entry, Stamp, sweep, write_whole
+from .paths import FOLDERS, LEFTOVER_SECONDS
 from .record import SUFFIX
 
 log = logging.getLogger(__name__)

@@ -21,8 +21,8 @@ from pathlib import Path
 
 from ..errors import BadRecordError
 from ..spec import BLOCK_TOKENS
-from .disk import Disk, Stamp, write_whole
-from .layout import HEADERS_FILE, folder_of, key_of, name_of
+from .fs import Disk, Stamp, write_whole
+from .paths import HEADERS_FILE, folder_of, key_of, name_of
 from .record import BLOCK, STATE, WINDOW, Key, Naming, Record
 
 log = logging.getLogger(__name__)

@@ -10,10 +10,10 @@ from collections.abc import Callable, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field, replace
 
-from .disk import Stamp
 from .folder import Folder, Found
+from .fs import Stamp
 from .headers import Headers
-from .layout import folder_of, key_of
+from .paths import folder_of, key_of
 from .reader import Header, Reader
 from .record import Key, Record
 

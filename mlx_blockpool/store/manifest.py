@@ -13,7 +13,7 @@ from typing import Any
 
 from ..errors import BadRecordError
 from ..spec import blocks_for
-from .disk import Disk, safe_name
+from .fs import Disk, safe_name
 from .record import HASH_BYTES
 
 SUFFIX = ".json"

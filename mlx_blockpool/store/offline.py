@@ -20,12 +20,12 @@ from typing import Any
 from ..config import StoreConfig
 from ..errors import BadRecordError
 from ..spec import BLOCK_TOKENS
-from .disk import TEMPORARY, Disk, Entry, Stamp
+from .fs import TEMPORARY, Disk, Entry, Stamp
 from .headers import Headers
-from .layout import KINDS, LEFTOVER_SECONDS, OF_A_MODEL, OF_THE_STORE, described
-from .proof import check, read_header
+from .paths import KINDS, LEFTOVER_SECONDS, OF_A_MODEL, OF_THE_STORE, described
 from .quarantine import ASIDE, Quarantine
 from .record import BLOCK, SUFFIX, Expected, Naming, Record
+from .verify import check, read_header
 
 READERS = 4
 _SHARD = re.compile("[0-9a-f]{2}")

@@ -12,7 +12,7 @@ from collections.abc import Iterator
 from contextlib import suppress
 from pathlib import Path
 
-from .disk import Disk, Entry, quarantine
+from .fs import Disk, Entry, quarantine
 
 log = logging.getLogger(__name__)
 

@@ -17,11 +17,11 @@ from pathlib import Path
 from typing import NamedTuple
 
 from ..errors import BadRecordError
-from .disk import Buffer, Disk, Into
-from .layout import KINDS
-from .proof import read, read_header
+from .fs import Buffer, Disk, Into
+from .paths import KINDS
 from .quarantine import Quarantine
 from .record import Expected, Naming, Record
+from .verify import read, read_header
 
 log = logging.getLogger(__name__)
 

@@ -22,7 +22,7 @@ from typing import Any, NamedTuple, TypeAlias
 
 from ..errors import BadRecordError
 from ..spec import BLOCK_TOKENS
-from .disk import Buffer
+from .fs import Buffer
 
 FORMAT = "mlx-blockpool"
 VERSION = 1

@@ -18,8 +18,8 @@ from pathlib import Path
 from typing import BinaryIO
 
 from ..errors import StoreError
-from .disk import TEMPORARY, Disk
-from .layout import KEY_FILE
+from .fs import TEMPORARY, Disk
+from .paths import KEY_FILE
 
 KEY_BYTES = 32
 # A field of the header's metadata as mlx-lm's save_prompt_cache names it, and what stands there before the file is signed.

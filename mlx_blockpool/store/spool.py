@@ -15,8 +15,8 @@ from contextlib import contextmanager, suppress
 from pathlib import Path
 
 from ..errors import NoRoomError
-from .disk import TEMPORARY, Disk, sweep
-from .layout import LEFTOVER_SECONDS
+from .fs import TEMPORARY, Disk, sweep
+from .paths import LEFTOVER_SECONDS
 from .record import SUFFIX
 
 # So many files are on their way at a time.

@@ -12,8 +12,8 @@ from collections import deque
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
-from .disk import Buffer
 from .folder import Folder
+from .fs import Buffer
 from .headers import Headers
 from .looks import Seen
 from .record import Record, encode

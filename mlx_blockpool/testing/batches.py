@@ -6,12 +6,12 @@ from collections.abc import Sequence
 
 import mlx.core as mx
 
-from ..cache.attention import detach
 from ..config import EngineConfig
 from ..engine.caches import PooledCaches
 from ..engine.engine import BlockPoolBatchEngine
 from ..engine.opening import open_pooled
 from ..engine.request import Failed, Request, Started, Token
+from ..kv.attach import detach
 from .outcome import ConformanceError
 from .runs import HINT, allowed, cold, cut, distance
 from .subject import Subject

@@ -8,8 +8,8 @@ from __future__ import annotations
 import copy
 from typing import Any
 
-from ..cache.factory import pooled_caches
 from ..errors import BlockpoolError, SpecError
+from ..kv.factory import pooled_caches
 from ..plugins import check_spec
 from ..spec import BLOCK_TOKENS
 from .outcome import ConformanceError, NotCheckedError

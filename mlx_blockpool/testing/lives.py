@@ -11,8 +11,8 @@ from ..config import StoreConfig
 from ..prefix.cache import PrefixCache
 from ..prefix.stored import naming
 from ..spec import BLOCK_TOKENS, WindowLayer
-from ..store.disk import Disk
-from ..store.store import PromptStore
+from ..store.fs import Disk
+from ..store.prompt_store import PromptStore
 from .runs import content, cut, run
 from .subject import Subject
 

@@ -10,7 +10,7 @@ from pathlib import Path
 from tempfile import TemporaryDirectory
 
 from ..spec import WindowLayer
-from ..store.layout import FOLDERS
+from ..store.paths import FOLDERS
 from ..store.record import BLOCK, STATE, SUFFIX, WINDOW
 from .lives import Conversation, Life
 from .outcome import ConformanceError, NotCheckedError

@@ -8,9 +8,9 @@ from typing import Any
 import mlx.core as mx
 import numpy as np
 
-from ..cache.layers import PooledLayer, PooledRotatingKVCache
-from ..cache.parts import leaves_of
-from ..cache.states import PooledArraysCache
+from ..kv.layer_caches import PooledLayer, PooledRotatingKVCache
+from ..kv.parts import leaves_of
+from ..kv.state_caches import PooledArraysCache
 from .outcome import ConformanceError, NotCheckedError
 from .subject import Subject
 

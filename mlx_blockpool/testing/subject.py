@@ -16,9 +16,9 @@ import pluggy
 from mlx.utils import tree_flatten, tree_map
 from mlx_lm.utils import _get_classes
 
-from ..cache.factory import config_of
-from ..cache.slabs import Slabs
 from ..errors import BlockpoolError
+from ..kv.factory import config_of
+from ..kv.slabs import Slabs
 from ..plugins import ask, check_spec, empty_plugin_manager, make_plugin_manager
 from ..spec import ChunkLayer, ModelCacheSpec, StateLayer, WindowLayer
 from .outcome import ConformanceError

@@ -11,11 +11,11 @@ from mlx_lm.generate import generate_step
 from architectures.configs import OWN_CACHE, RUNNABLE
 from architectures.pooled import POOL, distance, logits, make_model, prompt, stock
 from architectures.table import in_readme, row_of, rows_in
-from mlx_blockpool.cache.attention import detach
-from mlx_blockpool.cache.factory import open_pool, pooled_caches
 from mlx_blockpool.config import EngineConfig
 from mlx_blockpool.engine.engine import BlockPoolBatchEngine
 from mlx_blockpool.engine.request import Failed, Request, Started, Token
+from mlx_blockpool.kv.attach import detach
+from mlx_blockpool.kv.factory import open_pool, pooled_caches
 
 CHUNK = 64
 TOKENS = 12

@@ -12,13 +12,13 @@ import mlx.core as mx
 from mlx_lm.generate import generate_step
 from models import make_model
 
-from mlx_blockpool.cache.attention import attach
-from mlx_blockpool.cache.factory import open_pool
-from mlx_blockpool.cache.slabs import Slabs
 from mlx_blockpool.config import EngineConfig
 from mlx_blockpool.engine.caches import PooledCaches
 from mlx_blockpool.engine.engine import BlockPoolBatchEngine
 from mlx_blockpool.engine.request import Failed, Progress, Request, Started, Token
+from mlx_blockpool.kv.attach import attach
+from mlx_blockpool.kv.factory import open_pool
+from mlx_blockpool.kv.slabs import Slabs
 from mlx_blockpool.prefix.cache import PrefixCache
 from mlx_blockpool.spec import ModelCacheSpec, blocks_for
 

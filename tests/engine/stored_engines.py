@@ -11,15 +11,15 @@ from typing import Any
 from engine.engines import ROOMY, attached
 from store.stores import QuickDisk, open_store
 
-from mlx_blockpool.cache.slabs import Slabs
 from mlx_blockpool.config import EngineConfig
 from mlx_blockpool.engine.caches import PooledCaches
 from mlx_blockpool.engine.engine import BlockPoolBatchEngine
+from mlx_blockpool.kv.slabs import Slabs
 from mlx_blockpool.prefix.cache import PrefixCache
 from mlx_blockpool.prefix.stored import StoredPrefixes
-from mlx_blockpool.store.disk import Disk, Into
+from mlx_blockpool.store.fs import Disk, Into
+from mlx_blockpool.store.prompt_store import PromptStore
 from mlx_blockpool.store.reader import Reading
-from mlx_blockpool.store.store import PromptStore
 
 
 @dataclass

@@ -12,13 +12,13 @@ from mlx_lm.generate import generate_step
 from mlx_lm.models.cache import make_prompt_cache
 from models import make_model
 
-from mlx_blockpool.cache.attention import batches_padded
-from mlx_blockpool.cache.factory import open_pool
 from mlx_blockpool.config import EngineConfig
 from mlx_blockpool.engine.caches import PaddedCaches
 from mlx_blockpool.engine.engine import BlockPoolBatchEngine
 from mlx_blockpool.engine.request import Request
 from mlx_blockpool.engine.stock import GuardedPromptCache, StockCaches
+from mlx_blockpool.kv.attach import batches_padded
+from mlx_blockpool.kv.factory import open_pool
 from mlx_blockpool.memory import batch_memory
 from mlx_blockpool.prefix.cache import PrefixCache
 

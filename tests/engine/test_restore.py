@@ -18,10 +18,10 @@ from store.clock import Clock
 from store.damages import DAMAGES
 from store.stores import BrokenDisk, WatchedDisk, quarantined, record_files, temporaries
 
-from mlx_blockpool.cache.attention import attach
-from mlx_blockpool.cache.factory import open_pool
 from mlx_blockpool.engine import caches as caches_module
 from mlx_blockpool.engine.request import Request, Started, Token
+from mlx_blockpool.kv.attach import attach
+from mlx_blockpool.kv.factory import open_pool
 
 BLOCK = 256
 SYSTEM = words(1, 700)

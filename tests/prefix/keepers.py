@@ -12,12 +12,12 @@ from prefix.test_states import SPECS as STATED
 from prefix.test_states import Life, look, state_of
 from store.stores import QuickDisk, open_store
 
-from mlx_blockpool.cache.parts import leaves_of
-from mlx_blockpool.cache.slabs import Slabs
-from mlx_blockpool.cache.states import PooledArraysCache
 from mlx_blockpool.config import PoolConfig
+from mlx_blockpool.kv.parts import leaves_of
+from mlx_blockpool.kv.slabs import Slabs
+from mlx_blockpool.kv.state_caches import PooledArraysCache
 from mlx_blockpool.prefix.cache import Fetch, PrefixCache
-from mlx_blockpool.prefix.keeping import Terms
+from mlx_blockpool.prefix.retention import Terms
 from mlx_blockpool.spec import FullLayer, ModelCacheSpec, WindowLayer
 
 FULL, WINDOW = FullLayer(1, 2, 2), WindowLayer(1, 2, 2, 300)

@@ -12,15 +12,15 @@ import numpy as np
 from prefix.test_prefix_machine import LAYER_STEP, family, keys_of, numbers
 from store.stores import QuickDisk, open_store
 
-from mlx_blockpool.cache.layers import PooledRotatingKVCache
-from mlx_blockpool.cache.slabs import Slabs
+from mlx_blockpool.kv.layer_caches import PooledRotatingKVCache
+from mlx_blockpool.kv.slabs import Slabs
 from mlx_blockpool.prefix.cache import PrefixCache
 from mlx_blockpool.prefix.restore import Wanted
 from mlx_blockpool.prefix.resume import lay_out
 from mlx_blockpool.prefix.stored import StoredPrefixes
 from mlx_blockpool.spec import FullLayer, ModelCacheSpec, WindowLayer
-from mlx_blockpool.store.disk import Disk, Into
-from mlx_blockpool.store.store import PromptStore
+from mlx_blockpool.store.fs import Disk, Into
+from mlx_blockpool.store.prompt_store import PromptStore
 
 # A block is 8192 bytes.
 SPEC = ModelCacheSpec("m", (FullLayer(1, 2, 2), FullLayer(1, 2, 2)), "float32")

@@ -15,10 +15,10 @@ from mlx_lm.models.cache import ChunkedKVCache, KVCache, LRUPromptCache, Quantiz
 from mlx_lm.models.cache import make_prompt_cache as stock_prompt_cache
 from models import make_model
 
-from mlx_blockpool.cache.factory import from_stock, make_prompt_cache, open_pool
-from mlx_blockpool.cache.parts import sequence_of
-from mlx_blockpool.cache.slabs import Slabs
 from mlx_blockpool.config import PoolConfig
+from mlx_blockpool.kv.factory import from_stock, make_prompt_cache, open_pool
+from mlx_blockpool.kv.parts import sequence_of
+from mlx_blockpool.kv.slabs import Slabs
 from mlx_blockpool.prefix.cache import PrefixCache
 from mlx_blockpool.spec import ChunkLayer, FullLayer, ModelCacheSpec
 

@@ -10,7 +10,7 @@ from prefix.keepers import BLOCK, SPECS, Keeper
 from prefix.test_states import text
 
 from mlx_blockpool.errors import PoolExhaustedError
-from mlx_blockpool.prefix.keeping import Terms
+from mlx_blockpool.prefix.retention import Terms
 from mlx_blockpool.spec import ModelCacheSpec
 
 EVERY = pytest.mark.parametrize("spec", SPECS.values(), ids=SPECS)

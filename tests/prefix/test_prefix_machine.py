@@ -19,12 +19,12 @@ from hypothesis import HealthCheck, Phase, settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
 
-from mlx_blockpool.cache.layers import PooledRotatingKVCache
-from mlx_blockpool.cache.slabs import Slabs
 from mlx_blockpool.config import PoolConfig
 from mlx_blockpool.errors import PoolExhaustedError, RequestTooLargeError
+from mlx_blockpool.kv.layer_caches import PooledRotatingKVCache
+from mlx_blockpool.kv.slabs import Slabs
 from mlx_blockpool.prefix.cache import PrefixCache
-from mlx_blockpool.prefix.keeping import Terms
+from mlx_blockpool.prefix.retention import Terms
 from mlx_blockpool.prefix.salts import SHARED
 from mlx_blockpool.spec import FullLayer, ModelCacheSpec, WindowLayer
 

@@ -13,15 +13,15 @@ import pytest
 from prefix.test_prefix_machine import LAYER_STEP, keys_of, numbers
 from store.stores import QuickDisk, open_store
 
-from mlx_blockpool.cache.layers import PooledKVCache, PooledRotatingKVCache
-from mlx_blockpool.cache.parts import leaves_of, sequence_of
-from mlx_blockpool.cache.slabs import Slabs
-from mlx_blockpool.cache.states import PooledArraysCache
 from mlx_blockpool.config import PoolConfig
 from mlx_blockpool.errors import PoolExhaustedError
+from mlx_blockpool.kv.layer_caches import PooledKVCache, PooledRotatingKVCache
+from mlx_blockpool.kv.parts import leaves_of, sequence_of
+from mlx_blockpool.kv.slabs import Slabs
+from mlx_blockpool.kv.state_caches import PooledArraysCache
 from mlx_blockpool.prefix.cache import PrefixCache
 from mlx_blockpool.spec import CompositeLayer, FullLayer, ModelCacheSpec, StateLayer, WindowLayer
-from mlx_blockpool.store.disk import Disk
+from mlx_blockpool.store.fs import Disk
 
 STATE = StateLayer((((1, 3), "float32"), ((1, 2, 2), "int64")))
 # 12 and 32 bytes.

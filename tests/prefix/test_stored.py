@@ -14,7 +14,7 @@ from prefix.test_prefix_machine import answer, family
 from store.stores import record_files
 
 from mlx_blockpool.errors import PoolExhaustedError
-from mlx_blockpool.prefix.noted import path_of
+from mlx_blockpool.prefix.ref import path_of
 from mlx_blockpool.prefix.salts import SHARED, salt_of_import, salt_of_key
 from mlx_blockpool.spec import ModelCacheSpec
 

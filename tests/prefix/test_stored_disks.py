@@ -19,7 +19,7 @@ from store.stores import BrokenDisk, record_files
 
 from mlx_blockpool.prefix import placed as placed_module
 from mlx_blockpool.prefix import stored as stored_module
-from mlx_blockpool.store.disk import Into
+from mlx_blockpool.store.fs import Into
 
 
 def test_what_the_store_does_not_take_is_not_copied(tmp_path: Path, clock: Clock, monkeypatch: pytest.MonkeyPatch) -> None:

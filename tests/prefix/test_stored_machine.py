@@ -19,9 +19,9 @@ from prefix.test_prefix_machine import LAYER_STEP, LENGTHS, Conversation, assert
 from store.damages import DAMAGES, remove_bad
 from store.stores import QuickDisk, open_store, record_files, temporaries
 
-from mlx_blockpool.cache.slabs import Slabs
 from mlx_blockpool.config import PoolConfig
 from mlx_blockpool.errors import PoolExhaustedError
+from mlx_blockpool.kv.slabs import Slabs
 from mlx_blockpool.prefix.cache import PrefixCache
 from mlx_blockpool.spec import FullLayer, ModelCacheSpec
 from mlx_blockpool.store.record import BLOCK as RECORD

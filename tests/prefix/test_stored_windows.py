@@ -13,11 +13,11 @@ import pytest
 from prefix.test_prefix_machine import LAYER_STEP, keys_of, numbers
 from store.stores import BrokenDisk, QuickDisk, WatchedDisk, open_store
 
-from mlx_blockpool.cache.layers import PooledRotatingKVCache
-from mlx_blockpool.cache.slabs import Slabs
+from mlx_blockpool.kv.layer_caches import PooledRotatingKVCache
+from mlx_blockpool.kv.slabs import Slabs
 from mlx_blockpool.prefix.cache import PrefixCache
 from mlx_blockpool.spec import FullLayer, ModelCacheSpec, WindowLayer
-from mlx_blockpool.store.disk import Disk
+from mlx_blockpool.store.fs import Disk
 
 SPECS = {
     "mixed": ModelCacheSpec("m", (WindowLayer(1, 2, 2, 300), FullLayer(1, 2, 2), WindowLayer(1, 2, 2, 300)), "float32"),

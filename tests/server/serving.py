@@ -15,10 +15,10 @@ from typing import Any
 from mlx_lm import server
 from mlx_lm.models.cache import LRUPromptCache
 
+from mlx_blockpool.mlx_lm_compat import rebind
 from mlx_blockpool.server import app
 from mlx_blockpool.server.handler import BlockpoolHandler
 from mlx_blockpool.server.models.provider import BlockpoolModelProvider
-from mlx_blockpool.upstream import rebind
 
 
 class Client:

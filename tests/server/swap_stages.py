@@ -11,7 +11,7 @@ import sys
 
 import mlx.core as mx
 
-from mlx_blockpool.server.models.changes import Change
+from mlx_blockpool.server.models.swap import Change
 from server.serving import blockpool_server
 
 

@@ -11,8 +11,8 @@ from typing import Any
 import pytest
 from models import save_model
 
-from mlx_blockpool.server.models.changes import Change
 from mlx_blockpool.server.models.provider import BlockpoolModelProvider
+from mlx_blockpool.server.models.swap import Change
 from mlx_blockpool.server.served import ServedModel
 from server.serving import Client, at_once, blockpool_server
 

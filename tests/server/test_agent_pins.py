@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 from prefix.test_states import SPECS, Life
 
-from mlx_blockpool.prefix.noted import path_of
+from mlx_blockpool.prefix.ref import path_of
 from mlx_blockpool.server.agents.served import ServedAgents
 
 PROMPTS = [list(range(100 * n, 100 * n + 40)) for n in range(1, 13)]

@@ -16,7 +16,7 @@ from mlx_blockpool.plugins import make_plugin_manager
 from mlx_blockpool.server import app
 from mlx_blockpool.server.agents.by_content import name_of
 from mlx_blockpool.server.normalise import Normalisers
-from mlx_blockpool.store.agents import Agents
+from mlx_blockpool.store.agent_files import Agents
 from server.serving import Client, at_once, blockpool_server
 
 SYSTEM = {"role": "system", "content": "You help with all sorts of things. " * 6}

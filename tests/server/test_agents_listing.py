@@ -14,12 +14,12 @@ from store.conversations import hashes_of, keep, note
 from store.stores import NAMESPACE, QuickDisk
 
 from mlx_blockpool import agents as stored_agents
-from mlx_blockpool.prefix import noted
-from mlx_blockpool.prefix.noted import NotedPath, SharedPaths
+from mlx_blockpool.prefix import ref
+from mlx_blockpool.prefix.ref import NotedPath, SharedPaths
 from mlx_blockpool.prefix.trie import Node, Trie, encode
-from mlx_blockpool.store import sharing
-from mlx_blockpool.store.agents import Agents
-from mlx_blockpool.store.disk import Disk
+from mlx_blockpool.store import reachability
+from mlx_blockpool.store.agent_files import Agents
+from mlx_blockpool.store.fs import Disk
 from mlx_blockpool.store.offline import Listing, judge
 from mlx_blockpool.storing import naming
 from server.serving import blockpool_server
@@ -121,7 +121,7 @@ def hashed(monkeypatch: pytest.MonkeyPatch, count: int) -> int:
         calls = counted(patch, [Node], "hash_at")
         shared = SharedPaths(paths)
         for path in paths:
-            match = noted.find(known, path)
+            match = ref.find(known, path)
             assert match.tokens == path.tokens
             assert shared.stood_on(match.path, path) == 2
         return calls["hash_at"]
@@ -149,7 +149,7 @@ def test_paths_are_compared_as_one_by_one(tmp_path: Path) -> None:
 
     paths = [path(shorter), path(longer), path(apart), path(SYSTEM)]
     shared = SharedPaths(paths)
-    found = [noted.find(known, each) for each in paths]
+    found = [ref.find(known, each) for each in paths]
     assert [match.tokens for match in found] == [552, 612, 552, 512]
     assert [shared.stood_on(match.path, each) for match, each in zip(found, paths, strict=True)] == [3, 3, 2, 2]
     assert SharedPaths([paths[1]]).stood_on(found[1].path, paths[1]) == 0
@@ -173,7 +173,7 @@ def named(root: Path, count: int) -> int:
 
     judged = list(judge(Listing(root).records, naming))
     agents = Agents(root).all()
-    found = sharing.Sharing(judged, agents, counting)
+    found = reachability.Sharing(judged, agents, counting)
     for agent in agents:
         assert found.tokens_on_disk(agent) == agent.tokens
         assert len(found.files(agent)[0]) == agent.name.endswith(("1", "3", "5", "7", "9"))

@@ -13,9 +13,9 @@ from hypothesis import strategies as st
 from mlx_lm.generate import TextStateMachine
 from mlx_lm.tool_parsers import json_tools, pythonic
 
-from mlx_blockpool.server.anthropic.stream import Blocks, input_usage, message_of
+from mlx_blockpool.server.api.anthropic_stream import Blocks, input_usage, message_of
+from mlx_blockpool.server.api.reply import Call, Reading, Silence, Text, Thinking
 from mlx_blockpool.server.chat import ChatRequest, Rendered
-from mlx_blockpool.server.reply import Call, Reading, Silence, Text, Thinking
 
 START, END = "<tool_call>", "</tool_call>"
 EDGES = {

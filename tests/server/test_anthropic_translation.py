@@ -16,9 +16,9 @@ from hypothesis import strategies as st
 from mlx_lm.server import CompletionRequest, ResponseGenerator
 from mlx_lm.tokenizer_utils import load as load_tokenizer
 
-from mlx_blockpool.server.anthropic.asked import Asked, understand
-from mlx_blockpool.server.anthropic.errors import answer_to
-from mlx_blockpool.server.anthropic.thinking import signature_of, thinking_in
+from mlx_blockpool.server.api.anthropic_errors import answer_to
+from mlx_blockpool.server.api.anthropic_request import Asked, understand
+from mlx_blockpool.server.api.thinking import signature_of, thinking_in
 from mlx_blockpool.server.chat import Mark
 from mlx_blockpool.server.fields import InvalidRequestError
 from mlx_blockpool.server.models.provider import ModelKey

@@ -11,7 +11,7 @@ from models import save_model
 
 from mlx_blockpool.engine.engine import BlockPoolBatchEngine
 from mlx_blockpool.server.health import Health
-from mlx_blockpool.server.models.line import Line
+from mlx_blockpool.server.models.queue import Line
 from mlx_blockpool.server.prompt_cache import ServerPromptCache
 from server.serving import Client, at_once, blockpool_server
 

@@ -9,7 +9,7 @@ import pytest
 from models import save_model
 
 from mlx_blockpool.server.agents.by_content import is_by_content
-from mlx_blockpool.store.agents import Agents
+from mlx_blockpool.store.agent_files import Agents
 from server.serving import Client, at_once, blockpool_server
 
 

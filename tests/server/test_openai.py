@@ -12,9 +12,9 @@ import openai
 import pytest
 from models import save_model
 
+from mlx_blockpool.server.api.openai_errors import in_shape
 from mlx_blockpool.server.asking import Wishes, agent_of, retention_of
 from mlx_blockpool.server.generation import BlockpoolGenerator
-from mlx_blockpool.server.openai.errors import in_shape
 from server.anthropic_agents import LOOK_UP, Say, anthropic_client, save_agent, say
 from server.serving import Client, at_once, blockpool_server, stock_server
 

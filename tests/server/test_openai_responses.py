@@ -14,8 +14,8 @@ import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-from mlx_blockpool.server.openai import responses_kept, responses_stream
-from mlx_blockpool.server.openai.responses_kept import KeptResponses
+from mlx_blockpool.server.api import responses_kept, responses_stream
+from mlx_blockpool.server.api.responses_kept import KeptResponses
 from server.anthropic_agents import LOOK_UP, Say, anthropic_client, save_agent, say
 from server.serving import Client, blockpool_server
 

@@ -12,7 +12,7 @@ import pytest
 from models import save_endless
 
 from mlx_blockpool.prefix.cache import PrefixCache
-from mlx_blockpool.server.errand import have_done
+from mlx_blockpool.server.jobs import have_done
 from mlx_blockpool.server.served import ServedModel
 from server.serving import Client, blockpool_server
 

@@ -8,7 +8,7 @@ from pathlib import Path
 sys.path.insert(0, str(Path(__file__).parent.parent))
 from store.dying import DyingDisk
 
-from mlx_blockpool.store.agents import Agents
+from mlx_blockpool.store.agent_files import Agents
 
 OLD_HASHES = [bytes([n]) * 32 for n in range(1, 4)]
 NEW_HASHES = [bytes([n]) * 32 for n in range(5, 9)]

@@ -5,8 +5,8 @@ from __future__ import annotations
 import sys
 from pathlib import Path
 
-from mlx_blockpool.store import agents as agents_module
-from mlx_blockpool.store.agents import Agents
+from mlx_blockpool.store import agent_files as agents_module
+from mlx_blockpool.store.agent_files import Agents
 
 if __name__ == "__main__":
     # Who makes no pause may keep others waiting.

@@ -10,9 +10,9 @@ from store.records import make_buffers
 from store.stores import NAMESPACE
 
 from mlx_blockpool.prefix.stored import naming
-from mlx_blockpool.store.layout import name_of
+from mlx_blockpool.store.paths import name_of
+from mlx_blockpool.store.prompt_store import PromptStore
 from mlx_blockpool.store.record import BLOCK, Expected, Part, Record, file_size
-from mlx_blockpool.store.store import PromptStore
 
 PARTS = (Part("data", "U8", (1000,)),)
 ROOT = hashlib.blake2b(b"root", digest_size=32).digest()

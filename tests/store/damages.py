@@ -10,9 +10,9 @@ from store.stores import record_files
 
 from mlx_blockpool.errors import BadRecordError
 from mlx_blockpool.prefix.stored import naming
-from mlx_blockpool.store.disk import Disk
-from mlx_blockpool.store.proof import read
+from mlx_blockpool.store.fs import Disk
 from mlx_blockpool.store.record import BLOCK, Expected
+from mlx_blockpool.store.verify import read
 
 
 def _flip(path: Path, rng: random.Random) -> None:

@@ -8,7 +8,7 @@ from collections.abc import Callable, Iterable, Iterator
 from pathlib import Path
 from typing import Any
 
-from mlx_blockpool.store.disk import Buffer, Disk, Entry
+from mlx_blockpool.store.fs import Buffer, Disk, Entry
 
 CHANGES = ("create", "sync", "rename", "sync_directory", "unlink", "make_one_directory")
 COMMIT = ["create", "write", "half", "sync", "close", "rename", "sync_directory", "sync"]

@@ -7,7 +7,7 @@ import signal
 import sys
 from pathlib import Path
 
-from mlx_blockpool.store.disk import write_whole
+from mlx_blockpool.store.fs import write_whole
 
 sys.path.insert(0, str(Path(__file__).parent.parent))
 from store.disks import CountedDisk

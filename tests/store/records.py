@@ -10,9 +10,9 @@ import pytest
 from store.disks import StillDisk
 
 from mlx_blockpool.errors import BadRecordError
-from mlx_blockpool.store.disk import Disk
-from mlx_blockpool.store.proof import read
+from mlx_blockpool.store.fs import Disk
 from mlx_blockpool.store.record import Expected, Part, Record, encode
+from mlx_blockpool.store.verify import read
 
 PARENT = hashlib.blake2b(b"parent", digest_size=32).digest()
 PARTS = (Part("layers.0.keys", "F32", (1, 2, 3, 4)), Part("layers.0.values", "BF16", (1, 2, 3, 5)), Part("ring", "U32", (7,)))

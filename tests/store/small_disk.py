@@ -6,7 +6,7 @@ import json
 import sys
 from pathlib import Path
 
-from mlx_blockpool.store.disk import Disk, write_whole
+from mlx_blockpool.store.fs import Disk, write_whole
 
 
 def failure(path: Path, data: bytes) -> tuple[int | None, str] | None:

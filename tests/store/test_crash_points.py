@@ -13,7 +13,7 @@ from store.disks import COMMIT, CutDisk, PowerCut
 from store.records import NEW, NEW_FILE, OLD_FILE, read_turn
 
 from mlx_blockpool.errors import BadRecordError
-from mlx_blockpool.store.disk import Disk, sweep, write_whole
+from mlx_blockpool.store.fs import Disk, sweep, write_whole
 
 FOLDER = Path("/models/blocks")
 PATH = FOLDER / NEW.file_name

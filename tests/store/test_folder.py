@@ -9,8 +9,8 @@ from pathlib import Path
 import pytest
 from store.stores import BrokenDisk, QuickDisk
 
-from mlx_blockpool.store.disk import Disk
 from mlx_blockpool.store.folder import Folder, Found
+from mlx_blockpool.store.fs import Disk
 
 A, B, C = (f"models/m/blocks/{n}/{n}.safetensors" for n in ("aa", "bb", "cc"))
 OTHERS = "models/other/windows/aa/aa.safetensors"

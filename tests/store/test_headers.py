@@ -22,13 +22,13 @@ from store.records import (
 )
 
 from mlx_blockpool.errors import BadRecordError
-from mlx_blockpool.store.proof import read, read_header
 from mlx_blockpool.store.record import (
     MAX_HEADER_BYTES,
     Expected,
     Part,
     header_size,
 )
+from mlx_blockpool.store.verify import read, read_header
 
 
 def test_a_header_scan_finds_a_wrong_length_but_reads_no_data() -> None:

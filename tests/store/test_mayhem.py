@@ -18,10 +18,10 @@ from store.stores import open_store
 from mlx_blockpool import agents as stored_agents
 from mlx_blockpool import storing
 from mlx_blockpool.errors import BadRecordError
-from mlx_blockpool.store.agents import Agents
-from mlx_blockpool.store.disk import TEMPORARY, Disk
-from mlx_blockpool.store.proof import read, read_header
+from mlx_blockpool.store.agent_files import Agents
+from mlx_blockpool.store.fs import TEMPORARY, Disk
 from mlx_blockpool.store.record import SUFFIX, Part, header_size
+from mlx_blockpool.store.verify import read, read_header
 
 PARTS = (Part("layers.0.keys", "BF16", (1, 2, 9, 16)), Part("layers.0.values", "BF16", (1, 2, 9, 16)))
 RECORD = make_record(parts=PARTS, bits="16")

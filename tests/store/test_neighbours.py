@@ -17,8 +17,8 @@ from store.clock import Clock
 from store.records import make_buffers
 from store.stores import BrokenDisk, QuickDisk, open_store, quarantined, record_files, temporaries
 
+from mlx_blockpool.store.prompt_store import PromptStore
 from mlx_blockpool.store.record import Record
-from mlx_blockpool.store.store import PromptStore
 
 
 def test_two_stores_write_the_same_and_find_each_others(tmp_path: Path) -> None:
@@ -214,7 +214,7 @@ from store.clock import Clock
 from store.stores import BrokenDisk, QuickDisk, open_store, quarantined, record_files
 from store.chains import SIZE, chain, file_of, is_right, put, put_all, settled
 from mlx_blockpool.store.record import Record
-from mlx_blockpool.store.store import PromptStore
+from mlx_blockpool.store.prompt_store import PromptStore
 from store.stores import open_store
 from store.chains import chain, put
 store = open_store(Path(sys.argv[2]), store_bytes=int(sys.argv[3]))

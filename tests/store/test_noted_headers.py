@@ -17,10 +17,10 @@ from store.stores import NAMESPACE, QuickDisk, open_store
 
 from mlx_blockpool.prefix.stored import naming
 from mlx_blockpool.store import headers
-from mlx_blockpool.store.disk import Buffer, Disk, Stamp
+from mlx_blockpool.store.fs import Buffer, Disk, Stamp
 from mlx_blockpool.store.headers import MAGIC, Headers
-from mlx_blockpool.store.layout import HEADERS_FILE, folder_of
 from mlx_blockpool.store.offline import Listing, judge, seen
+from mlx_blockpool.store.paths import HEADERS_FILE, folder_of
 from mlx_blockpool.store.record import SUFFIX, WINDOW, Record
 
 FILE = f"{folder_of(NAMESPACE)}/{HEADERS_FILE}"

@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 from store.records import PARENT, make_file, make_record, naming
 
-from mlx_blockpool.store.disk import TEMPORARY
+from mlx_blockpool.store.fs import TEMPORARY
 from mlx_blockpool.store.offline import Header, Judged, Listing, judge, orphans, remove, remove_empty, set_aside
 from mlx_blockpool.store.record import Record
 

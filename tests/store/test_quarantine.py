@@ -12,8 +12,8 @@ from store.stores import QuickDisk, open_store, quarantined, record_files
 
 from mlx_blockpool.errors import BadRecordError
 from mlx_blockpool.store import quarantine as quarantine_module
-from mlx_blockpool.store.disk import Disk
-from mlx_blockpool.store.layout import OF_A_MODEL
+from mlx_blockpool.store.fs import Disk
+from mlx_blockpool.store.paths import OF_A_MODEL
 from mlx_blockpool.store.quarantine import Quarantine
 
 

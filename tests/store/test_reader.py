@@ -11,7 +11,7 @@ from store.disks import StillDisk
 from store.records import expected_of, make_buffers, make_file, make_record, naming
 
 from mlx_blockpool.errors import BadRecordError
-from mlx_blockpool.store.disk import Disk, Into
+from mlx_blockpool.store.fs import Disk, Into
 from mlx_blockpool.store.quarantine import Quarantine
 from mlx_blockpool.store.reader import READERS, Reader, Reading
 

@@ -32,8 +32,7 @@ from store.records import (
 from mlx_blockpool.errors import BadRecordError
 from mlx_blockpool.prefix.trie import Node
 from mlx_blockpool.prefix.trie import encode as edge_of
-from mlx_blockpool.store.disk import Disk, write_whole
-from mlx_blockpool.store.proof import read, read_header
+from mlx_blockpool.store.fs import Disk, write_whole
 from mlx_blockpool.store.record import (
     ITEM_BYTES,
     MAX_HEADER_BYTES,
@@ -44,6 +43,7 @@ from mlx_blockpool.store.record import (
     encode,
     header_size,
 )
+from mlx_blockpool.store.verify import read, read_header
 
 INT64 = st.integers(-(1 << 63), (1 << 63) - 1)
 

@@ -11,7 +11,7 @@ import pytest
 from store.stores import temporaries
 
 from mlx_blockpool.errors import StoreError
-from mlx_blockpool.store.disk import Disk
+from mlx_blockpool.store.fs import Disk
 from mlx_blockpool.store.offline import Listing
 from mlx_blockpool.store.signing import FIELD, UNSIGNED, export_key, is_signed, sign
 

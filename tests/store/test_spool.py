@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 from mlx_blockpool.errors import NoRoomError
-from mlx_blockpool.store.disk import Disk
+from mlx_blockpool.store.fs import Disk
 from mlx_blockpool.store.spool import MOST, Spool
 
 

@@ -11,8 +11,8 @@ import pytest
 from store.records import make_buffers, make_record, naming
 from store.stores import BrokenDisk, QuickDisk, temporaries
 
-from mlx_blockpool.store.disk import Buffer, Disk
 from mlx_blockpool.store.folder import Folder
+from mlx_blockpool.store.fs import Buffer, Disk
 from mlx_blockpool.store.headers import Headers
 from mlx_blockpool.store.looks import Seen
 from mlx_blockpool.store.record import encode, file_size

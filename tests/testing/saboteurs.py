@@ -11,11 +11,11 @@ from typing import Any
 import mlx.core as mx
 from mlx_blockpool_plugins import default
 
-from mlx_blockpool.cache import contents
-from mlx_blockpool.cache.batch import PooledBatchCache
-from mlx_blockpool.cache.layers import PooledKVCache, PooledRotatingKVCache
-from mlx_blockpool.cache.states import PooledArraysCache, StateBatch
 from mlx_blockpool.hookspecs import hookimpl
+from mlx_blockpool.kv import block_bytes as contents
+from mlx_blockpool.kv.batch_cache import PooledBatchCache
+from mlx_blockpool.kv.layer_caches import PooledKVCache, PooledRotatingKVCache
+from mlx_blockpool.kv.state_caches import PooledArraysCache, StateBatch
 from mlx_blockpool.prefix import cache as prefix_cache
 from mlx_blockpool.spec import FullLayer, LayerSpec, ModelCacheSpec, StateLayer, WindowLayer
 

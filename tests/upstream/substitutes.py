@@ -19,13 +19,13 @@ from mlx.utils import tree_flatten
 from mlx_lm.generate import BatchGenerator as StockBatchGenerator
 from mlx_lm.models import cache as stock
 
-from mlx_blockpool.cache.factory import KEPT_TOKENS, config_of, make_prompt_cache, pooled_caches, try_out
-from mlx_blockpool.cache.layers import PooledKVCache, PooledRotatingKVCache
-from mlx_blockpool.cache.parts import PooledCacheList, PooledChunkedKVCache
-from mlx_blockpool.cache.sequence import Sequence
-from mlx_blockpool.cache.slabs import Slabs
-from mlx_blockpool.cache.states import PooledArraysCache
 from mlx_blockpool.errors import SpecError
+from mlx_blockpool.kv.factory import KEPT_TOKENS, config_of, make_prompt_cache, pooled_caches, try_out
+from mlx_blockpool.kv.layer_caches import PooledKVCache, PooledRotatingKVCache
+from mlx_blockpool.kv.parts import PooledCacheList, PooledChunkedKVCache
+from mlx_blockpool.kv.sequence import Sequence
+from mlx_blockpool.kv.slabs import Slabs
+from mlx_blockpool.kv.state_caches import PooledArraysCache
 from mlx_blockpool.plugins import spec_of_model
 from mlx_blockpool.prefix.cache import PrefixCache
 from mlx_blockpool.spec import ChunkLayer, FullLayer, ModelCacheSpec, WindowLayer

@@ -10,15 +10,15 @@ from typing import Any
 from ... import agents as stored_agents
 from ...errors import StoreError
 from ...prefix.cache import PrefixCache
-from ...prefix.noted import Freed, SharedPaths, find, forget, kept_hashes
+from ...prefix.ref import Freed, SharedPaths, find, forget, kept_hashes
 from ...store import offline
-from ...store.agents import Agents
-from ...store.layout import KINDS
+from ...store.agent_files import Agents
 from ...store.manifest import shown
 from ...store.offline import File
+from ...store.paths import KINDS
+from ...store.prompt_store import PromptStore
+from ...store.reachability import Share
 from ...store.record import Key
-from ...store.sharing import Share
-from ...store.store import PromptStore
 from ...storing import Report
 from ..served import ServedModel
 from .by_content import is_by_content

@@ -13,7 +13,7 @@ from functools import partial
 from typing import Any
 
 from ... import agents as stored_agents
-from ...prefix.noted import Measure, SharedPaths, measure, own_from
+from ...prefix.ref import Measure, SharedPaths, measure, own_from
 from ...prefix.trie import Node
 from ...store.manifest import shown
 from ...storing import Report

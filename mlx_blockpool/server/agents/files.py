@@ -17,15 +17,15 @@ from typing import Any
 import mlx.core as mx
 
 from ... import exchange
-from ...cache.outgoing import Outgoing
-from ...cache.parts import leaves_of, sequence_of
 from ...errors import StoreError
+from ...kv.outgoing import Outgoing
+from ...kv.parts import leaves_of, sequence_of
 from ...prefix.cache import PrefixCache
 from ...prefix.intake import Intake, begin_intake
-from ...prefix.keeping import Terms
-from ...prefix.noted import NotedPath, find, measure, path_of, tokens_of
 from ...prefix.opening import weights_in
+from ...prefix.ref import NotedPath, find, measure, path_of, tokens_of
 from ...prefix.resume import lay_out_to_read, resumable
+from ...prefix.retention import Terms
 from ...prefix.salts import is_of_import, salt_of_import
 from ...store.digests import Digests
 from ...store.identity import check_unchanged

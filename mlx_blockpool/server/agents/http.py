@@ -17,8 +17,8 @@ from urllib.parse import unquote
 
 from ...errors import NoRoomError, PoolExhaustedError, StoreError
 from ...storing import Report
+from ..access import without_folders
 from ..bodies import parse_json
-from ..guard import without_folders
 from ..guarded import file_deadline
 from ..owners import as_told, noted_name
 from . import acts as agent_acts

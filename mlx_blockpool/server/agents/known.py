@@ -14,13 +14,13 @@ from typing import Any, TypeVar
 from ...config import StoreConfig
 from ...errors import BlockpoolError
 from ...prefix.cache import PrefixCache
-from ...prefix.noted import NotedPath, SharedPaths, own_from
+from ...prefix.ref import NotedPath, SharedPaths, own_from
 from ...prefix.salts import SHARED
-from ...store.agents import Agents
-from ...store.disk import safe_name
+from ...store.agent_files import Agents
+from ...store.fs import safe_name
 from ...store.manifest import Agent, shown
 from ...store.spool import Spool
-from ..errand import have_done
+from ..jobs import have_done
 from ..models.provider import ModelKey
 from ..owners import belongs, own_name
 from ..served import ServedModel

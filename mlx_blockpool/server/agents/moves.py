@@ -10,7 +10,7 @@ from dataclasses import dataclass
 
 from ...errors import PoolExhaustedError
 from ...prefix.cache import PrefixCache
-from ...prefix.noted import Measure, NotedPath, find, measure
+from ...prefix.ref import Measure, NotedPath, find, measure
 from ...prefix.restore import Restore
 from ...prefix.resume import resumable, standing
 from ...prefix.stored import StoredPrefixes

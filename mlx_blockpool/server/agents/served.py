@@ -18,13 +18,13 @@ from typing import TypeVar
 from ...config import StoreConfig
 from ...errors import BlockpoolError, LoadError
 from ...prefix.cache import PrefixCache
-from ...prefix.noted import NotedPath, find
+from ...prefix.ref import NotedPath, find
 from ...prefix.resume import standing
 from ...prefix.salts import SHARED, is_of_import
 from ...prefix.trie import Pin
-from ...store.agents import Agents
+from ...store.agent_files import Agents
 from ...store.manifest import Agent
-from ...store.store import PromptStore
+from ...store.prompt_store import PromptStore
 from .by_content import is_by_content
 
 log = logging.getLogger(__name__)

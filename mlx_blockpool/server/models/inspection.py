@@ -11,7 +11,7 @@ from typing import Any
 from huggingface_hub import HfApi, constants, snapshot_download
 from mlx_lm.utils import DEFAULT_ALLOW_PATTERNS, _get_classes, hf_repo_to_path
 
-from ... import claims, machine, modelfile
+from ... import claims, modelfile, system
 from ...config import ModelsConfig
 from ...errors import BadModelError, BlockpoolError, ModelNotFoundError, StoreError
 from ...store.identity import check_weights
@@ -42,7 +42,7 @@ def inspect(key: ModelKey, catalog: Catalog, config: ModelsConfig, trusts_code: 
     except StoreError as error:
         raise BadModelError(str(error)) from error
     # What a device recommends may be exceeded, at a price; what there is may not.
-    total = max(machine.memory_bytes(), os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES"))
+    total = max(system.memory_bytes(), os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES"))
     if size > total:
         raise BadModelError(f"The weights of {key.model} take {size} bytes; this machine has {total}.")
     return size

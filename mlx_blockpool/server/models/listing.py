@@ -9,8 +9,8 @@ import mlx.core as mx
 
 from ..served import ServedModel
 from .catalog import DEFAULT
-from .line import Line
 from .provider import ModelKey
+from .queue import Line
 from .registry import ModelRegistry
 
 

@@ -17,8 +17,8 @@ from mlx_lm.utils import hf_repo_to_path, load_config
 
 from ...demo import NAMES, model_path
 from ...errors import BlockpoolError
+from ...mlx_lm_compat import rebind
 from ...store.identity import Stamps, stamps_of
-from ...upstream import rebind
 
 
 class ModelKey(NamedTuple):

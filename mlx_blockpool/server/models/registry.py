@@ -15,17 +15,17 @@ from typing import Any
 
 import mlx.core as mx
 
-from ... import machine
-from ...cache.factory import default_pool_bytes
+from ... import system
 from ...config import EngineConfig, ModelsConfig
 from ...errors import BadModelError, LoadError, ModelNotFoundError
+from ...kv.factory import default_pool_bytes
 from ..prompt_cache import ServerPromptCache
 from ..served import ServedModel
 from .catalog import Catalog
-from .changes import Change
 from .inspection import inspect
-from .line import Line, Place, Plan, Use
 from .provider import BlockpoolModelProvider, ModelKey
+from .queue import Line, Place, Plan, Use
+from .swap import Change
 
 log = logging.getLogger(__name__)
 
@@ -109,7 +109,7 @@ class ModelRegistry:
         """Whether a model can be loaded beside those that are, but for one of them."""
         if not self.loaded.keys() - {without}:
             return True
-        free = machine.memory_bytes() - mx.get_active_memory() - self._promised_bytes()
+        free = system.memory_bytes() - mx.get_active_memory() - self._promised_bytes()
         if without is not None:
             free += self.loaded[without].weights_bytes + self.loaded[without].pool_bytes
         return len(self.loaded) - (without is not None) < self.config.max_models and self.sizes.get(key, 0) <= free

@@ -17,9 +17,8 @@ from mlx_lm.server import CompletionRequest, ResponseGenerator, process_message_
 
 from ...errors import RequestTooLargeError
 from ...messages import Message
+from ..breakpoints import checkpoint_positions, mark_positions
 from ..chat import Mark, message_marks
-from ..mark_positions import mark_positions
-from ..marks import checkpoint_positions
 from .job import PreparedPrompt, PromptJob
 from .replay import Replay
 

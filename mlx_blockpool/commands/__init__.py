@@ -1,0 +1,1 @@
+"""The commands of mlx-blockpool, a file for each."""

@@ -1,0 +1,9 @@
+"""Key and value blocks: the pool of them, the layer caches that stand in for mlx-lm's, and attention over both.
+
+The only room with mlx-lm's cache words.
+"""
+
+from ..mlx_lm_compat import check_version
+
+# Before a module of this room imports what another mlx-lm may not have.
+check_version()

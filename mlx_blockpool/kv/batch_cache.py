@@ -1,0 +1,173 @@
+"""PooledBatchCache: several sequences side by side in one layer, each read where it lies. No padding, no copies.
+
+Needs a model that was attached (cache/attention.py): attention comes to attend() instead of reading padded arrays.
+Owned by the generation thread.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import mlx.core as mx
+from mlx_lm.models.cache import _BaseCache
+
+from .decode_attention import Step, step_of
+from .layer_caches import PooledLayer
+from .slabs import View
+
+
+class PooledBatchCache(_BaseCache):  # type: ignore[misc]
+    """Stands in for BatchKVCache and BatchRotatingKVCache. Joining and leaving is list work."""
+
+    def __init__(self, members: list[Any]) -> None:
+        self.members: list[PooledLayer] = list(members)
+        self._lengths: list[int] | None = None
+        self._prompts: list[tuple[int, View | None, Any]] = []
+        self._step: Step | None = None
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> PooledBatchCache:
+        copy = PooledBatchCache([member.__deepcopy__(memo) for member in self.members])
+        copy._lengths = None if self._lengths is None else list(self._lengths)
+        return copy
+
+    def __copy__(self) -> PooledBatchCache:
+        return self.__deepcopy__({})
+
+    def __reduce__(self) -> Any:
+        raise TypeError("A batch of pooled caches cannot be pickled. Pickle what extract() makes of each sequence.")
+
+    def __getattr__(self, name: str) -> Any:
+        raise AttributeError(
+            f"A batch of pooled caches has no {name!r}, as its keys and values lie in blocks. For a batch of mlx-lm's "
+            "to take it in, insert sequences whose caches are all from mlx_blockpool.make_prompt_cache(), or all from mlx-lm's."
+        )
+
+    @property
+    def offset(self) -> mx.array:
+        return mx.array([m.offset for m in self.members])
+
+    def update_and_fetch(self, keys: mx.array, values: mx.array) -> View:
+        """Append keys and values [members, kv_heads, n, dim]; of a right-padded prompt only its own tokens.
+
+        Returns them as they are: attend() reads the slabs.
+        """
+        n = keys.shape[2]
+        if self.members[0].layer == self.members[0].sequence.slabs.first:
+            self.members[0].sequence.slabs.check_dtype(keys)
+        if n == 1 and self._lengths is None:
+            self._decode(keys, values)
+            return keys, values
+        self._step, self._prompts = None, []
+        for i, member in enumerate(self.members):
+            count = n if self._lengths is None else max(0, min(n, self._lengths[i]))
+            mask = _mask(member, count)
+            written = member.write(keys[i : i + 1, :, :count], values[i : i + 1, :, :count]) if count else None
+            self._prompts.append((count, written, mask))
+        if self._lengths is not None:
+            self._lengths = [length - n for length in self._lengths]
+        return keys, values
+
+    def attend(self, queries: mx.array, keys: mx.array, values: mx.array, scale: float, mask: Any, sinks: Any) -> mx.array:
+        """Attention of queries [members, heads, n, dim], each member to its own keys and values."""
+        if self._step is None:
+            return self._attend_prompts(queries, values, scale, sinks)
+        step, self._step = self._step, None
+        first = self.members[0]
+        first.sequence.slabs.path_counts[step.path] += 1
+        return step.attend(first.place.index, queries, scale, sinks)
+
+    def _decode(self, keys: mx.array, values: mx.array) -> None:
+        first = self.members[0]
+        if first.layer == first.sequence.slabs.first and any(m.sequence.slabs.synchronous for m in self.members):
+            # A step in flight still reads the slabs; writing now would copy them.
+            mx.synchronize()
+        self._step = step_of(self.members)
+        self._step.write(first.place.index, keys, values)
+        for member in self.members:
+            member.advance()
+
+    def _attend_prompts(self, queries: mx.array, values: mx.array, scale: float, sinks: Any) -> mx.array:
+        n, dim = queries.shape[2], values.shape[3]
+        prompts, self._prompts = self._prompts, []
+        outputs = []
+        for i, (member, (count, written, own_mask)) in enumerate(zip(self.members, prompts, strict=True)):
+            parts = []
+            if count:
+                read = written or member.keys_and_values()
+                parts.append(member.attend(queries[i : i + 1, :, :count], *read, scale, own_mask, sinks))
+            if count < n:
+                parts.append(mx.zeros((1, queries.shape[1], n - count, dim), queries.dtype))
+            outputs.append(parts[0] if len(parts) == 1 else mx.concatenate(parts, axis=2))
+        return outputs[0] if len(outputs) == 1 else mx.concatenate(outputs)
+
+    def make_mask(self, N: int, return_array: bool = False, window_size: int | None = None) -> Any:  # noqa: N803
+        """A stand-in: each member has its own mask, made where it attends."""
+        needed = getattr(self.members[0], "max_size", None)
+        if return_array or (window_size is not None and window_size != needed):
+            raise NotImplementedError(f"A model that masks a window of {window_size} in a cache of {needed} needs padding.")
+        return "causal" if N > 1 else None
+
+    def prepare(self, *, left_padding: Any = None, lengths: Any = None, right_padding: Any = None) -> None:
+        if left_padding is not None and max(left_padding) > 0:
+            raise ValueError("A pooled batch takes right-padded prompts only; found left_padding.")
+        if right_padding is not None and max(right_padding) > 0:
+            self._lengths = list(lengths)
+
+    def finalize(self) -> None:
+        self._lengths = None
+
+    def filter(self, batch_indices: Any) -> None:
+        self.members = [self.members[int(i)] for i in batch_indices]
+
+    def extend(self, other: Any) -> None:
+        if not isinstance(other, PooledBatchCache) or type(self.members[0]) is not type(other.members[0]):
+            raise ValueError(
+                f"A batch of pooled caches cannot take in a {type(other).__name__}. Insert sequences whose caches are all from "
+                "mlx_blockpool.make_prompt_cache(), or all from mlx-lm's."
+            )
+        self.members = self.members + other.members
+
+    def extract(self, idx: int) -> Any:
+        """A cache with what one member holds now, which goes on by itself."""
+        return self.members[idx].fork()
+
+    def member(self, idx: int) -> Any:
+        """The cache of one member itself, for whoever takes it out of the batch."""
+        return self.members[idx]
+
+    def size(self) -> int:
+        return max((m.size() for m in self.members), default=0)
+
+    def is_trimmable(self) -> bool:
+        return all(m.is_trimmable() for m in self.members)  # type: ignore[attr-defined]
+
+    def trim(self, n: int) -> int:
+        return min(int(m.trim(n)) for m in self.members)  # type: ignore[attr-defined]
+
+    def empty(self) -> bool:
+        return all(m.empty() for m in self.members)
+
+    @property
+    def state(self) -> list[Any]:
+        """The slabs, to be evaluated: that finishes what was written and gathers nothing. It is not to be saved or assigned."""
+        return [self.members[0].sequence.slabs.arrays(), _NotSaved()] if self.members else []
+
+    @property
+    def nbytes(self) -> int:
+        return sum(m.nbytes for m in self.members)
+
+
+class _NotSaved:
+    """Beside the slabs in a batch's state: mx.eval() passes over it, and save_prompt_cache names it as what it cannot write."""
+
+    def __repr__(self) -> str:
+        return "a batch of pooled caches, which lies in blocks among those of others. Save what extract() makes of each sequence"
+
+
+def _mask(member: Any, count: int) -> Any:
+    """The member's own mask for its next `count` tokens, made once for all layers that look alike."""
+    if count <= 1:
+        return None
+    window = getattr(member, "max_size", None)
+    key = (count, member.offset, window or 0)
+    return member.sequence.mask(key, lambda: member.make_mask(count, return_array=False, window_size=window))

@@ -1,0 +1,254 @@
+"""The blocks of one layer group: the state of each, the free ones as runs of neighbours, and the tables of sequences.
+
+Ids are slab_index * stride + position; a run never crosses from one slab into the next. Knows no budget and no other group.
+"""
+
+from __future__ import annotations
+
+from collections import OrderedDict
+from collections.abc import Iterable, Iterator
+from dataclasses import dataclass
+
+from ..spec import LayerGroup
+
+
+class FreeRuns:
+    """Disjoint free runs [start, end), none touching another."""
+
+    def __init__(self, stride: int) -> None:
+        self.stride = stride
+        self._ends: dict[int, int] = {}
+        self._starts: dict[int, int] = {}
+        self.count = 0
+
+    def __iter__(self) -> Iterator[tuple[int, int]]:
+        return iter(sorted(self._ends.items()))
+
+    def __contains__(self, block: int) -> bool:
+        return any(start <= block < end for start, end in self._ends.items())
+
+    @property
+    def longest(self) -> int:
+        return max((end - start for start, end in self._ends.items()), default=0)
+
+    def add(self, start: int, end: int) -> None:
+        """Make [start, end) free; it joins its neighbours in the same slab."""
+        self.count += end - start
+        if start % self.stride and start in self._starts:
+            start = self._pop(self._starts[start])[0]
+        if end % self.stride and end in self._ends:
+            end = self._pop(end)[1]
+        self._put(start, end)
+
+    def remove(self, start: int, end: int) -> None:
+        """Take the whole run [start, end) away: its slab is given back."""
+        assert self._ends.get(start) == end, f"[{start}, {end}) is not one free run: {self._ends}"
+        self._pop(start)
+        self.count -= end - start
+
+    def take(self, count: int, after: int | None = None) -> list[int]:
+        """`count` ids: those right behind the block `after` where they are free, else where there is most room to grow."""
+        assert count <= self.count, f"{count} wanted > {self.count} free"
+        ids: list[int] = []
+        if after is not None and (after + 1) % self.stride and after + 1 in self._ends:
+            ids += self._cut(after + 1, after + 1, count)
+        while len(ids) < count:
+            start = max(self._ends, key=lambda s: (self._ends[s] - s, -s))
+            room = self._ends[start] - start - (count - len(ids))
+            # A run that starts behind somebody's block leaves that neighbour half of the room.
+            begin = start + room // 2 if room > 0 and start % self.stride else start
+            ids += self._cut(start, begin, count - len(ids))
+        return ids
+
+    def _cut(self, start: int, begin: int, count: int) -> list[int]:
+        start, end = self._pop(start)
+        stop = min(begin + count, end)
+        if start < begin:
+            self._put(start, begin)
+        if stop < end:
+            self._put(stop, end)
+        self.count -= stop - begin
+        return list(range(begin, stop))
+
+    def _put(self, start: int, end: int) -> None:
+        self._ends[start] = end
+        self._starts[end] = start
+
+    def _pop(self, start: int) -> tuple[int, int]:
+        end = self._ends.pop(start)
+        del self._starts[end]
+        return start, end
+
+
+@dataclass(slots=True)
+class Block:
+    """ref_count: tables that hold it. known: trie entries that can read it. frozen: tokens of it that they read.
+
+    Free: neither held nor known. Evictable: known, not held. `pins` keep it from eviction.
+    """
+
+    ref_count: int = 0
+    known: int = 0
+    frozen: int = 0
+    pins: int = 0
+
+
+@dataclass(frozen=True)
+class BlockCounts:
+    """Blocks of one layer group; free + held + evictable = total. `reserved` of the free ones are promised."""
+
+    group: str
+    total: int
+    free: int
+    held: int
+    evictable: int
+    pinned: int
+    reserved: int
+    bytes_per_block: int
+
+
+class GroupBlocks:
+    """Every block of one layer group.
+
+    stride: the most blocks that a slab can have. share: those of an ordinary slab. sharing: counts what may have made a
+    block shared.
+    """
+
+    def __init__(self, group: LayerGroup, bytes_per_block: int, stride: int, share: int) -> None:
+        self.group = group
+        self.bytes_per_block = bytes_per_block
+        self.stride = stride
+        self.share = share
+        self.blocks: dict[int, Block] = {}
+        self.free = FreeRuns(stride)
+        self.evictable: OrderedDict[int, None] = OrderedDict()
+        self.slabs: dict[int, int] = {}
+        self.reserved = 0
+        self.sharing = 0
+
+    @property
+    def available(self) -> int:
+        return self.free.count - self.reserved
+
+    def counts(self) -> BlockCounts:
+        pinned = sum(1 for b in list(self.blocks.values()) if b.pins)
+        held = len(self.blocks) - self.free.count - len(self.evictable)
+        return BlockCounts(
+            self.group.name,
+            len(self.blocks),
+            self.free.count,
+            held,
+            len(self.evictable),
+            pinned,
+            self.reserved,
+            self.bytes_per_block,
+        )
+
+    def add_slab(self, blocks: int) -> None:
+        index = next(i for i in range(len(self.slabs) + 1) if i not in self.slabs)
+        self.slabs[index] = blocks
+        start = index * self.stride
+        self.blocks.update((block, Block()) for block in range(start, start + blocks))
+        self.free.add(start, start + blocks)
+
+    def drop_slab(self, index: int) -> None:
+        start = index * self.stride
+        end = start + self.slabs.pop(index)
+        self.free.remove(start, end)
+        for block in range(start, end):
+            del self.blocks[block]
+
+    def slab_ids(self, index: int) -> range:
+        start = index * self.stride
+        return range(start, start + self.slabs[index])
+
+    def hold(self, ids: Iterable[int]) -> None:
+        for i in ids:
+            block = self.blocks[i]
+            block.ref_count += 1
+            self.sharing += 1
+            self.evictable.pop(i, None)
+
+    def release(self, ids: Iterable[int]) -> None:
+        """Drop one reference each; the last one released is the most recently used."""
+        for i in ids:
+            block = self.blocks[i]
+            assert block.ref_count > 0, f"block {i} of {self.group.name} released with ref_count {block.ref_count}"
+            block.ref_count -= 1
+            if block.ref_count == 0:
+                if block.known:
+                    self.evictable[i] = None
+                else:
+                    self._set_free(i)
+
+    def know(self, i: int, tokens: int) -> None:
+        block = self.blocks[i]
+        assert block.ref_count > 0 or block.known > 0, f"block {i} of {self.group.name} is free and cannot be known"
+        self.sharing += 1
+        block.known += 1
+        block.frozen = max(block.frozen, tokens)
+
+    def forget(self, i: int) -> None:
+        block = self.blocks[i]
+        assert block.known > 0, f"block {i} of {self.group.name} forgotten but not known"
+        block.known -= 1
+        if block.known == 0:
+            block.frozen = block.pins = 0
+            if block.ref_count == 0:
+                del self.evictable[i]
+                self._set_free(i)
+
+    def victims(self) -> Iterable[int]:
+        return (i for i in self.evictable if not self.blocks[i].pins)
+
+    def can_drop(self, index: int, evicting: bool) -> bool:
+        """Whether no block of this slab is in use, or with `evicting` none that is held or pinned."""
+        states = (self.blocks[i] for i in self.slab_ids(index))
+        return all(s.ref_count == 0 and (s.known == 0 or (evicting and not s.pins)) for s in states)
+
+    def evict(self, i: int) -> None:
+        block = self.blocks[i]
+        block.known = 1
+        self.forget(i)
+
+    def _set_free(self, i: int) -> None:
+        self.blocks[i].pins = 0
+        self.free.add(i, i + 1)
+
+
+class BlockTable:
+    """ids[i] holds the tokens [256 * i, 256 * (i + 1)) of the sequence, or of its ring where the group is a window.
+
+    `reserved` blocks are promised to this table and not yet taken; `promised`: the most that it was ever promised to hold.
+    """
+
+    def __init__(self, group: int, stride: int, max_blocks: int | None, generation: int = 0) -> None:
+        self.group = group
+        self.max_blocks = max_blocks
+        self.ids: list[int] = []
+        self.reserved = 0
+        self.promised = 0
+        self.generation = generation
+        self._stride = stride
+        self.version = 0
+        self._runs: list[tuple[int, int]] | None = None
+
+    def __len__(self) -> int:
+        return len(self.ids)
+
+    def changed(self) -> None:
+        self.version += 1
+        self._runs = None
+
+    @property
+    def runs(self) -> list[tuple[int, int]]:
+        """(first id, blocks) of each stretch of neighbouring blocks in one slab, in order of the sequence."""
+        if self._runs is None:
+            runs: list[tuple[int, int]] = []
+            for block in self.ids:
+                if runs and block == sum(runs[-1]) and block % self._stride:
+                    runs[-1] = (runs[-1][0], runs[-1][1] + 1)
+                else:
+                    runs.append((block, 1))
+            self._runs = runs
+        return self._runs

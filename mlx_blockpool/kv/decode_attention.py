@@ -1,0 +1,321 @@
+"""One decode step of one layer group: what all its layers do alike, worked out by the first of them.
+
+Which way it goes is a rule over counts and block ids. ragged: each member reads its own runs. shared: members whose tables begin
+with the same blocks read those once, together. padded: keys and values of all members are gathered into one padded array.
+
+Knows where members write and read; holds positions, never views of a slab. Owned by the generation thread.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from contextlib import nullcontext
+from dataclasses import dataclass, replace
+from itertools import pairwise, takewhile
+from typing import Any
+
+import mlx.core as mx
+
+from ..spec import BLOCK_TOKENS, WindowLayer
+from .layer_caches import PooledLayer
+from .runs import attend_cluster, attend_grouped, group_queries
+from .sequence import Piece
+from .slabs import Slab, Slabs, View
+
+# Work for other cores runs on these streams, each thread has its own.
+_helpers = [mx.new_thread_local_stream(mx.cpu)]
+# What one read costs beside its tokens, in tokens; and tokens * heads below which a second stream does not pay.
+READ_COST = 100
+PARALLEL_WORK = 4000
+# More than a pool has.
+MOST_BLOCKS = 2**40
+
+
+def step_of(members: Sequence[PooledLayer]) -> Step:
+    """The step in which each member writes its next token; the layers of a group get the same one.
+
+    Takes blocks and copies shared ones for all members before anything is written: a PoolExhaustedError changes no array.
+    """
+    slabs, group = members[0].sequence.slabs, members[0].place.group
+    found = slabs.steps.get(group)
+    if found is None or found.key != _key(slabs, group, members):
+        places = [m.sequence.writable(group, m.next_place(), m.next_place() + 1)[0] for m in members]
+        found = slabs.steps[group] = Step(slabs, group, members, places)
+    return found
+
+
+def _key(slabs: Slabs, group: int, members: Sequence[PooledLayer]) -> tuple[Any, ...]:
+    """What a step depends on. Tables are told apart by id: the step that remembers an id keeps the table."""
+    tables = [m.sequence.tables[group] for m in members]
+    state = [(id(t), t.version, m.next_place(), m.offset) for t, m in zip(tables, members, strict=True)]
+    sharing = tuple(pool.sharing(group) for pool in {m.sequence.pool: None for m in members})
+    return slabs.decode_path, slabs.decode_streams, sharing, state
+
+
+class Step:
+    """Where each member writes one token, what it reads then, on which path and on which stream."""
+
+    def __init__(self, slabs: Slabs, group: int, members: Sequence[PooledLayer], places: list[Piece]) -> None:
+        self.key = _key(slabs, group, members)
+        self.tables = [m.sequence.tables[group] for m in members]
+        self.pools = [m.sequence.pool for m in members]
+        self.sizes = [m.next_size() for m in members]
+        self.layer = members[0].place.layer
+        self.order: mx.array | None = None
+        # On CPU mlx's own attention is the same two products, with more operations around them and, for 16-bit numbers, one
+        # pass over the keys for each query head.
+        self._products = _device() == "cpu"
+        self._targets = _targets(places)
+        clusters = self._clusters(slabs)
+        self.path = self._choose(slabs, clusters)
+        pieces = [m.sequence.pieces(group, size) for m, size in zip(members, self.sizes, strict=True)]
+        if self.path == "padded":
+            self._pieces = pieces
+            self._mask = _padding_mask(self.sizes)
+            return
+        self._readings = _readings(pieces, clusters if self.path == "shared" else [])
+        self._loads = self._divide(min(slabs.decode_streams, 1 + len(_helpers)))
+        # The others get their work before the stream that waits for them.
+        self._streams = (*_helpers[: len(self._loads) - 1], None)
+        shares = [share for load in self._loads for share in load]
+        self._divided = [m for m in self._readings if not any(s.members == m and self._is_whole(s) for s in shares)]
+        rows = [i for together in [s.members for s in shares if self._is_whole(s)] + self._divided for i in together]
+        if rows != sorted(rows):
+            self.order = mx.array([rows.index(i) for i in range(len(rows))])
+
+    def write(self, index: int, keys: mx.array, values: mx.array) -> None:
+        """Put keys and values [members, kv_heads, 1, dim] of the group's layer `index` where they belong."""
+        for slab, rows, places in self._targets:
+            slab.put(index, places, keys[rows], values[rows])
+
+    def attend(self, index: int, queries: mx.array, scale: float, sinks: mx.array | None) -> mx.array:
+        """Attention of queries [members, heads, 1, dim] in the group's layer `index`, after its write()."""
+        if self.path == "padded":
+            keys, values = _gather(self._pieces, self.sizes, index)
+            return mx.fast.scaled_dot_product_attention(queries, keys, values, scale=scale, mask=self._mask, sinks=sinks)
+        batch, heads, _, _ = queries.shape
+        grouped = group_queries(queries, self.layer.kv_heads, scale)
+        sinks = None if sinks is None else sinks.reshape(self.layer.kv_heads, -1)
+        whole: list[mx.array] = []
+        parts: dict[tuple[int, ...], dict[int, mx.array]] = {members: {} for members in self._divided}
+        for stream, load in zip(self._streams, self._loads, strict=True):
+            with nullcontext() if stream is None else mx.stream(stream):
+                read = [(share, self._read(share, index, grouped, sinks)) for share in load]
+                # Joined on their own stream: else mlx hands out the work of both in turns, and they wait for each other.
+                own = [out for share, out in read if self._is_whole(share)]
+                whole += [_join(own, 0)] if own else []
+            for share, out in read:
+                if not self._is_whole(share):
+                    parts[share.members][share.heads[0]] = out
+        out = _join(whole + [_join([p[first] for first in sorted(p)], 1) for p in parts.values()], 0)
+        out = out if self.order is None else out[self.order]
+        return out.reshape(batch, heads, 1, -1)
+
+    def _is_whole(self, share: Share) -> bool:
+        return share.heads == (0, self.layer.kv_heads)
+
+    def _clusters(self, slabs: Slabs) -> list[Cluster]:
+        """Windows go on writing in every block of their ring, so that they share nothing for long."""
+        if slabs.decode_path == "ragged" or len(self.tables) == 1 or isinstance(self.layer, WindowLayer):
+            return []
+        # An id is a block of its own pool: those of the second one follow those of the first.
+        pools = {pool: i for i, pool in enumerate(dict.fromkeys(self.pools))}
+        starts = [pools[pool] * MOST_BLOCKS for pool in self.pools]
+        full = [t.ids[: size // BLOCK_TOKENS] for t, size in zip(self.tables, self.sizes, strict=True)]
+        return find_clusters([[start + i for i in ids] if start else ids for start, ids in zip(starts, full, strict=True)])
+
+    def _choose(self, slabs: Slabs, clusters: list[Cluster]) -> str:
+        saved = sum(c.saved for c in clusters) * BLOCK_TOKENS
+        path = slabs.decode_path
+        if path == "auto" and len(self.sizes) == 1:
+            return "ragged"
+        if path == "auto":
+            path = choose_path(_device(), slabs.spec.dtype, max(self.sizes), saved)
+        return "ragged" if path == "shared" and not clusters else path
+
+    def _divide(self, streams: int) -> list[list[Share]]:
+        heads = (0, self.layer.kv_heads)
+        shares = [
+            Share(members, len(members) * (READ_COST + _tokens(shared)) + sum(map(_tokens, own)), heads)
+            for members, (shared, own) in self._readings.items()
+        ]
+        if streams == 1 or sum(s.cost for s in shares) * self.layer.kv_heads < PARALLEL_WORK:
+            return [shares]
+        return divide(shares, streams)
+
+    def _read(self, share: Share, index: int, grouped: mx.array, sinks: mx.array | None) -> mx.array:
+        """Attention of one share: [its members, its kv heads, group, dim]."""
+        shared, own = self._readings[share.members]
+        first, last = share.heads
+        rows, heads = share.members, slice(first, last)
+        mine = grouped[rows[0] : rows[-1] + 1, heads] if _is_range(rows) else grouped[mx.array(rows), heads]
+        sinks = None if sinks is None else sinks[heads]
+        tails = [[slab.read(index, start, count, first, last) for slab, start, count in pieces] for pieces in own]
+        if shared:
+            return attend_cluster(mine, [slab.read(index, start, n, first, last) for slab, start, n in shared], tails, sinks)
+        if len(tails[0]) > 1 or self._products:
+            return attend_grouped(mine, tails[0], sinks)
+        queries = mine.reshape(1, -1, 1, mine.shape[-1])
+        sinks = None if sinks is None else sinks.reshape(-1)
+        ((keys, values),) = tails[0]
+        out = mx.fast.scaled_dot_product_attention(queries, keys, values, scale=1.0, mask=None, sinks=sinks)
+        return out.reshape(*mine.shape[:3], -1)
+
+
+def _targets(places: list[Piece]) -> list[tuple[Slab, slice, mx.array | int]]:
+    """(slab, rows that write in it, their places): one write where all are in one slab, else one for each row."""
+    if len(places) > 1 and all(slab is places[0][0] for slab, _, _ in places):
+        return [(places[0][0], slice(None), mx.array([first for _, first, _ in places]))]
+    return [(slab, slice(i, i + 1), first) for i, (slab, first, _) in enumerate(places)]
+
+
+def _readings(pieces: list[list[Piece]], clusters: list[Cluster]) -> dict[tuple[int, ...], tuple[list[Piece], list[list[Piece]]]]:
+    """Members -> what they read together and what each reads alone; who is in no cluster reads everything alone."""
+    readings: dict[tuple[int, ...], tuple[list[Piece], list[list[Piece]]]] = {
+        c.members: _cut([pieces[i] for i in c.members], c.blocks * BLOCK_TOKENS) for c in clusters
+    }
+    clustered = {i for together in readings for i in together}
+    readings.update({(i,): ([], [mine]) for i, mine in enumerate(pieces) if i not in clustered})
+    return readings
+
+
+def _cut(pieces: list[list[Piece]], shared: int) -> tuple[list[Piece], list[list[Piece]]]:
+    """The first `shared` tokens, which are the same for all, and what follows them for each."""
+    together: list[Piece] = []
+    own: list[list[Piece]] = []
+    for mine in pieces:
+        together, tail, left = [], [], shared
+        for slab, start, count in mine:
+            head = min(left, count)
+            left -= head
+            together += [(slab, start, head)] if head else []
+            tail += [(slab, start + head, count - head)] if head < count else []
+        own.append(tail)
+    return together, own
+
+
+def _padding_mask(sizes: list[int]) -> mx.array | None:
+    """[members, 1, 1, longest], or None where all have the same length."""
+    return None if min(sizes) == max(sizes) else (mx.arange(max(sizes)) < mx.array(sizes)[:, None])[:, None, None]
+
+
+def _gather(pieces: list[list[Piece]], sizes: list[int], index: int) -> View:
+    """Keys and values [members, kv_heads, longest, dim] of the group's layer `index`: a copy, zeros behind the shorter ones."""
+    longest = max(sizes)
+    rows: tuple[list[mx.array], list[mx.array]] = ([], [])
+    for mine, size in zip(pieces, sizes, strict=True):
+        views = zip(*(slab.read(index, start, count) for slab, start, count in mine), strict=True)
+        for row, parts in zip(rows, views, strict=True):
+            whole = _join(list(parts), 2)
+            row.append(whole if size == longest else mx.pad(whole, [(0, 0), (0, 0), (0, longest - size), (0, 0)]))
+    return mx.concatenate(rows[0]), mx.concatenate(rows[1])
+
+
+def _tokens(pieces: list[Piece]) -> int:
+    return sum(count for _, _, count in pieces)
+
+
+def _is_range(rows: tuple[int, ...]) -> bool:
+    return rows[-1] - rows[0] == len(rows) - 1
+
+
+def _join(arrays: list[mx.array], axis: int) -> mx.array:
+    return arrays[0] if len(arrays) == 1 else mx.concatenate(arrays, axis=axis)
+
+
+def _device() -> str:
+    if mx.default_device() == mx.cpu:
+        return "cpu"
+    return "metal" if mx.metal.is_available() else "cuda"
+
+
+PATHS = ("ragged", "shared", "padded")
+
+
+@dataclass(frozen=True)
+class Cluster:
+    """Members, by their place in the batch, whose block tables begin with the same `blocks` full blocks."""
+
+    members: tuple[int, ...]
+    blocks: int
+
+    @property
+    def saved(self) -> int:
+        """Blocks that are not read again if these members read theirs together."""
+        return (len(self.members) - 1) * self.blocks
+
+
+@dataclass(frozen=True)
+class Share:
+    """A part of one layer's attention that waits for no other: some members and their kv heads [start, end)."""
+
+    members: tuple[int, ...]
+    cost: float
+    heads: tuple[int, int]
+
+
+def find_clusters(tables: Sequence[list[int]]) -> list[Cluster]:
+    """The clusters, each member in one at most, that save the most blocks; `tables` are the ids of each member's full blocks.
+
+    Where some members of a cluster share more with each other, either all stay together on what all share, or they part and
+    each smaller cluster reads its own longer prefix.
+    """
+    return _part(tables, range(len(tables)), 0)
+
+
+def _part(tables: Sequence[list[int]], members: Sequence[int], depth: int) -> list[Cluster]:
+    by_block: dict[int, list[int]] = {}
+    for i in members:
+        if len(tables[i]) > depth:
+            by_block.setdefault(tables[i][depth], []).append(i)
+    return [c for together in by_block.values() if len(together) > 1 for c in _best(tables, together)]
+
+
+def _best(tables: Sequence[list[int]], members: list[int]) -> list[Cluster]:
+    # Whatever the smallest and the largest begin with, all that lie between them begin with.
+    low, high = min(tables[i] for i in members), max(tables[i] for i in members)
+    whole = Cluster(tuple(members), sum(1 for _ in takewhile(lambda pair: pair[0] == pair[1], zip(low, high, strict=False))))
+    parts = _part(tables, members, whole.blocks)
+    return parts if sum(p.saved for p in parts) > whole.saved else [whole]
+
+
+# Fitted on two cores of an AMD EPYC (benchmarks/LOG.md, "Three decode paths").
+SAVED_TOKENS = {"float32": 768, "float16": 256, "bfloat16": 256}
+PADDED_TOKENS = {"float32": 16, "float16": 0, "bfloat16": 16}
+
+
+def choose_path(device: str, dtype: str, longest: int, saved: int) -> str:
+    """The path of a decode step of several members, by the same answer every time.
+
+    device: cpu, metal or cuda. longest: tokens of the longest member. saved: tokens that the shared path does not read again.
+    Metal and CUDA were not measured: there the ragged path, whose kernels are those of a single sequence, is the safe one.
+    """
+    if device != "cpu":
+        return "ragged"
+    if saved >= SAVED_TOKENS[dtype]:
+        return "shared"
+    return "padded" if longest <= PADDED_TOKENS[dtype] else "ragged"
+
+
+def divide(shares: Sequence[Share], streams: int) -> list[list[Share]]:
+    """The shares for each of `streams` streams that run at the same time, nearly equal in cost.
+
+    What is larger than one stream's part is divided by its heads first.
+    """
+    fair = sum(s.cost for s in shares) / streams
+    pieces = [p for s in shares for p in (_by_heads(s, streams) if s.cost > 1.2 * fair else [s])]
+    loads: list[list[Share]] = [[] for _ in range(streams)]
+    costs = [0.0] * streams
+    for piece in sorted(pieces, key=lambda p: -p.cost):
+        least = costs.index(min(costs))
+        loads[least].append(piece)
+        costs[least] += piece.cost
+    return [sorted(load, key=lambda p: (p.members, p.heads)) for load in loads]
+
+
+def _by_heads(share: Share, parts: int) -> list[Share]:
+    first, last = share.heads
+    heads = last - first
+    parts = min(parts, heads)
+    cuts = [first + heads * i // parts for i in range(parts + 1)]
+    return [replace(share, heads=(a, b), cost=share.cost * (b - a) / heads) for a, b in pairwise(cuts)]

@@ -1,0 +1,145 @@
+"""Makes pools and prompt caches: the list of layer caches that mlx-lm's model is called with."""
+
+from __future__ import annotations
+
+import logging
+import os
+from collections.abc import Iterator
+from itertools import count
+from typing import Any
+
+import mlx.core as mx
+
+from ..config import PoolConfig
+from ..errors import PoolExhaustedError
+from ..plugins import spec_of_model
+from ..spec import ChunkLayer, CompositeLayer, LayerSpec, ModelCacheSpec, StateLayer, WindowLayer
+from .layer_caches import PooledKVCache, PooledRotatingKVCache
+from .parts import PooledCacheList, PooledChunkedKVCache, UnusedKVCache, leaves_of
+from .sequence import Sequence
+from .slabs import Slabs
+from .state_caches import PooledArraysCache
+
+log = logging.getLogger(__name__)
+
+# In the windows of max_kv_size tokens, as in mlx-lm's.
+KEPT_TOKENS = 4
+
+
+def pooled_caches(slabs: Slabs, sequence: Sequence | None = None) -> list[Any]:
+    """Layer caches of one sequence, one for each that mlx-lm makes; empty, without `sequence` a new one."""
+    sequence = sequence or Sequence(slabs)
+    leaves = count()
+    return [_pooled(sequence, layer, leaves) for layer in slabs.spec.layers]
+
+
+def make_prompt_cache(model: Any, slabs: Slabs, max_kv_size: int | None = None) -> list[Any]:
+    """In place of mlx-lm's make_prompt_cache: one sequence in the pool `slabs`, which was opened for this model.
+
+    Raises ValueError unless the pool was opened with the same `max_kv_size`; None takes the pool's. As in mlx-lm, a model that
+    makes its own caches does without it.
+    """
+    if max_kv_size not in (None, slabs.spec.max_kv_size) and not hasattr(model, "make_cache"):
+        raise ValueError(
+            f"This pool was opened with max_kv_size={slabs.spec.max_kv_size}, which its blocks are laid out for; caches of "
+            f"{max_kv_size} tokens need another. Open one with open_pool(model, max_kv_size={max_kv_size})."
+        )
+    return pooled_caches(slabs)
+
+
+def from_stock(caches: list[Any], slabs: Slabs) -> list[Any]:
+    """Pooled caches with the content of mlx-lm's own, as load_prompt_cache reads them, or of another pool's.
+
+    Raises ValueError for caches of another model, PoolExhaustedError where there is no room.
+    """
+    pooled = pooled_caches(slabs)
+    mine, theirs = leaves_of(pooled), leaves_of(caches)
+    if len(mine) != len(theirs):
+        raise ValueError(f"These are {len(theirs)} caches; {slabs.spec.model_id} has {len(mine)}.")
+    for layer, (own, given) in enumerate(zip(mine, theirs, strict=True)):
+        if not isinstance(own, type(given)):
+            raise ValueError(
+                f"Cache {layer} is a {type(given).__name__}; {slabs.spec.model_id} has a {type(own).__name__} there."
+            )
+        if not isinstance(own, UnusedKVCache):
+            own.state = given.state
+    return pooled
+
+
+def open_pool(
+    model: Any,
+    pool_bytes: int | None = None,
+    config: PoolConfig | None = None,
+    *,
+    attach: bool = True,
+    max_kv_size: int | None = None,
+) -> Slabs:
+    """A pool for a loaded model, `pool_bytes` at most (default: half of the memory that the model leaves free).
+
+    attach: let the model's attention read blocks where they lie, if a few random tokens give the same logits that way.
+    slabs.ragged says whether they did. If not, or with attach=False, each fetch copies the known prefix to one piece, and
+    batches are padded. max_kv_size: what mlx-lm's make_prompt_cache means by it.
+    """
+    spec = with_windows(spec_of_model(model, config_of(model), type(model).__module__.rpartition(".")[2]), model, max_kv_size)
+    slabs = Slabs(spec, default_pool_bytes() if pool_bytes is None else pool_bytes, config)
+    try_out(model, slabs, attach)
+    return slabs
+
+
+def with_windows(spec: ModelCacheSpec, model: Any, max_kv_size: int | None) -> ModelCacheSpec:
+    """The spec of the caches that mlx-lm makes for a model and a `max_kv_size`: windows, unless the model makes its own caches.
+
+    Raises ValueError for one that has no room for the tokens that are always kept and the next one.
+    """
+    if max_kv_size is None or hasattr(model, "make_cache"):
+        return spec
+    if max_kv_size <= KEPT_TOKENS:
+        raise ValueError(f"max_kv_size is {max_kv_size}, and a window keeps the first {KEPT_TOKENS} tokens. Give more than that.")
+    return spec.with_windows(max_kv_size, KEPT_TOKENS)
+
+
+def try_out(model: Any, slabs: Slabs, attach_it: bool) -> None:
+    """What open_pool() finds out about a model with a few random tokens, and attaching it if that agrees.
+
+    Where that cannot be tried, the model is left as it is.
+    """
+    # attention.py tries the caches that this module makes.
+    from .attach import attach, leaves_padding_out, step_synchronously_if_copied
+
+    try:
+        slabs.pads_states = bool(slabs.state_leaves) and leaves_padding_out(model)
+        if attach_it:
+            attach(model, slabs)
+            step_synchronously_if_copied(model, slabs)
+    except (PoolExhaustedError, RuntimeError) as error:
+        # A pool too small to try it, or a model that this device cannot run: what comes of that comes when it is used.
+        log.info("%s is not attached: %s", type(model).__module__, error)
+
+
+def config_of(model: Any) -> dict[str, Any]:
+    """What of config.json the model still knows."""
+    args = getattr(model, "args", None)
+    return {**vars(args)} if args is not None and hasattr(args, "__dict__") else {}
+
+
+def default_pool_bytes() -> int:
+    """Half of the memory that is left once the model is loaded: the device's where it says how much it has."""
+    info = mx.device_info()
+    total = info.get("max_recommended_working_set_size") or info.get("total_memory")
+    if total is None:
+        total = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
+    return max(0, int(total) - mx.get_active_memory()) // 2
+
+
+def _pooled(sequence: Sequence, layer: LayerSpec, leaves: Iterator[int]) -> Any:
+    """The cache of one layer; `leaves` counts what is made."""
+    if isinstance(layer, CompositeLayer):
+        return PooledCacheList(*(_pooled(sequence, part, leaves) for part in layer.parts))
+    leaf = next(leaves)
+    if isinstance(layer, StateLayer):
+        return PooledArraysCache(sequence, len(layer.arrays), leaf)
+    if leaf not in sequence.slabs.places:
+        return UnusedKVCache()
+    if isinstance(layer, ChunkLayer):
+        return PooledChunkedKVCache(sequence, leaf)
+    return (PooledRotatingKVCache if isinstance(layer, WindowLayer) else PooledKVCache)(sequence, leaf)

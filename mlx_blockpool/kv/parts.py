@@ -1,0 +1,225 @@
+"""Caches of several parts, caches of chunks, and caches that nobody uses. Owned by the generation thread."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator
+from copy import copy, deepcopy
+from typing import Any
+
+import mlx.core as mx
+from mlx_lm.models.base import scaled_dot_product_attention
+from mlx_lm.models.cache import CacheList, ChunkedKVCache, KVCache, _BaseCache
+
+from ..mlx_lm_compat import saved_as
+from ..spec import ChunkLayer
+from .batch_cache import PooledBatchCache
+from .layer_caches import PooledKVCache, PooledLayer
+from .sequence import Sequence
+from .slabs import View
+from .state_caches import PooledArraysCache, StateBatch
+
+
+@saved_as(CacheList)
+class PooledCacheList(CacheList):  # type: ignore[misc]
+    """Stands in for CacheList: its parts are pooled caches of one sequence, or of one batch."""
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> PooledCacheList:
+        return PooledCacheList(*(deepcopy(part, memo) for part in self.caches))
+
+    def __copy__(self) -> PooledCacheList:
+        return PooledCacheList(*(copy(part) for part in self.caches))
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        """As PooledLayer."""
+        return CacheList.from_state, ([(part.state, type(part).__name__) for part in self.caches],)
+
+    @classmethod
+    def from_state(cls, state: list[Any]) -> CacheList:
+        """mlx-lm's own cache with this content."""
+        return CacheList.from_state(state)
+
+    def extract(self, idx: int) -> PooledCacheList:
+        return PooledCacheList(*(part.extract(idx) for part in self.caches))
+
+
+@saved_as(ChunkedKVCache)
+class PooledChunkedKVCache(PooledKVCache, ChunkedKVCache):  # type: ignore[misc]
+    """Stands in for ChunkedKVCache: reads at most the last `chunk_size` tokens of those before a call, and what comes with it.
+
+    All tokens stay in blocks, so that a prefix is resumed at any of them; what a state was assigned to lacks the first ones.
+    """
+
+    _stock = ChunkedKVCache
+
+    def __init__(self, sequence: Sequence, layer: int) -> None:
+        super().__init__(sequence, layer)
+        assert isinstance(self.place.layer, ChunkLayer)
+        self.chunk_size = self.place.layer.chunk_size
+        self.start_position = 0
+
+    def maybe_trim_front(self) -> None:
+        self.start_position = max(self.start_position, self.offset - self.chunk_size)
+
+    def attend(self, queries: mx.array, keys: mx.array, values: mx.array, scale: float, mask: Any, sinks: Any) -> mx.array:
+        """As in PooledLayer, and never over more than `keys`: runs begin before the chunk does."""
+        out: mx.array = scaled_dot_product_attention(queries, keys, values, None, scale=scale, mask=mask, sinks=sinks)
+        return out
+
+    def keys_and_values(self) -> View:
+        keys, values = super().keys_and_values()
+        return keys[..., self.start_position :, :], values[..., self.start_position :, :]
+
+    def trim(self, n: int) -> int:
+        n = min(self.offset - self.start_position, n)
+        self.offset -= n
+        self.sequence.cut(self.place.group, self.size())
+        return n
+
+    @property
+    def state(self) -> tuple[Any, ...]:
+        """(keys, values, offset, chunk_size, start_position) as ChunkedKVCache has them."""
+        start, views = self.start_position, []
+        for keys, values in [] if self.empty() else self.views():
+            count = keys.shape[2]
+            if start < count:
+                views.append((keys[..., start:, :], values[..., start:, :]))
+            start = max(0, start - count)
+        state: tuple[Any, ...] = self._state(views, self.offset, self.chunk_size, self.start_position)
+        return state
+
+    @state.setter
+    def state(self, state: tuple[Any, ...]) -> None:
+        keys, values, offset, chunk_size, start = state
+        if offset:
+            self._write_over(keys, values, offset - start, start)
+        self.offset, self.chunk_size, self.start_position = offset, chunk_size, start
+        self.first_held = start
+        self.sequence.cut(self.place.group, self.size())
+
+    @classmethod
+    def from_state(cls, state: tuple[Any, ...]) -> ChunkedKVCache:
+        return ChunkedKVCache.from_state(state)
+
+    @classmethod
+    def merge(cls, caches: list[Any]) -> Any:
+        raise NotImplementedError("A model that cuts its own chunks asks its cache for one position; it takes no batch.")
+
+
+@saved_as(KVCache)
+class UnusedKVCache(KVCache):  # type: ignore[misc]
+    """Stands in for a cache that mlx-lm makes for a layer without attention. It stays empty, alone and in a batch."""
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> UnusedKVCache:
+        return UnusedKVCache()
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return KVCache, ()
+
+    @classmethod
+    def merge(cls, caches: list[Any]) -> UnusedBatch:
+        return UnusedBatch()
+
+
+class UnusedBatch(_BaseCache):  # type: ignore[misc]
+    """As many UnusedKVCaches as anybody asks for."""
+
+    def extract(self, idx: int) -> UnusedKVCache:
+        return UnusedKVCache()
+
+    def filter(self, batch_indices: Any) -> None:
+        """Nothing is kept of anybody."""
+
+    def extend(self, other: UnusedBatch) -> None:
+        """Nothing is kept of anybody."""
+
+    def prepare(self, **_: Any) -> None:
+        """There is nothing to pad."""
+
+    def finalize(self) -> None:
+        """There is nothing to pad."""
+
+    def make_mask(self, *args: Any, **_: Any) -> Any:
+        return "causal" if args and args[0] > 1 else None
+
+    @property
+    def state(self) -> list[mx.array]:
+        return []
+
+    def empty(self) -> bool:
+        return True
+
+    @property
+    def nbytes(self) -> int:
+        return 0
+
+
+def batch_of(caches: Iterable[list[Any]]) -> list[Any]:
+    """Batch caches of sequences whose own caches are given up for them: what merge() does, without its forks."""
+    return [_joined(list(layer)) for layer in zip(*caches, strict=True)]
+
+
+def _joined(layer: list[Any]) -> Any:
+    first = layer[0]
+    if isinstance(first, PooledCacheList):
+        return PooledCacheList(*batch_of(cache.caches for cache in layer))
+    if isinstance(first, PooledLayer | PooledArraysCache):
+        return type(first).join(layer)
+    return type(first).merge(layer)
+
+
+def member_of(batch: Iterable[Any], idx: int) -> list[Any]:
+    """The caches of a sequence that leaves a batch for good: what extract() does, without its forks."""
+    return [_member(layer, idx) for layer in batch]
+
+
+def _member(layer: Any, idx: int) -> Any:
+    if isinstance(layer, PooledCacheList):
+        return PooledCacheList(*member_of(layer.caches, idx))
+    return layer.member(idx) if isinstance(layer, PooledBatchCache | StateBatch) else layer.extract(idx)
+
+
+def leaves_of(caches: Iterable[Any]) -> list[Any]:
+    """The caches of one sequence, each list replaced by its parts, in the order of spec.leaves."""
+    return list(_leaves(caches))
+
+
+def as_stock(caches: Iterable[Any]) -> list[Any]:
+    """mlx-lm's own caches with the content of pooled ones, as its prompt-cache files take them."""
+    return [_as_stock(cache) for cache in caches]
+
+
+def _as_stock(cache: Any) -> Any:
+    if isinstance(cache, CacheList):
+        return CacheList(*as_stock(cache.caches))
+    return KVCache() if isinstance(cache, UnusedKVCache) else type(cache).from_state(cache.state)
+
+
+def sequence_of(caches: Iterable[Any]) -> Sequence | None:
+    """The sequence that pooled caches belong to; None for mlx-lm's own.
+
+    Raises ValueError for layer caches of several sequences: they were copied one by one, with something written between.
+    """
+    found = [getattr(leaf, "sequence", None) for leaf in _leaves(caches) if not isinstance(leaf, UnusedKVCache)]
+    if not found or any(sequence is None for sequence in found):
+        return None
+    if len({id(sequence) for sequence in found}) > 1:
+        raise ValueError("These layer caches belong to several sequences. Copy all layer caches of a sequence at once.")
+    return found[0]
+
+
+def tokens_held(caches: Iterable[Any]) -> int:
+    """How many tokens the caches of one sequence hold; 0 where none of them counts, as states do not."""
+    return max((int(leaf.offset) for leaf in _leaves(caches) if hasattr(leaf, "offset")), default=0)
+
+
+def state_caches(caches: Iterable[Any]) -> dict[int, PooledArraysCache]:
+    """The caches of state layers, by their place among the leaves."""
+    return {i: leaf for i, leaf in enumerate(_leaves(caches)) if isinstance(leaf, PooledArraysCache)}
+
+
+def _leaves(caches: Iterable[Any]) -> Iterator[Any]:
+    for cache in caches:
+        if isinstance(cache, CacheList):
+            yield from _leaves(cache.caches)
+        else:
+            yield cache

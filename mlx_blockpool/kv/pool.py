@@ -1,0 +1,342 @@
+"""Which blocks are free, held, evictable or pinned.
+
+Knows block ids and their order of use. Does not know tokens, arrays or disk.
+Owned by the generation thread, with two exceptions that any thread may call: give_back(), for finalizers, and counts().
+"""
+
+from __future__ import annotations
+
+import weakref
+from collections import deque
+from collections.abc import Iterable, Mapping, Sequence
+
+from ..config import PoolConfig
+from ..errors import PoolExhaustedError
+from ..spec import BLOCK_TOKENS, ModelCacheSpec, blocks_for
+from .blocks import BlockCounts, BlockTable, GroupBlocks
+from .budget import Budget, evict
+
+# Blocks of a sequence that nothing limits.
+UNBOUNDED = 2**23
+
+
+class BlockPool:
+    """Blocks for every layer group of one model, under one hard byte budget.
+
+    Memory is taken slab by slab; whoever owns the arrays follows `layout` and slabs().
+    """
+
+    def __init__(self, spec: ModelCacheSpec, pool_bytes: int, config: PoolConfig | None = None) -> None:
+        self.pool_bytes = pool_bytes
+        self._config = config or PoolConfig()
+        self._returned: deque[tuple[int, list[int], int, int]] = deque()
+        self._generation = 0
+        self.reconfigure(spec)
+
+    def reconfigure(self, spec: ModelCacheSpec) -> None:
+        """Start anew for another model. Every table and every known block of the old one is void.
+
+        Raises PoolExhaustedError, before anything is changed, if the pool cannot hold one block of each group.
+        """
+        groups = []
+        for group in spec.groups:
+            size = spec.bytes_per_block(group)
+            share = min(self.pool_bytes // self._config.slabs // size, self._config.slab_blocks)
+            groups.append(GroupBlocks(group, size, max(1, self.pool_bytes // size), max(1, share)))
+        minimum = sum(g.bytes_per_block for g in groups)
+        if self.pool_bytes < minimum:
+            hint = (
+                f"Room for one block of each group is {minimum} bytes. The pool has {self.pool_bytes} bytes. Raise --pool-bytes."
+            )
+            raise PoolExhaustedError(len(groups), 0, 0, spec.model_id, hint)
+        self.spec = spec
+        self._generation += 1
+        self._tables: weakref.WeakSet[BlockTable] = weakref.WeakSet()
+        self._groups = groups
+        self._budget = Budget(self.pool_bytes, groups)
+        if self._config.preallocate:
+            self._budget.grow_all(self._largest_sequence())
+
+    # -- tables --------------------------------------------------------------------------------------------------------
+
+    def open_table(self, group: int) -> BlockTable:
+        blocks = self._groups[group]
+        table = BlockTable(group, blocks.stride, blocks.group.layer.max_blocks, self._generation)
+        self._tables.add(table)
+        return table
+
+    def reserve(self, tables: Sequence[BlockTable], counts: Sequence[int]) -> None:
+        """Promise counts[i] more blocks to tables[i]: all or nothing. Later extends of these tables cannot fail."""
+        self._drain()
+        needed: dict[int, int] = {}
+        for table, count in zip(tables, counts, strict=True):
+            needed[table.group] = needed.get(table.group, 0) + count
+        self._budget.grow_for(needed)
+        for table, count in zip(tables, counts, strict=True):
+            table.reserved += count
+            table.promised = max(table.promised, len(table) + table.reserved)
+            self._groups[table.group].reserved += count
+
+    def extend(self, table: BlockTable, count: int) -> None:
+        """Take `count` blocks to the end of a table, next to its last one where possible.
+
+        Raises PoolExhaustedError, before anything is changed, if they are not there or the window is at its cap.
+        """
+        self._check_cap(table, count)
+        if count > 1:
+            self._drain()
+            self._budget.make_run(table.group, count)
+        table.ids += self._take(table, count, table.ids[-1] if table.ids else None)
+        table.changed()
+
+    def adopt(self, table: BlockTable, ids: Sequence[int]) -> None:
+        """Append blocks that others hold or know, by reference."""
+        self._check_cap(table, len(ids))
+        self._groups[table.group].hold(ids)
+        table.ids += ids
+        table.changed()
+
+    def swap(self, table: BlockTable, index: int, block: int) -> None:
+        """Hold `block` at ids[index] instead of the one that is there."""
+        blocks = self._groups[table.group]
+        blocks.hold([block])
+        old, table.ids[index] = table.ids[index], block
+        blocks.release([old])
+        table.changed()
+
+    def own(self, table: BlockTable, index: int) -> tuple[int, int]:
+        """Copy-on-write: a block of its own at ids[index]. Returns (old, new): the caller copies what they hold."""
+        after = table.ids[index - 1] if index else None
+        old, (new,) = table.ids[index], self._take(table, 1, after)
+        table.ids[index] = new
+        self._groups[table.group].release([old])
+        table.changed()
+        return old, new
+
+    def replace(self, table: BlockTable) -> BlockTable:
+        """As many new blocks, neighbours where possible, in place of a table's. Returns a table of the old ones."""
+        old = self.open_table(table.group)
+        blocks = self._take(table, len(table), None)
+        old.ids, table.ids = table.ids, blocks
+        table.changed()
+        return old
+
+    def is_shared(self, table: BlockTable, index: int, token: int) -> bool:
+        """Whether writing from `token` (its place in the block, 0 to 255) on would change what somebody else reads."""
+        self._drain()
+        block = self._groups[table.group].blocks[table.ids[index]]
+        return block.ref_count > 1 or token < block.frozen
+
+    def fork(self, table: BlockTable) -> BlockTable:
+        """A second table of the same blocks."""
+        copy = self.open_table(table.group)
+        self.adopt(copy, table.ids)
+        return copy
+
+    def hand_over(self, table: BlockTable, heir: BlockTable) -> None:
+        """The blocks that were promised to `table` are promised to `heir` from now on."""
+        heir.reserved += table.reserved
+        heir.promised = max(heir.promised, len(heir) + heir.reserved)
+        table.reserved = 0
+
+    def cut(self, table: BlockTable, length: int) -> None:
+        """Let go of all blocks but the first `length`. Those that were promised to the table once, and are free now, stay so."""
+        blocks = self._groups[table.group]
+        free = blocks.free.count
+        blocks.release(reversed(table.ids[length:]))
+        del table.ids[length:]
+        table.changed()
+        again = max(0, min(table.promised - len(table) - table.reserved, blocks.free.count - free))
+        table.reserved += again
+        blocks.reserved += again
+
+    def release(self, table: BlockTable) -> None:
+        """Let go of all blocks and promises of a table; its first block becomes the most recently used."""
+        self.give_back(table)
+        self._drain()
+
+    def give_back(self, table: BlockTable) -> None:
+        """release() for any thread and for finalizers: takes effect at the pool's next operation."""
+        self._returned.append((table.group, table.ids, table.reserved, table.generation))
+        table.ids, table.reserved, table.promised = [], 0, 0
+        table.changed()
+
+    # -- known blocks --------------------------------------------------------------------------------------------------
+
+    def know(self, group: int, block: int, tokens: int) -> None:
+        """A trie entry reads the first `tokens` tokens of a held block from now on."""
+        self._groups[group].know(block, tokens)
+
+    def forget(self, group: int, block: int) -> None:
+        """A trie entry is gone; a block that nobody holds or knows is free."""
+        self._groups[group].forget(block)
+
+    def touch(self, group: int, ids: Iterable[int]) -> None:
+        """Used now; the last of `ids` most recently."""
+        evictable = self._groups[group].evictable
+        for block in ids:
+            if block in evictable:
+                evictable.move_to_end(block)
+
+    def pins(self, group: int, block: int) -> int:
+        return self._groups[group].blocks[block].pins
+
+    def pin(self, group: int, block: int) -> None:
+        self._groups[group].blocks[block].pins += 1
+
+    def unpin(self, group: int, block: int) -> None:
+        state = self._groups[group].blocks[block]
+        state.pins = max(0, state.pins - 1)
+
+    def evict(self, group: int, count: int) -> list[tuple[int, int]]:
+        """Free the `count` least recently used evictable blocks, fewer if there are fewer. Returns (group, block) of each."""
+        self._drain()
+        return evict(self._groups[group], group, count)
+
+    def evictable(self, group: int) -> list[int]:
+        """The blocks that evict() would free, in its order."""
+        self._drain()
+        return list(self._groups[group].victims())
+
+    def make_room(self, counts: Mapping[int, int]) -> list[tuple[int, int]]:
+        """Evict what reserve() of these counts needs, or nothing if that would not be enough.
+
+        Returns the victims; whoever knew them must forget them.
+        """
+        self._drain()
+        return self._budget.make_room(counts)
+
+    # -- figures -------------------------------------------------------------------------------------------------------
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of all slabs; never more than pool_bytes."""
+        return self._budget.nbytes
+
+    @property
+    def layout(self) -> int:
+        """Changes whenever a slab is added or given back."""
+        return self._budget.layout
+
+    def slabs(self, group: int) -> dict[int, int]:
+        """Slab index -> blocks in it."""
+        return dict(self._groups[group].slabs)
+
+    def stride(self, group: int) -> int:
+        """Ids of one slab are [index * stride, (index + 1) * stride)."""
+        return self._groups[group].stride
+
+    def sharing(self, group: int) -> int:
+        """Changes whenever is_shared() of a block of the group may have become true."""
+        return self._groups[group].sharing
+
+    def counts(self) -> list[BlockCounts]:
+        """Figures of each group. From other threads a snapshot that may be one operation old."""
+        return [g.counts() for g in list(self._groups)]
+
+    def settle(self) -> list[BlockCounts]:
+        """counts() after everything that was given back has taken effect. Generation thread only."""
+        self._drain()
+        return self.counts()
+
+    def sequence_capacity(self) -> int:
+        """The most tokens that one sequence can have in an otherwise empty pool."""
+        growing = [g for g in self._groups if g.group.layer.max_blocks is None]
+        if not growing and self._bytes_of_sequence(UNBOUNDED) <= self.pool_bytes:
+            return UNBOUNDED * BLOCK_TOKENS
+        low, high = 0, self.pool_bytes // min(g.bytes_per_block for g in self._groups)
+        while low < high:
+            middle = (low + high + 1) // 2
+            low, high = (middle, high) if self._bytes_of_sequence(middle) <= self.pool_bytes else (low, middle - 1)
+        return low * BLOCK_TOKENS
+
+    def _bytes_of_sequence(self, blocks: int) -> int:
+        limits = ((g.bytes_per_block, g.group.layer.max_blocks) for g in self._groups)
+        return sum(size * (blocks if limit is None else min(blocks, limit)) for size, limit in limits)
+
+    def _largest_sequence(self) -> dict[int, int]:
+        tokens = self.sequence_capacity()
+        limits = [g.group.layer.max_blocks for g in self._groups]
+        return {g: blocks_for(tokens) if limit is None else limit for g, limit in enumerate(limits)}
+
+    def fragmentation(self, group: int) -> float:
+        """0.0 where all free blocks of a group are one run, towards 1.0 where they are scattered."""
+        return fragmentation(self._groups[group])
+
+    def block_map(self, width: int = 64) -> str:
+        """The pool as text: one line per slab; . free, # held, o evictable, * pinned."""
+        return "\n".join(line for blocks in self._groups for line in block_map(blocks, width))
+
+    def check(self) -> None:
+        """The invariant, with figures. Raises AssertionError: a broken pool is our own bug."""
+        self._drain()
+        assert self.nbytes <= self.pool_bytes, f"{self.nbytes} bytes > {self.pool_bytes} allowed"
+        for g, blocks in enumerate(self._groups):
+            check(blocks, [t for t in self._tables if t.group == g])
+
+    # -- inside --------------------------------------------------------------------------------------------------------
+
+    def _check_cap(self, table: BlockTable, count: int) -> None:
+        if table.max_blocks is not None and len(table) + count > table.max_blocks:
+            blocks = self._groups[table.group]
+            hint = f"A window of this group is a ring in {table.max_blocks} blocks and holds {len(table)} already."
+            raise PoolExhaustedError(count, blocks.available, len(blocks.evictable), blocks.group.name, hint)
+
+    def _take(self, table: BlockTable, count: int, after: int | None) -> list[int]:
+        self._drain()
+        promised = min(count, table.reserved)
+        self._budget.grow_for({table.group: count - promised})
+        blocks = self._groups[table.group]
+        blocks.reserved -= promised
+        table.reserved -= promised
+        ids = blocks.free.take(count, after)
+        for i in ids:
+            blocks.blocks[i].ref_count = 1
+        return ids
+
+    def _drain(self) -> None:
+        while self._returned:
+            group, ids, reserved, generation = self._returned.popleft()
+            if generation == self._generation:
+                self._groups[group].release(reversed(ids))
+                self._groups[group].reserved -= reserved
+
+
+def fragmentation(blocks: GroupBlocks) -> float:
+    free = blocks.free
+    return 1.0 - free.longest / free.count if free.count else 0.0
+
+
+def block_map(blocks: GroupBlocks, width: int) -> list[str]:
+    lines = [f"{blocks.group.name}: {blocks.free.count} of {len(blocks.blocks)} free"]
+    for index in sorted(blocks.slabs):
+        row = "".join(_letter(blocks, i) for i in blocks.slab_ids(index))
+        lines += [f"  {index}: {row[i : i + width]}" for i in range(0, len(row), width)]
+    return lines
+
+
+def _letter(blocks: GroupBlocks, block: int) -> str:
+    state = blocks.blocks[block]
+    if state.pins:
+        return "*"
+    if state.ref_count:
+        return "#"
+    return "o" if state.known else "."
+
+
+def check(blocks: GroupBlocks, tables: list[BlockTable]) -> None:
+    """The invariant of one group, given every live table of it. Raises AssertionError with the figures."""
+    name = blocks.group.name
+    refs: dict[int, int] = {}
+    for table in tables:
+        for block in table.ids:
+            refs[block] = refs.get(block, 0) + 1
+    free = {i for start, end in blocks.free for i in range(start, end)}
+    assert len(free) == blocks.free.count, f"{name}: {len(free)} blocks in free runs != {blocks.free.count} counted"
+    for i, state in blocks.blocks.items():
+        assert state.ref_count == refs.get(i, 0), f"{name} block {i}: ref_count {state.ref_count} != {refs.get(i, 0)} tables"
+        assert (i in free) == (state.ref_count == 0 and state.known == 0), f"{name} block {i}: free={i in free}, {state}"
+        assert (i in blocks.evictable) == (state.ref_count == 0 and state.known > 0), f"{name} block {i}: {state}"
+    promised = sum(t.reserved for t in tables)
+    assert blocks.reserved == promised, f"{name}: {blocks.reserved} reserved != {promised} in tables"
+    assert blocks.available >= 0, f"{name}: {blocks.free.count} free < {blocks.reserved} reserved"

@@ -1,0 +1,258 @@
+"""One sequence: its block tables, and reading and writing through them. Owned by the generation thread.
+
+All layer caches of a sequence share one Sequence; the blocks go back to the pool when the last of them is gone.
+"""
+
+from __future__ import annotations
+
+import weakref
+from collections.abc import Callable, Iterator
+from typing import Any, NoReturn
+
+import mlx.core as mx
+
+from ..errors import ReleasedCacheError
+from ..spec import BLOCK_TOKENS, blocks_for
+from .blocks import BlockTable
+from .slabs import Place, Slab, Slabs, View
+
+# (slab, first token in it, tokens): a part of a sequence that lies in one piece.
+Piece = tuple[Slab, int, int]
+
+
+class Sequence:
+    """Block tables of one sequence, one for each layer group.
+
+    Where a step reads and writes is worked out by the first layer of a group and remembered for the others. `released_by`:
+    what gave the blocks back, from when on every use raises ReleasedCacheError.
+    """
+
+    tables: list[BlockTable]
+
+    def __init__(self, slabs: Slabs) -> None:
+        self._set_up(slabs, [slabs.pool.open_table(g) for g in range(len(slabs.spec.groups))])
+
+    def _set_up(self, slabs: Slabs, tables: list[BlockTable]) -> None:
+        self.slabs = slabs
+        self.pool = slabs.pool
+        self.tables = tables
+        self.state_bytes = 0
+        self.released_by: str | None = None
+        # Forks of what is in the blocks now; and of this one, if it is such a fork: the leaves that have a cache in it, and
+        # whether it is as it was made.
+        self._forks: list[weakref.ref[Sequence]] = []
+        self._last_leaf = 0
+        self._claimed: set[int] = set()
+        self._is_new = True
+        self._layers: weakref.WeakSet[Any] = weakref.WeakSet()
+        self._masks: dict[tuple[int, ...], Any] = {}
+        self._writes: dict[int, tuple[tuple[int, ...], list[Piece]]] = {}
+        self._reads: dict[int, tuple[tuple[int, ...], list[Piece]]] = {}
+
+    def __del__(self) -> None:
+        if getattr(self, "released_by", "") is None:
+            for table in self.tables:
+                self.pool.give_back(table)
+        if getattr(self, "state_bytes", 0):
+            # Finalizers run on any thread.
+            self.slabs.give_back_states(self.state_bytes)
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> Sequence:
+        return self.fork()
+
+    def fork(self) -> Sequence:
+        """A second sequence on the same blocks; the first write of either into a shared block copies that block."""
+        copy = Sequence.__new__(Sequence)
+        copy._set_up(self.slabs, [self.pool.fork(table) for table in self.tables])
+        copy.count_states(self.state_bytes)
+        return copy
+
+    def fork_for(self, leaf: int) -> Sequence:
+        """The fork that the layer cache of `leaf` goes on in: that of the layers before it, unless somebody has written since.
+
+        mlx-lm merges, extracts and copies layer by layer; what it makes of one sequence in one go belongs together. A leaf
+        before the last one begins another go.
+        """
+        if leaf < self._last_leaf:
+            self._forks.clear()
+        self._last_leaf = leaf
+        for made in self._forks:
+            fork = made()
+            if fork is not None and fork.claim(leaf):
+                return fork
+        fork = self.fork()
+        fork.claim(leaf)
+        self._forks = [made for made in self._forks if made() is not None] + [weakref.ref(fork)]
+        return fork
+
+    def hand_over(self, group: int, heir: Sequence) -> None:
+        """What was promised to this sequence of a group, or taken and is still empty, is that of its fork `heir` from now on."""
+        self.cut(group)
+        self.pool.hand_over(self.tables[group], heir.tables[group])
+
+    def claim(self, leaf: int) -> bool:
+        """Whether a second cache of this sequence, for `leaf`, can be made: a fork that is unchanged takes one for each."""
+        if leaf in self._claimed or not self._is_new:
+            return False
+        self._claimed.add(leaf)
+        return True
+
+    def add_layer(self, layer: Any) -> None:
+        """A layer cache that reads these tables: they are not cut below what it needs."""
+        self._layers.add(layer)
+
+    def cut(self, group: int, size: int = 0) -> None:
+        """Give back the whole blocks of a group behind what its layers hold; `size`: what one of them does, in tokens."""
+        self.need_blocks()
+        if blocks_for(size) >= len(self.tables[group]):
+            return
+        length = blocks_for(max(layer.size() for layer in self._layers if layer.place.group == group))
+        if length < len(self.tables[group]):
+            self._is_new = False
+            self.pool.cut(self.tables[group], length)
+
+    def _changed(self) -> None:
+        """Forks that were made before are no forks of this any more, and no further layer goes on in this one."""
+        self._forks.clear()
+        self._is_new = False
+
+    def count_states(self, n_bytes: int) -> None:
+        """So much are its states counted with from now on."""
+        self.slabs.count_states(n_bytes - self.state_bytes)
+        self.state_bytes = n_bytes
+
+    def release(self, released_by: str = "release()") -> None:
+        """Give all blocks back now. Its caches raise ReleasedCacheError afterwards, which names `released_by`."""
+        if self.released_by is not None:
+            return
+        self._changed()
+        self._writes.clear()
+        self._reads.clear()
+        for table in self.tables:
+            self.pool.release(table)
+        self.count_states(0)
+        self.released_by = released_by
+        self.tables = _Released(released_by)
+
+    def need_blocks(self) -> None:
+        """Raises ReleasedCacheError once the blocks were given back."""
+        if self.released_by is not None:
+            raise ReleasedCacheError(self.released_by)
+
+    def write(self, place: Place, start: int, keys: mx.array, values: mx.array) -> None:
+        """Write keys and values [1, kv_heads, n, dim] at tokens [start, start + n) of a table.
+
+        Takes blocks as needed (PoolExhaustedError if there are none) and copies shared ones first.
+        """
+        pieces = self.writable(place.group, start, start + keys.shape[2])
+        if len(pieces) == 1:
+            pieces[0][0].write(place.index, pieces[0][1], keys, values)
+            return
+        done = 0
+        for slab, first, count in pieces:
+            slab.write(place.index, first, keys[..., done : done + count, :], values[..., done : done + count, :])
+            done += count
+
+    def read(self, place: Place, end: int) -> list[View]:
+        """Views of tokens [0, end), one for each run."""
+        return [slab.read(place.index, first, count) for slab, first, count in self.pieces(place.group, end)]
+
+    def pieces(self, group: int, end: int) -> list[Piece]:
+        """Where tokens [0, end) lie: one piece for each run."""
+        key = (end, self.tables[group].version)
+        if group not in self._reads or self._reads[group][0] != key:
+            self._reads[group] = (key, self._locate(group, 0, end))
+        return self._reads[group][1]
+
+    def mask(self, key: tuple[int, ...], make: Callable[[], Any]) -> Any:
+        """A mask that several layers of one step share."""
+        if key not in self._masks:
+            if len(self._masks) > 8:
+                self._masks.clear()
+            self._masks[key] = make()
+        return self._masks[key]
+
+    def needs_block(self, group: int, place: int) -> bool:
+        """Whether a write at token `place` of a table takes a block, and none is promised to it."""
+        table = self.tables[group]
+        index, token = divmod(place, BLOCK_TOKENS)
+        return not table.reserved and (index >= len(table) or self.pool.is_shared(table, index, token))
+
+    def own(self, group: int, index: int) -> None:
+        """Copy-on-write of one block, with what all layers of the group have in it."""
+        self.slabs.copy_block(group, *self.pool.own(self.tables[group], index))
+
+    def make_own_run(self, group: int) -> None:
+        """Copy all blocks of a group to neighbouring places of its own: one piece for attention that reads nothing else."""
+        old = self.pool.replace(self.tables[group])
+        for source, target in zip(old.ids, self.tables[group].ids, strict=True):
+            self.slabs.copy_block(group, source, target)
+        self.pool.release(old)
+
+    def writable(self, group: int, start: int, end: int) -> list[Piece]:
+        """Where tokens [start, end) are to be written: blocks are taken as needed and shared ones copied."""
+        table = self.tables[group]
+        key = (start, end, table.version, self.pool.sharing(group))
+        if group in self._writes and self._writes[group][0] == key:
+            return self._writes[group][1]
+        self._changed()
+        missing = blocks_for(end) - len(table)
+        if missing > 0:
+            self._make_room(group, missing)
+            self.pool.extend(table, missing)
+        for index in range(start // BLOCK_TOKENS, blocks_for(end)):
+            if self.pool.is_shared(table, index, max(0, start - index * BLOCK_TOKENS)):
+                self._make_room(group, 1)
+                self.own(group, index)
+        pieces = self._locate(group, start, end)
+        self._writes[group] = ((start, end, table.version, self.pool.sharing(group)), pieces)
+        return pieces
+
+    def _make_room(self, group: int, blocks: int) -> None:
+        """Evict for what was not promised: a fork in a batch of mlx-lm's takes blocks that nobody has asked for before."""
+        unpromised = blocks - self.tables[group].reserved
+        if unpromised > 0:
+            self.slabs.make_room({group: unpromised})
+
+    def _locate(self, group: int, start: int, end: int) -> list[Piece]:
+        pieces = []
+        base = 0
+        for block, blocks in self.tables[group].runs:
+            first, last = max(start, base), min(end, base + blocks * BLOCK_TOKENS)
+            if first < last:
+                slab, place = self.slabs.locate(group, block)
+                pieces.append((slab, place + first - base, last - first))
+            base += blocks * BLOCK_TOKENS
+        return pieces
+
+
+class _Released(list[BlockTable]):
+    """In place of the tables of a sequence whose blocks were given back: every use of them raises."""
+
+    def __init__(self, released_by: str) -> None:
+        super().__init__()
+        self._released_by = released_by
+
+    def __getitem__(self, index: Any) -> NoReturn:
+        raise ReleasedCacheError(self._released_by)
+
+    def __iter__(self) -> Iterator[BlockTable]:
+        raise ReleasedCacheError(self._released_by)
+
+    def __len__(self) -> NoReturn:
+        raise ReleasedCacheError(self._released_by)
+
+
+def fork_once(sequence: Sequence, leaf: int, memo: dict[int, Any]) -> Sequence:
+    """The fork in which the copy of a layer cache goes on: one for all layers that a deepcopy() with this `memo` copies."""
+    fork: Sequence | None = memo.get(id(sequence))
+    if fork is None or not fork.claim(leaf):
+        fork = memo[id(sequence)] = sequence.fork_for(leaf)
+    return fork
+
+
+def join(views: list[View]) -> View:
+    """One pair of arrays: the view itself where there is one, else a copy."""
+    if len(views) == 1:
+        return views[0]
+    return mx.concatenate([k for k, _ in views], axis=2), mx.concatenate([v for _, v in views], axis=2)

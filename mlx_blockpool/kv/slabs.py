@@ -1,0 +1,210 @@
+"""The memory of a pool: for each layer, keys and values in slabs of neighbouring blocks.
+
+Follows the layout of its BlockPool. Knows arrays and positions, no sequences. Owned by the generation thread.
+No view of a slab may outlive the step that made it: a write would copy the whole slab instead of going in place.
+"""
+
+from __future__ import annotations
+
+import os
+import weakref
+from collections import Counter, deque
+from dataclasses import dataclass
+from typing import Any, Protocol
+
+import mlx.core as mx
+
+from ..config import PoolConfig
+from ..errors import PoolExhaustedError
+from ..spec import BLOCK_TOKENS, FullLayer, ModelCacheSpec, StateLayer, WindowLayer
+from .pool import BlockPool
+
+View = tuple[mx.array, mx.array]
+
+
+class Evictor(Protocol):
+    """Who knows which blocks may be evicted: a prefix cache's Room."""
+
+    def make(self, counts: dict[int, int]) -> None: ...
+
+
+@dataclass(frozen=True)
+class Place:
+    """Where a layer of the model lives: its group, and its index among the layers of the group."""
+
+    group: int
+    index: int
+    layer: FullLayer
+
+
+class Slab:
+    """Keys [1, kv_heads, blocks * 256, key_dim] and values [.., value_dim] of each layer of one group."""
+
+    def __init__(self, layer: FullLayer, layers: int, blocks: int, dtype: mx.Dtype) -> None:
+        shape = (1, layer.kv_heads, blocks * BLOCK_TOKENS)
+        self.blocks = blocks
+        self.keys = [mx.zeros((*shape, layer.key_dim), dtype) for _ in range(layers)]
+        self.values = [mx.zeros((*shape, layer.value_dim), dtype) for _ in range(layers)]
+        mx.eval(self.keys, self.values)
+
+    def write(self, index: int, start: int, keys: mx.array, values: mx.array) -> None:
+        """Put keys and values [1, kv_heads, n, dim] of the group's layer `index` at tokens [start, start + n)."""
+        stop = start + keys.shape[2]
+        if keys.shape[2] == self.blocks * BLOCK_TOKENS:
+            # mlx takes what fills an array instead of copying it, in whatever order its bytes are.
+            keys, values = mx.contiguous(keys), mx.contiguous(values)
+        self.keys[index][:, :, start:stop] = keys
+        self.values[index][:, :, start:stop] = values
+
+    def put(self, index: int, places: mx.array | int, keys: mx.array, values: mx.array) -> None:
+        """Put keys and values [n, kv_heads, 1, dim], one token of each of n sequences, at the tokens `places` [n].
+
+        One scatter in place, where n writes would be n operations.
+        """
+        if isinstance(places, int):
+            self.write(index, places, keys, values)
+            return
+        self.keys[index][:, :, places] = keys.swapaxes(0, 2)
+        self.values[index][:, :, places] = values.swapaxes(0, 2)
+
+    def read(self, index: int, start: int, count: int, first: int = 0, last: int | None = None) -> View:
+        """Views of tokens [start, start + count) and heads [first, last) of the group's layer `index`."""
+        stop = start + count
+        return self.keys[index][:, first:last, start:stop], self.values[index][:, first:last, start:stop]
+
+
+class Slabs:
+    """`pool` says which blocks there are; this holds what is in them.
+
+    `ragged`: the model was attached and its attention reads the slabs where they lie. `synchronous`: a step must have ended
+    before the next one writes, or it would copy slabs (both cache/attention.py). `pads_states`: prompts of a model
+    with states may be padded, as its states leave the padding out. `decode_path`: auto, or the one path that a
+    batch decodes on; `path_counts` counts each attend of a batch, per layer and step, under the path that it took.
+    `decode_streams`: how many streams the attention of a batch is divided between, more than one on a CPU with several cores.
+    `steps`: the last decode step of each layer group. `first`: the first leaf that lives in blocks. `state_bytes`: what states
+    of running sequences and checkpoints may take of `pool_bytes`; `running_bytes`: what the running ones are counted with.
+    """
+
+    def __init__(self, spec: ModelCacheSpec, pool_bytes: int, config: PoolConfig | None = None) -> None:
+        self.state_bytes = state_share(spec, pool_bytes, config or PoolConfig())
+        self._running_bytes = 0
+        # Bytes that finalizers gave back and nobody has subtracted yet.
+        self._returned_states: deque[int] = deque()
+        self.pool = BlockPool(spec, pool_bytes - self.state_bytes, config)
+        self.ragged = False
+        self.synchronous = False
+        self.pads_states = False
+        self.decode_path = (config or PoolConfig()).decode_path
+        self.path_counts: Counter[str] = Counter()
+        self.decode_streams = default_streams()
+        self.steps: dict[int, Any] = {}
+        self.spec = spec
+        self.dtype = getattr(mx, self.spec.dtype)
+        self._evictor: weakref.ref[Evictor] | None = None
+        self._slabs: dict[tuple[int, int], Slab] = {}
+        self._layout = -1
+        places = [
+            (layer, Place(g, index, group.layer))
+            for g, group in enumerate(self.spec.groups)
+            for index, layer in enumerate(group.layers)
+        ]
+        self.places: dict[int, Place] = dict(places)
+        self.first = min(self.places, default=0)
+        self.state_leaves = [i for i, leaf in enumerate(spec.leaves) if isinstance(leaf, StateLayer)]
+        self.window_groups = [g for g, group in enumerate(self.spec.groups) if isinstance(group.layer, WindowLayer)]
+        self.full_groups = [g for g in range(len(self.spec.groups)) if g not in self.window_groups]
+        self.strides = [self.pool.stride(g) for g in range(len(self.spec.groups))]
+        self.sync()
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of the arrays themselves; what `pool_bytes` limits."""
+        return sum(a.nbytes for slab in self._slabs.values() for a in (*slab.keys, *slab.values))
+
+    @property
+    def running_bytes(self) -> int:
+        """What the states of running sequences are counted with. For the owner's thread alone."""
+        while self._returned_states:
+            self._running_bytes -= self._returned_states.popleft()
+        return self._running_bytes
+
+    def count_states(self, change: int) -> None:
+        """Running sequences are counted with so many bytes more. For the owner's thread alone."""
+        self._running_bytes += change
+
+    def give_back_states(self, n_bytes: int) -> None:
+        """count_states() the other way, for any thread and for finalizers."""
+        self._returned_states.append(n_bytes)
+
+    def sync(self) -> None:
+        """Give arrays back and make new ones until they match the pool's layout."""
+        if self._layout == self.pool.layout:
+            return
+        # They know slabs, which would not be given back.
+        self.steps.clear()
+        wanted = {(g, i): n for g in range(len(self.strides)) for i, n in self.pool.slabs(g).items()}
+        for key in [k for k, slab in self._slabs.items() if wanted.get(k) != slab.blocks]:
+            del self._slabs[key]
+        mx.clear_cache()
+        for (g, i), blocks in wanted.items():
+            if (g, i) not in self._slabs:
+                group = self.spec.groups[g]
+                self._slabs[g, i] = Slab(group.layer, len(group.layers), blocks, self.dtype)
+        self._layout = self.pool.layout
+
+    def evict_with(self, evictor: Evictor) -> None:
+        """Room that nobody made before is made by `evictor` from now on, as long as it lives."""
+        self._evictor = weakref.ref(evictor)
+
+    def make_room(self, counts: dict[int, int]) -> None:
+        """Evict what is needed for counts[group] more blocks, where there is an evictor and that is enough."""
+        evictor = self._evictor() if self._evictor is not None else None
+        if evictor is not None:
+            evictor.make(counts)
+
+    def check_dtype(self, keys: mx.array) -> None:
+        """Raises ValueError for keys of the first layer that the pool cannot hold as they are."""
+        if keys.dtype != self.dtype:
+            raise ValueError(
+                f"The model computes keys in {keys.dtype} and this pool holds {self.dtype}: the model's type was changed after "
+                "the pool was opened. Open a pool for the model as it is now."
+            )
+
+    def locate(self, group: int, block: int) -> tuple[Slab, int]:
+        """The slab of a block, and the place of the block's first token in it."""
+        self.sync()
+        index, position = divmod(block, self.strides[group])
+        return self._slabs[group, index], position * BLOCK_TOKENS
+
+    def copy_block(self, group: int, source: int, target: int) -> None:
+        """Copy one block in all layers of its group. Waits: a lazy copy, or a step in flight, would be a reader of the slab."""
+        mx.synchronize()
+        slab, start = self.locate(group, source)
+        copies = [mx.contiguous(a[..., start : start + BLOCK_TOKENS, :]) for a in (*slab.keys, *slab.values)]
+        mx.eval(copies)
+        slab, start = self.locate(group, target)
+        for index in range(len(slab.keys)):
+            slab.write(index, start, copies[index], copies[index + len(slab.keys)])
+
+    def arrays(self) -> list[mx.array]:
+        return [a for slab in self._slabs.values() for a in (*slab.keys, *slab.values)]
+
+
+def state_share(spec: ModelCacheSpec, pool_bytes: int, config: PoolConfig) -> int:
+    """Bytes for states: all where nothing lives in blocks, else a quarter, or more where that would not hold a few.
+
+    Raises PoolExhaustedError if they would not hold those of one sequence.
+    """
+    own = spec.fixed_bytes_per_agent()
+    share = max(pool_bytes // 4, min(pool_bytes // 2, config.states * own)) if spec.groups else pool_bytes
+    if config.state_bytes is not None:
+        share = min(config.state_bytes, pool_bytes)
+    if own > share:
+        hint = f"The states of one sequence take {own} bytes, and {share} of {pool_bytes} are theirs. Raise --pool-bytes."
+        raise PoolExhaustedError(1, 0, 0, spec.model_id, hint)
+    return share if own else 0
+
+
+def default_streams() -> int:
+    """Two where mlx runs on a CPU that has them: it uses one core for each stream. More than two were not measured."""
+    return min(2, os.cpu_count() or 1) if mx.default_device() == mx.cpu else 1

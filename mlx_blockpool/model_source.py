@@ -1,0 +1,153 @@
+"""A model at hand for its tokenizer, shapes and identity, and its prefixes in a prompt store. Its weights stay on disk."""
+
+from __future__ import annotations
+
+import os
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import mlx.core as mx
+from mlx_lm.utils import hf_repo_to_path, load
+
+from . import claims
+from .config import ModelsConfig, PoolConfig, StoreConfig
+from .demo import model_path
+from .errors import BadModelError, StoreError
+from .kv.slabs import Slabs
+from .plugins import spec_of_model
+from .prefix.cache import PrefixCache
+from .prefix.opening import digests_of, open_store, weights_in
+from .spec import ModelCacheSpec, blocks_for
+from .store.offline import Listing
+
+# A command waits for the disk as long as it takes.
+FLUSH_SECONDS = 3600.0
+
+
+@dataclass(frozen=True)
+class Prompt:
+    """Token ids, or the text that the model's tokenizer makes them of; both None: those in the file's metadata."""
+
+    ids: tuple[int, ...] | None = None
+    text: str | None = None
+
+
+class Source:
+    """A model, and the store in `root` that has its prefixes.
+
+    `store_bytes` None: the default, or what is there already if that is more.
+    """
+
+    def __init__(
+        self,
+        model: str,
+        root: Path,
+        adapter: Path | None = None,
+        bits: int | None = None,
+        store_bytes: int | None = None,
+    ) -> None:
+        self.name = model_path(model)
+        self.folder = _model_folder(self.name)
+        self.root = root
+        self.adapter = adapter
+        self._check()
+        there = sum(file.size for file in Listing(root).records)
+        limit = max(StoreConfig.store_bytes, there) if store_bytes is None else store_bytes
+        self.config = StoreConfig(root, limit, bits, flush_seconds=FLUSH_SECONDS)
+        self.weights = weights_in(self.folder, adapter, digests_of(self.config))
+        self.model, self.tokenizer, self.spec = self._load()
+
+    def open(self, tokens: int) -> PrefixCache:
+        """The prefixes in the store, and a pool for one sequence of so many tokens and one block more."""
+        # A window that is resumed needs room for two rings, and a state for its copy.
+        blocks = max([blocks_for(tokens) + 1, *(2 * (group.layer.max_blocks or 0) for group in self.spec.groups)])
+        states = 4 * self.spec.fixed_bytes_per_agent()
+        pool_bytes = blocks * sum(self.spec.bytes_per_block(group) for group in self.spec.groups) + states
+        slabs = Slabs(self.spec, pool_bytes, PoolConfig(slabs=1, slab_blocks=blocks, state_bytes=states))
+        # Runs are joined when they are saved; no fetch needs to copy them into one.
+        slabs.ragged = True
+        store = open_store(self.config, self.folder, self.adapter, self.spec, Path(self.name).name, self.weights)
+        prefix = PrefixCache(slabs, store=store)
+        if store.problem is not None:
+            store.close()
+            raise StoreError(f"Cannot use the prompt store: {store.problem}. Needed a folder to read and write.")
+        return prefix
+
+    def vocab_size(self) -> int:
+        """How many tokens the model has words for. Nothing is computed."""
+        return int(self.model(mx.zeros((1, 1), mx.int32)).shape[-1])
+
+    def tokens(self, prompt: Prompt) -> list[int] | None:
+        if prompt.text is None:
+            return None if prompt.ids is None else list(prompt.ids)
+        # As mlx-lm does it with a prompt that may have its first special token already.
+        bos = self.tokenizer.bos_token
+        return list(self.tokenizer.encode(prompt.text, add_special_tokens=bos is None or not prompt.text.startswith(bos)))
+
+    def _check(self) -> None:
+        """Raises StoreError for a folder that claims more than it holds: nothing is made of it then."""
+        try:
+            claims.check_folder(self.folder)
+            config = claims.read_json(self.folder / "config.json", claims.MAX_CONFIG_BYTES)
+            if not isinstance(config, dict):
+                raise BadModelError(f"{self.name}: config.json is no JSON object.")
+            claims.check_claims(config, self.name, claims.held_by(self.folder))
+            if config.get("model_file") is None:
+                claims.try_to_build(config, self.name, ModelsConfig.build_seconds)
+        except FileNotFoundError:
+            # What is missing is named by whoever looks for it.
+            return
+        except (BadModelError, OSError, ValueError) as error:
+            raise StoreError(f"Cannot load {self.name}: {line_of(error)}. Needed a model folder that mlx-lm loads.") from error
+
+    def _load(self) -> tuple[Any, Any, ModelCacheSpec]:
+        adapter = None if self.adapter is None else str(self.adapter)
+        try:
+            # Code in the folder is not run.
+            trusted = {"trust_remote_code": False}
+            model, tokenizer, config = load(
+                str(self.folder), adapter_path=adapter, tokenizer_config=trusted, lazy=True, return_config=True
+            )
+        except (OSError, ValueError, KeyError, TypeError, ImportError) as error:
+            raise StoreError(f"Cannot load {self.name}: {line_of(error)}. Needed a model folder that mlx-lm loads.") from error
+        spec = spec_of_model(model, config, Path(self.name).name)
+        return model, tokenizer, spec
+
+
+def prompt_of(ids: str | None, file: Path | None) -> Prompt:
+    """From '1,2,3' or a text file. Raises StoreError."""
+    if ids is not None:
+        try:
+            return Prompt(ids=ids_in(ids))
+        except ValueError as error:
+            raise StoreError(f"Found {ids!r} as tokens; needed whole numbers such as --tokens 1,2,3.") from error
+    if file is None:
+        return Prompt()
+    try:
+        return Prompt(text=file.read_text(encoding="utf-8"))
+    except (OSError, ValueError) as error:
+        raise StoreError(f"Cannot read {file}: {line_of(error)}. Needed a text file for --prompt-file.") from error
+
+
+def _model_folder(name: str) -> Path:
+    """A folder, or where the hub keeps a model that mlx-lm has downloaded."""
+    if os.path.isdir(name):
+        return Path(name)
+    try:
+        return Path(hf_repo_to_path(name))
+    except (OSError, ValueError) as error:
+        raise StoreError(f"Found no folder {name}; needed one with a model, or the id of a model that was downloaded.") from error
+
+
+def ids_in(text: str) -> tuple[int, ...]:
+    """'1,2,3' as token ids. Raises ValueError."""
+    ids = tuple(int(part) for part in text.split(","))
+    if not all(-(1 << 63) <= token < 1 << 63 for token in ids):
+        raise ValueError("a token id of more than 64 bits")
+    return ids
+
+
+def line_of(error: BaseException) -> str:
+    """An error's message on one line, without its full stop."""
+    return " ".join(str(error).split()).rstrip(".")

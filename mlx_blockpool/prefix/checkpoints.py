@@ -1,0 +1,116 @@
+"""What window layers held of one block's tokens, as the parts of a record: cut out of a checkpoint's rings, put back together.
+
+The rings of a checkpoint at position P have the last tokens before P; cut along the blocks of the trie, neighbouring checkpoints
+share records. Knows arrays and records; nothing of where they are kept. Owned by the generation thread.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from typing import NamedTuple
+
+import mlx.core as mx
+
+from ..kv.block_bytes import Content, as_bytes, contents, copy_in, copy_out
+from ..kv.slabs import Slabs
+from ..spec import BLOCK_TOKENS, WindowLayer, blocks_for
+from .trie import Checkpoint, Node
+
+CUT = "cut"
+
+
+class Piece(NamedTuple):
+    """The tokens [node.start, end) of a node."""
+
+    node: Node
+    end: int
+
+    @property
+    def is_block(self) -> bool:
+        """Whether it is a whole block, which never changes any more."""
+        return self.end == self.node.end and self.node.is_full
+
+
+class Rings:
+    """The window layers of one model. A record that was cut from the rings at `cut` has what they still held then."""
+
+    def __init__(self, slabs: Slabs, bits: int | None) -> None:
+        self.slabs = slabs
+        self.bits = bits
+        layers = [(g, slabs.spec.groups[g].layer) for g in slabs.window_groups]
+        self.sizes = {g: layer.max_size for g, layer in layers if isinstance(layer, WindowLayer)}
+        self.widest = max(self.sizes.values(), default=0)
+        # A ring that always keeps its first tokens is not the last ones alone.
+        self.can_be_cut = not any(layer.keep for _, layer in layers if isinstance(layer, WindowLayer))
+
+    def pieces(self, node: Node, position: int) -> Iterator[Piece]:
+        """Where the tokens lie that the rings at `position`, which is in `node`, hold: the last piece first."""
+        end = position
+        while node.parent is not None:
+            yield Piece(node, end)
+            if node.start <= position - self.widest:
+                return
+            node, end = node.parent, node.start
+
+    def covers(self, piece: Piece, cut: int, position: int) -> bool:
+        """Whether a record of `piece` that was cut at `cut` has all that the rings at `position` hold of it."""
+        return all(max(piece.node.start, cut - size) <= max(piece.node.start, position - size) for size in self.sizes.values())
+
+    def contents(self, piece: Piece, cut: int) -> list[Content]:
+        """What a record of `piece` holds, array by array."""
+        found = []
+        for group, start in self._starts(piece, cut):
+            found += contents(self.slabs, [group], piece.end - start, self.bits)
+        return found
+
+    def cut(self, piece: Piece, checkpoint: Checkpoint) -> list[memoryview]:
+        """The bytes of `piece` out of the rings of a checkpoint, in the order of contents()."""
+        found: list[mx.array] = []
+        for group, start in self._starts(piece, checkpoint.position):
+            ids, index = checkpoint.rings[group]
+            places = self._places(group, index - (checkpoint.position - start), piece.end - start)
+            parts = [self._copy(group, ids, place, count) for place, count in places]
+            found += [mx.concatenate(list(same), axis=1) if len(same) > 1 else same[0] for same in zip(*parts, strict=True)]
+        mx.eval(found)
+        return [as_bytes(array) for array in found]
+
+    def _copy(self, group: int, ids: Sequence[int], place: int, count: int) -> list[mx.array]:
+        block, first = divmod(place, BLOCK_TOKENS)
+        return copy_out(self.slabs, [(group, ids[block])], first, first + count, self.bits)
+
+    def counts(self, position: int) -> list[int]:
+        """Blocks of each ring at `position`."""
+        return [blocks_for(min(position, size)) for size in self.sizes.values()]
+
+    def put_back(self, piece: Piece, cut: int, views: Sequence[memoryview], position: int, ids: dict[int, list[int]]) -> None:
+        """Lay what a record has of `piece` into held blocks, where rings at `position` in temporal order have it."""
+        arrays = iter([c.array(view) for c, view in zip(self.contents(piece, cut), views, strict=True)])
+        for group, start in self._starts(piece, cut):
+            size = self.sizes[group]
+            mine = [next(arrays) for _ in contents(self.slabs, [group], 1, self.bits)]
+            first = max(start, position - size)
+            done = first - start
+            for place, count in self._places(group, first - max(0, position - size), piece.end - first):
+                part = [array[:, done : done + count] for array in mine]
+                copy_in(self.slabs, [(group, ids[group][place // BLOCK_TOKENS])], place % BLOCK_TOKENS, part, self.bits)
+                done += count
+
+    def indices(self, position: int, ids: dict[int, list[int]]) -> dict[int, tuple[tuple[int, ...], int]]:
+        """The rings of a checkpoint as put_back() has laid them out."""
+        return {g: (tuple(ids[g]), min(position, size)) for g, size in self.sizes.items()}
+
+    def _starts(self, piece: Piece, cut: int) -> Iterator[tuple[int, int]]:
+        """(group, first token) where the rings at `cut` still hold any token of a piece."""
+        for group, size in self.sizes.items():
+            start = max(piece.node.start, cut - size)
+            if start < piece.end:
+                yield group, start
+
+    def _places(self, group: int, place: int, count: int) -> Iterator[tuple[int, int]]:
+        """Stretches (place in the ring, tokens) of `count` tokens from `place` on, each in one block."""
+        size = self.sizes[group]
+        while count > 0:
+            place %= size
+            taken = min(count, size - place, BLOCK_TOKENS - place % BLOCK_TOKENS)
+            yield place, taken
+            place, count = place + taken, count - taken

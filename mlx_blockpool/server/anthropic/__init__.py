@@ -1,1 +1,0 @@
-"""Anthropic's Messages API on the server's one neutral chat request."""

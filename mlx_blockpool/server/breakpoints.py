@@ -1,0 +1,161 @@
+"""Where a chat prompt is worth a checkpoint: behind the system prompt and tools, and behind the last message.
+
+For models with windows or states; what they held at other tokens is gone. Positions are found by rendering the template again, so
+that they are right for any template, also where the last message is a tool's result.
+"""
+
+from __future__ import annotations
+
+import logging
+from bisect import bisect_right
+from collections.abc import Callable, Sequence
+from typing import Any
+
+from jinja2 import TemplateError
+from mlx_lm.server import process_message_content
+
+from ..engine.request import common_prefix
+from ..messages import Message
+from .chat import Mark
+
+log = logging.getLogger(__name__)
+
+SYSTEM = ("system", "developer")
+
+
+def checkpoint_positions(
+    tokenizer: Any, prompt: Sequence[int], messages: list[Message], tools: list[Any] | None, options: dict[str, Any]
+) -> list[tuple[int, str]]:
+    """(tokens, kind) of the beginnings of a chat's prompt that other prompts will have too.
+
+    `options`: what is given to the template beside messages and tools. A prompt without a template has none.
+    """
+    if not tokenizer.has_chat_template:
+        return []
+    options = {**options, "tools": tools}
+    leading = next((i for i, m in enumerate(messages) if m.get("role") not in SYSTEM), len(messages))
+    beginnings = [("user", messages)]
+    if leading or tools:
+        beginnings.append(("system", [*messages[:leading], {"role": "user", "content": ""}]))
+    marks = {}
+    for kind, beginning in beginnings:
+        end = _end_of(tokenizer, prompt, beginning, options)
+        if 0 < end < len(prompt):
+            marks[end] = kind
+    return sorted(marks.items())
+
+
+def pins_of(request: Any) -> list[tuple[int, int]]:
+    """(tokens, seconds) of the beginnings that its client has marked to be kept, once its prompt was tokenized."""
+    rendered = getattr(request, "rendered", None)
+    return [] if rendered is None else list(rendered.marks or ())
+
+
+def _end_of(tokenizer: Any, prompt: Sequence[int], beginning: list[dict[str, Any]], options: dict[str, Any]) -> int:
+    """How many tokens a rendered beginning has in common with the prompt; 0 where the template does not take it."""
+    try:
+        tokens = tokenizer.apply_chat_template(beginning, add_generation_prompt=False, tokenize=True, **options)
+    except (TemplateError, ValueError, TypeError, KeyError, IndexError) as error:
+        log.debug("no mark: the template does not take %d messages: %s", len(beginning), error)
+        return 0
+    return common_prefix(list(tokens), prompt)
+
+
+log = logging.getLogger(__name__)
+
+NOBODY: Message = {"role": "user", "content": ""}
+
+
+def mark_positions(
+    tokenizer: Any,
+    prompt: Sequence[int],
+    messages: list[Message],
+    tools: list[Any] | None,
+    marks: list[Mark],
+    options: dict[str, Any],
+) -> list[tuple[int, int]]:
+    """(tokens, seconds) of each mark that the template lets one find, in order of the tokens.
+
+    `messages`: as the client gave them, parts not joined. `options`: what is given to the template beside them and `tools`.
+    """
+    chat = _Chat(tokenizer, messages, tools or [], options)
+    found: dict[int, int] = {}
+    text = chat.text(messages, tools or [], add_generation_prompt=True)
+    ends = [(chat.end_of(mark, text), mark.seconds) for mark in marks]
+    count = _counter(tokenizer, prompt, text)
+    for end, seconds in ends:
+        tokens = count(end)
+        if tokens:
+            found[tokens] = max(seconds, found.get(tokens, 0))
+    return sorted(found.items())
+
+
+class _Chat:
+    """One chat, of which beginnings are rendered."""
+
+    def __init__(self, tokenizer: Any, messages: list[Message], tools: list[Any], options: dict[str, Any]) -> None:
+        self._tokenizer = tokenizer
+        self._messages = messages
+        self._tools = tools
+        self._options = options
+
+    def end_of(self, mark: Mark, text: str) -> int:
+        """How many characters of the rendered chat a marked beginning takes; 0 where that cannot be said."""
+        if mark.message is None:
+            return self._end_of_tools(mark.parts or 0, text)
+        message = self._messages[mark.message]
+        if mark.parts is not None:
+            message = {name: value for name, value in message.items() if name != "tool_calls"}
+            message["content"] = message["content"][: mark.parts]
+        return self._common([*self._messages[: mark.message], message], self._tools, text)
+
+    def _end_of_tools(self, count: int, text: str) -> int:
+        """Tools stand before the system prompt in some templates, and behind it in others."""
+        tools = self._tools[:count]
+        name = f"_{tools[-1]['function']['name']}"
+        another = {**tools[-1], "function": {**tools[-1]["function"], "name": name}}
+        alone, changed = (self._common([NOBODY], shown, text) for shown in (tools, [*tools[:-1], another]))
+        if alone > changed:
+            return alone
+        leading = next((i for i, m in enumerate(self._messages) if m["role"] != "system"), len(self._messages))
+        return self._common(self._messages[:leading], tools, text)
+
+    def _common(self, beginning: list[Message], tools: list[Any], text: str) -> int:
+        if not beginning or beginning[-1]["role"] == "system":
+            # Some templates refuse a chat in which nobody asks.
+            beginning = [*beginning, NOBODY]
+        try:
+            return _common_length(text, self.text(beginning, tools))
+        except (TemplateError, ValueError, TypeError, KeyError, IndexError) as error:
+            log.debug("no mark: the template does not take %d messages: %s", len(beginning), error)
+            return 0
+
+    def text(self, messages: list[Message], tools: list[Any], add_generation_prompt: bool = False) -> str:
+        joined = [dict(message) for message in messages]
+        process_message_content(joined)
+        rendered = self._tokenizer.apply_chat_template(
+            joined, tokenize=False, add_generation_prompt=add_generation_prompt, tools=tools or None, **self._options
+        )
+        return str(rendered)
+
+
+def _counter(tokenizer: Any, prompt: Sequence[int], text: str) -> Callable[[int], int]:
+    """A function from characters of the rendered text to tokens of the prompt: how many tokens lie before."""
+    try:
+        encoded = tokenizer._tokenizer(text, add_special_tokens=False, return_offsets_mapping=True)
+        ids, offsets = encoded["input_ids"], encoded["offset_mapping"]
+    except (NotImplementedError, TypeError, KeyError):
+        ids, offsets = None, ()
+    if ids is not None and list(prompt[: len(ids)]) == list(ids):
+        behind = [end for _, end in offsets]
+        return lambda chars: bisect_right(behind, chars)
+    # A tokenizer that does not say where its tokens stand.
+    return lambda chars: common_prefix(tokenizer.encode(text[:chars], add_special_tokens=False), prompt)
+
+
+def _common_length(a: str, b: str) -> int:
+    low, high = 0, min(len(a), len(b))
+    while low < high:
+        middle = (low + high + 1) // 2
+        low, high = (middle, high) if a[low:middle] == b[low:middle] else (low, middle - 1)
+    return low

@@ -1,1 +1,0 @@
-"""What OpenAI's API has beyond mlx-lm's server, and its errors."""

@@ -1,0 +1,90 @@
+"""Where each record lies below the store's folder. Knows names of files; nothing of what is in them.
+
+models/<namespace>/model.json                     for people to read
+models/<namespace>/headers                        as in headers.py
+models/<namespace>/<folder of the kind>/ab/<hash>.safetensors
+export.key                                        signs exported files
+weights.json                                      as in digests.py
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import sys
+from collections.abc import Iterable
+from pathlib import Path
+from typing import Any
+
+from ..errors import BadRecordError
+from .fs import Disk, write_whole
+from .record import BLOCK, STATE, SUFFIX, WINDOW, Key
+
+MODEL_FILE = "model.json"
+HEADERS_FILE = "headers"
+OF_A_MODEL = (MODEL_FILE, HEADERS_FILE)
+# In the store's folder itself: the key that exported files are signed with.
+KEY_FILE = "export.key"
+# And the digests of weights.
+WEIGHTS_FILE = "weights.json"
+OF_THE_STORE = (KEY_FILE, WEIGHTS_FILE)
+MAX_MODEL_FILE_BYTES = 1 << 20
+# Younger temporary files may be live writes of another process.
+LEFTOVER_SECONDS = 3600.0
+FOLDERS = {BLOCK: "blocks", WINDOW: "windows", STATE: "states"}
+KINDS = {folder: kind for kind, folder in FOLDERS.items()}
+
+
+def default_folder() -> Path:
+    """Where this user's caches belong: $XDG_CACHE_HOME if it is set, else ~/Library/Caches on macOS and ~/.cache elsewhere."""
+    own = Path.home() / ("Library/Caches" if sys.platform == "darwin" else ".cache")
+    return Path(os.environ.get("XDG_CACHE_HOME") or own) / "mlx-blockpool"
+
+
+def folder_of(namespace: str) -> str:
+    return f"models/{namespace}"
+
+
+def name_of(namespace: str, key: Key) -> str:
+    """The path of a record below the store's folder."""
+    text = key.hash.hex()
+    return f"{folder_of(namespace)}/{FOLDERS[key.kind]}/{text[:2]}/{text}{SUFFIX}"
+
+
+def key_of(name: str) -> Key | None:
+    """The inverse of name_of; None where the file is not called like a record."""
+    _, _, folder, _, file = name.split("/")
+    try:
+        return Key(KINDS[folder], bytes.fromhex(file.removesuffix(SUFFIX)))
+    except ValueError:
+        return None
+
+
+def keys_in(namespace: str, names: Iterable[str]) -> list[Key]:
+    """The keys of those names that are records under a namespace."""
+    own = folder_of(namespace) + "/"
+    keys = [key_of(name) for name in names if name.startswith(own)]
+    return [key for key in keys if key is not None]
+
+
+def describe(disk: Disk, root: Path, namespace: str, about: dict[str, Any]) -> None:
+    """Make the folder of a namespace, and write down what it belongs to. Raises OSError."""
+    path = root / folder_of(namespace) / MODEL_FILE
+    disk.make_directory(path.parent)
+    text = json.dumps(about, indent=2).encode()
+    try:
+        found: bytes | None = disk.read(path, 0, len(text) + 1)
+    except (OSError, BadRecordError):
+        found = None
+    if found != text:
+        write_whole(disk, path, [text])
+
+
+def described(disk: Disk, root: Path, namespace: str) -> dict[str, Any] | None:
+    """What describe() wrote down; None: nothing that can be read."""
+    try:
+        text = disk.read(root / folder_of(namespace) / MODEL_FILE, 0, MAX_MODEL_FILE_BYTES + 1)
+        found = json.loads(text.decode("utf-8")) if len(text) <= MAX_MODEL_FILE_BYTES else None
+    except (BadRecordError, OSError, ValueError, RecursionError):
+        return None
+    return found if isinstance(found, dict) else None

@@ -1,0 +1,315 @@
+"""PromptStore: the records of one model on disk, under one budget for the whole folder.
+
+Knows records and files; no trie, no arrays. Asked by the generation thread alone; a thread of its own writes, others read.
+The files are the only truth: what is known here is found by their headers at start, and by looking again what others changed.
+"""
+
+from __future__ import annotations
+
+import time
+from collections import Counter
+from collections.abc import Callable, Collection, Iterable, Sequence
+from functools import partial
+from typing import Any, TypeGuard
+
+from ..config import StoreConfig
+from .folder import Folder
+from .fs import Buffer, Disk, Into
+from .headers import Headers
+from .index import Index
+from .limits import Limits, Put
+from .looks import Looks, News, Seen, Watch
+from .paths import default_folder, describe, folder_of, keys_in, name_of
+from .quarantine import Quarantine
+from .reader import Reader, Reading
+from .record import Expected, Key, Naming, Record, file_size
+from .writer import Chore, Done, Job, Look, Writer
+
+
+class PromptStore:
+    """Records under `namespace`, whose hashes are made by `naming`. `about` is written beside them for people to read.
+
+    Several processes may use one folder. Each looks at what the others wrote after look_bytes of its own, and hands over no more
+    than that, or one record, while it looks: for each beside the first they exceed the budget by at most twice that and a record.
+
+    `counts`: written, written_bytes, failed, faults (not the disk's), read, read_bytes, dropped, quarantined, looks, and what was
+    refused and why.
+    """
+
+    def __init__(
+        self, config: StoreConfig, namespace: str, naming: Naming, about: dict[str, Any], disk: Disk | None = None
+    ) -> None:
+        self.config = config
+        self.namespace = namespace
+        self.root = config.folder or default_folder()
+        self.counts: Counter[str] = Counter()
+        self._index = Index(config.store_bytes, f"{folder_of(namespace)}/", config.model_bytes)
+        self._pinned: Collection[Key] = ()
+        # Records that could not be read, and when to try again: they are written anew if they are made again.
+        self._unread: dict[Key, float] = {}
+        self._news = News([], [])
+        # The last job of each name that nothing was heard of yet.
+        self._jobs: dict[str, Job] = {}
+        disk, look_bytes = disk or Disk(), config.store_bytes // 32 if config.look_bytes is None else config.look_bytes
+        self._describe = partial(describe, disk, self.root, namespace, about)
+        self._folder = Folder(disk, self.root)
+        self._quarantine = Quarantine(disk, self.root, config.quarantine_bytes)
+        self._reader = Reader(disk, self.root, naming, self.counts, self._quarantine)
+        headers = Headers(disk, self.root, namespace, naming)
+        self._looks = Looks(self._folder, self._reader, headers, namespace, self._describe)
+        self._watch = Watch(look_bytes, config.look_seconds)
+        self._writer = Writer(self._folder, headers, config.queue_bytes, config.min_free_bytes)
+        self._limits = Limits(config, lambda size: self._writer.accepts(size) and self._watch.allows(size))
+
+    # -- at start ------------------------------------------------------------------------------------------------------
+
+    def open(self) -> list[Record]:
+        """Read the headers of all records of this model, and make its folder. Those of others count for the budget only.
+
+        What is not a record goes into quarantine. A disk that does not let us look is left alone for a while; nothing is known
+        until it does, and news() tells then.
+        """
+        try:
+            seen = self._looks.first()
+        except OSError as error:
+            self._limits.is_away = True
+            self._limits.suspend(error)
+            return []
+        self._quarantine.bound()
+        self._note(seen)
+        try:
+            self._describe()
+        except OSError as error:
+            if _is_of_the_disk(error):
+                self._limits.suspend(error)
+        self._writer.put(Chore(self._looks.note))
+        return seen.records
+
+    def settle(self, keys: Iterable[Key]) -> list[Key]:
+        """Say what of the found is needed most, that first, and drop() what is over the budget."""
+        self._index.arrange(map(self._name, keys))
+        return self._shrink()
+
+    def _shrink(self) -> list[Key]:
+        """drop() what is over the budget."""
+        self._index.aside = self._quarantine.nbytes
+        return self.drop(self._index.surplus())
+
+    # -- writing -------------------------------------------------------------------------------------------------------
+
+    def takes(self) -> bool:
+        """Whether what was refused last would be taken now: to be asked before a record is made. A refusal is counted."""
+        refusal = self._limits.still()
+        if refusal is not None:
+            self.counts[refusal] += 1
+        return refusal is None
+
+    def put(self, record: Record, copy: Callable[[], Sequence[Buffer]], spared: Collection[Key] = (), anew: bool = False) -> Put:
+        """Hand a record to the writer. Records used longest ago make room, but none of `spared`. `anew`: replaces what is there.
+
+        Refused and counted where disk, budget, the day's limit or the queue does not allow it; nobody waits. Only if it is
+        taken, its buffers are asked for: they must not change.
+        """
+        name, size = self._name(record.key), file_size(record)
+        if name in self._index and not anew and record.key not in self._unread:
+            return Put(None, [])
+        self._index.aside = self._quarantine.nbytes
+        victims = self._index.room_for(size, {name, *map(self._name, spared)})
+        refusal = self._limits.refusal(size) if victims is not None else self._limits.over_budget(self._index.pinned_bytes)
+        if refusal is not None:
+            self.counts[refusal] += 1
+            return Put(refusal, [])
+        dropped = self.drop(victims or ())
+        self._limits.charge(size)
+        self._unread.pop(record.key, None)
+        self._hand(Job(name, record, copy(), size))
+        self._index.add(name, size)
+        return Put(None, dropped)
+
+    def drop(self, names: Iterable[str]) -> list[Key]:
+        """Remove files. Returns the keys of those that were of this model."""
+        dropped = list(names)
+        for name in dropped:
+            self._remove(name)
+            self.counts["dropped"] += 1
+        return keys_in(self.namespace, dropped)
+
+    def forget(self, keys: Iterable[Key]) -> None:
+        """Remove these records, where there are any."""
+        self.drop([name for name in map(self._name, keys) if name in self._index])
+
+    def poll(self) -> list[Key]:
+        """Take note of what the writer has done. Returns the keys of records that could not be written."""
+        if self._watch.is_due(self._index.has_touched, self._limits.is_away and self._limits.may_retry()):
+            self._look()
+        return self._hear()
+
+    def _hear(self) -> list[Key]:
+        failed: list[Key] = []
+        for done in self._writer.poll():
+            if isinstance(done.job, Chore):
+                continue
+            if _is_of_the_disk(done.error):
+                self._limits.suspend(done.error)
+            elif done.error is not None:
+                self.counts["faults"] += 1
+            if isinstance(done.job, Job):
+                failed += self._done(done.job, done)
+            else:
+                self._looked(done.seen)
+        return failed
+
+    def _done(self, job: Job, done: Done) -> list[Key]:
+        """The key of a record that could not be written, unless something else is to be done under its name."""
+        is_last = self._jobs.get(job.name) is job
+        if is_last:
+            del self._jobs[job.name]
+        if job.record is not None and done.error is None:
+            self._limits.problem = None
+            self.counts["written"] += 1
+            self.counts["written_bytes"] += job.size
+        elif job.record is not None:
+            self.counts["failed"] += 1
+            if is_last:
+                self._index.remove(job.name)
+                if done.left is not None:
+                    self._index.add(job.name, done.left)
+                if _is_of_the_disk(done.error):
+                    return [job.record.key]
+                # What is no fault of the disk would fail again.
+                self._news.lost.append(job.record.key)
+        elif done.error is not None and is_last:
+            self._index.put_back(job.name, job.size)
+        return []
+
+    def _hand(self, job: Job) -> None:
+        self._watch.hand(job.name, 0 if job.record is None else job.size)
+        self._jobs[job.name] = job
+        self._writer.put(job)
+
+    def _remove(self, name: str) -> None:
+        self._hand(Job(name, size=self._index.remove(name)))
+
+    # -- what has to stay ----------------------------------------------------------------------------------------------
+
+    @property
+    def pinned(self) -> Collection[Key]:
+        """Records of this model that the budget never takes, whether they are there or not."""
+        return self._pinned
+
+    @pinned.setter
+    def pinned(self, keys: Collection[Key]) -> None:
+        self._pinned = keys
+        self._index.pinned = frozenset(map(self._name, keys))
+
+    def keep(self, keys: Iterable[Key]) -> None:
+        """The same for these records, until it is called again."""
+        self._index.kept = frozenset(map(self._name, keys))
+
+    # -- beside others -------------------------------------------------------------------------------------------------
+
+    def news(self) -> News:
+        """What others have done since the last call, as far as it was seen."""
+        news, self._news = self._news, News([], [])
+        return news
+
+    def _look(self) -> None:
+        """Have the writer look at the folder once it has done what it was asked before."""
+        used = self._index.take_touched()
+        self._watch.ask()
+        if self._limits.is_away:
+            self._limits.wait()
+        self._writer.put(Look(lambda: self._looks.again(used)))
+
+    def _looked(self, seen: Seen | None) -> None:
+        self._watch.is_looking = False
+        if seen is not None:
+            self.counts["looks"] += 1
+            self._limits.come_back()
+            seen = self._watch.sift(seen)
+            self._note(seen)
+            lost = keys_in(self.namespace, seen.gone) + self._shrink()
+            self._news = News([*self._news.found, *seen.records], [*self._news.lost, *lost])
+
+    def _note(self, seen: Seen) -> None:
+        for found in seen.found:
+            self._index.add(found.name, found.size)
+        for name in seen.gone:
+            self._index.remove(name)
+        self._unread.update((key, 0.0) for key in seen.unread)
+
+    # -- reading -------------------------------------------------------------------------------------------------------
+
+    def __contains__(self, key: Key) -> bool:
+        return self._name(key) in self._index
+
+    def size(self, key: Key) -> int:
+        """Bytes of a file; 0 if there is none."""
+        return self._index.size(self._name(key)) if key in self else 0
+
+    def read(self, expected: Expected, into: Into | None = None) -> Reading:
+        """A record and the bytes of its parts, proven; what is read from a file is in what `into` gives.
+
+        Raises BadRecordError, the file is in quarantine then, or OSError.
+        """
+        assert expected.hash is not None
+        name = self._name(Key(expected.kind, expected.hash))
+        job = self._writer.waiting(name)
+        if job is not None and job.record is not None:
+            return Reading.of(job.record, job.buffers)
+        return self._reader.read(name, expected, into)
+
+    def gone(self, key: Key) -> None:
+        """A record was not what it should be, or not there: what may be left of its file is of no use."""
+        if key in self:
+            self._remove(self._name(key))
+
+    def put_off(self, key: Key) -> None:
+        """A record could not be read, and perhaps can later: its file stays."""
+        self._unread[key] = time.monotonic() + self.config.retry_seconds
+
+    def is_put_off(self, key: Key) -> bool:
+        """Whether it would be of no use to read it now."""
+        return bool(self._unread) and self._unread.get(key, 0.0) > time.monotonic()
+
+    def touch(self, keys: Iterable[Key]) -> None:
+        """Used now, from the beginning of a path to its end."""
+        self._index.touch(map(self._name, keys))
+
+    # -- at the end ----------------------------------------------------------------------------------------------------
+
+    def flush(self, seconds: float | None = None) -> bool:
+        """Wait until all is written, but no longer than this; None: flush_seconds. Whether it is."""
+        return self._writer.flush(self.config.flush_seconds if seconds is None else seconds)
+
+    def close(self, seconds: float | None = None) -> bool:
+        """flush(), note what was used on the files themselves, and end the threads."""
+        flushed = self._writer.close(self.config.flush_seconds if seconds is None else seconds)
+        self._reader.close()
+        self._hear()
+        if flushed:
+            self._looks.use(self._index.take_touched())
+        return flushed
+
+    def report(self) -> dict[str, Any]:
+        """Figures; sizes in bytes."""
+        return {
+            "folder": str(self.root),
+            **self._index.report(),
+            "queued_bytes": self._writer.queued_bytes,
+            "problem": self.problem,
+            **self.counts,
+        }
+
+    @property
+    def problem(self) -> str | None:
+        """Why the disk is left alone at present."""
+        return self._limits.problem
+
+    def _name(self, key: Key) -> str:
+        return name_of(self.namespace, key)
+
+
+def _is_of_the_disk(error: BaseException | None) -> TypeGuard[OSError]:
+    """Whether other writes would fail like this one. A directory under the name of one record is in nobody else's way."""
+    return isinstance(error, OSError) and not isinstance(error, IsADirectoryError)

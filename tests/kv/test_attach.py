@@ -1,0 +1,176 @@
+"""attach(): a model's own attention reads blocks, mlx-lm stays as it is, and batches answer as stock's."""
+
+from __future__ import annotations
+
+import random
+from typing import Any
+
+import mlx.core as mx
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from mlx_lm.generate import BatchGenerator, generate_step
+from mlx_lm.models import llama
+from mlx_lm.models.cache import BatchKVCache
+from models import make_model
+
+from mlx_blockpool.config import PoolConfig
+from mlx_blockpool.kv.attach import attach, bind, detach, step_synchronously_if_copied
+from mlx_blockpool.kv.batch_cache import PooledBatchCache
+from mlx_blockpool.kv.factory import make_prompt_cache, open_pool, pooled_caches
+from mlx_blockpool.kv.parts import batch_of, member_of
+from mlx_blockpool.kv.runs import attend_runs
+from mlx_blockpool.kv.slabs import Slabs
+from mlx_blockpool.spec import FullLayer, ModelCacheSpec
+
+RAGGED = ["llama", "qwen2", "gemma3_text", "gpt_oss"]
+
+
+def test_attach_touches_one_instance_and_detach_restores_it() -> None:
+    model, other = make_model("llama"), make_model("llama")
+    call = llama.Attention.__call__
+    assert bind(model) == 2
+    layer = model.layers[0].self_attn
+    assert type(layer) is not llama.Attention
+    assert isinstance(layer, llama.Attention)
+    assert type(other.layers[0].self_attn) is llama.Attention
+    assert llama.Attention.__call__ is call
+    assert bind(model) == 2, "attached once is attached"
+    detach(model)
+    assert type(layer) is llama.Attention
+
+
+@pytest.mark.parametrize("name", RAGGED)
+def test_attached_model_gives_the_same_logits_on_stock_caches(name: str) -> None:
+    model = make_model(name)
+    tokens = mx.array([[3, 1, 4, 1, 5]])
+    before = model(tokens)
+    bind(model)
+    assert mx.array_equal(model(tokens), before)
+
+
+@pytest.mark.parametrize("name", RAGGED)
+def test_models_that_use_the_base_attention_are_ragged(name: str) -> None:
+    model = make_model(name)
+    assert attach(model, open_pool(model, 20_000_000, attach=False))
+
+
+def test_own_softmax_is_found_out_and_batches_padded() -> None:
+    model = make_model("gemma2")
+    slabs = open_pool(model, 20_000_000, attach=False)
+    assert not attach(model, slabs)
+    caches = [pooled_caches(slabs) for _ in range(2)]
+    for cache in (c for pair in caches for c in pair):
+        cache.update_and_fetch(*mx.random.normal((2, 1, 2, 5, 16)))
+    assert isinstance(type(caches[0][0]).merge([c[0] for c in caches]), BatchKVCache)
+
+
+@pytest.mark.parametrize("sinks", [False, True])
+@pytest.mark.parametrize("dtype", [mx.float32, mx.float16])
+def test_runs_attend_like_one_piece(sinks: bool, dtype: mx.Dtype) -> None:
+    queries = mx.random.normal((1, 8, 1, 16)).astype(dtype)
+    keys, values = mx.random.normal((2, 1, 2, 900, 16)).astype(dtype)
+    sink = mx.random.normal((8,)).astype(dtype) if sinks else None
+    cuts = [(0, 256), (256, 700), (700, 900)]
+    found = attend_runs(queries, [(keys[..., a:b, :], values[..., a:b, :]) for a, b in cuts], 0.25, sink)
+    expected = mx.fast.scaled_dot_product_attention(queries, keys, values, scale=0.25, mask=None, sinks=sink)
+    assert mx.allclose(found, expected, atol=1e-6 if dtype == mx.float32 else 2e-3)
+
+
+def reply(model: Any, prompt: list[int], count: int) -> list[int]:
+    """Greedy tokens of one sequence with mlx-lm's own caches."""
+    return [token for token, _ in generate_step(mx.array(prompt), model, max_tokens=count)]
+
+
+MODELS = {name: make_model(name) for name in RAGGED}
+
+
+@pytest.mark.parametrize("name", RAGGED)
+@settings(max_examples=8, deadline=None)
+@given(seed=st.integers(0, 10_000))
+def test_batches_with_joins_and_leaves_answer_as_single_stock_sequences(name: str, seed: int) -> None:
+    """Prompts of mixed length join at random steps; some are taken out; windows wrap or not."""
+    rng = random.Random(seed)
+    stock = MODELS[name]
+    model = make_model(name)
+    slabs = open_pool(model, 40_000_000, attach=False)
+    assert attach(model, slabs)
+    generator = BatchGenerator(model, max_tokens=12, prefill_step_size=128)
+    prompts: dict[int, list[int]] = {}
+    replies: dict[int, list[int]] = {}
+    removed: set[int] = set()
+    for step in range(60):
+        if step < 12 and rng.random() < 0.4:
+            prompt = [rng.randrange(131) for _ in range(rng.choice([1, 5, 60, 127, 128, 129, 290, 305]))]
+            (uid,) = generator.insert([prompt], caches=[make_prompt_cache(model, slabs)])
+            prompts[uid] = prompt
+        live = [u for u in prompts if u not in removed and len(replies.get(u, [])) < 12]
+        if live and rng.random() < 0.05:
+            uid = rng.choice(live)
+            generator.remove([uid])
+            removed.add(uid)
+        response = None
+        for response in generator.next()[1]:
+            replies.setdefault(response.uid, []).append(response.token)
+    for uid, tokens in replies.items():
+        assert tokens == reply(stock, prompts[uid], 12)[: len(tokens)]
+        assert len(tokens) == 12 or uid in removed
+    # The last response holds the caches of a finished sequence.
+    del generator, response
+    slabs.pool.check()
+    assert all(c.held == 0 for c in slabs.pool.settle())
+
+
+def test_joining_and_leaving_copies_no_slab() -> None:
+    model = make_model("llama")
+    slabs = open_pool(model, 20_000_000, attach=False)
+    attach(model, slabs)
+    caches = [make_prompt_cache(model, slabs) for _ in range(4)]
+    for i, cache in enumerate(caches):
+        model(mx.array([[7] * (50 + 300 * i)]), cache=cache)
+    mx.eval([c.state for cache in caches for c in cache])
+    before = addresses(slabs)
+    batch = batch_of(caches[:3])
+    for layer, late in zip(batch, batch_of(caches[3:]), strict=True):
+        assert isinstance(layer, PooledBatchCache)
+        layer.extend(late)
+        layer.filter([0, 2, 3])
+    for _ in range(5):
+        mx.eval(model(mx.array([[1]] * 3), cache=batch))
+    assert member_of(batch, 1)[0] is caches[2][0]
+    assert addresses(slabs) == before
+
+
+def addresses(slabs: Any) -> list[int]:
+    return [np.asarray(memoryview(a.view(mx.uint8))).ctypes.data for a in slabs.arrays()]
+
+
+class OneAttention:
+    """Nothing but attention over a long cache: mlx encodes its next step before the last has run."""
+
+    def __call__(self, tokens: mx.array, cache: list[Any]) -> mx.array:
+        x = mx.ones((1, 8, 1, 64)) + tokens.reshape(1, 1, 1, 1)
+        keys, values = cache[0].update_and_fetch(x, x)
+        return mx.fast.scaled_dot_product_attention(x, keys, values, scale=1.0).reshape(1, 1, -1)
+
+
+def test_steps_in_flight_that_copy_slabs_are_found_out_and_forbidden() -> None:
+    spec = ModelCacheSpec("one", (FullLayer(8, 64, 64),), "float32")
+    slabs = Slabs(spec, 64 * spec.bytes_per_block(spec.groups[0]), PoolConfig(slabs=1))
+    model = OneAttention()
+    seed = pooled_caches(slabs)
+    seed[0].update_and_fetch(*mx.zeros((2, 1, 8, 12_000, 64)))
+    mx.eval([c.state for c in seed])
+    assert step_synchronously_if_copied(model, slabs, caches=seed)
+    before = addresses(slabs)
+    mx.reset_peak_memory()
+    base = mx.get_active_memory()
+    previous = mx.zeros((1, 1), mx.int32)
+    for _ in range(10):
+        following = mx.argmax(model(previous, seed)[:, -1:], axis=-1)
+        mx.async_eval(following)
+        previous = following
+    mx.eval(previous)
+    assert addresses(slabs) == before
+    assert mx.get_peak_memory() - base < slabs.arrays()[0].nbytes

@@ -1,0 +1,260 @@
+"""Copies of blocks as bytes: bit-equal, on their own, and no slab moves for them."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import mlx.core as mx
+import numpy as np
+import pytest
+
+from mlx_blockpool.config import PoolConfig
+from mlx_blockpool.kv import block_bytes as contents_module
+from mlx_blockpool.kv.block_bytes import GROUP_SIZE, as_bytes, contents, copy_in, copy_out
+from mlx_blockpool.kv.slabs import Slabs
+from mlx_blockpool.spec import BLOCK_TOKENS, FullLayer, ModelCacheSpec
+
+DTYPES = ["float32", "float16", "bfloat16"]
+# Two groups: different heads, and keys that are wider than values.
+LAYERS = (FullLayer(2, 64, 64), FullLayer(1, 96, 32), FullLayer(2, 64, 64))
+HALF = {"float32": np.uint32, "float16": np.uint16, "bfloat16": np.uint16}
+
+
+def make_slabs(dtype: str = "float32", layers: tuple[FullLayer, ...] = LAYERS, blocks: int = 8, slabs: int = 2) -> Slabs:
+    spec = ModelCacheSpec("test", layers, dtype)
+    size = sum(spec.bytes_per_block(g) for g in spec.groups)
+    return Slabs(spec, blocks * size, PoolConfig(slabs=slabs, preallocate=True))
+
+
+def take(slabs: Slabs, count: int = 2) -> tuple[list[Any], list[list[tuple[int, int]]]]:
+    """Tables of `count` blocks in each group, and their places: [[(group, block), ..], ..]."""
+    tables = [slabs.pool.open_table(g) for g in slabs.full_groups]
+    slabs.pool.reserve(tables, [count] * len(tables))
+    for table in tables:
+        slabs.pool.extend(table, count)
+    return tables, [[(t.group, t.ids[i]) for t in tables] for i in range(count)]
+
+
+def fill(slabs: Slabs, places: list[tuple[int, int]], seed: int) -> list[np.ndarray[Any, Any]]:
+    """Random bits in every value of these blocks: also NaNs, -0.0 and denormals. Returns them in the order of contents()."""
+    rng = np.random.default_rng(seed)
+    found = []
+    for group, block in places:
+        layer = slabs.spec.groups[group].layer
+        slab, start = slabs.locate(group, block)
+        for index in range(len(slab.keys)):
+            pair = []
+            for dim in (layer.key_dim, layer.value_dim):
+                unsigned = HALF[slabs.spec.dtype]
+                shape = (layer.kv_heads, BLOCK_TOKENS, dim)
+                bits = rng.integers(0, np.iinfo(unsigned).max, shape, dtype=unsigned, endpoint=True)
+                found.append(bits)
+                pair.append(mx.array(bits).view(slabs.dtype)[None])
+            slab.write(index, start, *pair)
+        mx.eval(slab.keys, slab.values)
+    return found
+
+
+def bits_of(arrays: list[mx.array]) -> list[Any]:
+    return [np.array(a.view(mx.uint32 if a.dtype == mx.float32 else mx.uint16)) for a in arrays]
+
+
+def given(slabs: Slabs, copies: list[mx.array], tokens: int = BLOCK_TOKENS, bits: int | None = None) -> list[Any]:
+    """What copy_in() takes, from what copy_out() gave."""
+    wanted = contents(slabs, slabs.full_groups, tokens, bits)
+    return [c.array(as_bytes(a)) for c, a in zip(wanted, copies, strict=True)]
+
+
+@pytest.fixture(params=[True, False], ids=["in place", "by the device"])
+def writes_in_place(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> bool:
+    """Devices that do not share the processor's memory are written to in another way."""
+    monkeypatch.setattr(contents_module, "shares_memory", lambda: request.param)
+    found: bool = request.param
+    return found
+
+
+def addresses(slabs: Slabs) -> list[int]:
+    return [np.asarray(memoryview(a.view(mx.uint8))).ctypes.data for a in slabs.arrays()]
+
+
+def assert_equal(expected: list[Any], found: list[Any]) -> None:
+    assert len(expected) == len(found)
+    assert all(np.array_equal(e, f) for e, f in zip(expected, found, strict=True))
+
+
+@pytest.mark.usefixtures("writes_in_place")
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("slabs_count", [1, 8])
+def test_copies_are_bit_equal_and_come_back_bit_equal(dtype: str, slabs_count: int) -> None:
+    slabs = make_slabs(dtype, slabs=slabs_count)
+    _, (first, second) = take(slabs)
+    before = fill(slabs, first, 1)
+    others = fill(slabs, second, 2)
+    copies = copy_out(slabs, first, 0, BLOCK_TOKENS)
+    assert_equal(before, bits_of(copies))
+
+    target = make_slabs(dtype, slabs=slabs_count)
+    _, (one, two) = take(target)
+    kept = fill(target, one, 3)
+    wanted = contents(target, target.full_groups, BLOCK_TOKENS)
+    assert [(c.dtype, c.shape) for c in wanted] == [(a.dtype, a.shape) for a in copies]
+    copy_in(target, two, 0, given(target, copies))
+    assert_equal(before, bits_of(copy_out(target, two, 0, BLOCK_TOKENS)))
+    assert_equal(kept, bits_of(copy_out(target, one, 0, BLOCK_TOKENS)))
+    assert_equal(others, bits_of(copy_out(slabs, second, 0, BLOCK_TOKENS)))
+
+
+@pytest.mark.usefixtures("writes_in_place")
+@pytest.mark.parametrize(("start", "end"), [(0, 1), (0, 100), (100, 256), (255, 256)])
+def test_a_part_of_a_block_goes_where_it_belongs(start: int, end: int) -> None:
+    slabs = make_slabs("bfloat16")
+    _, (first, second) = take(slabs)
+    source, target = fill(slabs, first, 1), fill(slabs, second, 2)
+    copy_in(slabs, second, start, given(slabs, copy_out(slabs, first, start, end), end - start))
+    for s, t, f in zip(source, target, bits_of(copy_out(slabs, second, 0, BLOCK_TOKENS)), strict=True):
+        assert np.array_equal(f[:, start:end], s[:, start:end])
+        assert np.array_equal(f[:, :start], t[:, :start])
+        assert np.array_equal(f[:, end:], t[:, end:])
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("blocks", [1, 8])
+@pytest.mark.parametrize("bits", [None, 8])
+def test_copies_outlive_the_block_and_its_next_content(dtype: str, blocks: int, bits: int | None) -> None:
+    """Also where a block is a whole slab, whose slice could be shared instead of copied."""
+    slabs = make_slabs(dtype, blocks=blocks, slabs=blocks)
+    tables, (first,) = take(slabs, 1)
+    fill(slabs, first, 1)
+    if bits:
+        # Random bits have no scale.
+        ones = [mx.ones(c.shape, c.dtype) for c in contents(slabs, slabs.full_groups, BLOCK_TOKENS)]
+        mx.eval(ones)
+        copy_in(slabs, first, 0, given(slabs, ones))
+    copies = copy_out(slabs, first, 0, BLOCK_TOKENS, bits)
+    views = [as_bytes(array) for array in copies]
+    before = [bytes(view) for view in views]
+    for table in tables:
+        slabs.pool.release(table)
+    del copies
+    _, (again,) = take(slabs, 1)
+    fill(slabs, again, 2)
+    assert [bytes(view) for view in views] == before
+
+
+@pytest.mark.usefixtures("writes_in_place")
+@pytest.mark.parametrize("bits", [None, 8])
+def test_what_was_copied_in_may_change_at_once(bits: int | None) -> None:
+    """As memory does that the next record is read into."""
+    slabs = make_slabs()
+    _, (first, second) = take(slabs)
+    mx.random.seed(1)
+    wanted = contents(slabs, slabs.full_groups, BLOCK_TOKENS)
+    before = [mx.random.normal(c.shape) for c in wanted]
+    mx.eval(before)
+    copy_in(slabs, first, 0, given(slabs, before))
+    arrays = [array.copy() for array in given(slabs, copy_out(slabs, first, 0, BLOCK_TOKENS, bits), bits=bits)]
+    copy_in(slabs, second, 0, arrays, bits)
+    for array in arrays:
+        array[:] = 7
+    for expected, found in zip(before, copy_out(slabs, second, 0, BLOCK_TOKENS), strict=True):
+        assert mx.allclose(expected, found, atol=0.05 if bits else 0).item()
+
+
+@pytest.mark.usefixtures("writes_in_place")
+def test_a_step_in_flight_reads_what_was_there() -> None:
+    slabs = make_slabs(blocks=4, slabs=1)
+    _, (first, second) = take(slabs)
+    fill(slabs, first, 1)
+    slab, start = slabs.locate(*first[0])
+    before, expected = addresses(slabs), mx.sum(mx.abs(mx.nan_to_num(slab.keys[0]) > 0)).item()
+    big = mx.random.normal((1500, 1500))
+    for _ in range(4):
+        big = big @ big / 40
+    read = mx.sum(mx.abs(mx.nan_to_num(slab.keys[0]) > 0)) + 0 * big[0, 0].astype(mx.int32)
+    mx.async_eval(read)
+    del big
+    copy_in(slabs, second, 0, [np.full(c.shape, -1, np.float32) for c in contents(slabs, slabs.full_groups, BLOCK_TOKENS)])
+    assert read.item() == expected
+    assert addresses(slabs) == before
+    assert slab.keys[0][0, 0, start, 0].item() != -1
+
+
+@pytest.mark.usefixtures("writes_in_place")
+def test_no_slab_moves() -> None:
+    slabs = make_slabs("bfloat16", blocks=4, slabs=1)
+    _, places = take(slabs, 4)
+    for i, place in enumerate(places):
+        fill(slabs, place, i)
+    before = addresses(slabs)
+    for source, target in ((0, 1), (1, 2), (2, 3)):
+        copies = copy_out(slabs, places[source], 0, BLOCK_TOKENS)
+        copy_in(slabs, places[target], 0, given(slabs, copies))
+        mx.eval(slabs.arrays())
+    assert addresses(slabs) == before
+
+
+def test_names_say_which_layer_it_is() -> None:
+    slabs = make_slabs()
+    names = [c.name for c in contents(slabs, slabs.full_groups, 5)]
+    assert names == [f"layers.{layer}.{what}" for layer in (0, 2, 1) for what in ("keys", "values")]
+    assert [c.shape for c in contents(slabs, slabs.full_groups, 5)][-2:] == [(1, 5, 96), (1, 5, 32)]
+
+
+@pytest.mark.parametrize(("dtype", "name"), [("float32", "F32"), ("float16", "F16"), ("bfloat16", "BF16")])
+def test_dtypes_have_the_names_of_the_safetensors_format(dtype: str, name: str) -> None:
+    slabs = make_slabs(dtype)
+    assert {c.safetensors_dtype for c in contents(slabs, slabs.full_groups, 5)} == {name}
+    assert {c.safetensors_dtype for c in contents(slabs, slabs.full_groups, 5, 8)} == {name, "U32"}
+
+
+@pytest.mark.usefixtures("writes_in_place")
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("bits", [8, 4])
+def test_the_error_of_quantised_keys_is_bounded_by_their_range(dtype: str, bits: int) -> None:
+    """Of each 32 neighbours: at most one step of their range, the rounding of scale and bias included."""
+    slabs = make_slabs(dtype)
+    _, (first, second) = take(slabs)
+    mx.random.seed(1)
+    wanted = contents(slabs, slabs.full_groups, BLOCK_TOKENS)
+    values = [mx.random.normal(c.shape).astype(c.dtype) * 3 for c in wanted]
+    mx.eval(values)
+    copy_in(slabs, first, 0, given(slabs, values))
+    copies = copy_out(slabs, first, 0, BLOCK_TOKENS, bits)
+    stored = contents(slabs, slabs.full_groups, BLOCK_TOKENS, bits)
+    copy_in(slabs, second, 0, given(slabs, copies, bits=bits), bits)
+    for before, after in zip(values, copy_out(slabs, second, 0, BLOCK_TOKENS), strict=True):
+        a, b = (np.array(x.astype(mx.float32)).reshape(-1, GROUP_SIZE) for x in (before, after))
+        step = (a.max(1) - a.min(1)) / (2**bits - 1)
+        rounding = 2.0 ** -{"float32": 23, "float16": 10, "bfloat16": 7}[dtype] * np.abs(a).max(1) * 2
+        error = np.abs(a - b).max(1)
+        assert np.all(error <= step + rounding)
+        assert error.max() > 0
+    size = sum(np.prod(c.shape) * c.dtype.size for c in stored) / sum(np.prod(c.shape) * c.dtype.size for c in wanted)
+    assert size == pytest.approx((bits + 2 * 8 * slabs.dtype.size / GROUP_SIZE) / (8 * slabs.dtype.size))
+
+
+def test_dims_that_do_not_divide_stay_as_they_are() -> None:
+    slabs = make_slabs("float16", (FullLayer(2, 80, 16),))
+    assert contents(slabs, slabs.full_groups, 7, 8) == contents(slabs, slabs.full_groups, 7)
+    _, (first, second) = take(slabs)
+    before = fill(slabs, first, 1)
+    copy_in(slabs, second, 0, given(slabs, copy_out(slabs, first, 0, BLOCK_TOKENS, 4), bits=4), 4)
+    assert_equal(before, bits_of(copy_out(slabs, second, 0, BLOCK_TOKENS)))
+
+
+def test_a_slab_that_is_filled_at_once_is_copied_out_and_in() -> None:
+    """As a model writes: keys whose heads and tokens were swapped, for all of a slab of one block."""
+    slabs = make_slabs(layers=(FullLayer(2, 64, 64),), blocks=1, slabs=1)
+    _, ((place,),) = take(slabs, 1)
+    slab, start = slabs.locate(*place)
+    keys, values = (mx.random.normal((1, BLOCK_TOKENS, 2, 64)).swapaxes(1, 2) for _ in range(2))
+    slab.write(0, start, keys, values)
+    copies = copy_out(slabs, [place], 0, BLOCK_TOKENS)
+    for copy, part in zip(copies, (keys, values), strict=True):
+        assert np.array_equal(copy, part[0])
+    other = [np.full((2, BLOCK_TOKENS, 64), 3, np.float32) for _ in copies]
+    before = [bytes(as_bytes(copy)) for copy in copies]
+    copy_in(slabs, [place], 0, other)
+    for part, there in zip((slab.keys[0], slab.values[0]), other, strict=True):
+        assert np.array_equal(part[0], there)
+    assert [bytes(as_bytes(copy)) for copy in copies] == before

@@ -1,0 +1,373 @@
+"""Decode paths: each one gives stock's answers, the counter says which one ran, and no slab moves."""
+
+from __future__ import annotations
+
+import copy
+import functools
+import random
+from typing import Any
+
+import mlx.core as mx
+import numpy as np
+import pytest
+from cache.arrays import make_slabs, numbered
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from mlx_lm.models.cache import make_prompt_cache as stock_prompt_cache
+from models import make_model
+
+from mlx_blockpool.errors import PoolExhaustedError
+from mlx_blockpool.kv.attach import bind
+from mlx_blockpool.kv.batch_cache import PooledBatchCache
+from mlx_blockpool.kv.decode_attention import PATHS, SAVED_TOKENS, Cluster, Share, choose_path, divide, find_clusters
+from mlx_blockpool.kv.factory import make_prompt_cache, open_pool, pooled_caches
+from mlx_blockpool.kv.runs import attend_cluster, group_queries
+from mlx_blockpool.kv.slabs import Slabs
+
+MODELS = ["llama", "qwen2", "gemma3_text", "gpt_oss"]
+
+
+def test_clusters_are_members_that_begin_with_the_same_blocks() -> None:
+    tables = [[1, 2, 3], [9], [1, 2, 4], [7, 8], [7, 8, 5], []]
+    assert find_clusters(tables) == [Cluster((0, 2), 2), Cluster((3, 4), 2)]
+
+
+def test_a_block_at_another_place_of_the_table_is_not_shared() -> None:
+    assert find_clusters([[1, 2], [2, 1], [3, 2]]) == []
+
+
+def test_members_stay_together_where_what_all_share_saves_more() -> None:
+    assert find_clusters([[1, 2, 3], [1, 2, 3], [1, 2, 4], [1, 2, 5]]) == [Cluster((0, 1, 2, 3), 2)]
+
+
+def test_members_part_where_their_longer_prefixes_save_more() -> None:
+    tables = [[1, *a] for a in ([2, 3, 4], [2, 3, 4], [5, 6, 7], [5, 6, 7])]
+    assert find_clusters(tables) == [Cluster((0, 1), 4), Cluster((2, 3), 4)]
+
+
+@given(st.lists(st.lists(st.integers(0, 1), max_size=5), max_size=7))
+def test_clusters_are_disjoint_and_share_what_they_say(prefixes: list[list[int]]) -> None:
+    # A block id says which blocks are before it, as ids of shared prefixes do.
+    tables = [[int("1" + "".join(map(str, p[: i + 1])), 2) for i in range(len(p))] for p in prefixes]
+    clusters = find_clusters(tables)
+    members = [i for c in clusters for i in c.members]
+    assert len(members) == len(set(members))
+    for c in clusters:
+        assert c.blocks > 0
+        assert len({tuple(tables[i][: c.blocks]) for i in c.members}) == 1
+
+
+@pytest.mark.parametrize("device", ["metal", "cuda"])
+def test_devices_that_were_not_measured_stay_ragged(device: str) -> None:
+    assert choose_path(device, "float16", 10_000, 10**6) == "ragged"
+
+
+@pytest.mark.parametrize("dtype", sorted(SAVED_TOKENS))
+def test_the_rule_on_cpu(dtype: str) -> None:
+    assert choose_path("cpu", dtype, 5000, 7 * 4096) == "shared"
+    assert choose_path("cpu", dtype, 5000, 0) == "ragged"
+    assert choose_path("cpu", dtype, 5, 0) == ("ragged" if dtype == "float16" else "padded")
+
+
+@pytest.mark.parametrize(("count", "path"), [(1, "ragged"), (2, "padded")])
+def test_short_contexts_are_gathered_unless_there_is_one_alone(count: int, path: str) -> None:
+    batch = Batch("llama", "auto")
+    for seed in range(count):
+        batch.join(*batch.prefill(prompt(5 + seed, seed)), 5)
+    batch.step()
+    assert batch.took() == {path}
+
+
+def test_the_rule_shares_what_forks_have_in_common() -> None:
+    batch = Batch("llama", "auto")
+    batch.join_forks(prompt(300), 4)
+    batch.step()
+    assert batch.took() == {"shared"}
+
+
+@given(st.lists(st.tuples(st.integers(1, 5000), st.integers(1, 4)), min_size=1, max_size=9), st.integers(1, 8), st.integers(1, 3))
+def test_dividing_keeps_every_head_of_every_member_once(readings: list[tuple[int, int]], heads: int, streams: int) -> None:
+    shares = [Share((i,), cost * n, (0, heads)) for i, (cost, n) in enumerate(readings)]
+    loads = divide(shares, streams)
+    assert len(loads) == streams
+    found = sorted((s.members[0], h) for load in loads for s in load for h in range(*s.heads))
+    assert found == [(i, h) for i in range(len(shares)) for h in range(heads)]
+    assert sum(s.cost for load in loads for s in load) == pytest.approx(sum(s.cost for s in shares))
+
+
+@pytest.mark.parametrize("sinks", [False, True])
+@pytest.mark.parametrize("dtype", [mx.float32, mx.float16, mx.bfloat16])
+def test_a_cluster_attends_like_each_of_its_members(sinks: bool, dtype: mx.Dtype) -> None:
+    lengths, kv_heads, heads = [3, 200, 40], 2, 6
+    queries = mx.random.normal((3, heads, 1, 16)).astype(dtype)
+    shared = [(mx.random.normal((1, kv_heads, n, 16)), mx.random.normal((1, kv_heads, n, 24))) for n in (256, 512)]
+    own = [[(mx.random.normal((1, kv_heads, n, 16)), mx.random.normal((1, kv_heads, n, 24)))] for n in lengths]
+    shared, own = (
+        [(k.astype(dtype), v.astype(dtype)) for k, v in shared],
+        [[(k.astype(dtype), v.astype(dtype)) for k, v in views] for views in own],
+    )
+    sink = mx.random.normal((heads,)).astype(dtype) if sinks else None
+    grouped = group_queries(queries, kv_heads, 0.25)
+    found = attend_cluster(grouped, shared, own, None if sink is None else sink.reshape(kv_heads, -1)).reshape(3, heads, 1, -1)
+    for i in range(3):
+        keys, values = (mx.concatenate([pair[j] for pair in [*shared, *own[i]]], axis=2) for j in (0, 1))
+        expected = mx.fast.scaled_dot_product_attention(queries[i : i + 1], keys, values, scale=0.25, mask=None, sinks=sink)
+        assert mx.allclose(found[i], expected[0], atol=1e-6 if dtype == mx.float32 else 2e-2)
+
+
+@functools.cache
+def stock_model(name: str) -> Any:
+    return make_model(name)
+
+
+class Batch:
+    """Sequences of a pool in one batch, and mlx-lm's own single caches with the same tokens."""
+
+    def __init__(self, name: str, path: str, streams: int = 1, pool_bytes: int = 60_000_000) -> None:
+        self.model, self.stock = make_model(name), stock_model(name)
+        self.slabs = open_pool(self.model, pool_bytes, attach=False)
+        self.slabs.ragged = bind(self.model) > 0
+        self.slabs.decode_path, self.slabs.decode_streams = path, streams
+        self.caches: list[Any] = []
+        self.needed: list[list[Any]] = []
+        self.tokens: list[int] = []
+
+    def prefill(self, tokens: list[int]) -> tuple[list[Any], list[Any]]:
+        mine, needed = make_prompt_cache(self.model, self.slabs), stock_prompt_cache(self.stock)
+        for model, caches in ((self.model, mine), (self.stock, needed)):
+            model(mx.array([tokens]), cache=caches)
+            mx.eval([c.state for c in caches])
+        return mine, needed
+
+    def join(self, mine: list[Any], needed: list[Any], token: int) -> None:
+        late = [type(c).merge([c]) for c in mine]
+        if self.caches:
+            for cache, other in zip(self.caches, late, strict=True):
+                cache.extend(other)
+        else:
+            self.caches = late
+        self.needed.append(needed)
+        self.tokens.append(token)
+
+    def join_forks(self, prompt: list[int], count: int) -> None:
+        """`count` sequences on one prompt; each goes on with a token of its own."""
+        mine, needed = self.prefill(prompt)
+        for i in range(count):
+            self.join(copy.deepcopy(mine), copy.deepcopy(needed), 3 + i)
+
+    def leave(self, place: int) -> None:
+        keep = [i for i in range(len(self.tokens)) if i != place]
+        for cache in self.caches:
+            cache.filter(keep)
+        self.needed, self.tokens = [self.needed[i] for i in keep], [self.tokens[i] for i in keep]
+
+    def step(self) -> None:
+        """One token of each; logits and greedy tokens are those of single stock sequences."""
+        logits = self.model(mx.array(self.tokens)[:, None], cache=self.caches)[:, -1]
+        expected = mx.concatenate(
+            [self.stock(mx.array([[t]]), cache=c)[:, -1] for t, c in zip(self.tokens, self.needed, strict=True)]
+        )
+        assert mx.abs(logits - expected).max() < 2e-4 * mx.abs(expected).max()
+        self.tokens = mx.argmax(expected, axis=-1).tolist()
+        assert mx.argmax(logits, axis=-1).tolist() == self.tokens
+
+    def took(self) -> set[str]:
+        """The paths since the last call."""
+        found = set(self.slabs.path_counts)
+        self.slabs.path_counts.clear()
+        return found
+
+
+def prompt(length: int, seed: int = 0) -> list[int]:
+    rng = random.Random(seed)
+    return [rng.randrange(131) for _ in range(length)]
+
+
+@pytest.mark.parametrize("name", MODELS)
+@pytest.mark.parametrize("path", PATHS)
+@pytest.mark.parametrize("count", [1, 2, 4, 8])
+def test_forced_paths_answer_as_stock_through_joins_and_leaves(name: str, path: str, count: int) -> None:
+    """Around 299 and 127 tokens the windows of gemma3_text and gpt_oss are before, at and after their wrap."""
+    batch = Batch(name, path, streams=1 + count % 4 // 2)
+    batch.join_forks(prompt(296), count)
+    for _ in range(3):
+        batch.step()
+    batch.join(*batch.prefill(prompt(125, 1)), 5)
+    for _ in range(5):
+        batch.step()
+    batch.leave(0)
+    batch.step()
+    assert path in batch.took() or (path == "shared" and count == 1)
+    batch.slabs.pool.check()
+
+
+@pytest.mark.parametrize("path", PATHS)
+def test_a_forced_path_is_the_one_that_ran_in_every_layer(path: str) -> None:
+    batch = Batch("llama", path)
+    batch.join_forks(prompt(300), 3)
+    batch.step()
+    assert batch.slabs.path_counts == {path: 2}, "once for each of two layers"
+
+
+def test_shared_with_nothing_shared_is_ragged_and_counted_so() -> None:
+    batch = Batch("llama", "shared")
+    for seed in range(3):
+        batch.join(*batch.prefill(prompt(300, seed)), 5)
+    batch.step()
+    assert batch.took() == {"ragged"}
+
+
+def test_a_shared_partial_block_is_not_a_shared_run() -> None:
+    batch = Batch("llama", "shared")
+    batch.join_forks(prompt(200), 3)
+    batch.step()
+    assert batch.took() == {"ragged"}
+
+
+def test_full_layers_share_and_windows_stay_ragged() -> None:
+    batch = Batch("gemma3_text", "shared")
+    batch.join_forks(prompt(280), 3)
+    batch.step()
+    assert batch.slabs.path_counts == {"shared": 2, "ragged": 2}
+
+
+@pytest.mark.parametrize("streams", [1, 2])
+def test_several_clusters_and_members_outside_of_them(streams: int) -> None:
+    batch = Batch("llama", "shared", streams)
+    first, second = batch.prefill(prompt(520)), batch.prefill(prompt(300, 1))
+    for i in range(3):
+        batch.join(*copy.deepcopy(first), 3 + i)
+        batch.join(*batch.prefill(prompt(40 + i, 2 + i)), 7 + i)
+        batch.join(*copy.deepcopy(second), 11 + i)
+    for _ in range(3):
+        batch.step()
+    clusters = find_clusters([c.sequence.tables[0].ids[: c.offset // 256] for c in batch.caches[0].members])
+    assert sorted(clusters, key=lambda c: c.members) == [Cluster((0, 3, 6), 2), Cluster((2, 5, 8), 1)]
+    assert batch.took() == {"shared"}
+
+
+def test_a_shared_prefix_of_several_runs() -> None:
+    batch = Batch("llama", "shared")
+    mine, needed = batch.prefill(prompt(300))
+    other = batch.prefill(prompt(300, 1))
+    # The block behind the prefix is taken: the next fork's goes elsewhere, and is shared in its turn.
+    forked = copy.deepcopy((mine, needed))
+    for model, caches in ((batch.model, forked[0]), (batch.stock, forked[1])):
+        mx.eval(model(mx.array([prompt(600, 2)]), cache=caches))
+    batch.join(*other, 9)
+    for i in range(3):
+        batch.join(*copy.deepcopy(forked), 3 + i)
+    members = batch.caches[0].members
+    assert len(members[1].sequence.pieces(0, 768)) > 1
+    for _ in range(3):
+        batch.step()
+    assert batch.took() == {"shared"}
+
+
+@pytest.mark.parametrize("path", PATHS)
+def test_forks_in_one_partial_block_go_on_without_disturbing_each_other(path: str) -> None:
+    batch = Batch("llama", path)
+    batch.join_forks(prompt(256 + 30), 4)
+    mine = [c.sequence for c in batch.caches[0].members]
+    assert len({s.tables[0].ids[1] for s in mine}) == 1
+    for _ in range(4):
+        batch.step()
+    assert len({s.tables[0].ids[0] for s in mine}) == 1
+    assert len({s.tables[0].ids[1] for s in mine}) == 4
+    assert batch.took() == {path}
+
+
+@settings(max_examples=12, deadline=None)
+@given(
+    seed=st.integers(0, 10_000), name=st.sampled_from(MODELS), path=st.sampled_from(["auto", *PATHS]), streams=st.integers(1, 2)
+)
+def test_random_batches_answer_as_stock(seed: int, name: str, path: str, streams: int) -> None:
+    rng = random.Random(seed)
+    batch = Batch(name, path, streams)
+    lengths = [5, 126, 127, 128, 254, 255, 256, 290, 300, 511]
+    batch.join_forks(prompt(rng.choice(lengths), seed), rng.randrange(1, 4))
+    for step in range(12):
+        action = rng.random()
+        if action < 0.2 and len(batch.tokens) < 7:
+            batch.join(*batch.prefill(prompt(rng.choice(lengths), step)), step)
+        elif action < 0.4 and len(batch.tokens) < 7:
+            i = rng.randrange(len(batch.tokens))
+            fork = copy.deepcopy([c.extract(i) for c in batch.caches])
+            batch.join(fork, copy.deepcopy(batch.needed[i]), 17 + step)
+        elif action < 0.55 and len(batch.tokens) > 1:
+            batch.leave(rng.randrange(len(batch.tokens)))
+        batch.step()
+    batch.slabs.pool.check()
+
+
+@pytest.mark.parametrize("path", PATHS)
+@pytest.mark.parametrize("streams", [1, 2])
+def test_pipelined_steps_move_no_slab(path: str, streams: int) -> None:
+    batch = Batch("llama", path, streams)
+    batch.join_forks(prompt(300), 4)
+    batch.step()
+    before = addresses(batch.slabs)
+    mx.reset_peak_memory()
+    base = mx.get_active_memory()
+    tokens = mx.array(batch.tokens)[:, None]
+    for _ in range(12):
+        following = mx.argmax(batch.model(tokens, cache=batch.caches)[:, -1:], axis=-1)
+        mx.async_eval(following)
+        tokens = following
+    mx.eval(tokens)
+    assert addresses(batch.slabs) == before
+    assert batch.took() == {path}
+    assert mx.get_peak_memory() - base < sum(a.nbytes for a in batch.slabs.arrays()) // 2 or path == "padded"
+
+
+def addresses(slabs: Any) -> list[int]:
+    return [np.asarray(memoryview(a.view(mx.uint8))).ctypes.data for a in slabs.arrays()]
+
+
+def merged(slabs: Slabs, lengths: list[int]) -> list[PooledBatchCache]:
+    """A batch of sequences with numbered tokens, one batch cache for each layer."""
+    sequences = [pooled_caches(slabs) for _ in lengths]
+    for caches, n in zip(sequences, lengths, strict=True):
+        for cache in caches:
+            cache.update_and_fetch(*numbered(0, n))
+    return [PooledBatchCache(list(layer)) for layer in zip(*sequences, strict=True)]
+
+
+def test_a_batch_that_finds_no_block_changes_no_member() -> None:
+    slabs = make_slabs(blocks=3)
+    batch = merged(slabs, [100, 256, 256])
+    with pytest.raises(PoolExhaustedError):
+        batch[0].update_and_fetch(*numbered(500, 1, batch=3))
+    assert [m.offset for m in batch[0].members] == [100, 256, 256]
+    assert mx.array_equal(batch[0].members[0].keys, numbered(0, 100)[0])
+
+
+def test_every_member_writes_its_own_token_wherever_its_slab_is() -> None:
+    slabs = make_slabs((300, 0), blocks=16)
+    batch = merged(slabs, [100, 255, 256, 700, 1])
+    for layer in batch:
+        layer.update_and_fetch(*numbered(5000, 1, batch=5))
+        for row, member in enumerate(layer.members):
+            place = member.ring_index - 1 if hasattr(member, "ring_index") else member.offset - 1
+            assert mx.array_equal(member.keys[:, :, place : place + 1], numbered(5000, 1, batch=5)[0][row : row + 1])
+
+
+def test_a_step_is_worked_out_once_for_the_layers_of_a_group() -> None:
+    slabs = make_slabs(layers=3)
+    batch = merged(slabs, [10, 20])
+    steps = []
+    for layer in batch:
+        layer.update_and_fetch(*numbered(5000, 1, batch=2))
+        steps.append(slabs.steps[0])
+    assert steps[0] is steps[1] is steps[2]
+    batch[0].update_and_fetch(*numbered(5001, 1, batch=2))
+    assert slabs.steps[0] is not steps[0]
+
+
+def test_a_remembered_step_keeps_no_blocks() -> None:
+    slabs = make_slabs()
+    batch = merged(slabs, [300, 20])
+    batch[0].update_and_fetch(*numbered(5000, 1, batch=2))
+    del batch
+    assert all(c.held == 0 for c in slabs.pool.settle())
+    slabs.pool.check()

@@ -1,0 +1,822 @@
+"""BlockPool by exact ids: one layer of one head with dim 2 in float32, so that a block is 4096 bytes."""
+
+from __future__ import annotations
+
+import threading
+from typing import Any
+
+import pytest
+
+from mlx_blockpool.config import PoolConfig
+from mlx_blockpool.errors import PoolExhaustedError
+from mlx_blockpool.kv.blocks import BlockCounts, BlockTable
+from mlx_blockpool.kv.pool import BlockPool
+from mlx_blockpool.spec import FullLayer, ModelCacheSpec, WindowLayer
+
+BLOCK = 4096
+FULL = FullLayer(1, 2, 2)
+WINDOW = WindowLayer(1, 2, 2, 1024)
+FULL_NAME = "full x1 (1 heads, dim 2)"
+WINDOW_NAME = "window 1024 x1 (1 heads, dim 2)"
+
+
+def spec_of(*layers: FullLayer) -> ModelCacheSpec:
+    return ModelCacheSpec("m", layers, "float32")
+
+
+def one_slab(blocks: int) -> BlockPool:
+    """A pool of one full layer whose blocks are neighbours."""
+    return BlockPool(spec_of(FULL), blocks * BLOCK, PoolConfig(slabs=1, preallocate=True))
+
+
+def two_groups(blocks: int, **config: Any) -> BlockPool:
+    """Group 0 is full, group 1 a window of 1024 tokens."""
+    return BlockPool(spec_of(FULL, WINDOW), blocks * BLOCK, PoolConfig(**config))
+
+
+def table_with(pool: BlockPool, count: int, group: int = 0, known: bool = False) -> BlockTable:
+    table = pool.open_table(group)
+    pool.extend(table, count)
+    if known:
+        for block in table.ids:
+            pool.know(group, block, 256)
+    return table
+
+
+def evictable(pool: BlockPool, count: int, group: int = 0) -> list[int]:
+    """Known blocks that nobody holds."""
+    table = table_with(pool, count, group, known=True)
+    ids = list(table.ids)
+    pool.release(table)
+    return ids
+
+
+def state(pool: BlockPool) -> tuple[Any, ...]:
+    return pool.counts(), [pool.slabs(g) for g in range(len(pool.counts()))], pool.layout, pool.nbytes, pool.block_map()
+
+
+def figures(pool: BlockPool, group: int = 0) -> tuple[int, int, int, int]:
+    """(total, free, held, evictable)"""
+    counts = pool.counts()[group]
+    return counts.total, counts.free, counts.held, counts.evictable
+
+
+# -- which ids ---------------------------------------------------------------------------------------------------------
+
+
+def test_the_first_sequence_takes_the_first_blocks_and_grows_in_place() -> None:
+    pool = one_slab(16)
+    table = table_with(pool, 2)
+    assert table.ids == [0, 1]
+    pool.extend(table, 1)
+    pool.extend(table, 3)
+    assert table.ids == [0, 1, 2, 3, 4, 5]
+    assert table.runs == [(0, 6)]
+
+
+def test_a_new_sequence_starts_where_there_is_most_room_and_leaves_half_of_it() -> None:
+    pool = one_slab(16)
+    first, second = table_with(pool, 4), table_with(pool, 2)
+    # 12 free behind block 3, 2 wanted: 5 of the other 10 stay with the first sequence.
+    assert second.ids == [9, 10]
+    pool.extend(first, 5)
+    assert first.runs == [(0, 9)]
+    pool.extend(first, 2)
+    assert first.runs == [(0, 9), (12, 2)]
+    assert table_with(pool, 1).ids == [14]
+
+
+def test_a_block_of_its_own_lies_next_to_the_one_before_it_where_that_is_free() -> None:
+    pool = one_slab(16)
+    table = table_with(pool, 2)
+    fork = pool.fork(table)
+    # Block 1 is in use, so the copy goes to the middle of what is free.
+    assert pool.own(fork, 1) == (1, 8)
+    other = pool.fork(fork)
+    pool.release(table)
+    assert pool.own(other, 1) == (8, 1)
+    assert (fork.ids, other.ids) == ([0, 8], [0, 1])
+    pool.check()
+
+
+def test_runs_do_not_cross_slabs() -> None:
+    pool = two_groups(12, slabs=3)
+    tables = [pool.open_table(0), pool.open_table(1)]
+    for _ in range(4):
+        for table in tables:
+            pool.extend(table, 1)
+    for table in tables:
+        slabs = pool.slabs(table.group)
+        for first, count in table.runs:
+            index, position = divmod(first, pool.stride(table.group))
+            assert position + count <= slabs[index]
+
+
+def test_replace_gives_neighbours_and_keeps_the_old_blocks_in_a_table() -> None:
+    pool = one_slab(16)
+    table = table_with(pool, 4)
+    fork = pool.fork(table)
+    pool.own(fork, 1)
+    scattered = list(fork.ids)
+    assert len(fork.runs) == 3
+    old = pool.replace(fork)
+    assert old.ids == scattered
+    assert (len(fork), len(fork.runs)) == (4, 1)
+    assert not set(fork.ids) & {*scattered, *table.ids}
+    pool.check()
+    pool.release(old)
+    assert figures(pool) == (16, 8, 8, 0)
+
+
+# -- all or nothing ----------------------------------------------------------------------------------------------------
+
+
+def test_exhausted_says_the_figures_and_changes_nothing() -> None:
+    pool = one_slab(10)
+    held = table_with(pool, 3)
+    evictable(pool, 2)
+    reserving = pool.open_table(0)
+    pool.reserve([reserving], [1])
+    table = table_with(pool, 1)
+    before = state(pool)
+    with pytest.raises(PoolExhaustedError) as info:
+        pool.extend(table, 5)
+    error = info.value
+    assert (error.needed, error.free, error.evictable, error.group) == (5, 3, 2, FULL_NAME)
+    assert str(error) == (
+        f"Needed 5 blocks of {FULL_NAME}; 3 free, 2 evictable. Raise --pool-bytes, or lower max_tokens or the number of agents."
+    )
+    assert state(pool) == before
+    assert (len(held), len(table)) == (3, 1)
+    pool.check()
+
+
+def test_extend_is_all_or_nothing() -> None:
+    pool = one_slab(4)
+    table = table_with(pool, 3)
+    with pytest.raises(PoolExhaustedError):
+        pool.extend(table, 2)
+    assert table.ids == [0, 1, 2]
+    pool.extend(table, 1)
+    assert table.ids == [0, 1, 2, 3]
+
+
+def test_reserve_is_all_or_nothing_over_all_groups() -> None:
+    pool = two_groups(6)
+    tables = [pool.open_table(0), pool.open_table(1)]
+    with pytest.raises(PoolExhaustedError):
+        pool.reserve(tables, [3, 4])
+    assert [t.reserved for t in tables] == [0, 0]
+    assert [c.reserved for c in pool.counts()] == [0, 0]
+    pool.reserve(tables, [3, 3])
+    assert [t.reserved for t in tables] == [3, 3]
+
+
+def test_exhausted_keeps_the_slabs_of_all_groups() -> None:
+    pool = two_groups(8)
+    held = table_with(pool, 2)
+    pool.release(table_with(pool, 2, group=1))
+    before = state(pool)
+    with pytest.raises(PoolExhaustedError):
+        pool.reserve([held], [9])
+    assert state(pool) == before
+
+
+@pytest.mark.parametrize("slabs", [1, 2, 3, 4, 100])
+@pytest.mark.parametrize("pool_bytes", [2 * BLOCK, 5 * BLOCK + 1, 11 * BLOCK - 1, 30 * BLOCK + 77])
+def test_the_byte_budget_is_hard(pool_bytes: int, slabs: int) -> None:
+    pool = BlockPool(spec_of(FULL, WINDOW), pool_bytes, PoolConfig(slabs=slabs))
+    tables: list[BlockTable] = []
+    for step in range(60):
+        table = pool.open_table(step % 2)
+        tables.append(table)
+        try:
+            pool.extend(table, 1 + step % 3)
+        except PoolExhaustedError:
+            pool.release(tables.pop(0))
+        assert pool.nbytes <= pool_bytes
+        pool.check()
+    assert pool.nbytes > pool_bytes - 2 * BLOCK, "the budget was never used up"
+
+
+def test_a_pool_without_room_for_one_block_of_each_group_is_refused() -> None:
+    with pytest.raises(PoolExhaustedError, match=r"one block of each group is 8192 bytes.*The pool has 8191 bytes"):
+        BlockPool(spec_of(FULL, WINDOW), 2 * BLOCK - 1)
+    assert BlockPool(spec_of(FULL, WINDOW), 2 * BLOCK).sequence_capacity() >= 0
+
+
+# -- windows -----------------------------------------------------------------------------------------------------------
+
+
+def test_a_fifth_block_of_a_1024_token_window_is_exhausted() -> None:
+    pool = two_groups(20)
+    ring = table_with(pool, 4, group=1)
+    ids = list(ring.ids)
+    with pytest.raises(PoolExhaustedError, match="is a ring in 4 blocks and holds 4 already") as info:
+        pool.extend(ring, 1)
+    assert (info.value.needed, info.value.group) == (1, WINDOW_NAME)
+    assert ring.ids == ids
+    pool.check()
+
+
+def test_the_cap_of_a_window_holds_for_adopted_blocks_too() -> None:
+    pool = two_groups(20)
+    ring, other = table_with(pool, 3, group=1), table_with(pool, 2, group=1)
+    with pytest.raises(PoolExhaustedError, match="holds 3 already"):
+        pool.adopt(ring, other.ids)
+    pool.adopt(ring, other.ids[:1])
+    assert ring.ids[3] == other.ids[0]
+    pool.check()
+
+
+def test_a_full_ring_can_still_own_and_replace_its_blocks() -> None:
+    pool = two_groups(20)
+    ring = table_with(pool, 4, group=1)
+    fork = pool.fork(ring)
+    old, new = pool.own(fork, 2)
+    assert (old, new) == (ring.ids[2], fork.ids[2])
+    pool.release(pool.replace(fork))
+    assert not set(fork.ids) & set(ring.ids)
+    pool.check()
+
+
+# -- promises ----------------------------------------------------------------------------------------------------------
+
+
+def test_a_promise_cannot_be_taken_by_others() -> None:
+    pool = one_slab(6)
+    mine, other = pool.open_table(0), pool.open_table(0)
+    pool.reserve([mine], [4])
+    pool.extend(other, 2)
+    with pytest.raises(PoolExhaustedError) as info:
+        pool.extend(other, 1)
+    assert (info.value.needed, info.value.free) == (1, 0)
+    for _ in range(4):
+        pool.extend(mine, 1)
+    assert len(mine) == 4
+    assert mine.reserved == 0
+    assert figures(pool) == (6, 0, 6, 0)
+
+
+def test_owning_and_replacing_use_the_promise() -> None:
+    pool = one_slab(6)
+    table = table_with(pool, 2)
+    fork = pool.fork(table)
+    pool.reserve([fork], [4])
+    pool.own(fork, 0)
+    assert fork.reserved == 3
+    pool.release(pool.replace(fork))
+    assert fork.reserved == 1
+    assert len(set(fork.ids) | set(table.ids)) == 4
+    pool.check()
+
+
+def test_promises_add_up_and_end_with_the_table() -> None:
+    pool = one_slab(6)
+    table = pool.open_table(0)
+    pool.reserve([table, table], [1, 2])
+    pool.reserve([table], [1])
+    assert (table.reserved, pool.counts()[0].reserved) == (4, 4)
+    pool.release(table)
+    assert (table.reserved, pool.counts()[0].reserved) == (0, 0)
+    assert table_with(pool, 6).ids == [0, 1, 2, 3, 4, 5]
+
+
+def test_more_than_the_promise_is_taken_where_it_is_free() -> None:
+    pool = one_slab(6)
+    table = pool.open_table(0)
+    pool.reserve([table], [2])
+    pool.extend(table, 5)
+    assert (len(table), table.reserved) == (5, 0)
+    pool.check()
+
+
+# -- order of use ------------------------------------------------------------------------------------------------------
+
+
+def test_evict_returns_leaves_first() -> None:
+    pool = one_slab(8)
+    assert evictable(pool, 3) == [0, 1, 2]
+    assert pool.evict(0, 1) == [(0, 2)]
+    assert pool.evict(0, 5) == [(0, 1), (0, 0)]
+    assert figures(pool) == (8, 8, 0, 0)
+
+
+def test_evict_takes_the_sequence_released_first() -> None:
+    pool = one_slab(8)
+    first, second = table_with(pool, 2, known=True), table_with(pool, 2, known=True)
+    order = [first.ids[1], first.ids[0], second.ids[1], second.ids[0]]
+    pool.release(first)
+    pool.release(second)
+    assert [block for _, block in pool.evict(0, 4)] == order
+
+
+def test_touch_makes_a_block_the_last_to_go() -> None:
+    pool = one_slab(8)
+    evictable(pool, 3)
+    pool.touch(0, [2])
+    assert pool.evict(0, 2) == [(0, 1), (0, 0)]
+    assert pool.evict(0, 2) == [(0, 2)]
+
+
+def test_holding_and_releasing_again_makes_a_block_the_last_to_go() -> None:
+    pool = one_slab(8)
+    evictable(pool, 3)
+    table = pool.open_table(0)
+    pool.adopt(table, [2])
+    assert figures(pool) == (8, 5, 1, 2)
+    assert pool.evict(0, 3) == [(0, 1), (0, 0)]
+    pool.release(table)
+    assert pool.evict(0, 3) == [(0, 2)]
+
+
+def test_a_pinned_block_is_not_evicted() -> None:
+    pool = one_slab(8)
+    evictable(pool, 3)
+    pool.pin(0, 2)
+    pool.pin(0, 2)
+    assert pool.counts()[0].pinned == 1
+    assert pool.evict(0, 3) == [(0, 1), (0, 0)]
+    pool.unpin(0, 2)
+    assert pool.evict(0, 1) == []
+    pool.unpin(0, 2)
+    assert pool.evict(0, 1) == [(0, 2)]
+
+
+def test_a_free_block_is_not_pinned() -> None:
+    pool = one_slab(8)
+    table = table_with(pool, 1)
+    pool.pin(0, table.ids[0])
+    pool.release(table)
+    assert figures(pool) == (8, 8, 0, 0)
+    assert pool.counts()[0].pinned == 0
+
+
+def test_a_block_that_two_entries_know_stays_until_both_forget_it() -> None:
+    pool = one_slab(8)
+    table = table_with(pool, 1, known=True)
+    pool.know(0, 0, 100)
+    pool.release(table)
+    pool.forget(0, 0)
+    assert figures(pool) == (8, 7, 0, 1)
+    pool.forget(0, 0)
+    assert figures(pool) == (8, 8, 0, 0)
+    pool.check()
+
+
+def test_a_held_block_stays_when_it_is_forgotten() -> None:
+    pool = one_slab(8)
+    table = table_with(pool, 1, known=True)
+    pool.forget(0, 0)
+    assert figures(pool) == (8, 7, 1, 0)
+    pool.release(table)
+    assert figures(pool) == (8, 8, 0, 0)
+
+
+def test_a_free_block_can_be_neither_known_nor_forgotten() -> None:
+    pool = one_slab(8)
+    with pytest.raises(AssertionError, match=r"block 3 of full x1 .* is free and cannot be known"):
+        pool.know(0, 3, 256)
+    with pytest.raises(AssertionError, match=r"block 3 of full x1 .* forgotten but not known"):
+        pool.forget(0, 3)
+
+
+# -- room --------------------------------------------------------------------------------------------------------------
+
+
+def test_make_room_evicts_just_what_is_missing() -> None:
+    pool = one_slab(8)
+    evictable(pool, 5)
+    assert pool.make_room({0: 3}) == []
+    assert pool.make_room({0: 5}) == [(0, 4), (0, 3)]
+    assert figures(pool) == (8, 5, 0, 3)
+    pool.reserve([pool.open_table(0)], [5])
+
+
+def test_make_room_evicts_nothing_where_it_cannot_be_enough() -> None:
+    pool = one_slab(8)
+    held = table_with(pool, 3)
+    evictable(pool, 4)
+    before = state(pool)
+    assert pool.make_room({0: 6}) == []
+    assert state(pool) == before
+    assert len(pool.make_room({0: 5})) == 4
+    assert len(held) == 3
+
+
+def test_make_room_leaves_pinned_and_promised_blocks() -> None:
+    pool = one_slab(8)
+    ids = evictable(pool, 4)
+    pool.pin(0, ids[3])
+    tables = [pool.open_table(0), pool.open_table(0)]
+    pool.reserve(tables[:1], [3])
+    assert pool.make_room({0: 5}) == []
+    assert pool.make_room({0: 3}) == [(0, ids[2]), (0, ids[1])]
+    pool.reserve(tables[1:], [3])
+    pool.check()
+
+
+def test_make_room_lets_the_pool_grow_before_it_evicts() -> None:
+    pool = BlockPool(spec_of(FULL), 8 * BLOCK, PoolConfig(slabs=8))
+    evictable(pool, 2)
+    assert pool.make_room({0: 6}) == []
+    table = table_with(pool, 6)
+    assert len(table) == 6
+    assert pool.counts()[0].evictable == 2
+
+
+def test_an_empty_slab_goes_to_the_group_that_needs_it() -> None:
+    pool = two_groups(8)
+    pool.release(table_with(pool, 8))
+    assert pool.nbytes == 8 * BLOCK
+    ring = table_with(pool, 4, group=1)
+    assert len(ring) == 4
+    assert pool.nbytes <= 8 * BLOCK
+    assert pool.counts()[0].total <= 4
+    pool.check()
+
+
+def test_a_slab_of_evictable_blocks_goes_to_the_group_that_needs_it() -> None:
+    pool = two_groups(8)
+    ids = evictable(pool, 8)
+    victims = pool.make_room({1: 4})
+    assert set(victims) <= {(0, block) for block in ids}
+    assert len(victims) >= 4
+    ring = table_with(pool, 4, group=1)
+    assert len(ring) == 4
+    pool.check()
+
+
+def test_a_slab_in_use_stays() -> None:
+    pool = two_groups(8, slabs=1)
+    table = table_with(pool, 8)
+    kept = list(table.ids)
+    before = state(pool)
+    assert pool.make_room({1: 1}) == []
+    with pytest.raises(PoolExhaustedError):
+        table_with(pool, 1, group=1)
+    assert state(pool) == before
+    assert table.ids == kept
+
+
+def test_layout_changes_with_every_slab() -> None:
+    pool = two_groups(8)
+    before = pool.layout
+    pool.release(table_with(pool, 8))
+    grown = pool.layout
+    assert grown > before
+    table_with(pool, 4, group=1)
+    assert pool.layout > grown
+
+
+def test_make_room_is_enough_for_reserve_in_all_groups_together() -> None:
+    pool = BlockPool(spec_of(FULL, WINDOW), 6 * BLOCK, PoolConfig(slabs=6))
+    evictable(pool, 3)
+    free = pool.counts()[0].free
+    # The pool can grow by 3 - free blocks. They are for the window; the full layer has 3 evictable ones of its own.
+    wanted = {0: free + 3, 1: 3 - free}
+    pool.make_room(wanted)
+    tables = [pool.open_table(0), pool.open_table(1)]
+    pool.reserve(tables, [wanted[0], wanted[1]])
+    pool.check()
+
+
+def test_make_room_evicts_nothing_for_room_that_is_promised_to_others() -> None:
+    pool = two_groups(20, slabs=1)
+    table = pool.open_table(0)
+    pool.reserve([table], [14])
+    evictable(pool, 2, group=1)
+    before = state(pool)
+    # 14 are promised: there cannot be 7 of 20 blocks for windows.
+    assert pool.make_room({1: 7}) == []
+    assert state(pool) == before
+    assert table.reserved == 14
+
+
+# -- whole pools -------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("blocks", [5, 6, 7, 8, 9, 12, 30, 101])
+def test_a_sequence_of_exactly_the_capacity_fits_and_a_block_more_does_not(blocks: int) -> None:
+    capacity = two_groups(blocks).sequence_capacity()
+    assert capacity % 256 == 0
+    needed = capacity // 256
+    pool = two_groups(blocks)
+    pool.reserve([pool.open_table(0), pool.open_table(1)], [needed, min(needed, 4)])
+    pool = two_groups(blocks)
+    with pytest.raises(PoolExhaustedError):
+        pool.reserve([pool.open_table(0), pool.open_table(1)], [needed + 1, min(needed + 1, 4)])
+
+
+def test_capacity_by_hand() -> None:
+    assert one_slab(10).sequence_capacity() == 2560
+    assert BlockPool(spec_of(FULL), 11 * BLOCK - 1).sequence_capacity() == 2560
+    # 12 blocks less a ring of 4.
+    assert two_groups(12).sequence_capacity() == 8 * 256
+    # Two full layers: 8192 bytes a block; 100000 bytes less a ring of 16384 are 10 of them.
+    assert BlockPool(spec_of(FULL, FULL, WINDOW), 100_000).sequence_capacity() == 10 * 256
+    # 3 tokens of 256 in both groups; the ring is not full yet.
+    assert two_groups(6).sequence_capacity() == 3 * 256
+
+
+def test_a_model_of_windows_only_takes_sequences_of_any_length() -> None:
+    assert BlockPool(spec_of(WINDOW), 4 * BLOCK).sequence_capacity() > 10**9
+    assert BlockPool(spec_of(WINDOW), 2 * BLOCK).sequence_capacity() == 512
+
+
+@pytest.mark.parametrize("served", [(1, 1), (2, 2), (7, 4), (13, 4)])
+@pytest.mark.parametrize("known", [False, True])
+def test_the_capacity_is_there_whatever_was_served_before(served: tuple[int, int], known: bool) -> None:
+    pool = two_groups(20)
+    first = [pool.open_table(0), pool.open_table(1)]
+    pool.reserve(first, served)
+    for table, count in zip(first, served, strict=True):
+        pool.extend(table, count)
+        for block in table.ids if known else ():
+            pool.know(table.group, block, 256)
+        pool.release(table)
+    assert pool.sequence_capacity() == 16 * 256
+    pool.make_room({0: 16, 1: 4})
+    second = [pool.open_table(0), pool.open_table(1)]
+    pool.reserve(second, [16, 4])
+    pool.check()
+
+
+def test_preallocate_takes_the_budget_at_the_start() -> None:
+    pool = two_groups(12, preallocate=True)
+    assert [c.total for c in pool.counts()] == [8, 4]
+    assert pool.nbytes == 12 * BLOCK
+    layout = pool.layout
+    table_with(pool, 8)
+    table_with(pool, 4, group=1)
+    assert pool.layout == layout
+
+
+def test_nothing_is_taken_at_the_start_otherwise() -> None:
+    assert two_groups(12).nbytes == 0
+
+
+@pytest.mark.parametrize("blocks", [2, 3, 4, 5, 7])
+def test_preallocate_keeps_the_budget_of_a_small_pool(blocks: int) -> None:
+    assert two_groups(blocks, preallocate=True).nbytes <= blocks * BLOCK
+
+
+# -- threads and models ------------------------------------------------------------------------------------------------
+
+
+def give_back_elsewhere(pool: BlockPool, table: BlockTable) -> None:
+    thread = threading.Thread(target=pool.give_back, args=(table,))
+    thread.start()
+    thread.join()
+
+
+def test_give_back_from_another_thread_takes_effect_at_the_next_operation() -> None:
+    pool = one_slab(4)
+    table = table_with(pool, 3)
+    pool.reserve([table], [1])
+    give_back_elsewhere(pool, table)
+    assert (table.ids, table.reserved) == ([], 0)
+    assert figures(pool) == (4, 1, 3, 0)
+    assert [c.free for c in pool.settle()] == [4]
+    assert table_with(pool, 4).ids == [0, 1, 2, 3]
+
+
+def test_what_was_given_back_can_be_taken_at_once() -> None:
+    pool = one_slab(4)
+    give_back_elsewhere(pool, table_with(pool, 4))
+    assert table_with(pool, 4).ids == [0, 1, 2, 3]
+
+
+def test_what_was_given_back_can_be_evicted_at_once() -> None:
+    pool = one_slab(4)
+    give_back_elsewhere(pool, table_with(pool, 2, known=True))
+    assert pool.evict(0, 2) == [(0, 1), (0, 0)]
+
+
+def test_what_was_given_back_is_shared_no_more() -> None:
+    pool = one_slab(4)
+    table = table_with(pool, 1)
+    give_back_elsewhere(pool, pool.fork(table))
+    assert not pool.is_shared(table, 0, 0)
+
+
+def test_giving_back_twice_is_the_same_as_once() -> None:
+    pool = one_slab(4)
+    table, other = table_with(pool, 2), table_with(pool, 1)
+    pool.give_back(table)
+    pool.release(table)
+    pool.give_back(table)
+    assert [c.held for c in pool.settle()] == [len(other)]
+    pool.check()
+
+
+def test_reconfigure_starts_anew() -> None:
+    pool = one_slab(8)
+    table_with(pool, 3, known=True)
+    evictable(pool, 2)
+    pool.reconfigure(spec_of(FULL, WINDOW))
+    assert pool.spec == spec_of(FULL, WINDOW)
+    assert [c.held + c.evictable for c in pool.counts()] == [0, 0]
+    pool.check()
+    pool.reserve([pool.open_table(0), pool.open_table(1)], [4, 4])
+
+
+@pytest.mark.parametrize("how", ["release", "give_back"])
+def test_a_table_of_the_model_before_is_void(how: str) -> None:
+    pool = two_groups(16)
+    old = [table_with(pool, 3), table_with(pool, 3, group=1)]
+    pool.reserve(old, [1, 1])
+    pool.reconfigure(spec_of(FULL))
+    new = table_with(pool, 2)
+    pool.reserve([new], [1])
+    for table in old:
+        getattr(pool, how)(table)
+    pool.settle()
+    assert figures(pool)[2] == 2
+    assert pool.counts()[0].reserved == 1
+    pool.check()
+
+
+def test_what_was_given_back_before_the_change_of_model_is_void() -> None:
+    pool = one_slab(8)
+    pool.give_back(table_with(pool, 3))
+    pool.reconfigure(spec_of(FULL))
+    new = table_with(pool, 3)
+    pool.settle()
+    assert figures(pool)[2] == len(new) == 3
+    pool.check()
+
+
+def test_a_model_that_does_not_fit_changes_nothing() -> None:
+    pool = one_slab(8)
+    table = table_with(pool, 2)
+    before = state(pool)
+    with pytest.raises(PoolExhaustedError):
+        pool.reconfigure(spec_of(FullLayer(64, 64, 64)))
+    assert pool.spec == spec_of(FULL)
+    assert state(pool) == before
+    pool.extend(table, 1)
+    pool.check()
+
+
+# -- sharing -----------------------------------------------------------------------------------------------------------
+
+
+def test_a_fork_shares_its_blocks() -> None:
+    pool = one_slab(8)
+    table = table_with(pool, 2)
+    assert not pool.is_shared(table, 1, 0)
+    fork = pool.fork(table)
+    assert fork.ids == [0, 1]
+    assert figures(pool) == (8, 6, 2, 0)
+    assert pool.is_shared(table, 1, 255)
+    assert pool.is_shared(fork, 0, 0)
+    pool.extend(fork, 1)
+    assert (len(table), len(fork)) == (2, 3)
+    assert not pool.is_shared(fork, 2, 0)
+    pool.release(table)
+    assert not pool.is_shared(fork, 0, 0)
+    assert figures(pool) == (8, 5, 3, 0)
+
+
+def test_own_gives_a_block_that_nobody_else_reads() -> None:
+    pool = one_slab(8)
+    table = table_with(pool, 2)
+    fork = pool.fork(table)
+    old, new = pool.own(fork, 1)
+    assert old == 1
+    assert fork.ids == [0, new]
+    assert table.ids == [0, 1]
+    assert not pool.is_shared(fork, 1, 0)
+    assert not pool.is_shared(table, 1, 0)
+    assert pool.is_shared(table, 0, 0)
+    pool.check()
+
+
+def test_a_known_block_may_be_written_behind_what_is_known_of_it() -> None:
+    pool = one_slab(8)
+    table = table_with(pool, 1)
+    pool.know(0, 0, 100)
+    assert pool.is_shared(table, 0, 99)
+    assert not pool.is_shared(table, 0, 100)
+    pool.know(0, 0, 120)
+    assert pool.is_shared(table, 0, 119)
+    pool.know(0, 0, 50)
+    assert pool.is_shared(table, 0, 119)
+    for _ in range(3):
+        pool.forget(0, 0)
+    assert not pool.is_shared(table, 0, 0)
+
+
+def test_a_known_block_that_was_owned_stays_known() -> None:
+    pool = one_slab(8)
+    table = table_with(pool, 1, known=True)
+    assert pool.own(table, 0)[0] == 0
+    assert figures(pool) == (8, 6, 1, 1)
+    assert pool.evict(0, 1) == [(0, 0)]
+
+
+def test_own_without_room_changes_nothing() -> None:
+    pool = one_slab(2)
+    table = table_with(pool, 2)
+    fork = pool.fork(table)
+    before = state(pool)
+    with pytest.raises(PoolExhaustedError):
+        pool.own(fork, 0)
+    assert fork.ids == table.ids == [0, 1]
+    assert state(pool) == before
+    pool.check()
+
+
+def test_swap_holds_another_block_and_lets_go_of_its_own() -> None:
+    pool = one_slab(8)
+    first, second = table_with(pool, 1, known=True), table_with(pool, 1)
+    mine = second.ids[0]
+    pool.swap(second, 0, first.ids[0])
+    assert second.ids == first.ids == [0]
+    assert pool.is_shared(second, 0, 255)
+    assert figures(pool) == (8, 7, 1, 0)
+    assert mine not in second.ids
+    pool.release(first)
+    pool.release(second)
+    assert figures(pool) == (8, 7, 0, 1)
+    pool.check()
+
+
+def test_a_table_tells_its_runs_after_every_change() -> None:
+    pool = one_slab(16)
+    table = table_with(pool, 2)
+    assert table.runs == [(0, 2)]
+    pool.extend(table, 2)
+    assert table.runs == [(0, 4)]
+    fork = pool.fork(table)
+    _, new = pool.own(fork, 1)
+    assert fork.runs == [(0, 1), (new, 1), (2, 2)]
+    pool.swap(fork, 1, 1)
+    assert fork.runs == [(0, 4)]
+    pool.release(fork)
+    assert fork.runs == []
+
+
+# -- figures -----------------------------------------------------------------------------------------------------------
+
+
+def test_counts() -> None:
+    pool = one_slab(10)
+    held = table_with(pool, 2, known=True)
+    ids = evictable(pool, 3)
+    pool.pin(0, ids[0])
+    pool.pin(0, held.ids[0])
+    pool.reserve([held], [1])
+    assert pool.counts() == [BlockCounts(FULL_NAME, 10, 5, 2, 3, 2, 1, BLOCK)]
+
+
+def test_fragmentation() -> None:
+    pool = one_slab(8)
+    assert pool.fragmentation(0) == 0.0
+    first, second = table_with(pool, 1), table_with(pool, 1)
+    # # . . . # . . .
+    assert second.ids == [4]
+    assert pool.fragmentation(0) == 0.5
+    pool.release(second)
+    assert pool.fragmentation(0) == 0.0
+    pool.extend(first, 7)
+    assert pool.fragmentation(0) == 0.0
+
+
+def test_block_map() -> None:
+    pool = one_slab(8)
+    table_with(pool, 3)
+    ids = evictable(pool, 2)
+    pool.pin(0, ids[1])
+    assert ids == [4, 5]
+    assert pool.block_map() == f"{FULL_NAME}: 3 of 8 free\n  0: ###.o*.."
+    assert pool.block_map(width=5) == f"{FULL_NAME}: 3 of 8 free\n  0: ###.o\n  0: *.."
+
+
+def test_block_map_has_every_group() -> None:
+    pool = two_groups(8, preallocate=True, slabs=1)
+    table_with(pool, 3, group=1)
+    assert pool.block_map().splitlines() == [
+        f"{FULL_NAME}: 4 of 4 free",
+        "  0: ....",
+        f"{WINDOW_NAME}: 1 of 4 free",
+        "  0: ###.",
+    ]
+
+
+def test_check_finds_a_lost_reference() -> None:
+    pool = one_slab(8)
+    table = table_with(pool, 2)
+    table.ids.pop()
+    with pytest.raises(AssertionError, match=r"full x1 .* block 1: ref_count 1 != 0 tables"):
+        pool.check()
+
+
+def test_check_finds_a_lost_promise() -> None:
+    pool = one_slab(8)
+    table = pool.open_table(0)
+    pool.reserve([table], [2])
+    table.reserved = 1
+    with pytest.raises(AssertionError, match="2 reserved != 1 in tables"):
+        pool.check()

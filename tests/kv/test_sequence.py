@@ -1,0 +1,29 @@
+"""What a sequence gives back from whatever thread ends it."""
+
+from __future__ import annotations
+
+import threading
+
+from prefix.test_states import SPECS
+
+from mlx_blockpool.kv.sequence import Sequence
+from mlx_blockpool.kv.slabs import Slabs
+
+
+def test_states_of_sequences_that_other_threads_let_go_are_subtracted_by_the_owner() -> None:
+    slabs = Slabs(SPECS["hybrid"], 4_000_000)
+    sequence = Sequence(slabs)
+    sequence.count_states(1000)
+    kept = sequence.fork()
+    before = vars(slabs)["_running_bytes"]
+    held = [sequence]
+    del sequence
+    thread = threading.Thread(target=held.clear)
+    thread.start()
+    thread.join()
+    # The other thread has not touched what this one adds to.
+    assert vars(slabs)["_running_bytes"] == before == 2000
+    assert slabs.running_bytes == 1000
+    kept.release()
+    del kept
+    assert slabs.running_bytes == 0

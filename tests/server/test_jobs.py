@@ -1,0 +1,70 @@
+"""Errands run on the generation thread between two steps: idle, beside replies, while models change; and they hold nothing."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+from models import save_model
+
+from mlx_blockpool.errors import PoolExhaustedError
+from mlx_blockpool.server.agents.known import KnownAgents, RefusedError
+from mlx_blockpool.server.jobs import have_done
+from server.serving import Client, blockpool_server
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return tmp_path_factory.mktemp("models")
+
+
+@pytest.fixture(scope="module")
+def client(folder: Path) -> Iterator[Client]:
+    with blockpool_server(save_model(folder / "one", "llama"), "--allow-models", str(folder), "--pool-bytes", "20MB") as running:
+        yield running
+
+
+def test_they_run_on_the_thread_that_owns_the_caches(client: Client) -> None:
+    assert have_done(client.generator, threading.get_ident) == client.generator._generation_thread.ident != threading.get_ident()
+
+
+def test_what_they_raise_is_for_who_asked_and_refers_to_no_frames(client: Client) -> None:
+    def fail() -> None:
+        try:
+            raise KeyError("a cause")
+        except KeyError as error:
+            raise PoolExhaustedError(3, 1, 1, "full") from error
+
+    with pytest.raises(PoolExhaustedError, match="Needed 3 blocks") as caught:
+        have_done(client.generator, fail)
+    assert (caught.value.__cause__, caught.value.__context__) == (None, None)
+    assert "fail" not in {entry.name for entry in caught.traceback}
+    assert client.chat([{"role": "user", "content": "go on"}], max_tokens=2)["choices"]
+
+
+def test_they_run_while_a_model_is_loaded_and_fail_for_one_that_has_gone(client: Client, folder: Path) -> None:
+    client.chat([{"role": "user", "content": "Are you there?"}], max_tokens=2, prompt_cache_key="one")
+    known, registry = KnownAgents(client.generator), client.generator.registry
+    (home,) = known.homes()
+    assert known.at(home, lambda served, _: served.key) == home.key
+    registry.piece_bytes = 1
+    other = str(save_model(folder / "two", "qwen2"))
+    assert client.send("/admin/load", {"model": other, "wait": False})[0] == 202
+    stages = set()
+    while other not in {key.model for key in registry.loaded}:
+        stages.add(have_done(client.generator, lambda: registry.change and registry.change.stage))
+    assert "loading" in stages
+    with pytest.raises(RefusedError, match="was unloaded meanwhile") as caught:
+        known.at(home, lambda served, _: served.key)
+    assert caught.value.status == 409
+    # Without a store an agent goes with its model.
+    assert client.send("/v1/agents/one")[0] == 404
+
+
+def test_nobody_waits_for_a_thread_that_has_ended(folder: Path) -> None:
+    with blockpool_server(save_model(folder / "three", "llama"), "--pool-bytes", "20MB") as client:
+        generator = client.generator
+    with pytest.raises(RuntimeError, match="shutting down"):
+        have_done(generator, lambda: 1)

@@ -1,0 +1,108 @@
+"""Which mlx-lm is accepted, and copies of functions that see other names."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+import types
+from importlib import metadata
+from pathlib import Path
+
+import pytest
+
+from mlx_blockpool.errors import UnsupportedVersionError
+from mlx_blockpool.mlx_lm_compat import check_version, rebind
+
+GREETING = "hello"
+
+
+def greet(name: str, end: str = ".", *, mark: str = "!") -> str:
+    """Greets."""
+    return f"{GREETING} {name}{end}{mark}"
+
+
+def make_counter() -> tuple[types.FunctionType, list[int]]:
+    seen: list[int] = []
+
+    def count() -> str:
+        seen.append(len(seen))
+        return GREETING
+
+    return count, seen  # type: ignore[return-value]
+
+
+@pytest.mark.parametrize("version", ["0.32.2", "0.32.3", "0.32.10", "0.32.99"])
+def test_versions_in_the_range_are_accepted(version: str) -> None:
+    check_version(version)
+
+
+@pytest.mark.parametrize("version", ["0.33.0", "0.33", "0.32.1", "0.31.9", "0.4.0", "1.0.0", "none"])
+def test_versions_outside_are_refused_with_what_to_install(version: str) -> None:
+    with pytest.raises(UnsupportedVersionError) as info:
+        check_version(version)
+    assert str(info.value) == (
+        f"Found mlx-lm {version}; needed 0.32.2 or newer and older than 0.33. Install one: pip install 'mlx-lm>=0.32.2,<0.33'."
+    )
+
+
+def test_the_installed_version_is_checked_by_default(monkeypatch: pytest.MonkeyPatch) -> None:
+    check_version()
+    monkeypatch.setattr(metadata, "version", lambda name: {"mlx-lm": "0.31.0"}[name])
+    with pytest.raises(UnsupportedVersionError, match=r"Found mlx-lm 0\.31\.0"):
+        check_version()
+
+
+def test_a_missing_mlx_lm_is_said_to_be_missing(monkeypatch: pytest.MonkeyPatch) -> None:
+    def missing(name: str) -> str:
+        raise metadata.PackageNotFoundError(name)
+
+    monkeypatch.setattr(metadata, "version", missing)
+    with pytest.raises(UnsupportedVersionError, match="Found mlx-lm none"):
+        check_version()
+
+
+def test_rebind_gives_a_copy_that_sees_another_name() -> None:
+    copy = rebind(greet, GREETING="good evening")
+    assert copy("Ada") == "good evening Ada.!"
+    assert copy("Ada", "", mark="?") == "good evening Ada?"
+    assert copy.__name__ == "greet"
+
+
+def test_rebind_leaves_the_original_and_its_module_as_they_are() -> None:
+    code, names = greet.__code__, dict(greet.__globals__)
+    rebind(greet, GREETING="good evening")
+    assert greet("Ada") == "hello Ada.!"
+    assert GREETING == "hello"
+    assert greet.__code__ is code
+    assert greet.__globals__ == names
+
+
+def test_rebind_keeps_the_closure() -> None:
+    count, seen = make_counter()
+    copy = rebind(count, GREETING="hi")
+    assert [copy(), count(), copy()] == ["hi", "hello", "hi"]
+    assert seen == [0, 1, 2]
+
+
+def test_rebind_refuses_a_name_that_the_module_does_not_have() -> None:
+    with pytest.raises(AssertionError, match=r"has no \['GRETING'\]"):
+        rebind(greet, GRETING="typo")
+
+
+def test_rebind_refuses_what_is_not_a_python_function() -> None:
+    with pytest.raises(AssertionError, match="not a Python function"):
+        rebind(len)
+
+
+@pytest.mark.parametrize("command", ["import mlx_blockpool.cache", "import mlx_blockpool.server", "SERVE"])
+def test_another_mlx_lm_is_refused_before_it_is_used(command: str, tmp_path: Path) -> None:
+    info = tmp_path / "mlx_lm-0.31.3.dist-info"
+    info.mkdir()
+    (info / "METADATA").write_text("Metadata-Version: 2.1\nName: mlx-lm\nVersion: 0.31.3\n")
+    env = {**os.environ, "PYTHONPATH": str(tmp_path)}
+    arguments = ["-m", "mlx_blockpool.cli", "serve", "--model", "demo"] if command == "SERVE" else ["-c", command]
+    ran = subprocess.run([sys.executable, *arguments], env=env, capture_output=True, text=True, cwd="/")
+    assert ran.returncode == 1
+    assert "Found mlx-lm 0.31.3; needed 0.32.2 or newer and older than 0.33" in ran.stderr
+    assert ("Traceback" in ran.stderr) == (command != "SERVE")
