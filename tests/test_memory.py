@@ -9,7 +9,7 @@ from typing import Any
 
 import mlx.core as mx
 import pytest
-from cache.arrays import make_slabs
+from kv.arrays import make_slabs
 from hypothesis import given
 from hypothesis import strategies as st
 from mlx_lm.models.cache import KVCache, RotatingKVCache

@@ -7,7 +7,7 @@ from typing import Any
 
 import mlx.core as mx
 import pytest
-from cache.arrays import make_slabs, numbered
+from kv.arrays import make_slabs, numbered
 from mlx_lm.generate import BatchGenerator
 from mlx_lm.models.cache import LRUPromptCache
 from mlx_lm.models.cache import make_prompt_cache as stock_prompt_cache

@@ -10,7 +10,7 @@ from typing import Any
 import mlx.core as mx
 import numpy as np
 import pytest
-from cache.arrays import make_slabs, numbered
+from kv.arrays import make_slabs, numbered
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from mlx_lm.models.cache import make_prompt_cache as stock_prompt_cache

@@ -13,7 +13,7 @@ from typing import Any
 
 import mlx.core as mx
 import pytest
-from cache.arrays import HEADS, KEY_DIM, VALUE_DIM, numbered
+from kv.arrays import HEADS, KEY_DIM, VALUE_DIM, numbered
 from hypothesis import HealthCheck, Phase, settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule

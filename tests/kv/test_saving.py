@@ -11,7 +11,7 @@ from typing import Any
 import mlx.core as mx
 import pytest
 from architectures.pooled import make_model as make_architecture
-from cache.arrays import make_slabs, numbered
+from kv.arrays import make_slabs, numbered
 from mlx.utils import tree_flatten
 from mlx_lm.models.cache import CacheList, KVCache, QuantizedKVCache, RotatingKVCache, load_prompt_cache, save_prompt_cache
 from mlx_lm.models.cache import make_prompt_cache as stock_prompt_cache

@@ -6,7 +6,7 @@ from typing import Any
 
 import mlx.core as mx
 import pytest
-from cache.arrays import make_slabs, numbered
+from kv.arrays import make_slabs, numbered
 from mlx_lm.models.cache import KVCache, RotatingKVCache
 
 from mlx_blockpool.errors import PoolExhaustedError, RequestTooLargeError

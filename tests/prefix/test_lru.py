@@ -9,7 +9,7 @@ from typing import Any
 
 import mlx.core as mx
 import pytest
-from cache.arrays import HEADS, KEY_DIM, VALUE_DIM, make_slabs, numbered
+from kv.arrays import HEADS, KEY_DIM, VALUE_DIM, make_slabs, numbered
 from mlx_lm.generate import generate_step
 from mlx_lm.models.cache import ChunkedKVCache, KVCache, LRUPromptCache, QuantizedKVCache, RotatingKVCache
 from mlx_lm.models.cache import make_prompt_cache as stock_prompt_cache

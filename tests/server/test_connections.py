@@ -16,7 +16,7 @@ from models import save_model
 from mlx_blockpool.server.app import BlockpoolHTTPServer
 from mlx_blockpool.server.handler import BlockpoolHandler
 from server.serving import Client, blockpool_server
-from server.test_guard import KEY, guarded, received, wait_for_threads
+from server.test_access import KEY, guarded, received, wait_for_threads
 
 CHAT = {"messages": [{"role": "user", "content": "x"}], "max_tokens": 3}
 STREAMED = {**CHAT, "stream": True}
