@@ -16,7 +16,7 @@ from mlx_lm.models.cache import make_prompt_cache as stock_prompt_cache
 
 from mlx_blockpool.kv.attach import bind
 from mlx_blockpool.kv.factory import make_prompt_cache, open_pool
-from mlx_blockpool.kv.slabs import Slabs
+from mlx_blockpool.kv.slabs import KVArena
 
 
 def filled(model: Any, caches: list[Any], context: int) -> list[Any]:
@@ -48,7 +48,7 @@ def prefill_seconds(model: Any, caches: list[Any], prompt: mx.array, step: int) 
     return time.perf_counter() - start
 
 
-def address(slabs: Slabs) -> list[int]:
+def address(slabs: KVArena) -> list[int]:
     """Addresses of all slab buffers."""
     return [np.asarray(memoryview(a.view(mx.uint8))).ctypes.data for a in slabs.arrays()]
 

@@ -17,7 +17,7 @@ from measure import interleave, llama, options, report
 from mlx_lm.models.cache import KVCache, LRUPromptCache
 
 from mlx_blockpool.kv.factory import open_pool
-from mlx_blockpool.kv.slabs import Slabs
+from mlx_blockpool.kv.slabs import KVArena
 from mlx_blockpool.prefix.cache import PrefixCache
 from mlx_blockpool.spec import FullLayer, ModelCacheSpec, blocks_for
 
@@ -39,14 +39,14 @@ def our_searches(known: list[list[int]], layers: int) -> tuple[Search, Search]:
     """(lookup, fetch): each returns how many tokens it found."""
     spec = ModelCacheSpec("lookup", (FullLayer(1, 1, 1),) * layers, "float16")
     blocks = sum(blocks_for(len(c)) for c in known) + 2000
-    prefix = PrefixCache(Slabs(spec, blocks * spec.bytes_per_block(spec.groups[0])))
+    prefix = PrefixCache(KVArena(spec, blocks * spec.bytes_per_block(spec.groups[0])))
     prefix.slabs.ragged = True
     for tokens in known:
-        caches = prefix.fetch(tokens, 1).caches
+        caches = prefix.acquire(tokens, 1).caches
         for cache in caches:
             cache.offset = len(tokens)
-        prefix.finish(tokens, caches)
-    return lambda tokens: prefix.known.trie.match(tokens).tokens, lambda tokens: prefix.fetch(tokens, 1).lookup.hit
+        prefix.release(tokens, caches)
+    return lambda tokens: prefix.index.trie.match(tokens).tokens, lambda tokens: prefix.acquire(tokens, 1).lookup.hit
 
 
 def stock_searches(known: list[list[int]], layers: int) -> tuple[Search, Search]:
@@ -72,24 +72,24 @@ def script_fetch(length: int, attach: bool) -> tuple[Callable[[], float], dict[s
     prefix = PrefixCache(open_pool(model, 8 * length * 2 * 4 * 2 * 64 * 4, attach=attach))
     rng = random.Random(0)
     known = [rng.randrange(2048) for _ in range(length)]
-    caches = prefix.fetch(known, 1).caches
+    caches = prefix.acquire(known, 1).caches
     for cache in caches:
         cache.update_and_fetch(*mx.random.normal((2, 1, 2, length, 64)))
-    prefix.finish(known, caches)
+    prefix.release(known, caches)
     prompt = [*known, *range(50)]
 
     def seconds() -> float:
         start = time.process_time()
-        fetched = prefix.fetch(prompt, 1)
+        fetched = prefix.acquire(prompt, 1)
         spent = time.process_time() - start
         assert fetched.lookup.hit == length
-        prefix.release(fetched.caches)
+        prefix.discard(fetched.caches)
         return spent
 
-    before = {block for node in prefix.known.trie for block in node.blocks}
-    fetched = prefix.fetch(prompt, 1)
+    before = {block for node in prefix.index.trie for block in node.blocks}
+    fetched = prefix.acquire(prompt, 1)
     copied = len(set(fetched.caches[0].sequence.tables[0].ids[: blocks_for(length)]) - before)
-    prefix.release(fetched.caches)
+    prefix.discard(fetched.caches)
     return seconds, {"attached": prefix.slabs.ragged, "blocks_copied": copied}
 
 

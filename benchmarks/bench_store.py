@@ -94,10 +94,10 @@ def fill(model: Any, folder: Path, length: int, bits: int | None) -> None:
     assert isinstance(engine.caches, PooledCaches)
     prefix, layer = engine.caches.prefix, engine.caches.prefix.slabs.spec.layers[0]
     tokens = [i % VOCAB for i in range(length)]
-    caches = prefix.fetch(tokens, 1).caches
+    caches = prefix.acquire(tokens, 1).caches
     for cache in caches:
         cache.update_and_fetch(*mx.random.normal((2, 1, layer.kv_heads, length, layer.key_dim)))
-    prefix.finish(tokens, caches)
+    prefix.release(tokens, caches)
     assert prefix.close(), "the store could not write everything"
 
 

@@ -31,7 +31,7 @@ from .kv.parts import as_stock, leaves_of
 from .model_source import Prompt, Source, ids_in, line_of
 from .prefix.cache import PrefixCache
 from .prefix.ref import path_of
-from .prefix.retention import Terms
+from .prefix.retention import RetentionPolicy
 from .prefix.salts import SHARED, is_of_import, salt_of_import
 from .spec import BLOCK_TOKENS, ChunkLayer, FullLayer, LayerSpec, ModelCacheSpec, StateLayer, WindowLayer, blocks_for
 from .store.agent_files import Agents
@@ -64,9 +64,9 @@ def export(source: Source, prompt: Prompt, file: Path, agent: str | None = None)
     salt = SHARED if agent is None else Agents(source.root).need(agent).salt
     prefix = source.open(len(tokens))
     try:
-        known = prefix.known.trie.match(tokens, salt).tokens
+        known = prefix.index.trie.match(tokens, salt).tokens
         # A fetch leaves one token to compute: this one, of which nothing is kept.
-        fetched = prefix.fetch([*tokens[:known], 0], 0, known, salt)
+        fetched = prefix.acquire([*tokens[:known], 0], 0, known, salt)
         hit = fetched.lookup.hit
         if not hit:
             raise StoreError(
@@ -75,7 +75,7 @@ def export(source: Source, prompt: Prompt, file: Path, agent: str | None = None)
             )
         metadata = metadata_of(source.name, source.weights, source.config.bits, tokens[:hit])
         _save(path, as_stock(fetched.caches), metadata, None if is_of_import(salt) else export_key(source.root))
-        prefix.release(fetched.caches)
+        prefix.discard(fetched.caches)
     finally:
         prefix.close()
     return {"file": str(path), "tokens": hit, "given": len(tokens), "bytes": path.stat().st_size}
@@ -134,7 +134,7 @@ def take_in(source: Source, prompt: Prompt, file: Path, agent: str | None = None
     try:
         kept = _keep(prefix, tokens, caches, salt)
         if agent is not None and kept == len(tokens):
-            path, namespace = path_of(prefix.known.trie, tokens, salt), _store_of(prefix).namespace
+            path, namespace = path_of(prefix.index.trie, tokens, salt), _store_of(prefix).namespace
             Agents(source.root).note(agent, namespace, source.spec.model_id, path.hashes, path.tokens, salt)
     finally:
         prefix.close()
@@ -178,7 +178,7 @@ def _keep(prefix: PrefixCache, tokens: list[int], caches: list[Any], salt: bytes
     """How many tokens are in the store now, from the first on."""
     stored = prefix.stored
     assert stored is not None
-    prefix.finish(tokens, caches, terms=Terms(salt=salt))
+    prefix.release(tokens, caches, terms=RetentionPolicy(salt=salt))
     before = -1
     # The store's queue takes a part at a time.
     while stored.store.counts["written"] > before:
@@ -186,7 +186,7 @@ def _keep(prefix: PrefixCache, tokens: list[int], caches: list[Any], salt: bytes
         stored.write_tails()
         stored.store.flush()
         stored.write_behind(0)
-    path = prefix.known.trie.match(tokens, salt).path
+    path = prefix.index.trie.match(tokens, salt).path
     return sum(node.end - node.start for node in takewhile(lambda node: node.stored, path))
 
 

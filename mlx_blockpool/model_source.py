@@ -14,7 +14,7 @@ from . import claims
 from .config import ModelsConfig, PoolConfig, StoreConfig
 from .demo import model_path
 from .errors import BadModelError, StoreError
-from .kv.slabs import Slabs
+from .kv.slabs import KVArena
 from .plugins import spec_of_model
 from .prefix.cache import PrefixCache
 from .prefix.opening import digests_of, open_store, weights_in
@@ -64,7 +64,7 @@ class Source:
         blocks = max([blocks_for(tokens) + 1, *(2 * (group.layer.max_blocks or 0) for group in self.spec.groups)])
         states = 4 * self.spec.fixed_bytes_per_agent()
         pool_bytes = blocks * sum(self.spec.bytes_per_block(group) for group in self.spec.groups) + states
-        slabs = Slabs(self.spec, pool_bytes, PoolConfig(slabs=1, slab_blocks=blocks, state_bytes=states))
+        slabs = KVArena(self.spec, pool_bytes, PoolConfig(slabs=1, slab_blocks=blocks, state_bytes=states))
         # Runs are joined when they are saved; no fetch needs to copy them into one.
         slabs.ragged = True
         store = open_store(self.config, self.folder, self.adapter, self.spec, Path(self.name).name, self.weights)

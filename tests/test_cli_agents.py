@@ -371,10 +371,10 @@ def test_who_stays_goes_on_where_it_was(capsys: pytest.CaptureFixture[str], tmp_
         """Known tokens of each prompt at a start; noted where a namespace is given."""
         _, prefix = open_prefix(root, folder)
         for name, tokens in prompts.items() if namespace else ():
-            match = prefix.known.trie.match(tokens)
+            match = prefix.index.trie.match(tokens)
             note = (name, namespace, "tiny", [node.hash for node in match.path], match.tokens)
             Agents(root).note(*note)
-        found = {name: prefix.fetch([*tokens, 7], 1).lookup.hit for name, tokens in prompts.items()}
+        found = {name: prefix.acquire([*tokens, 7], 1).lookup.hit for name, tokens in prompts.items()}
         assert prefix.close()
         return found
 

@@ -22,7 +22,7 @@ from models import save_model
 
 from mlx_blockpool.cli import main
 from mlx_blockpool.config import StoreConfig
-from mlx_blockpool.kv.slabs import Slabs
+from mlx_blockpool.kv.slabs import KVArena
 from mlx_blockpool.plugins import spec_of_model
 from mlx_blockpool.prefix.cache import PrefixCache
 from mlx_blockpool.prefix.opening import open_store
@@ -40,16 +40,16 @@ def open_prefix(root: Path, folder: Path, bits: int | None = None) -> tuple[Any,
     model, _, config = load(str(folder), return_config=True)
     spec = spec_of_model(model, config, folder.name)
     store = open_store(StoreConfig(root, bits=bits, min_free_bytes=0, flush_seconds=60), folder, None, spec, folder.name)
-    return model, PrefixCache(Slabs(spec, 20_000_000), store=store)
+    return model, PrefixCache(KVArena(spec, 20_000_000), store=store)
 
 
 def fill(root: Path, folder: Path, *prompts: list[int], bits: int | None = None) -> str:
     """Compute prompts and close the store. Returns the namespace."""
     model, prefix = open_prefix(root, folder, bits)
     for tokens in prompts:
-        fetched = prefix.fetch(tokens, 1)
+        fetched = prefix.acquire(tokens, 1)
         model(mx.array([fetched.rest]), cache=fetched.caches)
-        prefix.finish(tokens, fetched.caches)
+        prefix.release(tokens, fetched.caches)
     assert prefix.close()
     assert prefix.stored is not None
     return prefix.stored.store.namespace
@@ -240,7 +240,7 @@ def test_only_scrub_reads_the_data(capsys: pytest.CaptureFixture[str], root: Pat
     assert store(capsys, root, "scrub")["clean"] is True
     assert records(root) == at(root, 0)
     _, prefix = open_prefix(root, llama)
-    assert prefix.fetch(FIRST, 1).lookup.hit == 256
+    assert prefix.acquire(FIRST, 1).lookup.hit == 256
     prefix.close()
 
 
@@ -295,7 +295,7 @@ def test_it_works_while_a_server_has_the_store(capsys: pytest.CaptureFixture[str
     _, prefix = open_prefix(root, llama)
     assert store(capsys, root, "scrub", "--fix")["clean"] is True
     store(capsys, root, "clear", "--yes")
-    assert prefix.fetch(FIRST, 1).lookup.hit == 0
+    assert prefix.acquire(FIRST, 1).lookup.hit == 0
     prefix.check()
     prefix.close()
 
@@ -410,7 +410,7 @@ def test_an_import_is_found_by_the_next_server(
         path.name: path.read_bytes() for path in records(root) if path.name in {p.name for p in records(empty)}
     }
     model, prefix = open_prefix(empty, llama)
-    fetched = prefix.fetch([*FIRST, 7], 20)
+    fetched = prefix.acquire([*FIRST, 7], 20)
     assert fetched.lookup.hit == 700
     steps = generate_step(mx.array(fetched.rest), model, max_tokens=8, prompt_cache=fetched.caches)
     assert [int(token) for token, _ in steps] == greedy(llama, [*FIRST, 7])

@@ -24,10 +24,10 @@ PROMPT = random.Random(1).choices(range(90), k=600)
 def fill(root: Path, folder: Path, tokens: list[int]) -> None:
     source = Source(str(folder), root)
     prefix = source.open(1000)
-    fetched = prefix.fetch(tokens, 1)
+    fetched = prefix.acquire(tokens, 1)
     source.model(mx.array([fetched.rest]), cache=fetched.caches)
     mx.eval([c.state for c in fetched.caches])
-    prefix.finish(tokens, fetched.caches)
+    prefix.release(tokens, fetched.caches)
     assert prefix.close()
 
 

@@ -9,14 +9,14 @@ from typing import Any
 
 import mlx.core as mx
 import pytest
-from kv.arrays import make_slabs
 from hypothesis import given
 from hypothesis import strategies as st
+from kv.arrays import make_slabs
 from mlx_lm.models.cache import KVCache, RotatingKVCache
 
 from mlx_blockpool.errors import BlockpoolError, SpecError
 from mlx_blockpool.kv.factory import pooled_caches
-from mlx_blockpool.kv.slabs import Slabs
+from mlx_blockpool.kv.slabs import KVArena
 from mlx_blockpool.memory import Allocation, BatchMemory, Comparison, batch_memory
 from mlx_blockpool.spec import FullLayer, ModelCacheSpec, StateLayer, WindowLayer
 
@@ -276,7 +276,7 @@ def test_a_batch_that_decodes_stays_between_padded_and_grown() -> None:
 # -- the pool itself ---------------------------------------------------------------------------------------------------
 
 
-def pooled(slabs: Slabs, tokens: int) -> list[Any]:
+def pooled(slabs: KVArena, tokens: int) -> list[Any]:
     caches = pooled_caches(slabs)
     write(caches, tokens)
     return caches
@@ -289,7 +289,7 @@ def write(caches: list[Any], tokens: int) -> None:
         cache.update_and_fetch(mx.zeros((*shape, layer.key_dim)), mx.zeros((*shape, layer.value_dim)))
 
 
-def running(slabs: Slabs, sequences: list[list[Any]]) -> BatchMemory:
+def running(slabs: KVArena, sequences: list[list[Any]]) -> BatchMemory:
     """The report of sequences that hold all held blocks of a pool."""
     held = [counts.held for counts in slabs.pool.settle()]
     return batch_memory(slabs.spec, [caches[0].offset for caches in sequences], held)

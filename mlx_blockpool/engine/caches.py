@@ -99,15 +99,15 @@ class PooledCaches:
         restored = self.abandon(running)
         room = min(running.left_to_produce(), BLOCK_TOKENS)
         try:
-            fetched = self.prefix.fetch_resident(running.tokens, room, salt=running.terms.salt)
+            fetched = self.prefix.acquire_resident(running.tokens, room, salt=running.terms.salt)
         except PoolExhaustedError:
             if not self.stop_restoring():
                 raise
-            fetched = self.prefix.fetch_resident(running.tokens, room, salt=running.terms.salt)
+            fetched = self.prefix.acquire_resident(running.tokens, room, salt=running.terms.salt)
         try:
-            self.prefix.room.need_spare(len(others) if running.swaps else 0)
+            self.prefix.admission.need_spare(len(others) if running.swaps else 0)
         except PoolExhaustedError:
-            self.prefix.release(fetched.caches)
+            self.prefix.discard(fetched.caches)
             raise
         if self.needs_marks:
             self._mark(running, fetched.lookup)
@@ -202,34 +202,34 @@ class PooledCaches:
         """How many tokens of a prompt open() would find now, once it is ready."""
         return self.prefix.within_reach(tokens, salt)
 
-    def secure(self, batch: Sequence[Running]) -> None:
+    def ensure_next_blocks(self, batch: Sequence[Running]) -> None:
         """Promise each member the blocks of its next token, or raise PoolExhaustedError and promise nothing."""
-        self.prefix.room.secure([running.caches or [] for running in batch])
+        self.prefix.admission.ensure_next_blocks([running.caches or [] for running in batch])
 
-    def keep(self, running: Running, kind: str) -> None:
+    def insert(self, running: Running, kind: str) -> None:
         """Let others share what is computed of a sequence that goes on."""
-        known = self.prefix.keep(running.tokens[: running.computed], running.caches or [], kind, running.terms)
+        known = self.prefix.insert(running.tokens[: running.computed], running.caches or [], kind, running.terms)
         self._pin(running, known)
 
     def take_in(self, running: Running, caches: list[Any]) -> None:
         """Know what given caches hold of a prompt."""
-        self.prefix.keep(running.tokens[: tokens_held(caches)], caches, KIND, running.terms)
+        self.prefix.insert(running.tokens[: tokens_held(caches)], caches, KIND, running.terms)
 
-    def finish(self, running: Running, kind: str) -> None:
+    def release(self, running: Running, kind: str) -> None:
         """Keep what is computed of a sequence and take its caches back."""
         tokens = running.tokens[: running.computed]
-        known = self.prefix.finish(tokens, running.caches or [], kind, running.terms)
+        known = self.prefix.release(tokens, running.caches or [], kind, running.terms)
         running.caches = None
         self._pin(running, known)
-        self.prefix.keeping.end(running.terms)
+        self.prefix.retention.end(running.terms)
         name = running.request.noted_as or running.request.agent
         if name is not None and running.terms.is_written:
-            self.turns[name] = path_of(self.prefix.known.trie, tokens, running.terms.salt)
+            self.turns[name] = path_of(self.prefix.index.trie, tokens, running.terms.salt)
 
-    def release(self, running: Running) -> None:
+    def discard(self, running: Running) -> None:
         """Take its caches back and keep nothing."""
         if running.caches is not None:
-            self.prefix.release(running.caches)
+            self.prefix.discard(running.caches)
             running.caches = None
 
     def release_all(self) -> None:
@@ -256,9 +256,9 @@ class PaddedCaches(PooledCaches):
             self._fit([*others, running])
         return super().open(running, others)
 
-    def secure(self, batch: Sequence[Running]) -> None:
+    def ensure_next_blocks(self, batch: Sequence[Running]) -> None:
         if not self.merges:
-            super().secure(batch)
+            super().ensure_next_blocks(batch)
         elif len(batch) > 1:
             self._fit(batch)
 

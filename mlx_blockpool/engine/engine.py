@@ -263,7 +263,7 @@ class BlockPoolBatchEngine:
         for running in chosen:
             kind = running.marks.pop(running.computed, None)
             if kind is not None or (self.caches.keeps_chunks and running.in_prefill):
-                self.caches.keep(running, kind or KIND)
+                self.caches.insert(running, kind or KIND)
                 self._may_admit = True
             self._events.append(Progress(running.uid, running.computed + (not running.in_prefill), len(running.tokens)))
             if not running.in_prefill:
@@ -271,7 +271,7 @@ class BlockPoolBatchEngine:
                 self._join(running)
 
     def _decode(self) -> None:
-        self._secure()
+        self._ensure_next_blocks()
         if not self._batch.members:
             return
         start = time.perf_counter()
@@ -293,7 +293,7 @@ class BlockPoolBatchEngine:
             if reason is not None:
                 ended.append(running)
             elif self.caches.keeps_chunks and running.computed % BLOCK_TOKENS == 0:
-                self.caches.keep(running, "assistant")
+                self.caches.insert(running, "assistant")
         self._batch.leave(ended)
         for running in ended:
             self._end(running, failed.get(running.uid))
@@ -359,13 +359,13 @@ class BlockPoolBatchEngine:
         self._batch.join(running)
         if not self.caches.ragged and self.caches.merges:
             # The batch has copied them.
-            self.caches.release(running)
+            self.caches.discard(running)
 
-    def _secure(self) -> None:
+    def _ensure_next_blocks(self) -> None:
         """Blocks for the next token of everybody: of the youngest, where there are not enough."""
         while self._batch.members:
             try:
-                self.caches.secure(self._batch.members)
+                self.caches.ensure_next_blocks(self._batch.members)
                 return
             except PoolExhaustedError:
                 # A padded batch has nothing from those that are not in it.
@@ -398,7 +398,7 @@ class BlockPoolBatchEngine:
         """A request that has left the batch is through."""
         self._may_admit = True
         if error is not None:
-            self.caches.release(running)
+            self.caches.discard(running)
             self._fail(running, error)
             return
         self._keep(running)
@@ -406,11 +406,11 @@ class BlockPoolBatchEngine:
     def _keep(self, running: Running) -> None:
         """Take the caches of a request back, with what was computed. If it cannot be kept, no request fails for that."""
         try:
-            self.caches.finish(running, "assistant")
+            self.caches.release(running, "assistant")
         except Exception:
             # The code of models and the prefix cache may raise anything, and the reply does not depend on it.
             log.exception("request %d could not be kept", running.uid)
-            self.caches.release(running)
+            self.caches.discard(running)
 
     def _fail(self, running: Running, error: Exception) -> None:
         # Without its traceback, whose frames hold caches and with them blocks.

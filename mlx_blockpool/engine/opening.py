@@ -9,7 +9,7 @@ from ..config import PoolConfig
 from ..errors import SpecError
 from ..kv.attach import attach, batches_padded, step_synchronously_if_copied
 from ..kv.factory import config_of, default_pool_bytes, with_windows
-from ..kv.slabs import Slabs
+from ..kv.slabs import KVArena
 from ..plugins import spec_of_model
 from ..prefix.cache import PrefixCache
 from ..spec import ModelCacheSpec
@@ -43,13 +43,13 @@ def open_pooled(
 
     `store` has the records of these weights.
     """
-    slabs = Slabs(spec, pool_bytes, config)
+    slabs = KVArena(spec, pool_bytes, config)
     caches: PooledCaches
     if attach(model, slabs):
         caches = PooledCaches(PrefixCache(slabs, store=store, config=config or PoolConfig()))
     else:
         # A padded batch is not in the pool: it has half of the bytes to itself.
-        slabs = Slabs(spec, pool_bytes // 2, config)
+        slabs = KVArena(spec, pool_bytes // 2, config)
         prefix = PrefixCache(slabs, store=store, config=config or PoolConfig())
         caches = PaddedCaches(prefix, pool_bytes - pool_bytes // 2, batches_padded(model, spec))
     if step_synchronously_if_copied(model, slabs):

@@ -9,7 +9,7 @@ from typing import Any
 import mlx.core as mx
 from mlx_lm.generate import StopSequences
 
-from ..prefix.retention import Terms
+from ..prefix.retention import RetentionPolicy
 from ..prefix.salts import SHARED
 
 Sampler = Callable[[mx.array], mx.array]
@@ -115,7 +115,7 @@ class Running:
         self.caches: list[Any] | None = None
         self.logprobs: mx.array | None = None
         self.marks = {min(position, self.prefill_end): kind for position, kind in request.marks if position > 0}
-        self.terms = Terms(request.agent, request.retention, request.salt)
+        self.terms = RetentionPolicy(request.agent, request.retention, request.salt)
         # Those that are not pinned yet.
         self.pins = list(request.pins)
         self.swaps = 0

@@ -66,10 +66,10 @@ class StockCaches:
     def known(self, tokens: Sequence[int], salt: bytes = SHARED) -> int:
         return self._known.known_tokens(self._key_of(salt), list(tokens))
 
-    def secure(self, batch: Sequence[Running]) -> None:
+    def ensure_next_blocks(self, batch: Sequence[Running]) -> None:
         """There is no limit."""
 
-    def keep(self, running: Running, kind: str) -> None:
+    def insert(self, running: Running, kind: str) -> None:
         self._insert(running, copy.deepcopy(running.caches), kind)
 
     def take_in(self, running: Running, caches: list[Any]) -> None:
@@ -77,11 +77,11 @@ class StockCaches:
         tokens = running.tokens[: tokens_held(caches)]
         self._known.insert_cache(self._key_of(running.terms.salt), tokens, copy.deepcopy(caches), cache_type=KIND)
 
-    def finish(self, running: Running, kind: str) -> None:
+    def release(self, running: Running, kind: str) -> None:
         self._insert(running, running.caches, kind)
         running.caches = None
 
-    def release(self, running: Running) -> None:
+    def discard(self, running: Running) -> None:
         running.caches = None
 
     def release_all(self) -> None:

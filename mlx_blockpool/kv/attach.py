@@ -19,7 +19,7 @@ from mlx_lm.models.cache import make_prompt_cache as stock_prompt_cache
 from ..mlx_lm_compat import rebind
 from ..spec import ModelCacheSpec, StateLayer
 from .factory import make_prompt_cache
-from .slabs import Slabs
+from .slabs import KVArena
 
 log = logging.getLogger(__name__)
 
@@ -85,7 +85,7 @@ def detach(model: Any) -> None:
             module.__class__ = type(module)._attached_from
 
 
-def attach(model: Any, slabs: Slabs) -> bool:
+def attach(model: Any, slabs: KVArena) -> bool:
     """Attach, and keep it if a ragged batch of random tokens gives the logits of single sequences.
 
     Sets slabs.ragged. A model that does not pass is as it was before, and batches through mlx-lm's padded caches. Raises
@@ -174,7 +174,7 @@ def _single_logits(model: Any, prompt: list[int], max_kv_size: int | None) -> mx
     return logits[:, -1].astype(mx.float32)
 
 
-def step_synchronously_if_copied(model: Any, slabs: Slabs, caches: list[Any] | None = None, steps: int = 8) -> bool:
+def step_synchronously_if_copied(model: Any, slabs: KVArena, caches: list[Any] | None = None, steps: int = 8) -> bool:
     """Find out whether a decode step that is encoded while the one before still runs copies whole slabs, and forbid it then.
 
     mlx writes in place only where nothing else reads the buffer; how far it encodes ahead differs by device and model. Sets and

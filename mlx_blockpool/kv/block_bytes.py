@@ -15,7 +15,7 @@ import mlx.core as mx
 import numpy as np
 
 from ..spec import LayerGroup
-from .slabs import Slabs
+from .slabs import KVArena
 
 # In the memory of the processor; bfloat16 as uint16, which has its bits.
 HostArray: TypeAlias = "np.ndarray[Any, Any]"
@@ -42,7 +42,7 @@ class Content:
         return np.frombuffer(data, _NUMPY[self.dtype]).reshape(self.shape)
 
 
-def contents(slabs: Slabs, groups: Sequence[int], tokens: int, bits: int | None = None) -> list[Content]:
+def contents(slabs: KVArena, groups: Sequence[int], tokens: int, bits: int | None = None) -> list[Content]:
     """What the first `tokens` tokens of one block of each group are, array by array."""
     found = []
     for g in groups:
@@ -56,7 +56,7 @@ def contents(slabs: Slabs, groups: Sequence[int], tokens: int, bits: int | None 
     return found
 
 
-def copy_out(slabs: Slabs, places: Sequence[tuple[int, int]], start: int, end: int, bits: int | None = None) -> list[mx.array]:
+def copy_out(slabs: KVArena, places: Sequence[tuple[int, int]], start: int, end: int, bits: int | None = None) -> list[mx.array]:
     """Tokens [start, end) of blocks, given as (group, block): evaluated copies, in the order of contents()."""
     found: list[mx.array] = []
     for group, block in places:
@@ -69,7 +69,7 @@ def copy_out(slabs: Slabs, places: Sequence[tuple[int, int]], start: int, end: i
 
 
 def copy_in(
-    slabs: Slabs, places: Sequence[tuple[int, int]], start: int, arrays: Sequence[HostArray], bits: int | None = None
+    slabs: KVArena, places: Sequence[tuple[int, int]], start: int, arrays: Sequence[HostArray], bits: int | None = None
 ) -> None:
     """Put arrays in the order of contents() at tokens [start, ...) of blocks. They may change once this returns.
 

@@ -82,14 +82,19 @@ class FreeRuns:
 
 @dataclass(slots=True)
 class Block:
-    """ref_count: tables that hold it. known: trie entries that can read it. frozen: tokens of it that they read.
+    """One block of 256 tokens.
 
-    Free: neither held nor known. Evictable: known, not held. `pins` keep it from eviction.
+    ref_count:     block tables that hold it.
+    cached_refs:   trie entries that point at it.
+    cached_tokens: leading tokens that they may read; a write below needs a copy.
+    pins:          keep it from eviction.
+
+    A block is free when it is neither held nor cached, and evictable when it is cached and not held.
     """
 
     ref_count: int = 0
-    known: int = 0
-    frozen: int = 0
+    cached_refs: int = 0
+    cached_tokens: int = 0
     pins: int = 0
 
 
@@ -124,7 +129,7 @@ class GroupBlocks:
         self.evictable: OrderedDict[int, None] = OrderedDict()
         self.slabs: dict[int, int] = {}
         self.reserved = 0
-        self.sharing = 0
+        self.share_epoch = 0
 
     @property
     def available(self) -> int:
@@ -166,7 +171,7 @@ class GroupBlocks:
         for i in ids:
             block = self.blocks[i]
             block.ref_count += 1
-            self.sharing += 1
+            self.share_epoch += 1
             self.evictable.pop(i, None)
 
     def release(self, ids: Iterable[int]) -> None:
@@ -176,24 +181,24 @@ class GroupBlocks:
             assert block.ref_count > 0, f"block {i} of {self.group.name} released with ref_count {block.ref_count}"
             block.ref_count -= 1
             if block.ref_count == 0:
-                if block.known:
+                if block.cached_refs:
                     self.evictable[i] = None
                 else:
                     self._set_free(i)
 
-    def know(self, i: int, tokens: int) -> None:
+    def cache(self, i: int, tokens: int) -> None:
         block = self.blocks[i]
-        assert block.ref_count > 0 or block.known > 0, f"block {i} of {self.group.name} is free and cannot be known"
-        self.sharing += 1
-        block.known += 1
-        block.frozen = max(block.frozen, tokens)
+        assert block.ref_count > 0 or block.cached_refs > 0, f"block {i} of {self.group.name} is free and cannot be known"
+        self.share_epoch += 1
+        block.cached_refs += 1
+        block.cached_tokens = max(block.cached_tokens, tokens)
 
-    def forget(self, i: int) -> None:
+    def uncache(self, i: int) -> None:
         block = self.blocks[i]
-        assert block.known > 0, f"block {i} of {self.group.name} forgotten but not known"
-        block.known -= 1
-        if block.known == 0:
-            block.frozen = block.pins = 0
+        assert block.cached_refs > 0, f"block {i} of {self.group.name} forgotten but not known"
+        block.cached_refs -= 1
+        if block.cached_refs == 0:
+            block.cached_tokens = block.pins = 0
             if block.ref_count == 0:
                 del self.evictable[i]
                 self._set_free(i)
@@ -204,12 +209,12 @@ class GroupBlocks:
     def can_drop(self, index: int, evicting: bool) -> bool:
         """Whether no block of this slab is in use, or with `evicting` none that is held or pinned."""
         states = (self.blocks[i] for i in self.slab_ids(index))
-        return all(s.ref_count == 0 and (s.known == 0 or (evicting and not s.pins)) for s in states)
+        return all(s.ref_count == 0 and (s.cached_refs == 0 or (evicting and not s.pins)) for s in states)
 
     def evict(self, i: int) -> None:
         block = self.blocks[i]
-        block.known = 1
-        self.forget(i)
+        block.cached_refs = 1
+        self.uncache(i)
 
     def _set_free(self, i: int) -> None:
         self.blocks[i].pins = 0

@@ -19,7 +19,7 @@ class Budget:
     def __init__(self, pool_bytes: int, groups: list[GroupBlocks]) -> None:
         self.pool_bytes = pool_bytes
         self.groups = groups
-        self.layout = 0
+        self.layout_version = 0
 
     @property
     def nbytes(self) -> int:
@@ -59,7 +59,7 @@ class Budget:
         for group, index in self._slabs(evicting=False):
             if self._bytes_to_grow(counts) > self._bytes_left():
                 self.groups[group].drop_slab(index)
-                self.layout += 1
+                self.layout_version += 1
         # What is left beyond the need is shared out, so that slabs are not smaller than they must be.
         spare = (self._bytes_left() - self._bytes_to_grow(counts)) // (2 * len(self.groups) - 1)
         for group, blocks in enumerate(self.groups):
@@ -71,7 +71,7 @@ class Budget:
         affordable = self._bytes_left() // blocks.bytes_per_block
         if blocks.free.longest < count <= affordable:
             blocks.add_slab(min(blocks.stride, affordable, count + blocks.share))
-            self.layout += 1
+            self.layout_version += 1
 
     def grow_all(self, counts: Mapping[int, int]) -> None:
         """Take counts[group] blocks now, as far as the budget goes."""
@@ -83,7 +83,7 @@ class Budget:
         while short > 0:
             size = min(blocks.stride, short + spare, max(blocks.share, short))
             blocks.add_slab(size)
-            self.layout += 1
+            self.layout_version += 1
             short -= size
 
     def _bytes_to_grow(self, counts: Mapping[int, int]) -> int:
@@ -110,7 +110,7 @@ class Budget:
 
     def _empty(self, group: int, index: int) -> Victims:
         blocks = self.groups[group]
-        known = [i for i in blocks.slab_ids(index) if blocks.blocks[i].known]
+        known = [i for i in blocks.slab_ids(index) if blocks.blocks[i].cached_refs]
         for i in known:
             blocks.evict(i)
         return [(group, i) for i in known]

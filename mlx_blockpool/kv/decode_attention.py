@@ -20,7 +20,7 @@ from ..spec import BLOCK_TOKENS, WindowLayer
 from .layer_caches import PooledLayer
 from .runs import attend_cluster, attend_grouped, group_queries
 from .sequence import Piece
-from .slabs import Slab, Slabs, View
+from .slabs import KVArena, Slab, View
 
 # Work for other cores runs on these streams, each thread has its own.
 _helpers = [mx.new_thread_local_stream(mx.cpu)]
@@ -44,18 +44,18 @@ def step_of(members: Sequence[PooledLayer]) -> Step:
     return found
 
 
-def _key(slabs: Slabs, group: int, members: Sequence[PooledLayer]) -> tuple[Any, ...]:
+def _key(slabs: KVArena, group: int, members: Sequence[PooledLayer]) -> tuple[Any, ...]:
     """What a step depends on. Tables are told apart by id: the step that remembers an id keeps the table."""
     tables = [m.sequence.tables[group] for m in members]
     state = [(id(t), t.version, m.next_place(), m.offset) for t, m in zip(tables, members, strict=True)]
-    sharing = tuple(pool.sharing(group) for pool in {m.sequence.pool: None for m in members})
+    sharing = tuple(pool.share_epoch(group) for pool in {m.sequence.pool: None for m in members})
     return slabs.decode_path, slabs.decode_streams, sharing, state
 
 
 class Step:
     """Where each member writes one token, what it reads then, on which path and on which stream."""
 
-    def __init__(self, slabs: Slabs, group: int, members: Sequence[PooledLayer], places: list[Piece]) -> None:
+    def __init__(self, slabs: KVArena, group: int, members: Sequence[PooledLayer], places: list[Piece]) -> None:
         self.key = _key(slabs, group, members)
         self.tables = [m.sequence.tables[group] for m in members]
         self.pools = [m.sequence.pool for m in members]
@@ -114,7 +114,7 @@ class Step:
     def _is_whole(self, share: Share) -> bool:
         return share.heads == (0, self.layer.kv_heads)
 
-    def _clusters(self, slabs: Slabs) -> list[Cluster]:
+    def _clusters(self, slabs: KVArena) -> list[Cluster]:
         """Windows go on writing in every block of their ring, so that they share nothing for long."""
         if slabs.decode_path == "ragged" or len(self.tables) == 1 or isinstance(self.layer, WindowLayer):
             return []
@@ -124,7 +124,7 @@ class Step:
         full = [t.ids[: size // BLOCK_TOKENS] for t, size in zip(self.tables, self.sizes, strict=True)]
         return find_clusters([[start + i for i in ids] if start else ids for start, ids in zip(starts, full, strict=True)])
 
-    def _choose(self, slabs: Slabs, clusters: list[Cluster]) -> str:
+    def _choose(self, slabs: KVArena, clusters: list[Cluster]) -> str:
         saved = sum(c.saved for c in clusters) * BLOCK_TOKENS
         path = slabs.decode_path
         if path == "auto" and len(self.sizes) == 1:

@@ -17,7 +17,7 @@ from ..spec import ChunkLayer, CompositeLayer, LayerSpec, ModelCacheSpec, StateL
 from .layer_caches import PooledKVCache, PooledRotatingKVCache
 from .parts import PooledCacheList, PooledChunkedKVCache, UnusedKVCache, leaves_of
 from .sequence import Sequence
-from .slabs import Slabs
+from .slabs import KVArena
 from .state_caches import PooledArraysCache
 
 log = logging.getLogger(__name__)
@@ -26,14 +26,14 @@ log = logging.getLogger(__name__)
 KEPT_TOKENS = 4
 
 
-def pooled_caches(slabs: Slabs, sequence: Sequence | None = None) -> list[Any]:
+def pooled_caches(slabs: KVArena, sequence: Sequence | None = None) -> list[Any]:
     """Layer caches of one sequence, one for each that mlx-lm makes; empty, without `sequence` a new one."""
     sequence = sequence or Sequence(slabs)
     leaves = count()
     return [_pooled(sequence, layer, leaves) for layer in slabs.spec.layers]
 
 
-def make_prompt_cache(model: Any, slabs: Slabs, max_kv_size: int | None = None) -> list[Any]:
+def make_prompt_cache(model: Any, slabs: KVArena, max_kv_size: int | None = None) -> list[Any]:
     """In place of mlx-lm's make_prompt_cache: one sequence in the pool `slabs`, which was opened for this model.
 
     Raises ValueError unless the pool was opened with the same `max_kv_size`; None takes the pool's. As in mlx-lm, a model that
@@ -47,7 +47,7 @@ def make_prompt_cache(model: Any, slabs: Slabs, max_kv_size: int | None = None) 
     return pooled_caches(slabs)
 
 
-def from_stock(caches: list[Any], slabs: Slabs) -> list[Any]:
+def from_stock(caches: list[Any], slabs: KVArena) -> list[Any]:
     """Pooled caches with the content of mlx-lm's own, as load_prompt_cache reads them, or of another pool's.
 
     Raises ValueError for caches of another model, PoolExhaustedError where there is no room.
@@ -73,7 +73,7 @@ def open_pool(
     *,
     attach: bool = True,
     max_kv_size: int | None = None,
-) -> Slabs:
+) -> KVArena:
     """A pool for a loaded model, `pool_bytes` at most (default: half of the memory that the model leaves free).
 
     attach: let the model's attention read blocks where they lie, if a few random tokens give the same logits that way.
@@ -81,7 +81,7 @@ def open_pool(
     batches are padded. max_kv_size: what mlx-lm's make_prompt_cache means by it.
     """
     spec = with_windows(spec_of_model(model, config_of(model), type(model).__module__.rpartition(".")[2]), model, max_kv_size)
-    slabs = Slabs(spec, default_pool_bytes() if pool_bytes is None else pool_bytes, config)
+    slabs = KVArena(spec, default_pool_bytes() if pool_bytes is None else pool_bytes, config)
     try_out(model, slabs, attach)
     return slabs
 
@@ -98,7 +98,7 @@ def with_windows(spec: ModelCacheSpec, model: Any, max_kv_size: int | None) -> M
     return spec.with_windows(max_kv_size, KEPT_TOKENS)
 
 
-def try_out(model: Any, slabs: Slabs, attach_it: bool) -> None:
+def try_out(model: Any, slabs: KVArena, attach_it: bool) -> None:
     """What open_pool() finds out about a model with a few random tokens, and attaching it if that agrees.
 
     Where that cannot be tried, the model is left as it is.

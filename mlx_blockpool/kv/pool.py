@@ -1,7 +1,7 @@
 """Which blocks are free, held, evictable or pinned.
 
 Knows block ids and their order of use. Does not know tokens, arrays or disk.
-Owned by the generation thread, with two exceptions that any thread may call: give_back(), for finalizers, and counts().
+Owned by the generation thread, with two exceptions that any thread may call: release_deferred(), for finalizers, and counts().
 """
 
 from __future__ import annotations
@@ -89,14 +89,14 @@ class BlockPool:
         table.ids += self._take(table, count, table.ids[-1] if table.ids else None)
         table.changed()
 
-    def adopt(self, table: BlockTable, ids: Sequence[int]) -> None:
+    def append_shared(self, table: BlockTable, ids: Sequence[int]) -> None:
         """Append blocks that others hold or know, by reference."""
         self._check_cap(table, len(ids))
         self._groups[table.group].hold(ids)
         table.ids += ids
         table.changed()
 
-    def swap(self, table: BlockTable, index: int, block: int) -> None:
+    def replace_shared(self, table: BlockTable, index: int, block: int) -> None:
         """Hold `block` at ids[index] instead of the one that is there."""
         blocks = self._groups[table.group]
         blocks.hold([block])
@@ -104,7 +104,7 @@ class BlockPool:
         blocks.release([old])
         table.changed()
 
-    def own(self, table: BlockTable, index: int) -> tuple[int, int]:
+    def copy_on_write(self, table: BlockTable, index: int) -> tuple[int, int]:
         """Copy-on-write: a block of its own at ids[index]. Returns (old, new): the caller copies what they hold."""
         after = table.ids[index - 1] if index else None
         old, (new,) = table.ids[index], self._take(table, 1, after)
@@ -125,12 +125,12 @@ class BlockPool:
         """Whether writing from `token` (its place in the block, 0 to 255) on would change what somebody else reads."""
         self._drain()
         block = self._groups[table.group].blocks[table.ids[index]]
-        return block.ref_count > 1 or token < block.frozen
+        return block.ref_count > 1 or token < block.cached_tokens
 
     def fork(self, table: BlockTable) -> BlockTable:
         """A second table of the same blocks."""
         copy = self.open_table(table.group)
-        self.adopt(copy, table.ids)
+        self.append_shared(copy, table.ids)
         return copy
 
     def hand_over(self, table: BlockTable, heir: BlockTable) -> None:
@@ -152,10 +152,10 @@ class BlockPool:
 
     def release(self, table: BlockTable) -> None:
         """Let go of all blocks and promises of a table; its first block becomes the most recently used."""
-        self.give_back(table)
+        self.release_deferred(table)
         self._drain()
 
-    def give_back(self, table: BlockTable) -> None:
+    def release_deferred(self, table: BlockTable) -> None:
         """release() for any thread and for finalizers: takes effect at the pool's next operation."""
         self._returned.append((table.group, table.ids, table.reserved, table.generation))
         table.ids, table.reserved, table.promised = [], 0, 0
@@ -163,13 +163,13 @@ class BlockPool:
 
     # -- known blocks --------------------------------------------------------------------------------------------------
 
-    def know(self, group: int, block: int, tokens: int) -> None:
+    def cache(self, group: int, block: int, tokens: int) -> None:
         """A trie entry reads the first `tokens` tokens of a held block from now on."""
-        self._groups[group].know(block, tokens)
+        self._groups[group].cache(block, tokens)
 
-    def forget(self, group: int, block: int) -> None:
+    def uncache(self, group: int, block: int) -> None:
         """A trie entry is gone; a block that nobody holds or knows is free."""
-        self._groups[group].forget(block)
+        self._groups[group].uncache(block)
 
     def touch(self, group: int, ids: Iterable[int]) -> None:
         """Used now; the last of `ids` most recently."""
@@ -214,9 +214,9 @@ class BlockPool:
         return self._budget.nbytes
 
     @property
-    def layout(self) -> int:
+    def layout_version(self) -> int:
         """Changes whenever a slab is added or given back."""
-        return self._budget.layout
+        return self._budget.layout_version
 
     def slabs(self, group: int) -> dict[int, int]:
         """Slab index -> blocks in it."""
@@ -226,9 +226,9 @@ class BlockPool:
         """Ids of one slab are [index * stride, (index + 1) * stride)."""
         return self._groups[group].stride
 
-    def sharing(self, group: int) -> int:
+    def share_epoch(self, group: int) -> int:
         """Changes whenever is_shared() of a block of the group may have become true."""
-        return self._groups[group].sharing
+        return self._groups[group].share_epoch
 
     def counts(self) -> list[BlockCounts]:
         """Figures of each group. From other threads a snapshot that may be one operation old."""
@@ -321,7 +321,7 @@ def _letter(blocks: GroupBlocks, block: int) -> str:
         return "*"
     if state.ref_count:
         return "#"
-    return "o" if state.known else "."
+    return "o" if state.cached_refs else "."
 
 
 def check(blocks: GroupBlocks, tables: list[BlockTable]) -> None:
@@ -335,8 +335,8 @@ def check(blocks: GroupBlocks, tables: list[BlockTable]) -> None:
     assert len(free) == blocks.free.count, f"{name}: {len(free)} blocks in free runs != {blocks.free.count} counted"
     for i, state in blocks.blocks.items():
         assert state.ref_count == refs.get(i, 0), f"{name} block {i}: ref_count {state.ref_count} != {refs.get(i, 0)} tables"
-        assert (i in free) == (state.ref_count == 0 and state.known == 0), f"{name} block {i}: free={i in free}, {state}"
-        assert (i in blocks.evictable) == (state.ref_count == 0 and state.known > 0), f"{name} block {i}: {state}"
+        assert (i in free) == (state.ref_count == 0 and state.cached_refs == 0), f"{name} block {i}: free={i in free}, {state}"
+        assert (i in blocks.evictable) == (state.ref_count == 0 and state.cached_refs > 0), f"{name} block {i}: {state}"
     promised = sum(t.reserved for t in tables)
     assert blocks.reserved == promised, f"{name}: {blocks.reserved} reserved != {promised} in tables"
     assert blocks.available >= 0, f"{name}: {blocks.free.count} free < {blocks.reserved} reserved"

@@ -14,7 +14,7 @@ import mlx.core as mx
 from ..errors import ReleasedCacheError
 from ..spec import BLOCK_TOKENS, blocks_for
 from .blocks import BlockTable
-from .slabs import Place, Slab, Slabs, View
+from .slabs import KVArena, Place, Slab, View
 
 # (slab, first token in it, tokens): a part of a sequence that lies in one piece.
 Piece = tuple[Slab, int, int]
@@ -29,10 +29,10 @@ class Sequence:
 
     tables: list[BlockTable]
 
-    def __init__(self, slabs: Slabs) -> None:
+    def __init__(self, slabs: KVArena) -> None:
         self._set_up(slabs, [slabs.pool.open_table(g) for g in range(len(slabs.spec.groups))])
 
-    def _set_up(self, slabs: Slabs, tables: list[BlockTable]) -> None:
+    def _set_up(self, slabs: KVArena, tables: list[BlockTable]) -> None:
         self.slabs = slabs
         self.pool = slabs.pool
         self.tables = tables
@@ -52,7 +52,7 @@ class Sequence:
     def __del__(self) -> None:
         if getattr(self, "released_by", "") is None:
             for table in self.tables:
-                self.pool.give_back(table)
+                self.pool.release_deferred(table)
         if getattr(self, "state_bytes", 0):
             # Finalizers run on any thread.
             self.slabs.give_back_states(self.state_bytes)
@@ -180,7 +180,7 @@ class Sequence:
 
     def own(self, group: int, index: int) -> None:
         """Copy-on-write of one block, with what all layers of the group have in it."""
-        self.slabs.copy_block(group, *self.pool.own(self.tables[group], index))
+        self.slabs.copy_block(group, *self.pool.copy_on_write(self.tables[group], index))
 
     def make_own_run(self, group: int) -> None:
         """Copy all blocks of a group to neighbouring places of its own: one piece for attention that reads nothing else."""
@@ -192,7 +192,7 @@ class Sequence:
     def writable(self, group: int, start: int, end: int) -> list[Piece]:
         """Where tokens [start, end) are to be written: blocks are taken as needed and shared ones copied."""
         table = self.tables[group]
-        key = (start, end, table.version, self.pool.sharing(group))
+        key = (start, end, table.version, self.pool.share_epoch(group))
         if group in self._writes and self._writes[group][0] == key:
             return self._writes[group][1]
         self._changed()
@@ -205,7 +205,7 @@ class Sequence:
                 self._make_room(group, 1)
                 self.own(group, index)
         pieces = self._locate(group, start, end)
-        self._writes[group] = ((start, end, table.version, self.pool.sharing(group)), pieces)
+        self._writes[group] = ((start, end, table.version, self.pool.share_epoch(group)), pieces)
         return pieces
 
     def _make_room(self, group: int, blocks: int) -> None:

@@ -73,7 +73,7 @@ class Slab:
         return self.keys[index][:, first:last, start:stop], self.values[index][:, first:last, start:stop]
 
 
-class Slabs:
+class KVArena:
     """`pool` says which blocks there are; this holds what is in them.
 
     `ragged`: the model was attached and its attention reads the slabs where they lie. `synchronous`: a step must have ended
@@ -138,7 +138,7 @@ class Slabs:
 
     def sync(self) -> None:
         """Give arrays back and make new ones until they match the pool's layout."""
-        if self._layout == self.pool.layout:
+        if self._layout == self.pool.layout_version:
             return
         # They know slabs, which would not be given back.
         self.steps.clear()
@@ -150,7 +150,7 @@ class Slabs:
             if (g, i) not in self._slabs:
                 group = self.spec.groups[g]
                 self._slabs[g, i] = Slab(group.layer, len(group.layers), blocks, self.dtype)
-        self._layout = self.pool.layout
+        self._layout = self.pool.layout_version
 
     def evict_with(self, evictor: Evictor) -> None:
         """Room that nobody made before is made by `evictor` from now on, as long as it lives."""

@@ -12,7 +12,7 @@ from collections.abc import Hashable, Iterator, Mapping
 ANONYMOUS = "anonymous"
 
 
-class Charges:
+class Accounting:
     """Bytes by account. What nobody is known to have computed, as it came from disk, is on none: its account is None."""
 
     def __init__(self) -> None:
@@ -38,7 +38,7 @@ class Charges:
         if not self._sums[account]:
             del self._sums[account]
 
-    def account_of(self, what: Hashable) -> str | None:
+    def owner_of(self, what: Hashable) -> str | None:
         """None also for what is not charged at all."""
         return self._borne.get(what, (None, 0))[0]
 

@@ -10,20 +10,20 @@ from ..kv.blocks import BlockTable
 from ..kv.layer_caches import PooledLayer
 from ..kv.parts import leaves_of
 from ..kv.sequence import Sequence
-from ..kv.slabs import Slabs
+from ..kv.slabs import KVArena
 from ..spec import BLOCK_TOKENS, blocks_for
 from .pins import Timed, TimedPins
-from .residency import KnownBlocks, Owned
+from .residency import KVIndex, Owned
 from .trie import Node
 
 
-class Room:
+class Admission:
     """Promises blocks of `slabs` to sequences, and takes them from what `known` remembers.
 
     What is pinned for a time gives way to requests, that which ends soonest first, but not to what would only be remembered.
     """
 
-    def __init__(self, slabs: Slabs, known: KnownBlocks, pins: TimedPins) -> None:
+    def __init__(self, slabs: KVArena, known: KVIndex, pins: TimedPins) -> None:
         self.slabs = slabs
         self.pool = slabs.pool
         self.known = known
@@ -33,7 +33,7 @@ class Room:
         """Evict what is needed for `counts[group]` more blocks, leaves first, oldest first; nothing if it cannot be enough."""
         self.known.forget(self.pool.make_room(counts))
 
-    def promise(self, tables: list[BlockTable], counts: list[int]) -> None:
+    def reserve(self, tables: list[BlockTable], counts: list[int]) -> None:
         """counts[i] more blocks for tables[i]: all of them, or PoolExhaustedError and none."""
         try:
             self._promise(tables, counts)
@@ -41,7 +41,7 @@ class Room:
             if not self._could_promise(tables, counts) or not self._promise_without_pins(tables, counts):
                 raise
 
-    def can_promise(self, tables: list[BlockTable], counts: list[int]) -> bool:
+    def can_reserve(self, tables: list[BlockTable], counts: list[int]) -> bool:
         """promise() where there is room without what is pinned; whether there was."""
         try:
             self._promise(tables, counts)
@@ -58,7 +58,7 @@ class Room:
         released = []
         while (pin := self.pins.release_soonest()) is not None:
             released.append(pin)
-            if self.can_promise(tables, counts):
+            if self.can_reserve(tables, counts):
                 self.pins.num_gave_way += len(released)
                 return True
         self.pins.put_back(released)
@@ -73,7 +73,7 @@ class Room:
         needed = sum(count * groups[group].bytes_per_block for group, count in _by_group(tables, counts).items())
         return needed <= usable + self.pool.pool_bytes - self.pool.nbytes
 
-    def secure(self, batch: Iterable[list[Any]]) -> None:
+    def ensure_next_blocks(self, batch: Iterable[list[Any]]) -> None:
         """Promise each sequence, given by its layer caches, the blocks of its next token. Raises PoolExhaustedError."""
         tables = []
         for caches in batch:
@@ -83,14 +83,14 @@ class Room:
                 if cache.needs_block():
                     tables.append(cache.sequence.tables[cache.place.group])
         if tables:
-            self.promise(tables, [1] * len(tables))
+            self.reserve(tables, [1] * len(tables))
 
     def need_spare(self, blocks: int) -> None:
         """Make sure that each full group has room for `blocks` more. Raises PoolExhaustedError."""
         if not blocks:
             return
         tables = [self.pool.open_table(group) for group in self.slabs.full_groups]
-        self.promise(tables, [blocks] * len(tables))
+        self.reserve(tables, [blocks] * len(tables))
         for table in tables:
             self.pool.release(table)
 
@@ -130,7 +130,7 @@ class Room:
                 continue
             copied = len(table) if one_run else self._ends_in_shared_block(sequence, table.group, hit)
             counts.append(blocks_for(total) - len(table) + copied)
-        self.promise(sequence.tables, counts)
+        self.reserve(sequence.tables, counts)
         for group in self.slabs.full_groups:
             if one_run and hit:
                 sequence.make_own_run(group)
@@ -142,7 +142,7 @@ class Room:
     def for_second_rings(self, sequence: Sequence) -> bool:
         """Promise a sequence that goes on the copies of a checkpoint's blocks that it writes to; whether there was room."""
         tables = [sequence.tables[g] for g in self.slabs.window_groups]
-        return self.can_promise(tables, [max(0, (table.max_blocks or 0) - table.reserved) for table in tables])
+        return self.can_reserve(tables, [max(0, (table.max_blocks or 0) - table.reserved) for table in tables])
 
     def trim_to(self, n_bytes: int) -> None:
         """Evict, in every group in turn, until at most `n_bytes` are known."""

@@ -19,29 +19,29 @@ from ..errors import PoolExhaustedError, RequestTooLargeError
 from ..kv.layer_caches import PooledLayer, PooledRotatingKVCache
 from ..kv.parts import as_stock, leaves_of, sequence_of, state_caches
 from ..kv.sequence import Sequence
-from ..kv.slabs import Slabs
+from ..kv.slabs import KVArena
 from ..kv.state_caches import copied
 from ..spec import BLOCK_TOKENS, ModelCacheSpec
 from ..store.prompt_store import PromptStore
-from .admission import Room
+from .admission import Admission
 from .intake import begin_intake, why_not
 from .lookup import Lookup, explain
 from .pins import PinnedPrompts
-from .residency import KnownBlocks
-from .restore import Wanted
+from .residency import KVIndex
+from .restore import RestorePlan
 from .resume import lay_out, resumable, standing
-from .retention import Keeping, Terms
+from .retention import Retention, RetentionPolicy
 from .salts import SHARED
 from .stored import StoredPrefixes
 from .trie import Checkpoint, Match, Node, encode
 
 log = logging.getLogger(__name__)
 
-ORDINARY, USUAL = Terms(), PoolConfig()
+ORDINARY, USUAL = RetentionPolicy(), PoolConfig()
 
 
 @dataclass(frozen=True)
-class Fetch:
+class Acquired:
     """Layer caches that hold the first `lookup.hit` tokens, and the tokens that are left to compute (at least one)."""
 
     caches: list[Any]
@@ -56,17 +56,17 @@ class PrefixCache:
     LRUPromptCache it stands in for one of a single model.
     """
 
-    def __init__(self, slabs: Slabs, namespace: str = "", store: PromptStore | None = None, config: PoolConfig = USUAL) -> None:
+    def __init__(self, slabs: KVArena, namespace: str = "", store: PromptStore | None = None, config: PoolConfig = USUAL) -> None:
         self.slabs = slabs
         self.pool = slabs.pool
         named = f"{namespace}/{slabs.spec.fingerprint()}" if store is None else store.namespace
-        self.known = KnownBlocks(slabs.pool, slabs.full_groups, named)
-        self.keeping = Keeping(self.known, self.pool.pool_bytes, slabs.state_bytes, config)
-        self.room = Room(slabs, self.known, self.keeping.pins)
-        slabs.evict_with(self.room)
-        self.stored = None if store is None else StoredPrefixes(self.known, slabs, self.room, store)
+        self.index = KVIndex(slabs.pool, slabs.full_groups, named)
+        self.retention = Retention(self.index, self.pool.pool_bytes, slabs.state_bytes, config)
+        self.admission = Admission(slabs, self.index, self.retention.pins)
+        slabs.evict_with(self.admission)
+        self.stored = None if store is None else StoredPrefixes(self.index, slabs, self.admission, store)
         self._handed_out: WeakSet[Sequence] = WeakSet()
-        self._pinned = PinnedPrompts(self.known)
+        self._pinned = PinnedPrompts(self.index)
         self._max_tokens = config.max_tokens
         # What mlx-lm's methods were given as the model: the first one, in a tuple, and the last other one.
         self._model: tuple[Any] | None = None
@@ -75,13 +75,13 @@ class PrefixCache:
 
     # -- fetch ---------------------------------------------------------------------------------------------------------
 
-    def fetch(
+    def acquire(
         self,
         tokens: Tokens[int],
         max_tokens: int = PoolConfig.max_tokens,
         at_most: int | None = None,
         salt: bytes = SHARED,
-    ) -> Fetch:
+    ) -> Acquired:
         """Caches for a prompt, with room for `max_tokens` more. A hit has no more than `at_most` tokens.
 
         Only what was kept under the same `salt` is found. Waits for what comes back from disk.
@@ -92,10 +92,12 @@ class PrefixCache:
         if wanted is not None and self.stored is not None:
             with suppress(PoolExhaustedError):
                 self.stored.restore_now(wanted)
-        return self.fetch_resident(tokens, max_tokens, at_most, salt)
+        return self.acquire_resident(tokens, max_tokens, at_most, salt)
 
-    def fetch_resident(self, tokens: Tokens[int], max_tokens: int, at_most: int | None = None, salt: bytes = SHARED) -> Fetch:
-        """fetch() from what is in memory now: reads nothing from disk."""
+    def acquire_resident(
+        self, tokens: Tokens[int], max_tokens: int, at_most: int | None = None, salt: bytes = SHARED
+    ) -> Acquired:
+        """acquire() from what is in memory now: reads nothing from disk."""
         tokens = _ids(tokens)
         if not tokens:
             raise ValueError("Found an empty prompt; needed at least one token.")
@@ -106,23 +108,23 @@ class PrefixCache:
         match = self._in_memory(tokens, most, salt)
         hit, checkpoint = resumable(self.slabs, match, most)
         try:
-            caches = lay_out(self.room, match, hit, checkpoint, len(tokens), total)
+            caches = lay_out(self.admission, match, hit, checkpoint, len(tokens), total)
         except PoolExhaustedError:
             if not hit:
                 raise
             # A window that resumes needs room for two rings; from the first token on it needs one.
-            caches = lay_out(self.room, match, 0, None, len(tokens), total)
+            caches = lay_out(self.admission, match, 0, None, len(tokens), total)
             lookup = Lookup(len(tokens), match.tokens, 0, "no room")
         else:
-            lookup = explain(self.known, tokens, match, hit, salt)
+            lookup = explain(self.index, tokens, match, hit, salt)
             if checkpoint is not None:
-                self.known.use(checkpoint)
-        self.keeping.use(match.path, lookup.hit)
+                self.index.use(checkpoint)
+        self.retention.use(match.path, lookup.hit)
         sequence = sequence_of(caches)
         assert sequence is not None, "caches of a model that has none"
         self._handed_out.add(sequence)
         self._count(lookup)
-        return Fetch(caches, list(tokens[lookup.hit :]), lookup)
+        return Acquired(caches, list(tokens[lookup.hit :]), lookup)
 
     def _count(self, lookup: Lookup) -> None:
         self.num_lookups += 1
@@ -132,7 +134,7 @@ class PrefixCache:
 
     def _in_memory(self, tokens: Tokens[int], most: int, salt: bytes) -> Match:
         """What is known of a prompt and in memory."""
-        match = self.known.trie.match(tokens, salt)
+        match = self.index.trie.match(tokens, salt)
         if self.stored is None:
             return match
         wanted = self._on_disk(match, most)
@@ -140,12 +142,12 @@ class PrefixCache:
         self.stored.touch(match.path)
         return match.in_memory()
 
-    def wanted(self, tokens: Tokens[int], at_most: int | None = None, salt: bytes = SHARED) -> Wanted | None:
+    def wanted(self, tokens: Tokens[int], at_most: int | None = None, salt: bytes = SHARED) -> RestorePlan | None:
         """What is to be brought back of a prompt; None: nothing that the store has beyond memory, or that is worth it."""
-        wanted = self._on_disk(self.known.trie.match(tokens, salt), len(tokens) - 1 if at_most is None else at_most)
+        wanted = self._on_disk(self.index.trie.match(tokens, salt), len(tokens) - 1 if at_most is None else at_most)
         return wanted if wanted is not None and self.stored and self.stored.is_worth_reading(wanted) else None
 
-    def _on_disk(self, match: Match, most: int) -> Wanted | None:
+    def _on_disk(self, match: Match, most: int) -> RestorePlan | None:
         if self.stored is None:
             return None
         return self.stored.wanted(match, most, resumable(self.slabs, match.in_memory(), most)[0])
@@ -155,48 +157,48 @@ class PrefixCache:
         wanted = self.wanted(tokens, salt=salt)
         if wanted is not None:
             return wanted.have + wanted.tokens
-        return resumable(self.slabs, self.known.trie.match(tokens, salt).in_memory(), len(tokens) - 1)[0]
+        return resumable(self.slabs, self.index.trie.match(tokens, salt).in_memory(), len(tokens) - 1)[0]
 
     def look(self, tokens: Tokens[int], salt: bytes = SHARED) -> Lookup:
         """What a fetch of these tokens would find. Changes nothing."""
         tokens = _ids(tokens)
-        match = self.known.trie.match(tokens, salt)
-        return explain(self.known, tokens, match, resumable(self.slabs, match, len(tokens) - 1)[0], salt)
+        match = self.index.trie.match(tokens, salt)
+        return explain(self.index, tokens, match, resumable(self.slabs, match, len(tokens) - 1)[0], salt)
 
     # -- keep ----------------------------------------------------------------------------------------------------------
 
-    def keep(self, tokens: Tokens[int], caches: list[Any], kind: str = "assistant", terms: Terms = ORDINARY) -> int:
+    def insert(self, tokens: Tokens[int], caches: list[Any], kind: str = "assistant", terms: RetentionPolicy = ORDINARY) -> int:
         """Remember what `caches` hold of `tokens`; the sequence may go on. Returns how many tokens are known now.
 
         Takes pooled caches by reference and mlx-lm's own by copy. Where there is no room it skips, and counts num_skipped.
         """
         return self._keep(tokens, caches, kind, terms, goes_on=True)
 
-    def finish(self, tokens: Tokens[int], caches: list[Any], kind: str = "assistant", terms: Terms = ORDINARY) -> int:
-        """keep(), and give the blocks back to the pool, evictable. Using the caches again raises ReleasedCacheError."""
+    def release(self, tokens: Tokens[int], caches: list[Any], kind: str = "assistant", terms: RetentionPolicy = ORDINARY) -> int:
+        """insert(), and give the blocks back to the pool, evictable. Using the caches again raises ReleasedCacheError."""
         known = self._keep(tokens, caches, kind, terms, goes_on=False)
-        self._release(caches, "finish()")
+        self._release(caches, "release()")
         if terms.retention == "day":
-            self.keeping.spare_for_a_day(standing(self.slabs, self.known.trie.match(_ids(tokens)[:known], terms.salt)))
+            self.retention.spare_for_a_day(standing(self.slabs, self.index.trie.match(_ids(tokens)[:known], terms.salt)))
         return known
 
-    def release(self, caches: list[Any]) -> None:
+    def discard(self, caches: list[Any]) -> None:
         """Give the blocks back and keep nothing. Using the caches again raises ReleasedCacheError."""
-        self._release(caches, "release()")
+        self._release(caches, "discard()")
 
     def _release(self, caches: list[Any], released_by: str) -> None:
         sequence = sequence_of(caches)
         if sequence is not None:
             sequence.release(released_by)
 
-    def _keep(self, tokens: Tokens[int], caches: list[Any], kind: str, terms: Terms, goes_on: bool) -> int:
+    def _keep(self, tokens: Tokens[int], caches: list[Any], kind: str, terms: RetentionPolicy, goes_on: bool) -> int:
         sequence = sequence_of(caches)
         if sequence is not None and sequence.slabs is not self.slabs:
             # Its block ids are another pool's.
             sequence, caches = None, as_stock(caches)
         if sequence is None:
             imported = self._import(caches)
-            return 0 if imported is None else self.finish(tokens, imported, kind, terms)
+            return 0 if imported is None else self.release(tokens, imported, kind, terms)
         leaves = leaves_of(caches)
         if any(isinstance(leaf, PooledLayer) and leaf.first_held for leaf in leaves):
             # Others would go on from blocks that nobody has written.
@@ -217,7 +219,7 @@ class PrefixCache:
         if self.stored is not None and terms.is_written:
             self.stored.note_path(path, count)
         self.num_skipped += places and not room
-        self.known.prune(node)
+        self.index.prune(node)
         return count
 
     def _has_room(self, sequence: Sequence, goes_on: bool) -> bool:
@@ -225,33 +227,33 @@ class PrefixCache:
         if not goes_on:
             sequence.count_states(0)
         states = self.slabs.spec.fixed_bytes_per_agent()
-        return (not states or self.room.for_states(states)) and (not goes_on or self.room.for_second_rings(sequence))
+        return (not states or self.admission.for_states(states)) and (not goes_on or self.admission.for_second_rings(sequence))
 
-    def _place(self, node: Node, position: int, sequence: Sequence, leaves: list[Any], kind: str, terms: Terms) -> None:
+    def _place(self, node: Node, position: int, sequence: Sequence, leaves: list[Any], kind: str, terms: RetentionPolicy) -> None:
         rings = {
             leaf.place.group: (tuple(sequence.tables[leaf.place.group].ids), leaf.ring_index)
             for leaf in leaves
             if isinstance(leaf, PooledRotatingKVCache)
         }
         states = {i: copied(leaf.cache) for i, leaf in state_caches(leaves).items()}
-        self.known.add_checkpoint(node, Checkpoint(position, rings, states, kind, terms.account))
+        self.index.add_checkpoint(node, Checkpoint(position, rings, states, kind, terms.owner))
 
-    def _insert(self, tokens: Tokens[int], sequence: Sequence, kind: str, terms: Terms) -> list[Node]:
+    def _insert(self, tokens: Tokens[int], sequence: Sequence, kind: str, terms: RetentionPolicy) -> list[Node]:
         """Add the path of `tokens`; blocks that are known already replace the sequence's own."""
-        node, path = self.known.trie.begin(terms.salt), []
+        node, path = self.index.trie.begin(terms.salt), []
         for index, start in enumerate(range(0, len(tokens), BLOCK_TOKENS)):
             edge = encode(tokens[start : start + BLOCK_TOKENS])
-            child = self.known.trie.child(node, edge)
+            child = self.index.trie.child(node, edge)
             if child is None:
                 blocks = tuple(sequence.tables[g].ids[index] for g in self.slabs.full_groups)
-                child = self.known.add(node, edge, blocks, kind, terms.account)
+                child = self.index.add(node, edge, blocks, kind, terms.owner)
             elif len(edge) == len(child.tokens) and not child.resident:
                 blocks = tuple(sequence.tables[g].ids[index] for g in self.slabs.full_groups)
-                self.known.revive(child, blocks, terms.account)
+                self.index.revive(child, blocks, terms.owner)
             elif len(edge) == len(child.tokens) and child.is_full:
                 for group, block in zip(self.slabs.full_groups, child.blocks, strict=True):
                     if sequence.tables[group].ids[index] != block:
-                        self.pool.swap(sequence.tables[group], index, block)
+                        self.pool.replace_shared(sequence.tables[group], index, block)
             path.append(child)
             node = child
         return path
@@ -259,7 +261,7 @@ class PrefixCache:
     # -- in place of mlx-lm's LRUPromptCache -----------------------------------------------------------------------------
 
     def fetch_nearest_cache(self, model: Any, tokens: list[int]) -> tuple[list[Any] | None, list[int]]:
-        """fetch() under mlx-lm's name: (caches, tokens left to compute), or (None, tokens) where nothing is known.
+        """acquire() under mlx-lm's name: (caches, tokens left to compute), or (None, tokens) where nothing is known.
 
         At least one token is left. A prompt that the pool has no room for is a miss, and so is one of another model than the
         first that was asked for: a PrefixCache is of one.
@@ -272,18 +274,18 @@ class PrefixCache:
             self._count(lookup)
             return None, tokens
         try:
-            fetched = self.fetch(tokens, min(self._max_tokens, room))
+            fetched = self.acquire(tokens, min(self._max_tokens, room))
         except PoolExhaustedError:
             return None, tokens
         if not fetched.lookup.hit:
-            self.release(fetched.caches)
+            self.discard(fetched.caches)
             return None, tokens
         return fetched.caches, fetched.rest
 
     def insert_cache(self, model: Any, tokens: list[int], prompt_cache: list[Any], *, cache_type: str = "assistant") -> None:
-        """keep() under mlx-lm's name: the caches may be used on, and their blocks go back to the pool with the last of them."""
+        """insert() under mlx-lm's name: the caches may be used on, and their blocks go back to the pool with the last of them."""
         if self._is_own(model):
-            self.keep(tokens, prompt_cache, cache_type)
+            self.insert(tokens, prompt_cache, cache_type)
 
     def _is_own(self, model: Any) -> bool:
         """Whether this is the name of the model that was first asked for."""
@@ -300,7 +302,7 @@ class PrefixCache:
         reason = why_not(self.slabs, caches)
         if reason is not None:
             log.warning("Prompt caches were not kept: %s", reason)
-        intake = None if reason is not None else begin_intake(self.slabs, self.room, caches)
+        intake = None if reason is not None else begin_intake(self.slabs, self.admission, caches)
         if intake is None:
             self.num_skipped += 1
             return None
@@ -313,30 +315,30 @@ class PrefixCache:
     def trim_to(self, n_bytes: int | None = None, *, n_sequences: int | None = None) -> None:
         """Evict until at most `n_bytes` of known blocks in at most `n_sequences` are left, or all the rest is held or pinned."""
         if n_sequences is not None:
-            self.room.trim_to_sequences(n_sequences)
+            self.admission.trim_to_sequences(n_sequences)
         if n_bytes is not None:
-            self.room.trim_to(n_bytes)
+            self.admission.trim_to(n_bytes)
 
     def pin(self, tokens: Tokens[int]) -> int:
         """Keep the known part of `tokens` from eviction. Returns its length in tokens."""
-        found = standing(self.slabs, self.known.trie.match(_ids(tokens)))
+        found = standing(self.slabs, self.index.trie.match(_ids(tokens)))
         self._pinned.pin(_ids(tokens), found)
         return found.end
 
     def unpin(self, tokens: Tokens[int]) -> int:
         """Take back one pin() of the same tokens. Returns how many of them are known."""
         self._pinned.unpin(_ids(tokens))
-        return self.known.trie.match(_ids(tokens)).tokens
+        return self.index.trie.match(_ids(tokens)).tokens
 
     def pin_for(self, tokens: Tokens[int], seconds: float, salt: bytes = SHARED) -> None:
         """Keep the known part of `tokens` from eviction for so long after each use, as far as there is room for that."""
-        self.keeping.pins.pin(standing(self.slabs, self.known.trie.match(_ids(tokens), salt)), seconds)
+        self.retention.pins.pin(standing(self.slabs, self.index.trie.match(_ids(tokens), salt)), seconds)
 
     def keep_up(self) -> None:
         """Between two steps: let go of what has been kept for long enough, in memory and on disk. Cheap."""
-        self.keeping.expire()
+        self.retention.expire()
         if self.stored is not None:
-            self.keeping.spare_on(self.stored.store)
+            self.retention.spare_on(self.stored.store)
 
     def release_all(self) -> None:
         """Take the blocks of all handed out caches back, whoever still refers to them. None may be used again."""
@@ -351,8 +353,8 @@ class PrefixCache:
     def clear(self) -> None:
         """Forget everything. What live sequences hold stays with them."""
         self._pinned.clear()
-        self.keeping.clear()
-        self.known.clear()
+        self.retention.clear()
+        self.index.clear()
 
     # -- figures -------------------------------------------------------------------------------------------------------
 
@@ -364,19 +366,19 @@ class PrefixCache:
     @property
     def nbytes(self) -> int:
         """Bytes of all known blocks, each counted once however many sequences share it."""
-        return self.known.nbytes
+        return self.index.nbytes
 
     def __len__(self) -> int:
         """How many sequences in memory are not the beginning of another."""
-        return len(self.known.ends())
+        return len(self.index.ends())
 
     def stats_by_type(self) -> dict[str, dict[str, int]]:
         """Sequences and bytes in memory by what they end with: system, user or assistant. They add up to len() and nbytes."""
-        return by_type(self.known)
+        return by_type(self.index)
 
     def check(self) -> None:
         """The invariants of trie and pool together. Raises AssertionError: a broken one is our own bug."""
-        self.known.check()
+        self.index.check()
 
 
 def _ids(tokens: Any) -> Tokens[int]:
@@ -399,7 +401,7 @@ def alarm_of(known_tokens: int, hit_tokens: int, spec: ModelCacheSpec) -> str | 
     return f"{found}: checkpoints are gone before they are asked for. One takes {own} bytes; raise --pool-bytes."
 
 
-def by_type(known: KnownBlocks) -> dict[str, dict[str, int]]:
+def by_type(known: KVIndex) -> dict[str, dict[str, int]]:
     """Sequences and bytes in memory by what they end with: assistant, user or system."""
     sequences = Counter(node.kind for node in known.ends())
     sizes = known.bytes_by_type()

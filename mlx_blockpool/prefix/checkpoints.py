@@ -12,7 +12,7 @@ from typing import NamedTuple
 import mlx.core as mx
 
 from ..kv.block_bytes import Content, as_bytes, contents, copy_in, copy_out
-from ..kv.slabs import Slabs
+from ..kv.slabs import KVArena
 from ..spec import BLOCK_TOKENS, WindowLayer, blocks_for
 from .trie import Checkpoint, Node
 
@@ -31,10 +31,10 @@ class Piece(NamedTuple):
         return self.end == self.node.end and self.node.is_full
 
 
-class Rings:
+class WindowCheckpoint:
     """The window layers of one model. A record that was cut from the rings at `cut` has what they still held then."""
 
-    def __init__(self, slabs: Slabs, bits: int | None) -> None:
+    def __init__(self, slabs: KVArena, bits: int | None) -> None:
         self.slabs = slabs
         self.bits = bits
         layers = [(g, slabs.spec.groups[g].layer) for g in slabs.window_groups]

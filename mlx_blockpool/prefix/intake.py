@@ -11,9 +11,9 @@ from ..kv.factory import pooled_caches
 from ..kv.layer_caches import PooledLayer
 from ..kv.parts import leaves_of
 from ..kv.sequence import Sequence
-from ..kv.slabs import Slabs
+from ..kv.slabs import KVArena
 from ..kv.state_caches import PooledArraysCache
-from .admission import Room
+from .admission import Admission
 
 # Of what a pooled cache stands in for, the most special class first.
 _STOCK = (ChunkedKVCache, RotatingKVCache, KVCache, ArraysCache)
@@ -22,7 +22,7 @@ _STOCK = (ChunkedKVCache, RotatingKVCache, KVCache, ArraysCache)
 class Intake:
     """Pooled caches `pooled` that take over what `theirs` hold, leaf by leaf; the room for it is promised to `sequence`."""
 
-    def __init__(self, slabs: Slabs, sequence: Sequence, theirs: list[Any]) -> None:
+    def __init__(self, slabs: KVArena, sequence: Sequence, theirs: list[Any]) -> None:
         self.sequence = sequence
         self.pooled = pooled_caches(slabs, sequence)
         self._leaves = list(zip(leaves_of(self.pooled), leaves_of(theirs), strict=True))[::-1]
@@ -39,7 +39,7 @@ class Intake:
         return bool(self._leaves)
 
 
-def why_not(slabs: Slabs, theirs: list[Any]) -> str | None:
+def why_not(slabs: KVArena, theirs: list[Any]) -> str | None:
     """Why the pool cannot take over such caches; None: it can."""
     mine = leaves_of(pooled_caches(slabs))
     leaves = leaves_of(theirs)
@@ -49,7 +49,7 @@ def why_not(slabs: Slabs, theirs: list[Any]) -> str | None:
     return next((reason for reason in reasons if reason is not None), None)
 
 
-def _why_not_leaf(slabs: Slabs, mine: Any, their: Any) -> str | None:
+def _why_not_leaf(slabs: KVArena, mine: Any, their: Any) -> str | None:
     stock = next(cls for cls in _STOCK if isinstance(mine, cls))
     # Beside the padded keys of a batch, the states of its members are pooled ones.
     if type(their) not in (stock, type(mine)):
@@ -71,9 +71,9 @@ def _why_not_leaf(slabs: Slabs, mine: Any, their: Any) -> str | None:
     return None if found == needed else f"found keys and values of (batch, heads, dim, dtype) {found}; needed {needed}."
 
 
-def begin_intake(slabs: Slabs, room: Room, theirs: list[Any]) -> Intake | None:
+def begin_intake(slabs: KVArena, room: Admission, theirs: list[Any]) -> Intake | None:
     """None where there is no room."""
     sequence = Sequence(slabs)
     held = max([0, *(leaf.offset for leaf in leaves_of(theirs) if hasattr(leaf, "offset"))])
     counts = [slabs.spec.blocks(held, group.layer) for group in slabs.spec.groups]
-    return Intake(slabs, sequence, theirs) if room.can_promise(sequence.tables, counts) else None
+    return Intake(slabs, sequence, theirs) if room.can_reserve(sequence.tables, counts) else None

@@ -11,7 +11,7 @@ from collections.abc import Iterable, Iterator, Sequence
 from ..store.prompt_store import PromptStore
 from ..store.record import BLOCK, SALT, Key, Record
 from .placed import PlacedCheckpoints
-from .residency import KnownBlocks
+from .residency import KVIndex
 from .trie import Node, encode
 
 # Records that are learned between two steps; a disk that was away may show thousands.
@@ -21,7 +21,7 @@ LEARN_AT_ONCE = 64
 class Learned:
     """Records that wait to be known. `nodes`: those that are on disk, by hash."""
 
-    def __init__(self, known: KnownBlocks, placed: PlacedCheckpoints, store: PromptStore, nodes: dict[bytes, Node]) -> None:
+    def __init__(self, known: KVIndex, placed: PlacedCheckpoints, store: PromptStore, nodes: dict[bytes, Node]) -> None:
         self._known = known
         self._placed = placed
         self._store = store

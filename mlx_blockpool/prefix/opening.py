@@ -13,7 +13,7 @@ from mlx_lm.utils import _download, load_config
 from .. import __version__
 from ..config import StoreConfig
 from ..kv.factory import default_pool_bytes, try_out, with_windows
-from ..kv.slabs import Slabs
+from ..kv.slabs import KVArena
 from ..plugins import spec_of_model
 from ..spec import ModelCacheSpec
 from ..store.digests import Digests
@@ -43,7 +43,7 @@ def open_prefix(
     """
     folder = Path(_download(str(path)))
     spec = with_windows(spec_of_model(model, load_config(folder), folder.name), model, max_kv_size)
-    slabs = Slabs(spec, default_pool_bytes() if pool_bytes is None else pool_bytes)
+    slabs = KVArena(spec, default_pool_bytes() if pool_bytes is None else pool_bytes)
     try_out(model, slabs, attach)
     adapter = None if adapter_path is None else Path(adapter_path)
     return PrefixCache(slabs, store=open_store(store or StoreConfig(), folder, adapter, spec, folder.name))

@@ -10,7 +10,7 @@ from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
 
 from ..store.record import BLOCK, STATE, WINDOW, Key
-from .residency import KnownBlocks
+from .residency import KVIndex
 from .trie import Node, Pin
 
 
@@ -37,8 +37,8 @@ class Standing:
     def keys(self) -> list[Key]:
         """The records that it stands on, there or not."""
         nodes = [node.latest for node in self.nodes]
-        found = [Key(BLOCK, each.hash) for node in nodes for each in (node, *node.covers)]
-        found += [Key(WINDOW, node.hash) for node in nodes if node.end in node.cuts]
+        found = [Key(BLOCK, each.hash) for node in nodes for each in (node, *node.superseded)]
+        found += [Key(WINDOW, node.hash) for node in nodes if node.end in node.window_records]
         last = self.node and self.node.latest
         if last is not None and last.start < self.position <= last.end:
             found += [Key(kind, last.hash_at(self.position)) for kind in (WINDOW, STATE)]
@@ -124,7 +124,7 @@ class TimedBeginnings:
 class PinnedPrompts:
     """What was pinned until it is unpinned, by its tokens."""
 
-    def __init__(self, known: KnownBlocks) -> None:
+    def __init__(self, known: KVIndex) -> None:
         self.known = known
         self._pins: dict[tuple[int, ...], list[Pin]] = {}
 
@@ -149,7 +149,7 @@ class TimedPins:
     `num_gave_way` counts those that had to go for requests, `num_refused` those that are too large by themselves.
     """
 
-    def __init__(self, known: KnownBlocks, most_bytes: int, most_state_bytes: int) -> None:
+    def __init__(self, known: KVIndex, most_bytes: int, most_state_bytes: int) -> None:
         self.known = known
         self.most_bytes = most_bytes
         self.most_state_bytes = most_state_bytes

@@ -19,14 +19,14 @@ import numpy as np
 
 from ..errors import BadRecordError
 from ..kv.block_bytes import as_bytes
-from ..kv.slabs import Slabs
+from ..kv.slabs import KVArena
 from ..spec import BLOCK_TOKENS, StateLayer
 from ..store.fs import Into
 from ..store.prompt_store import PromptStore
 from ..store.reader import Found, Reading
 from ..store.record import SALT, STATE, WINDOW, Expected, Key, Part, Record
-from .checkpoints import CUT, Piece, Rings
-from .residency import KnownBlocks
+from .checkpoints import CUT, Piece, WindowCheckpoint
+from .residency import KVIndex
 from .trie import Checkpoint, Node, decode, encode
 
 # Whether a node can be reached on disk, if need be from now on; None: not now.
@@ -42,10 +42,10 @@ MOST_DIGITS = 18
 class PlacedCheckpoints:
     """The checkpoints of `known` that `store` can put back: those of which every piece of the rings and the state are there."""
 
-    def __init__(self, known: KnownBlocks, slabs: Slabs, store: PromptStore) -> None:
+    def __init__(self, known: KVIndex, slabs: KVArena, store: PromptStore) -> None:
         self.known = known
         self.slabs = slabs
-        self.rings = Rings(slabs, store.config.bits)
+        self.rings = WindowCheckpoint(slabs, store.config.bits)
         self.store = store
         self._pending: WeakKeyDictionary[Checkpoint, Node] = WeakKeyDictionary()
         # Those whose last piece waits for its time.
@@ -141,7 +141,7 @@ class PlacedCheckpoints:
                 extra = {CUT: str(position), "kind": checkpoint.kind}
                 record = self._record(WINDOW, piece, self._parts(piece, position), extra)
                 return record, partial(self.rings.cut, piece, checkpoint), piece.node
-        if checkpoint.states and position not in node.saved:
+        if checkpoint.states and position not in node.state_records:
             record = self._record(STATE, Piece(node, position), state_parts(checkpoint.states), {"kind": checkpoint.kind})
             return record, partial(state_bytes, checkpoint.states), node
         return None, list, node
@@ -165,9 +165,9 @@ class PlacedCheckpoints:
 
     def _add(self, key: Key, node: Node, end: int, cut: int) -> None:
         if key.kind == WINDOW:
-            node.cuts[end] = cut
+            node.window_records[end] = cut
         else:
-            node.saved.add(end)
+            node.state_records.add(end)
         self._places[key] = (node, end)
 
     def lose(self, key: Key, again: bool = False) -> None:
@@ -175,11 +175,11 @@ class PlacedCheckpoints:
         found: tuple[Node | None, int] = self._places.pop(key, (None, 0))
         node, end = found
         while node is not None:
-            for knows in (node, *node.covers):
+            for knows in (node, *node.superseded):
                 if key.kind == WINDOW:
-                    knows.cuts.pop(end, None)
+                    knows.window_records.pop(end, None)
                 else:
-                    knows.saved.discard(end)
+                    knows.state_records.discard(end)
             node = node.merged_into
         source = self._sources.pop(key, None)
         checkpoint = source[1]() if source else None
@@ -193,7 +193,7 @@ class PlacedCheckpoints:
         for on_path in reversed(path):
             if on_path.end <= more_than:
                 return None
-            kin = ((node, min(at_most, alike)) for node, alike in on_path.kin())
+            kin = ((node, min(at_most, alike)) for node, alike in on_path.near_siblings())
             ends = ((end, node) for node, limit in kin for end in self._ends(node) if more_than < end <= limit)
             for end, node in sorted(ends, key=lambda found: -found[0]):
                 pieces = self._pieces(node, end)
@@ -202,7 +202,7 @@ class PlacedCheckpoints:
         return None
 
     def _ends(self, node: Node) -> Iterable[int]:
-        return node.saved if self.slabs.state_leaves else node.cuts
+        return node.state_records if self.slabs.state_leaves else node.window_records
 
     def keys(self, node: Node, position: int) -> list[Key]:
         """The records that a position stands on, those of its last tokens first."""
@@ -233,7 +233,7 @@ class PlacedCheckpoints:
         return self.rings.pieces(node, position) if self.rings.sizes else ()
 
     def _has(self, piece: Piece, position: int) -> bool:
-        cut = piece.node.cuts.get(piece.end)
+        cut = piece.node.window_records.get(piece.end)
         return cut is not None and self.rings.covers(piece, cut, position)
 
     def _parts(self, piece: Piece, cut: int) -> tuple[Part, ...]:
@@ -283,7 +283,7 @@ def state_bytes(states: Mapping[int, Sequence[Any]]) -> list[memoryview]:
     return [as_bytes(array) for _, array in _named(states)]
 
 
-def states_in(record: Record, views: Sequence[memoryview], slabs: Slabs) -> dict[int, list[Any]]:
+def states_in(record: Record, views: Sequence[memoryview], slabs: KVArena) -> dict[int, list[Any]]:
     """The states in a record, copied. Raises BadRecordError if they are not those of this model's layers."""
     leaves = {i: slabs.spec.leaves[i] for i in slabs.state_leaves}
     found: dict[int, list[Any]] = {i: [None] * len(leaf.arrays) for i, leaf in leaves.items() if isinstance(leaf, StateLayer)}

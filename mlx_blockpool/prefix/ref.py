@@ -15,7 +15,7 @@ from typing import TypeAlias
 from ..spec import BLOCK_TOKENS
 from ..store.record import BLOCK, STATE, WINDOW, Key
 from .cache import PrefixCache
-from .residency import KnownBlocks
+from .residency import KVIndex
 from .resume import resumable
 from .salts import SHARED
 from .trie import Match, Node, Trie, decode
@@ -131,7 +131,7 @@ class SharedPaths:
         return count + any(digest != own and digest in digests for digest, digests in within)
 
 
-def own_from(known: KnownBlocks, path: NotedPath, shared: SharedPaths, in_use: Iterable[Prompt] = ()) -> int:
+def own_from(known: KVIndex, path: NotedPath, shared: SharedPaths, in_use: Iterable[Prompt] = ()) -> int:
     """From which edge of a path on nobody else needs it: no other path of `shared`, which has this one too, no prompt `in_use`,
     and nothing known behind it.
     """
@@ -155,7 +155,7 @@ def _common(one: Sequence[object], other: Sequence[object]) -> int:
     return low
 
 
-def forget(known: KnownBlocks, path: NotedPath, first: int) -> Freed:
+def forget(known: KVIndex, path: NotedPath, first: int) -> Freed:
     """Take the edges of a path from `first` on out of the trie, and with them their blocks and records."""
     nodes = find(known.trie, path).path
     blocks, n_bytes = _evictable(known), known.nbytes
@@ -163,27 +163,27 @@ def forget(known: KnownBlocks, path: NotedPath, first: int) -> Freed:
         top, parent = nodes[first], nodes[first].parent
         assert parent is not None
         # What it covers is an earlier end of the same path.
-        known.unreachable += [Key(BLOCK, covered.hash) for covered in top.covers]
-        top.covers = []
+        known.unreachable += [Key(BLOCK, covered.hash) for covered in top.superseded]
+        top.superseded = []
         known.drop(top)
         known.prune(parent)
     return Freed(len(nodes) - first, blocks - _evictable(known), n_bytes - known.nbytes, first)
 
 
-def kept_hashes(known: KnownBlocks, path: NotedPath) -> set[bytes]:
+def kept_hashes(known: KVIndex, path: NotedPath) -> set[bytes]:
     """The names of all records that what is known of a path may stand on."""
     return {key.hash for node in find(known.trie, path).path for key in records_of(node)}
 
 
 def records_of(node: Node) -> Iterator[Key]:
     """The records of an edge and of its checkpoints, there or not."""
-    for each in (node, *node.covers):
+    for each in (node, *node.superseded):
         yield Key(BLOCK, each.hash)
-    for kind, ends in ((WINDOW, node.cuts), (STATE, node.saved)):
+    for kind, ends in ((WINDOW, node.window_records), (STATE, node.state_records)):
         yield from (Key(kind, node.hash_at(end)) for end in ends)
 
 
-def _evictable(known: KnownBlocks) -> int:
+def _evictable(known: KVIndex) -> int:
     return sum(counts.evictable for counts in known.pool.settle())
 
 
@@ -192,7 +192,7 @@ def _evictable(known: KnownBlocks) -> int:
 
 def measure(prefix: PrefixCache, path: NotedPath, own: int, sizes: dict[Node, tuple[int, int]] | None = None) -> Measure:
     """Figures of a path whose edges from `own` on are its own. `sizes` keeps those of edges for other paths."""
-    match, stored = find(prefix.known.trie, path), prefix.stored
+    match, stored = find(prefix.index.trie, path), prefix.stored
     nodes = match.path
     in_memory = takewhile(lambda node: node.resident, nodes)
     on_disk = takewhile(lambda node: node.stored, nodes)
@@ -229,7 +229,7 @@ def resumes_from_disk(prefix: PrefixCache, match: Match) -> int:
 def _memory_bytes(prefix: PrefixCache, node: Node) -> int:
     spec = prefix.slabs.spec
     sizes = [spec.bytes_per_block(group) for group in spec.groups]
-    return sum(sizes[group] for group, _ in set(prefix.known.blocks_of(node))) + sum(c.nbytes for c in node.checkpoints.values())
+    return sum(sizes[group] for group, _ in set(prefix.index.blocks_of(node))) + sum(c.nbytes for c in node.checkpoints.values())
 
 
 def _disk_bytes(prefix: PrefixCache, node: Node) -> int:

@@ -12,7 +12,7 @@ from collections.abc import Collection, Hashable, Iterable, Sequence
 from ..kv.pool import BlockPool
 from ..spec import BLOCK_TOKENS
 from ..store.record import BLOCK, STATE, WINDOW, Key
-from .accounting import Charges
+from .accounting import Accounting
 from .trie import Checkpoint, Node, Pin, Trie
 
 Owned = tuple[int, int]  # (layer group, block)
@@ -32,8 +32,8 @@ def keeps(node: Node, owned: Owned, full: bool) -> bool:
 
 def records_at(node: Node, last: int) -> list[Key]:
     """The records of checkpoints that end in this node, behind `last`."""
-    windows = [Key(WINDOW, node.hash_at(end)) for end in node.cuts if end > last]
-    return windows + [Key(STATE, node.hash_at(end)) for end in node.saved if end > last]
+    windows = [Key(WINDOW, node.hash_at(end)) for end in node.window_records if end > last]
+    return windows + [Key(STATE, node.hash_at(end)) for end in node.state_records if end > last]
 
 
 def rings_of(checkpoints: Iterable[Checkpoint]) -> list[Owned]:
@@ -44,7 +44,7 @@ def rings_of(checkpoints: Iterable[Checkpoint]) -> list[Owned]:
 MAX_REMEMBERED_EVICTIONS = 100_000
 
 
-class KnownBlocks:
+class KVIndex:
     """The trie of one model and the blocks behind it."""
 
     def __init__(self, pool: BlockPool, full_groups: list[int], namespace: str) -> None:
@@ -52,7 +52,7 @@ class KnownBlocks:
         self.full_groups = full_groups
         self.trie = Trie(namespace)
         self._owners: dict[Owned, set[Node]] = {}
-        self.charges = Charges()
+        self.accounting = Accounting()
         self._sizes = [pool.spec.bytes_per_block(group) for group in pool.spec.groups]
         self._evicted: OrderedDict[bytes, None] = OrderedDict()
         # Checkpoints with states, the one used longest ago first.
@@ -81,7 +81,7 @@ class KnownBlocks:
                 self._owners[owned] = self._owners[owned] - {old} | {new}
             old.checkpoints = {}
             self._disown(old, self._blocks(old), ())
-            new.covers += [*old.covers, *([old] if old.stored else [])]
+            new.superseded += [*old.superseded, *([old] if old.stored else [])]
         self._pin_blocks(new)
         return new
 
@@ -95,19 +95,19 @@ class KnownBlocks:
     def written(self, node: Node) -> None:
         """A node is on disk: what it covers need not be any more."""
         node.stored = True
-        self.unreachable += [Key(BLOCK, old.hash) for old in node.covers]
-        node.covers = []
+        self.unreachable += [Key(BLOCK, old.hash) for old in node.superseded]
+        node.superseded = []
 
     def revive(self, node: Node, blocks: tuple[int, ...], account: str | None = None) -> None:
         """A node whose blocks were on disk only has these held blocks now; `account` has computed them, None: they were read."""
         node.blocks, node.resident = blocks, True
-        self._take_in(node, node.account if account is None else account)
+        self._take_in(node, node.owner if account is None else account)
         self._pin_blocks(node)
 
     def _take_in(self, node: Node, account: str | None) -> None:
         for owned in self._blocks(node):
             self._own(node, owned, node.end - node.start, account)
-            node.account = self.charges.account_of(owned)
+            node.owner = self.accounting.owner_of(owned)
 
     def add_checkpoint(self, node: Node, checkpoint: Checkpoint) -> None:
         """A checkpoint whose rings are in held blocks."""
@@ -115,14 +115,14 @@ class KnownBlocks:
         if checkpoint.states:
             self._states[checkpoint] = node
             self.state_bytes += checkpoint.nbytes
-        self.charges.bear(checkpoint, checkpoint.nbytes, checkpoint.account)
+        self.accounting.bear(checkpoint, checkpoint.nbytes, checkpoint.owner)
         for owned in rings_of([checkpoint]):
-            self._own(node, owned, BLOCK_TOKENS, checkpoint.account)
+            self._own(node, owned, BLOCK_TOKENS, checkpoint.owner)
         self._pin_blocks(node)
 
     def use(self, checkpoint: Checkpoint) -> None:
         """A checkpoint was resumed: others go before it."""
-        self.charges.use(checkpoint)
+        self.accounting.use(checkpoint)
         if checkpoint in self._states:
             self._states.move_to_end(checkpoint)
 
@@ -190,21 +190,21 @@ class KnownBlocks:
 
     def drop(self, node: Node, gone: Collection[Owned] = ()) -> None:
         """Forget a node and all below it; `gone` blocks are free already. What it covers is known again."""
-        covers, cuts, saved = node.covers, node.cuts, node.saved
-        node.covers, node.cuts, node.saved = [], {}, set()
+        covers, cuts, saved = node.superseded, node.window_records, node.state_records
+        node.superseded, node.window_records, node.state_records = [], {}, set()
         for old in self.trie.remove(node):
             self._evicted[old.hash] = None
-            self.unreachable += [Key(BLOCK, record.hash) for record in (*old.covers, *([old] if old.stored else []))]
+            self.unreachable += [Key(BLOCK, record.hash) for record in (*old.superseded, *([old] if old.stored else []))]
             self.unreachable += records_at(old, 0)
             for checkpoint in list(old.checkpoints.values()):
                 self._drop_checkpoint(old, checkpoint, gone)
             self._disown(old, self._blocks(old), gone)
             # Whoever still refers to it must not read its blocks, which are somebody else's soon.
             old.blocks, old.resident, old.stored, old.children = (), False, False, []
-            old.cuts, old.saved, old.covers, old.pins = {}, set(), [], frozenset()
-        node.cuts, node.saved = cuts, saved
+            old.window_records, old.state_records, old.superseded, old.pins = {}, set(), [], frozenset()
+        node.window_records, node.state_records = cuts, saved
         self._uncover(node, covers)
-        node.cuts, node.saved = {}, set()
+        node.window_records, node.state_records = {}, set()
         while len(self._evicted) > MAX_REMEMBERED_EVICTIONS:
             self._evicted.popitem(last=False)
 
@@ -212,7 +212,7 @@ class KnownBlocks:
         """Take a node out that has nothing to give, as in a model without full layers, and the likes of it above."""
         while node.parent is not None and not (node.blocks or node.children or node.checkpoints or node.stored):
             node.parent.children.remove(node)
-            self._uncover(node, node.covers)
+            self._uncover(node, node.superseded)
             node = node.parent
 
     def _uncover(self, node: Node, covers: list[Node]) -> None:
@@ -225,16 +225,16 @@ class KnownBlocks:
         if longest is None or longest.parent is None:
             return
         longest.blocks, longest.resident = (), not self.full_groups
-        longest.cuts = {end: cut for end, cut in node.cuts.items() if end <= last}
-        longest.saved = {end for end in node.saved if end <= last}
+        longest.window_records = {end: cut for end, cut in node.window_records.items() if end <= last}
+        longest.state_records = {end for end in node.state_records if end <= last}
         other = self.trie.child(longest.parent, longest.tokens)
         if other is None:
             self.trie.put_back(longest)
             return
         longest.merged_into = other
-        other.cuts = longest.cuts | other.cuts
-        other.saved |= longest.saved
-        other.covers += [longest]
+        other.window_records = longest.window_records | other.window_records
+        other.state_records |= longest.state_records
+        other.superseded += [longest]
         if other.stored:
             self.written(other)
 
@@ -288,7 +288,7 @@ class KnownBlocks:
         assert states == set(self._states), f"{len(states)} checkpoints with states != {len(self._states)} in the index"
         assert self.state_bytes == sum(c.nbytes for c in states), f"{self.state_bytes} bytes of states"
         sizes: dict[Hashable, int] = {owned: self._sizes[owned[0]] for owned in owners}
-        self.charges.check(sizes | {c: c.nbytes for node in self.trie for c in node.checkpoints.values()})
+        self.accounting.check(sizes | {c: c.nbytes for node in self.trie for c in node.checkpoints.values()})
         for owned, nodes in owners.items():
             kept = any(keeps(node, owned, owned[0] in self.full_groups) for node in nodes)
             assert kept == bool(self.pool.pins(*owned)), f"block {owned} is pinned: {self.pool.pins(*owned)}; needed: {kept}"
@@ -310,20 +310,20 @@ class KnownBlocks:
             self.pool.unpin(*owned)
 
     def _own(self, node: Node, owned: Owned, tokens: int, account: str | None) -> None:
-        self.pool.know(*owned, tokens)
-        self.charges.bear(owned, self._sizes[owned[0]], account)
+        self.pool.cache(*owned, tokens)
+        self.accounting.bear(owned, self._sizes[owned[0]], account)
         self._owners.setdefault(owned, set()).add(node)
 
     def _disown(self, node: Node, blocks: list[Owned], gone: Collection[Owned]) -> None:
         still = self.blocks_of(node) if node.checkpoints else ()
         for owned in blocks:
             if owned not in gone:
-                self.pool.forget(*owned)
+                self.pool.uncache(*owned)
             if owned in self._owners and owned not in still:
                 self._owners[owned].discard(node)
                 if not self._owners[owned]:
                     del self._owners[owned]
-                    self.charges.drop(owned)
+                    self.accounting.drop(owned)
                 else:
                     self._pin_block(owned)
 
@@ -335,7 +335,7 @@ class KnownBlocks:
 
     def _drop_checkpoint(self, node: Node, checkpoint: Checkpoint, gone: Collection[Owned]) -> None:
         del node.checkpoints[checkpoint.position]
-        self.charges.drop(checkpoint)
+        self.accounting.drop(checkpoint)
         if self._states.pop(checkpoint, None) is not None:
             self.state_bytes -= checkpoint.nbytes
         self._disown(node, rings_of([checkpoint]), gone)

@@ -35,7 +35,7 @@ MOST_AHEAD = 16
 
 
 @dataclass(frozen=True)
-class Wanted:
+class RestorePlan:
     """A path whose `missing` nodes are on disk only, and the position in `node` whose rings are; None: no rings are needed.
 
     `tokens`: how many need not be computed with it, behind the `have` that are in memory.
@@ -55,7 +55,7 @@ class Wanted:
 
 
 @dataclass(frozen=True)
-class _Arrival:
+class _RestoreStep:
     """A record on its way: how to ask for it and what to do with it. `lay` raises BadRecordError."""
 
     key: Key
@@ -78,7 +78,7 @@ class _Scratch:
 class Restore:
     """Records on their way from disk into the pool, in order. Holds the blocks of the whole path until release()."""
 
-    def __init__(self, stored: StoredPrefixes, wanted: Wanted) -> None:
+    def __init__(self, stored: StoredPrefixes, wanted: RestorePlan) -> None:
         self._stored = stored
         self._wanted = wanted
         self._all: set[Node] = set()
@@ -88,12 +88,12 @@ class Restore:
         self._states: dict[int, list[Any]] = {}
         self._ring_tables = [pool.open_table(group) for group in rings.sizes] if wanted.node is not None else []
         for index, table in enumerate(self._tables):
-            pool.adopt(table, [node.blocks[index] for node in wanted.path if node.resident])
+            pool.append_shared(table, [node.blocks[index] for node in wanted.path if node.resident])
         counts = [len(wanted.missing)] * len(groups) + (rings.counts(wanted.position) if self._ring_tables else [])
         first = [len(table) for table in self._tables]
         try:
             stored.room.need_states(stored.slabs.spec.fixed_bytes_per_agent())
-            stored.room.promise([*self._tables, *self._ring_tables], counts)
+            stored.room.reserve([*self._tables, *self._ring_tables], counts)
         except PoolExhaustedError:
             self.release()
             raise
@@ -105,9 +105,9 @@ class Restore:
         if wanted.node is not None:
             arrivals += [self._piece(piece) for piece in stored.placed.pieces(wanted.node, wanted.position)]
             arrivals += [self._state(wanted.node)] if stored.slabs.state_leaves else []
-        self._unasked: Iterator[_Arrival] = iter(arrivals)
+        self._unasked: Iterator[_RestoreStep] = iter(arrivals)
         self._total = self._left = len(arrivals)
-        self._reading: deque[tuple[_Arrival, Reading, _Scratch]] = deque()
+        self._reading: deque[tuple[_RestoreStep, Reading, _Scratch]] = deque()
         self._unused: list[_Scratch] = []
         block = sum(stored.slabs.spec.bytes_per_block(group) for group in stored.slabs.spec.groups)
         self._ahead = max(AT_ONCE, min(MOST_AHEAD, AHEAD_BYTES // max(1, block)))
@@ -193,22 +193,22 @@ class Restore:
         for table in [*self._tables, *self._ring_tables]:
             self._stored.slabs.pool.release(table)
 
-    def _node(self, node: Node, block: tuple[int, ...]) -> _Arrival:
-        return _Arrival(
+    def _node(self, node: Node, block: tuple[int, ...]) -> _RestoreStep:
+        return _RestoreStep(
             Key(BLOCK, node.hash),
             lambda into: self._stored.read(node, into),
             lambda found: self._stored.arrived(node, block, found[1]),
         )
 
-    def _piece(self, piece: Piece) -> _Arrival:
+    def _piece(self, piece: Piece) -> _RestoreStep:
         placed, position, ids = self._stored.placed, self._wanted.position, self._ring_ids()
         key = Key(WINDOW, piece.node.hash_at(piece.end))
-        return _Arrival(key, lambda into: placed.read(key, into), lambda found: placed.lay(piece, found, position, ids))
+        return _RestoreStep(key, lambda into: placed.read(key, into), lambda found: placed.lay(piece, found, position, ids))
 
-    def _state(self, node: Node) -> _Arrival:
+    def _state(self, node: Node) -> _RestoreStep:
         placed, key = self._stored.placed, Key(STATE, node.hash_at(self._wanted.position))
         # In memory of their own: arrays may be made where the bytes are.
-        return _Arrival(key, lambda _: placed.read(key), lambda found: self._states.update(placed.states(found)))
+        return _RestoreStep(key, lambda _: placed.read(key), lambda found: self._states.update(placed.states(found)))
 
     def _place(self) -> None:
         """All that a position needs is there: it can be resumed from, unless it was forgotten or computed meanwhile."""

@@ -9,14 +9,14 @@ from ..kv.factory import pooled_caches
 from ..kv.layer_caches import PooledLayer, PooledRotatingKVCache
 from ..kv.parts import leaves_of, state_caches
 from ..kv.sequence import Sequence
-from ..kv.slabs import Slabs
+from ..kv.slabs import KVArena
 from ..spec import WindowLayer, blocks_for
-from .admission import Room
+from .admission import Admission
 from .pins import Standing
 from .trie import Checkpoint, Match, Node
 
 
-def resumable(slabs: Slabs, match: Match, most: int) -> tuple[int, Checkpoint | None]:
+def resumable(slabs: KVArena, match: Match, most: int) -> tuple[int, Checkpoint | None]:
     """How many of the matched tokens can be taken over, `most` at most, and from which checkpoint where one is needed."""
     known = max(0, min(match.tokens, most))
     if not slabs.spec.needs_checkpoints or not known:
@@ -29,12 +29,12 @@ def resumable(slabs: Slabs, match: Match, most: int) -> tuple[int, Checkpoint | 
     return position, None if node is None else node.checkpoints[position]
 
 
-def standing(slabs: Slabs, match: Match) -> Standing:
+def standing(slabs: KVArena, match: Match) -> Standing:
     """What the whole of a match stands on."""
     return Standing(match.path, match.tokens, *(match.last_checkpoint() if slabs.spec.needs_checkpoints else ()))
 
 
-def _unwrapped(slabs: Slabs, node: Node, known: int) -> Checkpoint | None:
+def _unwrapped(slabs: KVArena, node: Node, known: int) -> Checkpoint | None:
     """A later checkpoint whose rings still hold every token: it can be cut back to `known`. A state cannot."""
     if slabs.state_leaves:
         return None
@@ -43,7 +43,7 @@ def _unwrapped(slabs: Slabs, node: Node, known: int) -> Checkpoint | None:
     return next((c for n in near for c in n.checkpoints.values() if known <= c.position < min(sizes)), None)
 
 
-def lay_out(room: Room, match: Match, hit: int, checkpoint: Checkpoint | None, prompt: int, total: int) -> list[Any]:
+def lay_out(room: Admission, match: Match, hit: int, checkpoint: Checkpoint | None, prompt: int, total: int) -> list[Any]:
     """Caches that hold `hit` tokens of a match, with room for `total`. Raises PoolExhaustedError and holds nothing then."""
     sequence = Sequence(room.slabs)
     try:
@@ -55,14 +55,14 @@ def lay_out(room: Room, match: Match, hit: int, checkpoint: Checkpoint | None, p
     return _caches(room.slabs, sequence, hit, checkpoint)
 
 
-def lay_out_to_read(slabs: Slabs, match: Match, hit: int, checkpoint: Checkpoint | None) -> list[Any]:
+def lay_out_to_read(slabs: KVArena, match: Match, hit: int, checkpoint: Checkpoint | None) -> list[Any]:
     """Caches that hold `hit` tokens of a match and are not written to: they need no room."""
     sequence = Sequence(slabs)
     _adopt(sequence, match, hit, checkpoint)
     return _caches(slabs, sequence, hit, checkpoint)
 
 
-def _caches(slabs: Slabs, sequence: Sequence, hit: int, checkpoint: Checkpoint | None) -> list[Any]:
+def _caches(slabs: KVArena, sequence: Sequence, hit: int, checkpoint: Checkpoint | None) -> list[Any]:
     caches = pooled_caches(slabs, sequence)
     for cache in leaves_of(caches):
         if isinstance(cache, PooledLayer):
@@ -79,7 +79,7 @@ def _adopt(sequence: Sequence, match: Match, hit: int, checkpoint: Checkpoint | 
     """Hold the blocks of the hit, before anything is evicted for the rest."""
     path = [*match.nodes, match.partial][: blocks_for(hit)]
     for index, group in enumerate(sequence.slabs.full_groups):
-        sequence.pool.adopt(sequence.tables[group], [node.blocks[index] for node in path if node is not None])
+        sequence.pool.append_shared(sequence.tables[group], [node.blocks[index] for node in path if node is not None])
     if checkpoint is not None:
         for group, (ids, _) in checkpoint.rings.items():
-            sequence.pool.adopt(sequence.tables[group], ids[: blocks_for(hit)])
+            sequence.pool.append_shared(sequence.tables[group], ids[: blocks_for(hit)])

@@ -15,7 +15,7 @@ from ..store.record import BLOCK, STATE, WINDOW, Key
 from .accounting import ANONYMOUS
 from .pins import Standing, TimedBeginnings, TimedPins
 from .placed import is_superseded
-from .residency import KnownBlocks, is_pinned, rings_of
+from .residency import KVIndex, is_pinned, rings_of
 from .salts import SHARED
 from .trie import Checkpoint, Node
 
@@ -25,7 +25,7 @@ SHOWN = 50
 
 
 @dataclass(frozen=True)
-class Terms:
+class RetentionPolicy:
     """How what a request computes is kept.
 
     agent:      whose account it is on; None: the one of all that name no agent.
@@ -38,7 +38,7 @@ class Terms:
     salt: bytes = SHARED
 
     @property
-    def account(self) -> str:
+    def owner(self) -> str:
         return self.agent or ANONYMOUS
 
     @property
@@ -46,10 +46,10 @@ class Terms:
         return self.retention != "memory"
 
 
-class Keeping:
+class Retention:
     """The terms on which `known` keeps what it knows. `pool_bytes` and `state_bytes`: what there is for blocks and for states."""
 
-    def __init__(self, known: KnownBlocks, pool_bytes: int, state_bytes: int, config: PoolConfig) -> None:
+    def __init__(self, known: KVIndex, pool_bytes: int, state_bytes: int, config: PoolConfig) -> None:
         share = config.pinned_share
         self.known = known
         self.pins = TimedPins(known, int(pool_bytes * share), int(state_bytes * share))
@@ -92,9 +92,9 @@ class Keeping:
             kept |= added
         store.keep(kept)
 
-    def end(self, terms: Terms) -> None:
+    def end(self, terms: RetentionPolicy) -> None:
         """A request has ended: what is over its agent's quota goes."""
-        self.quotas.enforce(terms.account)
+        self.quotas.enforce(terms.owner)
 
     def clear(self) -> None:
         self.pins.clear()
@@ -104,7 +104,7 @@ class Keeping:
         """Figures for people; sizes in bytes."""
         quotas = self.quotas
         return {
-            "agents": self.known.charges.largest(SHOWN),
+            "agents": self.known.accounting.largest(SHOWN),
             "agent_bytes": quotas.agent_bytes,
             "anonymous_bytes": quotas.anonymous_bytes,
             "forgotten_for_quotas": quotas.num_forgotten,
@@ -121,7 +121,7 @@ class Quotas:
     pinned, in use, or what others of its blocks lead on from.
     """
 
-    def __init__(self, known: KnownBlocks, agent_bytes: int | None, anonymous_bytes: int | None) -> None:
+    def __init__(self, known: KVIndex, agent_bytes: int | None, anonymous_bytes: int | None) -> None:
         self.known = known
         self.agent_bytes = agent_bytes
         self.anonymous_bytes = anonymous_bytes
@@ -140,7 +140,7 @@ class Quotas:
 
     def _is_over(self, account: str) -> bool:
         limit = self.limit(account)
-        return limit is not None and self.known.charges.nbytes(account) > limit
+        return limit is not None and self.known.accounting.nbytes(account) > limit
 
     def _forget_ends(self, account: str) -> None:
         went = True
@@ -158,14 +158,14 @@ class Quotas:
         for group in known.full_groups[:1]:
             for block in known.pool.evictable(group):
                 node = known.owner_of((group, block))
-                if node is not None and known.charges.account_of((group, block)) == account and _is_alone(node, account):
+                if node is not None and known.accounting.owner_of((group, block)) == account and _is_alone(node, account):
                     yield node
 
     def _forget_checkpoints(self, account: str, only_left_behind: bool = False) -> None:
         if not self._is_over(account):
             return
         nodes = {checkpoint: node for node in self.known.trie for checkpoint in node.checkpoints.values()}
-        for checkpoint in [what for what in self.known.charges.of(account) if isinstance(what, Checkpoint)]:
+        for checkpoint in [what for what in self.known.accounting.of(account) if isinstance(what, Checkpoint)]:
             node = nodes[checkpoint]
             may_go = not only_left_behind or is_superseded(node, checkpoint)
             if self._is_over(account) and may_go and not is_pinned(node, checkpoint) and self._frees(account, checkpoint):
@@ -174,11 +174,11 @@ class Quotas:
 
     def _frees(self, account: str, checkpoint: Checkpoint) -> bool:
         """Whether anything of the account is in it."""
-        charges = self.known.charges
-        return checkpoint.nbytes > 0 or any(charges.account_of(owned) == account for owned in rings_of([checkpoint]))
+        charges = self.known.accounting
+        return checkpoint.nbytes > 0 or any(charges.owner_of(owned) == account for owned in rings_of([checkpoint]))
 
 
 def _is_alone(node: Node, account: str) -> bool:
     """Whether no block in memory and no other agent's checkpoint goes with a node."""
-    others = any(checkpoint.account not in (account, None) for checkpoint in node.checkpoints.values())
+    others = any(checkpoint.owner not in (account, None) for checkpoint in node.checkpoints.values())
     return not others and not any(child.resident or child.checkpoints for child in node.children)

@@ -14,18 +14,18 @@ from typing import Any
 from weakref import WeakKeyDictionary
 
 from ..kv.block_bytes import Content, as_bytes, contents, copy_in, copy_out
-from ..kv.slabs import Slabs
+from ..kv.slabs import KVArena
 from ..store.fs import Into
 from ..store.limits import OVER_BUDGET
 from ..store.prompt_store import PromptStore
 from ..store.reader import Reading
 from ..store.record import BLOCK, Expected, Key, Part, Record
-from .admission import Room
+from .admission import Admission
 from .learned import Learned
 from .placed import PlacedCheckpoints, salted
 from .rates import Rates
-from .residency import KnownBlocks
-from .restore import Restore, Wanted
+from .residency import KVIndex
+from .restore import Restore, RestorePlan
 from .trie import Match, Node, decode, encode, name_of
 
 # A restore that somebody waits for looks this often whether the disk hangs.
@@ -40,7 +40,7 @@ class StoredPrefixes:
     `num_released` restores that let their blocks go, whoever began them: what waits for one of them looks again then.
     """
 
-    def __init__(self, known: KnownBlocks, slabs: Slabs, room: Room, store: PromptStore) -> None:
+    def __init__(self, known: KVIndex, slabs: KVArena, room: Admission, store: PromptStore) -> None:
         self.known = known
         self.slabs = slabs
         self.room = room
@@ -215,7 +215,7 @@ class StoredPrefixes:
 
     # -- reading -------------------------------------------------------------------------------------------------------
 
-    def wanted(self, match: Match, at_most: int, have: int) -> Wanted | None:
+    def wanted(self, match: Match, at_most: int, have: int) -> RestorePlan | None:
         """What would have to be brought back to resume at more than `have` tokens of a match; None: nothing of it is here."""
         if self.clock() < self._left_alone_until:
             return None
@@ -227,12 +227,12 @@ class StoredPrefixes:
             path = [n for n in match.path if n.start < position]
             missing = [n for n in path if not n.resident]
             whole = all(map(self._is_at_hand, path))
-            return Wanted(path, missing, have, position - have, node, position) if whole else None
+            return RestorePlan(path, missing, have, position - have, node, position) if whole else None
         path = list(takewhile(self._is_at_hand, match.path))
         missing = [n for n in path if not n.resident]
-        return Wanted(match.path, missing, have, min(path[-1].end, match.tokens, at_most) - have) if missing else None
+        return RestorePlan(match.path, missing, have, min(path[-1].end, match.tokens, at_most) - have) if missing else None
 
-    def is_worth_reading(self, wanted: Wanted) -> bool:
+    def is_worth_reading(self, wanted: RestorePlan) -> bool:
         """Whether it comes back before it would be computed."""
         keys = [Key(BLOCK, node.hash) for node in wanted.missing]
         keys += [] if wanted.node is None else self.placed.keys(wanted.node, wanted.position)
@@ -248,7 +248,7 @@ class StoredPrefixes:
         found = self.placed.find(path, path[-1].end) if checkpoints else None
         self.store.touch(keys if found is None else [*keys, *self.placed.keys(*found)])
 
-    def restore(self, wanted: Wanted) -> Restore:
+    def restore(self, wanted: RestorePlan) -> Restore:
         """Begin to bring it back. Raises PoolExhaustedError if there is no room for it."""
         self.touch(wanted.path)
         if not self._is_waiting:
@@ -256,7 +256,7 @@ class StoredPrefixes:
             self.last_arrival = self.clock()
         return Restore(self, wanted)
 
-    def restore_now(self, wanted: Wanted) -> None:
+    def restore_now(self, wanted: RestorePlan) -> None:
         """restore(), and wait for it."""
         restore = self.restore(wanted)
         while not restore.advance(wait=WAIT_SECONDS, seconds=math.inf):

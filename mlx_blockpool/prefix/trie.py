@@ -24,7 +24,7 @@ from .salts import SALT_BYTES, SHARED
 TOKEN_BYTES = 8
 EDGE_BYTES = BLOCK_TOKENS * TOKEN_BYTES
 # Of many siblings, so many on each side are looked at.
-MAX_KIN = 64
+MAX_SIBLINGS = 64
 _FULL_EDGE = struct.Struct(f"{BLOCK_TOKENS}q")
 
 
@@ -35,7 +35,7 @@ class Checkpoint:
     rings:   per window group the ring's block ids and its ring index.
     states:  per state leaf its arrays, copies; `nbytes` of all of them.
     kind:    what ends here: system, user or assistant.
-    account: whom it is charged to; None: nobody.
+    owner: whom it is charged to; None: nobody.
     noted:   whether whoever writes to disk was told of it.
     """
 
@@ -43,7 +43,7 @@ class Checkpoint:
     rings: dict[int, tuple[tuple[int, ...], int]]
     states: dict[int, list[Any]] = field(default_factory=dict, repr=False)
     kind: str = "assistant"
-    account: str | None = None
+    owner: str | None = None
     noted: bool = False
 
     @cached_property
@@ -77,14 +77,14 @@ class Node:
     kind: str = "assistant"
     resident: bool = True
     stored: bool = False
-    account: str | None = None
+    owner: str | None = None
     pins: frozenset[Pin] = frozenset()
     merged_into: Node | None = field(default=None, repr=False)
     children: list[Node] = field(default_factory=list, repr=False)
     checkpoints: dict[int, Checkpoint] = field(default_factory=dict)
-    cuts: dict[int, int] = field(default_factory=dict)
-    saved: set[int] = field(default_factory=set)
-    covers: list[Node] = field(default_factory=list, repr=False)
+    window_records: dict[int, int] = field(default_factory=dict)
+    state_records: set[int] = field(default_factory=set)
+    superseded: list[Node] = field(default_factory=list, repr=False)
     salt: bytes = SHARED
 
     @property
@@ -122,13 +122,13 @@ class Node:
             node = node.parent
         return nodes[::-1]
 
-    def kin(self) -> Iterator[tuple[Node, int]]:
+    def near_siblings(self) -> Iterator[tuple[Node, int]]:
         """This node and the siblings that start like it, each with the absolute position up to which they are alike."""
         yield self, self.end
         siblings = self.parent.children if self.parent is not None else []
         if len(siblings) > 1:
             at = bisect_left(siblings, self.tokens, key=_tokens)
-            for nearby in (siblings[at + 1 : at + 1 + MAX_KIN], siblings[max(0, at - MAX_KIN) : at][::-1]):
+            for nearby in (siblings[at + 1 : at + 1 + MAX_SIBLINGS], siblings[max(0, at - MAX_SIBLINGS) : at][::-1]):
                 alike = ((node, _common_tokens(node.tokens, self.tokens)) for node in nearby)
                 yield from ((node, self.start + count) for node, count in takewhile(lambda found: found[1], alike))
 
@@ -159,7 +159,7 @@ class Match:
     def last_checkpoint(self, at_most: int | None = None) -> tuple[Node | None, int]:
         """The position of the last checkpoint in a match, or in its first tokens, and the node that has it; (None, 0): none."""
         last = self.tokens if at_most is None else at_most
-        kin = ((node, min(last, alike)) for on_path in self.path for node, alike in on_path.kin())
+        kin = ((node, min(last, alike)) for on_path in self.path for node, alike in on_path.near_siblings())
         placed = ((node, position) for node, limit in kin for position in node.checkpoints if position <= limit)
         return max(placed, key=lambda found: found[1], default=(None, 0))
 
@@ -252,8 +252,8 @@ class Trie:
         shorter = [c for c in node.children if len(c.tokens) < len(edge) and edge.startswith(c.tokens)]
         for old in shorter:
             new.checkpoints.update(old.checkpoints)
-            new.cuts.update(old.cuts)
-            new.saved.update(old.saved)
+            new.window_records.update(old.window_records)
+            new.state_records.update(old.state_records)
             new.pins, old.pins = new.pins | old.pins, frozenset()
             old.merged_into = new
             node.children.remove(old)

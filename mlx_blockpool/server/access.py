@@ -50,14 +50,14 @@ FOLDERS = re.compile(r"(?<![\w.:/])(?:/[^\s/'\":,;()]+)+/(?=[^\s/'\":,;()])")
 
 
 @dataclass(frozen=True)
-class Refusal:
+class Rejected:
     """Why a request is not let in: an HTTP status, and what its client is told."""
 
     status: int
     message: str
 
 
-class Guard:
+class AccessPolicy:
     """The checks of one server.
 
     `room`: a connection takes a place in it while a request of it is read and served, and one in `idle` between two requests.
@@ -89,7 +89,7 @@ class Guard:
                 "or say --allow-remote if the network is yours alone."
             )
 
-    def check(self, method: str, path: str, headers: Any) -> Refusal | None:
+    def check(self, method: str, path: str, headers: Any) -> Rejected | None:
         """None: the request may be served. `path` without its query; `headers`: as http.server parses them."""
         return (
             self._check_headers(headers)
@@ -98,30 +98,30 @@ class Guard:
             or self._check_key(method, path, headers)
         )
 
-    def check_body(self, path: str, headers: Any) -> Refusal | None:
+    def check_body(self, path: str, headers: Any) -> Rejected | None:
         """Of a request that is let in: whether its body has a length, and one that is not too large."""
         if headers.get("Transfer-Encoding") is not None:
-            return Refusal(411, "Found Transfer-Encoding; needed a body in one piece, with its Content-Length")
+            return Rejected(411, "Found Transfer-Encoding; needed a body in one piece, with its Content-Length")
         found = set(headers.get_all("Content-Length", []))
         if not found:
             return None
         length = found.pop()
         if found or not (length.isascii() and length.isdecimal()) or len(length) > 18:
-            return Refusal(400, "Invalid Content-Length header")
+            return Rejected(400, "Invalid Content-Length header")
         most = self.config.max_body_bytes
         if int(length) > most and not FILES.fullmatch(path):
-            return Refusal(413, f"Request exceeds the maximum size: {length} bytes > {most} maximum. Raise --max-body.")
+            return Rejected(413, f"Request exceeds the maximum size: {length} bytes > {most} maximum. Raise --max-body.")
         return None
 
-    def _check_headers(self, headers: Any) -> Refusal | None:
+    def _check_headers(self, headers: Any) -> Rejected | None:
         size, most = sum(len(name) + len(value) for name, value in headers.items()), self.config.max_header_bytes
         if headers.get_unixfrom() or any(isinstance(defect, NO_HEADERS) for defect in headers.defects):
-            return Refusal(400, "Found a line that is no header; needed 'Name: value', with no space before the colon")
+            return Rejected(400, "Found a line that is no header; needed 'Name: value', with no space before the colon")
         if len(headers) > self.config.max_headers:
-            return Refusal(431, f"Found {len(headers)} headers; needed at most {self.config.max_headers}")
-        return Refusal(431, f"Found {size} bytes of headers; needed at most {most}") if size > most else None
+            return Rejected(431, f"Found {len(headers)} headers; needed at most {self.config.max_headers}")
+        return Rejected(431, f"Found {size} bytes of headers; needed at most {most}") if size > most else None
 
-    def _check_host(self, headers: Any) -> Refusal | None:
+    def _check_host(self, headers: Any) -> Rejected | None:
         """A page whose name was made to lead here has its own name in Host."""
         allowed = self.config.allowed_hosts
         if not (self.is_local or allowed):
@@ -129,12 +129,12 @@ class Guard:
         for host in headers.get_all("Host", []):
             name = host_name(host)
             if name not in (self.config.host.lower(), *allowed) and not is_loopback_name(name):
-                return Refusal(
+                return Rejected(
                     403, f"Found Host {shown(host)}; this server answers to localhost. Add --allow-hosts NAME for others."
                 )
         return None
 
-    def _check_origin(self, method: str, path: str, headers: Any) -> Refusal | None:
+    def _check_origin(self, method: str, path: str, headers: Any) -> Rejected | None:
         """Which pages in a browser may ask. Who is no browser says no Origin.
 
         By default mlx-lm answers pages from everywhere; what only we have, such as prompts in explanations, is not for those.
@@ -145,13 +145,13 @@ class Guard:
         is_stock = path in STOCK_PATHS or is_model(path)
         if not allowed and (is_stock or self._keys):
             return None
-        return Refusal(403, f"Found Origin {shown(origin)}, a page from elsewhere. Add it to --allowed-origins if it may ask.")
+        return Rejected(403, f"Found Origin {shown(origin)}, a page from elsewhere. Add it to --allowed-origins if it may ask.")
 
-    def _check_key(self, method: str, path: str, headers: Any) -> Refusal | None:
+    def _check_key(self, method: str, path: str, headers: Any) -> Rejected | None:
         if not self._keys or method == "OPTIONS" or (method, path) in OPEN or self._matching(headers):
             return None
         found = "another key" if any(_given(headers)) else "no key"
-        return Refusal(401, f"Found {found}; needed the server's API key as 'Authorization: Bearer KEY' or 'x-api-key: KEY'")
+        return Rejected(401, f"Found {found}; needed the server's API key as 'Authorization: Bearer KEY' or 'x-api-key: KEY'")
 
     def owner(self, headers: Any) -> str | None:
         """The name of the key that a request which is let in has shown; None: keys have no names here."""

@@ -32,7 +32,7 @@ from ..demo import model_path
 from ..errors import BlockpoolError
 from ..mlx_lm_compat import rebind
 from ..plugins import make_plugin_manager
-from .access import ANY_ORIGIN, Guard, add_safety_options, guard_config
+from .access import ANY_ORIGIN, AccessPolicy, add_safety_options, guard_config
 from .agents.warm_up import begin_warm_up, read_prompts
 from .ending import Watchdog, end_on_signals
 from .handler import BlockpoolHandler
@@ -83,7 +83,7 @@ def run(host: str, port: int, model_provider: BlockpoolModelProvider, **http: An
     Raises BlockpoolError if the model cannot be loaded or the port not be had. The generation thread has ended in any case.
     """
     try:
-        Guard(guard_config(model_provider.cli_args)).check_bind()
+        AccessPolicy(guard_config(model_provider.cli_args)).check_bind()
     except OSError as error:
         raise BlockpoolError(f"Cannot listen on {host}, port {port}: {error}. Choose another --host.") from error
     # As long as nothing is open there is nothing to end in order, also in the middle of a download.
@@ -156,7 +156,7 @@ def make_generator(model_provider: BlockpoolModelProvider) -> ChatGenerator:
         raise BlockpoolError(f"--normalise: {error}") from error
     for told in normalisers.told():
         logging.info("prompts are normalised by %s (--normalise none: by nothing)", told)
-    guard = Guard(guard_config(args))
+    guard = AccessPolicy(guard_config(args))
     prompts = [] if args.warm_up is None else read_prompts(args.warm_up)
     generator = ChatGenerator(
         model_provider,

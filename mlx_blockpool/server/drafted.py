@@ -8,8 +8,8 @@ from typing import Any
 from mlx_lm.models.cache import can_trim_prompt_cache, trim_prompt_cache
 
 from ..errors import BlockpoolError
-from ..prefix.cache import ORDINARY, Fetch, PrefixCache
-from ..prefix.retention import Terms
+from ..prefix.cache import ORDINARY, Acquired, PrefixCache
+from ..prefix.retention import RetentionPolicy
 from ..prefix.salts import SHARED
 
 
@@ -20,37 +20,37 @@ class DraftedPrefix:
         self.prefix = prefix
         self.draft = draft
 
-    def fetch(self, tokens: list[int], room: int, salt: bytes = SHARED) -> Fetch:
-        """Caches of both that end at the same token. Raises what PrefixCache.fetch raises, and holds nothing then."""
+    def acquire(self, tokens: list[int], room: int, salt: bytes = SHARED) -> Acquired:
+        """Caches of both that end at the same token. Raises what PrefixCache.acquire raises, and holds nothing then."""
         room += 1  # what is verified last is written one token behind the reply
         hit = min(self.prefix.look(tokens, salt).hit, self.draft.look(tokens, salt).hit)
-        first = self.prefix.fetch(tokens, room, hit, salt)
+        first = self.prefix.acquire(tokens, room, hit, salt)
         try:
-            second = self.draft.fetch(tokens, room, first.lookup.hit, salt)
+            second = self.draft.acquire(tokens, room, first.lookup.hit, salt)
         except BlockpoolError:
             # Nobody will use the first.
-            self.prefix.release(first.caches)
+            self.prefix.discard(first.caches)
             raise
         if second.lookup.hit != first.lookup.hit:
             # No window of the draft ends there.
-            self.release([*first.caches, *second.caches])
-            first, second = self.prefix.fetch(tokens, room, 0, salt), self.draft.fetch(tokens, room, 0, salt)
+            self.discard([*first.caches, *second.caches])
+            first, second = self.prefix.acquire(tokens, room, 0, salt), self.draft.acquire(tokens, room, 0, salt)
         # Neither has checkpoints: it was the draft that knew no more.
         behind = first.lookup.cause == "no checkpoint"
         lookup = replace(first.lookup, cause="draft", given=(), expected=()) if behind else first.lookup
-        return Fetch([*first.caches, *second.caches], first.rest, lookup)
+        return Acquired([*first.caches, *second.caches], first.rest, lookup)
 
-    def finish(self, tokens: list[int], caches: list[Any], kind: str, terms: Terms = ORDINARY) -> None:
+    def release(self, tokens: list[int], caches: list[Any], kind: str, terms: RetentionPolicy = ORDINARY) -> None:
         """Keep what both hold of `tokens`: behind a draft each is ahead of them by its own amount."""
         for prefix, own in zip((self.prefix, self.draft), self._parts(caches), strict=True):
             ahead = own[0].offset - len(tokens)
             if ahead > 0 and can_trim_prompt_cache(own):
                 trim_prompt_cache(own, ahead)
-            prefix.finish(tokens, own, kind, terms)
+            prefix.release(tokens, own, kind, terms)
 
-    def release(self, caches: list[Any]) -> None:
+    def discard(self, caches: list[Any]) -> None:
         for prefix, own in zip((self.prefix, self.draft), self._parts(caches), strict=True):
-            prefix.release(own)
+            prefix.discard(own)
 
     def capacity(self) -> int:
         """The most tokens that one sequence can have in both pools."""

@@ -21,15 +21,15 @@ from ..errors import BlockpoolError, LoadError, UnavailableError
 from ..store.agent_files import Agents
 from ..store.paths import default_folder
 from ..store.spool import Spool
-from .access import Guard
+from .access import AccessPolicy
 from .api.responses_kept import KeptResponses
 from .asking import Wishes
 from .explained import Explanations
 from .health import Health
 from .jobs import Errand
 from .models.provider import BlockpoolModelProvider
-from .models.queue import Line, Place
-from .models.registry import ModelRegistry, Order
+from .models.queue import ModelQueue, QueueEntry
+from .models.registry import LoadCommand, ModelRegistry
 from .normalise import Normalisers
 from .prompt_cache import ServerPromptCache
 from .replies import HangUps, Reply
@@ -65,10 +65,10 @@ class BlockpoolGenerator(ResponseGenerator):  # type: ignore[misc]
         config: EngineConfig,
         normalisers: Normalisers,
         models: ModelsConfig,
-        guard: Guard | None = None,
+        guard: AccessPolicy | None = None,
     ) -> None:
         prompt_cache = make_cache()
-        self.guard = guard or Guard()
+        self.guard = guard or AccessPolicy()
         self.explanations = Explanations()
         store = prompt_cache.store_config
         self.agent_files = None if store is None else Agents(store.folder or default_folder())
@@ -80,7 +80,7 @@ class BlockpoolGenerator(ResponseGenerator):  # type: ignore[misc]
         self.hang_ups = HangUps()
         self.registry = ModelRegistry(model_provider, make_cache, config, models, prompt_cache.config.pool_bytes)
         self._config = config
-        self._waiting = Line(models.patience_seconds, drain=max(models.patience_seconds, models.drain_seconds))
+        self._waiting = ModelQueue(models.patience_seconds, drain=max(models.patience_seconds, models.drain_seconds))
         self._reported = 0.0
         self._started: Queue[Exception | None] = Queue()
         super().__init__(model_provider, prompt_cache)
@@ -124,7 +124,7 @@ class BlockpoolGenerator(ResponseGenerator):  # type: ignore[misc]
         """Whether a request waits or is served."""
         return bool(self.requests.qsize() or len(self._waiting) or any(served.live for served in self._models))
 
-    def order(self, order: Order) -> None:
+    def order(self, order: LoadCommand) -> None:
         """Have a model loaded or unloaded."""
         self.requests.put(order)
 
@@ -223,7 +223,7 @@ class BlockpoolGenerator(ResponseGenerator):  # type: ignore[misc]
         if isinstance(item, Errand):
             self.health.doing("an errand")
             item.run()
-        elif not isinstance(item, Order):
+        elif not isinstance(item, LoadCommand):
             waiting = Waiting(*item)
             self._waiting.add(waiting.args.model, waiting)
         elif item.unload:
@@ -242,7 +242,7 @@ class BlockpoolGenerator(ResponseGenerator):  # type: ignore[misc]
                 seconds = self.registry.config.wait_seconds
                 place.item.fail(LoadError(f"{place.key.model} could not be loaded within {seconds:g} seconds. Try again later."))
 
-    def _has_waited_too_long(self, place: Place) -> bool:
+    def _has_waited_too_long(self, place: QueueEntry) -> bool:
         waited = self._waiting.clock() - place.arrived
         return place.key not in self.registry.loaded and waited > self.registry.config.wait_seconds
 
@@ -303,7 +303,7 @@ class BlockpoolGenerator(ResponseGenerator):  # type: ignore[misc]
         while (place := self._waiting.next(self.registry.uses(), passed)) is not None:
             served, item = self.registry.loaded[place.key], place.item
             try:
-                if isinstance(item, Order):
+                if isinstance(item, LoadCommand):
                     item.done()
                 elif isinstance(item, Suspended):
                     self._resume(served, item)

@@ -19,7 +19,7 @@ from urllib.parse import urlsplit
 from mlx_lm.server import APIHandler
 
 from ..errors import PromptError
-from .access import FILES, Guard, Refusal, Timed
+from .access import FILES, AccessPolicy, Rejected, Timed
 from .api import anthropic_errors, openai_errors
 from .api.anthropic import is_messages
 
@@ -140,7 +140,7 @@ class GuardedHandler(APIHandler):  # type: ignore[misc]
 
     def begin_request(self) -> None:
         """Forget the request before, and wait for another as long as its guard allows."""
-        self.guard: Guard = self.response_generator.guard
+        self.guard: AccessPolicy = self.response_generator.guard
         config = self.guard.config
         self._incoming.stall, self._incoming.until = config.stall_seconds, time.monotonic() + config.request_seconds
         self.rfile, self.wfile = self._reader, self._outgoing
@@ -240,7 +240,7 @@ class GuardedHandler(APIHandler):  # type: ignore[misc]
         except TimeoutError:
             config = self.guard.config
             waited = f"nothing came for {config.stall_seconds:g} seconds or all of it took more than {config.request_seconds:g}"
-            refusal = Refusal(408, f"The request did not come in time: {waited}")
+            refusal = Rejected(408, f"The request did not come in time: {waited}")
         if refusal is not None:
             self.refuse(refusal)
         self.connection.settimeout(self.guard.config.send_seconds)
@@ -248,9 +248,9 @@ class GuardedHandler(APIHandler):  # type: ignore[misc]
 
     def send_error(self, code: int, message: str | None = None, explain: str | None = None) -> None:
         """What http.server does not like about a request, as JSON."""
-        self.refuse(Refusal(int(code), ". ".join(part for part in (message or HTTPStatus(code).phrase, explain) if part)))
+        self.refuse(Rejected(int(code), ". ".join(part for part in (message or HTTPStatus(code).phrase, explain) if part)))
 
-    def refuse(self, refusal: Refusal) -> None:
+    def refuse(self, refusal: Rejected) -> None:
         """Answer a request that is not let in."""
         self.close_connection = True
         if self.request_version == "HTTP/0.9":
@@ -274,19 +274,19 @@ class GuardedHandler(APIHandler):  # type: ignore[misc]
         if refusal.status != HTTPStatus.REQUEST_TIMEOUT:
             self._linger()
 
-    def _refusal(self) -> Refusal | None:
+    def _refusal(self) -> Rejected | None:
         try:
             self.route = self.response_generator.path = urlsplit(self.path).path.rstrip("/") or "/"
         except ValueError as error:
-            return Refusal(400, f"Bad path: {error}")
+            return Rejected(400, f"Bad path: {error}")
         if self._crowded:
             most = self.guard.config.max_connections
-            return Refusal(503, f"The server has {most} connections already; ask again when one of them has ended")
+            return Rejected(503, f"The server has {most} connections already; ask again when one of them has ended")
         refusal = self.guard.check(self.command, self.route, self.headers)
         self.response_generator.owner = self.guard.owner(self.headers)
         return refusal or self.guard.check_body(self.route, self.headers)
 
-    def _read_body(self) -> Refusal | None:
+    def _read_body(self) -> Rejected | None:
         """Take the body in, so that whoever reads it does not wait. A file stays on the wire."""
         length = int(self.headers.get("Content-Length", 0))
         if self._expects_continue and length:
@@ -299,23 +299,23 @@ class GuardedHandler(APIHandler):  # type: ignore[misc]
             return self._take_in(length)
         return None
 
-    def _take_in(self, length: int) -> Refusal | None:
+    def _take_in(self, length: int) -> Rejected | None:
         """Read a body to its end, as long as the bodies of all have room in memory."""
         body = bytearray()
         while len(body) < length:
             size = min(length - len(body), PIECE_BYTES)
             if not self.guard.bodies.take(size):
-                return Refusal(503, "The server has too many large requests at once; ask again when one of them has ended")
+                return Rejected(503, "The server has too many large requests at once; ask again when one of them has ended")
             self._taken += size
             if not (piece := self._reader.read(size)):
-                return Refusal(400, f"The body ended after {len(body)} of {length} bytes")
+                return Rejected(400, f"The body ended after {len(body)} of {length} bytes")
             body += piece
         whole = bytes(body)
         self.rfile = io.BytesIO(whole)
         try:
             self.response_generator.prompts.check_body(whole)
         except PromptError as error:
-            return Refusal(400, str(error))
+            return Rejected(400, str(error))
         return None
 
     def _linger(self) -> None:

@@ -22,13 +22,13 @@ from ..errors import PluginError, SpecError, StoreError
 from ..kv.attach import batches_padded
 from ..kv.parts import sequence_of
 from ..kv.pool import BlockPool
-from ..kv.slabs import Slabs, state_share
+from ..kv.slabs import KVArena, state_share
 from ..memory import batch_memory
 from ..prefix.cache import PrefixCache
 from ..prefix.lookup import Lookup
 from ..prefix.opening import digests_of, open_store
 from ..prefix.ref import find, tokens_of
-from ..prefix.retention import Terms
+from ..prefix.retention import RetentionPolicy
 from ..prefix.salts import SHARED
 from ..spec import FullLayer, ModelCacheSpec
 from ..store.paths import FOLDERS
@@ -160,7 +160,7 @@ class ServerPromptCache:
             return []
         turns = self.caches.turns if isinstance(self.caches, PooledCaches) else {}
         path = turns.get(agent) or self.agents.path_of(agent)
-        return [] if path is None else tokens_of(find(self.prefix.known.trie, path))
+        return [] if path is None else tokens_of(find(self.prefix.index.trie, path))
 
     def _spare(self, store: PromptStore) -> None:
         """No budget takes what agents are pinned with."""
@@ -214,8 +214,8 @@ class ServerPromptCache:
             return
         sizes = [sum(s.bytes_per_block(g) for g in s.groups) for s in (spec, draft)]
         own = pool_bytes * sizes[0] // sum(sizes)
-        self.prefix = PrefixCache(Slabs(spec, own, self.config), str(provider.model_key))
-        known = PrefixCache(Slabs(draft, pool_bytes - own, self.config), str(provider.model_key))
+        self.prefix = PrefixCache(KVArena(spec, own, self.config), str(provider.model_key))
+        known = PrefixCache(KVArena(draft, pool_bytes - own, self.config), str(provider.model_key))
         self._drafted = DraftedPrefix(self.prefix, known)
 
     def _warn_of_few(self, prefix: PrefixCache) -> None:
@@ -244,9 +244,9 @@ class ServerPromptCache:
         if self.prefix is None:
             return self._stock.fetch_nearest_cache((model, self.salt) if self.salt else model, tokens)
         if self._drafted is not None:
-            fetched = self._drafted.fetch(tokens, self.max_tokens, self.salt)
+            fetched = self._drafted.acquire(tokens, self.max_tokens, self.salt)
         else:
-            fetched = self.prefix.fetch(tokens, self.max_tokens, salt=self.salt)
+            fetched = self.prefix.acquire(tokens, self.max_tokens, salt=self.salt)
         self.lookup = fetched.lookup
         return fetched.caches, fetched.rest
 
@@ -255,9 +255,9 @@ class ServerPromptCache:
         if self.prefix is None:
             self._stock.insert_cache((model, self.salt) if self.salt else model, tokens, prompt_cache, cache_type=cache_type)
         elif self._drafted is not None:
-            self._drafted.finish(tokens, prompt_cache, cache_type, Terms(salt=self.salt))
+            self._drafted.release(tokens, prompt_cache, cache_type, RetentionPolicy(salt=self.salt))
         else:
-            self.prefix.finish(tokens, prompt_cache, cache_type, Terms(salt=self.salt))
+            self.prefix.release(tokens, prompt_cache, cache_type, RetentionPolicy(salt=self.salt))
 
     def stats_by_type(self) -> dict[str, dict[str, int]]:
         return self._stock.stats_by_type() if self.prefix is None else self.prefix.stats_by_type()
@@ -316,7 +316,7 @@ class ServerPromptCache:
             "fragmentation": [round(pool.fragmentation(g), 3) for g in range(len(prefix.slabs.spec.groups))],
             "decode_paths": dict(prefix.slabs.path_counts),
             "store": None if prefix.stored is None else _without_place(prefix.stored.report()),
-            **prefix.keeping.report(),
+            **prefix.retention.report(),
         }
 
     def _batch_report(self, batch: list[Running]) -> dict[str, Any] | None:

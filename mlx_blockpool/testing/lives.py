@@ -42,23 +42,23 @@ class Life:
 
         Returns the hit, and the logits behind the first token beyond it, each place and the prompt.
         """
-        fetched = self.prefix.fetch(list(tokens), ROOM)
+        fetched = self.prefix.acquire(list(tokens), ROOM)
         hit = done = fetched.lookup.hit
         found = []
         for part in cut(fetched.rest, (place - hit for place in (hit + 1, *places))):
             found += run(self.subject.model, fetched.caches, [part])
             done += len(part)
             if done in places:
-                self.prefix.keep(list(tokens[:done]), fetched.caches, "system")
-        self.prefix.finish(list(tokens), fetched.caches)
+                self.prefix.insert(list(tokens[:done]), fetched.caches, "system")
+        self.prefix.release(list(tokens), fetched.caches)
         self.prefix.check()
         return hit, found
 
     def find(self, tokens: Sequence[int], at_most: int | None = None) -> tuple[int, list[bytes]]:
         """The hit of a prompt, and what the caches hold that it is given."""
-        fetched = self.prefix.fetch(list(tokens), ROOM, at_most)
+        fetched = self.prefix.acquire(list(tokens), ROOM, at_most)
         found = fetched.lookup.hit, content(fetched.caches)
-        self.prefix.release(fetched.caches)
+        self.prefix.discard(fetched.caches)
         return found
 
 

@@ -18,7 +18,7 @@ from mlx_lm.utils import _get_classes
 
 from ..errors import BlockpoolError
 from ..kv.factory import config_of
-from ..kv.slabs import Slabs
+from ..kv.slabs import KVArena
 from ..plugins import ask, check_spec, empty_plugin_manager, make_plugin_manager
 from ..spec import ChunkLayer, ModelCacheSpec, StateLayer, WindowLayer
 from .outcome import ConformanceError
@@ -119,9 +119,9 @@ class Subject:
         """Room for a dozen sequences of the longest kind."""
         return max(POOL_BYTES, ROOM * (self.spec.bytes_per_agent(3 * MOST_TOKENS) + self.spec.bytes_per_checkpoint()))
 
-    def slabs(self) -> Slabs:
+    def slabs(self) -> KVArena:
         """A new pool."""
-        return Slabs(self.spec, self.pool_bytes)
+        return KVArena(self.spec, self.pool_bytes)
 
     def tokens(self, seed: int, count: int) -> list[int]:
         """Random ones; not the last of the vocabulary, which often mean something."""

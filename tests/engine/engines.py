@@ -18,7 +18,7 @@ from mlx_blockpool.engine.engine import BlockPoolBatchEngine
 from mlx_blockpool.engine.request import Failed, Progress, Request, Started, Token
 from mlx_blockpool.kv.attach import attach
 from mlx_blockpool.kv.factory import open_pool
-from mlx_blockpool.kv.slabs import Slabs
+from mlx_blockpool.kv.slabs import KVArena
 from mlx_blockpool.prefix.cache import PrefixCache
 from mlx_blockpool.spec import ModelCacheSpec, blocks_for
 
@@ -46,7 +46,7 @@ def attached(name: str) -> tuple[Any, ModelCacheSpec]:
 
 
 def open_prefix(name: str, n_bytes: int = ROOMY) -> PrefixCache:
-    slabs = Slabs(attached(name)[1], n_bytes)
+    slabs = KVArena(attached(name)[1], n_bytes)
     slabs.ragged = True
     return PrefixCache(slabs)
 

@@ -14,7 +14,7 @@ from store.stores import QuickDisk, open_store
 from mlx_blockpool.config import EngineConfig
 from mlx_blockpool.engine.caches import PooledCaches
 from mlx_blockpool.engine.engine import BlockPoolBatchEngine
-from mlx_blockpool.kv.slabs import Slabs
+from mlx_blockpool.kv.slabs import KVArena
 from mlx_blockpool.prefix.cache import PrefixCache
 from mlx_blockpool.prefix.stored import StoredPrefixes
 from mlx_blockpool.store.fs import Disk, Into
@@ -40,7 +40,7 @@ def start(
     folder: Path, n_bytes: int = ROOMY, disk: Disk | None = None, model: Any = None, name: str = "llama", **config: Any
 ) -> Machine:
     own, spec = attached(name) if model is None else model
-    slabs = Slabs(spec, n_bytes)
+    slabs = KVArena(spec, n_bytes)
     slabs.ragged = True
     store = open_store(folder, disk, **config)
     prefix = PrefixCache(slabs, store=store)

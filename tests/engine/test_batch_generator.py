@@ -81,7 +81,7 @@ def test_given_caches_are_gone_on_from_and_stay_as_they_are(name: str, pooled: b
     known, rest = prompt(1, 330), prompt(2, 30)
     model = attached(name)[0]
     prefix = engine.caches.prefix  # type: ignore[union-attr]
-    caches = prefix.fetch(known, 40).caches if pooled else stock_prompt_cache(model)
+    caches = prefix.acquire(known, 40).caches if pooled else stock_prompt_cache(model)
     model(mx.array([known]), cache=caches)
     uids = engine.insert_all([Request([*known, *rest], 6), Request([*known, 7], 6)], [caches, caches])
     told, cached = drive(engine)

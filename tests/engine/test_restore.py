@@ -89,7 +89,7 @@ def test_a_kill_costs_no_more_than_the_last_blocks(tmp_path: Path, is_written: b
     hashes = {bytes.fromhex(path.stem) for path in record_files(folder)}
     finished = []
     for past in said:
-        path = first.prefix.known.trie.match(past).path
+        path = first.prefix.index.trie.match(past).path
         reached = next((i for i, node in enumerate(path) if node.hash not in hashes), len(path))
         finished.append(reached * BLOCK)
         assert reached == len(past) // BLOCK or not is_written
@@ -232,10 +232,10 @@ def bytes_per_token(spec: Any) -> int:
 
 def keys_of(machine: Machine, tokens: tuple[int, ...]) -> list[mx.array]:
     """Of all layers, the finished blocks."""
-    found = machine.prefix.fetch(tokens, 1)
+    found = machine.prefix.acquire(tokens, 1)
     keys = [mx.contiguous(cache.keys_and_values()[0][:, :, : 5 * BLOCK]) for cache in found.caches]
     mx.eval(keys)
-    machine.prefix.release(found.caches)
+    machine.prefix.discard(found.caches)
     return keys
 
 
@@ -396,7 +396,7 @@ def test_a_restore_that_waits_gives_way_to_the_reply_that_runs(tmp_path: Path) -
 def test_a_record_that_was_damaged_after_the_start_is_a_miss(tmp_path: Path, how: str, place: int) -> None:
     fill(tmp_path, LONG)
     machine = start(tmp_path)
-    path = machine.prefix.known.trie.match(LONG).path
+    path = machine.prefix.index.trie.match(LONG).path
     file = next(file for file in record_files(tmp_path) if file.stem == path[place].hash.hex())
     DAMAGES[how](file, random.Random(3))
     uids, told = serve(machine.engine, [(*LONG, 3)], 8)

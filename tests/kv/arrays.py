@@ -4,18 +4,18 @@ from __future__ import annotations
 
 import mlx.core as mx
 
-from mlx_blockpool.kv.slabs import Slabs
+from mlx_blockpool.kv.slabs import KVArena
 from mlx_blockpool.spec import FullLayer, ModelCacheSpec, WindowLayer
 
 HEADS, KEY_DIM, VALUE_DIM = 2, 4, 6
 
 
-def make_slabs(*windows: tuple[int, int], layers: int = 2, blocks: int = 64) -> Slabs:
+def make_slabs(*windows: tuple[int, int], layers: int = 2, blocks: int = 64) -> KVArena:
     """A pool of `layers` full layers, then one window layer for each (max_size, keep)."""
     full = [FullLayer(HEADS, KEY_DIM, VALUE_DIM)] * layers
     ring = [WindowLayer(HEADS, KEY_DIM, VALUE_DIM, max_size, keep) for max_size, keep in windows]
     spec = ModelCacheSpec("test", (*full, *ring), "float32")
-    return Slabs(spec, blocks * sum(spec.bytes_per_block(g) for g in spec.groups))
+    return KVArena(spec, blocks * sum(spec.bytes_per_block(g) for g in spec.groups))
 
 
 def numbered(start: int, count: int, batch: int = 1) -> tuple[mx.array, mx.array]:

@@ -21,7 +21,7 @@ from mlx_blockpool.kv.batch_cache import PooledBatchCache
 from mlx_blockpool.kv.factory import make_prompt_cache, open_pool, pooled_caches
 from mlx_blockpool.kv.parts import batch_of, member_of
 from mlx_blockpool.kv.runs import attend_runs
-from mlx_blockpool.kv.slabs import Slabs
+from mlx_blockpool.kv.slabs import KVArena
 from mlx_blockpool.spec import FullLayer, ModelCacheSpec
 
 RAGGED = ["llama", "qwen2", "gemma3_text", "gpt_oss"]
@@ -157,7 +157,7 @@ class OneAttention:
 
 def test_steps_in_flight_that_copy_slabs_are_found_out_and_forbidden() -> None:
     spec = ModelCacheSpec("one", (FullLayer(8, 64, 64),), "float32")
-    slabs = Slabs(spec, 64 * spec.bytes_per_block(spec.groups[0]), PoolConfig(slabs=1))
+    slabs = KVArena(spec, 64 * spec.bytes_per_block(spec.groups[0]), PoolConfig(slabs=1))
     model = OneAttention()
     seed = pooled_caches(slabs)
     seed[0].update_and_fetch(*mx.zeros((2, 1, 8, 12_000, 64)))

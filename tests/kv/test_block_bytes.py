@@ -11,7 +11,7 @@ import pytest
 from mlx_blockpool.config import PoolConfig
 from mlx_blockpool.kv import block_bytes as contents_module
 from mlx_blockpool.kv.block_bytes import GROUP_SIZE, as_bytes, contents, copy_in, copy_out
-from mlx_blockpool.kv.slabs import Slabs
+from mlx_blockpool.kv.slabs import KVArena
 from mlx_blockpool.spec import BLOCK_TOKENS, FullLayer, ModelCacheSpec
 
 DTYPES = ["float32", "float16", "bfloat16"]
@@ -20,13 +20,13 @@ LAYERS = (FullLayer(2, 64, 64), FullLayer(1, 96, 32), FullLayer(2, 64, 64))
 HALF = {"float32": np.uint32, "float16": np.uint16, "bfloat16": np.uint16}
 
 
-def make_slabs(dtype: str = "float32", layers: tuple[FullLayer, ...] = LAYERS, blocks: int = 8, slabs: int = 2) -> Slabs:
+def make_slabs(dtype: str = "float32", layers: tuple[FullLayer, ...] = LAYERS, blocks: int = 8, slabs: int = 2) -> KVArena:
     spec = ModelCacheSpec("test", layers, dtype)
     size = sum(spec.bytes_per_block(g) for g in spec.groups)
-    return Slabs(spec, blocks * size, PoolConfig(slabs=slabs, preallocate=True))
+    return KVArena(spec, blocks * size, PoolConfig(slabs=slabs, preallocate=True))
 
 
-def take(slabs: Slabs, count: int = 2) -> tuple[list[Any], list[list[tuple[int, int]]]]:
+def take(slabs: KVArena, count: int = 2) -> tuple[list[Any], list[list[tuple[int, int]]]]:
     """Tables of `count` blocks in each group, and their places: [[(group, block), ..], ..]."""
     tables = [slabs.pool.open_table(g) for g in slabs.full_groups]
     slabs.pool.reserve(tables, [count] * len(tables))
@@ -35,7 +35,7 @@ def take(slabs: Slabs, count: int = 2) -> tuple[list[Any], list[list[tuple[int, 
     return tables, [[(t.group, t.ids[i]) for t in tables] for i in range(count)]
 
 
-def fill(slabs: Slabs, places: list[tuple[int, int]], seed: int) -> list[np.ndarray[Any, Any]]:
+def fill(slabs: KVArena, places: list[tuple[int, int]], seed: int) -> list[np.ndarray[Any, Any]]:
     """Random bits in every value of these blocks: also NaNs, -0.0 and denormals. Returns them in the order of contents()."""
     rng = np.random.default_rng(seed)
     found = []
@@ -59,7 +59,7 @@ def bits_of(arrays: list[mx.array]) -> list[Any]:
     return [np.array(a.view(mx.uint32 if a.dtype == mx.float32 else mx.uint16)) for a in arrays]
 
 
-def given(slabs: Slabs, copies: list[mx.array], tokens: int = BLOCK_TOKENS, bits: int | None = None) -> list[Any]:
+def given(slabs: KVArena, copies: list[mx.array], tokens: int = BLOCK_TOKENS, bits: int | None = None) -> list[Any]:
     """What copy_in() takes, from what copy_out() gave."""
     wanted = contents(slabs, slabs.full_groups, tokens, bits)
     return [c.array(as_bytes(a)) for c, a in zip(wanted, copies, strict=True)]
@@ -73,7 +73,7 @@ def writes_in_place(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPa
     return found
 
 
-def addresses(slabs: Slabs) -> list[int]:
+def addresses(slabs: KVArena) -> list[int]:
     return [np.asarray(memoryview(a.view(mx.uint8))).ctypes.data for a in slabs.arrays()]
 
 

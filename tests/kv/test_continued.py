@@ -20,7 +20,7 @@ from models import make_model as make_small
 from mlx_blockpool import BlockPoolBatchEngine, Request, Token, make_prompt_cache, open_pool
 from mlx_blockpool.errors import ReleasedCacheError
 from mlx_blockpool.kv.factory import pooled_caches
-from mlx_blockpool.kv.slabs import Slabs
+from mlx_blockpool.kv.slabs import KVArena
 from mlx_blockpool.kv.state_caches import PooledArraysCache, StateBatch
 from mlx_blockpool.spec import ModelCacheSpec, StateLayer
 
@@ -78,11 +78,11 @@ def test_conversations_that_go_on_in_a_batch_give_stocks_logprobs(name: str, att
         assert far_apart([single], [again[i]]) < 1e-3
 
 
-def state_slabs() -> Slabs:
-    return Slabs(ModelCacheSpec("test", (StateLayer((((1, 3), "float32"), ((1, 2), "float32"))),), "float32"), 1_000_000)
+def state_slabs() -> KVArena:
+    return KVArena(ModelCacheSpec("test", (StateLayer((((1, 3), "float32"), ((1, 2), "float32"))),), "float32"), 1_000_000)
 
 
-def states(cls: Any, slabs: Slabs, *filled: float | None) -> list[Any]:
+def states(cls: Any, slabs: KVArena, *filled: float | None) -> list[Any]:
     found = [pooled_caches(slabs)[0] if cls is PooledArraysCache else ArraysCache(2) for _ in filled]
     for cache, value in zip(found, filled, strict=True):
         if value is not None:

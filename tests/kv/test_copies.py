@@ -18,7 +18,7 @@ from mlx_blockpool.errors import ReleasedCacheError
 from mlx_blockpool.kv.batch_cache import PooledBatchCache
 from mlx_blockpool.kv.factory import pooled_caches
 from mlx_blockpool.kv.parts import sequence_of
-from mlx_blockpool.kv.slabs import Slabs
+from mlx_blockpool.kv.slabs import KVArena
 from mlx_blockpool.spec import CompositeLayer, FullLayer, ModelCacheSpec, StateLayer
 
 ATTACHED = ["llama", "gemma3_text", "gpt_oss", "lfm2"]
@@ -26,7 +26,7 @@ SYSTEM = [i * 7 % 131 for i in range(290)]
 QUESTIONS = ([5, 9, 2, 77], [8, 8, 120])
 
 
-def attached(name: str) -> tuple[Any, Slabs]:
+def attached(name: str) -> tuple[Any, KVArena]:
     model = make_model(name)
     slabs = open_pool(model, 60_000_000)
     assert attach(model, slabs)
@@ -172,15 +172,15 @@ def test_full_and_window_caches_are_not_one_batch() -> None:
 
 
 @pytest.mark.parametrize("name", ["llama", "gemma3_text", "lfm2"])
-@pytest.mark.parametrize("ended_by", ["finish()", "release()", "release_all()"])
+@pytest.mark.parametrize("ended_by", ["release()", "discard()", "release_all()"])
 def test_use_after_the_blocks_were_given_back_raises_and_says_by_what(name: str, ended_by: str) -> None:
     model = make_model(name)
     prefix = PrefixCache(open_pool(model, 60_000_000))
-    caches = prefix.fetch(SYSTEM, max_tokens=50).caches
+    caches = prefix.acquire(SYSTEM, max_tokens=50).caches
     model(mx.array([SYSTEM]), cache=caches)
     {
-        "finish()": lambda: prefix.finish(SYSTEM, caches),
-        "release()": lambda: prefix.release(caches),
+        "release()": lambda: prefix.release(SYSTEM, caches),
+        "discard()": lambda: prefix.discard(caches),
         "release_all()": prefix.release_all,
     }[ended_by]()
     uses = {
@@ -190,7 +190,7 @@ def test_use_after_the_blocks_were_given_back_raises_and_says_by_what(name: str,
         "deepcopy": lambda: copy.deepcopy(caches),
         "keys": lambda: [getattr(c, "keys", None) for c in caches],
         "nbytes": lambda: [c.nbytes for c in caches if hasattr(c, "sequence") and hasattr(c, "place")],
-        "keep": lambda: prefix.keep(SYSTEM, caches),
+        "insert": lambda: prefix.insert(SYSTEM, caches),
     }
     for use in uses.values():
         with pytest.raises(ReleasedCacheError, match=ended_by[:-2]):
@@ -201,10 +201,10 @@ def test_use_after_the_blocks_were_given_back_raises_and_says_by_what(name: str,
 def test_a_batch_whose_member_was_given_back_raises() -> None:
     model, slabs = attached("llama")
     prefix = PrefixCache(slabs)
-    fetched = [prefix.fetch(SYSTEM + q, max_tokens=20) for q in QUESTIONS]
+    fetched = [prefix.acquire(SYSTEM + q, max_tokens=20) for q in QUESTIONS]
     batch = [PooledBatchCache(list(layer)) for layer in zip(*(f.caches for f in fetched), strict=True)]
     model(mx.array([[1], [2]]), cache=batch)
-    prefix.release(fetched[0].caches)
+    prefix.discard(fetched[0].caches)
     with pytest.raises(ReleasedCacheError, match="release"):
         model(mx.array([[1], [2]]), cache=batch)
 
@@ -247,7 +247,7 @@ def test_copies_of_a_batch_write_into_blocks_of_their_own(copier: Any) -> None:
 
 def test_a_padded_batch_of_several_parts_is_copied() -> None:
     spec = ModelCacheSpec("test", (CompositeLayer((StateLayer((((1, 3), "float32"),)), FullLayer(2, 4, 6))),), "float32")
-    (cache,) = pooled_caches(Slabs(spec, 10 * spec.bytes_per_block(spec.groups[0])))
+    (cache,) = pooled_caches(KVArena(spec, 10 * spec.bytes_per_block(spec.groups[0])))
     cache[0][0] = mx.ones((1, 3))
     cache[1].update_and_fetch(*numbered(0, 30))
     batch = type(cache).merge([cache, cache])
@@ -262,7 +262,7 @@ def test_a_padded_batch_of_several_parts_is_copied() -> None:
 def test_layers_that_are_copied_in_one_go_are_one_sequence_whatever_was_made_before(state_first: bool, before: str) -> None:
     layers = (StateLayer((((1, 3), "float32"),)), FullLayer(2, 4, 6))
     spec = ModelCacheSpec("test", layers if state_first else layers[::-1], "float32")
-    caches = pooled_caches(Slabs(spec, 10 * spec.bytes_per_block(spec.groups[0])))
+    caches = pooled_caches(KVArena(spec, 10 * spec.bytes_per_block(spec.groups[0])))
     caches[0 if state_first else 1][0] = mx.ones((1, 3))
     caches[1 if state_first else 0].update_and_fetch(*numbered(0, 30))
     kept = [type(c).merge([c, c]) for c in caches] if before == "a padded batch" else [copy.copy(caches[1])]
@@ -283,7 +283,7 @@ def test_a_layer_that_is_copied_after_a_write_is_a_sequence_of_its_own() -> None
     assert (early.offset, late.offset) == (300, 310)
     assert late.keys[0, 0, -1, 0].item() == 309
     with pytest.raises(ValueError, match="several sequences"):
-        PrefixCache(slabs).finish(list(range(300)), [early, late])
+        PrefixCache(slabs).release(list(range(300)), [early, late])
 
 
 def test_room_that_was_made_for_a_reply_goes_with_the_batch() -> None:
@@ -292,7 +292,7 @@ def test_room_that_was_made_for_a_reply_goes_with_the_batch() -> None:
     slabs = open_pool(model, 3 * size)
     attach(model, slabs)
     prefix = PrefixCache(slabs)
-    fetched = prefix.fetch(SYSTEM[:200], max_tokens=400)
+    fetched = prefix.acquire(SYSTEM[:200], max_tokens=400)
     expected = replies(model, [SYSTEM[:200]], [stock_prompt_cache(model)], 400)[0]
     assert replies(model, [SYSTEM[:200]], [fetched.caches], 400)[0] == expected
 
@@ -304,11 +304,11 @@ def test_a_batch_of_mlx_lms_evicts_what_nobody_uses_for_the_copies_that_it_needs
     prefix = PrefixCache(slabs)
     for step in range(5):
         tokens = [(i * 3 + step) % 131 for i in range(256)]
-        known = prefix.fetch(tokens, max_tokens=0).caches
+        known = prefix.acquire(tokens, max_tokens=0).caches
         model(mx.array([tokens]), cache=known)
-        prefix.finish(tokens, known)
+        prefix.release(tokens, known)
     assert slabs.pool.counts()[0].evictable == 5
-    fetched = prefix.fetch(SYSTEM[:200], max_tokens=50)
+    fetched = prefix.acquire(SYSTEM[:200], max_tokens=50)
     model(mx.array([fetched.rest[:-1]]), cache=fetched.caches)
     expected = replies(model, [SYSTEM[:200]], [stock_prompt_cache(model)], 40)[0]
     assert replies(model, [SYSTEM[199:200]] * 3, [fetched.caches] * 3, 40) == [expected] * 3

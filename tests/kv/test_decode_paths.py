@@ -10,9 +10,9 @@ from typing import Any
 import mlx.core as mx
 import numpy as np
 import pytest
-from kv.arrays import make_slabs, numbered
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from kv.arrays import make_slabs, numbered
 from mlx_lm.models.cache import make_prompt_cache as stock_prompt_cache
 from models import make_model
 
@@ -22,7 +22,7 @@ from mlx_blockpool.kv.batch_cache import PooledBatchCache
 from mlx_blockpool.kv.decode_attention import PATHS, SAVED_TOKENS, Cluster, Share, choose_path, divide, find_clusters
 from mlx_blockpool.kv.factory import make_prompt_cache, open_pool, pooled_caches
 from mlx_blockpool.kv.runs import attend_cluster, group_queries
-from mlx_blockpool.kv.slabs import Slabs
+from mlx_blockpool.kv.slabs import KVArena
 
 MODELS = ["llama", "qwen2", "gemma3_text", "gpt_oss"]
 
@@ -324,7 +324,7 @@ def addresses(slabs: Any) -> list[int]:
     return [np.asarray(memoryview(a.view(mx.uint8))).ctypes.data for a in slabs.arrays()]
 
 
-def merged(slabs: Slabs, lengths: list[int]) -> list[PooledBatchCache]:
+def merged(slabs: KVArena, lengths: list[int]) -> list[PooledBatchCache]:
     """A batch of sequences with numbered tokens, one batch cache for each layer."""
     sequences = [pooled_caches(slabs) for _ in lengths]
     for caches, n in zip(sequences, lengths, strict=True):

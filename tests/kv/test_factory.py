@@ -12,7 +12,7 @@ from mlx_blockpool.config import PoolConfig
 from mlx_blockpool.kv.attach import attach
 from mlx_blockpool.kv.batch_cache import PooledBatchCache
 from mlx_blockpool.kv.factory import make_prompt_cache, open_pool
-from mlx_blockpool.kv.slabs import Slabs
+from mlx_blockpool.kv.slabs import KVArena
 from mlx_blockpool.prefix.cache import PrefixCache
 
 ROOMY = 20_000_000
@@ -57,14 +57,14 @@ def test_a_pool_too_small_to_try_it_is_one_that_is_not_attached() -> None:
     assert not slabs.ragged
     assert type(model.layers[0].self_attn) is llama.Attention
     slabs.pool.check()
-    assert PrefixCache(slabs).fetch([1, 2, 3], 10).rest == [1, 2, 3]
+    assert PrefixCache(slabs).acquire([1, 2, 3], 10).rest == [1, 2, 3]
 
 
 def test_a_pool_that_is_not_attached_takes_nothing_from_one_that_is() -> None:
     model = make_model("llama")
     first = open_pool(model, ROOMY)
     spec = first.spec
-    small = Slabs(spec, sum(map(spec.bytes_per_block, spec.groups)), PoolConfig())
+    small = KVArena(spec, sum(map(spec.bytes_per_block, spec.groups)), PoolConfig())
     with pytest.raises(Exception, match="blocks"):
         attach(model, small)
     assert not small.ragged
@@ -77,11 +77,11 @@ def test_a_fetch_copies_the_known_prefix_only_where_attention_needs_one_piece(at
     model = make_model("llama")
     prefix = PrefixCache(open_pool(model, ROOMY, attach=attached))
     prompt = [i % 131 for i in range(1000)]
-    first = prefix.fetch(prompt, 10)
+    first = prefix.acquire(prompt, 10)
     model(mx.array([prompt]), cache=first.caches)
-    prefix.finish(prompt, first.caches)
-    known = {block for node in prefix.known.trie for block in node.blocks}
-    again = prefix.fetch([*prompt[:768], 5, 6], 10)
+    prefix.release(prompt, first.caches)
+    known = {block for node in prefix.index.trie for block in node.blocks}
+    again = prefix.acquire([*prompt[:768], 5, 6], 10)
     assert again.lookup.hit == 768
     shared = [block for block in again.caches[0].sequence.tables[0].ids if block in known]
     assert len(shared) == (3 if attached else 0)

@@ -7,14 +7,14 @@ from typing import Any
 
 import mlx.core as mx
 import pytest
-from kv.arrays import make_slabs, numbered
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from kv.arrays import make_slabs, numbered
 from mlx_lm.models.cache import KVCache, RotatingKVCache, load_prompt_cache, save_prompt_cache
 
 from mlx_blockpool.errors import PoolExhaustedError
 from mlx_blockpool.kv.factory import pooled_caches
-from mlx_blockpool.kv.slabs import Slabs
+from mlx_blockpool.kv.slabs import KVArena
 from mlx_blockpool.spec import FullLayer, ModelCacheSpec
 
 STEPS = st.lists(
@@ -186,7 +186,7 @@ def test_saved_by_mlx_lm_from_stock_copies(tmp_path: Any) -> None:
 
 def test_to_quantized_equals_stocks() -> None:
     layer = FullLayer(2, 64, 64)
-    ours = pooled_caches(Slabs(ModelCacheSpec("test", (layer,), "float32"), 1_000_000))[0]
+    ours = pooled_caches(KVArena(ModelCacheSpec("test", (layer,), "float32"), 1_000_000))[0]
     stock = KVCache()
     keys, values = mx.random.normal((2, 1, 2, 256, 64))
     for cache in (ours, stock):

@@ -39,7 +39,7 @@ def table_with(pool: BlockPool, count: int, group: int = 0, known: bool = False)
     pool.extend(table, count)
     if known:
         for block in table.ids:
-            pool.know(group, block, 256)
+            pool.cache(group, block, 256)
     return table
 
 
@@ -52,7 +52,7 @@ def evictable(pool: BlockPool, count: int, group: int = 0) -> list[int]:
 
 
 def state(pool: BlockPool) -> tuple[Any, ...]:
-    return pool.counts(), [pool.slabs(g) for g in range(len(pool.counts()))], pool.layout, pool.nbytes, pool.block_map()
+    return pool.counts(), [pool.slabs(g) for g in range(len(pool.counts()))], pool.layout_version, pool.nbytes, pool.block_map()
 
 
 def figures(pool: BlockPool, group: int = 0) -> tuple[int, int, int, int]:
@@ -91,10 +91,10 @@ def test_a_block_of_its_own_lies_next_to_the_one_before_it_where_that_is_free() 
     table = table_with(pool, 2)
     fork = pool.fork(table)
     # Block 1 is in use, so the copy goes to the middle of what is free.
-    assert pool.own(fork, 1) == (1, 8)
+    assert pool.copy_on_write(fork, 1) == (1, 8)
     other = pool.fork(fork)
     pool.release(table)
-    assert pool.own(other, 1) == (8, 1)
+    assert pool.copy_on_write(other, 1) == (8, 1)
     assert (fork.ids, other.ids) == ([0, 8], [0, 1])
     pool.check()
 
@@ -116,7 +116,7 @@ def test_replace_gives_neighbours_and_keeps_the_old_blocks_in_a_table() -> None:
     pool = one_slab(16)
     table = table_with(pool, 4)
     fork = pool.fork(table)
-    pool.own(fork, 1)
+    pool.copy_on_write(fork, 1)
     scattered = list(fork.ids)
     assert len(fork.runs) == 3
     old = pool.replace(fork)
@@ -223,8 +223,8 @@ def test_the_cap_of_a_window_holds_for_adopted_blocks_too() -> None:
     pool = two_groups(20)
     ring, other = table_with(pool, 3, group=1), table_with(pool, 2, group=1)
     with pytest.raises(PoolExhaustedError, match="holds 3 already"):
-        pool.adopt(ring, other.ids)
-    pool.adopt(ring, other.ids[:1])
+        pool.append_shared(ring, other.ids)
+    pool.append_shared(ring, other.ids[:1])
     assert ring.ids[3] == other.ids[0]
     pool.check()
 
@@ -233,7 +233,7 @@ def test_a_full_ring_can_still_own_and_replace_its_blocks() -> None:
     pool = two_groups(20)
     ring = table_with(pool, 4, group=1)
     fork = pool.fork(ring)
-    old, new = pool.own(fork, 2)
+    old, new = pool.copy_on_write(fork, 2)
     assert (old, new) == (ring.ids[2], fork.ids[2])
     pool.release(pool.replace(fork))
     assert not set(fork.ids) & set(ring.ids)
@@ -263,7 +263,7 @@ def test_owning_and_replacing_use_the_promise() -> None:
     table = table_with(pool, 2)
     fork = pool.fork(table)
     pool.reserve([fork], [4])
-    pool.own(fork, 0)
+    pool.copy_on_write(fork, 0)
     assert fork.reserved == 3
     pool.release(pool.replace(fork))
     assert fork.reserved == 1
@@ -323,7 +323,7 @@ def test_holding_and_releasing_again_makes_a_block_the_last_to_go() -> None:
     pool = one_slab(8)
     evictable(pool, 3)
     table = pool.open_table(0)
-    pool.adopt(table, [2])
+    pool.append_shared(table, [2])
     assert figures(pool) == (8, 5, 1, 2)
     assert pool.evict(0, 3) == [(0, 1), (0, 0)]
     pool.release(table)
@@ -355,11 +355,11 @@ def test_a_free_block_is_not_pinned() -> None:
 def test_a_block_that_two_entries_know_stays_until_both_forget_it() -> None:
     pool = one_slab(8)
     table = table_with(pool, 1, known=True)
-    pool.know(0, 0, 100)
+    pool.cache(0, 0, 100)
     pool.release(table)
-    pool.forget(0, 0)
+    pool.uncache(0, 0)
     assert figures(pool) == (8, 7, 0, 1)
-    pool.forget(0, 0)
+    pool.uncache(0, 0)
     assert figures(pool) == (8, 8, 0, 0)
     pool.check()
 
@@ -367,7 +367,7 @@ def test_a_block_that_two_entries_know_stays_until_both_forget_it() -> None:
 def test_a_held_block_stays_when_it_is_forgotten() -> None:
     pool = one_slab(8)
     table = table_with(pool, 1, known=True)
-    pool.forget(0, 0)
+    pool.uncache(0, 0)
     assert figures(pool) == (8, 7, 1, 0)
     pool.release(table)
     assert figures(pool) == (8, 8, 0, 0)
@@ -376,9 +376,9 @@ def test_a_held_block_stays_when_it_is_forgotten() -> None:
 def test_a_free_block_can_be_neither_known_nor_forgotten() -> None:
     pool = one_slab(8)
     with pytest.raises(AssertionError, match=r"block 3 of full x1 .* is free and cannot be known"):
-        pool.know(0, 3, 256)
+        pool.cache(0, 3, 256)
     with pytest.raises(AssertionError, match=r"block 3 of full x1 .* forgotten but not known"):
-        pool.forget(0, 3)
+        pool.uncache(0, 3)
 
 
 # -- room --------------------------------------------------------------------------------------------------------------
@@ -461,12 +461,12 @@ def test_a_slab_in_use_stays() -> None:
 
 def test_layout_changes_with_every_slab() -> None:
     pool = two_groups(8)
-    before = pool.layout
+    before = pool.layout_version
     pool.release(table_with(pool, 8))
-    grown = pool.layout
+    grown = pool.layout_version
     assert grown > before
     table_with(pool, 4, group=1)
-    assert pool.layout > grown
+    assert pool.layout_version > grown
 
 
 def test_make_room_is_enough_for_reserve_in_all_groups_together() -> None:
@@ -533,7 +533,7 @@ def test_the_capacity_is_there_whatever_was_served_before(served: tuple[int, int
     for table, count in zip(first, served, strict=True):
         pool.extend(table, count)
         for block in table.ids if known else ():
-            pool.know(table.group, block, 256)
+            pool.cache(table.group, block, 256)
         pool.release(table)
     assert pool.sequence_capacity() == 16 * 256
     pool.make_room({0: 16, 1: 4})
@@ -546,10 +546,10 @@ def test_preallocate_takes_the_budget_at_the_start() -> None:
     pool = two_groups(12, preallocate=True)
     assert [c.total for c in pool.counts()] == [8, 4]
     assert pool.nbytes == 12 * BLOCK
-    layout = pool.layout
+    layout = pool.layout_version
     table_with(pool, 8)
     table_with(pool, 4, group=1)
-    assert pool.layout == layout
+    assert pool.layout_version == layout
 
 
 def test_nothing_is_taken_at_the_start_otherwise() -> None:
@@ -565,7 +565,7 @@ def test_preallocate_keeps_the_budget_of_a_small_pool(blocks: int) -> None:
 
 
 def give_back_elsewhere(pool: BlockPool, table: BlockTable) -> None:
-    thread = threading.Thread(target=pool.give_back, args=(table,))
+    thread = threading.Thread(target=pool.release_deferred, args=(table,))
     thread.start()
     thread.join()
 
@@ -603,9 +603,9 @@ def test_what_was_given_back_is_shared_no_more() -> None:
 def test_giving_back_twice_is_the_same_as_once() -> None:
     pool = one_slab(4)
     table, other = table_with(pool, 2), table_with(pool, 1)
-    pool.give_back(table)
+    pool.release_deferred(table)
     pool.release(table)
-    pool.give_back(table)
+    pool.release_deferred(table)
     assert [c.held for c in pool.settle()] == [len(other)]
     pool.check()
 
@@ -639,7 +639,7 @@ def test_a_table_of_the_model_before_is_void(how: str) -> None:
 
 def test_what_was_given_back_before_the_change_of_model_is_void() -> None:
     pool = one_slab(8)
-    pool.give_back(table_with(pool, 3))
+    pool.release_deferred(table_with(pool, 3))
     pool.reconfigure(spec_of(FULL))
     new = table_with(pool, 3)
     pool.settle()
@@ -683,7 +683,7 @@ def test_own_gives_a_block_that_nobody_else_reads() -> None:
     pool = one_slab(8)
     table = table_with(pool, 2)
     fork = pool.fork(table)
-    old, new = pool.own(fork, 1)
+    old, new = pool.copy_on_write(fork, 1)
     assert old == 1
     assert fork.ids == [0, new]
     assert table.ids == [0, 1]
@@ -696,22 +696,22 @@ def test_own_gives_a_block_that_nobody_else_reads() -> None:
 def test_a_known_block_may_be_written_behind_what_is_known_of_it() -> None:
     pool = one_slab(8)
     table = table_with(pool, 1)
-    pool.know(0, 0, 100)
+    pool.cache(0, 0, 100)
     assert pool.is_shared(table, 0, 99)
     assert not pool.is_shared(table, 0, 100)
-    pool.know(0, 0, 120)
+    pool.cache(0, 0, 120)
     assert pool.is_shared(table, 0, 119)
-    pool.know(0, 0, 50)
+    pool.cache(0, 0, 50)
     assert pool.is_shared(table, 0, 119)
     for _ in range(3):
-        pool.forget(0, 0)
+        pool.uncache(0, 0)
     assert not pool.is_shared(table, 0, 0)
 
 
 def test_a_known_block_that_was_owned_stays_known() -> None:
     pool = one_slab(8)
     table = table_with(pool, 1, known=True)
-    assert pool.own(table, 0)[0] == 0
+    assert pool.copy_on_write(table, 0)[0] == 0
     assert figures(pool) == (8, 6, 1, 1)
     assert pool.evict(0, 1) == [(0, 0)]
 
@@ -722,7 +722,7 @@ def test_own_without_room_changes_nothing() -> None:
     fork = pool.fork(table)
     before = state(pool)
     with pytest.raises(PoolExhaustedError):
-        pool.own(fork, 0)
+        pool.copy_on_write(fork, 0)
     assert fork.ids == table.ids == [0, 1]
     assert state(pool) == before
     pool.check()
@@ -732,7 +732,7 @@ def test_swap_holds_another_block_and_lets_go_of_its_own() -> None:
     pool = one_slab(8)
     first, second = table_with(pool, 1, known=True), table_with(pool, 1)
     mine = second.ids[0]
-    pool.swap(second, 0, first.ids[0])
+    pool.replace_shared(second, 0, first.ids[0])
     assert second.ids == first.ids == [0]
     assert pool.is_shared(second, 0, 255)
     assert figures(pool) == (8, 7, 1, 0)
@@ -750,9 +750,9 @@ def test_a_table_tells_its_runs_after_every_change() -> None:
     pool.extend(table, 2)
     assert table.runs == [(0, 4)]
     fork = pool.fork(table)
-    _, new = pool.own(fork, 1)
+    _, new = pool.copy_on_write(fork, 1)
     assert fork.runs == [(0, 1), (new, 1), (2, 2)]
-    pool.swap(fork, 1, 1)
+    pool.replace_shared(fork, 1, 1)
     assert fork.runs == [(0, 4)]
     pool.release(fork)
     assert fork.runs == []

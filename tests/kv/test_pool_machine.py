@@ -136,11 +136,11 @@ class PoolMachine(RuleBasedStateMachine):
         if cap is not None and len(ids) + len(wanted) > cap:
             before = self.snapshot()
             try:
-                self.pool.adopt(table, wanted)
+                self.pool.append_shared(table, wanted)
             except PoolExhaustedError:
                 return self.unchanged(before)
             raise AssertionError("a window took more than its cap")
-        self.pool.adopt(table, wanted)
+        self.pool.append_shared(table, wanted)
         self.hold(table.group, wanted)
         ids += wanted
 
@@ -157,7 +157,7 @@ class PoolMachine(RuleBasedStateMachine):
         index = at % len(ids)
         before, promised = self.snapshot(), self.reserved[id(table)]
         try:
-            old, new = self.pool.own(table, index)
+            old, new = self.pool.copy_on_write(table, index)
         except PoolExhaustedError:
             assert not promised
             return self.unchanged(before)
@@ -177,7 +177,7 @@ class PoolMachine(RuleBasedStateMachine):
         if block in ids:
             return
         old = ids[index]
-        self.pool.swap(table, index, block)
+        self.pool.replace_shared(table, index, block)
         ids[index] = block
         self.hold(table.group, [block])
         self.let_go(table.group, [old])
@@ -204,7 +204,7 @@ class PoolMachine(RuleBasedStateMachine):
     def release(self, number: int, late: bool) -> None:
         table, ids = self.tables.pop(number % len(self.tables))
         if late:
-            self.pool.give_back(table)
+            self.pool.release_deferred(table)
             self.pool.settle()
         else:
             self.pool.release(table)
@@ -229,7 +229,7 @@ class PoolMachine(RuleBasedStateMachine):
     def know(self, number: int, tokens: int) -> None:
         blocks = sorted((t.group, block) for t, ids in self.tables for block in ids)
         owned = blocks[number % len(blocks)]
-        self.pool.know(*owned, tokens)
+        self.pool.cache(*owned, tokens)
         self.known[owned] += 1
         self.frozen[owned] = max(tokens, self.frozen.get(owned, 0))
 
@@ -237,7 +237,7 @@ class PoolMachine(RuleBasedStateMachine):
     @rule(number=picks)
     def forget_one(self, number: int) -> None:
         owned = self.pick_known(number)
-        self.pool.forget(*owned)
+        self.pool.uncache(*owned)
         self.forget(owned)
 
     def pick_known(self, number: int) -> Owned:
@@ -294,7 +294,7 @@ class PoolMachine(RuleBasedStateMachine):
             return
         assert not set(table.ids) & self.in_use(group)
         for block in table.ids:
-            self.pool.know(group, block, 256)
+            self.pool.cache(group, block, 256)
             self.known[group, block], self.frozen[group, block] = 1, 256
         self.order[group] += reversed(table.ids)
         self.pool.release(table)

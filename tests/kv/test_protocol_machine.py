@@ -13,10 +13,10 @@ from typing import Any
 
 import mlx.core as mx
 import pytest
-from kv.arrays import HEADS, KEY_DIM, VALUE_DIM, numbered
 from hypothesis import HealthCheck, Phase, settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
+from kv.arrays import HEADS, KEY_DIM, VALUE_DIM, numbered
 from mlx_lm.models.cache import (
     ArraysCache,
     CacheList,
@@ -31,7 +31,7 @@ from thorough import examples, is_thorough
 from mlx_blockpool.errors import ReleasedCacheError
 from mlx_blockpool.kv.factory import from_stock, pooled_caches
 from mlx_blockpool.kv.parts import leaves_of, sequence_of
-from mlx_blockpool.kv.slabs import Slabs
+from mlx_blockpool.kv.slabs import KVArena
 from mlx_blockpool.spec import CompositeLayer, FullLayer, ModelCacheSpec, StateLayer, WindowLayer
 
 WINDOW = 40
@@ -127,7 +127,7 @@ class CacheMachine(RuleBasedStateMachine):
     @initialize(attached=st.booleans(), layers=st.sampled_from(LAYOUTS))
     def start(self, attached: bool, layers: Any) -> None:
         spec = ModelCacheSpec("test", layers, "float32")
-        self.slabs = Slabs(spec, 300 * sum(spec.bytes_per_block(group) for group in spec.groups))
+        self.slabs = KVArena(spec, 300 * sum(spec.bytes_per_block(group) for group in spec.groups))
         self.slabs.ragged = attached
         self.slabs.pads_states = True
         self.token = 0

@@ -21,13 +21,13 @@ from mlx_blockpool import attach, detach, from_stock, make_prompt_cache, open_po
 from mlx_blockpool.errors import PoolExhaustedError
 from mlx_blockpool.kv.factory import pooled_caches
 from mlx_blockpool.kv.parts import as_stock, leaves_of
-from mlx_blockpool.kv.slabs import Slabs
+from mlx_blockpool.kv.slabs import KVArena
 
 NAMES = ["llama", "gemma3_text", "gpt_oss", "lfm2"]
 PROMPT = [i * 7 % 131 for i in range(290)]
 
 
-def computed(name: str, tokens: list[int] = PROMPT) -> tuple[Any, Slabs, list[Any], list[Any]]:
+def computed(name: str, tokens: list[int] = PROMPT) -> tuple[Any, KVArena, list[Any], list[Any]]:
     """A model, its pool, and caches that hold a prompt: pooled ones and mlx-lm's."""
     model = make_model(name)
     slabs = open_pool(model, 60_000_000)
@@ -44,7 +44,7 @@ def goes_on(model: Any, caches: list[Any], tokens: tuple[int, ...] = (3, 5, 8)) 
     return logits
 
 
-def in_two_runs(slabs: Slabs) -> list[Any]:
+def in_two_runs(slabs: KVArena) -> list[Any]:
     """Caches of 600 tokens whose third block is somewhere else: where it was, a fork has its own."""
     caches = pooled_caches(slabs)
     for cache in caches:

@@ -14,10 +14,10 @@ from store.stores import QuickDisk, open_store
 
 from mlx_blockpool.config import PoolConfig
 from mlx_blockpool.kv.parts import leaves_of
-from mlx_blockpool.kv.slabs import Slabs
+from mlx_blockpool.kv.slabs import KVArena
 from mlx_blockpool.kv.state_caches import PooledArraysCache
-from mlx_blockpool.prefix.cache import Fetch, PrefixCache
-from mlx_blockpool.prefix.retention import Terms
+from mlx_blockpool.prefix.cache import Acquired, PrefixCache
+from mlx_blockpool.prefix.retention import RetentionPolicy
 from mlx_blockpool.spec import FullLayer, ModelCacheSpec, WindowLayer
 
 FULL, WINDOW = FullLayer(1, 2, 2), WindowLayer(1, 2, 2, 300)
@@ -28,7 +28,7 @@ SPECS = {
     **STATED,
 }
 BLOCK = 4096
-NOBODY = Terms()
+NOBODY = RetentionPolicy()
 
 
 class Keeper(Life):
@@ -38,34 +38,40 @@ class Keeper(Life):
         stored = {name: config.pop(name) for name in ("store_bytes", "idle_seconds", "model_bytes") if name in config}
         settings = PoolConfig(**config)
         states = settings.state_bytes if spec.fixed_bytes_per_agent() else 0
-        self.slabs = Slabs(spec, blocks * BLOCK + (states or 0), settings)
+        self.slabs = KVArena(spec, blocks * BLOCK + (states or 0), settings)
         self.slabs.ragged = True
         store = None if folder is None else open_store(folder, QuickDisk(), **stored)
         self.prefix = PrefixCache(self.slabs, store=store, config=settings)
         self.now = 1000.0
-        self.pins.timed.clock = self.prefix.keeping.days.clock = lambda: self.now
+        self.pins.timed.clock = self.prefix.retention.days.clock = lambda: self.now
 
     @property
     def pins(self) -> Any:
-        return self.prefix.keeping.pins
+        return self.prefix.retention.pins
 
     @property
     def agents(self) -> dict[str, int]:
-        return self.prefix.known.charges.largest(99)
+        return self.prefix.index.accounting.largest(99)
 
     def wait(self, seconds: float) -> None:
         self.now += seconds
         self.prefix.keep_up()
 
     def ask(
-        self, prompt: Sequence[int], pins: Sequence[tuple[int, float]] = (), terms: Terms = NOBODY, places: Sequence[int] = ()
+        self,
+        prompt: Sequence[int],
+        pins: Sequence[tuple[int, float]] = (),
+        terms: RetentionPolicy = NOBODY,
+        places: Sequence[int] = (),
     ) -> int:
         """A request of which beginnings are marked. Returns its hit; what it took over is right."""
-        found = self.prefix.fetch(list(prompt), 20)
+        found = self.prefix.acquire(list(prompt), 20)
         self.compute(found, prompt, terms, {*places, *(end for end, _ in pins)})
         return self.end(found, prompt, pins, terms)
 
-    def compute(self, found: Fetch, prompt: Sequence[int], terms: Terms = NOBODY, places: Sequence[int] | set[int] = ()) -> None:
+    def compute(
+        self, found: Acquired, prompt: Sequence[int], terms: RetentionPolicy = NOBODY, places: Sequence[int] | set[int] = ()
+    ) -> None:
         at = found.lookup.hit
         look(found.caches, prompt, at)
         for end in sorted({*(p for p in places if at < p < len(prompt)), len(prompt)}):
@@ -77,13 +83,15 @@ class Keeper(Life):
                     mx.eval(cache.update_and_fetch(keys, keys + 1000))
             at = end
             if end < len(prompt):
-                self.prefix.keep(list(prompt[:end]), found.caches, "user", terms)
+                self.prefix.insert(list(prompt[:end]), found.caches, "user", terms)
 
-    def end(self, found: Fetch, prompt: Sequence[int], pins: Sequence[tuple[int, float]] = (), terms: Terms = NOBODY) -> int:
-        self.prefix.finish(list(prompt), found.caches, terms=terms)
+    def end(
+        self, found: Acquired, prompt: Sequence[int], pins: Sequence[tuple[int, float]] = (), terms: RetentionPolicy = NOBODY
+    ) -> int:
+        self.prefix.release(list(prompt), found.caches, terms=terms)
         for end, seconds in pins:
             self.prefix.pin_for(prompt[:end], seconds)
-        self.prefix.keeping.end(terms)
+        self.prefix.retention.end(terms)
         self.check()
         return found.lookup.hit
 

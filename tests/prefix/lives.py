@@ -13,9 +13,9 @@ from prefix.test_prefix_machine import LAYER_STEP, family, keys_of, numbers
 from store.stores import QuickDisk, open_store
 
 from mlx_blockpool.kv.layer_caches import PooledRotatingKVCache
-from mlx_blockpool.kv.slabs import Slabs
+from mlx_blockpool.kv.slabs import KVArena
 from mlx_blockpool.prefix.cache import PrefixCache
-from mlx_blockpool.prefix.restore import Wanted
+from mlx_blockpool.prefix.restore import RestorePlan
 from mlx_blockpool.prefix.resume import lay_out
 from mlx_blockpool.prefix.stored import StoredPrefixes
 from mlx_blockpool.spec import FullLayer, ModelCacheSpec, WindowLayer
@@ -37,7 +37,7 @@ class Life:
     def __init__(
         self, folder: Path, disk: Disk | None = None, pool: int = 100 * 8192, spec: ModelCacheSpec = SPEC, **config: Any
     ) -> None:
-        self.slabs = Slabs(spec, pool)
+        self.slabs = KVArena(spec, pool)
         self.slabs.ragged = True
         self.store: PromptStore = open_store(folder, disk, **config)
         self.prefix = PrefixCache(self.slabs, store=self.store)
@@ -53,20 +53,20 @@ class Life:
         self.stored.write_behind(0)
 
     def hashes(self, tokens: Sequence[int]) -> list[bytes]:
-        return [node.hash for node in self.prefix.known.trie.match(tokens).path]
+        return [node.hash for node in self.prefix.index.trie.match(tokens).path]
 
     def on_disk(self, tokens: Sequence[int]) -> list[bool]:
-        return [node.stored for node in self.prefix.known.trie.match(tokens).path]
+        return [node.stored for node in self.prefix.index.trie.match(tokens).path]
 
     def fetched(self, tokens: Sequence[int]) -> int:
         """A hit whose every key is right."""
-        found = self.prefix.fetch(tokens, 20)
+        found = self.prefix.acquire(tokens, 20)
         for layer, cache in enumerate(found.caches if found.lookup.hit else ()):
             keys, expected = cache.keys_and_values()[0], numbers(tuple(tokens))[: found.lookup.hit] + layer * LAYER_STEP
             if isinstance(cache, PooledRotatingKVCache):
                 keys, expected = cache._temporal_order(keys), expected[-cache.max_size :]
             assert np.array_equal(np.array(keys)[0, 0, :, 0], expected)
-        self.prefix.release(found.caches)
+        self.prefix.discard(found.caches)
         self.prefix.check()
         assert {(c.held, c.reserved) for c in self.slabs.pool.settle()} == {(0, 0)}
         return found.lookup.hit
@@ -93,7 +93,7 @@ class GatedDisk(QuickDisk):
         return super().read_into(path, into, most)
 
 
-def wanted(life: Life, tokens: Sequence[int]) -> Wanted:
+def wanted(life: Life, tokens: Sequence[int]) -> RestorePlan:
     """What a prompt that begins with these tokens would bring back."""
     found = life.prefix.wanted([*tokens, 1])
     assert found is not None
@@ -102,8 +102,8 @@ def wanted(life: Life, tokens: Sequence[int]) -> Wanted:
 
 def compute(life: Life, tokens: list[int]) -> None:
     """From the first token on, as somebody does who could not wait."""
-    caches = lay_out(life.prefix.room, life.prefix.known.trie.match([]), 0, None, len(tokens), len(tokens) + 20)
+    caches = lay_out(life.prefix.admission, life.prefix.index.trie.match([]), 0, None, len(tokens), len(tokens) + 20)
     for layer, cache in enumerate(caches):
         keys = keys_of(tokens, 0, layer)
         mx.eval(cache.update_and_fetch(keys, keys + 1000))
-    life.prefix.finish(tokens, caches)
+    life.prefix.release(tokens, caches)

@@ -10,20 +10,20 @@ from prefix.keepers import BLOCK, SPECS, Keeper
 from prefix.test_states import text
 
 from mlx_blockpool.errors import PoolExhaustedError
-from mlx_blockpool.prefix.accounting import ANONYMOUS, Charges
-from mlx_blockpool.prefix.retention import Terms
+from mlx_blockpool.prefix.accounting import ANONYMOUS, Accounting
+from mlx_blockpool.prefix.retention import RetentionPolicy
 
-A, B = Terms("a"), Terms("b")
+A, B = RetentionPolicy("a"), RetentionPolicy("b")
 
 
 def test_what_is_charged_stays_where_it_is_until_it_is_dropped() -> None:
-    charges = Charges()
+    charges = Accounting()
     charges.bear("x", 10, "a")
     charges.bear("x", 10, "b")
     charges.bear("y", 5, "a")
     charges.bear("z", 7, None)
     assert charges.largest(9) == {"a": 15}
-    assert (charges.account_of("x"), charges.account_of("z"), charges.nbytes("b")) == ("a", None, 0)
+    assert (charges.owner_of("x"), charges.owner_of("z"), charges.nbytes("b")) == ("a", None, 0)
     charges.use("x")
     assert list(charges.of("a")) == ["y", "x"]
     charges.drop("x")
@@ -97,7 +97,7 @@ def test_an_agents_own_oldest_ends_go_and_no_other_agents() -> None:
     assert keeper.agents == {"a": 6 * BLOCK, "b": 6 * BLOCK}
     assert [keeper.hit(prompt) >= 512 for prompt in prompts] == [False, False, True, True, True]
     assert keeper.hit(other) == 1500
-    assert keeper.prefix.keeping.report()["forgotten_for_quotas"] == 4
+    assert keeper.prefix.retention.report()["forgotten_for_quotas"] == 4
 
 
 def test_requests_without_a_name_are_one_account_with_a_limit_of_its_own() -> None:
@@ -113,7 +113,7 @@ def test_requests_without_a_name_are_one_account_with_a_limit_of_its_own() -> No
 def test_a_request_that_is_longer_than_the_quota_is_served_and_cut_when_it_ends() -> None:
     keeper = Keeper(SPECS["full"], 60, agent_bytes=3 * BLOCK)
     prompt = text(1, 2000)
-    found = keeper.prefix.fetch(prompt, 20)
+    found = keeper.prefix.acquire(prompt, 20)
     keeper.compute(found, prompt, A, places=[512, 1024])
     assert keeper.agents["a"] == 4 * BLOCK, "nothing goes that is in use"
     keeper.end(found, prompt, terms=A)
@@ -124,17 +124,17 @@ def test_a_request_that_is_longer_than_the_quota_is_served_and_cut_when_it_ends(
 def test_what_others_lead_on_from_and_what_is_pinned_or_in_use_stays() -> None:
     keeper = Keeper(SPECS["full"], 60, agent_bytes=BLOCK)
     system = text(1, 512)
-    found = keeper.prefix.fetch(system, 20)
+    found = keeper.prefix.acquire(system, 20)
     keeper.compute(found, system, A)
-    keeper.prefix.keep(system, found.caches, "system", A)
+    keeper.prefix.insert(system, found.caches, "system", A)
     keeper.ask([*system, *text(2, 256)], terms=B)
     keeper.end(found, system, terms=A)
     assert keeper.agents == {"a": 2 * BLOCK, "b": BLOCK}, "another's end stands on it"
     keeper.ask(marked := text(3, 512), pins=[(512, 300)], terms=A)
     assert keeper.hit(marked) >= 512
-    running = keeper.prefix.fetch([*text(4, 512)], 20)
+    running = keeper.prefix.acquire([*text(4, 512)], 20)
     keeper.compute(running, text(4, 512), A)
-    keeper.prefix.keep(text(4, 512), running.caches, "user", A)
+    keeper.prefix.insert(text(4, 512), running.caches, "user", A)
     keeper.ask(text(5, 512), terms=A)
     assert keeper.hit(text(4, 512)) >= 512, "it is in use"
     assert keeper.hit(text(5, 512)) < 100
@@ -146,9 +146,9 @@ def test_what_is_over_the_quota_stays_on_disk(tmp_path: Path) -> None:
     keeper = Keeper(SPECS["full"], 60, tmp_path, agent_bytes=2 * BLOCK, idle_seconds=0.0)
     prompts = [text(n, 512) for n in range(3)]
     for prompt in prompts:
-        found = keeper.prefix.fetch(prompt, 20)
+        found = keeper.prefix.acquire(prompt, 20)
         keeper.compute(found, prompt, A)
-        keeper.prefix.keep(prompt, found.caches, "user", A)
+        keeper.prefix.insert(prompt, found.caches, "user", A)
         keeper.write()
         keeper.end(found, prompt, terms=A)
     assert keeper.agents == {"a": 2 * BLOCK}
@@ -186,22 +186,22 @@ def test_charges_are_exact_whatever_happens(tmp_path: Path, name: str, seed: int
             start = choose.choice([*systems, choose.choice(past)])
             cut = start[: choose.randrange(1, len(start) + 1)] if choose.random() < 0.2 else start
             prompt = [*cut, *text(choose.randrange(10**6), choose.choice([1, 40, 200, 500]))][:2000]
-            terms = Terms(choose.choice(["a", "b", None]), choose.choice([None, None, "memory", "day"]))
-            others = {who: n for who, n in keeper.agents.items() if who != terms.account}
+            terms = RetentionPolicy(choose.choice(["a", "b", None]), choose.choice([None, None, "memory", "day"]))
+            others = {who: n for who, n in keeper.agents.items() if who != terms.owner}
             try:
-                found = keeper.prefix.fetch(prompt, 20)
+                found = keeper.prefix.acquire(prompt, 20)
             except PoolExhaustedError:
                 pytest.fail("nothing is in use, and there was no room")
             keeper.compute(found, prompt, terms, places=[choose.randrange(1, len(prompt) + 1)])
-            keeper.prefix.finish(prompt, found.caches, terms=terms)
+            keeper.prefix.release(prompt, found.caches, terms=terms)
             before = keeper.agents
-            keeper.prefix.keeping.end(terms)
+            keeper.prefix.retention.end(terms)
             after = keeper.agents
-            assert {who: n for who, n in after.items() if who != terms.account} == {
-                who: n for who, n in before.items() if who != terms.account
+            assert {who: n for who, n in after.items() if who != terms.owner} == {
+                who: n for who, n in before.items() if who != terms.owner
             }, "a quota took what was another's"
             grown = {who for who, n in after.items() if n > others.get(who, 0)}
-            assert grown <= {terms.account} or folder is not None, "only what comes back from disk goes on another's account"
+            assert grown <= {terms.owner} or folder is not None, "only what comes back from disk goes on another's account"
             past = [*past[-6:], prompt]
         elif what < 0.8:
             keeper.prefix.trim_to(choose.choice([0, 5 * BLOCK]))

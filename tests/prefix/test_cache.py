@@ -10,7 +10,7 @@ from kv.arrays import make_slabs, numbered
 from mlx_lm.models.cache import KVCache, RotatingKVCache
 
 from mlx_blockpool.errors import PoolExhaustedError, RequestTooLargeError
-from mlx_blockpool.prefix.cache import Fetch, PrefixCache
+from mlx_blockpool.prefix.cache import Acquired, PrefixCache
 
 LONG = list(range(10_000, 10_700))
 
@@ -21,17 +21,17 @@ def prefix_cache(*windows: tuple[int, int], blocks: int = 64) -> PrefixCache:
     return PrefixCache(slabs, "test")
 
 
-def compute(fetched: Fetch) -> list[Any]:
+def compute(fetched: Acquired) -> list[Any]:
     """Stands in for the model: writes token i as key i."""
     for cache in fetched.caches:
         cache.update_and_fetch(*numbered(cache.offset, len(fetched.rest)))
     return fetched.caches
 
 
-def serve(prefix: PrefixCache, tokens: list[int]) -> Fetch:
+def serve(prefix: PrefixCache, tokens: list[int]) -> Acquired:
     """A request from fetch to finish."""
-    fetched = prefix.fetch(tokens, 10)
-    prefix.finish(tokens, compute(fetched))
+    fetched = prefix.acquire(tokens, 10)
+    prefix.release(tokens, compute(fetched))
     prefix.check()
     return fetched
 
@@ -43,7 +43,7 @@ def keys(cache: Any) -> list[float]:
 def test_second_request_takes_over_all_but_the_last_token() -> None:
     prefix = prefix_cache()
     assert serve(prefix, LONG).lookup.cause == "new"
-    fetched = prefix.fetch(LONG, 10)
+    fetched = prefix.acquire(LONG, 10)
     assert (fetched.lookup.hit, fetched.rest, fetched.lookup.cause) == (699, LONG[-1:], "all")
     assert keys(fetched.caches[0]) == list(range(699))
 
@@ -63,18 +63,18 @@ def test_a_hit_ends_at_the_exact_token_where_prompts_differ() -> None:
 def test_a_turn_goes_on_in_the_same_partial_block() -> None:
     prefix = prefix_cache()
     serve(prefix, LONG)
-    before = prefix.known.nbytes
-    longer = prefix.fetch([*LONG, 1, 2, 3], 10)
+    before = prefix.index.nbytes
+    longer = prefix.acquire([*LONG, 1, 2, 3], 10)
     assert longer.lookup.cause == "longer"
-    prefix.finish([*LONG, 1, 2, 3], compute(longer))
-    assert prefix.known.nbytes == before
+    prefix.release([*LONG, 1, 2, 3], compute(longer))
+    assert prefix.index.nbytes == before
     prefix.check()
 
 
 def test_a_partial_block_that_somebody_reads_is_copied_before_writing() -> None:
     prefix = prefix_cache()
     serve(prefix, LONG)
-    one, two = prefix.fetch([*LONG, 1], 10), prefix.fetch([*LONG, 2], 10)
+    one, two = prefix.acquire([*LONG, 1], 10), prefix.acquire([*LONG, 2], 10)
     assert one.caches[0].sequence.tables[0].ids[:2] == two.caches[0].sequence.tables[0].ids[:2]
     assert one.caches[0].sequence.tables[0].ids[2] != two.caches[0].sequence.tables[0].ids[2]
     for fetched in (one, two):
@@ -85,10 +85,10 @@ def test_a_partial_block_that_somebody_reads_is_copied_before_writing() -> None:
 
 def test_prompts_computed_side_by_side_are_kept_once() -> None:
     prefix = prefix_cache()
-    one, two = prefix.fetch(LONG, 10), prefix.fetch(LONG, 10)
+    one, two = prefix.acquire(LONG, 10), prefix.acquire(LONG, 10)
     assert one.lookup.hit == two.lookup.hit == 0
-    prefix.keep(LONG, compute(one), "system")
-    prefix.keep(LONG, compute(two), "system")
+    prefix.insert(LONG, compute(one), "system")
+    prefix.insert(LONG, compute(two), "system")
     ids = [f.caches[0].sequence.tables[0].ids for f in (one, two)]
     assert ids[0][:2] == ids[1][:2], "the full blocks of the second were exchanged for those of the first"
     assert prefix.pool.settle()[0].held == 4
@@ -98,18 +98,18 @@ def test_prompts_computed_side_by_side_are_kept_once() -> None:
 
 def test_windows_resume_from_the_last_checkpoint_at_or_before() -> None:
     prefix = prefix_cache((300, 0))
-    fetched = prefix.fetch(LONG, 10)
+    fetched = prefix.acquire(LONG, 10)
     for cache in fetched.caches:
         cache.update_and_fetch(*numbered(0, 500))
-    prefix.keep(LONG[:500], fetched.caches, "user")
+    prefix.insert(LONG[:500], fetched.caches, "user")
     for cache in fetched.caches:
         cache.update_and_fetch(*numbered(500, 200))
-    prefix.finish(LONG, fetched.caches)
+    prefix.release(LONG, fetched.caches)
     prefix.check()
     assert prefix.look([*LONG, 1]).hit == 700
     lookup = prefix.look([*LONG[:650], 1])
     assert (lookup.hit, lookup.known, lookup.cause) == (500, 650, "no checkpoint")
-    resumed = prefix.fetch([*LONG[:650], 1], 10)
+    resumed = prefix.acquire([*LONG[:650], 1], 10)
     assert sorted(keys(resumed.caches[1])) == list(range(200, 500))
     assert keys(resumed.caches[0]) == list(range(500))
 
@@ -117,7 +117,7 @@ def test_windows_resume_from_the_last_checkpoint_at_or_before() -> None:
 def test_a_window_that_has_not_wrapped_resumes_at_any_token() -> None:
     prefix = prefix_cache((300, 0))
     serve(prefix, LONG[:280])
-    fetched = prefix.fetch([*LONG[:100], 5, 6], 10)
+    fetched = prefix.acquire([*LONG[:100], 5, 6], 10)
     assert fetched.lookup.hit == 100
     assert keys(fetched.caches[1]) == list(range(100))
     compute(fetched)
@@ -130,8 +130,8 @@ def test_stock_caches_are_kept_by_copy() -> None:
     for cache in stock:
         cache.update_and_fetch(*numbered(0, 450))
         cache.update_and_fetch(*numbered(450, 1))
-    assert prefix.finish(LONG[:451], stock) == 451
-    fetched = prefix.fetch([*LONG[:451], 1], 10)
+    assert prefix.release(LONG[:451], stock) == 451
+    fetched = prefix.acquire([*LONG[:451], 1], 10)
     assert fetched.lookup.hit == 451
     assert keys(fetched.caches[0]) == list(range(451))
     assert sorted(keys(fetched.caches[1])) == list(range(151, 451))
@@ -140,9 +140,9 @@ def test_stock_caches_are_kept_by_copy() -> None:
 
 def test_what_was_not_computed_is_not_kept() -> None:
     prefix = prefix_cache()
-    fetched = prefix.fetch(LONG, 10)
+    fetched = prefix.acquire(LONG, 10)
     fetched.caches[0].update_and_fetch(*numbered(0, 300))
-    assert prefix.finish(LONG, fetched.caches) == 300
+    assert prefix.release(LONG, fetched.caches) == 300
     assert prefix.look(LONG).hit == 300
 
 
@@ -174,27 +174,27 @@ def test_what_cannot_fit_is_refused_and_changes_nothing() -> None:
     prefix = prefix_cache(blocks=8)
     serve(prefix, LONG)
     with pytest.raises(RequestTooLargeError) as error:
-        prefix.fetch([1] * 2000, 100)
+        prefix.acquire([1] * 2000, 100)
     assert (error.value.needed, error.value.capacity) == (2100, 2048)
-    held = prefix.fetch([2] * 1500, 10)
+    held = prefix.acquire([2] * 1500, 10)
     with pytest.raises(PoolExhaustedError):
-        prefix.fetch([4] * 1000, 10)
+        prefix.acquire([4] * 1000, 10)
     assert prefix.pool.settle()[0].held == 6
     del held
     prefix.check()
-    assert prefix.fetch([4] * 1000, 10).rest == [4] * 1000
+    assert prefix.acquire([4] * 1000, 10).rest == [4] * 1000
 
 
 def test_an_empty_prompt_is_refused() -> None:
     with pytest.raises(ValueError, match="at least one token"):
-        prefix_cache().fetch([], 10)
+        prefix_cache().acquire([], 10)
 
 
 def test_namespaces_do_not_meet() -> None:
     slabs = make_slabs(layers=1)
     one, two = PrefixCache(slabs, "adapter a"), PrefixCache(slabs, "adapter b")
     serve(one, LONG)
-    assert one.known.trie.root.hash != two.known.trie.root.hash
+    assert one.index.trie.root.hash != two.index.trie.root.hash
     assert two.look(LONG).cause == "new"
 
 
@@ -202,7 +202,7 @@ def test_without_attach_a_hit_is_one_run_of_its_own() -> None:
     prefix = prefix_cache()
     prefix.slabs.ragged = False
     serve(prefix, LONG)
-    fetched = prefix.fetch([*LONG[:600], 5], 10)
+    fetched = prefix.acquire([*LONG[:600], 5], 10)
     table = fetched.caches[0].sequence.tables[0]
     assert len(table.runs) == 1
     assert keys(fetched.caches[0]) == list(range(600))

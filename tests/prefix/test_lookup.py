@@ -48,8 +48,8 @@ def test_what_stays_on_disk_is_not_said_to_be_different(tmp_path: Path, monkeypa
     again = Life(tmp_path)
     monkeypatch.setattr(again.stored, "is_worth_reading", lambda wanted: False)
     for prompt in ([*ONE, 1], [*ONE[: BLOCK + 9], 1, 2, 3], [*ONE[:9], 1, 2]):
-        fetched = again.prefix.fetch(prompt, 20)
-        again.prefix.release(fetched.caches)
+        fetched = again.prefix.acquire(prompt, 20)
+        again.prefix.discard(fetched.caches)
         assert (fetched.lookup.hit, fetched.lookup.cause, fetched.lookup.expected) == (0, "on disk", ())
     assert again.prefix.look([*range(7, 90)]).cause == "new"
 
@@ -58,14 +58,14 @@ def test_a_draft_that_knows_less() -> None:
     model, draft = prefix_cache(), prefix_cache()
     serve(model, LONG)
     drafted = DraftedPrefix(model, draft)
-    fetched = drafted.fetch(LONG, 10)
+    fetched = drafted.acquire(LONG, 10)
     assert (fetched.lookup.hit, fetched.lookup.known, fetched.lookup.cause) == (0, 700, "draft")
-    drafted.release(fetched.caches)
+    drafted.discard(fetched.caches)
     serve(draft, LONG)
-    fetched = drafted.fetch(LONG, 10)
+    fetched = drafted.acquire(LONG, 10)
     assert (fetched.lookup.hit, fetched.lookup.cause) == (699, "all")
     assert compute(fetched)
-    drafted.release(fetched.caches)
+    drafted.discard(fetched.caches)
 
 
 def test_every_cause_has_words() -> None:

@@ -18,7 +18,7 @@ from models import make_model
 from mlx_blockpool.config import PoolConfig
 from mlx_blockpool.kv.factory import from_stock, make_prompt_cache, open_pool
 from mlx_blockpool.kv.parts import sequence_of
-from mlx_blockpool.kv.slabs import Slabs
+from mlx_blockpool.kv.slabs import KVArena
 from mlx_blockpool.prefix.cache import PrefixCache
 from mlx_blockpool.spec import ChunkLayer, FullLayer, ModelCacheSpec
 
@@ -129,10 +129,10 @@ def test_a_prompt_beyond_the_pool_is_a_miss(prefix: PrefixCache) -> None:
 
 def test_a_prompt_without_room_now_is_a_miss(prefix: PrefixCache) -> None:
     entry(prefix, words(1, 300))
-    others = [prefix.fetch(words(2 + i, 256 * 20), 20).caches for i in range(3)]
+    others = [prefix.acquire(words(2 + i, 256 * 20), 20).caches for i in range(3)]
     assert prefix.fetch_nearest_cache(MODEL, [*words(1, 300), *([9] * 256 * 3)])[0] is None
     for caches in others:
-        prefix.release(caches)
+        prefix.discard(caches)
     prefix.check()
     assert prefix.fetch_nearest_cache(MODEL, [*words(1, 300), 5])[0] is not None, "what was known of it is known still"
 
@@ -182,7 +182,7 @@ def test_caches_of_another_pool_are_copied(prefix: PrefixCache) -> None:
     theirs = PrefixCache(other)
     # So that its blocks have other ids.
     entry(theirs, words(9, 600))
-    caches = theirs.fetch(words(1, 301), 5).caches
+    caches = theirs.acquire(words(1, 301), 5).caches
     caches[0].update_and_fetch(*numbered(0, 300))
     prefix.insert_cache(MODEL, words(1, 300), caches)
     prefix.check()
@@ -209,7 +209,7 @@ def test_figures_of_a_hybrid_model_add_up_too() -> None:
     prefix = PrefixCache(open_pool(model, 30_000_000))
     talk(prefix, model, [prompt(1, 300), prompt(2, 40)], lambda: stock_prompt_cache(model))
     stats = prefix.stats_by_type()
-    assert sum(found["n_bytes"] for found in stats.values()) == prefix.nbytes > prefix.known.state_bytes > 0
+    assert sum(found["n_bytes"] for found in stats.values()) == prefix.nbytes > prefix.index.state_bytes > 0
     assert sum(found["n_sequences"] for found in stats.values()) == len(prefix) == 1
 
 
@@ -233,12 +233,12 @@ def test_trimming_to_sequences_takes_those_used_longest_ago(prefix: PrefixCache)
 def test_trimming_spares_what_is_held_or_pinned(prefix: PrefixCache) -> None:
     for first in (5, 6, 7):
         entry(prefix, words(first, 300))
-    held = prefix.fetch([*words(5, 300), 3], 5)
+    held = prefix.acquire([*words(5, 300), 3], 5)
     prefix.pin(words(6, 300))
     prefix.trim_to(n_sequences=0)
     assert {first: prefix.look(words(first, 300)).known > 0 for first in (5, 6, 7)} == {5: True, 6: True, 7: False}
     prefix.check()
-    prefix.release(held.caches)
+    prefix.discard(held.caches)
     prefix.unpin(words(6, 300))
     prefix.trim_to(n_sequences=0, n_bytes=0)
     assert (len(prefix), prefix.nbytes) == (0, 0)
@@ -263,7 +263,7 @@ def test_checkpoints_go_with_their_sequence(name: str) -> None:
 def test_a_chunk_without_its_first_tokens_is_not_known_to_others(pooled: bool) -> None:
     """mlx-lm's cache has let them go: their blocks would hold whatever was there before."""
     spec = ModelCacheSpec("test", (ChunkLayer(HEADS, KEY_DIM, VALUE_DIM, 300), FullLayer(HEADS, KEY_DIM, VALUE_DIM)), "float32")
-    slabs = Slabs(spec, 64 * sum(map(spec.bytes_per_block, spec.groups)))
+    slabs = KVArena(spec, 64 * sum(map(spec.bytes_per_block, spec.groups)))
     prefix = PrefixCache(slabs)
     caches: list[Any] = [ChunkedKVCache(300), KVCache()]
     for start in (0, 350):
@@ -273,7 +273,7 @@ def test_a_chunk_without_its_first_tokens_is_not_known_to_others(pooled: bool) -
     if pooled:
         caches = from_stock(caches, slabs)
         assert caches[0].keys_and_values()[0][0, 0, :, 0].tolist() == list(range(400, 700))
-    assert prefix.finish(words(1, 700), caches) == 0
+    assert prefix.release(words(1, 700), caches) == 0
     assert prefix.look([*words(1, 700), 3]).known == 0
     assert prefix.num_skipped == 1
     prefix.check()
@@ -284,7 +284,7 @@ def test_a_chunk_of_another_type_is_refused() -> None:
     cache = ChunkedKVCache(300)
     cache.update_and_fetch(*(array.astype(mx.float16) for array in numbered(0, 10)))
     with pytest.raises(ValueError, match=r"takes keys of shape \(1, 2, 10, 4\) in mlx.core.float32"):
-        from_stock([cache], Slabs(spec, 1 << 20))
+        from_stock([cache], KVArena(spec, 1 << 20))
 
 
 def test_a_deep_copy_of_what_was_fetched_is_independent(prefix: PrefixCache) -> None:

@@ -10,7 +10,7 @@ from prefix.keepers import BLOCK, SPECS, Keeper
 from prefix.test_states import text
 
 from mlx_blockpool.errors import PoolExhaustedError
-from mlx_blockpool.prefix.retention import Terms
+from mlx_blockpool.prefix.retention import RetentionPolicy
 from mlx_blockpool.spec import ModelCacheSpec
 
 EVERY = pytest.mark.parametrize("spec", SPECS.values(), ids=SPECS)
@@ -145,12 +145,12 @@ def test_a_pool_full_of_pins_serves_all_that_an_empty_one_can(spec: ModelCacheSp
 def test_pins_do_not_go_for_a_request_that_could_not_be_served_even_so() -> None:
     keeper = Keeper(SPECS["full"], 20)
     keeper.ask(text(1, 700), pins=[(700, MINUTES)])
-    live = keeper.prefix.fetch(other := text(2, 15 * 256 - 20), 20)
+    live = keeper.prefix.acquire(other := text(2, 15 * 256 - 20), 20)
     with pytest.raises(PoolExhaustedError):
-        keeper.prefix.fetch(text(3, 6 * 256), 20)
+        keeper.prefix.acquire(text(3, 6 * 256), 20)
     assert (len(keeper.pins), keeper.hit(text(1, 700))) == (1, 700)
     assert keeper.pins.num_gave_way == 0
-    found = keeper.prefix.fetch(text(3, 4 * 256), 20)
+    found = keeper.prefix.acquire(text(3, 4 * 256), 20)
     assert (len(keeper.pins), keeper.pins.num_gave_way) == (0, 1)
     for fetched, prompt in ((live, other), (found, text(3, 4 * 256))):
         keeper.compute(fetched, prompt)
@@ -164,14 +164,14 @@ def test_running_states_go_before_pinned_ones() -> None:
     for n, prompt in enumerate(prompts):
         keeper.ask(prompt, pins=[(300, MINUTES + n)])
     assert len(keeper.pins) == 3
-    live = [keeper.prefix.fetch(text(10 + n, 50), 20) for n in range(5)]
+    live = [keeper.prefix.acquire(text(10 + n, 50), 20) for n in range(5)]
     assert keeper.pins.num_gave_way == 2, "those that end soonest"
     assert [keeper.hit(prompt) for prompt in prompts] == [0, 0, 300]
-    live.append(keeper.prefix.fetch(text(20, 50), 20))
+    live.append(keeper.prefix.acquire(text(20, 50), 20))
     with pytest.raises(PoolExhaustedError, match="States have"):
-        keeper.prefix.fetch(text(21, 50), 20)
+        keeper.prefix.acquire(text(21, 50), 20)
     for found in live:
-        keeper.prefix.release(found.caches)
+        keeper.prefix.discard(found.caches)
     keeper.check()
 
 
@@ -203,7 +203,7 @@ def test_pins_are_forgotten_with_everything_else() -> None:
 def test_the_disks_budget_spares_it_until_then(tmp_path: Path, spec: ModelCacheSpec, how: str) -> None:
     keeper = Keeper(spec, 60, tmp_path, state_bytes=40 * 88, store_bytes=100_000, idle_seconds=0.0)
     system = text(1, 300)
-    terms = Terms(retention="day") if how == "day" else Terms()
+    terms = RetentionPolicy(retention="day") if how == "day" else RetentionPolicy()
     keeper.ask(system, pins=[(300, HOUR)] if how == "mark" else (), terms=terms)
     keeper.write()
 
@@ -226,19 +226,19 @@ def test_the_disks_budget_spares_it_until_then(tmp_path: Path, spec: ModelCacheS
 
 def test_a_day_is_a_day_after_the_last_use(tmp_path: Path) -> None:
     keeper = Keeper(SPECS["full"], 60, tmp_path, idle_seconds=0.0)
-    keeper.ask(text(1, 300), terms=Terms(retention="day"))
+    keeper.ask(text(1, 300), terms=RetentionPolicy(retention="day"))
     keeper.wait(23 * HOUR)
     keeper.ask([*text(1, 300), 3])
     keeper.wait(23 * HOUR)
-    assert len(keeper.prefix.keeping.days) == 1
+    assert len(keeper.prefix.retention.days) == 1
     keeper.wait(HOUR)
-    assert len(keeper.prefix.keeping.days) == 0
+    assert len(keeper.prefix.retention.days) == 0
 
 
 def test_at_most_half_of_the_disks_budget_is_spared(tmp_path: Path) -> None:
     keeper = Keeper(SPECS["full"], 60, tmp_path, store_bytes=60_000, idle_seconds=0.0)
     for n in range(12):
-        keeper.ask(text(n, 512), terms=Terms(retention="day"))
+        keeper.ask(text(n, 512), terms=RetentionPolicy(retention="day"))
         keeper.wait(1)
         keeper.write()
     keeper.ask(text(50, 512))
@@ -254,11 +254,11 @@ def test_at_most_half_of_the_disks_budget_is_spared(tmp_path: Path) -> None:
 def test_what_is_for_memory_is_not_written_until_somebody_goes_on_from_it(tmp_path: Path, spec: ModelCacheSpec) -> None:
     keeper = Keeper(spec, 60, tmp_path, state_bytes=40 * 88, idle_seconds=0.0)
     system, turn = text(1, 512), text(2, 250)
-    keeper.ask([*system, *turn], terms=Terms(retention="memory"), places=[512])
+    keeper.ask([*system, *turn], terms=RetentionPolicy(retention="memory"), places=[512])
     assert keeper.prefix.close()
     assert not any(path.suffix == ".safetensors" for path in tmp_path.rglob("*")), "not at the end of the server either"
     keeper = Keeper(spec, 60, tmp_path, state_bytes=40 * 88, idle_seconds=0.0)
-    keeper.ask([*system, *turn], terms=Terms(retention="memory"), places=[512])
+    keeper.ask([*system, *turn], terms=RetentionPolicy(retention="memory"), places=[512])
     assert keeper.ask([*system, *text(3, 20)]) == 512
     assert keeper.prefix.close()
     again = Keeper(spec, 60, tmp_path, state_bytes=40 * 88)
@@ -291,7 +291,7 @@ def test_whatever_happens_limits_hold_and_what_is_pinned_stays(name: str, seed: 
             pins = [(end, choose.choice([MINUTES, HOUR])) for end in sorted(ends)]
             before = {timed.name: (timed, keeper.pins.num_gave_way) for timed in keeper.pins.timed}
             try:
-                found = keeper.prefix.fetch(prompt, 20)
+                found = keeper.prefix.acquire(prompt, 20)
             except PoolExhaustedError:
                 assert live, "nothing is in use, and pins were in the way"
                 assert {timed.name for timed in keeper.pins.timed} == set(before)

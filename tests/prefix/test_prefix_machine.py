@@ -22,9 +22,9 @@ from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, pr
 from mlx_blockpool.config import PoolConfig
 from mlx_blockpool.errors import PoolExhaustedError, RequestTooLargeError
 from mlx_blockpool.kv.layer_caches import PooledRotatingKVCache
-from mlx_blockpool.kv.slabs import Slabs
+from mlx_blockpool.kv.slabs import KVArena
 from mlx_blockpool.prefix.cache import PrefixCache
-from mlx_blockpool.prefix.retention import Terms
+from mlx_blockpool.prefix.retention import RetentionPolicy
 from mlx_blockpool.prefix.salts import SHARED
 from mlx_blockpool.spec import FullLayer, ModelCacheSpec, WindowLayer
 
@@ -86,7 +86,7 @@ class PrefixMachine(RuleBasedStateMachine):
         preallocate=st.booleans(),
     )
     def start(self, size: int, slabs: int, ragged: bool, preallocate: bool) -> None:
-        self.slabs = Slabs(SPEC, size, PoolConfig(slabs=slabs, preallocate=preallocate))
+        self.slabs = KVArena(SPEC, size, PoolConfig(slabs=slabs, preallocate=preallocate))
         self.slabs.ragged = ragged
         self.pool_bytes = size
         self.prefix = PrefixCache(self.slabs, "test")
@@ -130,7 +130,7 @@ class PrefixMachine(RuleBasedStateMachine):
     def fetch(self, prompt: list[int], max_tokens: int, then: Any) -> None:
         expected = self.prefix.look(prompt)
         try:
-            found = self.prefix.fetch(prompt, max_tokens)
+            found = self.prefix.acquire(prompt, max_tokens)
         except PoolExhaustedError:
             assert self.live or self.pinned, "exhausted, and nobody holds or pins anything"
             return
@@ -149,12 +149,12 @@ class PrefixMachine(RuleBasedStateMachine):
     def serve(self, conversation: Conversation, step: int, answer: int, finishes: bool) -> None:
         while conversation.fed < conversation.prompt:
             assert self.feed(conversation, min(step, conversation.prompt - conversation.fed))
-        self.prefix.keep(conversation.tokens, conversation.caches, "user")
+        self.prefix.insert(conversation.tokens, conversation.caches, "user")
         self.remembered(conversation)
         self.say(conversation, [7] * answer)
         if finishes and conversation in self.live:
             self.live.remove(conversation)
-            self.prefix.finish(conversation.tokens, conversation.caches)
+            self.prefix.release(conversation.tokens, conversation.caches)
             self.remembered(conversation)
 
     def say(self, conversation: Conversation, tokens: list[int]) -> None:
@@ -228,14 +228,14 @@ class PrefixMachine(RuleBasedStateMachine):
     @rule(number=st.integers(0, 100), kind=st.sampled_from(["system", "user", "assistant"]))
     def keep(self, number: int, kind: str) -> None:
         conversation = self.pick(number)
-        assert self.prefix.keep(conversation.tokens, conversation.caches, kind) == conversation.fed
+        assert self.prefix.insert(conversation.tokens, conversation.caches, kind) == conversation.fed
         self.remembered(conversation)
 
     @precondition(lambda self: self.live)
     @rule(number=st.integers(0, 100))
     def finish(self, number: int) -> None:
         conversation = self.live.pop(number % len(self.live))
-        assert self.prefix.finish(conversation.tokens, conversation.caches) == conversation.fed
+        assert self.prefix.release(conversation.tokens, conversation.caches) == conversation.fed
         self.remembered(conversation)
 
     def remembered(self, conversation: Conversation) -> None:
@@ -360,16 +360,16 @@ TestPrefixMachine.settings = settings(
 
 def answer(prefix: PrefixCache, prompt: list[int], salt: bytes = SHARED) -> None:
     """A whole request that says nothing."""
-    found = prefix.fetch(prompt, 20, salt=salt)
+    found = prefix.acquire(prompt, 20, salt=salt)
     for layer, cache in enumerate(found.caches):
         keys = keys_of(prompt, found.lookup.hit, layer)
         mx.eval(cache.update_and_fetch(keys, keys + 1000))
-    prefix.finish(prompt, found.caches, terms=Terms(salt=salt))
+    prefix.release(prompt, found.caches, terms=RetentionPolicy(salt=salt))
 
 
 @pytest.mark.parametrize("ragged", [True, False])
 def test_a_pinned_prompt_stays_when_a_longer_one_takes_its_place_in_the_trie(ragged: bool) -> None:
-    slabs = Slabs(SPEC, 400_000)
+    slabs = KVArena(SPEC, 400_000)
     slabs.ragged = ragged
     prefix = PrefixCache(slabs)
     system = list(family(1, 300))
@@ -387,7 +387,7 @@ def test_a_pinned_prompt_stays_when_a_longer_one_takes_its_place_in_the_trie(rag
 
 @pytest.mark.parametrize("first", [10, 300, 1000])
 def test_a_prompt_of_the_pools_capacity_can_be_served_after_a_short_one(first: int) -> None:
-    prefix = PrefixCache(Slabs(SPEC, 20 * 4096))
+    prefix = PrefixCache(KVArena(SPEC, 20 * 4096))
     answer(prefix, list(family(1, first)))
     prompt = list(family(2, prefix.pool.sequence_capacity() - 20))
     answer(prefix, prompt)

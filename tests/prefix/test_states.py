@@ -17,7 +17,7 @@ from mlx_blockpool.config import PoolConfig
 from mlx_blockpool.errors import PoolExhaustedError
 from mlx_blockpool.kv.layer_caches import PooledKVCache, PooledRotatingKVCache
 from mlx_blockpool.kv.parts import leaves_of, sequence_of
-from mlx_blockpool.kv.slabs import Slabs
+from mlx_blockpool.kv.slabs import KVArena
 from mlx_blockpool.kv.state_caches import PooledArraysCache
 from mlx_blockpool.prefix.cache import PrefixCache
 from mlx_blockpool.spec import CompositeLayer, FullLayer, ModelCacheSpec, StateLayer, WindowLayer
@@ -44,16 +44,16 @@ class Life:
     """A prefix cache, over a store where a folder is given."""
 
     def __init__(self, spec: ModelCacheSpec, folder: Path | None = None, disk: Disk | None = None, **config: Any) -> None:
-        self.slabs = Slabs(spec, 4_000_000, PoolConfig(state_bytes=config.pop("state_bytes", 100_000)))
+        self.slabs = KVArena(spec, 4_000_000, PoolConfig(state_bytes=config.pop("state_bytes", 100_000)))
         self.slabs.ragged = True
         store = None if folder is None else open_store(folder, disk or QuickDisk(), **config)
         self.prefix = PrefixCache(self.slabs, store=store)
 
     def answer(self, prompt: Sequence[int], places: Sequence[int] = (), kind: str = "assistant") -> int:
         """A request that is kept at `places` on its way. Returns its hit; what it took over is right."""
-        found = self.prefix.fetch(list(prompt), 20)
+        found = self.prefix.acquire(list(prompt), 20)
         self.go_on(found.caches, prompt, found.lookup.hit, places)
-        self.prefix.finish(list(prompt), found.caches, kind)
+        self.prefix.release(list(prompt), found.caches, kind)
         self.check()
         return found.lookup.hit
 
@@ -68,12 +68,12 @@ class Life:
                     mx.eval(cache.update_and_fetch(keys, keys + 1000))
             at = end
             if end < len(prompt):
-                self.prefix.keep(list(prompt[:end]), caches, "user")
+                self.prefix.insert(list(prompt[:end]), caches, "user")
         look(caches, prompt, at)
 
     def check(self) -> None:
         self.prefix.check()
-        assert self.slabs.running_bytes + self.prefix.known.state_bytes <= self.slabs.state_bytes
+        assert self.slabs.running_bytes + self.prefix.index.state_bytes <= self.slabs.state_bytes
 
     def write(self, tails: bool = True) -> None:
         assert self.prefix.stored is not None
@@ -130,12 +130,12 @@ def test_the_oldest_states_make_room_and_running_ones_are_counted(spec: ModelCac
         life.answer(prompt)
     hits = [life.prefix.look([*prompt, 1]).hit for prompt in prompts]
     assert hits == [0] * 6 + [len(prompt) for prompt in prompts[6:]]
-    running = [life.prefix.fetch(text(20 + n, 50), 20) for n in range(4)]
-    assert life.prefix.known.state_bytes == 0
+    running = [life.prefix.acquire(text(20 + n, 50), 20) for n in range(4)]
+    assert life.prefix.index.state_bytes == 0
     with pytest.raises(PoolExhaustedError, match="States have"):
-        life.prefix.fetch(text(30, 50), 20)
+        life.prefix.acquire(text(30, 50), 20)
     for found in running:
-        life.prefix.release(found.caches)
+        life.prefix.discard(found.caches)
     assert life.slabs.running_bytes == 0
     assert life.answer(text(30, 50)) == 0
 
@@ -155,7 +155,7 @@ def test_a_fork_has_states_of_its_own() -> None:
     import copy
 
     life = Life(SPECS["hybrid"])
-    found = life.prefix.fetch(prompt := text(1, 40), 20)
+    found = life.prefix.acquire(prompt := text(1, 40), 20)
     life.go_on(found.caches, prompt, 0, ())
     other = copy.deepcopy(found.caches)
     life.go_on(other, longer := [*prompt, 7, 8], 40, ())
@@ -163,8 +163,8 @@ def test_a_fork_has_states_of_its_own() -> None:
     look(other, longer, 42)
     assert sequence_of(other) is not sequence_of(found.caches)
     assert life.slabs.running_bytes == 2 * life.slabs.spec.fixed_bytes_per_agent()
-    life.prefix.release(other)
-    life.prefix.release(found.caches)
+    life.prefix.discard(other)
+    life.prefix.discard(found.caches)
     assert life.slabs.running_bytes == 0
 
 

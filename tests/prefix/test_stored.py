@@ -176,14 +176,14 @@ def test_no_room_is_a_shorter_hit_and_no_error(tmp_path: Path) -> None:
     answer(first.prefix, ONE)
     assert first.prefix.close()
     life = Life(tmp_path, pool=8 * 8192)
-    held = life.prefix.fetch(TWO[:BLOCK], 3 * BLOCK)
+    held = life.prefix.acquire(TWO[:BLOCK], 3 * BLOCK)
     with pytest.raises(PoolExhaustedError):
         life.stored.restore(wanted(life, ONE))
     assert life.stored.arriving == set()
-    short = life.prefix.fetch(ONE[: 2 * BLOCK], 20)
+    short = life.prefix.acquire(ONE[: 2 * BLOCK], 20)
     assert short.lookup.hit == 2 * BLOCK - 1
-    life.prefix.release(short.caches)
-    life.prefix.release(held.caches)
+    life.prefix.discard(short.caches)
+    life.prefix.discard(held.caches)
     assert life.fetched([*ONE, 1]) == len(ONE)
 
 
@@ -208,14 +208,14 @@ def test_32_blocks_are_32_records_and_come_back_bit_by_bit(tmp_path: Path) -> No
     tokens = rng.integers(0, 50_000, 32 * BLOCK).tolist()
     bits = rng.integers(0, 1 << 32, (2, 2, 1, 1, len(tokens), 2), np.uint32).view(np.float32)
     life = Life(tmp_path)
-    caches = life.prefix.fetch(tokens, 20).caches
+    caches = life.prefix.acquire(tokens, 20).caches
     for cache, (keys, values) in zip(caches, bits, strict=True):
         cache.update_and_fetch(mx.array(keys), mx.array(values))
-    life.prefix.finish(tokens, caches)
+    life.prefix.release(tokens, caches)
     assert life.prefix.close()
     assert len(record_files(tmp_path)) == 32
     again = Life(tmp_path)
-    found = again.prefix.fetch([*tokens, 1], 20)
+    found = again.prefix.acquire([*tokens, 1], 20)
     assert found.lookup.hit == len(tokens) == 8192
     for cache, expected in zip(found.caches, bits, strict=True):
         for array, put_in in zip(cache.keys_and_values(), expected, strict=True):
@@ -254,13 +254,13 @@ def test_what_is_under_a_salt_comes_back_under_it_alone(spec: ModelCacheSpec, tm
     assert len(record_files(tmp_path)) % 2 == once % 2 == 0
     again = Life(tmp_path, spec=spec)
     again.prefix.check()
-    paths = [path_of(again.prefix.known.trie, ONE, each) for each in (SHARED, salt, salt_of_key("one"))]
+    paths = [path_of(again.prefix.index.trie, ONE, each) for each in (SHARED, salt, salt_of_key("one"))]
     assert [path.tokens for path in paths] == [len(ONE), len(ONE), 0]
     assert not set(paths[0].hashes) & set(paths[1].hashes)
-    found = again.prefix.fetch([*ONE, 1], 1, salt=salt)
+    found = again.prefix.acquire([*ONE, 1], 1, salt=salt)
     assert (found.lookup.hit, again.stored.num_restored) == (len(ONE), len(ONE))
-    again.prefix.release(found.caches)
+    again.prefix.discard(found.caches)
     # Blocks under another salt are still on disk alone.
-    assert not any(node.resident for node in again.prefix.known.trie.match(ONE).path)
+    assert not any(node.resident for node in again.prefix.index.trie.match(ONE).path)
     again.prefix.clear()
-    assert list(again.prefix.known.trie) == []
+    assert list(again.prefix.index.trie) == []

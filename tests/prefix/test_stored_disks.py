@@ -122,11 +122,11 @@ def test_what_cannot_be_read_once_is_a_miss_and_nothing_is_given_up(tmp_path: Pa
     disk = BrokenDisk()
     life = Life(tmp_path, disk, **specs)
     disk.broken["read"] = OSError(number, os.strerror(number))
-    assert life.prefix.fetch([*ONE, 1], 20).lookup.hit == 0
+    assert life.prefix.acquire([*ONE, 1], 20).lookup.hit == 0
     assert life.stored.num_unread == 1
     disk.broken.clear()
     reads = reads_of(disk)
-    assert life.prefix.fetch([*ONE, 2], 20).lookup.hit == 0, "it is let alone for a while"
+    assert life.prefix.acquire([*ONE, 2], 20).lookup.hit == 0, "it is let alone for a while"
     assert reads_of(disk) == reads
     life.prefix.release_all()
     life.write()

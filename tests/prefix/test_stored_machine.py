@@ -21,7 +21,7 @@ from store.stores import QuickDisk, open_store, record_files, temporaries
 
 from mlx_blockpool.config import PoolConfig
 from mlx_blockpool.errors import PoolExhaustedError
-from mlx_blockpool.kv.slabs import Slabs
+from mlx_blockpool.kv.slabs import KVArena
 from mlx_blockpool.prefix.cache import PrefixCache
 from mlx_blockpool.spec import FullLayer, ModelCacheSpec
 from mlx_blockpool.store.record import BLOCK as RECORD
@@ -47,7 +47,7 @@ class StoredMachine(RuleBasedStateMachine):
         self.open()
 
     def open(self) -> None:
-        self.slabs = Slabs(SPEC, self.pool[0], PoolConfig(slabs=self.pool[1]))
+        self.slabs = KVArena(SPEC, self.pool[0], PoolConfig(slabs=self.pool[1]))
         self.slabs.ragged = True
         self.store = open_store(self.folder, QuickDisk(), **self.config)
         self.prefix = PrefixCache(self.slabs, store=self.store)
@@ -78,7 +78,7 @@ class StoredMachine(RuleBasedStateMachine):
             return
         expected = self.prefix.look(prompt).hit
         try:
-            found = self.prefix.fetch(prompt, 20)
+            found = self.prefix.acquire(prompt, 20)
         except PoolExhaustedError:
             assert self.live, "exhausted, and nobody holds anything"
             return
@@ -104,20 +104,20 @@ class StoredMachine(RuleBasedStateMachine):
     @rule(number=st.integers(0, 100))
     def keep(self, number: int) -> None:
         conversation = self.live[number % len(self.live)]
-        self.prefix.keep(conversation.tokens, conversation.caches, "user")
+        self.prefix.insert(conversation.tokens, conversation.caches, "user")
 
     @precondition(lambda self: self.live)
     @rule(number=st.integers(0, 100))
     def finish(self, number: int) -> None:
         conversation = self.live.pop(number % len(self.live))
-        self.prefix.finish(conversation.tokens, conversation.caches)
+        self.prefix.release(conversation.tokens, conversation.caches)
         self.past = [*self.past[-5:], conversation.tokens]
         assert self.prefix.look(conversation.tokens).known == len(conversation.tokens)
 
     @precondition(lambda self: self.live)
     @rule(number=st.integers(0, 100))
     def hang_up(self, number: int) -> None:
-        self.prefix.release(self.live.pop(number % len(self.live)).caches)
+        self.prefix.discard(self.live.pop(number % len(self.live)).caches)
 
     # -- memory and disk -----------------------------------------------------------------------------------------------
 
@@ -154,7 +154,7 @@ class StoredMachine(RuleBasedStateMachine):
     def restart(self, closes: bool, repairs: bool) -> None:
         """With close(), or killed: then the disk has what the writer has finished."""
         for conversation in self.live:
-            self.prefix.release(conversation.caches)
+            self.prefix.discard(conversation.caches)
         prefix, was_damaged = self.prefix, self.is_damaged
         if closes:
             assert prefix.close()
@@ -167,7 +167,7 @@ class StoredMachine(RuleBasedStateMachine):
             self.is_damaged = False
         self.open()
         if closes and not was_damaged and self.config["store_bytes"] == 10**9:
-            before, now = ({n.hash for n in p.known.trie} for p in (prefix, self.prefix))
+            before, now = ({n.hash for n in p.index.trie} for p in (prefix, self.prefix))
             # A record whose parent was lost to damage, and is there again, is known again.
             assert before == now or (self.has_orphans and before < now)
 
@@ -193,7 +193,7 @@ class StoredMachine(RuleBasedStateMachine):
 
     @invariant()
     def what_is_on_disk_can_be_reached(self) -> None:
-        for node in self.prefix.known.trie:
+        for node in self.prefix.index.trie:
             parent = node.parent
             assert parent is not None
             assert not node.stored or parent.parent is None or parent.stored, f"the parent of {node.start} is not on disk"
@@ -217,7 +217,7 @@ class StoredMachine(RuleBasedStateMachine):
     def teardown(self) -> None:
         if hasattr(self, "prefix"):
             for conversation in self.live:
-                self.prefix.release(conversation.caches)
+                self.prefix.discard(conversation.caches)
             self.nothing_is_held()
             self.store.close()
             shutil.rmtree(self.folder)

@@ -55,7 +55,7 @@ def test_after_a_restart_too(tmp_path: Path, how: str) -> None:
     life.store.flush()
     assert len(disk.unlinked) >= 3
     assert disk.unlinked == ends[: -len(disk.unlinked) - 1 : -1]
-    for node in life.prefix.known.trie:
+    for node in life.prefix.index.trie:
         assert node.parent is not None
         assert node.parent.parent is None or node.parent.stored
     assert life.fetched([*TWO, 1]) >= 5 * BLOCK
@@ -116,7 +116,7 @@ def test_a_churn_of_ten_times_the_budget_stays_within_it(tmp_path: Path) -> None
         life.fetched([*prompt, 1])
         answer(life.prefix, prompt)
         life.stored.write_tails()
-        for node in life.prefix.known.trie:
+        for node in life.prefix.index.trie:
             assert node.parent is not None
             assert not node.stored or node.parent.parent is None or node.parent.stored
     assert life.prefix.close()

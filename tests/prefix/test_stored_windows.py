@@ -14,7 +14,7 @@ from prefix.test_prefix_machine import LAYER_STEP, keys_of, numbers
 from store.stores import BrokenDisk, QuickDisk, WatchedDisk, open_store
 
 from mlx_blockpool.kv.layer_caches import PooledRotatingKVCache
-from mlx_blockpool.kv.slabs import Slabs
+from mlx_blockpool.kv.slabs import KVArena
 from mlx_blockpool.prefix.cache import PrefixCache
 from mlx_blockpool.spec import FullLayer, ModelCacheSpec, WindowLayer
 from mlx_blockpool.store.fs import Disk
@@ -30,7 +30,7 @@ class Life:
     """A prefix cache over a store, from a start to its end."""
 
     def __init__(self, folder: Path, spec: ModelCacheSpec, disk: Disk | None = None, **config: Any) -> None:
-        self.slabs = Slabs(spec, 400 * 256 * 16 * len(spec.layers))
+        self.slabs = KVArena(spec, 400 * 256 * 16 * len(spec.layers))
         self.slabs.ragged = True
         self.store = open_store(folder, disk or QuickDisk(), **config)
         self.prefix = PrefixCache(self.slabs, store=self.store)
@@ -39,7 +39,7 @@ class Life:
 
     def answer(self, prompt: Sequence[int], places: Sequence[int] = (), step: int = 0) -> int:
         """A request that is kept at `places` on its way; in steps of `step` tokens at its end. Returns its hit."""
-        found = self.prefix.fetch(list(prompt), 20)
+        found = self.prefix.acquire(list(prompt), 20)
         at = found.lookup.hit
         self.look(found.caches, prompt, at)
         ends = [*(p for p in places if at < p < len(prompt)), len(prompt)]
@@ -51,9 +51,9 @@ class Life:
                     mx.eval(cache.update_and_fetch(keys, keys + 1000))
                 at = stop
             if end < len(prompt):
-                self.prefix.keep(list(prompt), found.caches, "user")
+                self.prefix.insert(list(prompt), found.caches, "user")
         self.look(found.caches, prompt, at)
-        self.prefix.finish(list(prompt), found.caches)
+        self.prefix.release(list(prompt), found.caches)
         self.prefix.check()
         return found.lookup.hit
 
@@ -201,10 +201,10 @@ def test_a_piece_that_could_not_be_written_is_tried_again(tmp_path: Path) -> Non
 def test_a_ring_that_always_keeps_its_first_tokens_stays_in_memory(tmp_path: Path) -> None:
     spec = ModelCacheSpec("m", (WindowLayer(1, 2, 2, 300, keep=4), FullLayer(1, 2, 2)), "float32")
     life = Life(tmp_path, spec)
-    found = life.prefix.fetch(prompt := text(1, 700), 20)
+    found = life.prefix.acquire(prompt := text(1, 700), 20)
     for layer, cache in enumerate(found.caches):
         mx.eval(cache.update_and_fetch(*[keys_of(prompt, 0, layer)] * 2))
-    life.prefix.finish(prompt, found.caches)
+    life.prefix.release(prompt, found.caches)
     assert life.prefix.close()
     again = Life(tmp_path, spec)
     assert again.prefix.look([*prompt, 1]).hit == 0

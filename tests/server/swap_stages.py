@@ -11,15 +11,15 @@ import sys
 
 import mlx.core as mx
 
-from mlx_blockpool.server.models.swap import Change
+from mlx_blockpool.server.models.swap import ModelSwap
 from server.serving import blockpool_server
 
 
 def main(old: str, new: str) -> None:
     active: dict[str, int] = {}
-    enter = Change._enter
+    enter = ModelSwap._enter
 
-    def entering(self: Change, stage: str) -> None:
+    def entering(self: ModelSwap, stage: str) -> None:
         active.setdefault(stage, mx.get_active_memory())
         enter(self, stage)
 
@@ -28,7 +28,7 @@ def main(old: str, new: str) -> None:
         assert ours.send("/v1/chat/completions", body)[0] == 200
         ours.settle()
         before, own = mx.get_active_memory(), ours.send("/admin/models")[1]["models"][0]
-        Change._enter = entering  # type: ignore[method-assign]
+        ModelSwap._enter = entering  # type: ignore[method-assign]
         assert ours.send("/v1/chat/completions", {**body, "model": new})[0] == 200
         weights = ours.send("/admin/models")[1]["models"][0]["weights_bytes"]
     print(json.dumps({"before": before, "old": own["weights_bytes"] + own["array_bytes"], "new": weights, **active}), flush=True)

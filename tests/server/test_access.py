@@ -24,7 +24,16 @@ from models import save_model
 from mlx_blockpool.config import GuardConfig
 from mlx_blockpool.errors import BlockpoolError
 from mlx_blockpool.server import app
-from mlx_blockpool.server.access import Guard, api_key, cause_of, checked_text, guard_config, header_text, host_name, is_foreign
+from mlx_blockpool.server.access import (
+    AccessPolicy,
+    api_key,
+    cause_of,
+    checked_text,
+    guard_config,
+    header_text,
+    host_name,
+    is_foreign,
+)
 from mlx_blockpool.server.handler import BlockpoolHandler
 from mlx_blockpool.server.models.provider import BlockpoolModelProvider
 from server.serving import Client, blockpool_server, parse
@@ -48,7 +57,7 @@ def server(model: Path) -> Iterator[Client]:
 def guarded(server: Client, **changes: Any) -> Iterator[None]:
     """The same server with other limits."""
     before = server.generator.guard
-    server.generator.guard = Guard(replace(before.config, **changes))
+    server.generator.guard = AccessPolicy(replace(before.config, **changes))
     try:
         yield
     finally:
@@ -166,12 +175,12 @@ def test_other_machines_are_let_in_with_a_key_or_on_request_only(host: str) -> N
     with pytest.raises(BlockpoolError, match=r"--api-key-file FILE .* leave --host at 127.0.0.1"):
         app.run(host, 0, provider)
     for options in (["--allow-remote"], ["--api-key", KEY]):
-        Guard(guard_config(parse([f"--host={host}", *options]))).check_bind()
+        AccessPolicy(guard_config(parse([f"--host={host}", *options]))).check_bind()
 
 
 @pytest.mark.parametrize("host", ["127.0.0.1", "localhost", "127.8.8.8", "::1"])
 def test_this_machine_needs_no_key(host: str) -> None:
-    Guard(GuardConfig(host)).check_bind()
+    AccessPolicy(GuardConfig(host)).check_bind()
 
 
 def test_the_process_says_so_and_ends() -> None:
@@ -469,6 +478,6 @@ def test_headers_as_they_are_counted() -> None:
     headers = Message()
     for i in range(3):
         headers[f"X-{i}"] = "y"
-    assert Guard(GuardConfig(max_headers=2)).check("GET", "/health", headers) is not None
-    assert Guard(GuardConfig(max_headers=3)).check("GET", "/health", headers) is None
-    assert Guard(GuardConfig(max_header_bytes=11)).check("GET", "/health", headers) is not None
+    assert AccessPolicy(GuardConfig(max_headers=2)).check("GET", "/health", headers) is not None
+    assert AccessPolicy(GuardConfig(max_headers=3)).check("GET", "/health", headers) is None
+    assert AccessPolicy(GuardConfig(max_header_bytes=11)).check("GET", "/health", headers) is not None

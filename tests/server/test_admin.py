@@ -12,7 +12,7 @@ import pytest
 from models import save_model
 
 from mlx_blockpool.server.models.provider import BlockpoolModelProvider
-from mlx_blockpool.server.models.swap import Change
+from mlx_blockpool.server.models.swap import ModelSwap
 from mlx_blockpool.server.served import ServedModel
 from server.serving import Client, at_once, blockpool_server
 
@@ -130,15 +130,15 @@ class Held:
 
     def __init__(self, monkeypatch: pytest.MonkeyPatch, stage: str) -> None:
         self.entered, self._released = threading.Event(), threading.Event()
-        enter = Change._enter
+        enter = ModelSwap._enter
 
-        def entering(change: Change, name: str) -> None:
+        def entering(change: ModelSwap, name: str) -> None:
             enter(change, name)
             if name == stage:
                 self.entered.set()
                 assert self._released.wait(30)
 
-        monkeypatch.setattr(Change, "_enter", entering)
+        monkeypatch.setattr(ModelSwap, "_enter", entering)
 
     def release(self) -> None:
         self._released.set()

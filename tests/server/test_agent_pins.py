@@ -18,7 +18,7 @@ def pinned(life: Life) -> tuple[ServedAgents, list[bool]]:
     found = []
     for n, prompt in enumerate(PROMPTS):
         life.answer(prompt)
-        found.append(agents.pin(f"agent {n}", path_of(life.prefix.known.trie, prompt)))
+        found.append(agents.pin(f"agent {n}", path_of(life.prefix.index.trie, prompt)))
     agents.close()
     return agents, found
 
@@ -42,4 +42,4 @@ def test_a_refused_pin_holds_once_another_has_gone() -> None:
     assert found == [True, True] + [False] * 10
     agents.unpin("agent 0")
     life.answer(PROMPTS[11])
-    assert agents.pin("agent 11", path_of(life.prefix.known.trie, PROMPTS[11]))
+    assert agents.pin("agent 11", path_of(life.prefix.index.trie, PROMPTS[11]))

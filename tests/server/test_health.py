@@ -11,7 +11,7 @@ from models import save_model
 
 from mlx_blockpool.engine.engine import BlockPoolBatchEngine
 from mlx_blockpool.server.health import Health
-from mlx_blockpool.server.models.queue import Line
+from mlx_blockpool.server.models.queue import ModelQueue
 from mlx_blockpool.server.prompt_cache import ServerPromptCache
 from server.serving import Client, at_once, blockpool_server
 
@@ -111,7 +111,7 @@ def test_an_engine_that_computes_nothing_stalls_and_its_requests_fail(
 def test_a_line_that_lets_nobody_start_stalls_and_its_requests_fail(
     client: Client, clock: Clock, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(Line, "next", lambda self, uses, passed=(): None)
+    monkeypatch.setattr(ModelQueue, "next", lambda self, uses, passed=(): None)
     code, answer = stalls(client, clock, {"prompt": "in the line", "max_tokens": 2})
     assert code == 503
     assert "Nothing was computed" in answer["error"]["message"]

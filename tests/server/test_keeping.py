@@ -51,7 +51,7 @@ def client(server: Client) -> Iterator[Client]:
 
 
 def keeping(client: Client) -> Any:
-    return client.generator.prompt_cache.prefix.keeping
+    return client.generator.prompt_cache.prefix.retention
 
 
 def timed(client: Client) -> Clock:

@@ -15,7 +15,7 @@ from hypothesis import strategies as st
 from mlx_blockpool.config import EngineConfig, ModelsConfig
 from mlx_blockpool.server.models import registry as registry_module
 from mlx_blockpool.server.models.provider import ModelKey
-from mlx_blockpool.server.models.queue import Line, Plan, Use
+from mlx_blockpool.server.models.queue import ModelQueue, ModelUsage, Plan
 from mlx_blockpool.server.models.registry import ModelRegistry
 
 A, B, C = (ModelKey(name) for name in "abc")
@@ -31,14 +31,14 @@ class Clock:
         return self.now
 
 
-def use(key: ModelKey, busy: bool = False, ready: float = 0.0, used: float = 0.0, closed: float | None = None) -> Use:
-    return Use(key, busy, ready, used, closed)
+def use(key: ModelKey, busy: bool = False, ready: float = 0.0, used: float = 0.0, closed: float | None = None) -> ModelUsage:
+    return ModelUsage(key, busy, ready, used, closed)
 
 
-def line_of(*keys: ModelKey, patience: float = 30.0, linger: float = 0.0) -> tuple[Line, Clock]:
+def line_of(*keys: ModelKey, patience: float = 30.0, linger: float = 0.0) -> tuple[ModelQueue, Clock]:
     """A line where one request for each key came a second after the other, the last of them now."""
     clock = Clock()
-    line = Line(patience, linger, clock, DRAIN)
+    line = ModelQueue(patience, linger, clock, DRAIN)
     for number, key in enumerate(keys):
         clock.now += 1
         line.add(key, number)
@@ -169,7 +169,7 @@ class World:
 
     def __init__(self, max_models: int, patience: float, idle: float | None = None) -> None:
         self.clock = Clock()
-        self.line = Line(patience, 0.0, self.clock, DRAIN)
+        self.line = ModelQueue(patience, 0.0, self.clock, DRAIN)
         config = ModelsConfig(max_models=max_models, patience_seconds=patience, linger_seconds=0.0, idle_seconds=idle)
         template: Any = types.SimpleNamespace(default_key=lambda: None, cli_args=types.SimpleNamespace(draft_model=None))
         self.registry = ModelRegistry(template, lambda: None, EngineConfig(), config, 10**6)  # type: ignore[arg-type, return-value]

@@ -15,7 +15,7 @@ import pytest
 from models import save_model
 
 from mlx_blockpool.server.models.provider import BlockpoolModelProvider
-from mlx_blockpool.server.models.swap import Change
+from mlx_blockpool.server.models.swap import ModelSwap
 from mlx_blockpool.server.prompt_cache import ServerPromptCache
 from server.serving import Client, at_once, blockpool_server
 
@@ -203,11 +203,11 @@ def test_a_server_that_stops_while_a_model_is_loaded_stops(model: Path, tmp_path
             yield 0
 
     entered: list[str] = []
-    enter = Change._enter
+    enter = ModelSwap._enter
     with blockpool_server(model, "--allow-models", str(endless), "--pool-bytes", "30MB") as ours:
         ours.chat(HELLO, max_tokens=2)
         monkeypatch.setattr(BlockpoolModelProvider, "read", reading)
-        monkeypatch.setattr(Change, "_enter", lambda self, stage: (entered.append(stage), enter(self, stage)))
+        monkeypatch.setattr(ModelSwap, "_enter", lambda self, stage: (entered.append(stage), enter(self, stage)))
 
         def stop() -> None:
             while "loading" not in entered:

@@ -71,11 +71,11 @@ def test_a_script_and_a_server_go_on_from_what_the_other_has_kept(tmp_path: Path
     prefix = open_prefix(model, folder, 60_000_000, StoreConfig(tmp_path / "store"))
     tokens = tokenizer.apply_chat_template(messages, add_generation_prompt=True)
     assert len(tokens) == prompt
-    hit = prefix.fetch(tokens, 4)
+    hit = prefix.acquire(tokens, 4)
     assert hit.lookup.hit == len(tokens) - 1
     for response in stream_generate(model, tokenizer, hit.rest, max_tokens=4, prompt_cache=hit.caches):
         tokens.append(response.token)
-    prefix.finish(tokens[:-1], hit.caches)
+    prefix.release(tokens[:-1], hit.caches)
     assert prefix.close()
     messages += [
         {"role": "assistant", "content": tokenizer.decode(tokens[prompt:])},

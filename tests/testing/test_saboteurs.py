@@ -12,9 +12,9 @@ from testing import saboteurs as wrong
 from mlx_blockpool.testing import CHECKS, ConformanceError, Subject, conformance, run_check
 from mlx_blockpool.testing.kit import result_of
 
-Change = Callable[[Any], Any]
+ModelSwap = Callable[[Any], Any]
 
-SPECS: dict[str, tuple[str, Change, str]] = {
+SPECS: dict[str, tuple[str, ModelSwap, str]] = {
     "wrong heads": ("llama", wrong.layers_with(wrong.wrong_heads), r"layer 0: the spec says .*kv_heads=3.*makes .*kv_heads=2"),
     "wrong kind": ("gemma3_text", wrong.layers_with(wrong.wrong_kind), r"spec says FullLayer.*; the model makes WindowLayer"),
     "window one too small": ("gpt_oss", wrong.layers_with(wrong.one_too_small), r"max_size=31.*max_size=32"),

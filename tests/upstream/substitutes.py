@@ -24,7 +24,7 @@ from mlx_blockpool.kv.factory import KEPT_TOKENS, config_of, make_prompt_cache, 
 from mlx_blockpool.kv.layer_caches import PooledKVCache, PooledRotatingKVCache
 from mlx_blockpool.kv.parts import PooledCacheList, PooledChunkedKVCache
 from mlx_blockpool.kv.sequence import Sequence
-from mlx_blockpool.kv.slabs import Slabs
+from mlx_blockpool.kv.slabs import KVArena
 from mlx_blockpool.kv.state_caches import PooledArraysCache
 from mlx_blockpool.plugins import spec_of_model
 from mlx_blockpool.prefix.cache import PrefixCache
@@ -37,10 +37,10 @@ LARGEST_BLOCK = 20_000_000
 SHAPE: list[tuple[int, int, int, str]] = [(8, 4, 4, "float32")]
 
 
-def own_pool(layer: Any, dtype: str) -> Slabs:
+def own_pool(layer: Any, dtype: str) -> KVArena:
     """A pool for one cache of one layer."""
     spec = ModelCacheSpec("upstream", (layer,), dtype)
-    slabs = Slabs(spec, 64 * sum(spec.bytes_per_block(group) for group in spec.groups))
+    slabs = KVArena(spec, 64 * sum(spec.bytes_per_block(group) for group in spec.groups))
     slabs.ragged = ATTACHED
     return slabs
 
@@ -113,9 +113,9 @@ class Pools:
     """The pool of each model that caches were asked for, and of each type that its weights were cast to."""
 
     def __init__(self) -> None:
-        self.opened: list[tuple[Any, Any, Slabs | None]] = []
+        self.opened: list[tuple[Any, Any, KVArena | None]] = []
 
-    def of(self, model: Any) -> Slabs | None:
+    def of(self, model: Any) -> KVArena | None:
         """None for a model whose caches have classes of their own, and for one whose blocks are larger than a test should be."""
         dtypes = {array.dtype for _, array in tree_flatten(model.parameters())}
         for known, types, slabs in self.opened:
@@ -126,7 +126,7 @@ class Pools:
         self.opened = [*self.opened[-3:], (model, dtypes, slabs)]
         return slabs
 
-    def open(self, model: Any, max_kv_size: int | None = None) -> Slabs | None:
+    def open(self, model: Any, max_kv_size: int | None = None) -> KVArena | None:
         if max_kv_size is not None:
             # Not asked for again: a model that load() made makes pooled caches by now.
             known = self.of(model)
@@ -137,11 +137,11 @@ class Pools:
             return None
         return self.fill(model, spec)
 
-    def fill(self, model: Any, spec: ModelCacheSpec) -> Slabs | None:
+    def fill(self, model: Any, spec: ModelCacheSpec) -> KVArena | None:
         block = sum(spec.bytes_per_block(group) for group in spec.groups)
         if block > LARGEST_BLOCK:
             return None
-        slabs = Slabs(spec, 40 * block + 20 * spec.fixed_bytes_per_agent())
+        slabs = KVArena(spec, 40 * block + 20 * spec.fixed_bytes_per_agent())
         try_out(model, slabs, ATTACHED)
         return slabs
 
@@ -175,7 +175,7 @@ def load(path: str, *args: Any, **kwargs: Any) -> tuple[Any, Any]:
     return model, tokenizer
 
 
-LOADED: list[Slabs] = []
+LOADED: list[KVArena] = []
 
 
 def prompt_cache(*args: Any, **kwargs: Any) -> Any:

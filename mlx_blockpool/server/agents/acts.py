@@ -137,7 +137,7 @@ def delete(known: KnownAgents, name: str) -> Report:
         "agent": subject.name,
         "deleted": True,
         "memory": {"blocks": freed.blocks, "bytes": freed.bytes, "kept": freed.kept},
-        "clean": known.at(subject.home, lambda _, prefix: len(find(prefix.known.trie, subject.path).path) <= freed.kept),
+        "clean": known.at(subject.home, lambda _, prefix: len(find(prefix.index.trie, subject.path).path) <= freed.kept),
     }
     if on_disk and known.root is not None:
         mine = [file for file in share.own if _hash_of(file) not in kept]
@@ -158,10 +158,10 @@ def _forget(
     """On the generation thread: forget the path in memory, as far as nobody else needs it, and name what somebody does."""
     known.refuse_if_busy(subject.name)
     agents_of(served).forget(subject.name)
-    freed = forget(prefix.known, subject.path, known.own_from(served, prefix, subject, shared))
+    freed = forget(prefix.index, subject.path, known.own_from(served, prefix, subject, shared))
     if prefix.stored is not None:
         prefix.stored.write_behind(0)
-    return freed, kept_hashes(prefix.known, subject.path)
+    return freed, kept_hashes(prefix.index, subject.path)
 
 
 def _remove(known: KnownAgents, subject: Subject, home: Home, root: Path, share: Share) -> Report:

@@ -66,7 +66,7 @@ def _measured(
     measured: dict[str, Report] = {}
     while left and (not measured or time.monotonic() < until):
         subject = left.popleft()
-        own = own_from(prefix.known, subject.path, shared)
+        own = own_from(prefix.index, subject.path, shared)
         measured[subject.name] = in_words(measure(prefix, subject.path, own, sizes))
     return measured
 

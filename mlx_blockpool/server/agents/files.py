@@ -25,7 +25,7 @@ from ...prefix.intake import Intake, begin_intake
 from ...prefix.opening import weights_in
 from ...prefix.ref import NotedPath, find, measure, path_of, tokens_of
 from ...prefix.resume import lay_out_to_read, resumable
-from ...prefix.retention import Terms
+from ...prefix.retention import RetentionPolicy
 from ...prefix.salts import is_of_import, salt_of_import
 from ...store.digests import Digests
 from ...store.identity import check_unchanged
@@ -76,7 +76,7 @@ def _key(known: KnownAgents) -> bytes:
 
 
 def _begin_export(served: ServedModel, prefix: PrefixCache, subject: Subject, weights: str) -> tuple[Outgoing, list[Any]]:
-    match = find(prefix.known.trie, subject.path).in_memory()
+    match = find(prefix.index.trie, subject.path).in_memory()
     hit, checkpoint = resumable(prefix.slabs, match, match.tokens)
     if not hit:
         raise RefusedError(409, f"Found nothing of agent {shown(subject.name)} in memory or on disk; needed some of its path.")
@@ -183,7 +183,7 @@ def _bits(prefix: PrefixCache) -> int | None:
 
 
 def _begin_import(prefix: PrefixCache, caches: list[Any]) -> Intake:
-    intake = begin_intake(prefix.slabs, prefix.room, caches)
+    intake = begin_intake(prefix.slabs, prefix.admission, caches)
     if intake is None:
         pool = prefix.pool
         raise RefusedError(
@@ -197,9 +197,9 @@ def _end_import(served: ServedModel, prefix: PrefixCache, tokens: list[int], int
     if is_of_import(salt) and before is not None and not is_of_import(before.salt):
         # It has had a turn since it was looked for.
         raise RefusedError(409, exchange.taken_text(name))
-    prefix.finish(tokens, intake.pooled, terms=Terms(salt=salt))
-    path = path_of(prefix.known.trie, tokens, salt)
-    hit = resumable(prefix.slabs, find(prefix.known.trie, path).in_memory(), path.tokens)[0]
+    prefix.release(tokens, intake.pooled, terms=RetentionPolicy(salt=salt))
+    path = path_of(prefix.index.trie, tokens, salt)
+    hit = resumable(prefix.slabs, find(prefix.index.trie, path).in_memory(), path.tokens)[0]
     if hit < len(tokens):
         raise RefusedError(503, f"Found room for {hit} of {len(tokens)} tokens; needed all. Raise --pool-bytes or unpin agents.")
     agents_of(served).note(name, path)

@@ -181,7 +181,7 @@ class KnownAgents:
         engine = served.engine
         live = [] if engine is None else [*engine.live, *engine._waiting]
         in_use = [(running.tokens, running.terms.salt) for running in live if _name_of(running.request) != subject.name]
-        return own_from(prefix.known, subject.path, shared, in_use)
+        return own_from(prefix.index, subject.path, shared, in_use)
 
     def _homes(self) -> list[Home]:
         homes = []

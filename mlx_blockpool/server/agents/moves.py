@@ -81,7 +81,7 @@ def save(known: KnownAgents, name: str) -> Report:
 
 def _note(prefix: PrefixCache, path: NotedPath) -> int:
     """What is not on disk yet is to be written. Returns how much was refused until now."""
-    stored, match = _stored(prefix), find(prefix.known.trie, path)
+    stored, match = _stored(prefix), find(prefix.index.trie, path)
     stored.note_path(match.path, match.tokens)
     for node in match.path:
         for checkpoint in node.checkpoints.values():
@@ -92,7 +92,7 @@ def _note(prefix: PrefixCache, path: NotedPath) -> int:
 def _saved(prefix: PrefixCache, path: NotedPath) -> _Saved:
     stored = _stored(prefix)
     stored.write_behind(at_once=True)
-    match = find(prefix.known.trie, path)
+    match = find(prefix.index.trie, path)
     found, report = measure(prefix, path, len(match.path)), stored.report()
     at = standing(prefix.slabs, match.in_memory()).position
     counts = stored.store.counts
@@ -161,7 +161,7 @@ def _begin_restore(prefix: PrefixCache, path: NotedPath) -> list[tuple[Restore, 
     stored = prefix.stored
     if stored is None:
         return []
-    match = find(prefix.known.trie, path)
+    match = find(prefix.index.trie, path)
     have = resumable(prefix.slabs, match.in_memory(), match.tokens)[0]
     wanted = stored.wanted(match, match.tokens, have)
     if wanted is None:

@@ -126,7 +126,7 @@ class ServedAgents:
     def unpin(self, name: str) -> None:
         pin = self.pinned.pop(name, None)
         if pin is not None and self._prefix is not None:
-            self._prefix.known.unpin(pin)
+            self._prefix.index.unpin(pin)
 
     def pinned_hashes(self) -> set[bytes]:
         """The hashes of all paths that are pinned, as the files and the last turns say; cheap to ask again."""
@@ -154,13 +154,13 @@ class ServedAgents:
     def _pin_in_memory(self, name: str, path: NotedPath) -> None:
         """In place of what was pinned for this agent before."""
         assert self._prefix is not None
-        known, before = self._prefix.known, self.pinned.get(name)
+        known, before = self._prefix.index, self.pinned.get(name)
         found = standing(self._prefix.slabs, find(known.trie, path))
         pin = known.pin(found.nodes, found.position)
         if before is not None:
             known.unpin(before)
         self.pinned[name] = pin
-        if self._prefix.keeping.pins.is_too_much(pin for pin in self.pinned.values() if pin is not None):
+        if self._prefix.retention.pins.is_too_much(pin for pin in self.pinned.values() if pin is not None):
             known.unpin(pin)
             self.pinned[name] = None
             log.warning("agents: no more blocks or states of the pool can be pinned; one agent's path may leave memory")

@@ -13,7 +13,7 @@ from mlx_lm.server import ModelDescription
 from ...errors import ModelNotFoundError
 from ..bodies import parse_json
 from . import listing
-from .registry import Order
+from .registry import LoadCommand
 
 MODELS = "/v1/models"
 ORDERS = ("/admin/load", "/admin/unload")
@@ -48,7 +48,7 @@ class Admin:
         body = _body(length, read)
         start = time.monotonic()
         wanted = ModelDescription(body["model"], body.get("draft_model", "default_model"), body.get("adapters"))
-        order = Order(Queue(), self._generator.registry.find(wanted, again=True), path == ORDERS[1])
+        order = LoadCommand(Queue(), self._generator.registry.find(wanted, again=True), path == ORDERS[1])
         self._generator.order(order)
         name = self._generator.registry.catalog.id_of(order.key.model)
         if not body.get("wait", True):

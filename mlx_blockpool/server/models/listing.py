@@ -10,7 +10,7 @@ import mlx.core as mx
 from ..served import ServedModel
 from .catalog import DEFAULT
 from .provider import ModelKey
-from .queue import Line
+from .queue import ModelQueue
 from .registry import ModelRegistry
 
 
@@ -44,7 +44,7 @@ def state(registry: ModelRegistry, name: str) -> str:
     return "loaded" if any(key.model == name for key in loaded) else "available"
 
 
-def figures(registry: ModelRegistry, line: Line) -> dict[str, Any]:
+def figures(registry: ModelRegistry, line: ModelQueue) -> dict[str, Any]:
     """Everything about the models; sizes in bytes, times in seconds."""
     loaded, default = registry.loaded, registry.default()
     found = [*loaded, *_coming(registry), *(place.key for place in list(line)), *registry.failures]
@@ -73,7 +73,7 @@ def cache_report(registry: ModelRegistry, report: dict[str, Any]) -> dict[str, A
     return {**report, "models": {registry.catalog.id_of(key.model): m.prompt_cache.report for key, m in loaded.items()}}
 
 
-def _model(registry: ModelRegistry, line: Line, key: ModelKey, served: ServedModel | None) -> dict[str, Any]:
+def _model(registry: ModelRegistry, line: ModelQueue, key: ModelKey, served: ServedModel | None) -> dict[str, Any]:
     change = registry.change
     coming = None if change is None else change.coming
     served = served or (coming if coming is not None and coming.key == key else None)

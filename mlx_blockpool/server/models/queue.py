@@ -12,7 +12,7 @@ from typing import Any
 
 
 @dataclass(frozen=True)
-class Place:
+class QueueEntry:
     """Something in the line that needs the model `key`; it has been there since `arrived`, in seconds of the line's clock."""
 
     key: Any
@@ -21,7 +21,7 @@ class Place:
 
 
 @dataclass(frozen=True)
-class Use:
+class ModelUsage:
     """What a loaded model is at, in seconds of the line's clock.
 
     busy:    it has live requests.
@@ -36,7 +36,7 @@ class Use:
     used: float
     closed: float | None = None
 
-    def takes(self, place: Place) -> bool:
+    def takes(self, place: QueueEntry) -> bool:
         return place.key == self.key and (self.closed is None or place.arrived <= self.closed)
 
 
@@ -49,7 +49,7 @@ class Plan:
     must: bool = False
 
 
-class Line:
+class ModelQueue:
     """First come, first served among those whose models are loaded; they pass the others for `patience` seconds at most.
 
     The oldest of the others says what is loaded next. In place of it goes the model used longest ago that has had nothing to do
@@ -65,18 +65,18 @@ class Line:
         self.drain = drain
         self.linger = linger
         self.clock = clock
-        self._places: list[Place] = []
+        self._places: list[QueueEntry] = []
 
     def __len__(self) -> int:
         return len(self._places)
 
-    def __iter__(self) -> Iterator[Place]:
+    def __iter__(self) -> Iterator[QueueEntry]:
         return iter(self._places)
 
     def add(self, key: Any, item: Any) -> None:
-        self._places.append(Place(key, item, self.clock()))
+        self._places.append(QueueEntry(key, item, self.clock()))
 
-    def remove(self, place: Place) -> None:
+    def remove(self, place: QueueEntry) -> None:
         self._places = [other for other in self._places if other is not place]
 
     def clear(self, key: Any = None) -> list[Any]:
@@ -85,14 +85,14 @@ class Line:
         self._places = [place for place in self._places if key not in (None, place.key)]
         return taken
 
-    def next(self, models: Sequence[Use], passed: Collection[Any] = ()) -> Place | None:
+    def next(self, models: Sequence[ModelUsage], passed: Collection[Any] = ()) -> QueueEntry | None:
         """Who may start now, of those whose model is none of `passed`."""
         for place in self._places:
             if place.key not in passed and any(use.takes(place) for use in models):
                 return place
         return None
 
-    def plan(self, models: Sequence[Use], has_room: Callable[[Any], bool]) -> Plan:
+    def plan(self, models: Sequence[ModelUsage], has_room: Callable[[Any], bool]) -> Plan:
         """What is to change for those whose model is not loaded. `has_room`: a model can be loaded beside those that are."""
         loaded = {use.key for use in models}
         first = next((place for place in self._places if place.key not in loaded), None)
@@ -102,7 +102,7 @@ class Line:
             return Plan(first.key)
         return self._swap(models, first)
 
-    def _swap(self, models: Sequence[Use], first: Place) -> Plan:
+    def _swap(self, models: Sequence[ModelUsage], first: QueueEntry) -> Plan:
         now = self.clock()
         idle = [use for use in models if not use.busy and not any(map(use.takes, self._places))]
         rested = [use for use in idle if now - use.used >= self.linger]

@@ -24,14 +24,14 @@ from ..served import ServedModel
 from .catalog import Catalog
 from .inspection import inspect
 from .provider import BlockpoolModelProvider, ModelKey
-from .queue import Line, Place, Plan, Use
-from .swap import Change
+from .queue import ModelQueue, ModelUsage, Plan, QueueEntry
+from .swap import ModelSwap
 
 log = logging.getLogger(__name__)
 
 
 @dataclass(frozen=True)
-class Order:
+class LoadCommand:
     """Somebody wants a model loaded, or unloaded, and waits for an answer on `queue`: None, or why not."""
 
     queue: Queue[Any]
@@ -67,14 +67,14 @@ class ModelRegistry:
         self.own_bytes = None if pool_bytes is None else pool_bytes // config.max_models
         self.piece_bytes = config.piece_bytes
         self.loaded: dict[ModelKey, ServedModel] = {}
-        self.change: Change | None = None
+        self.change: ModelSwap | None = None
         self.plan = Plan()
         self.counts = Counter(loads=0, unloads=0, swaps=0, failures=0)
         self.sizes: dict[ModelKey, int] = {}
         self._make_cache = make_cache
         self._engine = engine
         self.failures: dict[ModelKey, tuple[Exception, float]] = {}
-        self._leaving: list[Place] = []
+        self._leaving: list[QueueEntry] = []
 
     # -- from any thread -----------------------------------------------------------------------------------------------
 
@@ -138,34 +138,34 @@ class ModelRegistry:
         self.loaded = {other: model for other, model in self.loaded.items() if other != key}
         return served
 
-    def let_go(self, order: Order, arrived: float) -> None:
+    def let_go(self, order: LoadCommand, arrived: float) -> None:
         """Unload a model once those that came before have been served."""
-        self._leaving.append(Place(order.key, order, arrived))
+        self._leaving.append(QueueEntry(order.key, order, arrived))
 
-    def uses(self) -> list[Use]:
+    def uses(self) -> list[ModelUsage]:
         """What the loaded models are at."""
         closed = {place.key: place.arrived for place in reversed(self._leaving)}
-        return [Use(m.key, bool(m.live), m.ready, m.used, closed.get(m.key)) for m in self.loaded.values()]
+        return [ModelUsage(m.key, bool(m.live), m.ready, m.used, closed.get(m.key)) for m in self.loaded.values()]
 
-    def make_plan(self, line: Line) -> None:
+    def make_plan(self, line: ModelQueue) -> None:
         """Look who waits for which model."""
         self.plan = Plan()
         if self.change is None:
             self.plan = line.plan(self.uses(), self.has_room)
 
-    def begin_with(self, key: ModelKey) -> Change:
+    def begin_with(self, key: ModelKey) -> ModelSwap:
         """Load a model where none is."""
         assert not self.loaded, f"{len(self.loaded)} models are loaded"
         assert self.change is None, f"{self.change} goes on"
-        self.change = Change(self, key)
+        self.change = ModelSwap(self, key)
         return self.change
 
-    def begin(self, line: Line) -> None:
+    def begin(self, line: ModelQueue) -> None:
         """Begin a change, if there is one to begin and none goes on."""
         if self.change is None:
             self.change = self._due(line)
 
-    def advance(self, line: Line) -> Change | None:
+    def advance(self, line: ModelQueue) -> ModelSwap | None:
         """Go on with the change. Returns it when it is through."""
         if self.change is None:
             return None
@@ -178,20 +178,20 @@ class ModelRegistry:
         self._note(change, line)
         return change
 
-    def _due(self, line: Line) -> Change | None:
+    def _due(self, line: ModelQueue) -> ModelSwap | None:
         self._answer_orders()
         free = [use for use in self.uses() if not use.busy and not any(map(use.takes, line))]
         for use in free:
             if any(place.key == use.key for place in self._leaving):
-                return Change(self, unload=use.key)
+                return ModelSwap(self, unload=use.key)
         load, unload = self.plan.load, self.plan.unload
         rests = {use.key for use in self.uses() if not use.busy}
         if load is not None and (unload is None or unload in rests or self.plan.must):
             # Where even that is not room enough, another one goes next.
-            return Change(self, load if self.has_room(load, without=unload) else None, unload)
+            return ModelSwap(self, load if self.has_room(load, without=unload) else None, unload)
         for use in free:
             if self.config.idle_seconds is not None and line.clock() - use.used >= self.config.idle_seconds:
-                return Change(self, unload=use.key)
+                return ModelSwap(self, unload=use.key)
         return None
 
     def _answer_orders(self) -> None:
@@ -201,7 +201,7 @@ class ModelRegistry:
         for place in done:
             place.item.done()
 
-    def _note(self, change: Change, line: Line) -> None:
+    def _note(self, change: ModelSwap, line: ModelQueue) -> None:
         seconds = time.monotonic() - change.began
         error, load, unload = change.error, change.load, change.unload
         if error is not None:

@@ -38,7 +38,7 @@ class Loaded(Protocol):
     def take_out(self, key: ModelKey) -> ServedModel: ...
 
 
-class Change:
+class ModelSwap:
     """Loads `load`, in place of `unload` where both are given. Call advance() until it says that it is through.
 
     The old model goes only once all that can be checked of the new one is right. If the new one then cannot be loaded
