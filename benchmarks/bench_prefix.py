@@ -125,7 +125,7 @@ if __name__ == "__main__":
     args = options(__doc__ or "")
     count, tokens, rounds = (200, 100_000, 5) if args.quick else (1000, 100_000, 15)
     known = conversations(count, tokens)
-    systems = zip(("lookup", "fetch"), our_searches(known, 2), stock_searches(known, 2), strict=True)
+    systems = zip(("lookup", "acquire"), our_searches(known, 2), stock_searches(known, 2), strict=True)
     long = known[0]
     for name, ours, stock in systems:
         bench(args, f"{name}: {tokens} tokens, the last 10 new, among {count}", [*long[:-10], *range(10)], ours, stock, rounds)

@@ -205,7 +205,7 @@ def test_a_batch_whose_member_was_given_back_raises() -> None:
     batch = [PooledBatchCache(list(layer)) for layer in zip(*(f.caches for f in fetched), strict=True)]
     model(mx.array([[1], [2]]), cache=batch)
     prefix.discard(fetched[0].caches)
-    with pytest.raises(ReleasedCacheError, match="release"):
+    with pytest.raises(ReleasedCacheError, match="discard"):
         model(mx.array([[1], [2]]), cache=batch)
 
 

@@ -621,7 +621,7 @@ def test_reconfigure_starts_anew() -> None:
     pool.reserve([pool.open_table(0), pool.open_table(1)], [4, 4])
 
 
-@pytest.mark.parametrize("how", ["release", "give_back"])
+@pytest.mark.parametrize("how", ["release", "release_deferred"])
 def test_a_table_of_the_model_before_is_void(how: str) -> None:
     pool = two_groups(16)
     old = [table_with(pool, 3), table_with(pool, 3, group=1)]

@@ -68,7 +68,7 @@ def test_a_client_that_leaves_what_cannot_be_kept_takes_nobody_along(client: Cli
 
     with long_reply(client) as lines:
         with monkeypatch.context() as patch:
-            patch.setattr(PrefixCache, "finish", broken)
+            patch.setattr(PrefixCache, "release", broken)
             (served,) = client.generator.registry.loaded.values()
 
             def second() -> int:

@@ -248,7 +248,7 @@ def test_a_reply_that_cannot_be_kept_is_still_a_reply(client: Client, monkeypatc
     def broken(*args: Any, **kwargs: Any) -> None:
         raise LookupError("cannot keep this")
 
-    monkeypatch.setattr(PrefixCache, "finish", broken)
+    monkeypatch.setattr(PrefixCache, "release", broken)
     assert complete(client, "unkept", 3)["choices"][0]["text"] == expected
     client.settle()
     monkeypatch.undo()
