@@ -8,7 +8,7 @@ import tempfile
 import pytest
 from hypothesis import HealthCheck, settings
 from store.clock import Clock
-from thorough import is_thorough
+from thorough import is_thorough, mark_samples
 
 # No test may look for a model or a cache outside of what it made.
 os.environ["HF_HUB_OFFLINE"] = "1"
@@ -22,21 +22,23 @@ settings.load_profile("shared machine")
 
 def pytest_addoption(parser: pytest.Parser) -> None:
     parser.addoption("--clients", action="store_true", help="Run real clients from package registries against the server.")
-    parser.addoption("--thorough", action="store_true", help="Run also what takes many minutes, or fetches packages.")
+    parser.addoption("--thorough", action="store_true", help="Try everything on all there is instead of on a sample.")
 
 
 def pytest_configure(config: pytest.Config) -> None:
-    config.addinivalue_line("markers", "thorough: takes many minutes, or fetches packages; run with --thorough.")
+    config.addinivalue_line("markers", "thorough: what runs only, or tries more, with --thorough.")
+    config.addinivalue_line("markers", "sampled: without --thorough a few of the cases are enough.")
     if config.getoption("--thorough"):
         # How much a property is tried is decided where its test is defined, before any fixture: see thorough.py.
         os.environ["BLOCKPOOL_THOROUGH"] = "1"
 
 
-def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+@pytest.hookimpl(tryfirst=True)
+def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
+    mark_samples(items)
     if not is_thorough():
-        for item in items:
-            if item.get_closest_marker("thorough") is not None:
-                item.add_marker(pytest.mark.skip(reason="takes many minutes, or fetches packages: run with --thorough"))
+        config.hook.pytest_deselected(items=[item for item in items if item.get_closest_marker("thorough")])
+        items[:] = [item for item in items if not item.get_closest_marker("thorough")]
 
 
 @pytest.fixture

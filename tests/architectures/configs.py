@@ -34,3 +34,20 @@ def runs_here(name: str) -> bool:
 
 
 RUNNABLE: list[str] = sorted(name for name in CONFIGS if runs_here(name))
+# One or two of every row of the table of architectures: what runs without --thorough.
+QUICK: tuple[str, ...] = (
+    "qwen3",
+    "gpt_oss",
+    "falcon_h1",
+    "lfm2",
+    "deepseek_v3",
+    "deepseek_v32",
+    "plamo2",
+    "gemma2",
+    "iquestloopcoder",
+    "mamba2",
+    "baichuan_m1",
+    "llama4",
+    "deepseek_v41",
+    "recurrent_gemma",
+)

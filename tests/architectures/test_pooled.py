@@ -7,8 +7,9 @@ from typing import Any
 import mlx.core as mx
 import pytest
 from mlx_lm.generate import generate_step
+from thorough import only
 
-from architectures.configs import OWN_CACHE, RUNNABLE
+from architectures.configs import OWN_CACHE, QUICK, RUNNABLE
 from architectures.pooled import POOL, distance, logits, make_model, prompt, stock
 from architectures.table import in_readme, row_of, rows_in
 from mlx_blockpool.config import EngineConfig
@@ -21,7 +22,12 @@ CHUNK = 64
 TOKENS = 12
 
 
-@pytest.mark.parametrize("name", [name for name in sorted(RUNNABLE) if name not in OWN_CACHE])
+def test_every_row_of_the_table_has_a_type_that_is_always_tested() -> None:
+    rows = rows_in(in_readme())
+    assert {rows[name] for name in QUICK} == set(rows.values())
+
+
+@pytest.mark.parametrize("name", only((name for name in RUNNABLE if name not in OWN_CACHE), *(set(QUICK) - set(OWN_CACHE))))
 @pytest.mark.parametrize("attached", [False, True])
 def test_logits_are_those_of_stock(name: str, attached: bool) -> None:
     """A prefill in two parts, beyond every window and chunk, and 16 tokens more, in a script that attaches or not."""
@@ -64,7 +70,7 @@ def stock_reply(model: Any, tokens: list[int]) -> list[int]:
     return [int(token) for token, _ in steps]
 
 
-@pytest.mark.parametrize("name", sorted(RUNNABLE))
+@pytest.mark.parametrize("name", only(RUNNABLE, *QUICK))
 def test_agents_get_what_each_gets_alone_and_turn_two_reuses_turn_one(name: str) -> None:
     agents = Agents(name)
     try:

@@ -15,8 +15,9 @@ from engine.engines import (
     stock_reply,
     words,
 )
-from hypothesis import HealthCheck, Phase, given, settings
+from hypothesis import given
 from hypothesis import strategies as st
+from thorough import tried
 
 from mlx_blockpool.engine import caches as caches_module
 from mlx_blockpool.engine.engine import BlockPoolBatchEngine
@@ -140,11 +141,6 @@ class Schedule:
             assert_stock(self.name, self.prompts[i], found)
 
 
-def examples(count: int) -> Any:
-    phases = [p for p in Phase if p is not Phase.explain]
-    return settings(max_examples=count, deadline=None, phases=phases, suppress_health_check=[HealthCheck.too_slow])
-
-
 def run(name: str, requests: list[Arrival], more_blocks: int, config: dict[str, Any], promised: int) -> None:
     schedule = Schedule(name, requests, more_blocks, config)
     with pytest.MonkeyPatch.context() as patch:
@@ -157,7 +153,7 @@ def run(name: str, requests: list[Arrival], more_blocks: int, config: dict[str, 
 
 
 @pytest.mark.parametrize("name", MODELS)
-@examples(170)
+@tried(10, 300)
 @given(
     requests=arrivals(),
     more_blocks=st.sampled_from([0, 1, 2, 2, 3, 20]),
@@ -169,7 +165,7 @@ def test_replies_of_a_schedule_are_those_of_single_stock_sequences(name: str, re
 
 
 @pytest.mark.parametrize("name", MODELS)
-@examples(80)
+@tried(6, 150)
 @given(requests=crowds, more_blocks=st.integers(0, 3), config=configs, promised=st.just(1))
 def test_replies_of_a_crowd_that_is_swapped_out_are_those_of_single_stock_sequences(
     name: str, requests: list[Arrival], **more: Any

@@ -10,11 +10,12 @@ from typing import Any
 import mlx.core as mx
 import numpy as np
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 from kv.arrays import make_slabs, numbered
 from mlx_lm.models.cache import make_prompt_cache as stock_prompt_cache
 from models import make_model
+from thorough import tried
 
 from mlx_blockpool.errors import PoolExhaustedError
 from mlx_blockpool.kv.attach import bind
@@ -277,7 +278,7 @@ def test_forks_in_one_partial_block_go_on_without_disturbing_each_other(path: st
     assert batch.took() == {path}
 
 
-@settings(max_examples=12, deadline=None)
+@tried(5, 60)
 @given(
     seed=st.integers(0, 10_000), name=st.sampled_from(MODELS), path=st.sampled_from(["auto", *PATHS]), streams=st.integers(1, 2)
 )

@@ -7,10 +7,11 @@ from typing import Any
 
 import mlx.core as mx
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 from kv.arrays import make_slabs, numbered
 from mlx_lm.models.cache import KVCache, RotatingKVCache, load_prompt_cache, save_prompt_cache
+from thorough import tried
 
 from mlx_blockpool.errors import PoolExhaustedError
 from mlx_blockpool.kv.factory import pooled_caches
@@ -61,7 +62,7 @@ def assert_same(ours: Any, stock: Any) -> None:
             assert mx.array_equal(mine, theirs[..., -mine.shape[2] :, :])
 
 
-@settings(max_examples=60, deadline=None)
+@tried(20, 600)
 @given(STEPS)
 def test_full_layer_follows_kvcache(steps: list[tuple[str, int]]) -> None:
     slabs = make_slabs(blocks=200)
@@ -79,7 +80,7 @@ def test_full_layer_follows_kvcache(steps: list[tuple[str, int]]) -> None:
     assert [c.held for c in slabs.pool.settle()] == [0]
 
 
-@settings(max_examples=80, deadline=None)
+@tried(30, 800)
 @given(STEPS, st.sampled_from([(128, 0), (256, 0), (300, 0), (300, 4), (700, 4)]))
 def test_window_layer_follows_rotating_kvcache(steps: list[tuple[str, int]], window: tuple[int, int]) -> None:
     slabs = make_slabs(window, blocks=200)

@@ -5,9 +5,9 @@ from __future__ import annotations
 from collections import Counter
 from typing import Any
 
-from hypothesis import Phase, settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
+from thorough import tried
 
 from mlx_blockpool.config import PoolConfig
 from mlx_blockpool.errors import PoolExhaustedError
@@ -26,6 +26,7 @@ picks = st.integers(0, 1000)
 amounts = st.integers(0, 4)
 
 
+@tried(60, 3000, stateful_step_count=60)
 class PoolMachine(RuleBasedStateMachine):
     """`tables`: the blocks that each table must have and its promises. `known`, `pins`: counts of each block.
 
@@ -353,6 +354,3 @@ class PoolMachine(RuleBasedStateMachine):
 
 
 TestPoolMachine = PoolMachine.TestCase
-TestPoolMachine.settings = settings(
-    max_examples=300, stateful_step_count=60, deadline=None, phases=[p for p in Phase if p is not Phase.explain]
-)

@@ -13,7 +13,7 @@ from typing import Any
 
 import mlx.core as mx
 import pytest
-from hypothesis import HealthCheck, Phase, settings
+from hypothesis import HealthCheck
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
 from kv.arrays import HEADS, KEY_DIM, VALUE_DIM, numbered
@@ -26,7 +26,7 @@ from mlx_lm.models.cache import (
     save_prompt_cache,
     trim_prompt_cache,
 )
-from thorough import examples, is_thorough
+from thorough import tried
 
 from mlx_blockpool.errors import ReleasedCacheError
 from mlx_blockpool.kv.factory import from_stock, pooled_caches
@@ -121,6 +121,7 @@ def reorder(leaf: Any) -> None:
 Pair = tuple[list[Any], list[Any]]
 
 
+@tried(20, 2000, stateful_step_count=20, suppress_health_check=list(HealthCheck))
 class CacheMachine(RuleBasedStateMachine):
     """Sequences of full, window and state layers, and batches of them: (mlx-lm's caches, pooled ones)."""
 
@@ -328,11 +329,3 @@ class CacheMachine(RuleBasedStateMachine):
 
 
 TestCacheMachine = CacheMachine.TestCase
-TestCacheMachine.settings = settings(
-    max_examples=examples(20, 2000),
-    stateful_step_count=20,
-    derandomize=not is_thorough(),
-    deadline=None,
-    phases=[phase for phase in Phase if phase not in (Phase.explain, Phase.shrink)],
-    suppress_health_check=list(HealthCheck),
-)

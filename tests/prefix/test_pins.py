@@ -8,6 +8,7 @@ from pathlib import Path
 import pytest
 from prefix.keepers import BLOCK, SPECS, Keeper
 from prefix.test_states import text
+from thorough import seeds
 
 from mlx_blockpool.errors import PoolExhaustedError
 from mlx_blockpool.prefix.retention import RetentionPolicy
@@ -270,7 +271,7 @@ def test_what_is_for_memory_is_not_written_until_somebody_goes_on_from_it(tmp_pa
 
 
 @pytest.mark.parametrize("name", ["full", "window", "hybrid", "states alone"])
-@pytest.mark.parametrize("seed", range(12))
+@pytest.mark.parametrize("seed", seeds(2, 12))
 def test_whatever_happens_limits_hold_and_what_is_pinned_stays(name: str, seed: int) -> None:
     choose = random.Random(seed)
     keeper = Keeper(SPECS[name], choose.choice([12, 20, 40]), state_bytes=choose.choice([8, 16]) * 88)

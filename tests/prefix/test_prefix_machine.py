@@ -15,9 +15,10 @@ from typing import Any
 import mlx.core as mx
 import numpy as np
 import pytest
-from hypothesis import HealthCheck, Phase, settings
+from hypothesis import HealthCheck
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
+from thorough import tried
 
 from mlx_blockpool.config import PoolConfig
 from mlx_blockpool.errors import PoolExhaustedError, RequestTooLargeError
@@ -78,6 +79,7 @@ class Conversation:
     forked: bool = False
 
 
+@tried(25, 1500, stateful_step_count=40, suppress_health_check=[HealthCheck.too_slow, HealthCheck.data_too_large])
 class PrefixMachine(RuleBasedStateMachine):
     @initialize(
         size=st.integers(60_000, 400_000),
@@ -349,13 +351,6 @@ def difference(expected: Any, actual: Any) -> str:
 
 
 TestPrefixMachine = PrefixMachine.TestCase
-TestPrefixMachine.settings = settings(
-    max_examples=150,
-    stateful_step_count=40,
-    deadline=None,
-    phases=[p for p in Phase if p is not Phase.explain],
-    suppress_health_check=[HealthCheck.too_slow, HealthCheck.data_too_large],
-)
 
 
 def answer(prefix: PrefixCache, prompt: list[int], salt: bytes = SHARED) -> None:

@@ -12,12 +12,13 @@ from pathlib import Path
 
 import mlx.core as mx
 import numpy as np
-from hypothesis import HealthCheck, Phase, settings
+from hypothesis import HealthCheck
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
 from prefix.test_prefix_machine import LAYER_STEP, LENGTHS, Conversation, assert_right, family, keys_of, numbers
 from store.damages import DAMAGES, remove_bad
 from store.stores import QuickDisk, open_store, record_files, temporaries
+from thorough import tried
 
 from mlx_blockpool.config import PoolConfig
 from mlx_blockpool.errors import PoolExhaustedError
@@ -31,6 +32,7 @@ from mlx_blockpool.store.record import Key
 SPEC = ModelCacheSpec("m", (FullLayer(1, 2, 2), FullLayer(1, 2, 2)), "float32")
 
 
+@tried(30, 1500, stateful_step_count=40, suppress_health_check=[HealthCheck.too_slow, HealthCheck.data_too_large])
 class StoredMachine(RuleBasedStateMachine):
     @initialize(
         size=st.integers(60_000, 250_000),
@@ -224,10 +226,3 @@ class StoredMachine(RuleBasedStateMachine):
 
 
 TestStoredMachine = StoredMachine.TestCase
-TestStoredMachine.settings = settings(
-    max_examples=300,
-    stateful_step_count=40,
-    deadline=None,
-    phases=[p for p in Phase if p is not Phase.explain],
-    suppress_health_check=[HealthCheck.too_slow, HealthCheck.data_too_large],
-)

@@ -12,6 +12,7 @@ import numpy as np
 import pytest
 from prefix.test_prefix_machine import LAYER_STEP, keys_of, numbers
 from store.stores import BrokenDisk, QuickDisk, WatchedDisk, open_store
+from thorough import seeds
 
 from mlx_blockpool.kv.layer_caches import PooledRotatingKVCache
 from mlx_blockpool.kv.slabs import KVArena
@@ -150,7 +151,7 @@ def test_each_token_is_written_about_once(tmp_path: Path, spec: ModelCacheSpec) 
 
 @pytest.mark.parametrize("spec", SPECS.values(), ids=SPECS)
 @pytest.mark.parametrize("bits", [None, 8])
-@pytest.mark.parametrize("seed", range(6))
+@pytest.mark.parametrize("seed", seeds(1, 6))
 def test_any_history_with_kills_in_between_gives_the_right_keys(
     tmp_path: Path, spec: ModelCacheSpec, seed: int, bits: int | None
 ) -> None:

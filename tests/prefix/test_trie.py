@@ -5,8 +5,9 @@ from __future__ import annotations
 import gc
 
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
+from thorough import tried
 
 from mlx_blockpool.prefix.trie import Checkpoint, Match, Node, Trie, decode, encode
 from mlx_blockpool.spec import BLOCK_TOKENS
@@ -284,7 +285,7 @@ stretches = st.lists(
 sequences = stretches.map(lambda parts: [token for token, count in parts for _ in range(count)])
 
 
-@settings(max_examples=150, deadline=None)
+@tried(50, 1500)
 @given(st.lists(sequences, min_size=1, max_size=8), st.lists(sequences, min_size=1, max_size=4))
 def test_match_is_the_longest_common_prefix(known: list[list[int]], prompts: list[list[int]]) -> None:
     trie = trie_of(*known)
@@ -295,7 +296,7 @@ def test_match_is_the_longest_common_prefix(known: list[list[int]], prompts: lis
         assert matched(match) == prompt[:expected]
 
 
-@settings(max_examples=150, deadline=None)
+@tried(50, 1500)
 @given(st.data())
 def test_match_is_the_longest_common_prefix_of_what_removal_leaves(data: st.DataObject) -> None:
     trie = trie_of(*data.draw(st.lists(sequences, min_size=1, max_size=6)))

@@ -11,10 +11,11 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 from mlx_lm.server import CompletionRequest, ResponseGenerator
 from mlx_lm.tokenizer_utils import load as load_tokenizer
+from thorough import tried
 
 from mlx_blockpool.server.api.anthropic_errors import answer_to
 from mlx_blockpool.server.api.anthropic_request import Asked, understand
@@ -162,7 +163,7 @@ def _described(tool: Any) -> dict[str, Any]:
     return {"description": tool["description"]} if "description" in tool else {}
 
 
-@settings(max_examples=300, deadline=None)
+@tried(60, 1000)
 @given(conversations())
 def test_any_conversation_has_the_prompt_that_it_has_in_the_other_protocol(prompts: Tokenizing, both: Any) -> None:
     body, messages, tools = both
@@ -177,7 +178,7 @@ def test_any_conversation_has_the_prompt_that_it_has_in_the_other_protocol(promp
     assert bool(marks) == ("cache_control" in json.dumps(body))
 
 
-@settings(max_examples=100, deadline=None)
+@tried(30, 500)
 @given(conversations())
 def test_what_is_marked_is_a_beginning_of_the_next_turns_prompt_too(tools_first: Tokenizing, both: Any) -> None:
     body, _, _ = both

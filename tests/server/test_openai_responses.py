@@ -11,8 +11,9 @@ from typing import Any
 
 import openai
 import pytest
-from hypothesis import HealthCheck, given, settings
+from hypothesis import HealthCheck, given
 from hypothesis import strategies as st
+from thorough import tried
 
 from mlx_blockpool.server.api import responses_kept, responses_stream
 from mlx_blockpool.server.api.responses_kept import KeptResponses
@@ -599,7 +600,7 @@ FIELDS = (
 )
 
 
-@settings(max_examples=100, deadline=None, suppress_health_check=list(HealthCheck))
+@tried(40, 500, suppress_health_check=list(HealthCheck))
 @given(said=st.just("Hi.") | st.lists(ITEM, max_size=4) | ODD, odd=st.dictionaries(st.sampled_from(FIELDS), ODD, max_size=2))
 def test_odd_bodies_are_the_clients_error(server: Client, said: Any, odd: dict[str, Any]) -> None:
     status, answer = server.send("/v1/responses", {"input": said, "max_output_tokens": 2, **odd})

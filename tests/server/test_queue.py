@@ -9,8 +9,9 @@ from dataclasses import dataclass, field
 from typing import Any
 
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
+from thorough import tried
 
 from mlx_blockpool.config import EngineConfig, ModelsConfig
 from mlx_blockpool.server.models import registry as registry_module
@@ -202,7 +203,7 @@ class World:
 requests = st.lists(st.tuples(st.integers(0, 6), st.sampled_from([A, B, C, ModelKey("d")]), st.integers(0, 12)), max_size=40)
 
 
-@settings(max_examples=200, deadline=None)
+@tried(50, 2000)
 @given(requests, st.integers(1, 3), st.sampled_from([0, 1, 7, 30]), st.booleans())
 def test_nobody_starves_and_everyone_is_served(
     asked: list[tuple[int, ModelKey, int]], max_models: int, patience: int, floods: bool

@@ -16,12 +16,13 @@ from itertools import pairwise
 from pathlib import Path
 
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 from store import agent_dying, agent_notes
 from store.agent_dying import NEW_HASHES, OLD_HASHES, act
 from store.disks import COMMIT, CutDisk, FailingDisk, PowerCut
 from store.stores import BrokenDisk, QuickDisk, temporaries
+from thorough import tried
 
 from mlx_blockpool.errors import BadRecordError, StoreError
 from mlx_blockpool.store import agent_files as agents_module
@@ -114,7 +115,7 @@ def test_nothing_there_is_none(agents: Agents) -> None:
 # -- names ---------------------------------------------------------------------------------------------------------------
 
 
-@settings(max_examples=150, deadline=None)
+@tried(40, 500)
 @given(st.lists(ANY_TEXT | st.sampled_from(HOSTILE), min_size=1, max_size=4, unique=True))
 def test_any_names_come_back_and_never_leave_the_folder(names: list[str]) -> None:
     with tempfile.TemporaryDirectory() as folder:

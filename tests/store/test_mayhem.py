@@ -14,6 +14,7 @@ from store.disks import StillDisk
 from store.odd_files import ODD_FILES, make_sparse
 from store.records import expected_of, make_buffers, make_file, make_record, naming
 from store.stores import open_store
+from thorough import seeds
 
 from mlx_blockpool import agents as stored_agents
 from mlx_blockpool import storing
@@ -125,7 +126,7 @@ def test_the_whole_file_is_read() -> None:
     assert is_read(StillDisk({path: FILE}), path)
 
 
-@pytest.mark.parametrize("seed", range(10))
+@pytest.mark.parametrize("seed", seeds(2, 10))
 def test_no_damaged_file_is_read(tmp_path: Path, seed: int) -> None:
     rng = random.Random(seed)
     path = tmp_path / RECORD.file_name
@@ -231,7 +232,7 @@ def served(root: Path) -> int:
 
 
 @pytest.mark.timeout(300)
-@pytest.mark.parametrize("seed", range(10))
+@pytest.mark.parametrize("seed", seeds(2, 10))
 def test_twenty_damages_of_a_folder_cost_what_was_damaged_and_nothing_hangs(tmp_path: Path, seed: int) -> None:
     rng = random.Random(seed)
     keep(tmp_path, *PATHS)

@@ -14,6 +14,7 @@ from store.chains import chain, file_of, is_right, put_all, settled
 from store.disks import CountedDisk
 from store.odd_files import ODD_FILES, make_sparse
 from store.stores import NAMESPACE, QuickDisk, open_store
+from thorough import seeds
 
 from mlx_blockpool.prefix.stored import naming
 from mlx_blockpool.store import headers
@@ -170,7 +171,7 @@ def _endless(data: bytes, rng: random.Random) -> bytes:
 DAMAGES: list[Callable[[bytes, random.Random], bytes]] = [_cut, _flip, _noise, _lie, _endless]
 
 
-@pytest.mark.parametrize("seed", range(8))
+@pytest.mark.parametrize("seed", seeds(2, 8))
 def test_damaged_notes_cost_reads_and_never_a_wrong_answer(tmp_path: Path, seed: int) -> None:
     rng = random.Random(seed)
     records = [*chain(1, 8), *chain(5, 4, kind=WINDOW)]

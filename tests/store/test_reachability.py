@@ -10,6 +10,7 @@ from pathlib import Path
 import pytest
 from store.conversations import file_of, hashes_of, keep, note, path_of, place
 from store.stores import NAMESPACE, record_files
+from thorough import seeds
 
 from mlx_blockpool.agents import delete
 from mlx_blockpool.store.agent_files import Agents
@@ -260,7 +261,7 @@ def _covers(whole: tuple[str, tuple[int, ...]], part: tuple[str, tuple[int, ...]
     return whole[0] == BLOCK and longer and _same_block(whole, part) and whole[1][: len(part[1])] == part[1]
 
 
-@pytest.mark.parametrize("seed", range(120))
+@pytest.mark.parametrize("seed", seeds(20, 120))
 def test_delete_removes_exactly_what_the_oracle_says(tmp_path: Path, seed: int) -> None:
     tree = Tree(seed, tmp_path)
     if not tree.agents:

@@ -11,7 +11,7 @@ from pathlib import Path
 import mlx.core as mx
 import pytest
 import safetensors
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 from store.disks import StillDisk
 from store.records import (
@@ -28,6 +28,7 @@ from store.records import (
     make_record,
     naming,
 )
+from thorough import tried
 
 from mlx_blockpool.errors import BadRecordError
 from mlx_blockpool.prefix.trie import Node
@@ -80,7 +81,7 @@ def test_the_buffers_are_not_copied() -> None:
     extra=st.dictionaries(st.text(st.characters(max_codepoint=127), max_size=9), st.text(st.characters(max_codepoint=127))),
     start=st.integers(0, (1 << 63) - 1),
 )
-@settings(max_examples=100, deadline=None)
+@tried(30, 500)
 def test_any_record_is_read_as_it_was_written(
     tokens: tuple[int, ...], shapes: dict[str, tuple[str, tuple[int, ...]]], extra: dict[str, str], start: int
 ) -> None:
