@@ -61,7 +61,7 @@ def seeds(quick: int, thorough: int) -> list[Any]:
 
 
 def tried(quick: int, thorough: int, **more: Any) -> Callable[[Any], Any]:
-    """Decorates a hypothesis test or state machine: how many examples it has. They are new ones with --thorough, else always the same.
+    """Decorates a hypothesis test or state machine: how many examples it has, new ones each time with --thorough.
 
     Failures are shrunk but not explained, which would take minutes.
     """
