@@ -8,6 +8,7 @@ import sys
 from collections.abc import Iterator
 from pathlib import Path
 
+import house_map
 import pytest
 
 import mlx_blockpool
@@ -85,6 +86,10 @@ def test_version_is_the_one_of_the_project_file() -> None:
 def test_import_without_mlx(module: str) -> None:
     code = f"import sys, {module}; print([m for m in sys.modules if m.partition('.')[0] in ('mlx', 'mlx_lm')])"
     assert run(code) == "[]"
+
+
+def test_the_map_of_the_house_is_that_of_the_docstrings() -> None:
+    assert house_map.in_document() == house_map.render(), f"run {house_map.COMMAND}"
 
 
 def test_only_the_server_imports_the_server_of_mlx_lm() -> None:

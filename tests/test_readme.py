@@ -1,4 +1,4 @@
-"""Every command and example of the README is run; the hook that it shows is the hook that there is."""
+"""Every command and example of the READMEs is run; the hooks, options and endpoints that they show are those of the package."""
 
 from __future__ import annotations
 
@@ -13,46 +13,95 @@ import socket
 import subprocess
 import sys
 import time
+import urllib.error
 import urllib.request
 from collections.abc import Iterator
 from contextlib import contextmanager
 from importlib.util import find_spec
 from pathlib import Path
+from typing import Any
+from unittest.mock import ANY
 
 import pytest
+from documents import ROOT, TEXTS, blocks, commands, section
 
 from mlx_blockpool import hookspecs
 
-ROOT = Path(__file__).parent.parent
-README = (ROOT / "README.md").read_text()
 BIN = Path(sys.executable).parent
-
-
-def blocks(language: str) -> list[str]:
-    return re.findall(rf"```{language}\n(.*?)```", README, re.DOTALL)
-
-
-COMMANDS = [line for block in blocks("sh") for line in block.splitlines()]
+COMMANDS = commands()
 EXAMPLES = [block for block in blocks("python") if "import" in block]
+SERVER = "mlx_blockpool/server/README.md"
+
+
+def rows(text: str) -> list[list[str]]:
+    """The cells of the tables in a text, without their heads."""
+    lines = text.splitlines()
+    heads = {number for line in range(len(lines)) if lines[line].startswith("|---") for number in (line - 1, line)}
+    body = [line for number, line in enumerate(lines) if line.startswith("|") and number not in heads]
+    return [[cell.strip() for cell in re.split(r"(?<!\\)\|", line)[1:-1]] for line in body]
+
+
+def anchors(text: str) -> set[str]:
+    """The names under which the headings of a document can be linked to."""
+    headings = re.findall(r"^#+ (.*)$", re.sub(r"```.*?```", "", text, flags=re.DOTALL), re.MULTILINE)
+    return {re.sub(r"[^\w -]", "", heading.lower()).replace(" ", "-") for heading in headings}
+
+
+def test_a_newcomer_has_250_lines_to_read() -> None:
+    assert len(TEXTS["README.md"].splitlines()) <= 250
+
+
+@pytest.mark.parametrize("document", TEXTS)
+def test_links_lead_somewhere(document: str) -> None:
+    text = re.sub(r"```.*?```|`[^`\n]*`", "", TEXTS[document], flags=re.DOTALL)
+    broken = []
+    for link in re.findall(r"\]\(([^)\s]+)\)", text):
+        path, _, anchor = link.partition("#")
+        if path.startswith("https://"):
+            continue
+        found = (ROOT / document).parent / path if path else ROOT / document
+        if not found.exists() or (anchor and anchor not in anchors(found.read_text(encoding="utf-8"))):
+            broken.append(link)
+    assert broken == []
+
+
+def test_figures_of_the_readme_are_those_of_the_benchmarks() -> None:
+    assert rows(section("README.md", "Figures"))
+    assert [row for row in rows(section("README.md", "Figures")) if row not in rows(TEXTS["benchmarks/README.md"])] == []
+
+
+def test_every_benchmark_has_a_question() -> None:
+    named = {row[0].strip("`") for row in rows(section("benchmarks/README.md", "Run"))}
+    assert named == {path.stem for path in (ROOT / "benchmarks").glob("bench_*.py")}
+
+
+def test_the_options_are_those_of_the_server() -> None:
+    def options(*command: str) -> set[str]:
+        ran = subprocess.run([sys.executable, "-m", *command, "--help"], capture_output=True, text=True, check=True)
+        return set(re.findall(r"^  (--[\w-]+)", ran.stdout, re.MULTILINE))
+
+    shown = {re.match(r"`(--[\w-]+)", row[0]) for row in rows(section(SERVER, "Options"))}
+    ours = options("mlx_blockpool.cli", "serve") - options("mlx_lm", "server")
+    assert {name[1] for name in shown if name} == ours | {"--max-tokens"}
 
 
 def test_ci_runs_the_set_up_and_the_test_command() -> None:
     script = (ROOT / ".ci/run").read_text()
-    assert COMMANDS[0] in script
-    assert COMMANDS[1] in script
-    assert COMMANDS[3] in script
-    assert COMMANDS[3] == ".venv/bin/pytest"
+    set_up, test = commands("README.md")[:2], ".venv/bin/pytest"
+    assert set_up[0].startswith("python3 -m venv")
+    assert test in commands("README.md")
+    assert [command for command in (*set_up, test) if command not in script.splitlines()] == []
 
 
 def test_every_command_is_one_that_a_test_runs() -> None:
-    tested = ("python3 -m venv", ".venv/bin/pip", ".venv/bin/mlx-blockpool", ".venv/bin/pytest", "curl")
+    tested = ("python3 -m venv", ".venv/bin/pip", ".venv/bin/mlx-blockpool", ".venv/bin/pytest", "curl", "patch -p1", "diff -u")
     tested += (".venv/bin/mlx_lm.server", ".venv/bin/python benchmarks/bench_")
     assert [c for c in COMMANDS if not c.startswith(tested)] == []
 
 
 @contextmanager
 def serving(command: str, env: dict[str, str] | None = None) -> Iterator[int]:
-    """The server that a README command starts, on a free port."""
+    """The server that a command starts, on a free port."""
     with socket.socket() as free:
         free.bind(("127.0.0.1", 0))
         port = free.getsockname()[1]
@@ -72,7 +121,7 @@ def serving(command: str, env: dict[str, str] | None = None) -> Iterator[int]:
 
 
 def installed(command: str) -> list[str]:
-    """A README command with the programs of this environment."""
+    """A command with the programs of this environment."""
     first, *rest = shlex.split(command.replace(".venv/bin", str(BIN)))
     return [sys.executable, *rest] if first == f"{BIN}/python" else [first, *rest]
 
@@ -81,17 +130,53 @@ def curl(command: str, port: int) -> str:
     return subprocess.run(shlex.split(command.replace("8080", str(port))), capture_output=True, text=True, check=True).stdout
 
 
-def test_clients_of_the_readme_get_an_answer() -> None:
+SERVE = next(c for c in COMMANDS if " serve " in c)
+
+
+@pytest.fixture(scope="module")
+def port() -> Iterator[int]:
+    with serving(SERVE) as port:
+        yield port
+
+
+def test_clients_of_the_readme_get_an_answer(port: int) -> None:
     examples = blocks("python client")
     assert [example.split()[1] for example in examples] == ["openai", "anthropic"]
-    with serving(next(c for c in COMMANDS if " serve " in c)) as port:
-        for example in examples:
-            ran = subprocess.run([sys.executable, "-c", example.replace("8080", str(port))], capture_output=True, text=True)
-            assert "256 tokens" in ran.stdout, ran.stderr
+    for example in examples:
+        ran = subprocess.run([sys.executable, "-c", example.replace("8080", str(port))], capture_output=True, text=True)
+        assert "256 tokens" in ran.stdout, ran.stderr
+
+
+def status_of(method: str, url: str, body: dict[str, Any] | None = None, **headers: str) -> tuple[int, Any]:
+    data = None if body is None else json.dumps(body).encode()
+    request = urllib.request.Request(url, data, headers, method=method)
+    try:
+        with urllib.request.urlopen(request) as answer:
+            return answer.status, answer.read()
+    except urllib.error.HTTPError as error:
+        return error.code, error.read()
+
+
+def test_the_endpoints_are_those_of_the_server(port: int) -> None:
+    url = f"http://127.0.0.1:{port}"
+    asked = {"input": "What is a block?", "max_output_tokens": 1, "prompt_cache_key": "ann"}
+    names = {"/v1/responses": json.loads(status_of("POST", f"{url}/v1/responses", asked)[1])["id"], "/v1/agents": "ann"}
+    names["/v1/models"] = json.loads(status_of("GET", f"{url}/v1/models")[1])["data"][0]["id"]
+    names["/v1/cache"] = json.loads(status_of("GET", f"{url}/v1/cache/explain")[1])["requests"][0]["id"]
+    listed = [match for row in rows(section(SERVER, "Endpoints")) for match in re.findall(r"`(GET|POST|DELETE) (/\S+)`", row[0])]
+    assert len(listed) == len({*listed}) > 20
+    statuses = {}
+    # Nobody is there to be asked about after the deletion.
+    for method, path in sorted(listed, key=lambda endpoint: endpoint[0] == "DELETE"):
+        known = next((name for start, name in names.items() if path.startswith(start)), "")
+        filled = path.replace("/NAME", f"/{known}").replace("/ID", f"/{known}").replace("/ACT", "/pin")
+        statuses[method, path], _ = status_of(method, url + filled, {} if method == "POST" else None)
+    assert {endpoint for endpoint, status in statuses.items() if status == 404} == set()
+    assert status_of("GET", f"{url}/v1/nothing") == (404, ANY)
 
 
 def test_the_server_starts_and_the_requests_are_answered() -> None:
-    with serving(next(c for c in COMMANDS if " serve " in c)) as port:
+    with serving(SERVE) as port:
         answers = {command: json.loads(curl(command, port)) for command in COMMANDS if command.startswith("curl")}
     chat, cache, health, ann, agents, save, fork, delete, explain, models, load, unload = answers.values()
     assert "256 tokens" in chat["choices"][0]["message"]["content"]
@@ -141,6 +226,27 @@ def test_patched_mlx_lm_serves_from_the_pool_and_goes_back_to_the_byte(copied_ml
             assert json.loads(curl("curl -s http://127.0.0.1:8080/v1/cache", port))["backend"] == "blockpool"
     subprocess.run(revert, env=copied_mlx_lm, check=True)
     assert server.read_bytes() == before
+
+
+@pytest.mark.skipif(shutil.which("patch") is None, reason="needs the program patch")
+def test_a_patch_made_by_hand_is_the_same(copied_mlx_lm: dict[str, str], tmp_path: Path) -> None:
+    site = Path(copied_mlx_lm["PYTHONPATH"])
+    server = site / "mlx_lm/server.py"
+    stock = server.read_bytes()
+    (find,) = re.findall(r"`(python -c [^`]*)`", TEXTS["patches/README.md"])
+    found = subprocess.run(installed(find.replace("python", ".venv/bin/python", 1)), env=copied_mlx_lm, capture_output=True)
+    assert found.stdout.decode() == f"{site}\n"
+    apply, revert, diff = (c for c in COMMANDS if c.startswith(("patch", "diff")))
+    env = {**copied_mlx_lm, "PATCHES": str(ROOT / "patches")}
+    subprocess.run(apply, shell=True, cwd=site, env=env, check=True, capture_output=True)
+    patched = server.read_bytes()
+    subprocess.run(revert, shell=True, cwd=site, env=env, check=True, capture_output=True)
+    assert server.read_bytes() == stock != patched
+    for folder, content in (("a", stock), ("b", patched)):
+        (tmp_path / folder / "mlx_lm").mkdir(parents=True)
+        (tmp_path / folder / "mlx_lm/server.py").write_bytes(content)
+    assert subprocess.run(diff, shell=True, cwd=tmp_path).returncode == 1
+    assert (tmp_path / "server.py.patch").read_bytes() == (ROOT / "patches/mlx-lm-0.32.2/server.py.patch").read_bytes()
 
 
 @pytest.mark.parametrize("example", EXAMPLES)

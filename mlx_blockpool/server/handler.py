@@ -102,7 +102,7 @@ class BlockpoolHandler(GuardedHandler):
             self.path = self.route
             super().do_GET()
         else:
-            self._send(404, {"error": f"Found no {self.route} to read; the README lists what there is"})
+            self._send(404, {"error": f"Unknown path {self.route}. See the server's README for the endpoints."})
 
     def do_HEAD(self) -> None:  # noqa: N802
         """The headers of do_GET; clients look with HEAD / whether a server is there."""
@@ -141,7 +141,7 @@ class BlockpoolHandler(GuardedHandler):
                 self.path = self.route
                 self._complete()
             else:
-                self._send(404, {"error": f"Found no {self.route} to post to; the README lists what there is"})
+                self._send(404, {"error": f"Unknown path {self.route}. See the server's README for the endpoints."})
         except ConnectionError as error:
             log.info("%s: the client hung up: %s", self.path, error)
         except UnicodeDecodeError as error:

@@ -134,7 +134,7 @@ def _manager_of(provider: Any) -> pluggy.PluginManager:
         manager.register(provider)
         manager.check_pending()
     except pluggy.PluginValidationError as error:
-        hint = "The README has the signature of each hook; an implementation takes the arguments that it needs."
+        hint = "plugins/README.md has the signature of each hook; an implementation takes the arguments that it needs."
         raise ConformanceError(" ".join(str(error).split()), "hooks and arguments that there are", hint) from error
     return manager
 

@@ -1,4 +1,4 @@
-"""The table of architectures: how each is served. `python -m architectures.table` in tests/ writes it anew into the README."""
+"""The table of architectures: how each is served. `python -m architectures.table` in tests/ writes it into plugins/README.md."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from typing import Any, NamedTuple
 
 from architectures.configs import CONFIGS, NEEDS, RUNNABLE
 
-README = Path(__file__).parents[2] / "README.md"
+README = Path(__file__).parents[2] / "plugins/README.md"
 BEGIN, END = "<!-- architectures -->\n", "<!-- end of architectures -->\n"
 HEAD = "| caches | batch | a prefix is resumed | types |\n|---|---|---|---|\n"
 

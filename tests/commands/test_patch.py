@@ -43,7 +43,7 @@ DIFF = b"--- a\n+++ b\n@@ -1,2 +1,2 @@\n-1\n+one\n 2\r\n@@ -4,0 +5 @@\n+five\n"
 
 CRASH_AT_REPLACE = """
 import os, sys
-from mlx_blockpool import patcher
+from mlx_blockpool.commands import patch as patcher
 os.replace = lambda *paths: os._exit(9)
 patcher.apply(sys.argv[1])
 """
@@ -100,7 +100,7 @@ def run_python(*args: str, path: Path) -> subprocess.CompletedProcess[str]:
 
 
 def test_patcher_imports_neither_mlx_nor_mlx_lm() -> None:
-    code = "import sys; from mlx_blockpool import patcher; patcher.status(); print({'mlx', 'mlx_lm'} & set(sys.modules))"
+    code = "import sys; from mlx_blockpool.commands import patch as patcher; patcher.status(); print({'mlx', 'mlx_lm'} & set(sys.modules))"
     result = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=60)
     assert (result.stdout, result.stderr) == ("set()\n", "")
 

@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from documents import TEXTS
 from models import CONFIGS
 
 from mlx_blockpool.cli import main
@@ -20,7 +21,7 @@ from mlx_blockpool.memory import batch_memory
 from mlx_blockpool.plugins import spec_from_config
 from mlx_blockpool.spec import ModelCacheSpec
 
-README = (Path(__file__).parent.parent / "README.md").read_text(encoding="utf-8")
+README = TEXTS["mlx_blockpool/README.md"]
 
 EXAMPLE = """\
 demo, float16: 3 sequences

@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from documents import TEXTS
 from models import save_model
 from published import (
     DEEPSEEK_V32,
@@ -33,7 +34,7 @@ from mlx_blockpool.commands.plan_text import describe
 from mlx_blockpool.plugins import spec_from_config
 from mlx_blockpool.spec import FullLayer, ModelCacheSpec
 
-README = (Path(__file__).parent.parent / "README.md").read_text(encoding="utf-8")
+README = TEXTS["mlx_blockpool/README.md"]
 
 GEMMA = """\
 gemma-3-12b-it-4bit, bfloat16: 48 layers

@@ -1,4 +1,4 @@
-"""The example of the README: installed by its own pyproject.toml into a fresh environment, it does what the README says."""
+"""The example of plugins/README.md: installed by its pyproject.toml into a fresh environment, it does what is said there."""
 
 from __future__ import annotations
 
@@ -13,14 +13,14 @@ import venv
 from pathlib import Path
 
 import pytest
+from documents import section
 from testing.runs_pytest import PLUGIN
 
 from mlx_blockpool.testing import CHECKS
 
 ROOT = Path(__file__).parent.parent.parent
 EXAMPLE = ROOT / "tests/plugin_example"
-README = (ROOT / "README.md").read_text(encoding="utf-8")
-SECTION = README.partition("\n## Write a plugin\n")[2].partition("\n## ")[0]
+SECTION = section("plugins/README.md", "Write a plugin")
 COMMANDS = [line for block in re.findall(r"```sh\n(.*?)```", SECTION, re.DOTALL) for line in block.splitlines()]
 
 BROKEN = {
