@@ -65,6 +65,12 @@ def test_links_lead_somewhere(document: str) -> None:
     assert broken == []
 
 
+@pytest.mark.parametrize("document", TEXTS)
+def test_files_that_are_named_are_there(document: str) -> None:
+    named = re.findall(r"[ `]((?:tests|benchmarks|mlx_blockpool|patches|plugins)/[\w./-]*\w)", TEXTS[document])
+    assert [name for name in named if not (ROOT / name).exists()] == []
+
+
 def test_figures_of_the_readme_are_those_of_the_benchmarks() -> None:
     assert rows(section("README.md", "Figures"))
     assert [row for row in rows(section("README.md", "Figures")) if row not in rows(TEXTS["benchmarks/README.md"])] == []
@@ -77,11 +83,11 @@ def test_every_benchmark_has_a_question() -> None:
 
 def test_the_options_are_those_of_the_server() -> None:
     def options(*command: str) -> set[str]:
-        ran = subprocess.run([sys.executable, "-m", *command, "--help"], capture_output=True, text=True, check=True)
+        ran = subprocess.run([*command, "--help"], capture_output=True, text=True, check=True)
         return set(re.findall(r"^  (--[\w-]+)", ran.stdout, re.MULTILINE))
 
     shown = {re.match(r"`(--[\w-]+)", row[0]) for row in rows(section(SERVER, "Options"))}
-    ours = options("mlx_blockpool.cli", "serve") - options("mlx_lm", "server")
+    ours = options(*installed(".venv/bin/mlx-blockpool serve")) - options(sys.executable, "-m", "mlx_lm", "server")
     assert {name[1] for name in shown if name} == ours | {"--max-tokens"}
 
 

@@ -253,7 +253,7 @@ def test_help_lists_the_options(capsys: pytest.CaptureFixture[str]) -> None:
     assert all(option in found for option in options)
 
 
-@pytest.mark.parametrize("module", ["cli", "calculator", "machine", "memory", "modelfile", "planning"])
+@pytest.mark.parametrize("module", ["cli", "calculator", "commands.plan", "memory", "modelfile", "system"])
 def test_importing_it_imports_no_mlx(module: str) -> None:
     code = f"import sys, mlx_blockpool.{module}; print([m for m in sys.modules if m.partition('.')[0] in ('mlx', 'mlx_lm')])"
     assert subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True).stdout == "[]\n"
