@@ -100,7 +100,7 @@ def run_python(*args: str, path: Path) -> subprocess.CompletedProcess[str]:
 
 
 def test_patcher_imports_neither_mlx_nor_mlx_lm() -> None:
-    code = "import sys; from mlx_blockpool.commands import patch as patcher; patcher.status(); print({'mlx', 'mlx_lm'} & set(sys.modules))"
+    code = "import sys; from mlx_blockpool.commands import patch; patch.status(); print({'mlx', 'mlx_lm'} & set(sys.modules))"
     result = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=60)
     assert (result.stdout, result.stderr) == ("set()\n", "")
 
