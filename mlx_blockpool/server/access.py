@@ -1,4 +1,4 @@
-"""Who is let in, and with what: keys, hosts, origins, sizes and times. Checks only; it reads from a socket that it is given.
+"""Who is let in, and with what: keys, hosts, origins, sizes and times. Checks only: no sockets.
 
 Any thread may call anything here.
 """
@@ -6,7 +6,6 @@ Any thread may call anything here.
 from __future__ import annotations
 
 import hmac
-import io
 import ipaddress
 import os
 import re
@@ -73,7 +72,7 @@ class AccessPolicy:
         ]
         self.room = threading.BoundedSemaphore(config.max_connections)
         self.idle = threading.BoundedSemaphore(config.max_connections)
-        self.bodies = Bytes(config.bodies * config.max_body_bytes)
+        self.bodies = ByteBudget(config.bodies * config.max_body_bytes)
 
     def wait_until_empty(self, seconds: float) -> bool:
         """Let nobody in any more, and wait for those who are. Whether all have gone within the time."""
@@ -170,44 +169,43 @@ def _given(headers: Any) -> list[str]:
     return [headers.get("x-api-key", ""), token.strip() if kind.lower() == "bearer" else ""]
 
 
-class Bytes:
-    """So many bytes for everybody together. Nobody waits for some: there are enough left, or not."""
+class ByteBudget:
+    """Bytes that the bodies of all requests may have in memory together. Nobody waits for bytes; any thread may call this."""
 
     def __init__(self, left: int) -> None:
         self.left = left
         self._changing = threading.Lock()
 
-    def take(self, count: int) -> bool:
-        """Whether there are so many left, which are the caller's then."""
+    def acquire(self, count: int) -> bool:
+        """Take `count` bytes from the budget. False if fewer are left."""
         with self._changing:
             if count > self.left:
                 return False
             self.left -= count
             return True
 
-    def give(self, count: int) -> None:
-        """Give back what was taken."""
+    def release(self, count: int) -> None:
         with self._changing:
             self.left += count
 
 
-class Timed(io.RawIOBase):
-    """What comes from a socket. Raises TimeoutError after `stall` seconds without a byte, and from `until` (monotonic) on."""
+class BudgetShare:
+    """The bytes of a ByteBudget that one request holds."""
 
-    def __init__(self, connection: socket.socket, stall: float, until: float) -> None:
-        self._connection = connection
-        self.stall = stall
-        self.until = until
+    def __init__(self, budget: ByteBudget) -> None:
+        self._budget = budget
+        self._held = 0
 
-    def readable(self) -> bool:
+    def grow(self, count: int) -> bool:
+        """Acquire `count` more bytes. False if the budget has fewer left."""
+        if not self._budget.acquire(count):
+            return False
+        self._held += count
         return True
 
-    def readinto(self, buffer: Any) -> int:
-        left = self.until - time.monotonic()
-        if left <= 0:
-            raise TimeoutError("timed out")
-        self._connection.settimeout(min(self.stall, left))
-        return self._connection.recv_into(buffer)
+    def release(self) -> None:
+        self._budget.release(self._held)
+        self._held = 0
 
 
 def is_model(path: str) -> bool:

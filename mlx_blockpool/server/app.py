@@ -35,7 +35,7 @@ from ..plugins import make_plugin_manager
 from .access import ANY_ORIGIN, AccessPolicy, add_safety_options, guard_config
 from .agents.warm_up import begin_warm_up, read_prompts
 from .ending import Watchdog, end_on_signals
-from .handler import BlockpoolHandler
+from .http import BlockpoolHandler
 from .models.catalog import Catalog
 from .models.inspection import inspect
 from .models.provider import BlockpoolModelProvider

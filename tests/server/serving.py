@@ -17,7 +17,7 @@ from mlx_lm.models.cache import LRUPromptCache
 
 from mlx_blockpool.mlx_lm_compat import rebind
 from mlx_blockpool.server import app
-from mlx_blockpool.server.handler import BlockpoolHandler
+from mlx_blockpool.server.http import BlockpoolHandler
 from mlx_blockpool.server.models.provider import BlockpoolModelProvider
 
 

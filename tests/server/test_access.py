@@ -34,7 +34,7 @@ from mlx_blockpool.server.access import (
     host_name,
     is_foreign,
 )
-from mlx_blockpool.server.handler import BlockpoolHandler
+from mlx_blockpool.server.http import BlockpoolHandler
 from mlx_blockpool.server.models.provider import BlockpoolModelProvider
 from server.serving import Client, blockpool_server, parse
 
@@ -411,7 +411,7 @@ def test_a_client_that_does_not_read_its_stream_is_left(
         while not threads():
             threading.Event().wait(0.01)
         wait_for_threads()
-    assert "the client does not read its answer" in caplog.text
+    assert "the client does not read its response" in caplog.text
     server.settle()
 
 
@@ -460,7 +460,7 @@ def test_an_unexpected_error_is_one_line_without_our_folders(server: Client, mon
     def failing(*_: Any, **__: Any) -> Any:
         raise KeyError("/srv/us/secret/place.py is gone\nTraceback: more")
 
-    monkeypatch.setattr("mlx_blockpool.server.handler.cache_report", failing)
+    monkeypatch.setattr("mlx_blockpool.server.http.cache_report", failing)
     status, answer = ask(server, "GET", "/v1/cache")
     assert (status, answer["error"]) == (500, "KeyError: 'place.py is gone\\nTraceback: more'")
     assert cause_of(OSError("open /a/b/c.txt, see http://x/y/z\nat line 2")) == "OSError: open c.txt, see http://x/y/z"

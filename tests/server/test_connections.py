@@ -14,7 +14,7 @@ import pytest
 from models import save_model
 
 from mlx_blockpool.server.app import BlockpoolHTTPServer
-from mlx_blockpool.server.handler import BlockpoolHandler
+from mlx_blockpool.server.http import BlockpoolHandler
 from server.serving import Client, blockpool_server
 from server.test_access import KEY, guarded, received, wait_for_threads
 

@@ -19,7 +19,7 @@ from ...errors import NoRoomError, PoolExhaustedError, StoreError
 from ...storing import Report
 from ..access import without_folders
 from ..bodies import parse_json
-from ..guarded import file_deadline
+from ..incoming import file_deadline
 from ..owners import as_told, noted_name
 from . import acts as agent_acts
 from . import figures as agent_figures
@@ -184,7 +184,7 @@ class AgentsEndpoint:
             self._parts = _parts_of(self._handler.path)
             report = act()
             if report is not None:
-                self._handler._send(200, as_told(self._generator.owner, report))
+                self._handler.send_json(200, as_told(self._generator.owner, report))
         except ConnectionError:
             raise
         except RefusedError as error:
@@ -195,7 +195,7 @@ class AgentsEndpoint:
             self._fail(409, error)
 
     def _fail(self, status: int, error: Exception) -> None:
-        if self._handler._answered:
+        if self._handler.answered:
             # A file has begun; that it ends too soon is all that its client can be told.
             log.warning("%s: %s", self._handler.path, error)
             self._handler.close_connection = True
@@ -203,7 +203,7 @@ class AgentsEndpoint:
         text = os.strerror(error.errno) if isinstance(error, OSError) and error.errno else str(error)
         owner = self._generator.owner
         told = text if owner is None else text.replace(f"{owner}/", "")
-        self._handler._send(status, {"error": without_folders(told)})
+        self._handler.send_json(status, {"error": without_folders(told)})
 
 
 def _bad(found: list[tuple[Path, str]]) -> list[Report]:

@@ -93,7 +93,7 @@ class ChatEndpoint:
         try:
             context, responses = self._generator.generate(self._request, self._arguments, progress_callback=self._progress)
         except Exception as error:
-            self._handler._send(*answer_to(error))
+            self._handler.send_json(*answer_to(error))
             return
         reading = Reading(context, self._request, self._arguments.stop_words, self._one_call)
         blocks = Blocks(shows_thinking=True, keeps_space=True)
@@ -188,7 +188,7 @@ class ChatEndpoint:
             tool_calls=[_call(c["id"], c["function"]["name"], c["function"]["arguments"]) for c in blocks.calls],
             reasoning_text="".join(thoughts),
         )
-        self._handler._send(200, answer)
+        self._handler.send_json(200, answer)
 
     # -- the wire ------------------------------------------------------------------------------------------------------
 

@@ -1,0 +1,447 @@
+"""HTTP: mlx-lm's handler behind the access policy, with the endpoints that mlx-lm does not have.
+
+A request is read whole, within its limits and times, before any endpoint looks at it. Connections are kept for further requests.
+Every error is JSON in the shape of the protocol that the request speaks. Runs on the socket's thread, without caches.
+"""
+
+from __future__ import annotations
+
+import io
+import json
+import logging
+import math
+import time
+import types
+from email.message import Message
+from http import HTTPStatus
+from typing import Any
+from urllib.parse import urlsplit
+
+from mlx_lm.server import APIHandler
+
+from ..errors import BlockpoolError, ModelNotFoundError, PromptError, UnavailableError
+from ..mlx_lm_compat import rebind
+from .access import FILES, HELLO, AccessPolicy, BudgetShare, Rejected, cause_of, is_model
+from .agents.http import AgentsEndpoint, is_agents
+from .api import anthropic_errors, openai_errors
+from .api.anthropic import Endpoint, is_messages, is_models
+from .api.chat import ChatEndpoint, chat_request, choice_of
+from .api.completions import check_body, check_logit_bias, check_numbers
+from .api.openai_errors import ErrorFile, code_of, in_shape, is_openai, status_of
+from .api.responses_http import ResponsesEndpoint, is_responses
+from .asking import GENERATES, Asking, Wishes, agent_of, retention_of
+from .bodies import parse_json
+from .chat import ChatRequest
+from .explained import answer_about, is_explain
+from .fields import InvalidRequestError
+from .incoming import TimedReader, WireBody, buffer_body, drain, file_deadline
+from .models.admin import ORDERS, Admin
+from .models.listing import cache_report
+from .outgoing import OnlyHeaders, Outgoing
+from .owners import own_figures
+
+log = logging.getLogger(__name__)
+
+# How long a request is read that can only be rejected, because there are too many connections.
+CROWDED_SECONDS = 1.0
+
+
+class BlockpoolHandler(APIHandler):  # type: ignore[misc]
+    """Serves the requests of one connection, one after the other.
+
+    A connection takes one of the policy's places while a request of it is read and served, and none while it waits for the next
+    one. `route`: the request's path without query and last slash. `answered`: the response's headers are written.
+    """
+
+    protocol_version = "HTTP/1.1"
+    # Headers and body are separate writes: without this the second waits for the client's delayed acknowledgement.
+    disable_nagle_algorithm = True
+
+    wfile: Any
+    rfile: Any
+    headers: Any
+    request_version: str
+
+    def __init__(self, response_generator: Any, *args: Any, **kwargs: Any) -> None:
+        self._generator = response_generator
+        super().__init__(Asking(response_generator), *args, **kwargs)
+
+    def setup(self) -> None:
+        super().setup()
+        self.rfile.close()
+        self._incoming = TimedReader(self.connection, 0.0, 0.0)
+        self._reader = io.BufferedReader(self._incoming)
+        self._outgoing = Outgoing(self.wfile)
+        self._crowded, self._is_new = False, True
+        self._begin_request()
+
+    def _begin_request(self) -> None:
+        """Forget the previous request."""
+        self.response_generator = Asking(self._generator)
+        self.response_generator.connection = self.connection
+        self.guard: AccessPolicy = self._generator.guard
+        config = self.guard.config
+        self._incoming.stall, self._incoming.until = config.stall_seconds, time.monotonic() + config.request_seconds
+        self.rfile, self.wfile = self._reader, self._outgoing
+        self._body: WireBody | None = None
+        self._share = BudgetShare(self.guard.bodies)
+        self._outgoing.begin()
+        self.headers, self.path, self.route = Message(), "", ""
+        self.command, self.request_version, self._expects_continue = "", "HTTP/1.0", False
+        self._headers_buffer: list[bytes] = []
+        self.created = int(time.time())
+        self.stream = self.answered = False
+        self._failure = 0
+
+    def handle(self) -> None:
+        self.close_connection = False
+        try:
+            while not self.close_connection and self._has_next():
+                self._begin_request()
+                self._serve_one()
+                self._is_new = False
+        except ConnectionError:
+            self.log_message("the client hung up")
+
+    def _serve_one(self) -> None:
+        """Serve one request with a place of the policy's, or reject it."""
+        guard = self.guard
+        self._crowded = not guard.room.acquire(blocking=False)
+        if self._crowded:
+            self._incoming.until = time.monotonic() + CROWDED_SECONDS
+        try:
+            self.handle_one_request()
+            self._end_request()
+        finally:
+            self._share.release()
+            if not self._crowded:
+                guard.room.release()
+
+    def _end_request(self) -> None:
+        """End the response, and the connection where the next request could not be told from the rest of this one."""
+        self._outgoing.finish()
+        if not self._outgoing.is_whole:
+            self.close_connection = True
+        elif self._body is not None and self._body.left:
+            self._drain()
+
+    def _has_next(self) -> bool:
+        """Whether another request comes before the connection has been idle for too long."""
+        guard, is_new = self.guard, self._is_new
+        is_idle = guard.idle.acquire(blocking=False)
+        if not (is_idle or is_new):
+            return False
+        seconds = guard.config.stall_seconds if is_new else guard.config.keep_alive_seconds
+        self._incoming.stall = seconds if is_idle else CROWDED_SECONDS
+        self._incoming.until = math.inf
+        try:
+            return bool(self._reader.peek(1))
+        except (TimeoutError, OSError):
+            return False
+        finally:
+            if is_idle:
+                guard.idle.release()
+
+    # -- the request ---------------------------------------------------------------------------------------------------
+
+    def handle_expect_100(self) -> bool:
+        """The client waits for leave to send its body, which it gets once its headers are checked."""
+        self._expects_continue = True
+        return True
+
+    def parse_request(self) -> bool:
+        """http.server's, the access policy's checks, and the body, which is in `rfile` afterwards."""
+        try:
+            if not super().parse_request():
+                return False
+            rejected = self._check() or self._read_body()
+        except TimeoutError:
+            config = self.guard.config
+            limits = f"at most {config.stall_seconds:g} seconds without a byte, and {config.request_seconds:g} in all"
+            rejected = Rejected(408, f"The request did not arrive in time: {limits}.")
+        if rejected is not None:
+            self._reject(rejected)
+        self.connection.settimeout(self.guard.config.send_seconds)
+        return rejected is None
+
+    def _check(self) -> Rejected | None:
+        try:
+            self.route = self.response_generator.path = urlsplit(self.path).path.rstrip("/") or "/"
+        except ValueError as error:
+            return Rejected(400, f"Bad path: {error}")
+        if self._crowded:
+            most = self.guard.config.max_connections
+            return Rejected(503, f"The server already has {most} connections. Try again when one of them has ended.")
+        rejected = self.guard.check(self.command, self.route, self.headers)
+        self.response_generator.owner = self.guard.owner(self.headers)
+        return rejected or self.guard.check_body(self.route, self.headers)
+
+    def _read_body(self) -> Rejected | None:
+        """Read the body, so that endpoints do not wait for it. A file stays on the wire."""
+        length = int(self.headers.get("Content-Length", 0))
+        if self._expects_continue and length:
+            self._outgoing.write(b"HTTP/1.1 100 Continue\r\n\r\n")
+        if FILES.fullmatch(self.route):
+            self._incoming.until = file_deadline(self.guard.config.request_seconds, length)
+            self._body = WireBody(self._reader, length)
+            self.rfile = io.BufferedReader(self._body)
+            return None
+        body = buffer_body(self._reader, length, self._share)
+        if isinstance(body, Rejected):
+            return body
+        self.rfile = io.BytesIO(body)
+        try:
+            self._generator.prompts.check_body(body)
+        except PromptError as error:
+            return Rejected(400, str(error))
+        return None
+
+    def _reject(self, rejected: Rejected) -> None:
+        """Answer a request that the policy does not let in, and close the connection."""
+        self.close_connection = True
+        if self.request_version == "HTTP/0.9":
+            # http.server could not read the version, and would send a response without a status.
+            self.request_version = "HTTP/1.0"
+        self.connection.settimeout(self.guard.config.send_seconds)
+        if is_messages(self.route) or "anthropic-version" in self.headers:
+            content = anthropic_errors.error_body(rejected.status, rejected.message, self.response_generator.wishes.id)
+        else:
+            content = openai_errors.error_body(rejected.status, rejected.message)
+        body = json.dumps(content).encode()
+        self._headers_buffer = []
+        self._set_completion_headers(rejected.status)
+        if rejected.status == HTTPStatus.UNAUTHORIZED:
+            self.send_header("WWW-Authenticate", "Bearer")
+        self.send_header("Content-Length", str(len(body)))
+        self.end_headers()
+        if self.command != "HEAD":
+            self.wfile.write(body)
+        self._outgoing.finish()
+        if rejected.status != HTTPStatus.REQUEST_TIMEOUT:
+            self._drain()
+
+    def _drain(self) -> None:
+        declared = self.headers.get("Content-Length")
+        length = int(declared) if declared and declared.isdecimal() and len(declared) < 19 else 0
+        if length or self.command not in ("GET", "HEAD", "OPTIONS"):
+            drain(self.connection, self._reader, self._incoming, length, self.guard.config.max_body_bytes)
+
+    # -- endpoints -----------------------------------------------------------------------------------------------------
+
+    def do_GET(self) -> None:  # noqa: N802
+        self._serve(self._get)
+
+    def do_HEAD(self) -> None:  # noqa: N802
+        """The headers of do_GET; clients send HEAD / to see whether the server runs."""
+        self.wfile = OnlyHeaders(self.wfile)
+        if self.route == "/":
+            self.send_json(200, {})
+        else:
+            self.do_GET()
+
+    def do_DELETE(self) -> None:  # noqa: N802
+        self._serve(self._delete)
+
+    def do_POST(self) -> None:  # noqa: N802
+        self._serve(self._post)
+
+    def _serve(self, endpoint: Any) -> None:
+        """The top of the request's thread: whatever the endpoint raises is this request's failure."""
+        try:
+            endpoint()
+        except ConnectionError as error:
+            log.info("%s: the client hung up: %s", self.path, error)
+        except Exception as error:
+            status, content = self._failure_of(error)
+            if not self.answered:
+                self.send_json(status, content)
+            elif self.stream:
+                self.wfile.write(b"data: " + in_shape(status, json.dumps(content).encode()) + b"\n\n")
+
+    def _failure_of(self, error: Exception) -> tuple[int, dict[str, str]]:
+        if self.command == "POST" and isinstance(error, UnicodeDecodeError | RecursionError):
+            fault = "not UTF-8" if isinstance(error, UnicodeDecodeError) else "nested too deeply"
+            return 400, {"error": f"The body is {fault}: {error}"}
+        log.exception("%s failed", self.path)
+        return 503 if isinstance(error, UnavailableError) else 500, {"error": cause_of(error)}
+
+    def _get(self) -> None:
+        scope = self.response_generator
+        if self.route == "/v1/cache":
+            report = own_figures(scope.owner, cache_report(scope.registry, scope.prompt_cache.report))
+            self.send_json(200, {**report, "prompts": scope.prompts.counts})
+        elif is_explain(self.route):
+            self.send_json(*answer_about(self.route, scope.explanations, scope.asker(self.headers)))
+        elif self.route == "/admin/models":
+            self.send_json(200, Admin(scope).figures())
+        elif is_models(self.path, self.headers):
+            Endpoint(self).get_models()
+        elif is_messages(self.path):
+            Endpoint(self).refuse_path()
+        elif self.route == HELLO:
+            self.send_json(200, {"message": "hello"})
+        elif is_responses(self.path):
+            ResponsesEndpoint(self).get()
+        elif is_agents(self.path):
+            AgentsEndpoint(self).get()
+        elif self.route in ("/v1/models", "/health") or is_model(self.route):
+            self.path = self.route
+            super().do_GET()
+        else:
+            self._unknown_path()
+
+    def _delete(self) -> None:
+        if is_agents(self.path):
+            AgentsEndpoint(self).delete()
+        elif is_messages(self.path):
+            Endpoint(self).refuse_path()
+        else:
+            self._unknown_path()
+
+    def _post(self) -> None:
+        if is_messages(self.path):
+            Endpoint(self).post()
+        elif is_responses(self.path):
+            ResponsesEndpoint(self).post()
+        elif is_agents(self.path):
+            AgentsEndpoint(self).post()
+        elif self.route in ORDERS:
+            self._order()
+        elif self.route in GENERATES:
+            self.path = self.route
+            self._complete()
+        else:
+            self._unknown_path()
+
+    def _unknown_path(self) -> None:
+        self.send_json(404, {"error": f"Unknown path {self.route}. See the server's README for the endpoints."})
+
+    def handle_health_check(self) -> None:
+        generator = self.response_generator
+        self.send_json(*generator.health.report(generator.is_healthy, generator.has_waiting))
+
+    def handle_models_request(self) -> None:
+        try:
+            self.send_json(200, Admin(self.response_generator).models(self.path, self.created))
+        except ModelNotFoundError as error:
+            self.send_json(404, {"error": str(error)})
+
+    def _order(self) -> None:
+        """Have a model loaded or unloaded."""
+        try:
+            answer = Admin(self.response_generator).order(self.route, self.headers.get("Content-Length"), self.rfile.read)
+        except (BlockpoolError, ValueError, RuntimeError) as error:
+            answer = status_of(error), {"error": str(error)}
+        self.send_json(*answer)
+
+    # -- mlx-lm's completions ------------------------------------------------------------------------------------------
+
+    def _complete(self) -> None:
+        """mlx-lm's do_POST, with a body that parse_json() has read."""
+        if self.headers.get("Content-Length") is None:
+            super().do_POST()
+            return
+        try:
+            body = parse_json(self.rfile.read())
+        except InvalidRequestError as error:
+            self.send_json(400, {"error": str(error)})
+            return
+        self.rfile = io.BytesIO()
+        parsed = types.SimpleNamespace(loads=lambda _: body, dumps=json.dumps, JSONDecodeError=json.JSONDecodeError)
+        rebind(APIHandler.do_POST, json=parsed)(self)
+
+    def validate_model_parameters(self) -> None:
+        """mlx-lm's checks and ours. Raises ValueError, which mlx-lm answers with 400."""
+        try:
+            self._validate_all()
+        except ValueError as error:
+            self.response_generator.refused(error)
+            raise
+
+    def _validate_all(self) -> None:
+        scope = self.response_generator
+        if self.body.get("max_completion_tokens") is None and self.body.get("max_tokens") is None:
+            # The client leaves a null to the server.
+            self.max_tokens: Any = scope.cli_args.max_tokens
+        check_logit_bias(self.body)
+        super().validate_model_parameters()
+        check_numbers(self)
+        check_body(self.body)
+        if self.body.get("stream_options") is not None:
+            self.stream_options = {"include_usage": False, **self.body["stream_options"]}
+        if "messages" in self.body:
+            self._choice = choice_of(self.body)
+        scope.wishes = Wishes(agent=agent_of(self.headers.get("X-Agent-Id"), self.body), retention=retention_of(self.body))
+        scope.normalisers = scope.known_normalisers.asked(self.headers.get("X-Normalise"))
+
+    def handle_chat_completions(self) -> ChatRequest:
+        # Images are fetched, if at all, once it is known that the model takes any.
+        handle = rebind(APIHandler.handle_chat_completions, _inline_image_urls=lambda messages: None)
+        return chat_request(self.body, handle(self), self._choice)
+
+    def handle_completion(self, request: Any, stop_words: list[str]) -> None:
+        if isinstance(request, ChatRequest):
+            ChatEndpoint(self, request, stop_words, self._choice.one_call).answer()
+        else:
+            super().handle_completion(request, stop_words)
+
+    # -- the response --------------------------------------------------------------------------------------------------
+
+    def send_json(self, status: int, content: Any) -> None:
+        """Write a whole response; an error of OpenAI's endpoints in its shape."""
+        body = json.dumps(content).encode()
+        if status >= 400 and is_openai(self.path):
+            body = in_shape(status, body)
+        self._headers_buffer = []
+        self._set_completion_headers(status)
+        self.send_header("Content-Length", str(len(body)))
+        self.end_headers()
+        self.wfile.write(body)
+
+    def send_error(self, code: int, message: str | None = None, explain: str | None = None) -> None:
+        """What http.server rejects, as JSON."""
+        self._reject(Rejected(int(code), ". ".join(part for part in (message or HTTPStatus(code).phrase, explain) if part)))
+
+    def end_headers(self) -> None:
+        """Add what explains the request, and how its body ends, which mlx-lm leaves to the end of the connection."""
+        self.answered = True
+        status, sent = self._status_and_headers()
+        for name, value in self.response_generator.headers(self.headers.get("X-Explain")).items():
+            if name.lower().encode() not in sent:
+                self.send_header(name, value)
+        self._add_framing(status, sent.get(b"content-length"))
+        if self._failure and is_openai(self.path):
+            error = self.response_generator.error
+            self.wfile = ErrorFile(self.wfile, self._failure, None if error is None else code_of(error))
+
+    def _add_framing(self, status: int, length: bytes | None) -> None:
+        has_body = self.command != "HEAD" and status not in (204, 304)
+        chunked = has_body and length is None and self.request_version >= "HTTP/1.1"
+        if chunked:
+            self.send_header("Transfer-Encoding", "chunked")
+        elif has_body and length is None:
+            self.close_connection = True
+        if self._body is not None and self._body.left:
+            self.close_connection = True
+        if self.close_connection:
+            self.send_header("Connection", "close")
+        else:
+            self.send_header("Connection", "keep-alive")
+            self.send_header("Keep-Alive", f"timeout={int(self.guard.config.keep_alive_seconds)}")
+        super().end_headers()
+        self._outgoing.begin_body(0 if not has_body else None if length is None else int(length), chunked)
+
+    def _status_and_headers(self) -> tuple[int, dict[bytes, bytes]]:
+        """Of the response whose headers are being collected. Names in lower case."""
+        status, *lines = b"".join(self._headers_buffer).split(b"\r\n")
+        split = (line.partition(b":") for line in lines)
+        return int((status.split() or [b"", b"0"])[1]), {name.lower(): value.strip() for name, _, value in split}
+
+    def _set_completion_headers(self, status_code: int = 200) -> None:
+        error = self.response_generator.error
+        if isinstance(error, ConnectionError):
+            raise error
+        # mlx-lm answers 404 to whatever generate() raises.
+        status = status_of(error) if status_code == 404 and error is not None else status_code
+        self._failure = status if status >= 400 else 0
+        super()._set_completion_headers(status)
