@@ -19,7 +19,6 @@ from typing import Any
 import mlx.core as mx
 from measure import interleave, llama, options, report
 
-from mlx_blockpool.agents import listed
 from mlx_blockpool.config import EngineConfig, PoolConfig, StoreConfig
 from mlx_blockpool.engine.caches import PooledCaches
 from mlx_blockpool.engine.engine import BlockPoolBatchEngine
@@ -27,10 +26,10 @@ from mlx_blockpool.engine.request import Request, Token
 from mlx_blockpool.kv.attach import bind
 from mlx_blockpool.kv.factory import open_pool
 from mlx_blockpool.prefix.cache import PrefixCache
-from mlx_blockpool.prefix.stored import naming
-from mlx_blockpool.prefix.trie import Trie
+from mlx_blockpool.prefix.trie import Trie, naming
 from mlx_blockpool.spec import BLOCK_TOKENS
 from mlx_blockpool.store.agent_files import Agents
+from mlx_blockpool.store.agent_records import AgentRecords
 from mlx_blockpool.store.digests import SETTLED_SECONDS, Digests
 from mlx_blockpool.store.identity import identity
 from mlx_blockpool.store.paths import name_of
@@ -214,8 +213,8 @@ def bench_listing(args: Any, count: int, folder: Path) -> None:
         tokens = [*system, *((number + n) % VOCAB for n in range(20 + number % 200))]
         hashes = [record.hash for record in place(folder, "bench", tokens, parts)]
         agents.note(f"agent {number}", "bench", "bench", hashes, len(tokens))
-    times = {}
-    for name, act in (("listed", lambda: len(listed(folder)["agents"])), ("looked_again", lambda: len(agents.look().agents))):
+    times, records = {}, AgentRecords(folder, naming)
+    for name, act in (("listed", lambda: len(records.listing()["agents"])), ("looked_again", lambda: len(agents.look().agents))):
         agents.look()
         wall, cpu = time.perf_counter(), time.process_time()
         found = act()

@@ -27,6 +27,7 @@ from mlx_lm.models.cache import (
 )
 
 from .errors import StoreError
+from .formatting import Report
 from .kv.parts import as_stock, leaves_of
 from .model_source import Prompt, Source, ids_in, line_of
 from .prefix.cache import PrefixCache
@@ -39,7 +40,6 @@ from .store.manifest import shown
 from .store.prompt_store import PromptStore
 from .store.record import ITEM_BYTES
 from .store.signing import UNSIGNED, export_key, head_of, is_signed, sign
-from .storing import Report
 
 SUFFIX = ".safetensors"
 # Of a file that does not say whose it is, these many tokens are computed and compared ...

@@ -1,6 +1,14 @@
-"""How figures are put into words and tables for people to read."""
+"""Reports for people to read: figures in words, tables and progress bars."""
 
 from __future__ import annotations
+
+import sys
+from collections.abc import Iterable, Iterator
+from typing import Any, TypeVar
+
+# What a command or an endpoint answers: JSON, before it is put into words.
+Report = dict[str, Any]
+T = TypeVar("T")
 
 
 def count(number: int, noun: str) -> str:
@@ -26,3 +34,11 @@ def human_bytes(count: int) -> str:
             break
         size, unit = size / 1000, larger
     return f"{size:,.0f} {unit}" if unit == "B" else f"{size:,.1f} {unit}"
+
+
+def progress(items: Iterable[T], total: int, doing: str) -> Iterator[T]:
+    """The items, counted on a bar if stderr is a terminal."""
+    from tqdm import tqdm  # type: ignore[import-untyped]
+
+    # disable=None: only on a terminal.
+    yield from tqdm(items, desc=doing, total=total, unit=" records", file=sys.stderr, disable=None, leave=False)

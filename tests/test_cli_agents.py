@@ -17,9 +17,10 @@ from store.conversations import file_of, hashes_of, keep, note, path_of
 from store.stores import NAMESPACE, record_files
 from test_cli_store import fill, open_prefix
 
-from mlx_blockpool import agents as room
 from mlx_blockpool.cli import main
+from mlx_blockpool.commands import agents as room
 from mlx_blockpool.store.agent_files import Agents
+from mlx_blockpool.store.agent_records import AgentRecords
 from mlx_blockpool.store.fs import safe_name
 from mlx_blockpool.store.offline import Listing
 
@@ -147,7 +148,7 @@ def test_an_agent_that_a_server_wrote_anew_meanwhile_is_not_put_aside(
     capsys: pytest.CaptureFixture[str], root: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     (root / "agents/writer.json").write_text("{")
-    from mlx_blockpool import storing
+    from mlx_blockpool.commands import store as storing
 
     looked = storing.survey
 
@@ -256,7 +257,8 @@ def test_delete_for_people(capsys: pytest.CaptureFixture[str], root: Path) -> No
 
 def test_delete_without_a_terminal_needs_yes(capsys: pytest.CaptureFixture[str], root: Path) -> None:
     assert refusal(capsys, root, "agent", "delete", "writer") == (
-        f"Found no terminal to ask on; needed a yes to remove agent writer and 2 records (3.1 kB) from {root}. Give --yes.\n"
+        f"Refusing to remove agent writer and 2 records (3.1 kB) from {root} "
+        "without confirmation: stdin is not a terminal. Pass --yes.\n"
     )
     assert len(record_files(root)) == 5
 
@@ -282,7 +284,7 @@ def test_what_another_agent_comes_to_need_while_somebody_is_asked_stays(
         Agents(root).fork("writer", "late")
         return True
 
-    monkeypatch.setattr(room, "agreed", agreed)
+    monkeypatch.setattr(room, "confirm", agreed)
     found = run(capsys, root, "agent", "delete", "writer")
     assert found["removed"]["records"] == 0
     assert len(record_files(root)) == 5
@@ -318,13 +320,13 @@ def test_a_record_that_is_there_again_is_named(
 ) -> None:
     last = file_of(root, path_of(FIRST)[-1])
     data = last.read_bytes()
-    looked = room.proof
+    looked = AgentRecords.proof
 
     def proof(*arguments: Any) -> Any:
         last.write_bytes(data)
         return looked(*arguments)
 
-    monkeypatch.setattr(room, "proof", proof)
+    monkeypatch.setattr(AgentRecords, "proof", proof)
     found = run(capsys, root, "agent", "delete", "writer", "--yes", status=1)
     assert (found["still_there"], found["gone"]["records"], found["clean"]) == ([str(last)], 1, False)
 

@@ -262,7 +262,7 @@ def test_a_parent_that_a_server_writes_meanwhile_leaves_no_orphans(
             late.rename(first)
         return offline.judge(*arguments)
 
-    monkeypatch.setattr("mlx_blockpool.storing.offline", SimpleNamespace(**{**vars(offline), "judge": judge}))
+    monkeypatch.setattr("mlx_blockpool.commands.store.offline", SimpleNamespace(**{**vars(offline), "judge": judge}))
     assert store(capsys, root, "check", "--fix")["clean"] is True
     assert len(records(root)) == 5
 
@@ -305,7 +305,7 @@ def test_it_works_while_a_server_has_the_store(capsys: pytest.CaptureFixture[str
 
 def test_clear_without_a_terminal_needs_yes(capsys: pytest.CaptureFixture[str], root: Path) -> None:
     assert refusal(capsys, root, "clear") == (
-        f"Found no terminal to ask on; needed a yes to remove 5 records (518.8 kB) from {root}. Give --yes.\n"
+        f"Refusing to remove 5 records (518.8 kB) from {root} without confirmation: stdin is not a terminal. Pass --yes.\n"
     )
     assert len(records(root)) == 5
 

@@ -1,12 +1,12 @@
 """Puts our patch into the installed mlx-lm, and takes it out again.
 
 Holds the rule that a file is rewritten only when its sha256 is the expected one, and then whole or not at all. Knows
-files, hashes and unified diffs. Does not know what the patch does or who prints the result, and imports neither mlx
-nor mlx_lm.
+files, hashes and unified diffs. Does not know what the patch does, and imports neither mlx nor mlx_lm.
 """
 
 from __future__ import annotations
 
+import argparse
 import hashlib
 import importlib.util
 import io
@@ -27,6 +27,15 @@ FileState = Literal["stock", "patched", "changed", "missing"]
 
 _FOLDER_PREFIX = "mlx-lm-"
 _HUNK_HEADER = re.compile(rb"@@ -(\d+)(?:,\d+)? \+(\d+)(?:,\d+)? @@")
+
+
+def add_options(parser: argparse.ArgumentParser) -> None:
+    """Add the options of `mlx-blockpool patch`."""
+    action = parser.add_mutually_exclusive_group()
+    action.add_argument("--status", action="store_const", dest="act", const=status, help="what is installed (default)")
+    action.add_argument("--apply", action="store_const", dest="act", const=apply, help="patch the installed mlx-lm")
+    action.add_argument("--revert", action="store_const", dest="act", const=revert, help="restore it to the byte")
+    parser.set_defaults(run=lambda args: describe((args.act or status)()))
 
 
 @dataclass(frozen=True)

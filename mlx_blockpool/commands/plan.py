@@ -1,10 +1,9 @@
-"""The room of `mlx-blockpool plan`: reads what was asked and works out the plans, from config.json alone.
-
-Loads no weights. Does not know argparse; cli.py says which options there are and prints.
-"""
+"""`mlx-blockpool plan`: its options, and the plans worked out from config.json alone. Loads no weights."""
 
 from __future__ import annotations
 
+import argparse
+import json
 import re
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -43,6 +42,35 @@ class Report:
         for model, batch in zip(found, self.batches, strict=False):
             model["batch"] = batch.as_dict()
         return {"models": found}
+
+
+def add_options(parser: argparse.ArgumentParser) -> None:
+    """Add the options of `mlx-blockpool plan`."""
+    model = "a model folder, a config.json, the id of a downloaded model, or demo, the bundled one (default); may be given again"
+    parser.add_argument("--model", action="append", help=model)
+    memory = "what the model and its agents may take together, such as 24GB (default: what this machine gives to a model)"
+    parser.add_argument("--memory", metavar="SIZE", help=memory)
+    parser.add_argument("--context", metavar="N", help="tokens of each agent, such as 8192 or 32k (default: 4k)")
+    parser.add_argument("--kv-bits", type=int, choices=(4, 8), help="count agents whose keys and values are quantised")
+    parser.add_argument("--lengths", metavar="N,N,..", help="a batch instead: tokens of each sequence, such as 500,4000,1200")
+    parser.add_argument("--json", action="store_true", help="every figure as JSON")
+    parser.set_defaults(run=_run)
+
+
+def _run(args: argparse.Namespace) -> str:
+    report = plan(args.model or ["demo"], args.lengths, args.context, args.memory, args.kv_bits)
+    return json.dumps(report.as_dict(), indent=2) if args.json else report.text()
+
+
+def join_lengths(arguments: Sequence[str]) -> list[str]:
+    """`--lengths -5,3` as one argument: argparse takes -5,3 for an option, and `plan` has a better word for it."""
+    joined: list[str] = []
+    for argument in arguments:
+        if joined[-1:] == ["--lengths"] and re.match(r"-\d", argument):
+            joined[-1] += f"={argument}"
+        else:
+            joined.append(argument)
+    return joined
 
 
 def plan(models: Sequence[str], lengths: str | None, context: str | None, memory: str | None, bits: int | None = None) -> Report:

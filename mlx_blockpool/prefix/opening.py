@@ -22,7 +22,7 @@ from ..store.paths import default_folder
 from ..store.prompt_store import PromptStore
 from ..store.record import VERSION
 from .cache import PrefixCache
-from .stored import naming
+from .trie import naming
 
 
 def open_prefix(

@@ -26,7 +26,7 @@ from .placed import PlacedCheckpoints, salted
 from .rates import Rates
 from .residency import KVIndex
 from .restore import Restore, RestorePlan
-from .trie import Match, Node, decode, encode, name_of
+from .trie import Match, Node, decode
 
 # A restore that somebody waits for looks this often whether the disk hangs.
 WAIT_SECONDS = 0.1
@@ -312,11 +312,6 @@ class StoredPrefixes:
         if tokens not in self._known_contents:
             self._known_contents[tokens] = contents(self.slabs, self.known.full_groups, tokens, self.bits)
         return self._known_contents[tokens]
-
-
-def naming(parent: bytes, tokens: tuple[int, ...]) -> bytes:
-    """The trie's rule for the hash of a prefix, for whoever checks records."""
-    return name_of(parent, encode(tokens))
 
 
 def _seconds_until(until: float) -> float:

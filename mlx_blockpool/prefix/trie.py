@@ -295,6 +295,11 @@ def name_of(parent: bytes, edge: bytes) -> bytes:
     return hashlib.blake2b(parent + edge, digest_size=32).digest()
 
 
+def naming(parent: bytes, tokens: Sequence[int]) -> bytes:
+    """name_of() for token ids: the rule by which the store checks the names of its records."""
+    return name_of(parent, encode(tokens))
+
+
 def encode(tokens: Sequence[int]) -> bytes:
     """Token ids as bytes: compared and hashed many times faster than a list, and struct packs faster than array or numpy."""
     return (_FULL_EDGE if len(tokens) == BLOCK_TOKENS else struct.Struct(f"{len(tokens)}q")).pack(*tokens)

@@ -9,7 +9,7 @@ import mlx.core as mx
 
 from ..config import StoreConfig
 from ..prefix.cache import PrefixCache
-from ..prefix.stored import naming
+from ..prefix.trie import naming
 from ..spec import BLOCK_TOKENS, WindowLayer
 from ..store.fs import Disk
 from ..store.prompt_store import PromptStore

@@ -13,15 +13,14 @@ from models import save_model
 from store.conversations import hashes_of, keep, note
 from store.stores import NAMESPACE, QuickDisk
 
-from mlx_blockpool import agents as stored_agents
 from mlx_blockpool.prefix import ref
 from mlx_blockpool.prefix.ref import NotedPath, SharedPaths
-from mlx_blockpool.prefix.trie import Node, Trie, encode
+from mlx_blockpool.prefix.trie import Node, Trie, encode, naming
 from mlx_blockpool.store import reachability
 from mlx_blockpool.store.agent_files import Agents
+from mlx_blockpool.store.agent_records import AgentRecords
 from mlx_blockpool.store.fs import Disk
 from mlx_blockpool.store.offline import Listing, judge
-from mlx_blockpool.storing import naming
 from server.serving import blockpool_server
 
 SYSTEM = list(range(512))
@@ -83,7 +82,7 @@ def test_a_command_reads_each_file_once(tmp_path: Path, monkeypatch: pytest.Monk
         return read(self, path, *args)
 
     monkeypatch.setattr(Disk, "read", counting)
-    assert len(stored_agents.listed(tmp_path)["agents"]) == 12
+    assert len(AgentRecords(tmp_path, naming).listing()["agents"]) == 12
     agents = {name: count for name, count in disk.reads.items() if name.startswith("agent")}
     records = {name: count for name, count in disk.reads.items() if name.endswith(".safetensors")}
     assert set(agents.values()) == {1}

@@ -9,7 +9,7 @@ from pathlib import Path
 from store.records import make_buffers
 from store.stores import NAMESPACE
 
-from mlx_blockpool.prefix.stored import naming
+from mlx_blockpool.prefix.trie import naming
 from mlx_blockpool.store.paths import name_of
 from mlx_blockpool.store.prompt_store import PromptStore
 from mlx_blockpool.store.record import BLOCK, Expected, Part, Record, file_size

@@ -8,14 +8,13 @@ from pathlib import Path
 from store.records import PARTS, make_buffers
 from store.stores import NAMESPACE, QuickDisk, open_store
 
-from mlx_blockpool.prefix.trie import Trie
+from mlx_blockpool.prefix.trie import Trie, naming
 from mlx_blockpool.spec import BLOCK_TOKENS
 from mlx_blockpool.store.agent_files import Agents
 from mlx_blockpool.store.fs import write_whole
 from mlx_blockpool.store.manifest import Agent
 from mlx_blockpool.store.paths import name_of
 from mlx_blockpool.store.record import BLOCK, Key, Record, encode
-from mlx_blockpool.storing import naming
 
 
 def path_of(tokens: Sequence[int], namespace: str = NAMESPACE) -> list[Record]:

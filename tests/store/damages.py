@@ -9,7 +9,7 @@ from pathlib import Path
 from store.stores import record_files
 
 from mlx_blockpool.errors import BadRecordError
-from mlx_blockpool.prefix.stored import naming
+from mlx_blockpool.prefix.trie import naming
 from mlx_blockpool.store.fs import Disk
 from mlx_blockpool.store.record import BLOCK, Expected
 from mlx_blockpool.store.verify import read

@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Any
 
 from mlx_blockpool.config import StoreConfig
-from mlx_blockpool.prefix.stored import naming
+from mlx_blockpool.prefix.trie import naming
 from mlx_blockpool.store.fs import TEMPORARY, Buffer, Disk
 from mlx_blockpool.store.prompt_store import PromptStore
 from mlx_blockpool.store.record import SUFFIX

@@ -12,7 +12,7 @@ from store.chains import ROOT, SIZE, chain, expected_of, file_of, is_right, put,
 from store.clock import Clock
 from store.stores import NAMESPACE, BrokenDisk, open_store, record_files, temporaries
 
-from mlx_blockpool.prefix.stored import naming
+from mlx_blockpool.prefix.trie import naming
 from mlx_blockpool.store.record import BLOCK, WINDOW, Part, Record
 
 

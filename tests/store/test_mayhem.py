@@ -16,10 +16,11 @@ from store.records import expected_of, make_buffers, make_file, make_record, nam
 from store.stores import open_store
 from thorough import seeds
 
-from mlx_blockpool import agents as stored_agents
-from mlx_blockpool import storing
+from mlx_blockpool.commands import store as store_command
 from mlx_blockpool.errors import BadRecordError
+from mlx_blockpool.prefix import trie
 from mlx_blockpool.store.agent_files import Agents
+from mlx_blockpool.store.agent_records import AgentRecords
 from mlx_blockpool.store.fs import TEMPORARY, Disk
 from mlx_blockpool.store.record import SUFFIX, Part, header_size
 from mlx_blockpool.store.verify import read, read_header
@@ -247,11 +248,11 @@ def test_twenty_damages_of_a_folder_cost_what_was_damaged_and_nothing_hangs(tmp_
         for agent in Agents(tmp_path).all():
             number = int(agent.name.removeprefix("agent "))
             assert agent.hashes == tuple(record.hash for record in path_of(PATHS[number]))
-        storing.stats(tmp_path)
-        stored_agents.listed(tmp_path)
-        storing.check(tmp_path, with_data=turn % 2 == 1)
-    assert storing.check(tmp_path, with_data=True, fix=True)["failed"] == []
-    report = storing.check(tmp_path, with_data=True)
+        store_command.stats(tmp_path)
+        AgentRecords(tmp_path, trie.naming).listing()
+        store_command.check(tmp_path, with_data=turn % 2 == 1)
+    assert store_command.check(tmp_path, with_data=True, fix=True)["failed"] == []
+    report = store_command.check(tmp_path, with_data=True)
     assert (report["bad"], report["bad_agents"], report["orphans"], report["leftovers"]) == ([], [], [], [])
     served(tmp_path)
     again = open_store(tmp_path)

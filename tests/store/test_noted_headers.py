@@ -16,7 +16,7 @@ from store.odd_files import ODD_FILES, make_sparse
 from store.stores import NAMESPACE, QuickDisk, open_store
 from thorough import seeds
 
-from mlx_blockpool.prefix.stored import naming
+from mlx_blockpool.prefix.trie import naming
 from mlx_blockpool.store import headers
 from mlx_blockpool.store.fs import Buffer, Disk, Stamp
 from mlx_blockpool.store.headers import MAGIC, Headers

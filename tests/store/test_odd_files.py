@@ -14,10 +14,12 @@ from store.odd_files import ODD_FILES, make_sparse
 from store.records import make_file, naming
 from store.stores import NAMESPACE, open_store
 
-from mlx_blockpool import agents as stored_agents
-from mlx_blockpool import storing
+from mlx_blockpool.commands import agents as agents_command
+from mlx_blockpool.commands import store as store_command
 from mlx_blockpool.errors import BadRecordError, StoreError
+from mlx_blockpool.prefix import trie
 from mlx_blockpool.store.agent_files import Agents
+from mlx_blockpool.store.agent_records import AgentRecords
 from mlx_blockpool.store.fs import TEMPORARY, Disk
 from mlx_blockpool.store.paths import MODEL_FILE, folder_of
 from mlx_blockpool.store.record import BLOCK, Expected, Part, Record, file_size
@@ -94,16 +96,16 @@ def test_commands_see_them_and_go_on(tmp_path: Path, make: Callable[[Path], None
     make(tmp_path / folder_of(NAMESPACE) / MODEL_FILE)
     make(tmp_path / "agents/odd.json")
     make(tmp_path / "quarantine")
-    assert [agent["name"] for agent in stored_agents.listed(tmp_path)["agents"]] == ["whole"]
-    assert storing.stats(tmp_path)["total"]["records"] in (3, 4)
+    assert [agent["name"] for agent in AgentRecords(tmp_path, trie.naming).listing()["agents"]] == ["whole"]
+    assert store_command.stats(tmp_path)["total"]["records"] in (3, 4)
     for with_data in (False, True):
-        report = storing.check(tmp_path, with_data)
+        report = store_command.check(tmp_path, with_data)
         assert report["records"] - len(report["bad"]) == 3
     assert Agents(tmp_path).get("odd") is None
     with pytest.raises(StoreError, match=r"odd\.json: Agent: found|odd\.json: Found"):
-        stored_agents.change(tmp_path, "pin", "odd")
+        agents_command.change(tmp_path, "pin", "odd")
     with pytest.raises(StoreError, match="needed a name that is free"):
-        stored_agents.change(tmp_path, "fork", "whole", "odd")
+        agents_command.change(tmp_path, "fork", "whole", "odd")
 
 
 def test_turns_are_noted_beside_them(tmp_path: Path, make: Callable[[Path], None]) -> None:
@@ -133,13 +135,13 @@ def test_a_record_is_checked_to_its_last_byte_in_pieces(tmp_path: Path, monkeypa
             return super().read(path, start, size)
 
     expected = Expected(NAMESPACE, BLOCK)
-    assert check(Watched(), path, expected, storing.naming).hash == record.hash
+    assert check(Watched(), path, expected, trie.naming).hash == record.hash
     assert len(pieces) == 1 + 4, "the header, and four pieces of a thousand bytes"
     for at in random.Random(0).sample(range(len(data) - record.nbytes, len(data)), 50):
         data[at] ^= 1
         path.write_bytes(data)
         with pytest.raises(BadRecordError, match="Checksum of data: found"):
-            check(Disk(), path, expected, storing.naming)
+            check(Disk(), path, expected, trie.naming)
         data[at] ^= 1
 
 

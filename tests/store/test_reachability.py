@@ -12,14 +12,14 @@ from store.conversations import file_of, hashes_of, keep, note, path_of, place
 from store.stores import NAMESPACE, record_files
 from thorough import seeds
 
-from mlx_blockpool.agents import delete
+from mlx_blockpool.commands.agents import delete
+from mlx_blockpool.prefix.trie import naming
 from mlx_blockpool.store.agent_files import Agents
 from mlx_blockpool.store.fs import Disk
 from mlx_blockpool.store.offline import Listing, judge
 from mlx_blockpool.store.reachability import Share, Sharing
 from mlx_blockpool.store.record import BLOCK, STATE, WINDOW, Expected, Record
 from mlx_blockpool.store.verify import read
-from mlx_blockpool.storing import naming
 
 SYSTEM = list(range(512))
 FIRST = [*SYSTEM, *range(1000, 1300)]

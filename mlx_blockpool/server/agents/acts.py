@@ -7,19 +7,19 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-from ... import agents as stored_agents
 from ...errors import StoreError
+from ...formatting import Report
 from ...prefix.cache import PrefixCache
 from ...prefix.ref import Freed, SharedPaths, find, forget, kept_hashes
 from ...store import offline
 from ...store.agent_files import Agents
+from ...store.agent_records import AgentRecords
 from ...store.manifest import shown
 from ...store.offline import File
 from ...store.paths import KINDS
 from ...store.prompt_store import PromptStore
 from ...store.reachability import Share
 from ...store.record import Key
-from ...storing import Report
 from ..served import ServedModel
 from .by_content import is_by_content
 from .known import Home, KnownAgents, RefusedError, Subject, agents_of, shared_with
@@ -126,11 +126,12 @@ def delete(known: KnownAgents, name: str) -> Report:
     on_disk = subject.file is not None and known.root is not None
     if subject.home is None:
         assert known.root is not None
+        assert known.records is not None
         known.do(lambda: known.refuse_if_busy(subject.name))
-        deleted = stored_agents.delete(known.root, subject.name, yes=True)
+        deleted = known.records.delete(subject.name, known.records.share(subject.name))
         return _below(known.root, {name: value for name, value in deleted.items() if name != "folder"})
     # What its files stand on is known by their names as long as the agent is.
-    share = stored_agents.share_of(known.root, subject.name) if on_disk and known.root is not None else Share([], [])
+    share = known.records.share(subject.name) if on_disk and known.records is not None else Share([], [])
     shared = shared_with(subject.home, subjects)
     freed, kept = known.at(subject.home, lambda served, prefix: _forget(known, served, prefix, subject, shared))
     report: Report = {
@@ -139,9 +140,9 @@ def delete(known: KnownAgents, name: str) -> Report:
         "memory": {"blocks": freed.blocks, "bytes": freed.bytes, "kept": freed.kept},
         "clean": known.at(subject.home, lambda _, prefix: len(find(prefix.index.trie, subject.path).path) <= freed.kept),
     }
-    if on_disk and known.root is not None:
+    if on_disk and known.records is not None:
         mine = [file for file in share.own if _hash_of(file) not in kept]
-        disk = _remove(known, subject, subject.home, known.root, Share(mine, share.stays))
+        disk = _remove(known, subject, subject.home, known.records, Share(mine, share.stays))
         report |= disk | {"clean": report["clean"] and disk["clean"]}
     return _below(known.root, report)
 
@@ -164,7 +165,7 @@ def _forget(
     return freed, kept_hashes(prefix.index, subject.path)
 
 
-def _remove(known: KnownAgents, subject: Subject, home: Home, root: Path, share: Share) -> Report:
+def _remove(known: KnownAgents, subject: Subject, home: Home, records: AgentRecords, share: Share) -> Report:
     """The records that are left of an agent, then its name."""
     keys = [Key(KINDS[file.path.parents[1].name], _hash_of(file)) for file in share.own]
 
@@ -178,7 +179,7 @@ def _remove(known: KnownAgents, subject: Subject, home: Home, root: Path, share:
     # What another process has written is not known to the store.
     offline.remove(share.own)
     home.agents.run(lambda files: files.remove(subject.name))
-    proof = stored_agents.proof(root, share)
+    proof = records.proof(share)
     return {"removed": proof["gone"]} | proof
 
 

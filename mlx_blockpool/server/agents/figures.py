@@ -10,13 +10,12 @@ from collections import Counter, deque
 from collections.abc import Sequence
 from dataclasses import asdict
 from functools import partial
-from typing import Any
 
-from ... import agents as stored_agents
+from ...formatting import Report
 from ...prefix.ref import Measure, SharedPaths, measure, own_from
 from ...prefix.trie import Node
+from ...store.agent_records import utc
 from ...store.manifest import shown
-from ...storing import Report
 from .by_content import is_by_content
 from .known import Home, KnownAgents, Subject, shared_with
 
@@ -48,8 +47,8 @@ def _about(subject: Subject, running: Counter[str], waiting: Counter[str]) -> Re
         "namespace": subject.namespace,
         "loaded": subject.home is not None,
         "tokens": subject.path.tokens,
-        "created": stored_agents.utc(subject.noted.created),
-        "used": stored_agents.utc(subject.noted.used),
+        "created": utc(subject.noted.created),
+        "used": utc(subject.noted.used),
         "pinned": subject.is_pinned,
         "pinned_in_memory": subject.home is not None and subject.name in subject.home.in_memory,
         "running": running[subject.name],
@@ -83,9 +82,9 @@ _PLACES = (("memory", "bytes"), ("disk", "disk_bytes"))
 
 def _on_disk(known: KnownAgents, subjects: list[Subject]) -> dict[str, Report]:
     """Of models that are not loaded, from the headers of their records."""
-    if not subjects or known.root is None:
+    if not subjects or known.records is None:
         return {}
-    listed: list[dict[str, Any]] = stored_agents.listed(known.root, {s.namespace for s in subjects if s.namespace})["agents"]
+    listed: list[Report] = known.records.listing({s.namespace for s in subjects if s.namespace})["agents"]
     return {
         found["name"]: {
             "tokens_in_memory": 0,

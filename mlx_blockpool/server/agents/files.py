@@ -18,6 +18,7 @@ import mlx.core as mx
 
 from ... import exchange
 from ...errors import StoreError
+from ...formatting import Report
 from ...kv.outgoing import Outgoing
 from ...kv.parts import leaves_of, sequence_of
 from ...prefix.cache import PrefixCache
@@ -31,7 +32,6 @@ from ...store.digests import Digests
 from ...store.identity import check_unchanged
 from ...store.manifest import shown
 from ...store.signing import KEY_BYTES, export_key, is_signed, sign
-from ...storing import Report
 from ..models.provider import BlockpoolModelProvider
 from ..served import ServedModel
 from .by_content import is_by_content

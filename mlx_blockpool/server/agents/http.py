@@ -16,7 +16,7 @@ from typing import Any
 from urllib.parse import unquote
 
 from ...errors import NoRoomError, PoolExhaustedError, StoreError
-from ...storing import Report
+from ...formatting import Report
 from ..access import without_folders
 from ..bodies import parse_json
 from ..incoming import file_deadline

@@ -16,7 +16,9 @@ from ...errors import BlockpoolError
 from ...prefix.cache import PrefixCache
 from ...prefix.ref import NotedPath, SharedPaths, own_from
 from ...prefix.salts import SHARED
+from ...prefix.trie import naming
 from ...store.agent_files import Agents
+from ...store.agent_records import AgentRecords
 from ...store.fs import safe_name
 from ...store.manifest import Agent, shown
 from ...store.spool import Spool
@@ -89,6 +91,7 @@ class KnownAgents:
         self._generator = generator
         self.files: Agents | None = generator.agent_files
         self.root: Path | None = None if self.files is None else self.files.root
+        self.records = None if self.root is None else AgentRecords(self.root, naming)
         self.config: StoreConfig = generator.prompt_cache.store_config or StoreConfig()
         self.bad: list[tuple[Path, str]] = []
         self.spool: Spool = generator.spool

@@ -9,6 +9,7 @@ import time
 from dataclasses import dataclass
 
 from ...errors import PoolExhaustedError
+from ...formatting import Report
 from ...prefix.cache import PrefixCache
 from ...prefix.ref import Measure, NotedPath, find, measure
 from ...prefix.restore import Restore
@@ -17,7 +18,6 @@ from ...prefix.stored import StoredPrefixes
 from ...store.limits import OVER_BUDGET
 from ...store.manifest import shown
 from ...store.record import BLOCK, Key
-from ...storing import Report
 from ..served import ServedModel
 from .figures import in_words
 from .known import Home, KnownAgents, RefusedError, Subject, agents_of

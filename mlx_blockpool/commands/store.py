@@ -1,29 +1,83 @@
-"""The room of `mlx-blockpool store`: looks at the files of a prompt store, mends or clears them, and words the reports.
+"""`mlx-blockpool store`: path, stats, check, scrub and clear; its options, what each does, and the words of its reports.
 
-Does not know argparse or mlx; cli.py says which options there are and prints, exchange.py carries prefixes in and out.
+Imports no mlx. Works beside servers that run on the same files.
 """
 
 from __future__ import annotations
 
+import argparse
+import json
 import sys
-import time
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import Any
 
-from .errors import BadRecordError, StoreError
-from .formatting import count, human_bytes, table
-from .prefix.trie import encode, name_of
-from .store import manifest, offline
-from .store.fs import Disk
-from .store.offline import File, Judged, Listing
-from .store.paths import HEADERS_FILE, MODEL_FILE, default_folder
+from ..errors import BadRecordError, StoreError
+from ..formatting import Report, count, human_bytes, progress, table
+from ..prefix.trie import naming
+from ..store import manifest, offline
+from ..store.agent_records import utc
+from ..store.fs import Disk
+from ..store.offline import File, Judged, Listing
+from ..store.paths import HEADERS_FILE, MODEL_FILE, default_folder
 
-Report = dict[str, Any]
-T = TypeVar("T")
 # Paths that a report for people names one by one.
 SHOWN = 20
+# A report, the function that words it, and the exit status.
+Outcome = tuple[Report, Callable[[Report], str], int]
+Actions = Any  # argparse._SubParsersAction
+
+# -- options -----------------------------------------------------------------------------------------------------------
+
+
+def add_options(parser: argparse.ArgumentParser) -> Actions:
+    """Add the actions of this file. Returns the group, to which agents.py and transfer.py add theirs."""
+    actions = parser.add_subparsers(dest="action", required=True, metavar="ACTION")
+    add_action(actions, "path", _path, "print the folder of the store")
+    add_action(actions, "stats", _stats, "what is stored for each model")
+    fix = "bad records to quarantine; leftovers, and records that nothing leads to, removed"
+    for name, what in (("check", "the name, length and header of every record"), ("scrub", "every record to its last byte")):
+        action = add_action(actions, name, _check, f"check {what}; status 1 if something is wrong")
+        action.add_argument("--fix", action="store_true", help=fix)
+    clearing = add_action(actions, "clear", _clear, "remove records")
+    clearing.add_argument("--model", metavar="ID", help="only those of this model, by its id or namespace (default: all)")
+    clearing.add_argument("--yes", action="store_true", help="do not ask")
+    return actions
+
+
+def add_action(actions: Actions, name: str, run: Callable[[argparse.Namespace], Outcome], text: str) -> argparse.ArgumentParser:
+    """Add one action with --store-dir and --json; the result takes further options."""
+    action: argparse.ArgumentParser = actions.add_parser(name, help=text, description=f"{text[0].upper()}{text[1:]}.")
+    action.add_argument("--store-dir", type=Path, metavar="DIR", help="where the store is (default: the user's cache folder)")
+    action.add_argument("--json", action="store_true", help="everything as JSON")
+    action.set_defaults(run=lambda args: _printed(args, run(args)))
+    return action
+
+
+def _printed(args: argparse.Namespace, outcome: Outcome) -> tuple[str, int]:
+    report, describe, status = outcome
+    return json.dumps(report, indent=2) if args.json else describe(report), status
+
+
+def _path(args: argparse.Namespace) -> Outcome:
+    return {"folder": str(args.store_dir or default_folder())}, lambda report: str(report["folder"]), 0
+
+
+def _stats(args: argparse.Namespace) -> Outcome:
+    return stats(folder_at(args.store_dir)), describe_stats, 0
+
+
+def _check(args: argparse.Namespace) -> Outcome:
+    report = check(folder_at(args.store_dir), args.action == "scrub", args.fix)
+    return report, describe_check, int(not report["clean"])
+
+
+def _clear(args: argparse.Namespace) -> Outcome:
+    return clear(folder_at(args.store_dir), args.model, args.yes), describe_clear, 0
+
+
+# -- the files ---------------------------------------------------------------------------------------------------------
 
 
 @dataclass(frozen=True)
@@ -48,17 +102,12 @@ def folder_at(store_dir: Path | None) -> Path:
     return root
 
 
-def naming(parent: bytes, tokens: tuple[int, ...]) -> bytes:
-    """The trie's rule for the hash of a prefix."""
-    return name_of(parent, encode(tokens))
-
-
 def survey(root: Path, with_data: bool = False, noted: bool = False) -> Survey:
     """Read the header of every record, or every byte of it; `noted`: what a server has noted of headers will do."""
     listing = Listing(root)
     doing = "checksums" if with_data else "headers"
     found = offline.seen(root, listing.records, naming) if noted else offline.judge(listing.records, naming, with_data)
-    judged = list(watched(found, len(listing.records), doing))
+    judged = list(progress(found, len(listing.records), doing))
     # A server may have written parents after their folder was listed: only a second look proves that there are none.
     seen = {file.path for file in listing.records}
     later = list(offline.judge([file for file in Listing(root).records if file.path not in seen], naming))
@@ -76,14 +125,6 @@ def _bad_agents(files: Iterable[File]) -> Iterator[Judged]:
             continue
         except (BadRecordError, OSError) as error:
             yield Judged(file, problem=str(error))
-
-
-def watched(items: Iterable[T], total: int, doing: str) -> Iterator[T]:
-    """The items, counted on a bar where somebody looks."""
-    from tqdm import tqdm  # type: ignore[import-untyped]
-
-    # disable=None: only where somebody watches.
-    yield from tqdm(items, desc=doing, total=total, unit=" records", file=sys.stderr, disable=None, leave=False)
 
 
 # -- stats -------------------------------------------------------------------------------------------------------------
@@ -126,11 +167,7 @@ def _uses(files: Iterable[File]) -> Report:
     times = [file.used for file in files]
     if not times:
         return {"oldest_use": None, "newest_use": None}
-    return {key: f"{_utc(pick(times))}Z" for key, pick in (("oldest_use", min), ("newest_use", max))}
-
-
-def _utc(moment: float) -> str:
-    return time.strftime("%Y-%m-%dT%H:%M:%S", time.gmtime(moment))
+    return {key: utc(pick(times)) for key, pick in (("oldest_use", min), ("newest_use", max))}
 
 
 def _sizes(files: Iterable[File]) -> Report:
@@ -140,7 +177,7 @@ def _sizes(files: Iterable[File]) -> Report:
 
 def describe_stats(report: Report) -> str:
     """The figures as a table and a closing line."""
-    lines = [f"{report['folder']}: {_records(report['total'])}", ""]
+    lines = [f"{report['folder']}: {records_text(report['total'])}", ""]
     if report["models"]:
         rows = [["model", "namespace", "records", "tokens", "size", "oldest use (UTC)", "newest use (UTC)", "orphans"]]
         rows += [[_name(model), model["namespace"], *_cells(model)] for model in report["models"]]
@@ -221,7 +258,7 @@ def describe_check(report: Report) -> str:
         lines[SHOWN:] = [f"... and {len(lines) - SHOWN:,} more; --json lists all"]
     lines += [f"failed: {item['path']}: {item['reason']}" for item in report["failed"]]
     how = "to the last byte" if report["with_data"] else "by name, length and header"
-    checked = f"Checked {_records(report)} {how}: "
+    checked = f"Checked {records_text(report)} {how}: "
     kinds = [("bad", "bad record"), ("orphans", "orphan"), ("leftovers", "leftover")]
     kinds += [("bad_agents", "bad agent")] if report["bad_agents"] else []
     counts = ", ".join(count(len(report[key]), word) for key, word in kinds)
@@ -246,8 +283,8 @@ def clear(root: Path, model: str | None = None, yes: bool = False) -> Report:
     records = [file for name in names for file in listing.of(name)]
     others = [file for file in listing.leftovers if model is None or file.namespace in names]
     others += listing.quarantined if model is None else []
-    what = f"{_records({'records': len(records), 'bytes': sum(file.size for file in records)})} from {root}"
-    if (records or others) and not (yes or agreed(what)):
+    what = f"{records_text({'records': len(records), 'bytes': sum(file.size for file in records)})} from {root}"
+    if (records or others) and not (yes or confirm(what)):
         return {"folder": str(root), "models": names, "records": 0, "bytes": 0}
     try:
         gone = offline.remove(records)
@@ -276,17 +313,18 @@ def _namespaces(listing: Listing, model: str | None) -> list[str]:
     return found
 
 
-def agreed(what: str) -> bool:
-    """Whether a person on the terminal lets it be removed. Raises StoreError if there is none."""
-    if not (sys.stdin.isatty() and sys.stderr.isatty()):
-        raise StoreError(f"Found no terminal to ask on; needed a yes to remove {what}. Give --yes.")
+def confirm(what: str) -> bool:
+    """Ask on the terminal whether to remove `what`. Raises StoreError if there is no terminal."""
+    for name, stream in (("stdin", sys.stdin), ("stderr", sys.stderr)):
+        if not stream.isatty():
+            raise StoreError(f"Refusing to remove {what} without confirmation: {name} is not a terminal. Pass --yes.")
     print(f"Remove {what}? [y/N] ", end="", file=sys.stderr, flush=True)
     return sys.stdin.readline().strip().lower() in ("y", "yes")
 
 
 def describe_clear(report: Report) -> str:
-    return f"Removed {_records(report)} from {report['folder']}."
+    return f"Removed {records_text(report)} from {report['folder']}."
 
 
-def _records(figures: Report) -> str:
+def records_text(figures: Report) -> str:
     return f"{count(figures['records'], 'record')} ({human_bytes(figures['bytes'])})"

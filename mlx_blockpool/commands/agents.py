@@ -1,0 +1,126 @@
+"""`mlx-blockpool store agents` and `store agent`: what each agent has on disk, its name and pin, and its deletion."""
+
+from __future__ import annotations
+
+import argparse
+from pathlib import Path
+
+from ..formatting import Report, count, human_bytes, table
+from ..prefix.trie import naming
+from ..store.agent_records import AgentRecords, fields, sizes
+from ..store.manifest import shown
+from .store import SHOWN, Actions, Outcome, add_action, confirm, folder_at, records_text
+
+# -- options -----------------------------------------------------------------------------------------------------------
+
+
+def add_options(actions: Actions) -> None:
+    """Add `agents` and `agent` to the actions of `store`."""
+    add_action(actions, "agents", _listing, "what is stored for each agent")
+    agent = actions.add_parser("agent", help="pin, rename, fork or delete one agent")
+    changes = agent.add_subparsers(dest="change", required=True, metavar="CHANGE")
+    for name, text in (
+        ("pin", "spare its records when others are dropped"),
+        ("unpin", "let its records go with others"),
+        ("rename", "give it another name"),
+        ("fork", "let a second agent go on from where it is"),
+        ("delete", "remove it with the records that only it stands on; status 1 if they are still there or others are bad"),
+    ):
+        change = add_action(changes, name, _delete if name == "delete" else _change, text)
+        change.add_argument("name", metavar="NAME", help="the agent, as `store agents` shows it")
+        if name in ("rename", "fork"):
+            change.add_argument("new", metavar="NEW", help="a name that is free")
+        if name == "delete":
+            change.add_argument("--yes", action="store_true", help="do not ask")
+
+
+def _listing(args: argparse.Namespace) -> Outcome:
+    return AgentRecords(folder_at(args.store_dir), naming).listing(), describe_listing, 0
+
+
+def _change(args: argparse.Namespace) -> Outcome:
+    return change(folder_at(args.store_dir), args.change, args.name, getattr(args, "new", "")), describe_change, 0
+
+
+def _delete(args: argparse.Namespace) -> Outcome:
+    report = delete(folder_at(args.store_dir), args.name, args.yes)
+    return report, describe_delete, int(not report["clean"])
+
+
+# -- actions -----------------------------------------------------------------------------------------------------------
+
+
+def change(root: Path, act: str, name: str, new: str = "") -> Report:
+    """Pin, unpin, rename or fork an agent. Raises StoreError."""
+    records = AgentRecords(root, naming)
+    old = records.resolve(name)
+    return {"folder": str(root), "act": act, "of": shown(old), "agent": fields(records.change(act, old, new))}
+
+
+def delete(root: Path, name: str, yes: bool = False) -> Report:
+    """Remove an agent with the records that only its path stands on, and prove it: `clean`. Asks unless `yes`.
+
+    Raises StoreError if there is no such agent, no terminal to ask on, or an agent that cannot be read.
+    """
+    records = AgentRecords(root, naming)
+    real = records.resolve(name)
+    share = records.share(real)
+    if not yes:
+        if not confirm(f"agent {shown(real)} and {records_text(sizes(share.own))} from {root}"):
+            return {"folder": str(root), "agent": shown(real), "deleted": False, "clean": True}
+        # Others may have come to need some of it since the question.
+        share = records.share(real)
+    return records.delete(real, share)
+
+
+# -- words -------------------------------------------------------------------------------------------------------------
+
+
+def describe_listing(report: Report) -> str:
+    """A table of the agents, and a line for each file that is none."""
+    agents = report["agents"]
+    lines = [f"{report['folder']}: {count(len(agents), 'agent')}"]
+    if agents:
+        rows = [["agent", "model", "tokens on disk", "own", "shared", "last used (UTC)", "pinned"]]
+        lines += ["", *table(rows + [_cells(agent) for agent in agents], left=2)]
+    lines += [f"bad: {item['reason']}" for item in report["bad"]]
+    if report["bad"]:
+        lines.append("`mlx-blockpool store check --fix` puts bad ones into quarantine.")
+    return "\n".join(lines)
+
+
+def _cells(agent: Report) -> list[str]:
+    sizes = [human_bytes(agent[key]["bytes"]) for key in ("own", "shared")]
+    on_disk = f"{agent['tokens_on_disk']:,} of {agent['tokens']:,}"
+    used = agent["used"][:16].replace("T", " ")
+    return [agent["shown"], shown(agent["model"]), on_disk, *sizes, used, "yes" if agent["pinned"] else ""]
+
+
+def describe_change(report: Report) -> str:
+    agent, old = report["agent"], report["of"]
+    words = {
+        "pin": f"{old} is pinned: its records on disk stay when others are dropped.",
+        "unpin": f"{old} is no longer pinned.",
+        "rename": f"{old} is called {agent['shown']} now.",
+        "fork": f"{agent['shown']} goes on from where {old} is: {count(agent['tokens'], 'token')}.",
+    }
+    return words[report["act"]]
+
+
+def describe_delete(report: Report) -> str:
+    """What went, what stays and for whom, and what the second look found."""
+    if not report["deleted"]:
+        return f"Agent {report['agent']} stays."
+    lines = [f"Removed agent {report['agent']} and {records_text(report['removed'])} that only it stood on."]
+    for_agents = [stay for stay in report["stays"] if stay["agents"]]
+    for_others = [stay for stay in report["stays"] if not stay["agents"]]
+    names = sorted({name for stay in for_agents for name in stay["agents"]})
+    names[SHOWN:] = [f"{len(names) - SHOWN:,} more"] if len(names) > SHOWN else []
+    for stays, whom in ((for_agents, f"for {', '.join(names)}"), (for_others, "for conversations that have no name")):
+        sizes = {"records": len(stays), "bytes": sum(stay["bytes"] for stay in stays)}
+        lines += [f"Kept {records_text(sizes)} {whom}."] if stays else []
+    lines += [f"still there: {path}" for path in report["still_there"]] + [f"bad: {item['reason']}" for item in report["bad"]]
+    gone, whole = report["gone"]["records"], report["whole"]["records"]
+    total = gone + len(report["still_there"])
+    lines.append(f"Looked again: {gone:,} of {total:,} are gone, {whole:,} of {len(report['stays']):,} whole to the last byte.")
+    return "\n".join(lines)

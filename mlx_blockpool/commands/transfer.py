@@ -1,0 +1,68 @@
+"""`mlx-blockpool store export` and `store import`: prefixes as prompt-cache files of mlx-lm."""
+
+from __future__ import annotations
+
+import argparse
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from ..config import parse_bytes
+from ..errors import BlockpoolError
+from ..store.paths import default_folder
+from .store import Actions, Outcome, add_action, folder_at
+
+if TYPE_CHECKING:
+    from ..model_source import Prompt
+
+
+def add_options(actions: Actions) -> None:
+    """Add `export` and `import` to the actions of `store`."""
+    text = "write the longest stored prefix of a prompt as a prompt-cache file of mlx-lm"
+    _add_common(add_action(actions, "export", _export, text), "OUT", prompt_required=True)
+    importing = add_action(actions, "import", _import, "put the prefix in a prompt-cache file of mlx-lm into the store")
+    _add_common(importing, "FILE", prompt_required=False)
+    importing.add_argument("--store-bytes", type=_size, metavar="SIZE", help="hard limit for what is on disk, as the server's")
+
+
+def _add_common(action: argparse.ArgumentParser, file: str, prompt_required: bool) -> None:
+    action.add_argument("file", type=Path, metavar=file, help="a .safetensors file of mlx-lm's save_prompt_cache")
+    action.add_argument("--model", required=True, help="the model folder, or the id of a downloaded model")
+    action.add_argument("--adapter-path", type=Path, metavar="DIR", help="the adapter that the model runs with")
+    action.add_argument("--store-bits", type=int, choices=(4, 8), help="as the server's: how the store is quantised")
+    action.add_argument("--agent", metavar="NAME", help="the agent whose prefix it is; needed for files of other stores")
+    prompt = action.add_mutually_exclusive_group(required=prompt_required)
+    prompt.add_argument("--tokens", metavar="N,N,..", help="token ids of the prompt")
+    prompt.add_argument("--prompt-file", type=Path, metavar="FILE", help="the prompt's text, special tokens and all")
+
+
+def _size(text: str) -> int:
+    try:
+        return parse_bytes(text)
+    except BlockpoolError as error:
+        raise argparse.ArgumentTypeError(str(error)) from error
+
+
+# Imports mlx when they run: the other commands start without it.
+
+
+def _export(args: argparse.Namespace) -> Outcome:
+    from .. import exchange, model_source
+
+    prompt = _prompt(args)
+    model = model_source.Source(args.model, folder_at(args.store_dir), args.adapter_path, args.store_bits)
+    return exchange.export(model, prompt, args.file, args.agent), exchange.describe_export, 0
+
+
+def _import(args: argparse.Namespace) -> Outcome:
+    from .. import exchange, model_source
+
+    prompt = _prompt(args)
+    root = args.store_dir or default_folder()
+    model = model_source.Source(args.model, root, args.adapter_path, args.store_bits, args.store_bytes)
+    return exchange.take_in(model, prompt, args.file, args.agent), exchange.describe_import, 0
+
+
+def _prompt(args: argparse.Namespace) -> Prompt:
+    from ..model_source import prompt_of
+
+    return prompt_of(args.tokens, args.prompt_file)
