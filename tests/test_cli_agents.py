@@ -403,7 +403,9 @@ def test_a_wrong_shape_is_refused_with_usage(capsys: pytest.CaptureFixture[str],
     assert "usage: mlx-blockpool" in capsys.readouterr().err
 
 
-@pytest.mark.parametrize("module", ["agents", "store.agents", "store.sharing"])
+@pytest.mark.parametrize(
+    "module", ["cli", "commands.agents", "commands.transfer", "store.agent_files", "store.agent_records", "store.reachability"]
+)
 def test_importing_it_imports_no_mlx(module: str) -> None:
     code = f"import sys, mlx_blockpool.{module}; print([m for m in sys.modules if m.partition('.')[0] in ('mlx', 'mlx_lm')])"
     assert subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True).stdout == "[]\n"

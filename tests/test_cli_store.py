@@ -497,7 +497,7 @@ def test_models_that_cannot_be_loaded_are_refused(capsys: pytest.CaptureFixture[
     assert refusal(capsys, root, "export", "--model", str(window), "--tokens", "1,x", out).startswith("Found '1,x' as tokens;")
 
 
-@pytest.mark.parametrize("module", ["storing", "store.offline"])
+@pytest.mark.parametrize("module", ["commands.store", "store.offline"])
 def test_importing_it_imports_no_mlx(module: str) -> None:
     code = f"import sys, mlx_blockpool.{module}; print([m for m in sys.modules if m.partition('.')[0] in ('mlx', 'mlx_lm')])"
     assert subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True).stdout == "[]\n"
