@@ -24,6 +24,7 @@ from unittest.mock import ANY
 
 import pytest
 from documents import ROOT, TEXTS, blocks, commands, section
+from mlx_blockpool_plugins import volatile
 
 from mlx_blockpool import hookspecs
 
@@ -89,6 +90,20 @@ def test_the_options_are_those_of_the_server() -> None:
     shown = {re.match(r"`(--[\w-]+)", row[0]) for row in rows(section(SERVER, "Options"))}
     ours = options(*installed(".venv/bin/mlx-blockpool serve")) - options(sys.executable, "-m", "mlx_lm", "server")
     assert {name[1] for name in shown if name} == ours | {"--max-tokens"}
+
+
+@pytest.mark.parametrize(("command", "room"), [("mlx-blockpool", ""), ("mlx-blockpool store", "store/")])
+def test_every_command_has_a_line(command: str, room: str) -> None:
+    ran = subprocess.run([*installed(f".venv/bin/{command}"), "--help"], capture_output=True, text=True, check=True)
+    names = re.findall(r"^    (\w+) ", ran.stdout, re.MULTILINE)
+    lines = " ".join(row[0] for row in rows(section(f"mlx_blockpool/{room}README.md", "Commands")))
+    assert names
+    assert [name for name in names if f"{command.split()[-1]} {name}" not in lines] == []
+
+
+def test_the_normalisers_are_those_of_the_package() -> None:
+    shown = [row[0].strip("`") for row in rows(section(SERVER, "Explanations"))]
+    assert shown == [normaliser.name for normaliser in volatile.prompt_normalisers()]
 
 
 def test_ci_runs_the_set_up_and_the_test_command() -> None:
