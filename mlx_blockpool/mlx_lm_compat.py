@@ -1,39 +1,253 @@
-"""Which mlx-lm this works with, and how its functions are given other names without being changed.
+"""What the package needs of mlx-lm beyond its public API: the versions, the names and their parameters, and why.
 
-Imports neither mlx nor mlx-lm.
+The rest of the package imports these names from here, and the members of mlx-lm's classes that it uses are listed here, so that
+one test says what another mlx-lm has changed. mlx-lm's modules and classes are never modified: rebind() copies a function.
+Imports mlx-lm when a name is first needed.
 """
 
 from __future__ import annotations
 
+import ast
+import importlib
+import inspect
+import textwrap
 import types
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
 from importlib import metadata
 from typing import Any, TypeVar
+
+from packaging.specifiers import SpecifierSet
+from packaging.version import InvalidVersion
 
 from .errors import UnsupportedVersionError
 
 T = TypeVar("T")
-SUPPORTED = ((0, 32, 2), (0, 33))
+SUPPORTED = ">=0.32.2,<0.33"
+
+
+@dataclass(frozen=True)
+class StockName:
+    """Why the package needs a name of mlx-lm, and what of it must stay.
+
+    `parameters`: of a function or class, without annotations; None: its parameters do not matter, or it has none.
+    `reads`: the globals of a function that rebind() replaces in a copy.
+    """
+
+    why: str
+    parameters: str | None = None
+    reads: tuple[str, ...] = ()
+
+
+# Paths below mlx_lm. The last part may be an attribute that the class's methods assign.
+STOCK: dict[str, StockName] = {
+    # The server's functions.
+    "server.main": StockName(
+        "parses the options and starts the server; it gets our parser and our run()", "()", ("argparse", "ModelProvider", "run")
+    ),
+    "server._run_http_server": StockName(
+        "binds the port and serves with our classes", "(host, port, response_generator, server_class, handler_class)"
+    ),
+    "server._make_sampler": StockName(
+        "the sampler of a request; its copy draws from the request's own seed", "(args, tokenizer)", ("make_sampler",)
+    ),
+    "server._make_logits_processors": StockName("a request's penalties and biases", "(args)"),
+    "server._format_top_logprobs": StockName("the shape of top_logprobs in a response", "(logprobs, top_n, tokenizer)"),
+    "server._image_parts": StockName("finds the images of a chat", "(messages)"),
+    "server._image_url": StockName("reads the URL of an image part", "(part)"),
+    "server._inline_image_urls": StockName(
+        "would fetch images on the socket's thread; a copy of its caller does not call it", "(messages)"
+    ),
+    "server.process_message_content": StockName(
+        "joins the text parts of messages as templates see them", "(messages, *, keep_images)"
+    ),
+    "server.load": StockName(
+        "loads a model; the copy of _load() keeps the weights lazy",
+        "(path_or_hf_repo, tokenizer_config, model_config, adapter_path, lazy, return_config, revision, trust_remote_code)",
+    ),
+    "sample_utils.make_sampler": StockName(
+        "the sampler's parts; its copy draws with our keys", None, ("categorical_sampling", "apply_xtc")
+    ),
+    "sample_utils.apply_xtc": StockName(
+        "the part of XTC behind its throw", "(logits, xtc_probability, xtc_threshold, xtc_special_tokens)"
+    ),
+    # What travels with a request.
+    "server.CompletionRequest": StockName("ChatRequest extends it", "(request_type, prompt, messages, tools, role_mapping)"),
+    "server.GenerationArguments": StockName(
+        "our protocols build it",
+        "(model, sampling, logits, stop_words, max_tokens, num_draft_tokens, logprobs, top_logprobs, seed, chat_template_kwargs)",
+    ),
+    "server.SamplingArguments": StockName(
+        "our protocols build it", "(temperature, top_p, top_k, min_p, xtc_probability, xtc_threshold)"
+    ),
+    "server.LogitsProcessorArguments": StockName(
+        "our protocols build it",
+        "(logit_bias, repetition_penalty, repetition_context_size, presence_penalty, presence_context_size, "
+        "frequency_penalty, frequency_context_size)",
+    ),
+    "server.ModelDescription": StockName("the model that a request names", "(model, draft, adapter)"),
+    "server.GenerationContext": StockName(
+        "the handler reads it before the first token",
+        "(has_tool_calling, has_thinking, tool_parser, text_sm, initial_state, prompt, prompt_cache_count, _should_stop)",
+    ),
+    "server.GenerationContext._should_stop": StockName("the handler sets it when a client hangs up"),
+    "server.Response": StockName("the handler reads one for each token", "(text, token, logprob, finish_reason, top_tokens)"),
+    # ResponseGenerator, which BlockpoolGenerator extends.
+    "server.ResponseGenerator": StockName(
+        "tokenizes, and serves alone what the engine does not take", "(model_provider, prompt_cache)"
+    ),
+    "server.ResponseGenerator._run_generate": StockName("the body of the generation thread, which ours replaces", "(self)"),
+    "server.ResponseGenerator._generate": StockName("the loop of the generation thread, which ours replaces", "(self)"),
+    "server.ResponseGenerator._await_response": StockName(
+        "ours ends the wait when the thread has ended", "(self, response_queue)"
+    ),
+    "server.ResponseGenerator._tokenize": StockName(
+        "renders and tokenizes; it reads chat_template_args and the processor of self", "(self, tokenizer, request, args)"
+    ),
+    "server.ResponseGenerator._make_state_machine": StockName(
+        "the stop sequences and text states of a request", "(self, model_key, tokenizer, stop_words)"
+    ),
+    "server.ResponseGenerator._serve_single": StockName(
+        "serves a request alone: drafts, images, quantised caches", "(self, request, stream)"
+    ),
+    "server.ResponseGenerator.generate": StockName(
+        "the handler calls it; ours prepares the prompt first", "(self, request, generation_args, progress_callback)"
+    ),
+    "server.ResponseGenerator.stop_and_join": StockName("ends the thread; ours does not wait for a load that hangs", "(self)"),
+    "server.ResponseGenerator.generation_available": StockName("whether the thread still serves", "(self)"),
+    "server.ResponseGenerator.cli_args": StockName("the parsed options"),
+    "server.ResponseGenerator.model_provider": StockName("the model that _tokenize() and _serve_single() use"),
+    "server.ResponseGenerator.prompt_cache": StockName("the prefixes that _serve_single() uses"),
+    "server.ResponseGenerator.requests": StockName("the queue into the generation thread"),
+    "server.ResponseGenerator._generation_thread": StockName("ours joins it with a timeout"),
+    "server.ResponseGenerator._state_machine_cache": StockName("emptied when a model is loaded anew under the same key"),
+    "server.ResponseGenerator._stop": StockName("tells the thread to end"),
+    # APIHandler, which our handler extends.
+    "server.APIHandler": StockName("mlx-lm's endpoints", "(response_generator, *args, system_fingerprint, **kwargs)"),
+    "server.APIHandler.do_GET": StockName("GET of models and health", "(self)"),
+    "server.APIHandler.do_POST": StockName("its copy gets a body that was parsed by our rules", "(self)", ("json",)),
+    "server.APIHandler.handle_chat_completions": StockName("its copy fetches no images", "(self)", ("_inline_image_urls",)),
+    "server.APIHandler.handle_completion": StockName("answers completions; ours answers chats", "(self, request, stop_words)"),
+    "server.APIHandler.handle_health_check": StockName("ours says what stalls", "(self)"),
+    "server.APIHandler.handle_models_request": StockName("ours lists what may be loaded", "(self)"),
+    "server.APIHandler.validate_model_parameters": StockName("ours checks what would fail later as well", "(self)"),
+    "server.APIHandler._validate": StockName(
+        "checks one parameter of a body", "(self, name, expected_type, min_val, max_val, optional, whitelist)"
+    ),
+    "server.APIHandler._set_completion_headers": StockName("ours corrects the status", "(self, status_code)"),
+    "server.APIHandler._set_stream_headers": StockName("begins a stream", "(self, status_code)"),
+    "server.APIHandler._set_cors_headers": StockName("headers of our own endpoints", "(self)"),
+    "server.APIHandler.response_generator": StockName("replaced for each request of a connection"),
+    "server.APIHandler.body": StockName("the parsed body"),
+    "server.APIHandler.created": StockName("set anew for each request of a connection"),
+    "server.APIHandler.max_tokens": StockName("the default where a body has null"),
+    "server.APIHandler.stream": StockName("whether an error goes into a stream"),
+    "server.APIHandler.stream_options": StockName("completed where a body has only some"),
+    # ModelProvider, which BlockpoolModelProvider extends.
+    "server.ModelProvider": StockName("holds one loaded model", "(cli_args)"),
+    "server.ModelProvider._load": StockName(
+        "its copy loads lazily", "(self, model_path, adapter_path, draft_model_path)", ("load",)
+    ),
+    "server.ModelProvider._model_map": StockName("names of models; the bundled ones are added"),
+    "server.ModelProvider._tokenizer_config": StockName("options of the tokenizer, for the processes that tokenize"),
+    "server.ModelProvider.cli_args": StockName("the parsed options"),
+    "server.ModelProvider.draft_model": StockName("its weights count as the model's"),
+    "server.ModelProvider.is_distributed": StockName("refused: the pool serves one machine"),
+    "server.ModelProvider.model": StockName("the loaded model"),
+    "server.ModelProvider.model_key": StockName("what is loaded: model, adapter, draft"),
+    # Models and tokenizers.
+    "utils._download": StockName("a folder as it is, or the folder of a hub's id", "(path_or_hf_repo, revision, allow_patterns)"),
+    "utils._get_classes": StockName("the model class of a config.json; plugins.shapes compiles it anew", "(config)"),
+    "utils.MODEL_REMAPPING": StockName("read by the copy of _get_classes() in plugins.shapes"),
+    "utils.MODEL_ARCHITECTURE_REMAPPING": StockName("read by the copy of _get_classes() in plugins.shapes"),
+    "tokenizer_utils.TokenizerWrapper._tokenizer": StockName("the transformers tokenizer, for offsets of characters"),
+    # Caches.
+    "models.cache._BaseCache": StockName("the base of caches: nbytes, state, from_state", "()"),
+    "models.cache.LRUPromptCache": StockName("prefixes of models that cannot be in blocks", "(max_size, max_bytes)"),
+    "models.cache.LRUPromptCache._trie": StockName("how many tokens a fetch would find"),
+    "models.cache.LRUPromptCache.fetch_nearest_cache": StockName("ours leaves a token to compute", "(self, model, tokens)"),
+    "models.cache.LRUPromptCache.insert_cache": StockName(
+        "ours cuts caches that are ahead of their tokens", "(self, model, tokens, prompt_cache, *, cache_type)"
+    ),
+    "models.cache.RotatingKVCache._temporal_order": StockName("a ring in the order of its tokens", "(self, v)"),
+    "models.cache.save_prompt_cache": StockName(
+        "its copy hands over what it would write", "(file_name, cache, metadata)", ("mx",)
+    ),
+    "models.cache.load_prompt_cache": StockName(
+        "finds the class of a saved cache by its name among these", "(file_name, return_metadata)"
+    ),
+    "models.cache.ArraysCache": StockName("a name in saved files"),
+    "models.cache.CacheList": StockName("a name in saved files"),
+    "models.cache.ChunkedKVCache": StockName("a name in saved files"),
+    "models.cache.KVCache": StockName("a name in saved files"),
+    "models.cache.RotatingKVCache": StockName("a name in saved files"),
+    "models.base.scaled_dot_product_attention": StockName(
+        "attached models call ours in its place", "(queries, keys, values, cache, scale, mask, sinks)"
+    ),
+}
+
+# What can be imported from this module, and where mlx-lm has it.
+EXPORTS = {
+    "APIHandler": "server.APIHandler",
+    "BaseCache": "models.cache._BaseCache",
+    "CompletionRequest": "server.CompletionRequest",
+    "GenerationArguments": "server.GenerationArguments",
+    "GenerationContext": "server.GenerationContext",
+    "LogitsProcessorArguments": "server.LogitsProcessorArguments",
+    "ModelDescription": "server.ModelDescription",
+    "ModelProvider": "server.ModelProvider",
+    "Response": "server.Response",
+    "ResponseGenerator": "server.ResponseGenerator",
+    "SamplingArguments": "server.SamplingArguments",
+    "download": "utils._download",
+    "format_top_logprobs": "server._format_top_logprobs",
+    "get_classes": "utils._get_classes",
+    "image_parts": "server._image_parts",
+    "image_url": "server._image_url",
+    "load": "server.load",
+    "make_logits_processors": "server._make_logits_processors",
+    "make_sampler": "server._make_sampler",
+    "process_message_content": "server.process_message_content",
+    "run_http_server": "server._run_http_server",
+    "server_main": "server.main",
+}
+
+
+def __getattr__(name: str) -> Any:
+    """A name of EXPORTS. Raises UnsupportedVersionError where the installed mlx-lm lacks it."""
+    if name not in EXPORTS:
+        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+    try:
+        return find(EXPORTS[name])
+    except AttributeError as error:
+        raise UnsupportedVersionError(f"mlx-lm {installed()} has no {EXPORTS[name]}. {_advice()}") from error
+
+
+def installed() -> str:
+    """The version of the installed mlx-lm; "none" without one."""
+    try:
+        return metadata.version("mlx-lm")
+    except metadata.PackageNotFoundError:
+        return "none"
 
 
 def check_version(version: str | None = None) -> None:
     """Raises UnsupportedVersionError unless the installed mlx-lm (or `version`) is in the supported range."""
-    if version is None:
-        try:
-            version = metadata.version("mlx-lm")
-        except metadata.PackageNotFoundError:
-            version = "none"
-    numbers = tuple(int(n) for n in version.split(".")[:3] if n.isdigit())
-    low, high = SUPPORTED
-    if not low <= numbers < high:
-        raise UnsupportedVersionError(
-            f"Found mlx-lm {version}; needed {_text(low)} or newer and older than {_text(high)}. "
-            f"Install one: pip install 'mlx-lm>={_text(low)},<{_text(high)}'."
-        )
+    version = installed() if version is None else version
+    try:
+        is_supported = SpecifierSet(SUPPORTED).contains(version, prereleases=True)
+    except InvalidVersion:
+        is_supported = False
+    if not is_supported:
+        raise UnsupportedVersionError(f"Found mlx-lm {version}; mlx-blockpool needs {SUPPORTED}. {_advice()}")
+
+
+def _advice() -> str:
+    return f"Install a version that fits: pip install 'mlx-lm{SUPPORTED}'."
 
 
 def saved_as(stock: type) -> Callable[[type[T]], type[T]]:
-    """The decorated class has the name of mlx-lm's: save_prompt_cache writes it, and load_prompt_cache looks it up in mlx-lm."""
+    """Names the decorated class as mlx-lm's: save_prompt_cache writes the name, load_prompt_cache looks it up in mlx-lm."""
 
     def rename(cls: type[T]) -> type[T]:
         cls.__name__ = stock.__name__
@@ -58,5 +272,71 @@ def rebind(function: Callable[..., Any], **names: Any) -> Callable[..., Any]:
     return copy
 
 
-def _text(version: tuple[int, ...]) -> str:
-    return ".".join(map(str, version))
+def find(path: str) -> Any:
+    """What is at a path of STOCK; None for an attribute that only instances have. Raises AttributeError where it is gone."""
+    *parents, name = path.split(".")
+    owner: Any = _module_of(parents)
+    if not isinstance(owner, type) or hasattr(owner, name):
+        return getattr(owner, name)
+    if name not in _assigned(owner):
+        raise AttributeError(f"{owner.__qualname__} assigns no {name}")
+    return None
+
+
+def problem(path: str, expected: StockName) -> str | None:
+    """What the installed mlx-lm has changed of a name, in a sentence with the version; None: nothing that matters."""
+    where = f"mlx-lm {installed()}: {path}"
+    try:
+        found = find(path)
+    except (AttributeError, ImportError):
+        return f"{where} is gone. It was needed for this: {expected.why}."
+    if expected.parameters is not None and (parameters := _parameters(found)) != expected.parameters:
+        return f"{where} takes {parameters}, and took {expected.parameters}. It is needed for this: {expected.why}."
+    unread = sorted(set(expected.reads) - set(_names_in(found.__code__))) if expected.reads else []
+    if unread:
+        return f"{where} does not read {', '.join(unread)} any more. A copy of it replaces them for this: {expected.why}."
+    return None
+
+
+def _module_of(parents: list[str]) -> Any:
+    """The module or class that `parents` name below mlx_lm."""
+    owner: Any = importlib.import_module("mlx_lm")
+    for part in parents:
+        if isinstance(owner, types.ModuleType) and not isinstance(getattr(owner, part, None), type):
+            owner = importlib.import_module(f"{owner.__name__}.{part}")
+        else:
+            owner = getattr(owner, part)
+    return owner
+
+
+def _assigned(cls: type) -> set[str]:
+    """The attributes that a class's own methods assign on self, and its dataclass fields."""
+    tree = ast.parse(textwrap.dedent(inspect.getsource(cls)))
+    stored = [n for n in ast.walk(tree) if isinstance(n, ast.Attribute) and isinstance(n.ctx, ast.Store)]
+    own = {n.attr for n in stored if isinstance(n.value, ast.Name) and n.value.id == "self"}
+    return own | set(getattr(cls, "__dataclass_fields__", ()))
+
+
+def _parameters(function: Any) -> str:
+    """The parameters of a function or class, without annotations and defaults."""
+    signature = inspect.signature(function)
+    bare = [p.replace(annotation=p.empty, default=p.empty) for p in signature.parameters.values()]
+    return f"({', '.join(_with_star(bare))})"
+
+
+def _with_star(parameters: list[inspect.Parameter]) -> Iterator[str]:
+    kinds = [p.kind for p in parameters]
+    star = inspect.Parameter.VAR_POSITIONAL not in kinds
+    for parameter in parameters:
+        if star and parameter.kind is inspect.Parameter.KEYWORD_ONLY:
+            star = False
+            yield "*"
+        yield str(parameter)
+
+
+def _names_in(code: types.CodeType) -> Iterator[str]:
+    """The globals and attributes that a function and the functions in it read."""
+    yield from code.co_names
+    for constant in code.co_consts:
+        if isinstance(constant, types.CodeType):
+            yield from _names_in(constant)

@@ -22,6 +22,8 @@ from typing import Any
 import mlx.core as mx
 from mlx.utils import tree_flatten, tree_map_with_path
 
+from mlx_blockpool import mlx_lm_compat
+
 from .config_layers import dtype_of
 
 PACKAGE = "mlx_lm_shapes"
@@ -130,7 +132,7 @@ def _find_classes() -> Callable[[dict[str, Any]], tuple[Any, Any]]:
     body = ast.parse(Path(folders[0], "utils.py").read_text(encoding="utf-8")).body
     parts = [node for node in body if _defines(node) in CLASSES]
     if len(parts) != len(CLASSES):
-        found: Callable[[dict[str, Any]], tuple[Any, Any]] = importlib.import_module("mlx_lm.utils")._get_classes
+        found: Callable[[dict[str, Any]], tuple[Any, Any]] = mlx_lm_compat.get_classes
         return found
     package = types.ModuleType(PACKAGE)
     package.__path__ = folders

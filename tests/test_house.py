@@ -3,6 +3,9 @@
 from __future__ import annotations
 
 import ast
+import functools
+import importlib
+import inspect
 import subprocess
 import sys
 from collections.abc import Iterator
@@ -12,6 +15,7 @@ import house_map
 import pytest
 
 import mlx_blockpool
+from mlx_blockpool import mlx_lm_compat
 
 ROOT = Path(__file__).parent.parent
 FILES = sorted(p for folder in ("mlx_blockpool", "plugins") for p in (ROOT / folder).rglob("*.py"))
@@ -42,9 +46,15 @@ PUBLIC = [
 ]
 
 
+@functools.cache
+def nodes(tree: ast.AST) -> tuple[ast.AST, ...]:
+    """A tree and everything in it."""
+    return tuple(ast.walk(tree))
+
+
 def imports(tree: ast.Module) -> Iterator[str]:
     """Every module and name that a file imports, also inside of functions."""
-    for node in ast.walk(tree):
+    for node in nodes(tree):
         if isinstance(node, ast.Import):
             yield from (alias.name for alias in node.names)
         elif isinstance(node, ast.ImportFrom) and not node.level:
@@ -92,10 +102,104 @@ def test_the_map_of_the_house_is_that_of_the_docstrings() -> None:
     assert house_map.in_document() == house_map.render(), f"run {house_map.COMMAND}"
 
 
+COMPAT = "mlx_blockpool/mlx_lm_compat.py"
+
+
 def test_only_the_server_imports_the_server_of_mlx_lm() -> None:
-    found = {f for f, tree in TREES.items() if any(f"{i}.".startswith("mlx_lm.server.") for i in imports(tree))}
-    assert found == {f for f in found if f.startswith("mlx_blockpool/server/")}
-    assert found
+    found = {}
+    for file, tree in TREES.items():
+        picked = [n for n in nodes(tree) if isinstance(n, ast.ImportFrom) and (n.module or "").endswith("mlx_lm_compat")]
+        paths = [mlx_lm_compat.EXPORTS.get(alias.name, "") for n in picked for alias in n.names]
+        found[file] = [path for path in paths if path.startswith("server.")]
+        assert not any(f"{i}.".startswith("mlx_lm.server.") for i in imports(tree)), f"{file}: import it from mlx_lm_compat"
+    users = {file for file, paths in found.items() if paths}
+    assert users == {file for file in users if file.startswith("mlx_blockpool/server/")}
+    assert users
+
+
+def private(name: str) -> bool:
+    return name.startswith("_") and not name.startswith("__")
+
+
+@pytest.mark.parametrize("file", sorted(set(TREES) - {COMPAT}))
+def test_no_private_name_of_mlx_lm_is_imported(file: str) -> None:
+    names = [name for name in imports(TREES[file]) if name.partition(".")[0] == "mlx_lm"]
+    aliases = {name.rpartition(".")[2] for name in names}
+    read = {ast.unparse(n) for n in nodes(TREES[file]) if isinstance(n, ast.Attribute) and private(n.attr)}
+    assert [name for name in names if any(map(private, name.split(".")))] == []
+    assert sorted(path for path in read if path.partition(".")[0] in aliases) == []
+
+
+def own_names(tree: ast.AST) -> set[str]:
+    """Functions, classes, fields and attributes that the code of a tree defines; no local variables."""
+    names: set[str] = set()
+    for node in nodes(tree):
+        if isinstance(node, ast.FunctionDef | ast.ClassDef):
+            names.add(node.name)
+        if isinstance(node, ast.Attribute) and isinstance(node.ctx, ast.Store):
+            names.add(node.attr)
+        if isinstance(node, ast.ClassDef | ast.Module):
+            stored = (
+                n for statement in node.body if isinstance(statement, ast.Assign | ast.AnnAssign) for n in ast.walk(statement)
+            )
+            names |= {n.id for n in stored if isinstance(n, ast.Name) and isinstance(n.ctx, ast.Store)}
+    return names
+
+
+@functools.cache
+def stock_classes() -> dict[str, set[str]]:
+    """What the classes of mlx-lm that ours extend define, by the path that mlx_lm_compat has for them."""
+    classes = ("server.ResponseGenerator", "server.APIHandler", "server.ModelProvider", "models.cache.LRUPromptCache")
+    return {path: own_names(ast.parse(inspect.getsource(mlx_lm_compat.find(path)))) for path in classes}
+
+
+def subclasses_of(path: str) -> Iterator[tuple[str, ast.ClassDef]]:
+    """The classes of the package that extend a class of mlx-lm, directly or not."""
+    names = {path.rpartition(".")[2]}
+    while True:
+        found = [
+            (file, n)
+            for file, tree in TREES.items()
+            for n in nodes(tree)
+            if isinstance(n, ast.ClassDef) and names & {ast.unparse(base).rpartition(".")[2] for base in n.bases}
+        ]
+        if {n.name for _, n in found} <= names:
+            return iter(found)
+        names |= {n.name for _, n in found}
+
+
+@pytest.mark.parametrize("path", stock_classes())
+def test_members_that_our_subclasses_share_with_mlx_lm_are_listed(path: str) -> None:
+    shared: set[str] = set()
+    for _, cls in subclasses_of(path):
+        picked = [n for n in nodes(cls) if isinstance(n, ast.Attribute) and ast.unparse(n.value) in ("self", "super()")]
+        shared |= {n.attr for n in picked} | {n.name for n in cls.body if isinstance(n, ast.FunctionDef)}
+    members = {f"{path}.{name}" for name in shared & stock_classes()[path] if not name.startswith("__")}
+    assert members
+    assert sorted(members - set(mlx_lm_compat.STOCK)) == []
+
+
+def test_private_members_of_mlx_lm_that_are_read_from_outside_are_listed() -> None:
+    modules = ("server", "utils", "tokenizer_utils", "models.cache", "models.base")
+    stock = {name for m in modules for name in own_names(ast.parse(inspect.getsource(importlib.import_module(f"mlx_lm.{m}"))))}
+    ours = {name for tree in TREES.values() for name in own_names(tree)}
+    listed = {path.rpartition(".")[2] for path in mlx_lm_compat.STOCK}
+    read = {n.attr for tree in TREES.values() for n in nodes(tree) if isinstance(n, ast.Attribute) and private(n.attr)}
+    assert read & listed
+    assert sorted((read & stock) - ours - listed) == []
+
+
+def test_every_export_of_mlx_lm_compat_is_used() -> None:
+    used = {name for file, tree in TREES.items() if file != COMPAT for name in names_in(tree)}
+    assert sorted(set(mlx_lm_compat.EXPORTS) - used) == []
+
+
+def names_in(tree: ast.AST) -> Iterator[str]:
+    for node in nodes(tree):
+        if isinstance(node, ast.ImportFrom) and (node.module or "").endswith("mlx_lm_compat"):
+            yield from (alias.name for alias in node.names)
+        elif isinstance(node, ast.Attribute) and ast.unparse(node.value) == "mlx_lm_compat":
+            yield node.attr
 
 
 @pytest.mark.parametrize("file", TREES)
@@ -105,7 +209,7 @@ def test_files_have_at_most_450_lines(file: str) -> None:
 
 @pytest.mark.parametrize("file", TREES)
 def test_functions_have_at_most_40_lines(file: str) -> None:
-    functions = [n for n in ast.walk(TREES[file]) if isinstance(n, ast.FunctionDef | ast.AsyncFunctionDef)]
+    functions = [n for n in nodes(TREES[file]) if isinstance(n, ast.FunctionDef | ast.AsyncFunctionDef)]
     sizes = {f.name: (f.end_lineno or 0) - f.lineno + 1 for f in functions}
     assert {name: size for name, size in sizes.items() if size > 40} == {}
 
@@ -117,4 +221,4 @@ def test_modules_have_a_docstring(file: str) -> None:
 
 @pytest.mark.parametrize("file", TREES)
 def test_nothing_is_global(file: str) -> None:
-    assert [n.lineno for n in ast.walk(TREES[file]) if isinstance(n, ast.Global)] == []
+    assert [n.lineno for n in nodes(TREES[file]) if isinstance(n, ast.Global)] == []

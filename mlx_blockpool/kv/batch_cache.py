@@ -9,14 +9,14 @@ from __future__ import annotations
 from typing import Any
 
 import mlx.core as mx
-from mlx_lm.models.cache import _BaseCache
 
+from ..mlx_lm_compat import BaseCache
 from .decode_attention import Step, step_of
 from .layer_caches import PooledLayer
 from .slabs import View
 
 
-class PooledBatchCache(_BaseCache):  # type: ignore[misc]
+class PooledBatchCache(BaseCache):  # type: ignore[misc]
     """Stands in for BatchKVCache and BatchRotatingKVCache. Joining and leaving is list work."""
 
     def __init__(self, members: list[Any]) -> None:

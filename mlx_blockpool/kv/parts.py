@@ -8,9 +8,9 @@ from typing import Any
 
 import mlx.core as mx
 from mlx_lm.models.base import scaled_dot_product_attention
-from mlx_lm.models.cache import CacheList, ChunkedKVCache, KVCache, _BaseCache
+from mlx_lm.models.cache import CacheList, ChunkedKVCache, KVCache
 
-from ..mlx_lm_compat import saved_as
+from ..mlx_lm_compat import BaseCache, saved_as
 from ..spec import ChunkLayer
 from .batch_cache import PooledBatchCache
 from .layer_caches import PooledKVCache, PooledLayer
@@ -120,7 +120,7 @@ class UnusedKVCache(KVCache):  # type: ignore[misc]
         return UnusedBatch()
 
 
-class UnusedBatch(_BaseCache):  # type: ignore[misc]
+class UnusedBatch(BaseCache):  # type: ignore[misc]
     """As many UnusedKVCaches as anybody asks for."""
 
     def extract(self, idx: int) -> UnusedKVCache:

@@ -8,12 +8,13 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Any
 
-from mlx_lm.utils import _download, load_config
+from mlx_lm.utils import load_config
 
 from .. import __version__
 from ..config import StoreConfig
 from ..kv.factory import default_pool_bytes, try_out, with_windows
 from ..kv.slabs import KVArena
+from ..mlx_lm_compat import download
 from ..plugins import spec_of_model
 from ..spec import ModelCacheSpec
 from ..store.digests import Digests
@@ -41,7 +42,7 @@ def open_prefix(
     What is kept is on disk at the latest when close() returns. Raises SpecError for a model that cannot be in blocks, StoreError
     if its weights cannot be told from others.
     """
-    folder = Path(_download(str(path)))
+    folder = Path(download(str(path)))
     spec = with_windows(spec_of_model(model, load_config(folder), folder.name), model, max_kv_size)
     slabs = KVArena(spec, default_pool_bytes() if pool_bytes is None else pool_bytes)
     try_out(model, slabs, attach)

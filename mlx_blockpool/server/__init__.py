@@ -1,4 +1,4 @@
-"""mlx-lm's server on a block pool. The only room that knows mlx_lm.server."""
+"""mlx-lm's server on a block pool. The only room that uses mlx_lm.server, through mlx_lm_compat."""
 
 from ..mlx_lm_compat import check_version
 

@@ -13,8 +13,6 @@ from http.server import ThreadingHTTPServer
 from pathlib import Path
 from typing import Any
 
-from mlx_lm import server
-
 from ..config import (
     DECODE_PATHS,
     WHAT_FITS,
@@ -30,7 +28,7 @@ from ..config import (
 )
 from ..demo import model_path
 from ..errors import BlockpoolError
-from ..mlx_lm_compat import rebind
+from ..mlx_lm_compat import rebind, run_http_server, server_main
 from ..plugins import make_plugin_manager
 from .access import ANY_ORIGIN, AccessPolicy, add_safety_options, guard_config
 from .agents.warm_up import begin_warm_up, read_prompts
@@ -66,11 +64,11 @@ def main(argv: Sequence[str] | None = None) -> int:
         "ModelProvider": BlockpoolModelProvider,
         "run": run,
     }
-    if hasattr(server, "_run_cache_backend"):
+    if "_run_cache_backend" in server_main.__globals__:
         # A patched mlx-lm, which has chosen its backend by now.
         names["_run_cache_backend"] = lambda parser: None
     try:
-        rebind(server.main, **names)()
+        rebind(server_main, **names)()
     except BlockpoolError as error:
         print(f"mlx-blockpool: {error}", file=sys.stderr)
         return _leave(1)
@@ -99,7 +97,7 @@ def run(host: str, port: int, model_provider: BlockpoolModelProvider, **http: An
         begin_watch(generator)
         generator.wait_until_loaded()
         http = {"server_class": BlockpoolHTTPServer, **http}
-        server._run_http_server(host, port, generator, handler_class=BlockpoolHandler, **http)
+        run_http_server(host, port, generator, handler_class=BlockpoolHandler, **http)
     except KeyboardInterrupt:
         logging.info("Stopped before the server had started.")
     except OSError as error:

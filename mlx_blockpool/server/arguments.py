@@ -4,8 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
-from mlx_lm.server import GenerationArguments, LogitsProcessorArguments, ModelDescription, SamplingArguments
-
+from ..mlx_lm_compat import GenerationArguments, LogitsProcessorArguments, ModelDescription, SamplingArguments
 from .fields import InvalidRequestError, field, number
 
 

@@ -12,10 +12,10 @@ from collections.abc import Callable, Sequence
 from typing import Any
 
 from jinja2 import TemplateError
-from mlx_lm.server import process_message_content
 
 from ..engine.request import common_prefix
 from ..messages import Message
+from ..mlx_lm_compat import process_message_content
 from .chat import Mark
 
 log = logging.getLogger(__name__)

@@ -10,9 +10,8 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any, Literal
 
-from mlx_lm.server import CompletionRequest
-
 from ..messages import Message
+from ..mlx_lm_compat import CompletionRequest
 
 SECONDS = {"5m": 300, "1h": 3600}
 

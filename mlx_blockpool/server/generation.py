@@ -14,10 +14,10 @@ from queue import Empty, Queue
 from typing import Any
 
 import mlx.core as mx
-from mlx_lm.server import ResponseGenerator, _image_parts
 
 from ..config import EngineConfig, ModelsConfig, StoreConfig
 from ..errors import BlockpoolError, LoadError, UnavailableError
+from ..mlx_lm_compat import ResponseGenerator, image_parts
 from ..store.agent_files import Agents
 from ..store.paths import default_folder
 from ..store.spool import Spool
@@ -321,7 +321,7 @@ class BlockpoolGenerator(ResponseGenerator):  # type: ignore[misc]
         """Give one request to the engine or serve it; False if it has to wait for those that are live."""
         self._choose(served)
         served.open_engine()
-        alone = served.engine is None or any(_image_parts(waiting.request.messages))
+        alone = served.engine is None or any(image_parts(waiting.request.messages))
         if alone and served.live:
             return False
         provider, args = served.provider, waiting.args

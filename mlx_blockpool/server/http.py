@@ -17,10 +17,8 @@ from http import HTTPStatus
 from typing import Any
 from urllib.parse import urlsplit
 
-from mlx_lm.server import APIHandler
-
 from ..errors import BlockpoolError, ModelNotFoundError, PromptError, UnavailableError
-from ..mlx_lm_compat import rebind
+from ..mlx_lm_compat import APIHandler, rebind
 from .access import FILES, HELLO, AccessPolicy, BudgetShare, Rejected, cause_of, is_model
 from .agents.http import AgentsEndpoint, is_agents
 from .api import anthropic_errors, openai_errors

@@ -14,11 +14,10 @@ from typing import Any
 from urllib.parse import urlsplit
 
 from mlx_lm.processors import PROCESSORS
-from mlx_lm.server import _image_parts, _image_url
-from mlx_lm.utils import _get_classes
 
 from ..config import ImageConfig
 from ..messages import Message
+from ..mlx_lm_compat import get_classes, image_parts, image_url
 from .fields import InvalidRequestError
 
 READ_BYTES = 64 << 10
@@ -28,12 +27,12 @@ def sees(config: dict[str, Any]) -> bool:
     """Whether mlx-lm has an image processor for the model of this config."""
     if not config.get("vision_config"):
         return False
-    name = config.get("processor_type") or _get_classes(config)[0].__module__.rsplit(".", 1)[-1]
+    name = config.get("processor_type") or get_classes(config)[0].__module__.rsplit(".", 1)[-1]
     return name in PROCESSORS
 
 
 def has_images(messages: list[Message]) -> bool:
-    return any(_image_parts(messages))
+    return any(image_parts(messages))
 
 
 def take_images(messages: list[Message], place: str, config: ImageConfig) -> None:
@@ -42,14 +41,14 @@ def take_images(messages: list[Message], place: str, config: ImageConfig) -> Non
     `place`: where the first image is. Raises InvalidRequestError.
     """
     until = time.monotonic() + config.seconds
-    found = list(_image_parts(messages))
+    found = list(image_parts(messages))
     if len(found) > config.most:
         raise InvalidRequestError(place, f"a request may have {config.most} images; found {len(found)}")
     characters = sum(map(_text_length, messages))
     if characters > config.characters:
         raise InvalidRequestError(place, f"with images there may be {config.characters:,} characters; found {characters:,}")
     for part in found:
-        url = _image_url(part)
+        url = image_url(part)
         if not isinstance(url, str):
             raise InvalidRequestError(place, "an image's URL should be a valid string")
         if not url.startswith("data:"):

@@ -8,12 +8,12 @@ from itertools import accumulate
 from typing import Any
 
 import mlx.core as mx
-from mlx_lm.server import GenerationContext, Response, _format_top_logprobs, _make_logits_processors
 
 from ..config import WHAT_FITS, EngineConfig
 from ..engine.decode import mend_random_state
 from ..engine.request import Running, Token
 from ..errors import RequestTooLargeError, TooManyPositionsError
+from ..mlx_lm_compat import GenerationContext, Response, format_top_logprobs, make_logits_processors
 from .explained import Explained
 from .replies import Reply
 from .sampling import make_sampler
@@ -68,7 +68,7 @@ class Live:
                 event.token,
                 event.logprobs[event.token].item(),
                 event.finish_reason,
-                _format_top_logprobs(event.logprobs, self.top_logprobs, self.tokenizer),
+                format_top_logprobs(event.logprobs, self.top_logprobs, self.tokenizer),
             )
         )
         if event.finish_reason is not None:
@@ -152,7 +152,7 @@ def check_sampling(args: Any, tokenizer: Any, vocab_size: int) -> None:
     logits = mx.zeros((1, vocab_size))
     tokens = mx.array([0])
     try:
-        for process in _make_logits_processors(args):
+        for process in make_logits_processors(args):
             logits = process(tokens, logits)
         mx.eval(make_sampler(args, tokenizer)(logits))
     except Exception:

@@ -5,18 +5,19 @@ from __future__ import annotations
 from typing import Any
 
 import mlx.core as mx
-from mlx_lm import sample_utils, server
+from mlx_lm import sample_utils
 
+from .. import mlx_lm_compat
 from ..mlx_lm_compat import rebind
 
 
 def make_sampler(args: Any, tokenizer: Any) -> Any:
     """The sampler that mlx-lm's server makes. With a seed it draws what mlx-lm draws alone, whoever else is in the batch."""
     if args.seed is None:
-        return server._make_sampler(args, tokenizer)
+        return mlx_lm_compat.make_sampler(args, tokenizer)
     own = OwnRandomness(args.seed)
     make = rebind(sample_utils.make_sampler, categorical_sampling=own.categorical, apply_xtc=own.xtc)
-    return rebind(server._make_sampler, make_sampler=make)(args, tokenizer)
+    return rebind(mlx_lm_compat.make_sampler, make_sampler=make)(args, tokenizer)
 
 
 class OwnRandomness:

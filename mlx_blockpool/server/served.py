@@ -14,11 +14,11 @@ from collections.abc import Iterator, Sequence
 from typing import Any
 
 import mlx.core as mx
-from mlx_lm.server import GenerationContext, _make_logits_processors
 
 from ..config import EngineConfig
 from ..engine.engine import BlockPoolBatchEngine
 from ..engine.request import KIND, Event, Failed, Progress, Request, Restoring, Started, Token
+from ..mlx_lm_compat import GenerationContext, make_logits_processors
 from ..modelfile import positions_of
 from ..prefix.lookup import Lookup, beside
 from ..prefix.salts import SHARED
@@ -159,7 +159,7 @@ class ServedModel:
             prompt,
             args.max_tokens,
             make_sampler(args, tokenizer),
-            _make_logits_processors(args),
+            make_logits_processors(args),
             stop_sequences,
             self._marks(waiting),
             wishes.agent,

@@ -14,11 +14,11 @@ import mlx.core as mx
 import mlx.nn as nn
 import pluggy
 from mlx.utils import tree_flatten, tree_map
-from mlx_lm.utils import _get_classes
 
 from ..errors import BlockpoolError
 from ..kv.factory import config_of
 from ..kv.slabs import KVArena
+from ..mlx_lm_compat import get_classes
 from ..plugins import ask, check_spec, empty_plugin_manager, make_plugin_manager
 from ..spec import ChunkLayer, ModelCacheSpec, StateLayer, WindowLayer
 from .outcome import ConformanceError
@@ -146,7 +146,7 @@ def tiny_model(config: dict[str, Any]) -> Any:
     """
     config = copy.deepcopy(config)  # mlx-lm's ModelArgs write into it
     try:
-        model_class, args_class = _get_classes(config)
+        model_class, args_class = get_classes(config)
         model = model_class(args_class.from_dict(config))
     except (KeyError, TypeError, ValueError) as error:
         raise ConformanceError(

@@ -13,9 +13,8 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from mlx_lm.server import CompletionRequest
-
 from ...errors import BlockpoolError
+from ...mlx_lm_compat import CompletionRequest
 from ..arguments import generation_arguments
 from ..asking import Asking, Wishes
 from . import by_content

@@ -10,9 +10,8 @@ import logging
 from dataclasses import dataclass
 from typing import Any
 
-from mlx_lm.server import GenerationArguments
-
 from ...config import RequestConfig
+from ...mlx_lm_compat import GenerationArguments
 from ..arguments import generation_arguments
 from ..bounds import check_count
 from ..chat import SECONDS, ChatRequest, Mark

@@ -12,8 +12,7 @@ import logging
 from collections.abc import Iterable, Iterator
 from typing import Any, TypeVar
 
-from mlx_lm.server import GenerationArguments, LogitsProcessorArguments, ModelDescription, SamplingArguments, _image_parts
-
+from ...mlx_lm_compat import GenerationArguments, LogitsProcessorArguments, ModelDescription, SamplingArguments, image_parts
 from ..chat import ChatRequest
 from ..fields import InvalidRequestError, checked, field, one_of
 from .anthropic_stream import SILENT_TOKENS, Blocks, Event
@@ -68,7 +67,7 @@ def _name_of(tool: Any) -> Any:
 
 def chat_request(body: dict[str, Any], request: Any, choice: Choice) -> ChatRequest:
     """mlx-lm's request with what it has no words for."""
-    image_at = next((f"messages[{i}]" for i, message in enumerate(request.messages) if any(_image_parts([message]))), None)
+    image_at = next((f"messages[{i}]" for i, message in enumerate(request.messages) if any(image_parts([message]))), None)
     return ChatRequest(
         "chat", "", request.messages, choice.tools or None, body.get("role_mapping"), calls=choice.calls, image_at=image_at
     )

@@ -10,8 +10,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
-from mlx_lm.server import GenerationArguments
-
+from ...mlx_lm_compat import GenerationArguments
 from ..arguments import generation_arguments
 from ..chat import ChatRequest
 from ..fields import InvalidRequestError, checked, field, known, one_of

@@ -8,9 +8,8 @@ from queue import Queue
 from typing import Any
 from urllib.parse import unquote
 
-from mlx_lm.server import ModelDescription
-
 from ...errors import ModelNotFoundError
+from ...mlx_lm_compat import ModelDescription
 from ..bodies import parse_json
 from . import listing
 from .registry import LoadCommand

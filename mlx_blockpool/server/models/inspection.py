@@ -9,11 +9,12 @@ from pathlib import Path
 from typing import Any
 
 from huggingface_hub import HfApi, constants, snapshot_download
-from mlx_lm.utils import DEFAULT_ALLOW_PATTERNS, _get_classes, hf_repo_to_path
+from mlx_lm.utils import DEFAULT_ALLOW_PATTERNS, hf_repo_to_path
 
 from ... import claims, modelfile, system
 from ...config import ModelsConfig
 from ...errors import BadModelError, BlockpoolError, ModelNotFoundError, StoreError
+from ...mlx_lm_compat import get_classes
 from ...store.identity import check_weights
 from .catalog import Catalog, is_downloaded, is_folder
 from .provider import ModelKey
@@ -124,7 +125,7 @@ def _check_type(folder: Path, config: dict[str, Any], trusts_code: bool) -> None
             raise BadModelError(f"{folder} brings code of its own; needed --trust-remote-code to run it.")
         return
     try:
-        _get_classes(config)
+        get_classes(config)
     except (KeyError, TypeError, ValueError, AttributeError, SystemExit) as error:
         # Some model files call exit() where a package is missing.
         raise BadModelError(f"{folder}: mlx-lm knows no model of type {config.get('model_type')!r}: {error}") from error

@@ -12,12 +12,11 @@ from typing import Any, NamedTuple
 
 import mlx.core as mx
 from mlx.utils import tree_flatten
-from mlx_lm import server
 from mlx_lm.utils import hf_repo_to_path, load_config
 
 from ...demo import NAMES, model_path
 from ...errors import BlockpoolError
-from ...mlx_lm_compat import rebind
+from ...mlx_lm_compat import ModelProvider, load, rebind
 from ...store.identity import Stamps, stamps_of
 
 
@@ -29,7 +28,7 @@ class ModelKey(NamedTuple):
     draft: str | None = None
 
 
-class BlockpoolModelProvider(server.ModelProvider):  # type: ignore[misc]
+class BlockpoolModelProvider(ModelProvider):  # type: ignore[misc]
     """mlx-lm's provider for one model; the bundled ones go by their names (demo.NAMES)."""
 
     def __init__(self, cli_args: Any) -> None:
@@ -79,7 +78,7 @@ class BlockpoolModelProvider(server.ModelProvider):  # type: ignore[misc]
         config = load_config(folder)
         # Before mlx-lm opens the files: what replaces one of them later is known by it.
         self.stamps = stamps_of(folder, Path(key.adapter) if key.adapter else None)
-        rebind(server.ModelProvider._load, load=_load_lazily)(self, *key)
+        rebind(ModelProvider._load, load=_load_lazily)(self, *key)
         self.config, self.folder = config, folder
 
     def weights(self) -> list[mx.array]:
@@ -105,7 +104,7 @@ class BlockpoolModelProvider(server.ModelProvider):  # type: ignore[misc]
 def _load_lazily(name: str, **options: Any) -> Any:
     # mlx-lm loads drafts without options; code in their folders is not to be run either.
     options.setdefault("tokenizer_config", {"trust_remote_code": False})
-    return server.load(str(local_folder(name)), lazy=True, **options)
+    return load(str(local_folder(name)), lazy=True, **options)
 
 
 def local_folder(name: str) -> Path:

@@ -13,10 +13,10 @@ from dataclasses import replace
 from typing import Any
 
 from jinja2 import TemplateError
-from mlx_lm.server import CompletionRequest, ResponseGenerator, process_message_content
 
 from ...errors import RequestTooLargeError
 from ...messages import Message
+from ...mlx_lm_compat import CompletionRequest, ResponseGenerator, process_message_content
 from ..breakpoints import checkpoint_positions, mark_positions
 from ..chat import Mark, message_marks
 from .job import PreparedPrompt, PromptJob
