@@ -22,7 +22,7 @@ from mlx_blockpool.engine.request import Request, Token
 from mlx_blockpool.kv.attach import bind
 from mlx_blockpool.kv.factory import open_pool
 from mlx_blockpool.memory import batch_memory
-from mlx_blockpool.prefix.cache import PrefixCache
+from mlx_blockpool.tier.cache import TieredPrefixCache
 
 VOCAB = 2048
 LENGTHS = [500, 600, 1024, 1500, 2048, 300, 4000, 800]
@@ -40,7 +40,7 @@ class Ours:
         bind(model)
         self.slabs = open_pool(model, pool_bytes, attach=False)
         self.slabs.ragged = True
-        self.prefix = PrefixCache(self.slabs)
+        self.prefix = TieredPrefixCache(self.slabs)
         self.engine = BlockPoolBatchEngine(model, PooledCaches(self.prefix), config)
 
     def insert(self, tokens: list[int], max_tokens: int) -> int:

@@ -25,7 +25,6 @@ from mlx_blockpool.engine.engine import BlockPoolBatchEngine
 from mlx_blockpool.engine.request import Request, Token
 from mlx_blockpool.kv.attach import bind
 from mlx_blockpool.kv.factory import open_pool
-from mlx_blockpool.prefix.cache import PrefixCache
 from mlx_blockpool.prefix.trie import Trie, naming
 from mlx_blockpool.spec import BLOCK_TOKENS
 from mlx_blockpool.store.agent_files import Agents
@@ -35,6 +34,7 @@ from mlx_blockpool.store.identity import identity
 from mlx_blockpool.store.paths import name_of
 from mlx_blockpool.store.prompt_store import PromptStore
 from mlx_blockpool.store.record import BLOCK, Part, Record, encode
+from mlx_blockpool.tier.cache import TieredPrefixCache
 
 VOCAB = 2048
 
@@ -47,7 +47,7 @@ def opened(model: Any, folder: Path | None, config: PoolConfig | None = None, bi
     store = None
     if folder is not None:
         store = PromptStore(StoreConfig(folder, min_free_bytes=0, bits=bits), "bench", naming, {"model": "bench"})
-    prefix = PrefixCache(slabs, store=store)
+    prefix = TieredPrefixCache(slabs, store=store)
     return BlockPoolBatchEngine(model, PooledCaches(prefix), EngineConfig(decode_share=0))
 
 

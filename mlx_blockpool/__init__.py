@@ -27,7 +27,7 @@ _HOME = {
     "hookimpl": "hookspecs",
     "make_prompt_cache": "kv.factory",
     "open_pool": "kv.factory",
-    "open_prefix": "prefix.opening",
+    "open_prefix": "tier.opening",
     "spec_from_config": "plugins",
 }
 __all__ = sorted(_HOME)

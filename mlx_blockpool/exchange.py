@@ -30,7 +30,6 @@ from .errors import StoreError
 from .formatting import Report
 from .kv.parts import as_stock, leaves_of
 from .model_source import Prompt, Source, ids_in, line_of
-from .prefix.cache import PrefixCache
 from .prefix.ref import path_of
 from .prefix.retention import RetentionPolicy
 from .prefix.salts import SHARED, is_of_import, salt_of_import
@@ -40,6 +39,7 @@ from .store.manifest import shown
 from .store.prompt_store import PromptStore
 from .store.record import ITEM_BYTES
 from .store.signing import UNSIGNED, export_key, head_of, is_signed, sign
+from .tier.cache import TieredPrefixCache
 
 SUFFIX = ".safetensors"
 # Of a file that does not say whose it is, these many tokens are computed and compared ...
@@ -169,12 +169,12 @@ def taken_text(agent: str) -> str:
     )
 
 
-def _store_of(prefix: PrefixCache) -> PromptStore:
+def _store_of(prefix: TieredPrefixCache) -> PromptStore:
     assert prefix.stored is not None
     return prefix.stored.store
 
 
-def _keep(prefix: PrefixCache, tokens: list[int], caches: list[Any], salt: bytes) -> int:
+def _keep(prefix: TieredPrefixCache, tokens: list[int], caches: list[Any], salt: bytes) -> int:
     """How many tokens are in the store now, from the first on."""
     stored = prefix.stored
     assert stored is not None

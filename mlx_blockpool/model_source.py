@@ -16,10 +16,10 @@ from .demo import model_path
 from .errors import BadModelError, StoreError
 from .kv.slabs import KVArena
 from .plugins import spec_of_model
-from .prefix.cache import PrefixCache
-from .prefix.opening import digests_of, open_store, weights_in
 from .spec import ModelCacheSpec, blocks_for
 from .store.offline import Listing
+from .tier.cache import TieredPrefixCache
+from .tier.opening import digests_of, open_store, weights_in
 
 # A command waits for the disk as long as it takes.
 FLUSH_SECONDS = 3600.0
@@ -58,7 +58,7 @@ class Source:
         self.weights = weights_in(self.folder, adapter, digests_of(self.config))
         self.model, self.tokenizer, self.spec = self._load()
 
-    def open(self, tokens: int) -> PrefixCache:
+    def open(self, tokens: int) -> TieredPrefixCache:
         """The prefixes in the store, and a pool for one sequence of so many tokens and one block more."""
         # A window that is resumed needs room for two rings, and a state for its copy.
         blocks = max([blocks_for(tokens) + 1, *(2 * (group.layer.max_blocks or 0) for group in self.spec.groups)])
@@ -68,7 +68,7 @@ class Source:
         # Runs are joined when they are saved; no fetch needs to copy them into one.
         slabs.ragged = True
         store = open_store(self.config, self.folder, self.adapter, self.spec, Path(self.name).name, self.weights)
-        prefix = PrefixCache(slabs, store=store)
+        prefix = TieredPrefixCache(slabs, store=store)
         if store.problem is not None:
             store.close()
             raise StoreError(f"Cannot use the prompt store: {store.problem}. Needed a folder to read and write.")

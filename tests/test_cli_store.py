@@ -24,11 +24,11 @@ from mlx_blockpool.cli import main
 from mlx_blockpool.config import StoreConfig
 from mlx_blockpool.kv.slabs import KVArena
 from mlx_blockpool.plugins import spec_of_model
-from mlx_blockpool.prefix.cache import PrefixCache
-from mlx_blockpool.prefix.opening import open_store
 from mlx_blockpool.store import offline
 from mlx_blockpool.store.fs import TEMPORARY
 from mlx_blockpool.store.paths import default_folder
+from mlx_blockpool.tier.cache import TieredPrefixCache
+from mlx_blockpool.tier.opening import open_store
 
 LONG_AGO = 1_000_000_000.0
 FIRST = random.Random(0).choices(range(90), k=700)
@@ -36,11 +36,11 @@ FIRST = random.Random(0).choices(range(90), k=700)
 SECOND = FIRST[:512] + random.Random(1).choices(range(90), k=300)
 
 
-def open_prefix(root: Path, folder: Path, bits: int | None = None) -> tuple[Any, PrefixCache]:
+def open_prefix(root: Path, folder: Path, bits: int | None = None) -> tuple[Any, TieredPrefixCache]:
     model, _, config = load(str(folder), return_config=True)
     spec = spec_of_model(model, config, folder.name)
     store = open_store(StoreConfig(root, bits=bits, min_free_bytes=0, flush_seconds=60), folder, None, spec, folder.name)
-    return model, PrefixCache(KVArena(spec, 20_000_000), store=store)
+    return model, TieredPrefixCache(KVArena(spec, 20_000_000), store=store)
 
 
 def fill(root: Path, folder: Path, *prompts: list[int], bits: int | None = None) -> str:

@@ -13,12 +13,12 @@ from typing import Any
 from ..errors import PoolExhaustedError
 from ..kv.parts import tokens_held
 from ..memory import batch_memory
-from ..prefix.cache import PrefixCache
 from ..prefix.lookup import Lookup
 from ..prefix.ref import NotedPath, path_of
-from ..prefix.restore import Restore
 from ..prefix.salts import SHARED
 from ..spec import BLOCK_TOKENS
+from ..tier.cache import TieredPrefixCache
+from ..tier.restore import Restore
 from .request import KIND, Restoring, Running
 
 # A long prompt is kept behind so many tokens, and behind twice, four times.. as many.
@@ -44,7 +44,7 @@ class PooledCaches:
 
     ragged = True
 
-    def __init__(self, prefix: PrefixCache) -> None:
+    def __init__(self, prefix: TieredPrefixCache) -> None:
         self.prefix = prefix
         self.merges = True
         # The path of each agent whose turn has ended, for whoever takes note of it.
@@ -246,7 +246,7 @@ class PaddedCaches(PooledCaches):
 
     ragged = False
 
-    def __init__(self, prefix: PrefixCache, batch_bytes: int, merges: bool) -> None:
+    def __init__(self, prefix: TieredPrefixCache, batch_bytes: int, merges: bool) -> None:
         super().__init__(prefix)
         self.merges = merges
         self.batch_bytes = batch_bytes

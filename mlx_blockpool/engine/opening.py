@@ -11,9 +11,9 @@ from ..kv.attach import attach, batches_padded, step_synchronously_if_copied
 from ..kv.factory import config_of, default_pool_bytes, with_windows
 from ..kv.slabs import KVArena
 from ..plugins import spec_of_model
-from ..prefix.cache import PrefixCache
 from ..spec import ModelCacheSpec
 from ..store.prompt_store import PromptStore
+from ..tier.cache import TieredPrefixCache
 from .caches import PaddedCaches, PooledCaches
 from .stock import GuardedPromptCache, StockCaches
 
@@ -46,11 +46,11 @@ def open_pooled(
     slabs = KVArena(spec, pool_bytes, config)
     caches: PooledCaches
     if attach(model, slabs):
-        caches = PooledCaches(PrefixCache(slabs, store=store, config=config or PoolConfig()))
+        caches = PooledCaches(TieredPrefixCache(slabs, store=store, config=config or PoolConfig()))
     else:
         # A padded batch is not in the pool: it has half of the bytes to itself.
         slabs = KVArena(spec, pool_bytes // 2, config)
-        prefix = PrefixCache(slabs, store=store, config=config or PoolConfig())
+        prefix = TieredPrefixCache(slabs, store=store, config=config or PoolConfig())
         caches = PaddedCaches(prefix, pool_bytes - pool_bytes // 2, batches_padded(model, spec))
     if step_synchronously_if_copied(model, slabs):
         log.info("Decode steps run one at a time; overlapping ones would copy the pool on this device")

@@ -9,7 +9,6 @@ from __future__ import annotations
 import logging
 from collections import Counter
 from collections.abc import Sequence as Tokens
-from contextlib import suppress
 from dataclasses import dataclass
 from typing import Any
 from weakref import WeakSet
@@ -22,17 +21,14 @@ from ..kv.sequence import Sequence
 from ..kv.slabs import KVArena
 from ..kv.state_caches import copied
 from ..spec import BLOCK_TOKENS, ModelCacheSpec
-from ..store.prompt_store import PromptStore
 from .admission import Admission
 from .intake import begin_intake, why_not
 from .lookup import Lookup, explain
 from .pins import PinnedPrompts
 from .residency import KVIndex
-from .restore import RestorePlan
 from .resume import lay_out, resumable, standing
 from .retention import Retention, RetentionPolicy
 from .salts import SHARED
-from .stored import StoredPrefixes
 from .trie import Checkpoint, Match, Node, encode
 
 log = logging.getLogger(__name__)
@@ -49,22 +45,28 @@ class Acquired:
     lookup: Lookup
 
 
-class PrefixCache:
-    """The prefix cache of one model in the pool `slabs`. `namespace` names what its keys and values are computed with.
+@dataclass(frozen=True)
+class Inserted:
+    """The nodes of the trie that hold the first `tokens` tokens of what was inserted; none of what went in by copy."""
 
+    path: Tokens[Node]
+    tokens: int
+
+
+class PrefixCache:
+    """The prefix cache of one model in the pool `slabs`. `namespace` names what its keys and values are computed with;
+    the fingerprint of the spec does where it is empty.
     `room` makes and promises room in the pool; `keeping`: what is kept for whom, and how long. With the methods of mlx-lm's
     LRUPromptCache it stands in for one of a single model.
     """
 
-    def __init__(self, slabs: KVArena, namespace: str = "", store: PromptStore | None = None, config: PoolConfig = USUAL) -> None:
+    def __init__(self, slabs: KVArena, namespace: str = "", config: PoolConfig = USUAL) -> None:
         self.slabs = slabs
         self.pool = slabs.pool
-        named = f"{namespace}/{slabs.spec.fingerprint()}" if store is None else store.namespace
-        self.index = KVIndex(slabs.pool, slabs.full_groups, named)
+        self.index = KVIndex(slabs.pool, slabs.full_groups, namespace or slabs.spec.fingerprint())
         self.retention = Retention(self.index, self.pool.pool_bytes, slabs.state_bytes, config)
         self.admission = Admission(slabs, self.index, self.retention.pins)
         slabs.evict_with(self.admission)
-        self.stored = None if store is None else StoredPrefixes(self.index, slabs, self.admission, store)
         self._handed_out: WeakSet[Sequence] = WeakSet()
         self._pinned = PinnedPrompts(self.index)
         self._max_tokens = config.max_tokens
@@ -84,20 +86,9 @@ class PrefixCache:
     ) -> Acquired:
         """Caches for a prompt, with room for `max_tokens` more. A hit has no more than `at_most` tokens.
 
-        Only what was kept under the same `salt` is found. Waits for what comes back from disk.
-
-        Raises RequestTooLargeError if that can never fit in the pool, PoolExhaustedError if it cannot fit now.
+        Only what was inserted under the same `salt` is found. Raises RequestTooLargeError if the prompt can never fit in the
+        pool, PoolExhaustedError if it cannot fit now.
         """
-        wanted = self.wanted(_ids(tokens), at_most, salt) if self.stored is not None and len(tokens) else None
-        if wanted is not None and self.stored is not None:
-            with suppress(PoolExhaustedError):
-                self.stored.restore_now(wanted)
-        return self.acquire_resident(tokens, max_tokens, at_most, salt)
-
-    def acquire_resident(
-        self, tokens: Tokens[int], max_tokens: int, at_most: int | None = None, salt: bytes = SHARED
-    ) -> Acquired:
-        """acquire() from what is in memory now: reads nothing from disk."""
         tokens = _ids(tokens)
         if not tokens:
             raise ValueError("Found an empty prompt; needed at least one token.")
@@ -105,7 +96,7 @@ class PrefixCache:
         if total > self.pool.sequence_capacity():
             raise RequestTooLargeError(total, self.pool.sequence_capacity())
         most = len(tokens) - 1 if at_most is None else min(at_most, len(tokens) - 1)
-        match = self._in_memory(tokens, most, salt)
+        match = self.match_resident(tokens, most, salt)
         hit, checkpoint = resumable(self.slabs, match, most)
         try:
             caches = lay_out(self.admission, match, hit, checkpoint, len(tokens), total)
@@ -132,31 +123,12 @@ class PrefixCache:
         self.num_known_tokens += lookup.known
         self.num_hit_tokens += lookup.hit
 
-    def _in_memory(self, tokens: Tokens[int], most: int, salt: bytes) -> Match:
-        """What is known of a prompt and in memory."""
-        match = self.index.trie.match(tokens, salt)
-        if self.stored is None:
-            return match
-        wanted = self._on_disk(match, most)
-        self.stored.num_cheaper += wanted is not None and not self.stored.is_worth_reading(wanted)
-        self.stored.touch(match.path)
-        return match.in_memory()
-
-    def wanted(self, tokens: Tokens[int], at_most: int | None = None, salt: bytes = SHARED) -> RestorePlan | None:
-        """What is to be brought back of a prompt; None: nothing that the store has beyond memory, or that is worth it."""
-        wanted = self._on_disk(self.index.trie.match(tokens, salt), len(tokens) - 1 if at_most is None else at_most)
-        return wanted if wanted is not None and self.stored and self.stored.is_worth_reading(wanted) else None
-
-    def _on_disk(self, match: Match, most: int) -> RestorePlan | None:
-        if self.stored is None:
-            return None
-        return self.stored.wanted(match, most, resumable(self.slabs, match.in_memory(), most)[0])
+    def match_resident(self, tokens: Tokens[int], at_most: int, salt: bytes = SHARED) -> Match:
+        """As much of a prompt as is known and in memory; up to `at_most` tokens of it are about to be taken over."""
+        return self.index.trie.match(tokens, salt).in_memory()
 
     def within_reach(self, tokens: Tokens[int], salt: bytes = SHARED) -> int:
-        """How many tokens of a prompt need not be computed now: those in memory, and on disk those that are worth reading."""
-        wanted = self.wanted(tokens, salt=salt)
-        if wanted is not None:
-            return wanted.have + wanted.tokens
+        """How many tokens of a prompt need not be computed if it is acquired now."""
         return resumable(self.slabs, self.index.trie.match(tokens, salt).in_memory(), len(tokens) - 1)[0]
 
     def look(self, tokens: Tokens[int], salt: bytes = SHARED) -> Lookup:
@@ -172,11 +144,11 @@ class PrefixCache:
 
         Takes pooled caches by reference and mlx-lm's own by copy. Where there is no room it skips, and counts num_skipped.
         """
-        return self._keep(tokens, caches, kind, terms, goes_on=True)
+        return self.remember(tokens, caches, kind, terms, goes_on=True).tokens
 
     def release(self, tokens: Tokens[int], caches: list[Any], kind: str = "assistant", terms: RetentionPolicy = ORDINARY) -> int:
         """insert(), and give the blocks back to the pool, evictable. Using the caches again raises ReleasedCacheError."""
-        known = self._keep(tokens, caches, kind, terms, goes_on=False)
+        known = self.remember(tokens, caches, kind, terms, goes_on=False).tokens
         self._release(caches, "release()")
         if terms.retention == "day":
             self.retention.spare_for_a_day(standing(self.slabs, self.index.trie.match(_ids(tokens)[:known], terms.salt)))
@@ -191,23 +163,24 @@ class PrefixCache:
         if sequence is not None:
             sequence.release(released_by)
 
-    def _keep(self, tokens: Tokens[int], caches: list[Any], kind: str, terms: RetentionPolicy, goes_on: bool) -> int:
+    def remember(self, tokens: Tokens[int], caches: list[Any], kind: str, terms: RetentionPolicy, goes_on: bool) -> Inserted:
+        """insert() or, where the sequence does not go on, the first half of release(): the caches still hold their blocks."""
         sequence = sequence_of(caches)
         if sequence is not None and sequence.slabs is not self.slabs:
             # Its block ids are another pool's.
             sequence, caches = None, as_stock(caches)
         if sequence is None:
             imported = self._import(caches)
-            return 0 if imported is None else self.release(tokens, imported, kind, terms)
+            return Inserted([], 0 if imported is None else self.release(tokens, imported, kind, terms))
         leaves = leaves_of(caches)
         if any(isinstance(leaf, PooledLayer) and leaf.first_held for leaf in leaves):
             # Others would go on from blocks that nobody has written.
             self.num_skipped += 1
-            return 0
+            return Inserted([], 0)
         offsets = [leaf.offset for leaf in leaves if isinstance(leaf, PooledLayer)]
         count: int = min([len(tokens), *offsets])
         if not count:
-            return 0
+            return Inserted([], 0)
         # A state is what it is now: it cannot be cut back to where the tokens end.
         places = self.slabs.spec.needs_checkpoints and all(offset == count for offset in offsets)
         # Room before the path: making it may evict what the path would lean on.
@@ -216,11 +189,9 @@ class PrefixCache:
         node = path[-1]
         if room and count not in node.checkpoints:
             self._place(node, count, sequence, leaves, kind, terms)
-        if self.stored is not None and terms.is_written:
-            self.stored.note_path(path, count)
         self.num_skipped += places and not room
         self.index.prune(node)
-        return count
+        return Inserted(path, count)
 
     def _has_room(self, sequence: Sequence, goes_on: bool) -> bool:
         """Whether a checkpoint of a sequence can be kept; its states take the place of the sequence's own where that ends."""
@@ -270,7 +241,7 @@ class PrefixCache:
         room = self.pool.sequence_capacity() - len(tokens)
         if not tokens or room < 1 or not self._is_own(model):
             return None, tokens
-        if self.wanted(tokens) is None and not (lookup := self.look(tokens)).hit:
+        if not self.within_reach(tokens) and not (lookup := self.look(tokens)).hit:
             self._count(lookup)
             return None, tokens
         try:
@@ -335,20 +306,14 @@ class PrefixCache:
         self.retention.pins.pin(standing(self.slabs, self.index.trie.match(_ids(tokens), salt)), seconds)
 
     def keep_up(self) -> None:
-        """Between two steps: let go of what has been kept for long enough, in memory and on disk. Cheap."""
+        """Between two steps: let go of what has been kept for long enough. Cheap."""
         self.retention.expire()
-        if self.stored is not None:
-            self.retention.spare_on(self.stored.store)
 
     def release_all(self) -> None:
         """Take the blocks of all handed out caches back, whoever still refers to them. None may be used again."""
         for sequence in list(self._handed_out):
             sequence.release("release_all()")
         self._handed_out.clear()
-
-    def close(self) -> bool:
-        """Write what is not on disk yet. Whether all of it is; without a store there is nothing to write."""
-        return self.stored is None or self.stored.close()
 
     def clear(self) -> None:
         """Forget everything. What live sequences hold stays with them."""

@@ -9,14 +9,11 @@ from bisect import bisect_left
 from collections import Counter
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
-from itertools import takewhile
 from typing import TypeAlias
 
 from ..spec import BLOCK_TOKENS
 from ..store.record import BLOCK, STATE, WINDOW, Key
-from .cache import PrefixCache
 from .residency import KVIndex
-from .resume import resumable
 from .salts import SHARED
 from .trie import Match, Node, Trie, decode
 
@@ -34,23 +31,6 @@ class NotedPath:
     hashes: tuple[bytes, ...]
     tokens: int
     salt: bytes = SHARED
-
-
-@dataclass(frozen=True)
-class Measure:
-    """How much of a path is where: tokens without a gap from the first on, and how far a prompt would be resumed from there.
-
-    Bytes are of what only this path stands on, and of what others need as well.
-    """
-
-    tokens_in_memory: int
-    tokens_on_disk: int
-    resumes_from_memory: int
-    resumes_from_disk: int
-    own_bytes: int
-    shared_bytes: int
-    own_disk_bytes: int
-    shared_disk_bytes: int
 
 
 @dataclass(frozen=True)
@@ -185,52 +165,3 @@ def records_of(node: Node) -> Iterator[Key]:
 
 def _evictable(known: KVIndex) -> int:
     return sum(counts.evictable for counts in known.pool.settle())
-
-
-# -- figures -----------------------------------------------------------------------------------------------------------
-
-
-def measure(prefix: PrefixCache, path: NotedPath, own: int, sizes: dict[Node, tuple[int, int]] | None = None) -> Measure:
-    """Figures of a path whose edges from `own` on are its own. `sizes` keeps those of edges for other paths."""
-    match, stored = find(prefix.index.trie, path), prefix.stored
-    nodes = match.path
-    in_memory = takewhile(lambda node: node.resident, nodes)
-    on_disk = takewhile(lambda node: node.stored, nodes)
-    sizes = {} if sizes is None else sizes
-    for node in nodes:
-        if node not in sizes:
-            sizes[node] = _memory_bytes(prefix, node), _disk_bytes(prefix, node)
-    memory, disk = [sizes[node][0] for node in nodes], [sizes[node][1] for node in nodes]
-    return Measure(
-        tokens_in_memory=min(match.tokens, sum(node.end - node.start for node in in_memory)),
-        tokens_on_disk=0 if stored is None else min(match.tokens, sum(node.end - node.start for node in on_disk)),
-        resumes_from_memory=resumable(prefix.slabs, match.in_memory(), match.tokens)[0],
-        resumes_from_disk=resumes_from_disk(prefix, match),
-        own_bytes=sum(memory[own:]),
-        shared_bytes=sum(memory[:own]),
-        own_disk_bytes=sum(disk[own:]),
-        shared_disk_bytes=sum(disk[:own]),
-    )
-
-
-def resumes_from_disk(prefix: PrefixCache, match: Match) -> int:
-    """How many tokens of a match a restart would find, and could go on from."""
-    stored = prefix.stored
-    if stored is None:
-        return 0
-    whole = list(takewhile(lambda node: node.stored, match.path))
-    tokens = min(match.tokens, sum(node.end - node.start for node in whole))
-    if not prefix.slabs.spec.needs_checkpoints or not whole:
-        return tokens
-    found = stored.placed.find(whole, tokens)
-    return 0 if found is None else found[1]
-
-
-def _memory_bytes(prefix: PrefixCache, node: Node) -> int:
-    spec = prefix.slabs.spec
-    sizes = [spec.bytes_per_block(group) for group in spec.groups]
-    return sum(sizes[group] for group, _ in set(prefix.index.blocks_of(node))) + sum(c.nbytes for c in node.checkpoints.values())
-
-
-def _disk_bytes(prefix: PrefixCache, node: Node) -> int:
-    return 0 if prefix.stored is None else sum(map(prefix.stored.store.size, records_of(node)))

@@ -23,6 +23,17 @@ def is_pinned(node: Node, checkpoint: Checkpoint) -> bool:
     return any(pin.position == checkpoint.position for pin in node.pins)
 
 
+def is_superseded(node: Node, checkpoint: Checkpoint) -> bool:
+    """Whether the conversation has gone on to a later checkpoint of the same kind, and no other has begun here."""
+    if checkpoint.kind == "system":
+        return False
+    while not any(c.kind == checkpoint.kind and c.position > checkpoint.position for c in node.checkpoints.values()):
+        if len(node.children) != 1:
+            return False
+        node = node.children[0]
+    return True
+
+
 def keeps(node: Node, owned: Owned, full: bool) -> bool:
     """Whether a pin on this node keeps one of its blocks, which is of a full group or of a window."""
     if full or not node.pins:

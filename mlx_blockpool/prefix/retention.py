@@ -14,8 +14,7 @@ from ..store.prompt_store import PromptStore
 from ..store.record import BLOCK, STATE, WINDOW, Key
 from .accounting import ANONYMOUS
 from .pins import Standing, TimedBeginnings, TimedPins
-from .placed import is_superseded
-from .residency import KVIndex, is_pinned, rings_of
+from .residency import KVIndex, is_pinned, is_superseded, rings_of
 from .salts import SHARED
 from .trie import Checkpoint, Node
 

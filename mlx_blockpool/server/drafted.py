@@ -8,20 +8,21 @@ from typing import Any
 from mlx_lm.models.cache import can_trim_prompt_cache, trim_prompt_cache
 
 from ..errors import BlockpoolError
-from ..prefix.cache import ORDINARY, Acquired, PrefixCache
+from ..prefix.cache import ORDINARY, Acquired
 from ..prefix.retention import RetentionPolicy
 from ..prefix.salts import SHARED
+from ..tier.cache import TieredPrefixCache
 
 
 class DraftedPrefix:
     """A prefix cache for the model and one for its draft, each in its own pool. Their caches go in one list, as in mlx-lm."""
 
-    def __init__(self, prefix: PrefixCache, draft: PrefixCache) -> None:
+    def __init__(self, prefix: TieredPrefixCache, draft: TieredPrefixCache) -> None:
         self.prefix = prefix
         self.draft = draft
 
     def acquire(self, tokens: list[int], room: int, salt: bytes = SHARED) -> Acquired:
-        """Caches of both that end at the same token. Raises what PrefixCache.acquire raises, and holds nothing then."""
+        """Caches of both that end at the same token. Raises what TieredPrefixCache.acquire raises, and holds nothing then."""
         room += 1  # what is verified last is written one token behind the reply
         hit = min(self.prefix.look(tokens, salt).hit, self.draft.look(tokens, salt).hit)
         first = self.prefix.acquire(tokens, room, hit, salt)

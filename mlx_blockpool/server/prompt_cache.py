@@ -24,9 +24,7 @@ from ..kv.parts import sequence_of
 from ..kv.pool import BlockPool
 from ..kv.slabs import KVArena, state_share
 from ..memory import batch_memory
-from ..prefix.cache import PrefixCache
 from ..prefix.lookup import Lookup
-from ..prefix.opening import digests_of, open_store
 from ..prefix.ref import find, tokens_of
 from ..prefix.retention import RetentionPolicy
 from ..prefix.salts import SHARED
@@ -34,6 +32,8 @@ from ..spec import FullLayer, ModelCacheSpec
 from ..store.paths import FOLDERS
 from ..store.prompt_store import PromptStore
 from ..store.record import Key
+from ..tier.cache import TieredPrefixCache
+from ..tier.opening import digests_of, open_store
 from .access import without_folders
 from .agents.served import ServedAgents
 from .drafted import DraftedPrefix
@@ -57,7 +57,7 @@ class ServerPromptCache:
         self.config = config
         self.store_config = store
         self.caches: PooledCaches | StockCaches | None = None
-        self.prefix: PrefixCache | None = None
+        self.prefix: TieredPrefixCache | None = None
         self.lookup: Lookup | None = None
         self.max_tokens = config.max_tokens
         self.salt = SHARED
@@ -214,11 +214,11 @@ class ServerPromptCache:
             return
         sizes = [sum(s.bytes_per_block(g) for g in s.groups) for s in (spec, draft)]
         own = pool_bytes * sizes[0] // sum(sizes)
-        self.prefix = PrefixCache(KVArena(spec, own, self.config), str(provider.model_key))
-        known = PrefixCache(KVArena(draft, pool_bytes - own, self.config), str(provider.model_key))
+        self.prefix = TieredPrefixCache(KVArena(spec, own, self.config), str(provider.model_key))
+        known = TieredPrefixCache(KVArena(draft, pool_bytes - own, self.config), str(provider.model_key))
         self._drafted = DraftedPrefix(self.prefix, known)
 
-    def _warn_of_few(self, prefix: PrefixCache) -> None:
+    def _warn_of_few(self, prefix: TieredPrefixCache) -> None:
         """Where hardly a checkpoint fits, every turn would begin anew."""
         own, slabs = prefix.slabs.spec.bytes_per_checkpoint(), prefix.slabs
         room = slabs.state_bytes if slabs.state_leaves else prefix.pool.pool_bytes
@@ -297,7 +297,7 @@ class ServerPromptCache:
             log.warning("Almost nothing is reused: %s", alarm)
         self._alarmed = alarm is not None
 
-    def _pool_report(self, prefix: PrefixCache) -> dict[str, Any]:
+    def _pool_report(self, prefix: TieredPrefixCache) -> dict[str, Any]:
         pool = prefix.pool
         return {
             "backend": "blockpool",

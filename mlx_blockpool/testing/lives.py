@@ -8,11 +8,11 @@ from pathlib import Path
 import mlx.core as mx
 
 from ..config import StoreConfig
-from ..prefix.cache import PrefixCache
 from ..prefix.trie import naming
 from ..spec import BLOCK_TOKENS, WindowLayer
 from ..store.fs import Disk
 from ..store.prompt_store import PromptStore
+from ..tier.cache import TieredPrefixCache
 from .runs import content, cut, run
 from .subject import Subject
 
@@ -35,7 +35,7 @@ class Life:
         if folder is not None:
             config = StoreConfig(folder=folder, min_free_bytes=0)
             store = PromptStore(config, "conformance", naming, {"model_id": subject.model_id}, Unsynced())
-        self.prefix = PrefixCache(subject.slabs(), store=store)
+        self.prefix = TieredPrefixCache(subject.slabs(), store=store)
 
     def serve(self, tokens: Sequence[int], places: Iterable[int] = ()) -> tuple[int, list[mx.array]]:
         """Go on from what is known, keep the prompt at `places` and at its end.

@@ -19,8 +19,8 @@ from mlx_blockpool.engine.request import Failed, Progress, Request, Started, Tok
 from mlx_blockpool.kv.attach import attach
 from mlx_blockpool.kv.factory import open_pool
 from mlx_blockpool.kv.slabs import KVArena
-from mlx_blockpool.prefix.cache import PrefixCache
 from mlx_blockpool.spec import ModelCacheSpec, blocks_for
+from mlx_blockpool.tier.cache import TieredPrefixCache
 
 ROOMY = 40_000_000
 VOCABULARY = 131
@@ -45,10 +45,10 @@ def attached(name: str) -> tuple[Any, ModelCacheSpec]:
     return model, slabs.spec
 
 
-def open_prefix(name: str, n_bytes: int = ROOMY) -> PrefixCache:
+def open_prefix(name: str, n_bytes: int = ROOMY) -> TieredPrefixCache:
     slabs = KVArena(attached(name)[1], n_bytes)
     slabs.ragged = True
-    return PrefixCache(slabs)
+    return TieredPrefixCache(slabs)
 
 
 def bytes_of(name: str, tokens: int, more_blocks: int = 0) -> int:
@@ -59,7 +59,7 @@ def bytes_of(name: str, tokens: int, more_blocks: int = 0) -> int:
     return needed + more_blocks * sum(size for size, most in own if most is None)
 
 
-def make_engine(name: str, n_bytes: int = ROOMY, **config: Any) -> tuple[BlockPoolBatchEngine, PrefixCache]:
+def make_engine(name: str, n_bytes: int = ROOMY, **config: Any) -> tuple[BlockPoolBatchEngine, TieredPrefixCache]:
     prefix = open_prefix(name, n_bytes)
     config = {"prefill_tokens": 128, **config}
     return BlockPoolBatchEngine(attached(name)[0], PooledCaches(prefix), EngineConfig(**config)), prefix
@@ -159,7 +159,7 @@ def serve(
     return uids, drive(engine)
 
 
-def assert_nothing_held(prefix: PrefixCache) -> None:
+def assert_nothing_held(prefix: TieredPrefixCache) -> None:
     prefix.check()
     prefix.pool.check()
     assert [(c.held, c.reserved) for c in prefix.pool.settle()] == [(0, 0)] * len(prefix.slabs.spec.groups)

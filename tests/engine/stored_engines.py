@@ -15,11 +15,11 @@ from mlx_blockpool.config import EngineConfig
 from mlx_blockpool.engine.caches import PooledCaches
 from mlx_blockpool.engine.engine import BlockPoolBatchEngine
 from mlx_blockpool.kv.slabs import KVArena
-from mlx_blockpool.prefix.cache import PrefixCache
-from mlx_blockpool.prefix.stored import StoredPrefixes
 from mlx_blockpool.store.fs import Disk, Into
 from mlx_blockpool.store.prompt_store import PromptStore
 from mlx_blockpool.store.reader import Reading
+from mlx_blockpool.tier.cache import TieredPrefixCache
+from mlx_blockpool.tier.write_behind import StoredPrefixes
 
 
 @dataclass
@@ -27,7 +27,7 @@ class Machine:
     """One server's life, without the server."""
 
     engine: BlockPoolBatchEngine
-    prefix: PrefixCache
+    prefix: TieredPrefixCache
     store: PromptStore
 
     @property
@@ -43,7 +43,7 @@ def start(
     slabs = KVArena(spec, n_bytes)
     slabs.ragged = True
     store = open_store(folder, disk, **config)
-    prefix = PrefixCache(slabs, store=store)
+    prefix = TieredPrefixCache(slabs, store=store)
     return Machine(BlockPoolBatchEngine(own, PooledCaches(prefix), EngineConfig(prefill_tokens=128)), prefix, store)
 
 

@@ -20,7 +20,7 @@ from mlx_blockpool.engine.stock import GuardedPromptCache, StockCaches
 from mlx_blockpool.kv.attach import batches_padded
 from mlx_blockpool.kv.factory import open_pool
 from mlx_blockpool.memory import batch_memory
-from mlx_blockpool.prefix.cache import PrefixCache
+from mlx_blockpool.tier.cache import TieredPrefixCache
 
 ROOMY = 40_000_000
 COMMON = words(1, 300)
@@ -54,8 +54,8 @@ def stock_engine(name: str, **config: Any) -> tuple[BlockPoolBatchEngine, Guarde
     return BlockPoolBatchEngine(plain_model(name), caches, EngineConfig(**{"prefill_tokens": 128, **config})), known
 
 
-def padded_engine(name: str, batch_bytes: int = ROOMY, pool_bytes: int = ROOMY) -> tuple[BlockPoolBatchEngine, PrefixCache]:
-    prefix = PrefixCache(open_pool(plain_model(name), pool_bytes, attach=False))
+def padded_engine(name: str, batch_bytes: int = ROOMY, pool_bytes: int = ROOMY) -> tuple[BlockPoolBatchEngine, TieredPrefixCache]:
+    prefix = TieredPrefixCache(open_pool(plain_model(name), pool_bytes, attach=False))
     caches = PaddedCaches(prefix, batch_bytes, batches(name))
     return BlockPoolBatchEngine(plain_model(name), caches, EngineConfig(prefill_tokens=128)), prefix
 

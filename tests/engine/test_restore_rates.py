@@ -10,7 +10,7 @@ from engine.stored_engines import Machine, read_at_once, start
 
 from mlx_blockpool.engine import caches as caches_module
 from mlx_blockpool.engine.request import Request, Restoring
-from mlx_blockpool.prefix.rates import RETRY_SECONDS, Rates
+from mlx_blockpool.tier.throughput import RETRY_SECONDS, Rates
 
 BLOCK = 256
 LONG = words(5, 6 * BLOCK + 40)

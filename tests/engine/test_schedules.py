@@ -22,8 +22,8 @@ from thorough import tried
 from mlx_blockpool.engine import caches as caches_module
 from mlx_blockpool.engine.engine import BlockPoolBatchEngine
 from mlx_blockpool.engine.request import Request
-from mlx_blockpool.prefix.cache import PrefixCache
 from mlx_blockpool.spec import BLOCK_TOKENS
+from mlx_blockpool.tier.cache import TieredPrefixCache
 
 MODELS = ["llama", "gemma3_text", "gpt_oss", "qwen2"]
 SYSTEMS = (0, 130, 256, 400)
@@ -112,7 +112,7 @@ class Schedule:
         self.step = 0
         self.engine, self.prefix = make_engine(name, self.n_bytes, **config)
 
-    def run(self) -> tuple[BlockPoolBatchEngine, PrefixCache, Told]:
+    def run(self) -> tuple[BlockPoolBatchEngine, TieredPrefixCache, Told]:
         told = Told()
         while len(self.uids) < len(self.requests) or len(self.engine):
             self.come_and_go()

@@ -11,7 +11,7 @@ from engine.stored_engines import GatedDisk, Machine, start
 from mlx_blockpool.engine import caches as caches_module
 from mlx_blockpool.engine.engine import BlockPoolBatchEngine
 from mlx_blockpool.engine.request import Request
-from mlx_blockpool.prefix.restore import Restore
+from mlx_blockpool.tier.restore import Restore
 
 LONG = words(5, 6 * 256 + 40)
 

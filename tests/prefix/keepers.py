@@ -16,9 +16,10 @@ from mlx_blockpool.config import PoolConfig
 from mlx_blockpool.kv.parts import leaves_of
 from mlx_blockpool.kv.slabs import KVArena
 from mlx_blockpool.kv.state_caches import PooledArraysCache
-from mlx_blockpool.prefix.cache import Acquired, PrefixCache
+from mlx_blockpool.prefix.cache import Acquired
 from mlx_blockpool.prefix.retention import RetentionPolicy
 from mlx_blockpool.spec import FullLayer, ModelCacheSpec, WindowLayer
+from mlx_blockpool.tier.cache import TieredPrefixCache
 
 FULL, WINDOW = FullLayer(1, 2, 2), WindowLayer(1, 2, 2, 300)
 # A block of each group is 4096 bytes.
@@ -41,7 +42,7 @@ class Keeper(Life):
         self.slabs = KVArena(spec, blocks * BLOCK + (states or 0), settings)
         self.slabs.ragged = True
         store = None if folder is None else open_store(folder, QuickDisk(), **stored)
-        self.prefix = PrefixCache(self.slabs, store=store, config=settings)
+        self.prefix = TieredPrefixCache(self.slabs, store=store, config=settings)
         self.now = 1000.0
         self.pins.timed.clock = self.prefix.retention.days.clock = lambda: self.now
 

@@ -5,9 +5,9 @@ from __future__ import annotations
 from pathlib import Path
 
 import pytest
-from prefix.lives import BLOCK, ONE, Life
 from prefix.test_cache import LONG, compute, prefix_cache, serve
 from prefix.test_prefix_machine import answer
+from tier.lives import BLOCK, ONE, Life
 
 from mlx_blockpool.prefix.lookup import CAUSES, SHOWN, Lookup
 from mlx_blockpool.server.drafted import DraftedPrefix

@@ -20,9 +20,9 @@ from mlx_blockpool.kv.layer_caches import PooledKVCache, PooledRotatingKVCache
 from mlx_blockpool.kv.parts import leaves_of, sequence_of
 from mlx_blockpool.kv.slabs import KVArena
 from mlx_blockpool.kv.state_caches import PooledArraysCache
-from mlx_blockpool.prefix.cache import PrefixCache
 from mlx_blockpool.spec import CompositeLayer, FullLayer, ModelCacheSpec, StateLayer, WindowLayer
 from mlx_blockpool.store.fs import Disk
+from mlx_blockpool.tier.cache import TieredPrefixCache
 
 STATE = StateLayer((((1, 3), "float32"), ((1, 2, 2), "int64")))
 # 12 and 32 bytes.
@@ -48,7 +48,7 @@ class Life:
         self.slabs = KVArena(spec, 4_000_000, PoolConfig(state_bytes=config.pop("state_bytes", 100_000)))
         self.slabs.ragged = True
         store = None if folder is None else open_store(folder, disk or QuickDisk(), **config)
-        self.prefix = PrefixCache(self.slabs, store=store)
+        self.prefix = TieredPrefixCache(self.slabs, store=store)
 
     def answer(self, prompt: Sequence[int], places: Sequence[int] = (), kind: str = "assistant") -> int:
         """A request that is kept at `places` on its way. Returns its hit; what it took over is right."""

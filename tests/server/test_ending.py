@@ -32,9 +32,9 @@ from mlx_blockpool.engine.engine import BlockPoolBatchEngine
 BlockPoolBatchEngine.next = lambda self: (said(), ctypes.PyDLL(None).sleep(3600))
 """,
     "a store that does not close": """
-from mlx_blockpool.prefix.cache import PrefixCache
+from mlx_blockpool.tier.cache import TieredPrefixCache
 from mlx_blockpool.engine.engine import BlockPoolBatchEngine
-PrefixCache.close = lambda self: hang()
+TieredPrefixCache.close = lambda self: hang()
 step = BlockPoolBatchEngine.next
 BlockPoolBatchEngine.next = lambda self: (said(), step(self))[1]
 """,

@@ -72,7 +72,7 @@ BROKEN: dict[str, tuple[str, Callable[[Any], None], str, str]] = {
     "states that are not resumed": ("mamba2", wrong.forgets_states, "warm", "resumed at 270: logits behind token 271"),
     "checkpoints that are not kept": ("jamba", wrong.resumes_without_checkpoint, "warm", "resumed at 0; needed 270"),
     "keys that are not there": ("llama4", wrong.resumes_a_token_late, "warm", "resumed at 280: logits behind token 281"),
-    "a batch that lets another go": ("nemotron-nas", wrong.takes_another_out, "batch", "ReleasedCacheError: finish"),
+    "a batch that lets another go": ("nemotron-nas", wrong.takes_another_out, "batch", "ReleasedCacheError: release"),
     "a batch that mixes states": ("jamba", wrong.mixes_states, "batch", "logprobs of step .* beside others"),
     "records of other bits": ("falcon_h1", wrong.writes_other_bits, "restart", "Found other bits in arrays .* after a restart"),
     "records that prove nothing": (

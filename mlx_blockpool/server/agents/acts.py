@@ -9,7 +9,6 @@ from typing import Any
 
 from ...errors import StoreError
 from ...formatting import Report
-from ...prefix.cache import PrefixCache
 from ...prefix.ref import Freed, SharedPaths, find, forget, kept_hashes
 from ...store import offline
 from ...store.agent_files import Agents
@@ -20,6 +19,7 @@ from ...store.paths import KINDS
 from ...store.prompt_store import PromptStore
 from ...store.reachability import Share
 from ...store.record import Key
+from ...tier.cache import TieredPrefixCache
 from ..served import ServedModel
 from .by_content import is_by_content
 from .known import Home, KnownAgents, RefusedError, Subject, agents_of, shared_with
@@ -154,7 +154,7 @@ def _below(root: Path | None, report: Report) -> Report:
 
 
 def _forget(
-    known: KnownAgents, served: ServedModel, prefix: PrefixCache, subject: Subject, shared: SharedPaths
+    known: KnownAgents, served: ServedModel, prefix: TieredPrefixCache, subject: Subject, shared: SharedPaths
 ) -> tuple[Freed, set[bytes]]:
     """On the generation thread: forget the path in memory, as far as nobody else needs it, and name what somebody does."""
     known.refuse_if_busy(subject.name)
@@ -169,7 +169,7 @@ def _remove(known: KnownAgents, subject: Subject, home: Home, records: AgentReco
     """The records that are left of an agent, then its name."""
     keys = [Key(KINDS[file.path.parents[1].name], _hash_of(file)) for file in share.own]
 
-    def forgotten(_: ServedModel, prefix: PrefixCache) -> PromptStore:
+    def forgotten(_: ServedModel, prefix: TieredPrefixCache) -> PromptStore:
         assert prefix.stored is not None
         prefix.stored.store.forget(keys)
         return prefix.stored.store

@@ -12,10 +12,11 @@ from dataclasses import asdict
 from functools import partial
 
 from ...formatting import Report
-from ...prefix.ref import Measure, SharedPaths, measure, own_from
+from ...prefix.ref import SharedPaths, own_from
 from ...prefix.trie import Node
 from ...store.agent_records import utc
 from ...store.manifest import shown
+from ...tier.measure import Measure, measure
 from .by_content import is_by_content
 from .known import Home, KnownAgents, Subject, shared_with
 

@@ -21,10 +21,8 @@ from ...errors import StoreError
 from ...formatting import Report
 from ...kv.outgoing import Outgoing
 from ...kv.parts import leaves_of, sequence_of
-from ...prefix.cache import PrefixCache
 from ...prefix.intake import Intake, begin_intake
-from ...prefix.opening import weights_in
-from ...prefix.ref import NotedPath, find, measure, path_of, tokens_of
+from ...prefix.ref import NotedPath, find, path_of, tokens_of
 from ...prefix.resume import lay_out_to_read, resumable
 from ...prefix.retention import RetentionPolicy
 from ...prefix.salts import is_of_import, salt_of_import
@@ -32,6 +30,9 @@ from ...store.digests import Digests
 from ...store.identity import check_unchanged
 from ...store.manifest import shown
 from ...store.signing import KEY_BYTES, export_key, is_signed, sign
+from ...tier.cache import TieredPrefixCache
+from ...tier.measure import measure
+from ...tier.opening import weights_in
 from ..models.provider import BlockpoolModelProvider
 from ..served import ServedModel
 from .by_content import is_by_content
@@ -75,7 +76,7 @@ def _key(known: KnownAgents) -> bytes:
     return _OWN_KEY if known.root is None else export_key(known.root)
 
 
-def _begin_export(served: ServedModel, prefix: PrefixCache, subject: Subject, weights: str) -> tuple[Outgoing, list[Any]]:
+def _begin_export(served: ServedModel, prefix: TieredPrefixCache, subject: Subject, weights: str) -> tuple[Outgoing, list[Any]]:
     match = find(prefix.index.trie, subject.path).in_memory()
     hit, checkpoint = resumable(prefix.slabs, match, match.tokens)
     if not hit:
@@ -178,11 +179,11 @@ def _home_of(known: KnownAgents, caches: list[Any], metadata: dict[str, Any], to
     )
 
 
-def _bits(prefix: PrefixCache) -> int | None:
+def _bits(prefix: TieredPrefixCache) -> int | None:
     return None if prefix.stored is None else prefix.stored.bits
 
 
-def _begin_import(prefix: PrefixCache, caches: list[Any]) -> Intake:
+def _begin_import(prefix: TieredPrefixCache, caches: list[Any]) -> Intake:
     intake = begin_intake(prefix.slabs, prefix.admission, caches)
     if intake is None:
         pool = prefix.pool
@@ -192,7 +193,9 @@ def _begin_import(prefix: PrefixCache, caches: list[Any]) -> Intake:
     return intake
 
 
-def _end_import(served: ServedModel, prefix: PrefixCache, tokens: list[int], intake: Intake, name: str, salt: bytes) -> NotedPath:
+def _end_import(
+    served: ServedModel, prefix: TieredPrefixCache, tokens: list[int], intake: Intake, name: str, salt: bytes
+) -> NotedPath:
     before = agents_of(served).path_of(name)
     if is_of_import(salt) and before is not None and not is_of_import(before.salt):
         # It has had a turn since it was looked for.

@@ -13,7 +13,6 @@ from typing import Any, TypeVar
 
 from ...config import StoreConfig
 from ...errors import BlockpoolError
-from ...prefix.cache import PrefixCache
 from ...prefix.ref import NotedPath, SharedPaths, own_from
 from ...prefix.salts import SHARED
 from ...prefix.trie import naming
@@ -22,6 +21,7 @@ from ...store.agent_records import AgentRecords
 from ...store.fs import safe_name
 from ...store.manifest import Agent, shown
 from ...store.spool import Spool
+from ...tier.cache import TieredPrefixCache
 from ..jobs import have_done
 from ..models.provider import ModelKey
 from ..owners import belongs, own_name
@@ -168,18 +168,18 @@ class KnownAgents:
         """An errand. Raises what `act` raises, and RuntimeError if there is nobody to do it."""
         return have_done(self._generator, act)
 
-    def at(self, home: Home, act: Callable[[ServedModel, PrefixCache], T]) -> T:
+    def at(self, home: Home, act: Callable[[ServedModel, TieredPrefixCache], T]) -> T:
         """An errand at a model. Raises RefusedError if it has been unloaded since."""
         return self.do(lambda: act(*self.served(home)))
 
-    def served(self, home: Home) -> tuple[ServedModel, PrefixCache]:
+    def served(self, home: Home) -> tuple[ServedModel, TieredPrefixCache]:
         """On the generation thread. Raises RefusedError."""
         served = self._generator.registry.loaded.get(home.key)
         if served is None or served.prompt_cache.agents is not home.agents or served.prompt_cache.prefix is None:
             raise RefusedError(409, f"Model {shown(home.agents.model_id)} was unloaded meanwhile; needed it loaded. Try again.")
         return served, served.prompt_cache.prefix
 
-    def own_from(self, served: ServedModel, prefix: PrefixCache, subject: Subject, shared: SharedPaths) -> int:
+    def own_from(self, served: ServedModel, prefix: TieredPrefixCache, subject: Subject, shared: SharedPaths) -> int:
         """On the generation thread: from which edge of its path on an agent is alone."""
         engine = served.engine
         live = [] if engine is None else [*engine.live, *engine._waiting]

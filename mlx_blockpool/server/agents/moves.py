@@ -10,14 +10,15 @@ from dataclasses import dataclass
 
 from ...errors import PoolExhaustedError
 from ...formatting import Report
-from ...prefix.cache import PrefixCache
-from ...prefix.ref import Measure, NotedPath, find, measure
-from ...prefix.restore import Restore
+from ...prefix.ref import NotedPath, find
 from ...prefix.resume import resumable, standing
-from ...prefix.stored import StoredPrefixes
 from ...store.limits import OVER_BUDGET
 from ...store.manifest import shown
 from ...store.record import BLOCK, Key
+from ...tier.cache import TieredPrefixCache
+from ...tier.measure import Measure, measure
+from ...tier.restore import Restore
+from ...tier.write_behind import StoredPrefixes
 from ..served import ServedModel
 from .figures import in_words
 from .known import Home, KnownAgents, RefusedError, Subject, agents_of
@@ -31,7 +32,7 @@ def _measure(known: KnownAgents, home: Home, path: NotedPath) -> Measure:
     return known.at(home, lambda _, prefix: measure(prefix, path, 0))
 
 
-def _stored(prefix: PrefixCache) -> StoredPrefixes:
+def _stored(prefix: TieredPrefixCache) -> StoredPrefixes:
     """Raises RefusedError where nothing is kept on disk."""
     if prefix.stored is None:
         raise RefusedError(503, "Found no store for this model; needed one. Start the server without --no-store.")
@@ -79,7 +80,7 @@ def save(known: KnownAgents, name: str) -> Report:
     return {"agent": subject.name, "saved": True, "seconds": since(start), "tokens": path.tokens} | in_words(found)
 
 
-def _note(prefix: PrefixCache, path: NotedPath) -> int:
+def _note(prefix: TieredPrefixCache, path: NotedPath) -> int:
     """What is not on disk yet is to be written. Returns how much was refused until now."""
     stored, match = _stored(prefix), find(prefix.index.trie, path)
     stored.note_path(match.path, match.tokens)
@@ -89,7 +90,7 @@ def _note(prefix: PrefixCache, path: NotedPath) -> int:
     return stored.store.counts[OVER_BUDGET]
 
 
-def _saved(prefix: PrefixCache, path: NotedPath) -> _Saved:
+def _saved(prefix: TieredPrefixCache, path: NotedPath) -> _Saved:
     stored = _stored(prefix)
     stored.write_behind(at_once=True)
     match = find(prefix.index.trie, path)
@@ -157,7 +158,7 @@ def _advance(served: ServedModel, restore: Restore) -> bool:
     return restore.advance(0.0 if is_computing else RESTORE_SECONDS, RESTORE_SECONDS)
 
 
-def _begin_restore(prefix: PrefixCache, path: NotedPath) -> list[tuple[Restore, int]]:
+def _begin_restore(prefix: TieredPrefixCache, path: NotedPath) -> list[tuple[Restore, int]]:
     stored = prefix.stored
     if stored is None:
         return []

@@ -17,7 +17,6 @@ from typing import TypeVar
 
 from ...config import StoreConfig
 from ...errors import BlockpoolError, LoadError
-from ...prefix.cache import PrefixCache
 from ...prefix.ref import NotedPath, find
 from ...prefix.resume import standing
 from ...prefix.salts import SHARED, is_of_import
@@ -25,6 +24,7 @@ from ...prefix.trie import Pin
 from ...store.agent_files import Agents
 from ...store.manifest import Agent
 from ...store.prompt_store import PromptStore
+from ...tier.cache import TieredPrefixCache
 from .by_content import is_by_content
 
 log = logging.getLogger(__name__)
@@ -58,7 +58,7 @@ class ServedAgents:
         self.files = None if store is None else Agents(store.root)
         self._store = store
         self._config = StoreConfig() if store is None else store.config
-        self._prefix: PrefixCache | None = None
+        self._prefix: TieredPrefixCache | None = None
         self._pending: dict[str, NotedPath] = {}
         self._changing = threading.Lock()
         self._writer = ThreadPoolExecutor(1, "agents")
@@ -75,7 +75,7 @@ class ServedAgents:
 
     # -- the generation thread -----------------------------------------------------------------------------------------
 
-    def attend(self, prefix: PrefixCache) -> None:
+    def attend(self, prefix: TieredPrefixCache) -> None:
         """These are the prefixes that paths lead to."""
         self._prefix = prefix
         self.follow({})

@@ -20,14 +20,14 @@ import numpy as np
 from ..errors import BadRecordError
 from ..kv.block_bytes import as_bytes
 from ..kv.slabs import KVArena
+from ..prefix.checkpoints import CUT, Piece, WindowCheckpoint
+from ..prefix.residency import KVIndex, is_superseded
+from ..prefix.trie import Checkpoint, Node, decode, encode
 from ..spec import BLOCK_TOKENS, StateLayer
 from ..store.fs import Into
 from ..store.prompt_store import PromptStore
 from ..store.reader import Found, Reading
 from ..store.record import SALT, STATE, WINDOW, Expected, Key, Part, Record
-from .checkpoints import CUT, Piece, WindowCheckpoint
-from .residency import KVIndex
-from .trie import Checkpoint, Node, decode, encode
 
 # Whether a node can be reached on disk, if need be from now on; None: not now.
 Reach = Callable[[Node], "bool | None"]
@@ -249,17 +249,6 @@ def _cut_of(record: Record) -> int | None:
     """At which position what windows held was cut; None: the record does not say."""
     text = record.extra.get(CUT, "")
     return int(text) if text.isdecimal() and len(text) <= MOST_DIGITS else None
-
-
-def is_superseded(node: Node, checkpoint: Checkpoint) -> bool:
-    """Whether the conversation has gone on to a later checkpoint of the same kind, and no other has begun here."""
-    if checkpoint.kind == "system":
-        return False
-    while not any(c.kind == checkpoint.kind and c.position > checkpoint.position for c in node.checkpoints.values()):
-        if len(node.children) != 1:
-            return False
-        node = node.children[0]
-    return True
 
 
 _DTYPES = {

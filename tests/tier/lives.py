@@ -14,13 +14,13 @@ from store.stores import QuickDisk, open_store
 
 from mlx_blockpool.kv.layer_caches import PooledRotatingKVCache
 from mlx_blockpool.kv.slabs import KVArena
-from mlx_blockpool.prefix.cache import PrefixCache
-from mlx_blockpool.prefix.restore import RestorePlan
 from mlx_blockpool.prefix.resume import lay_out
-from mlx_blockpool.prefix.stored import StoredPrefixes
 from mlx_blockpool.spec import FullLayer, ModelCacheSpec, WindowLayer
 from mlx_blockpool.store.fs import Disk, Into
 from mlx_blockpool.store.prompt_store import PromptStore
+from mlx_blockpool.tier.cache import TieredPrefixCache
+from mlx_blockpool.tier.restore import RestorePlan
+from mlx_blockpool.tier.write_behind import StoredPrefixes
 
 # A block is 8192 bytes.
 SPEC = ModelCacheSpec("m", (FullLayer(1, 2, 2), FullLayer(1, 2, 2)), "float32")
@@ -40,7 +40,7 @@ class Life:
         self.slabs = KVArena(spec, pool)
         self.slabs.ragged = True
         self.store: PromptStore = open_store(folder, disk, **config)
-        self.prefix = PrefixCache(self.slabs, store=self.store)
+        self.prefix = TieredPrefixCache(self.slabs, store=self.store)
 
     @property
     def stored(self) -> StoredPrefixes:

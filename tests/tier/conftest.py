@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 
 import pytest
-from prefix.lives import GatedDisk
+from tier.lives import GatedDisk
 
 
 @pytest.fixture

@@ -1,4 +1,4 @@
-"""PrefixCache over a store, under random requests, restarts and damage: what comes back from disk is what was computed.
+"""TieredPrefixCache over a store, under random requests, restarts and damage: what comes back from disk is what was computed.
 
 Keys are made as in test_prefix_machine. Nothing is computed by a model.
 """
@@ -23,10 +23,10 @@ from thorough import tried
 from mlx_blockpool.config import PoolConfig
 from mlx_blockpool.errors import PoolExhaustedError
 from mlx_blockpool.kv.slabs import KVArena
-from mlx_blockpool.prefix.cache import PrefixCache
 from mlx_blockpool.spec import FullLayer, ModelCacheSpec
 from mlx_blockpool.store.record import BLOCK as RECORD
 from mlx_blockpool.store.record import Key
+from mlx_blockpool.tier.cache import TieredPrefixCache
 
 # A block of the two layers is 8192 bytes.
 SPEC = ModelCacheSpec("m", (FullLayer(1, 2, 2), FullLayer(1, 2, 2)), "float32")
@@ -52,7 +52,7 @@ class StoredMachine(RuleBasedStateMachine):
         self.slabs = KVArena(SPEC, self.pool[0], PoolConfig(slabs=self.pool[1]))
         self.slabs.ragged = True
         self.store = open_store(self.folder, QuickDisk(), **self.config)
-        self.prefix = PrefixCache(self.slabs, store=self.store)
+        self.prefix = TieredPrefixCache(self.slabs, store=self.store)
         self.live: list[Conversation] = []
 
     # -- requests ------------------------------------------------------------------------------------------------------

@@ -16,14 +16,14 @@ from ..kv.factory import default_pool_bytes, try_out, with_windows
 from ..kv.slabs import KVArena
 from ..mlx_lm_compat import download
 from ..plugins import spec_of_model
+from ..prefix.trie import naming
 from ..spec import ModelCacheSpec
 from ..store.digests import Digests
 from ..store.identity import identity, namespace
 from ..store.paths import default_folder
 from ..store.prompt_store import PromptStore
 from ..store.record import VERSION
-from .cache import PrefixCache
-from .trie import naming
+from ..tier.cache import TieredPrefixCache
 
 
 def open_prefix(
@@ -35,7 +35,7 @@ def open_prefix(
     *,
     attach: bool = True,
     max_kv_size: int | None = None,
-) -> PrefixCache:
+) -> TieredPrefixCache:
     """A prefix cache over the prompt store for a model that mlx-lm's load() has read from `path`, a folder or an id.
 
     `pool_bytes`, `attach` and `max_kv_size` as in open_pool; `store`: None for the same folder and budget as the server's.
@@ -47,7 +47,7 @@ def open_prefix(
     slabs = KVArena(spec, default_pool_bytes() if pool_bytes is None else pool_bytes)
     try_out(model, slabs, attach)
     adapter = None if adapter_path is None else Path(adapter_path)
-    return PrefixCache(slabs, store=open_store(store or StoreConfig(), folder, adapter, spec, folder.name))
+    return TieredPrefixCache(slabs, store=open_store(store or StoreConfig(), folder, adapter, spec, folder.name))
 
 
 def open_store(

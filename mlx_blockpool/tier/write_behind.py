@@ -15,18 +15,18 @@ from weakref import WeakKeyDictionary
 
 from ..kv.block_bytes import Content, as_bytes, contents, copy_in, copy_out
 from ..kv.slabs import KVArena
+from ..prefix.admission import Admission
+from ..prefix.residency import KVIndex
+from ..prefix.trie import Match, Node, decode
 from ..store.fs import Into
 from ..store.limits import OVER_BUDGET
 from ..store.prompt_store import PromptStore
 from ..store.reader import Reading
 from ..store.record import BLOCK, Expected, Key, Part, Record
-from .admission import Admission
-from .learned import Learned
-from .placed import PlacedCheckpoints, salted
-from .rates import Rates
-from .residency import KVIndex
+from .catalog import Learned
+from .checkpoint_records import PlacedCheckpoints, salted
 from .restore import Restore, RestorePlan
-from .trie import Match, Node, decode
+from .throughput import Rates
 
 # A restore that somebody waits for looks this often whether the disk hangs.
 WAIT_SECONDS = 0.1

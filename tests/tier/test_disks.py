@@ -11,15 +11,15 @@ from typing import Any
 
 import pytest
 from prefix.keepers import SPECS, Keeper
-from prefix.lives import BLOCK, ONE, TWO, WINDOWED, GatedDisk, Life, wanted
 from prefix.test_prefix_machine import answer, family
 from prefix.test_states import text
 from store.clock import Clock
 from store.stores import BrokenDisk, record_files
+from tier.lives import BLOCK, ONE, TWO, WINDOWED, GatedDisk, Life, wanted
 
-from mlx_blockpool.prefix import placed as placed_module
-from mlx_blockpool.prefix import stored as stored_module
 from mlx_blockpool.store.fs import Into
+from mlx_blockpool.tier import checkpoint_records as placed_module
+from mlx_blockpool.tier import write_behind as stored_module
 
 
 def test_what_the_store_does_not_take_is_not_copied(tmp_path: Path, clock: Clock, monkeypatch: pytest.MonkeyPatch) -> None:

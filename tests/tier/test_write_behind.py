@@ -9,9 +9,9 @@ from pathlib import Path
 import mlx.core as mx
 import numpy as np
 import pytest
-from prefix.lives import BLOCK, FILE, ONE, SPEC, THREE, TWO, WINDOWED, GatedDisk, Life, compute, wanted
 from prefix.test_prefix_machine import answer, family
 from store.stores import record_files
+from tier.lives import BLOCK, FILE, ONE, SPEC, THREE, TWO, WINDOWED, GatedDisk, Life, compute, wanted
 
 from mlx_blockpool.errors import PoolExhaustedError
 from mlx_blockpool.prefix.ref import path_of

@@ -16,15 +16,15 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from ..errors import BadRecordError, PoolExhaustedError
+from ..prefix.checkpoints import Piece
+from ..prefix.trie import Checkpoint, Node
 from ..store.fs import Into
 from ..store.reader import READERS, Found, Reading
 from ..store.record import BLOCK, STATE, WINDOW, Key
-from .checkpoints import Piece
-from .rates import Busy
-from .trie import Checkpoint, Node
+from .throughput import Busy
 
 if TYPE_CHECKING:
-    from .stored import StoredPrefixes
+    from .write_behind import StoredPrefixes
 
 # While nobody computes, so many records are on their way: one in each thread that reads, and one that is copied. More are no
 # faster, for their memory is not in a cache of the processor.

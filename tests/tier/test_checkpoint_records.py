@@ -16,9 +16,9 @@ from thorough import seeds
 
 from mlx_blockpool.kv.layer_caches import PooledRotatingKVCache
 from mlx_blockpool.kv.slabs import KVArena
-from mlx_blockpool.prefix.cache import PrefixCache
 from mlx_blockpool.spec import FullLayer, ModelCacheSpec, WindowLayer
 from mlx_blockpool.store.fs import Disk
+from mlx_blockpool.tier.cache import TieredPrefixCache
 
 SPECS = {
     "mixed": ModelCacheSpec("m", (WindowLayer(1, 2, 2, 300), FullLayer(1, 2, 2), WindowLayer(1, 2, 2, 300)), "float32"),
@@ -34,7 +34,7 @@ class Life:
         self.slabs = KVArena(spec, 400 * 256 * 16 * len(spec.layers))
         self.slabs.ragged = True
         self.store = open_store(folder, disk or QuickDisk(), **config)
-        self.prefix = PrefixCache(self.slabs, store=self.store)
+        self.prefix = TieredPrefixCache(self.slabs, store=self.store)
         assert self.prefix.stored is not None
         self.stored = self.prefix.stored
 

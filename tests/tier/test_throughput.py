@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from mlx_blockpool.prefix.rates import RETRY_SECONDS, Busy, Rate, Rates
+from mlx_blockpool.tier.throughput import RETRY_SECONDS, Busy, Rate, Rates
 
 MB = 10**6
 

@@ -7,16 +7,16 @@ import random
 from pathlib import Path
 
 import pytest
-from prefix.lives import BLOCK, FILE, ONE, SPEC, THREE, TWO, WINDOWED, GatedDisk, Life, wanted
 from prefix.test_prefix_machine import answer, family
 from store.stores import WatchedDisk, record_files, temporaries
 from thorough import seeds
+from tier.lives import BLOCK, FILE, ONE, SPEC, THREE, TWO, WINDOWED, GatedDisk, Life, wanted
 
-from mlx_blockpool.prefix import learned as learned_module
 from mlx_blockpool.prefix.salts import salt_of_import
 from mlx_blockpool.spec import ModelCacheSpec
 from mlx_blockpool.store.record import BLOCK as RECORD
 from mlx_blockpool.store.record import Key
+from mlx_blockpool.tier import catalog as learned_module
 
 SPECS = {"full": SPEC, "windowed": WINDOWED}
 

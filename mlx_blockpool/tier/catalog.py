@@ -8,11 +8,11 @@ from __future__ import annotations
 from collections import deque
 from collections.abc import Iterable, Iterator, Sequence
 
+from ..prefix.residency import KVIndex
+from ..prefix.trie import Node, encode
 from ..store.prompt_store import PromptStore
 from ..store.record import BLOCK, SALT, Key, Record
-from .placed import PlacedCheckpoints
-from .residency import KVIndex
-from .trie import Node, encode
+from .checkpoint_records import PlacedCheckpoints
 
 # Records that are learned between two steps; a disk that was away may show thousands.
 LEARN_AT_ONCE = 64
