@@ -18,7 +18,7 @@ from typing import NamedTuple
 
 from ..errors import BadRecordError, StoreError
 from ..spec import blocks_for
-from .fs import Disk, Entry, safe_name, write_whole
+from .fs import Disk, Entry, safe_name, write_all_whole, write_whole
 from .manifest import SUFFIX, Agent, encode, read, shown
 
 FOLDER = "agents"
@@ -112,19 +112,49 @@ class Agents:
 
         One small file is read and one synced; none is written if the path is the same and was used within USED_SECONDS.
         """
-        assert len(hashes) == blocks_for(tokens), f"{len(hashes)} hashes for {tokens} tokens; needed {blocks_for(tokens)}"
+        turn = turn_of(name, namespace, model_id, hashes, tokens, salt)
+        self._make_folder()
+        with self._alone():
+            agent, is_changed = self._after(turn)
+            if is_changed:
+                self._write(agent)
+        return agent
+
+    def note_all(self, turns: Sequence[Agent]) -> tuple[list[Agent], list[OSError]]:
+        """note() for several agents, from turn_of(): their files are synced side by side, and the folder once.
+
+        Returns the agents noted, and the errors of those that could not be. Raises OSError if none could be.
+        """
+        self._make_folder()
+        noted: dict[Path, Agent] = {}
+        changed: dict[Path, list[bytes]] = {}
+        failed: dict[Path, OSError] = {}
+        with self._alone():
+            for turn in turns:
+                path = self._path(turn.name)
+                try:
+                    noted[path], is_changed = self._after(turn)
+                except OSError as error:
+                    failed[path] = error
+                    continue
+                if is_changed:
+                    changed[path] = [encode(noted[path])]
+            failed |= write_all_whole(self._disk, changed)
+        return [agent for path, agent in noted.items() if path not in failed], list(failed.values())
+
+    def _make_folder(self) -> None:
         if not self.folder.is_dir():
             self._disk.make_directory(self.folder)
-        now = int(time.time())
-        with self._alone():
-            before = self.get(name)
-            agent = Agent(name, namespace, model_id, tuple(hashes), tokens, now, now, salt=salt)
-            if before is not None:
-                agent = replace(agent, created=before.created, pinned=before.pinned)
-                if agent == replace(before, used=now) and abs(now - before.used) < USED_SECONDS:
-                    return before
-            self._write(agent)
-        return agent
+
+    def _after(self, turn: Agent) -> tuple[Agent, bool]:
+        """The agent after a turn, and whether its file has to change. Raises OSError."""
+        before = self.get(turn.name)
+        if before is None:
+            return turn, True
+        agent = replace(turn, created=before.created, pinned=before.pinned)
+        if agent == replace(before, used=turn.used) and abs(turn.used - before.used) < USED_SECONDS:
+            return before, False
+        return agent, True
 
     def pin(self, name: str) -> Agent:
         return self._set_pinned(name, True)
@@ -215,6 +245,13 @@ class Agents:
             yield
         finally:
             os.close(fd)
+
+
+def turn_of(name: str, namespace: str, model_id: str, hashes: Sequence[bytes], tokens: int, salt: bytes = b"") -> Agent:
+    """An agent that ends a turn now, as it is noted if there is no file of it yet."""
+    assert len(hashes) == blocks_for(tokens), f"{len(hashes)} hashes for {tokens} tokens; needed {blocks_for(tokens)}"
+    now = int(time.time())
+    return Agent(name, namespace, model_id, tuple(hashes), tokens, now, now, salt=salt)
 
 
 def _lock(fd: int, folder: Path) -> None:

@@ -13,7 +13,8 @@ import re
 import secrets
 import stat
 import time
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
 from pathlib import Path
 from typing import NamedTuple, TypeAlias
@@ -26,6 +27,8 @@ Into: TypeAlias = Callable[[int], "bytearray | memoryview"]
 
 # What a file is called until it is whole. Hidden, and never the beginning of a safe name.
 TEMPORARY = ".writing-"
+# A journal commits what several threads sync at once together.
+SYNCED_AT_ONCE = 8
 # Network shares and some FUSE file systems refuse to sync what they cannot.
 _CANNOT_SYNC = {errno.EINVAL, errno.ENOTSUP, errno.EOPNOTSUPP, errno.ENOTTY}
 
@@ -242,7 +245,7 @@ def write_whole(disk: Disk, path: Path, buffers: Iterable[Buffer]) -> None:
     Raises OSError with the path. What was there before is then still there, or, if only the directory could not be synced,
     the new file. A failed write leaves nothing behind that `sweep` does not take.
     """
-    temporary = path.with_name(f"{TEMPORARY}{os.getpid()}-{secrets.token_hex(8)}")
+    temporary = _temporary_for(path)
     fd = disk.create(temporary)
     try:
         try:
@@ -258,6 +261,51 @@ def write_whole(disk: Disk, path: Path, buffers: Iterable[Buffer]) -> None:
         with suppress(OSError):
             disk.unlink(temporary)
         raise
+
+
+def write_all_whole(disk: Disk, files: Mapping[Path, Sequence[Buffer]]) -> dict[Path, OSError]:
+    """write_whole() for files of one directory, which are synced side by side, and their directory once.
+
+    Returns the errors of those that could not be written; the others are written all the same.
+    """
+
+    def write(item: tuple[Path, Sequence[Buffer]]) -> Path | OSError:
+        temporary = _temporary_for(item[0])
+        try:
+            fd = disk.create(temporary)
+            try:
+                disk.write(fd, item[1])
+                disk.sync(fd)
+            finally:
+                disk.close(fd)
+        except OSError as error:
+            with suppress(OSError):
+                disk.unlink(temporary)
+            return error
+        return temporary
+
+    failed: dict[Path, OSError] = {}
+    with ThreadPoolExecutor(SYNCED_AT_ONCE) as threads:
+        for path, written in zip(files, threads.map(write, files.items()), strict=True):
+            if isinstance(written, OSError):
+                failed[path] = written
+                continue
+            try:
+                disk.rename(written, path)
+            except OSError as error:
+                failed[path] = error
+                with suppress(OSError):
+                    disk.unlink(written)
+    for directory in {path.parent for path in files.keys() - failed.keys()}:
+        try:
+            disk.sync_directory(directory)
+        except OSError as error:
+            failed |= {path: error for path in files if path.parent == directory}
+    return failed
+
+
+def _temporary_for(path: Path) -> Path:
+    return path.with_name(f"{TEMPORARY}{os.getpid()}-{secrets.token_hex(8)}")
 
 
 def sweep(disk: Disk, directory: Path, older_than: float) -> list[Path]:

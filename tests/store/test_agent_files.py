@@ -95,6 +95,38 @@ def test_a_turn_that_changes_nothing_is_written_once_a_minute(tmp_path: Path, mo
     assert disk.calls.count("rename") == 4
 
 
+def test_several_turns_are_noted_with_one_sync_of_the_folder(tmp_path: Path) -> None:
+    one(Agents(tmp_path), "pinned")
+    Agents(tmp_path).pin("pinned")
+    disk = CountedDisk()
+    names = ["pinned", *(f"agent {number}" for number in range(40))]
+    turns = [turn_of(name, "other", "big", NEW_HASHES, 1000) for name in names]
+    noted, failed = Agents(tmp_path, disk).note_all(turns)
+    assert ([agent.name for agent in noted], failed) == (names, [])
+    assert Agents(tmp_path).all() == sorted(noted, key=lambda agent: agent.name)
+    assert [agent.name for agent in noted if agent.pinned] == ["pinned"]
+    assert disk.calls.count("sync_directory") == 1
+    assert disk.calls.count("sync") == disk.calls.count("rename") == 41
+
+
+def test_of_several_turns_those_that_fail_fail_alone(tmp_path: Path) -> None:
+    class Full(Disk):
+        def rename(self, old: Path, new: Path) -> None:
+            if new.name.startswith("agent-1"):
+                raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+            super().rename(old, new)
+
+        def sync(self, fd: int) -> None:
+            if b"agent-2" in os.pread(fd, 1000, 0):
+                raise OSError(errno.EIO, os.strerror(errno.EIO))
+            super().sync(fd)
+
+    noted, failed = Agents(tmp_path, Full()).note_all([turn_of(f"agent-{n}", "m", "tiny", NEW_HASHES, 1000) for n in range(5)])
+    assert [agent.name for agent in noted] == ["agent-0", "agent-3", "agent-4"] == [a.name for a in Agents(tmp_path).all()]
+    assert sorted(error.errno or 0 for error in failed) == [errno.EIO, errno.ENOSPC]
+    assert temporaries(tmp_path) == []
+
+
 def test_an_agent_that_has_nothing_yet(agents: Agents) -> None:
     found = one(agents, "new", [], 0)
     assert agents.get("new") == found

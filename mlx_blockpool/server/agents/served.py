@@ -9,7 +9,7 @@ import logging
 import threading
 import time
 from collections import OrderedDict
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
 from dataclasses import dataclass
@@ -21,7 +21,7 @@ from ...prefix.ref import NotedPath, find
 from ...prefix.resume import standing
 from ...prefix.salts import SHARED, is_of_import
 from ...prefix.trie import Pin
-from ...store.agent_files import Agents
+from ...store.agent_files import Agents, turn_of
 from ...store.manifest import Agent
 from ...store.prompt_store import PromptStore
 from ...tier.cache import TieredPrefixCache
@@ -32,6 +32,8 @@ T = TypeVar("T")
 
 # Other processes change agents too: files are looked at this often.
 LOOK_SECONDS = 1.0
+# Turns that are noted under one lock of the folder, for which other processes wait.
+NOTED_AT_ONCE = 64
 
 
 @dataclass(frozen=True)
@@ -101,10 +103,10 @@ class ServedAgents:
         if self.files is None:
             return
         with self._changing:
-            first = name not in self._pending
+            is_first = not self._pending
             self._pending[name] = path
-        if first:
-            self._writer.submit(self._write, name)
+        if is_first:
+            self._writer.submit(self._write_pending)
 
     def path_of(self, name: str) -> NotedPath | None:
         """Where an agent was when it was noted last, in memory or else in the files as they were seen last."""
@@ -214,26 +216,38 @@ class ServedAgents:
             self._writer.submit(lambda: None).result()
 
     def close(self) -> None:
-        """settle(), and end the thread."""
-        self._writer.shutdown()
+        """settle() within the store's time to flush, and end the thread. Notes that a disk keeps longer are given up."""
+        written = self._writer.submit(lambda: None)
+        try:
+            written.result(self._config.flush_seconds)
+        except TimeoutError:
+            log.warning("agents: %d turns were not noted within %g seconds", len(self._pending), self._config.flush_seconds)
+        self._writer.shutdown(wait=False)
 
     # -- the writer's thread -------------------------------------------------------------------------------------------
 
-    def _write(self, name: str) -> None:
-        with self._changing:
-            path = self._pending.pop(name, None)
-        if path is None:
-            return
+    def _write_pending(self) -> None:
+        """Note every turn that has ended since the last time, in one batch."""
         assert self.files is not None
         assert self.namespace is not None
-        try:
-            agent = self.files.note(name, self.namespace, self.model_id, path.hashes, path.tokens, path.salt)
-            if agent.created == agent.used:
-                # There may be one more than before.
-                bound_notes(self.files, self._config, self.noted)
-        except (OSError, BlockpoolError) as error:
-            self.failures += 1
-            log.warning("agents: the turn of one could not be noted: %s", error)
+        with self._changing:
+            pending, self._pending = self._pending, {}
+        turns = [turn_of(n, self.namespace, self.model_id, p.hashes, p.tokens, p.salt) for n, p in pending.items()]
+        has_new = False
+        for start in range(0, len(turns), NOTED_AT_ONCE):
+            batch = turns[start : start + NOTED_AT_ONCE]
+            agents: list[Agent] = []
+            errors: Sequence[Exception]
+            try:
+                agents, errors = self.files.note_all(batch)
+            except (OSError, BlockpoolError) as error:
+                errors = [error] * len(batch)
+            has_new = has_new or any(agent.created == agent.used for agent in agents)
+            self.failures += len(errors)
+            if errors:
+                log.warning("agents: %d turns could not be noted: %s", len(errors), errors[0])
+        if has_new:
+            bound_notes(self.files, self._config, self.noted)
 
     def _look(self) -> None:
         """See which agents there are. A folder that cannot be read holds what it held."""
