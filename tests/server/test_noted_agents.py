@@ -2,14 +2,20 @@
 
 from __future__ import annotations
 
+import threading
+from collections import Counter
 from pathlib import Path
 from typing import Any
 
 import pytest
 from models import save_model
+from store.stores import open_store
 
+from mlx_blockpool.prefix.ref import NotedPath
 from mlx_blockpool.server.agents.by_content import is_by_content
+from mlx_blockpool.server.agents.served import ServedAgents
 from mlx_blockpool.store.agent_files import Agents
+from mlx_blockpool.store.fs import Disk
 from server.serving import Client, at_once, blockpool_server
 
 
@@ -56,3 +62,44 @@ def test_what_is_pinned_outlives_the_budget(model: Path, tmp_path: Path) -> None
         # The other one first: what it finds must not be what the pin has kept.
         assert say(client, "other", "birds")["prompt_tokens_details"]["cached_tokens"] < 40
         assert say(client, "kept", "birds")["prompt_tokens_details"]["cached_tokens"] == kept["prompt_tokens"] - 1
+
+
+def test_turns_that_wait_are_noted_in_one_batch_when_a_server_stops(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    store = open_store(tmp_path)
+    agents = ServedAgents("tiny", store)
+    calls: Counter[str] = Counter()
+    begun, free, sync_directory = threading.Event(), threading.Event(), Disk.sync_directory
+
+    def held(disk: Disk, folder: Path) -> None:
+        begun.set()
+        free.wait()
+        calls[folder.name] += 1
+        sync_directory(disk, folder)
+
+    agents.run(lambda files: files.note("before", store.namespace, "tiny", [], 0))
+    monkeypatch.setattr(Disk, "sync_directory", held)
+    agents.note("first", NotedPath((), 0))
+    assert begun.wait(60)
+    for turn in range(6):
+        for number in range(50):
+            agents.note(f"agent {number}", NotedPath((bytes([turn]) * 32,), turn + 1))
+    free.set()
+    agents.close()
+    noted = {agent.name: agent.tokens for agent in Agents(tmp_path).all()}
+    assert noted == {"before": 0, "first": 0} | {f"agent {number}": 6 for number in range(50)}
+    assert calls["agents"] == 2
+    store.close()
+
+
+def test_a_disk_that_hangs_does_not_hold_up_a_server_that_stops(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    store = open_store(tmp_path, flush_seconds=0.01)
+    agents = ServedAgents("tiny", store)
+    free = threading.Event()
+    monkeypatch.setattr(Disk, "sync_directory", lambda *_: free.wait())
+    agents.note("one", NotedPath((), 0))
+    agents.close()
+    assert "could not be noted within 0.01 seconds" in caplog.text
+    free.set()
+    store.close()

@@ -221,7 +221,7 @@ class ServedAgents:
         try:
             written.result(self._config.flush_seconds)
         except TimeoutError:
-            log.warning("agents: %d turns were not noted within %g seconds", len(self._pending), self._config.flush_seconds)
+            log.warning("agents: the last turns could not be noted within %g seconds", self._config.flush_seconds)
         self._writer.shutdown(wait=False)
 
     # -- the writer's thread -------------------------------------------------------------------------------------------
