@@ -5,14 +5,17 @@ from __future__ import annotations
 import ast
 import functools
 import importlib
+import importlib.util
 import inspect
 import subprocess
 import sys
+import tomllib
 from collections.abc import Iterator
 from pathlib import Path
 
 import house_map
 import pytest
+from packaging.requirements import Requirement
 
 import mlx_blockpool
 from mlx_blockpool import mlx_lm_compat
@@ -222,3 +225,97 @@ def test_modules_have_a_docstring(file: str) -> None:
 @pytest.mark.parametrize("file", TREES)
 def test_nothing_is_global(file: str) -> None:
     assert [n.lineno for n in nodes(TREES[file]) if isinstance(n, ast.Global)] == []
+
+
+OPTIONAL = {"images": {"PIL"}, "test": {"pytest"}}
+
+
+def test_every_third_party_import_is_a_declared_dependency() -> None:
+    own = {"mlx_blockpool", *sys.stdlib_module_names}
+    imported = {name.partition(".")[0] for tree in TREES.values() for name in imports(tree)} - own
+    project = tomllib.loads((ROOT / "pyproject.toml").read_text(encoding="utf-8"))["project"]
+    declared = set(modules_of(project["dependencies"]))
+    for extra, modules in OPTIONAL.items():
+        assert modules <= set(modules_of(project["optional-dependencies"][extra]))
+    assert sorted(imported) == sorted(declared.union(*OPTIONAL.values()))
+
+
+def modules_of(requirements: list[str]) -> Iterator[str]:
+    """The modules of distributions. Each has one, which is called like it, except for Pillow."""
+    for requirement in requirements:
+        name = Requirement(requirement).name.lower().replace("-", "_")
+        yield {"pillow": "PIL"}.get(name, name)
+
+
+# What is still to be mended: these lists may only become shorter.
+SATELLITES = {"mlx_blockpool/server/health.py"}
+CROSSINGS = {
+    "mlx_blockpool/server/agents/known.py: _waiting",
+    "mlx_blockpool/server/api/responses_http.py: _RefusedError",
+    "mlx_blockpool/server/models/admin.py: _await_response",
+    "mlx_blockpool/server/models/admin.py: _waiting",
+}
+# Files of fewer lines than this belong to the one file that imports them.
+SATELLITE_LINES = 60
+
+
+def module_of(file: str) -> str:
+    return file.removesuffix("/__init__.py").removesuffix(".py").replace("/", ".").replace("plugins", "mlx_blockpool_plugins", 1)
+
+
+@functools.cache
+def importers() -> dict[str, set[str]]:
+    """The files that import each module of the package, also by strings."""
+    modules = {module_of(file) for file in TREES}
+    found: dict[str, set[str]] = {module: set() for module in modules}
+    for file, tree in TREES.items():
+        package = module_of(file) if file.endswith("__init__.py") else module_of(file).rpartition(".")[0]
+        for node in nodes(tree):
+            for name in imported_by(node, package):
+                for module in {name, name.rpartition(".")[0]} & modules:
+                    found[module].add(file)
+    return found
+
+
+def imported_by(node: ast.AST, package: str) -> Iterator[str]:
+    """Absolute names that an import statement, or a string with the name of a module, stands for."""
+    if isinstance(node, ast.Import):
+        yield from (alias.name for alias in node.names)
+    elif isinstance(node, ast.ImportFrom):
+        base = importlib.util.resolve_name("." * node.level + (node.module or ""), package) if node.level else node.module or ""
+        yield from (f"{base}.{alias.name}" for alias in node.names)
+    elif isinstance(node, ast.Constant) and isinstance(node.value, str):
+        yield node.value
+
+
+def test_a_small_file_has_more_than_one_importer() -> None:
+    entry_points = {"mlx_blockpool.testing.pytest_plugin", "mlx_blockpool.cli", "mlx_blockpool.server.app"}
+    small = {
+        file
+        for file in TREES
+        if len((ROOT / file).read_text(encoding="utf-8").splitlines()) < SATELLITE_LINES
+        and not file.endswith("__init__.py")
+        and not file.startswith("plugins/")
+        and module_of(file) not in entry_points
+    }
+    assert {file for file in small if len(importers()[module_of(file)]) == 1} == SATELLITES
+
+
+def room_of(file: str) -> str:
+    return file.rpartition("/")[0]
+
+
+def test_no_private_name_crosses_a_room() -> None:
+    rooms: dict[str, set[str]] = {}
+    for file, tree in TREES.items():
+        rooms.setdefault(room_of(file), set()).update(filter(private, own_names(tree)))
+    listed = {path.rpartition(".")[2] for path in mlx_lm_compat.STOCK} - {"_await_response"}
+    found: set[str] = set()
+    for file, tree in TREES.items():
+        abroad = set().union(*(names for room, names in rooms.items() if room != room_of(file))) - rooms[room_of(file)] - listed
+        for node in nodes(tree):
+            if isinstance(node, ast.ImportFrom) and node.level:
+                found |= {f"{file}: {alias.name}" for alias in node.names if private(alias.name)}
+            elif isinstance(node, ast.Attribute) and ast.unparse(node.value) not in ("self", "cls", "super()"):
+                found |= {f"{file}: {node.attr}"} if node.attr in abroad else set()
+    assert found == CROSSINGS

@@ -2,6 +2,9 @@
 
 Holds the rule that a file is rewritten only when its sha256 is the expected one, and then whole or not at all. Knows
 files, hashes and unified diffs. Does not know what the patch does, and imports neither mlx nor mlx_lm.
+
+The diffs are applied here rather than by a library: unidiff parses and does not apply; whatthepatch applies decoded lines and so
+loses line endings; patch-ng searches for the place of a hunk and writes files itself, where one must differ in no byte.
 """
 
 from __future__ import annotations
