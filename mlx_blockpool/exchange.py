@@ -30,7 +30,6 @@ from .errors import StoreError
 from .formatting import Report
 from .kv.parts import as_stock, leaves_of
 from .model_source import Prompt, Source, ids_in, line_of
-from .prefix.ref import path_of
 from .prefix.retention import RetentionPolicy
 from .prefix.salts import SHARED, is_of_import, salt_of_import
 from .spec import BLOCK_TOKENS, ChunkLayer, FullLayer, LayerSpec, ModelCacheSpec, StateLayer, WindowLayer, blocks_for
@@ -134,7 +133,7 @@ def take_in(source: Source, prompt: Prompt, file: Path, agent: str | None = None
     try:
         kept = _keep(prefix, tokens, caches, salt)
         if agent is not None and kept == len(tokens):
-            path, namespace = path_of(prefix.index.trie, tokens, salt), _store_of(prefix).namespace
+            path, namespace = prefix.index.trie.match(tokens, salt).detached(), _store_of(prefix).namespace
             Agents(source.root).note(agent, namespace, source.spec.model_id, path.hashes, path.tokens, salt)
     finally:
         prefix.close()

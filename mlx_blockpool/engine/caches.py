@@ -14,8 +14,8 @@ from ..errors import PoolExhaustedError
 from ..kv.parts import tokens_held
 from ..memory import batch_memory
 from ..prefix.lookup import Lookup
-from ..prefix.ref import NotedPath, path_of
 from ..prefix.salts import SHARED
+from ..prefix.trie import PrefixRef
 from ..spec import BLOCK_TOKENS
 from ..tier.cache import TieredPrefixCache
 from ..tier.restore import Restore
@@ -47,8 +47,8 @@ class PooledCaches:
     def __init__(self, prefix: TieredPrefixCache) -> None:
         self.prefix = prefix
         self.merges = True
-        # The path of each agent whose turn has ended, for whoever takes note of it.
-        self.turns: dict[str, NotedPath] = {}
+        # Where each agent's last turn ended, until the server has noted it.
+        self.turns: dict[str, PrefixRef] = {}
         self._restores: dict[int, Restore] = {}
         # When each was last told of, in seconds of time.monotonic().
         self._told: dict[int, float] = {}
@@ -99,11 +99,11 @@ class PooledCaches:
         restored = self.abandon(running)
         room = min(running.left_to_produce(), BLOCK_TOKENS)
         try:
-            fetched = self.prefix.acquire_resident(running.tokens, room, salt=running.terms.salt)
+            fetched = self.prefix.acquire_resident(running.tokens, room, salt=running.terms.salt, start=running.prefix)
         except PoolExhaustedError:
             if not self.stop_restoring():
                 raise
-            fetched = self.prefix.acquire_resident(running.tokens, room, salt=running.terms.salt)
+            fetched = self.prefix.acquire_resident(running.tokens, room, salt=running.terms.salt, start=running.prefix)
         try:
             self.prefix.admission.need_spare(len(others) if running.swaps else 0)
         except PoolExhaustedError:
@@ -111,6 +111,7 @@ class PooledCaches:
             raise
         if self.needs_marks:
             self._mark(running, fetched.lookup)
+        running.prefix = self.prefix.ref_of(fetched.caches)
         self._pin(running, fetched.lookup.hit)
         lookup = replace(fetched.lookup, restored=min(restored, fetched.lookup.hit))
         return Opened(fetched.caches, lookup.hit, lookup)
@@ -130,7 +131,7 @@ class PooledCaches:
         """Pin those of the beginnings that the request marks which are known now."""
         for pin in [pin for pin in running.pins if pin[0] <= known]:
             running.pins.remove(pin)
-            self.prefix.pin_for(running.tokens[: pin[0]], pin[1], running.terms.salt)
+            self.prefix.pin_for(running.tokens[: pin[0]], pin[1], running.terms.salt, running.prefix)
 
     def is_ready(self, running: Running) -> bool:
         """Whether open() would not have to wait for the disk; what is missing is read from now on, see advance()."""
@@ -138,7 +139,8 @@ class PooledCaches:
         if stored is None:
             return True
         if running.uid not in self._restores:
-            wanted = self.prefix.wanted(running.tokens, salt=running.terms.salt)
+            running.prefix = self.prefix.match(running.tokens, running.terms.salt, running.prefix)
+            wanted = self.prefix.wanted(running.prefix, running.prefill_end)
             if wanted is None:
                 return True
             if not stored.arriving.isdisjoint(wanted.arriving):
@@ -208,7 +210,9 @@ class PooledCaches:
 
     def insert(self, running: Running, kind: str) -> None:
         """Let others share what is computed of a sequence that goes on."""
-        known = self.prefix.insert(running.tokens[: running.computed], running.caches or [], kind, running.terms)
+        caches = running.caches or []
+        known = self.prefix.insert(running.tokens[: running.computed], caches, kind, running.terms)
+        running.prefix = self.prefix.ref_of(caches)
         self._pin(running, known)
 
     def take_in(self, running: Running, caches: list[Any]) -> None:
@@ -218,13 +222,14 @@ class PooledCaches:
     def release(self, running: Running, kind: str) -> None:
         """Keep what is computed of a sequence and take its caches back."""
         tokens = running.tokens[: running.computed]
-        known = self.prefix.release(tokens, running.caches or [], kind, running.terms)
-        running.caches = None
+        caches = running.caches or []
+        known = self.prefix.release(tokens, caches, kind, running.terms)
+        running.prefix, running.caches = self.prefix.ref_of(caches), None
         self._pin(running, known)
         self.prefix.retention.end(running.terms)
         name = running.request.noted_as or running.request.agent
         if name is not None and running.terms.is_written:
-            self.turns[name] = path_of(self.prefix.index.trie, tokens, running.terms.salt)
+            self.turns[name] = self.prefix.match(tokens, running.terms.salt, running.prefix).detached()
 
     def discard(self, running: Running) -> None:
         """Take its caches back and keep nothing."""

@@ -11,6 +11,7 @@ from mlx_lm.generate import StopSequences
 
 from ..prefix.retention import RetentionPolicy
 from ..prefix.salts import SHARED
+from ..prefix.trie import PrefixRef
 
 Sampler = Callable[[mx.array], mx.array]
 LogitsProcessor = Callable[[mx.array, mx.array], mx.array]
@@ -102,6 +103,7 @@ class Running:
     tokens:    the prompt and what was generated, the next token to be computed included where it is known.
     computed:  how many of them the caches hold, once the step in flight has run.
     caches:    the layer caches; None while it waits, or while a padded batch has them.
+    prefix:    the cached beginning of `tokens` that was found last; lookups go on from its end.
     logprobs:  of tokens[-1] where that was drawn and not told yet.
     terms:     how what is computed of it is kept.
     swaps, has_waited: how often it was swapped out, and whether it waited for another's prefill.
@@ -113,6 +115,7 @@ class Running:
         self.tokens = list(request.tokens)
         self.computed = 0
         self.caches: list[Any] | None = None
+        self.prefix: PrefixRef | None = None
         self.logprobs: mx.array | None = None
         self.marks = {min(position, self.prefill_end): kind for position, kind in request.marks if position > 0}
         self.terms = RetentionPolicy(request.agent, request.retention, request.salt)

@@ -10,8 +10,9 @@ import logging
 from collections import Counter
 from collections.abc import Sequence as Tokens
 from dataclasses import dataclass
+from itertools import takewhile
 from typing import Any
-from weakref import WeakSet
+from weakref import WeakKeyDictionary
 
 from ..config import PoolConfig
 from ..errors import PoolExhaustedError, RequestTooLargeError
@@ -29,7 +30,7 @@ from .residency import KVIndex
 from .resume import lay_out, resumable, standing
 from .retention import Retention, RetentionPolicy
 from .salts import SHARED
-from .trie import Checkpoint, Match, Node, encode
+from .trie import Checkpoint, Node, PrefixRef, encode
 
 log = logging.getLogger(__name__)
 
@@ -43,14 +44,6 @@ class Acquired:
     caches: list[Any]
     rest: list[int]
     lookup: Lookup
-
-
-@dataclass(frozen=True)
-class Inserted:
-    """The nodes of the trie that hold the first `tokens` tokens of what was inserted; none of what went in by copy."""
-
-    path: Tokens[Node]
-    tokens: int
 
 
 class PrefixCache:
@@ -67,7 +60,8 @@ class PrefixCache:
         self.retention = Retention(self.index, self.pool.pool_bytes, slabs.state_bytes, config)
         self.admission = Admission(slabs, self.index, self.retention.pins)
         slabs.evict_with(self.admission)
-        self._handed_out: WeakSet[Sequence] = WeakSet()
+        # Of each sequence that was handed out, the prefix whose blocks it holds: insert() goes on from there.
+        self._refs: WeakKeyDictionary[Sequence, PrefixRef] = WeakKeyDictionary()
         self._pinned = PinnedPrompts(self.index)
         self._max_tokens = config.max_tokens
         # What mlx-lm's methods were given as the model: the first one, in a tuple, and the last other one.
@@ -83,11 +77,12 @@ class PrefixCache:
         max_tokens: int = PoolConfig.max_tokens,
         at_most: int | None = None,
         salt: bytes = SHARED,
+        start: PrefixRef | None = None,
     ) -> Acquired:
         """Caches for a prompt, with room for `max_tokens` more. A hit has no more than `at_most` tokens.
 
-        Only what was inserted under the same `salt` is found. Raises RequestTooLargeError if the prompt can never fit in the
-        pool, PoolExhaustedError if it cannot fit now.
+        Only what was inserted under the same `salt` is found; `start` as in match(). Raises RequestTooLargeError if the prompt can
+        never fit in the pool, PoolExhaustedError if it cannot fit now.
         """
         tokens = _ids(tokens)
         if not tokens:
@@ -96,7 +91,7 @@ class PrefixCache:
         if total > self.pool.sequence_capacity():
             raise RequestTooLargeError(total, self.pool.sequence_capacity())
         most = len(tokens) - 1 if at_most is None else min(at_most, len(tokens) - 1)
-        match = self.match_resident(tokens, most, salt)
+        match = self.resident(self.match(tokens, salt, start), most)
         hit, checkpoint = resumable(self.slabs, match, most)
         try:
             caches = lay_out(self.admission, match, hit, checkpoint, len(tokens), total)
@@ -111,9 +106,7 @@ class PrefixCache:
             if checkpoint is not None:
                 self.index.use(checkpoint)
         self.retention.use(match.path, lookup.hit)
-        sequence = sequence_of(caches)
-        assert sequence is not None, "caches of a model that has none"
-        self._handed_out.add(sequence)
+        self._refs[_sequence(caches)] = match.first(lookup.hit)
         self._count(lookup)
         return Acquired(caches, list(tokens[lookup.hit :]), lookup)
 
@@ -123,18 +116,30 @@ class PrefixCache:
         self.num_known_tokens += lookup.known
         self.num_hit_tokens += lookup.hit
 
-    def match_resident(self, tokens: Tokens[int], at_most: int, salt: bytes = SHARED) -> Match:
-        """As much of a prompt as is known and in memory; up to `at_most` tokens of it are about to be taken over."""
-        return self.index.trie.match(tokens, salt).in_memory()
+    def match(self, tokens: Tokens[int], salt: bytes = SHARED, start: PrefixRef | None = None) -> PrefixRef:
+        """The longest cached prefix of `tokens` under a salt, in memory or on disk. Changes nothing.
+
+        `start`: a prefix of these tokens from an earlier match() or from ref_of(): only what follows it is compared.
+        """
+        return self.index.trie.match(_ids(tokens), salt, start)
+
+    def ref_of(self, caches: list[Any]) -> PrefixRef | None:
+        """The prefix that acquire(), insert() or release() has last found for these caches; None: they are not in the pool."""
+        sequence = sequence_of(caches)
+        return None if sequence is None else self._refs.get(sequence)
+
+    def resident(self, match: PrefixRef, at_most: int) -> PrefixRef:
+        """As much of a match as is in memory; up to `at_most` tokens of it are about to be acquired."""
+        return match.in_memory()
 
     def within_reach(self, tokens: Tokens[int], salt: bytes = SHARED) -> int:
         """How many tokens of a prompt need not be computed if it is acquired now."""
-        return resumable(self.slabs, self.index.trie.match(tokens, salt).in_memory(), len(tokens) - 1)[0]
+        return resumable(self.slabs, self.match(tokens, salt).in_memory(), len(tokens) - 1)[0]
 
     def look(self, tokens: Tokens[int], salt: bytes = SHARED) -> Lookup:
         """What a fetch of these tokens would find. Changes nothing."""
         tokens = _ids(tokens)
-        match = self.index.trie.match(tokens, salt)
+        match = self.match(tokens, salt)
         return explain(self.index, tokens, match, resumable(self.slabs, match, len(tokens) - 1)[0], salt)
 
     # -- keep ----------------------------------------------------------------------------------------------------------
@@ -151,7 +156,8 @@ class PrefixCache:
         known = self.remember(tokens, caches, kind, terms, goes_on=False).tokens
         self._release(caches, "release()")
         if terms.retention == "day":
-            self.retention.spare_for_a_day(standing(self.slabs, self.index.trie.match(_ids(tokens)[:known], terms.salt)))
+            ref = self.match(_ids(tokens)[:known], terms.salt, self.ref_of(caches))
+            self.retention.spare_for_a_day(standing(self.slabs, ref))
         return known
 
     def discard(self, caches: list[Any]) -> None:
@@ -163,7 +169,7 @@ class PrefixCache:
         if sequence is not None:
             sequence.release(released_by)
 
-    def remember(self, tokens: Tokens[int], caches: list[Any], kind: str, terms: RetentionPolicy, goes_on: bool) -> Inserted:
+    def remember(self, tokens: Tokens[int], caches: list[Any], kind: str, terms: RetentionPolicy, goes_on: bool) -> PrefixRef:
         """insert() or, where the sequence does not go on, the first half of release(): the caches still hold their blocks."""
         sequence = sequence_of(caches)
         if sequence is not None and sequence.slabs is not self.slabs:
@@ -171,27 +177,30 @@ class PrefixCache:
             sequence, caches = None, as_stock(caches)
         if sequence is None:
             imported = self._import(caches)
-            return Inserted([], 0 if imported is None else self.release(tokens, imported, kind, terms))
+            if imported is None or not self.release(tokens, imported, kind, terms):
+                return PrefixRef()
+            return self._refs[_sequence(imported)]
         leaves = leaves_of(caches)
         if any(isinstance(leaf, PooledLayer) and leaf.first_held for leaf in leaves):
             # Others would go on from blocks that nobody has written.
             self.num_skipped += 1
-            return Inserted([], 0)
+            return PrefixRef()
         offsets = [leaf.offset for leaf in leaves if isinstance(leaf, PooledLayer)]
         count: int = min([len(tokens), *offsets])
         if not count:
-            return Inserted([], 0)
+            return PrefixRef()
         # A state is what it is now: it cannot be cut back to where the tokens end.
         places = self.slabs.spec.needs_checkpoints and all(offset == count for offset in offsets)
         # Room before the path: making it may evict what the path would lean on.
         room = places and self._has_room(sequence, goes_on)
         path = self._insert(_ids(tokens)[:count], sequence, kind, terms)
+        ref = self._refs[sequence] = PrefixRef.of(path, count, terms.salt)
         node = path[-1]
         if room and count not in node.checkpoints:
             self._place(node, count, sequence, leaves, kind, terms)
         self.num_skipped += places and not room
         self.index.prune(node)
-        return Inserted(path, count)
+        return ref
 
     def _has_room(self, sequence: Sequence, goes_on: bool) -> bool:
         """Whether a checkpoint of a sequence can be kept; its states take the place of the sequence's own where that ends."""
@@ -210,9 +219,10 @@ class PrefixCache:
         self.index.add_checkpoint(node, Checkpoint(position, rings, states, kind, terms.owner))
 
     def _insert(self, tokens: Tokens[int], sequence: Sequence, kind: str, terms: RetentionPolicy) -> list[Node]:
-        """Add the path of `tokens`; blocks that are known already replace the sequence's own."""
-        node, path = self.index.trie.begin(terms.salt), []
-        for index, start in enumerate(range(0, len(tokens), BLOCK_TOKENS)):
+        """Add the path of `tokens`; blocks that are cached already replace the sequence's own."""
+        path = self._held_path(sequence, terms.salt)[: len(tokens) // BLOCK_TOKENS]
+        node = path[-1] if path else self.index.trie.begin(terms.salt)
+        for index, start in enumerate(range(node.end, len(tokens), BLOCK_TOKENS), len(path)):
             edge = encode(tokens[start : start + BLOCK_TOKENS])
             child = self.index.trie.child(node, edge)
             if child is None:
@@ -228,6 +238,18 @@ class PrefixCache:
             path.append(child)
             node = child
         return path
+
+    def _held_path(self, sequence: Sequence, salt: bytes) -> list[Node]:
+        """The whole edges whose blocks a sequence still holds.
+
+        A block that the trie refers to is copied before it is written to: where the ids are the same, so are the tokens.
+        """
+        ref = self._refs.get(sequence)
+        if ref is None or ref.salt != salt or not self.slabs.full_groups:
+            return []
+        held = zip(*(sequence.tables[group].ids for group in self.slabs.full_groups), strict=False)
+        pairs = zip(ref.cached_nodes(), held, strict=False)
+        return [node for node, _ in takewhile(lambda pair: pair[0].blocks == pair[1], pairs)]
 
     # -- in place of mlx-lm's LRUPromptCache -----------------------------------------------------------------------------
 
@@ -292,18 +314,18 @@ class PrefixCache:
 
     def pin(self, tokens: Tokens[int]) -> int:
         """Keep the known part of `tokens` from eviction. Returns its length in tokens."""
-        found = standing(self.slabs, self.index.trie.match(_ids(tokens)))
+        found = standing(self.slabs, self.match(tokens))
         self._pinned.pin(_ids(tokens), found)
         return found.end
 
     def unpin(self, tokens: Tokens[int]) -> int:
         """Take back one pin() of the same tokens. Returns how many of them are known."""
         self._pinned.unpin(_ids(tokens))
-        return self.index.trie.match(_ids(tokens)).tokens
+        return self.match(tokens).tokens
 
-    def pin_for(self, tokens: Tokens[int], seconds: float, salt: bytes = SHARED) -> None:
-        """Keep the known part of `tokens` from eviction for so long after each use, as far as there is room for that."""
-        self.retention.pins.pin(standing(self.slabs, self.index.trie.match(_ids(tokens), salt)), seconds)
+    def pin_for(self, tokens: Tokens[int], seconds: float, salt: bytes = SHARED, start: PrefixRef | None = None) -> None:
+        """Keep the cached part of `tokens` in memory for `seconds` after each use, within the limits. `start` as in match()."""
+        self.retention.pins.pin(standing(self.slabs, self.match(tokens, salt, start)), seconds)
 
     def keep_up(self) -> None:
         """Between two steps: let go of what has been kept for long enough. Cheap."""
@@ -311,9 +333,9 @@ class PrefixCache:
 
     def release_all(self) -> None:
         """Take the blocks of all handed out caches back, whoever still refers to them. None may be used again."""
-        for sequence in list(self._handed_out):
+        for sequence in list(self._refs):
             sequence.release("release_all()")
-        self._handed_out.clear()
+        self._refs.clear()
 
     def clear(self) -> None:
         """Forget everything. What live sequences hold stays with them."""
@@ -344,6 +366,12 @@ class PrefixCache:
     def check(self) -> None:
         """The invariants of trie and pool together. Raises AssertionError: a broken one is our own bug."""
         self.index.check()
+
+
+def _sequence(caches: list[Any]) -> Sequence:
+    sequence = sequence_of(caches)
+    assert sequence is not None, "caches of a model that has none"
+    return sequence
 
 
 def _ids(tokens: Any) -> Tokens[int]:

@@ -8,7 +8,7 @@ from dataclasses import dataclass, replace
 from ..spec import BLOCK_TOKENS
 from .residency import KVIndex
 from .salts import SHARED
-from .trie import Match, Node, decode, encode
+from .trie import Node, PrefixRef, decode, encode
 
 CAUSES = {
     "all": "every token but the last was known",
@@ -45,7 +45,7 @@ class Lookup:
         return f"{self.hit} of {self.tokens} tokens cached ({self.cause}: {CAUSES[self.cause]})"
 
 
-def explain(known: KVIndex, tokens: Sequence[int], match: Match, hit: int, salt: bytes = SHARED) -> Lookup:
+def explain(known: KVIndex, tokens: Sequence[int], match: PrefixRef, hit: int, salt: bytes = SHARED) -> Lookup:
     """The lookup of `tokens` under a salt whose match could be taken over up to `hit`."""
     cause = _cause(known, tokens, match, hit, salt)
     expected = _ahead(match)[:SHOWN] if cause in ("differs", "no checkpoint") and match.tokens < len(tokens) - 1 else []
@@ -61,7 +61,7 @@ def beside(lookup: Lookup, tokens: Sequence[int], own: Sequence[int]) -> tuple[L
     return replace(lookup, expected=tuple(own[at : at + SHOWN])), True
 
 
-def _cause(known: KVIndex, tokens: Sequence[int], match: Match, hit: int, salt: bytes) -> str:
+def _cause(known: KVIndex, tokens: Sequence[int], match: PrefixRef, hit: int, salt: bytes) -> str:
     most = len(tokens) - 1
     if hit >= most:
         return "all"
@@ -78,7 +78,7 @@ def _cause(known: KVIndex, tokens: Sequence[int], match: Match, hit: int, salt: 
     return "longer" if match.tokens else "new"
 
 
-def _ahead(match: Match) -> list[int]:
+def _ahead(match: PrefixRef) -> list[int]:
     """Known tokens that follow a match; of several ways on the first one. None where nothing matched at all."""
     node: Node | None = match.partial
     rest: list[int] = [] if node is None else decode(node.tokens)[match.count :]

@@ -14,23 +14,10 @@ from typing import TypeAlias
 from ..spec import BLOCK_TOKENS
 from ..store.record import BLOCK, STATE, WINDOW, Key
 from .residency import KVIndex
-from .salts import SHARED
-from .trie import Match, Node, Trie, decode
+from .trie import Node, PrefixRef
 
 # Token ids, and the salt that they are looked up under.
 Prompt: TypeAlias = tuple[Sequence[int], bytes]
-
-
-@dataclass(frozen=True)
-class NotedPath:
-    """The hashes of the blocks that `tokens` tokens lie in, from the first on; the last one may name a part of a block.
-
-    `salt`: what they are known under.
-    """
-
-    hashes: tuple[bytes, ...]
-    tokens: int
-    salt: bytes = SHARED
 
 
 @dataclass(frozen=True)
@@ -43,53 +30,13 @@ class Freed:
     kept: int
 
 
-# -- finding -----------------------------------------------------------------------------------------------------------
-
-
-def path_of(trie: Trie, tokens: Sequence[int], salt: bytes = SHARED) -> NotedPath:
-    """The path of as much of `tokens` as is known under a salt."""
-    match = trie.match(tokens, salt)
-    last = [] if match.partial is None else [match.partial.hash_at(match.tokens)]
-    return NotedPath((*(node.hash for node in match.nodes), *last), match.tokens, salt)
-
-
-def find(trie: Trie, path: NotedPath) -> Match:
-    """As much of a path as is known."""
-    root = trie.begin(path.salt)
-    nodes: list[Node] = []
-    for index, digest in enumerate(path.hashes):
-        size = min(BLOCK_TOKENS, path.tokens - index * BLOCK_TOKENS)
-        parent = nodes[-1] if nodes else root
-        child = trie.named(parent, digest)
-        if child is None and size < BLOCK_TOKENS:
-            child = next((child for child in parent.children if _begins_with(child, digest, size)), None)
-        if child is None or child.end - child.start < size:
-            break
-        if size < BLOCK_TOKENS:
-            return Match(nodes, child, size)
-        nodes.append(child)
-    return Match(nodes, None, 0)
-
-
-def tokens_of(match: Match) -> list[int]:
-    """The token ids of a match."""
-    return [token for node in match.path for token in decode(node.tokens)][: match.tokens]
-
-
-def _begins_with(node: Node, digest: bytes, size: int) -> bool:
-    """Whether the first `size` tokens of an edge are those that end in the prefix `digest`."""
-    if node.end - node.start < size:
-        return False
-    return node.hash_at(node.start + size) == digest
-
-
 # -- what only one path stands on --------------------------------------------------------------------------------------
 
 
 class SharedPaths:
     """Noted paths, and how far two of them stand on the same edges: made once, and then cheap to ask of each of them."""
 
-    def __init__(self, paths: Iterable[NotedPath]) -> None:
+    def __init__(self, paths: Iterable[PrefixRef]) -> None:
         self._users: Counter[bytes] = Counter()
         # Ends within a block: by the hash before them, and by their tokens in that block.
         self._ends: dict[bytes, dict[int, set[bytes]]] = {}
@@ -99,7 +46,7 @@ class SharedPaths:
                 before = path.hashes[-2] if len(path.hashes) > 1 else b""
                 self._ends.setdefault(before, {}).setdefault(path.tokens % BLOCK_TOKENS, set()).add(path.hashes[-1])
 
-    def stood_on(self, nodes: Sequence[Node], path: NotedPath) -> int:
+    def stood_on(self, nodes: Sequence[Node], path: PrefixRef) -> int:
         """How many of the edges of one of these paths another one stands on."""
         # A hash names all tokens before it: those that others have too come first.
         count = bisect_left(path.hashes, True, key=lambda digest: self._users[digest] < 2)
@@ -111,11 +58,11 @@ class SharedPaths:
         return count + any(digest != own and digest in digests for digest, digests in within)
 
 
-def own_from(known: KVIndex, path: NotedPath, shared: SharedPaths, in_use: Iterable[Prompt] = ()) -> int:
+def own_from(known: KVIndex, path: PrefixRef, shared: SharedPaths, in_use: Iterable[Prompt] = ()) -> int:
     """From which edge of a path on nobody else needs it: no other path of `shared`, which has this one too, no prompt `in_use`,
     and nothing known behind it.
     """
-    match = find(known.trie, path)
+    match = known.trie.find(path)
     nodes = match.path
     first = shared.stood_on(nodes, path)
     for tokens, salt in in_use:
@@ -135,9 +82,9 @@ def _common(one: Sequence[object], other: Sequence[object]) -> int:
     return low
 
 
-def forget(known: KVIndex, path: NotedPath, first: int) -> Freed:
+def forget(known: KVIndex, path: PrefixRef, first: int) -> Freed:
     """Take the edges of a path from `first` on out of the trie, and with them their blocks and records."""
-    nodes = find(known.trie, path).path
+    nodes = known.trie.find(path).path
     blocks, n_bytes = _evictable(known), known.nbytes
     if first < len(nodes):
         top, parent = nodes[first], nodes[first].parent
@@ -150,9 +97,9 @@ def forget(known: KVIndex, path: NotedPath, first: int) -> Freed:
     return Freed(len(nodes) - first, blocks - _evictable(known), n_bytes - known.nbytes, first)
 
 
-def kept_hashes(known: KVIndex, path: NotedPath) -> set[bytes]:
+def kept_hashes(known: KVIndex, path: PrefixRef) -> set[bytes]:
     """The names of all records that what is known of a path may stand on."""
-    return {key.hash for node in find(known.trie, path).path for key in records_of(node)}
+    return {key.hash for node in known.trie.find(path).path for key in records_of(node)}
 
 
 def records_of(node: Node) -> Iterator[Key]:

@@ -222,7 +222,7 @@ class KVIndex:
     def prune(self, node: Node) -> None:
         """Take a node out that has nothing to give, as in a model without full layers, and the likes of it above."""
         while node.parent is not None and not (node.blocks or node.children or node.checkpoints or node.stored):
-            node.parent.children.remove(node)
+            self.trie.remove(node)
             self._uncover(node, node.superseded)
             node = node.parent
 

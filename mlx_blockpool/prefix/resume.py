@@ -13,10 +13,10 @@ from ..kv.slabs import KVArena
 from ..spec import WindowLayer, blocks_for
 from .admission import Admission
 from .pins import Standing
-from .trie import Checkpoint, Match, Node
+from .trie import Checkpoint, Node, PrefixRef
 
 
-def resumable(slabs: KVArena, match: Match, most: int) -> tuple[int, Checkpoint | None]:
+def resumable(slabs: KVArena, match: PrefixRef, most: int) -> tuple[int, Checkpoint | None]:
     """How many of the matched tokens can be taken over, `most` at most, and from which checkpoint where one is needed."""
     known = max(0, min(match.tokens, most))
     if not slabs.spec.needs_checkpoints or not known:
@@ -29,7 +29,7 @@ def resumable(slabs: KVArena, match: Match, most: int) -> tuple[int, Checkpoint 
     return position, None if node is None else node.checkpoints[position]
 
 
-def standing(slabs: KVArena, match: Match) -> Standing:
+def standing(slabs: KVArena, match: PrefixRef) -> Standing:
     """What the whole of a match stands on."""
     return Standing(match.path, match.tokens, *(match.last_checkpoint() if slabs.spec.needs_checkpoints else ()))
 
@@ -43,7 +43,7 @@ def _unwrapped(slabs: KVArena, node: Node, known: int) -> Checkpoint | None:
     return next((c for n in near for c in n.checkpoints.values() if known <= c.position < min(sizes)), None)
 
 
-def lay_out(room: Admission, match: Match, hit: int, checkpoint: Checkpoint | None, prompt: int, total: int) -> list[Any]:
+def lay_out(room: Admission, match: PrefixRef, hit: int, checkpoint: Checkpoint | None, prompt: int, total: int) -> list[Any]:
     """Caches that hold `hit` tokens of a match, with room for `total`. Raises PoolExhaustedError and holds nothing then."""
     sequence = Sequence(room.slabs)
     try:
@@ -55,7 +55,7 @@ def lay_out(room: Admission, match: Match, hit: int, checkpoint: Checkpoint | No
     return _caches(room.slabs, sequence, hit, checkpoint)
 
 
-def lay_out_to_read(slabs: KVArena, match: Match, hit: int, checkpoint: Checkpoint | None) -> list[Any]:
+def lay_out_to_read(slabs: KVArena, match: PrefixRef, hit: int, checkpoint: Checkpoint | None) -> list[Any]:
     """Caches that hold `hit` tokens of a match and are not written to: they need no room."""
     sequence = Sequence(slabs)
     _adopt(sequence, match, hit, checkpoint)
@@ -75,7 +75,7 @@ def _caches(slabs: KVArena, sequence: Sequence, hit: int, checkpoint: Checkpoint
     return caches
 
 
-def _adopt(sequence: Sequence, match: Match, hit: int, checkpoint: Checkpoint | None) -> None:
+def _adopt(sequence: Sequence, match: PrefixRef, hit: int, checkpoint: Checkpoint | None) -> None:
     """Hold the blocks of the hit, before anything is evicted for the rest."""
     path = [*match.nodes, match.partial][: blocks_for(hit)]
     for index, group in enumerate(sequence.slabs.full_groups):

@@ -17,7 +17,7 @@ from itertools import takewhile
 from typing import Any
 from weakref import WeakValueDictionary
 
-from ..spec import BLOCK_TOKENS
+from ..spec import BLOCK_TOKENS, blocks_for
 from .salts import SALT_BYTES, SHARED
 
 # Token ids as 64-bit integers: image patches have negative ids of 60 bits.
@@ -66,7 +66,8 @@ class Node:
     `hash` names the whole prefix up to here. `checkpoints` are by absolute token position. `resident`: its blocks are in the
     pool. `stored`: they are on disk, or about to be. `cuts`: up to which tokens what windows held of them is there too, and at
     which position it was cut; `saved`: behind which tokens the states are. `covers`: shorter edges whose records serve until this
-    one is on disk itself. `account`: whom its blocks are charged to; None: nobody. `salt`: that of a root.
+    one is on disk itself. `account`: whom its blocks are charged to; None: nobody. `salt`: that of a root. `removed`: it is no
+    longer in the trie.
     """
 
     parent: Node | None = field(repr=False)
@@ -86,6 +87,7 @@ class Node:
     state_records: set[int] = field(default_factory=set)
     superseded: list[Node] = field(default_factory=list, repr=False)
     salt: bytes = SHARED
+    removed: bool = False
 
     @property
     def end(self) -> int:
@@ -141,34 +143,71 @@ class Node:
 
 
 @dataclass(frozen=True)
-class Match:
-    """The longest known prefix: whole edges `nodes`, then `count` tokens of `partial` (None: 0 tokens)."""
+class PrefixRef:
+    """A prefix of `tokens` tokens under `salt`, named by the hash at the end of each block; the last may end inside its block.
 
-    nodes: list[Node]
-    partial: Node | None
-    count: int
+    `path`: the edges that hold it, from the first on, of which the last may hold more tokens than these. Empty where the prefix
+    is known by its hashes alone; `Trie.find()` looks for its edges.
+    """
+
+    hashes: tuple[bytes, ...] = ()
+    tokens: int = 0
+    salt: bytes = SHARED
+    path: tuple[Node, ...] = field(default=(), repr=False, compare=False)
+
+    @staticmethod
+    def of(path: Sequence[Node], tokens: int, salt: bytes = SHARED) -> PrefixRef:
+        """The first `tokens` tokens of a path."""
+        path = tuple(path[: blocks_for(tokens)])
+        hashes = [node.hash for node in path]
+        if path and path[-1].end > tokens:
+            hashes[-1] = path[-1].hash_at(tokens)
+        return PrefixRef(tuple(hashes), tokens, salt, path)
 
     @property
-    def tokens(self) -> int:
-        return len(self.nodes) * BLOCK_TOKENS + self.count
+    def nodes(self) -> tuple[Node, ...]:
+        """The edges of which it has all 256 tokens."""
+        return self.path[: self.tokens // BLOCK_TOKENS]
 
     @property
-    def path(self) -> list[Node]:
-        return self.nodes if self.partial is None else [*self.nodes, self.partial]
+    def count(self) -> int:
+        """How many tokens of `partial` it has."""
+        return self.tokens % BLOCK_TOKENS
+
+    @property
+    def partial(self) -> Node | None:
+        """The edge that it ends inside of, or that is shorter than a block."""
+        return self.path[-1] if self.path and self.count else None
+
+    def first(self, tokens: int) -> PrefixRef:
+        """Its first `tokens` tokens, at most all."""
+        return self if tokens >= self.tokens else PrefixRef.of(self.path, tokens, self.salt)
+
+    def detached(self) -> PrefixRef:
+        """The same prefix by its hashes alone, which keep no edge in memory."""
+        return PrefixRef(self.hashes, self.tokens, self.salt)
+
+    def token_ids(self) -> list[int]:
+        return [token for node in self.path for token in decode(node.tokens)][: self.tokens]
 
     def last_checkpoint(self, at_most: int | None = None) -> tuple[Node | None, int]:
-        """The position of the last checkpoint in a match, or in its first tokens, and the node that has it; (None, 0): none."""
+        """The position of its last checkpoint, or of the last in its first tokens, and the node that has it; (None, 0): none."""
         last = self.tokens if at_most is None else at_most
-        kin = ((node, min(last, alike)) for on_path in self.path for node, alike in on_path.near_siblings())
-        placed = ((node, position) for node, limit in kin for position in node.checkpoints if position <= limit)
+        near = ((node, min(last, alike)) for on_path in self.path for node, alike in on_path.near_siblings())
+        placed = ((node, position) for node, limit in near for position in node.checkpoints if position <= limit)
         return max(placed, key=lambda found: found[1], default=(None, 0))
 
-    def in_memory(self) -> Match:
-        """The part of it whose blocks are in the pool."""
-        nodes = list(takewhile(lambda node: node.resident, self.nodes))
-        if len(nodes) == len(self.nodes) and self.partial is not None and self.partial.resident:
-            return self
-        return Match(nodes, None, 0)
+    def in_memory(self) -> PrefixRef:
+        """As much of it as has its blocks in the pool, without a gap from the first token on."""
+        resident = sum(1 for _ in takewhile(lambda node: node.resident, self.path))
+        return self if resident == len(self.path) else self.first(resident * BLOCK_TOKENS)
+
+    def cached_nodes(self) -> tuple[Node, ...]:
+        """Its whole edges that are still in the trie."""
+        nodes = self.nodes
+        while nodes and nodes[-1].removed:
+            nodes = nodes[:-1]
+        return nodes
 
 
 class Trie:
@@ -214,20 +253,37 @@ class Trie:
         root = self.begin(digest) if len(digest) == SALT_BYTES else None
         return root if root is not None and root.hash == parent else None
 
-    def match(self, tokens: Sequence[int], salt: bytes = SHARED) -> Match:
-        """The longest prefix of `tokens` that is known under a salt. Changes nothing."""
-        node = self.begin(salt)
-        nodes: list[Node] = []
-        for start in range(0, len(tokens), BLOCK_TOKENS):
-            edge = encode(tokens[start : start + BLOCK_TOKENS])
+    def match(self, tokens: Sequence[int], salt: bytes = SHARED, start: PrefixRef | None = None) -> PrefixRef:
+        """The longest cached prefix of `tokens` under a salt. Changes nothing.
+
+        `start`: a prefix of these tokens that was matched before; its whole edges are not compared again if still cached.
+        """
+        nodes = [] if start is None or start.salt != salt else list(start.cached_nodes()[: len(tokens) // BLOCK_TOKENS])
+        node = nodes[-1] if nodes else self.begin(salt)
+        for at in range(node.end, len(tokens), BLOCK_TOKENS):
+            edge = encode(tokens[at : at + BLOCK_TOKENS])
             child, count = _closest(node, edge)
             if child is None:
                 break
-            if count < BLOCK_TOKENS:
-                return Match(nodes, child, count)
             nodes.append(child)
+            if count < BLOCK_TOKENS:
+                return PrefixRef.of(nodes, at + count, salt)
             node = child
-        return Match(nodes, None, 0)
+        return PrefixRef.of(nodes, node.end, salt)
+
+    def find(self, ref: PrefixRef) -> PrefixRef:
+        """As much of a prefix as is cached, found by its hashes."""
+        nodes: list[Node] = []
+        for index, digest in enumerate(ref.hashes):
+            size = min(BLOCK_TOKENS, ref.tokens - index * BLOCK_TOKENS)
+            parent = nodes[-1] if nodes else self.begin(ref.salt)
+            child = self.named(parent, digest)
+            if child is None and size < BLOCK_TOKENS:
+                child = next((child for child in parent.children if _starts_with(child, digest, size)), None)
+            if child is None or child.end - child.start < size:
+                break
+            nodes.append(child)
+        return PrefixRef.of(nodes, min(ref.tokens, len(nodes) * BLOCK_TOKENS), ref.salt)
 
     def child(self, node: Node, edge: bytes) -> Node | None:
         """The child that has all of these tokens, if there is one."""
@@ -264,7 +320,7 @@ class Trie:
     def put_back(self, node: Node) -> None:
         """A node that was merged into a longer one, which has gone."""
         assert node.parent is not None
-        node.merged_into, node.children, node.checkpoints = None, [], {}
+        node.merged_into, node.children, node.checkpoints, node.removed = None, [], {}, False
         insort(node.parent.children, node, key=_tokens)
         self._named[node.hash] = node
 
@@ -272,7 +328,10 @@ class Trie:
         """Cut a node and all below it off. Returns them."""
         assert node.parent is not None, "the root cannot be removed"
         node.parent.children.remove(node)
-        return list(node.subtree())
+        removed = list(node.subtree())
+        for each in removed:
+            each.removed = True
+        return removed
 
     def check(self) -> None:
         """The invariant: order, hashes and positions. Raises AssertionError."""
@@ -286,6 +345,7 @@ class Trie:
             covered = [e for e in edges if len(e) > len(node.tokens) and e.startswith(node.tokens)]
             assert not covered, f"the edge at token {node.start} is part of a longer one"
             assert node.hash == Node.name(parent, node.tokens), f"hash at {node.start}"
+            assert not node.removed, f"the edge at token {node.start} is marked as removed"
             outside = [p for p in node.checkpoints if not node.start < p <= node.end]
             assert not outside, f"checkpoints {outside} outside of ({node.start}, {node.end}]"
 
@@ -307,6 +367,11 @@ def encode(tokens: Sequence[int]) -> bytes:
 
 def decode(edge: bytes) -> list[int]:
     return list(struct.unpack(f"{len(edge) // TOKEN_BYTES}q", edge))
+
+
+def _starts_with(node: Node, digest: bytes, size: int) -> bool:
+    """Whether the first `size` tokens of an edge are those that end in the prefix `digest`."""
+    return node.end - node.start >= size and node.hash_at(node.start + size) == digest
 
 
 def _tokens(node: Node) -> bytes:

@@ -25,7 +25,6 @@ from ..kv.pool import BlockPool
 from ..kv.slabs import KVArena, state_share
 from ..memory import batch_memory
 from ..prefix.lookup import Lookup
-from ..prefix.ref import find, tokens_of
 from ..prefix.retention import RetentionPolicy
 from ..prefix.salts import SHARED
 from ..spec import FullLayer, ModelCacheSpec
@@ -160,7 +159,7 @@ class ServerPromptCache:
             return []
         turns = self.caches.turns if isinstance(self.caches, PooledCaches) else {}
         path = turns.get(agent) or self.agents.path_of(agent)
-        return [] if path is None else tokens_of(find(self.prefix.index.trie, path))
+        return [] if path is None else self.prefix.index.trie.find(path).token_ids()
 
     def _spare(self, store: PromptStore) -> None:
         """No budget takes what agents are pinned with."""

@@ -9,11 +9,11 @@ from typing import Any
 from ..config import PoolConfig
 from ..errors import PoolExhaustedError
 from ..kv.slabs import KVArena
-from ..prefix.cache import USUAL, Acquired, Inserted, PrefixCache
+from ..prefix.cache import USUAL, Acquired, PrefixCache
 from ..prefix.resume import resumable
 from ..prefix.retention import RetentionPolicy
 from ..prefix.salts import SHARED
-from ..prefix.trie import Match
+from ..prefix.trie import PrefixRef
 from ..store.prompt_store import PromptStore
 from .restore import RestorePlan
 from .write_behind import StoredPrefixes
@@ -36,51 +36,54 @@ class TieredPrefixCache(PrefixCache):
         max_tokens: int = PoolConfig.max_tokens,
         at_most: int | None = None,
         salt: bytes = SHARED,
+        start: PrefixRef | None = None,
     ) -> Acquired:
         """PrefixCache.acquire() after what is worth reading has come back from disk, as far as there is room for it."""
-        wanted = self.wanted(tokens, at_most, salt) if len(tokens) else None
+        start = self.match(tokens, salt, start)
+        wanted = self.wanted(start, len(tokens) - 1 if at_most is None else at_most) if len(tokens) else None
         if wanted is not None and self.stored is not None:
             with suppress(PoolExhaustedError):
                 self.stored.restore_now(wanted)
-        return self.acquire_resident(tokens, max_tokens, at_most, salt)
+        return self.acquire_resident(tokens, max_tokens, at_most, salt, start)
 
     def acquire_resident(
-        self, tokens: Tokens[int], max_tokens: int, at_most: int | None = None, salt: bytes = SHARED
+        self,
+        tokens: Tokens[int],
+        max_tokens: int,
+        at_most: int | None = None,
+        salt: bytes = SHARED,
+        start: PrefixRef | None = None,
     ) -> Acquired:
         """acquire() from what is in memory now: reads nothing from disk."""
-        return super().acquire(tokens, max_tokens, at_most, salt)
+        return super().acquire(tokens, max_tokens, at_most, salt, start)
 
-    def match_resident(self, tokens: Tokens[int], at_most: int, salt: bytes = SHARED) -> Match:
-        if self.stored is None:
-            return super().match_resident(tokens, at_most, salt)
-        match = self.index.trie.match(tokens, salt)
+    def resident(self, match: PrefixRef, at_most: int) -> PrefixRef:
+        if self.stored is not None:
+            wanted = self._on_disk(match, at_most)
+            self.stored.num_cheaper += wanted is not None and not self.stored.is_worth_reading(wanted)
+            self.stored.touch(match.path)
+        return super().resident(match, at_most)
+
+    def wanted(self, match: PrefixRef, at_most: int) -> RestorePlan | None:
+        """The restore that a match is worth waiting for; None where disk adds nothing, or computing it is faster."""
         wanted = self._on_disk(match, at_most)
-        self.stored.num_cheaper += wanted is not None and not self.stored.is_worth_reading(wanted)
-        self.stored.touch(match.path)
-        return match.in_memory()
+        return wanted if wanted is not None and self.stored and self.stored.is_worth_reading(wanted) else None
 
-    def wanted(self, tokens: Tokens[int], at_most: int | None = None, salt: bytes = SHARED) -> RestorePlan | None:
-        """The restore that a prompt is worth waiting for; None where disk adds nothing, or computing it is faster."""
-        if self.stored is None:
-            return None
-        wanted = self._on_disk(self.index.trie.match(tokens, salt), len(tokens) - 1 if at_most is None else at_most)
-        return wanted if wanted is not None and self.stored.is_worth_reading(wanted) else None
-
-    def _on_disk(self, match: Match, most: int) -> RestorePlan | None:
+    def _on_disk(self, match: PrefixRef, most: int) -> RestorePlan | None:
         if self.stored is None:
             return None
         return self.stored.wanted(match, most, resumable(self.slabs, match.in_memory(), most)[0])
 
     def within_reach(self, tokens: Tokens[int], salt: bytes = SHARED) -> int:
         """How many tokens of a prompt are in memory, or on disk and worth reading."""
-        wanted = self.wanted(tokens, salt=salt)
+        wanted = self.wanted(self.match(tokens, salt), len(tokens) - 1)
         return super().within_reach(tokens, salt) if wanted is None else wanted.have + wanted.tokens
 
-    def remember(self, tokens: Tokens[int], caches: list[Any], kind: str, terms: RetentionPolicy, goes_on: bool) -> Inserted:
-        inserted = super().remember(tokens, caches, kind, terms, goes_on)
+    def remember(self, tokens: Tokens[int], caches: list[Any], kind: str, terms: RetentionPolicy, goes_on: bool) -> PrefixRef:
+        ref = super().remember(tokens, caches, kind, terms, goes_on)
         if self.stored is not None and terms.is_written:
-            self.stored.note_path(inserted.path, inserted.tokens)
-        return inserted
+            self.stored.note_path(ref.path, ref.tokens)
+        return ref
 
     def keep_up(self) -> None:
         """Between two steps: let go of what has been kept for long enough, in memory and on disk. Cheap."""

@@ -5,9 +5,9 @@ from __future__ import annotations
 from dataclasses import dataclass
 from itertools import takewhile
 
-from ..prefix.ref import NotedPath, find, records_of
+from ..prefix.ref import records_of
 from ..prefix.resume import resumable
-from ..prefix.trie import Match, Node
+from ..prefix.trie import Node, PrefixRef
 from .cache import TieredPrefixCache
 
 
@@ -28,9 +28,9 @@ class Measure:
     shared_disk_bytes: int
 
 
-def measure(prefix: TieredPrefixCache, path: NotedPath, own: int, sizes: dict[Node, tuple[int, int]] | None = None) -> Measure:
+def measure(prefix: TieredPrefixCache, path: PrefixRef, own: int, sizes: dict[Node, tuple[int, int]] | None = None) -> Measure:
     """Figures of a path whose edges from `own` on are its own. `sizes` keeps those of edges for other paths."""
-    match, stored = find(prefix.index.trie, path), prefix.stored
+    match, stored = prefix.index.trie.find(path), prefix.stored
     nodes = match.path
     in_memory = takewhile(lambda node: node.resident, nodes)
     on_disk = takewhile(lambda node: node.stored, nodes)
@@ -51,7 +51,7 @@ def measure(prefix: TieredPrefixCache, path: NotedPath, own: int, sizes: dict[No
     )
 
 
-def resumes_from_disk(prefix: TieredPrefixCache, match: Match) -> int:
+def resumes_from_disk(prefix: TieredPrefixCache, match: PrefixRef) -> int:
     """How many tokens of a match a restart would find, and could go on from."""
     stored = prefix.stored
     if stored is None:

@@ -17,7 +17,7 @@ from ..kv.block_bytes import Content, as_bytes, contents, copy_in, copy_out
 from ..kv.slabs import KVArena
 from ..prefix.admission import Admission
 from ..prefix.residency import KVIndex
-from ..prefix.trie import Match, Node, decode
+from ..prefix.trie import Node, PrefixRef, decode
 from ..store.fs import Into
 from ..store.limits import OVER_BUDGET
 from ..store.prompt_store import PromptStore
@@ -215,7 +215,7 @@ class StoredPrefixes:
 
     # -- reading -------------------------------------------------------------------------------------------------------
 
-    def wanted(self, match: Match, at_most: int, have: int) -> RestorePlan | None:
+    def wanted(self, match: PrefixRef, at_most: int, have: int) -> RestorePlan | None:
         """What would have to be brought back to resume at more than `have` tokens of a match; None: nothing of it is here."""
         if self.clock() < self._left_alone_until:
             return None

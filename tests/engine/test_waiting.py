@@ -42,7 +42,7 @@ def disk(monkeypatch: pytest.MonkeyPatch) -> GatedDisk:
 
 def by_somebody_else(machine: Machine) -> Restore:
     """What an agent's owner asks for, outside of the engine."""
-    wanted = machine.prefix.wanted(LONG)
+    wanted = machine.prefix.wanted(machine.prefix.match(LONG), len(LONG) - 1)
     assert wanted is not None
     return machine.stored.restore(wanted)
 

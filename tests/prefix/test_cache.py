@@ -11,6 +11,7 @@ from mlx_lm.models.cache import KVCache, RotatingKVCache
 
 from mlx_blockpool.errors import PoolExhaustedError, RequestTooLargeError
 from mlx_blockpool.prefix.cache import Acquired, PrefixCache
+from mlx_blockpool.prefix.trie import encode
 
 LONG = list(range(10_000, 10_700))
 
@@ -93,6 +94,46 @@ def test_prompts_computed_side_by_side_are_kept_once() -> None:
     assert ids[0][:2] == ids[1][:2], "the full blocks of the second were exchanged for those of the first"
     assert prefix.pool.settle()[0].held == 4
     assert prefix.stats_by_type()["system"]["n_sequences"] == 1
+    prefix.check()
+
+
+def test_insert_compares_only_what_follows_the_blocks_that_the_sequence_holds(monkeypatch: pytest.MonkeyPatch) -> None:
+    prefix = prefix_cache()
+    serve(prefix, LONG[:512])
+    fetched = prefix.acquire(LONG, 10)
+    compared = []
+    monkeypatch.setattr("mlx_blockpool.prefix.cache.encode", lambda tokens: compared.append(list(tokens)) or encode(tokens))
+    prefix.insert(LONG, compute(fetched))
+    assert compared == [LONG[512:]]
+    ref = prefix.ref_of(fetched.caches)
+    assert ref == prefix.match(LONG)
+    assert (ref.tokens, ref.token_ids()) == (700, LONG)
+    prefix.check()
+
+
+def test_blocks_that_were_cut_off_and_written_anew_are_compared_again() -> None:
+    prefix = prefix_cache()
+    serve(prefix, LONG)
+    fetched = prefix.acquire([*LONG, 1], 300)
+    other = [*LONG[:300], *[7] * 300]
+    for cache in fetched.caches:
+        cache.trim(400)
+        cache.update_and_fetch(*numbered(1300, 300))
+    assert prefix.insert(other, fetched.caches) == 600
+    assert prefix.match(other).tokens == 600
+    assert [prefix.look([*tokens, 9]).hit for tokens in (LONG, other)] == [700, 600]
+    assert keys(prefix.acquire([*other, 9], 10).caches[0])[300:] == list(range(1300, 1600))
+    assert keys(prefix.acquire([*LONG, 9], 10).caches[0]) == list(range(700))
+    prefix.check()
+
+
+def test_what_was_evicted_since_a_sequence_began_is_inserted_again() -> None:
+    prefix = prefix_cache()
+    serve(prefix, LONG)
+    fetched = prefix.acquire([*LONG, 1], 10)
+    prefix.index.clear()
+    assert prefix.insert([*LONG, 1], compute(fetched)) == 701
+    assert prefix.match([*LONG, 1]).tokens == 701
     prefix.check()
 
 

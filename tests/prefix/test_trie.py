@@ -9,7 +9,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from thorough import tried
 
-from mlx_blockpool.prefix.trie import Checkpoint, Match, Node, Trie, decode, encode
+from mlx_blockpool.prefix.trie import Checkpoint, Node, PrefixRef, Trie, decode, encode
 from mlx_blockpool.spec import BLOCK_TOKENS
 
 # Image patches have ids like these.
@@ -37,7 +37,7 @@ def path_tokens(node: Node) -> list[int]:
     return [token for edge in node.path() for token in decode(edge.tokens)]
 
 
-def matched(match: Match) -> list[int]:
+def matched(match: PrefixRef) -> list[int]:
     """The tokens that the nodes of a match stand for."""
     tail = decode(match.partial.tokens)[: match.count] if match.partial else []
     return [*(path_tokens(match.nodes[-1]) if match.nodes else []), *tail]
@@ -54,7 +54,7 @@ A = list(range(1000, 1600))
 
 
 def test_an_empty_trie_matches_nothing() -> None:
-    assert trie_of().match(A) == Match([], None, 0)
+    assert trie_of().match(A) == PrefixRef()
     assert list(trie_of()) == []
 
 
@@ -328,8 +328,8 @@ def test_prefixes_under_different_salts_share_nothing() -> None:
     trie.check()
     shared = trie.match(A).path
     assert len({node.hash for node in (*shared, *mine.path(), *other.path())}) == 9
-    assert trie.match(A, b"1" * 32).path == mine.path()
-    assert trie.match(A, b"3" * 32) == Match([], None, 0)
+    assert list(trie.match(A, b"1" * 32).path) == mine.path()
+    assert trie.match(A, b"3" * 32) == PrefixRef(salt=b"3" * 32)
     assert len(list(trie)) == 9
 
 

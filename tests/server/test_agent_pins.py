@@ -5,7 +5,6 @@ from __future__ import annotations
 import pytest
 from prefix.test_states import SPECS, Life
 
-from mlx_blockpool.prefix.ref import path_of
 from mlx_blockpool.server.agents.served import ServedAgents
 
 PROMPTS = [list(range(100 * n, 100 * n + 40)) for n in range(1, 13)]
@@ -18,7 +17,7 @@ def pinned(life: Life) -> tuple[ServedAgents, list[bool]]:
     found = []
     for n, prompt in enumerate(PROMPTS):
         life.answer(prompt)
-        found.append(agents.pin(f"agent {n}", path_of(life.prefix.index.trie, prompt)))
+        found.append(agents.pin(f"agent {n}", life.prefix.index.trie.match(prompt).detached()))
     agents.close()
     return agents, found
 
@@ -42,4 +41,4 @@ def test_a_refused_pin_holds_once_another_has_gone() -> None:
     assert found == [True, True] + [False] * 10
     agents.unpin("agent 0")
     life.answer(PROMPTS[11])
-    assert agents.pin("agent 11", path_of(life.prefix.index.trie, PROMPTS[11]))
+    assert agents.pin("agent 11", life.prefix.index.trie.match(PROMPTS[11]).detached())

@@ -13,9 +13,8 @@ from models import save_model
 from store.conversations import hashes_of, keep, note
 from store.stores import NAMESPACE, QuickDisk
 
-from mlx_blockpool.prefix import ref
-from mlx_blockpool.prefix.ref import NotedPath, SharedPaths
-from mlx_blockpool.prefix.trie import Node, Trie, encode, naming
+from mlx_blockpool.prefix.ref import SharedPaths
+from mlx_blockpool.prefix.trie import Node, PrefixRef, Trie, encode, naming
 from mlx_blockpool.store import reachability
 from mlx_blockpool.store.agent_files import Agents
 from mlx_blockpool.store.agent_records import AgentRecords
@@ -115,12 +114,12 @@ def hashed(monkeypatch: pytest.MonkeyPatch, count: int) -> int:
         for start in range(0, len(tokens), 256):
             edge = encode(tokens[start : start + 256])
             node = known.child(node, edge) or known.add(node, edge, (), "assistant")[0]
-        paths.append(NotedPath(tuple(n.hash for n in node.path()), len(tokens)))
+        paths.append(PrefixRef(tuple(n.hash for n in node.path()), len(tokens)))
     with monkeypatch.context() as patch:
         calls = counted(patch, [Node], "hash_at")
         shared = SharedPaths(paths)
         for path in paths:
-            match = ref.find(known, path)
+            match = known.find(path)
             assert match.tokens == path.tokens
             assert shared.stood_on(match.path, path) == 2
         return calls["hash_at"]
@@ -137,18 +136,18 @@ def test_paths_are_compared_as_one_by_one(tmp_path: Path) -> None:
     known = Trie("n")
     longer, shorter, apart = [*SYSTEM, *range(1000, 1100)], [*SYSTEM, *range(1000, 1040)], [*SYSTEM, *range(1000, 1039), 7]
 
-    def path(tokens: list[int]) -> NotedPath:
+    def path(tokens: list[int]) -> PrefixRef:
         node = known.root
         for start in range(0, len(tokens), 256):
             edge = encode(tokens[start : start + 256])
             node = known.child(node, edge) or known.add(node, edge, (), "assistant")[0]
         hashes = [node.hash for node in node.path()]
         hashes[-1] = node.hash_at(len(tokens))
-        return NotedPath(tuple(hashes), len(tokens))
+        return PrefixRef(tuple(hashes), len(tokens))
 
     paths = [path(shorter), path(longer), path(apart), path(SYSTEM)]
     shared = SharedPaths(paths)
-    found = [ref.find(known, each) for each in paths]
+    found = [known.find(each) for each in paths]
     assert [match.tokens for match in found] == [552, 612, 552, 512]
     assert [shared.stood_on(match.path, each) for match, each in zip(found, paths, strict=True)] == [3, 3, 2, 2]
     assert SharedPaths([paths[1]]).stood_on(found[1].path, paths[1]) == 0

@@ -11,7 +11,7 @@ import pytest
 from models import save_model
 from store.stores import open_store
 
-from mlx_blockpool.prefix.ref import NotedPath
+from mlx_blockpool.prefix.trie import PrefixRef
 from mlx_blockpool.server.agents.by_content import is_by_content
 from mlx_blockpool.server.agents.served import ServedAgents
 from mlx_blockpool.store.agent_files import Agents
@@ -78,11 +78,11 @@ def test_turns_that_wait_are_noted_in_one_batch_when_a_server_stops(tmp_path: Pa
 
     agents.run(lambda files: files.note("before", store.namespace, "tiny", [], 0))
     monkeypatch.setattr(Disk, "sync_directory", held)
-    agents.note("first", NotedPath((), 0))
+    agents.note("first", PrefixRef((), 0))
     assert begun.wait(60)
     for turn in range(6):
         for number in range(50):
-            agents.note(f"agent {number}", NotedPath((bytes([turn]) * 32,), turn + 1))
+            agents.note(f"agent {number}", PrefixRef((bytes([turn]) * 32,), turn + 1))
     free.set()
     agents.close()
     noted = {agent.name: agent.tokens for agent in Agents(tmp_path).all()}
@@ -98,7 +98,7 @@ def test_a_disk_that_hangs_does_not_hold_up_a_server_that_stops(
     agents = ServedAgents("tiny", store)
     free = threading.Event()
     monkeypatch.setattr(Disk, "sync_directory", lambda *_: free.wait())
-    agents.note("one", NotedPath((), 0))
+    agents.note("one", PrefixRef((), 0))
     agents.close()
     assert "could not be noted within 0.01 seconds" in caplog.text
     free.set()

@@ -95,7 +95,7 @@ class GatedDisk(QuickDisk):
 
 def wanted(life: Life, tokens: Sequence[int]) -> RestorePlan:
     """What a prompt that begins with these tokens would bring back."""
-    found = life.prefix.wanted([*tokens, 1])
+    found = life.prefix.wanted(life.prefix.match([*tokens, 1]), len(tokens))
     assert found is not None
     return found
 

@@ -14,7 +14,6 @@ from store.stores import record_files
 from tier.lives import BLOCK, FILE, ONE, SPEC, THREE, TWO, WINDOWED, GatedDisk, Life, compute, wanted
 
 from mlx_blockpool.errors import PoolExhaustedError
-from mlx_blockpool.prefix.ref import path_of
 from mlx_blockpool.prefix.salts import SHARED, salt_of_import, salt_of_key
 from mlx_blockpool.spec import ModelCacheSpec
 
@@ -254,7 +253,7 @@ def test_what_is_under_a_salt_comes_back_under_it_alone(spec: ModelCacheSpec, tm
     assert len(record_files(tmp_path)) % 2 == once % 2 == 0
     again = Life(tmp_path, spec=spec)
     again.prefix.check()
-    paths = [path_of(again.prefix.index.trie, ONE, each) for each in (SHARED, salt, salt_of_key("one"))]
+    paths = [again.prefix.index.trie.match(ONE, each).detached() for each in (SHARED, salt, salt_of_key("one"))]
     assert [path.tokens for path in paths] == [len(ONE), len(ONE), 0]
     assert not set(paths[0].hashes) & set(paths[1].hashes)
     found = again.prefix.acquire([*ONE, 1], 1, salt=salt)

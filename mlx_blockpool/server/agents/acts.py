@@ -9,7 +9,7 @@ from typing import Any
 
 from ...errors import StoreError
 from ...formatting import Report
-from ...prefix.ref import Freed, SharedPaths, find, forget, kept_hashes
+from ...prefix.ref import Freed, SharedPaths, forget, kept_hashes
 from ...store import offline
 from ...store.agent_files import Agents
 from ...store.agent_records import AgentRecords
@@ -138,7 +138,7 @@ def delete(known: KnownAgents, name: str) -> Report:
         "agent": subject.name,
         "deleted": True,
         "memory": {"blocks": freed.blocks, "bytes": freed.bytes, "kept": freed.kept},
-        "clean": known.at(subject.home, lambda _, prefix: len(find(prefix.index.trie, subject.path).path) <= freed.kept),
+        "clean": known.at(subject.home, lambda _, prefix: len(prefix.index.trie.find(subject.path).path) <= freed.kept),
     }
     if on_disk and known.records is not None:
         mine = [file for file in share.own if _hash_of(file) not in kept]

@@ -22,10 +22,10 @@ from ...formatting import Report
 from ...kv.outgoing import Outgoing
 from ...kv.parts import leaves_of, sequence_of
 from ...prefix.intake import Intake, begin_intake
-from ...prefix.ref import NotedPath, find, path_of, tokens_of
 from ...prefix.resume import lay_out_to_read, resumable
 from ...prefix.retention import RetentionPolicy
 from ...prefix.salts import is_of_import, salt_of_import
+from ...prefix.trie import PrefixRef
 from ...store.digests import Digests
 from ...store.identity import check_unchanged
 from ...store.manifest import shown
@@ -77,13 +77,13 @@ def _key(known: KnownAgents) -> bytes:
 
 
 def _begin_export(served: ServedModel, prefix: TieredPrefixCache, subject: Subject, weights: str) -> tuple[Outgoing, list[Any]]:
-    match = find(prefix.index.trie, subject.path).in_memory()
+    match = prefix.index.trie.find(subject.path).in_memory()
     hit, checkpoint = resumable(prefix.slabs, match, match.tokens)
     if not hit:
         raise RefusedError(409, f"Found nothing of agent {shown(subject.name)} in memory or on disk; needed some of its path.")
     caches = lay_out_to_read(prefix.slabs, match, hit, checkpoint)
     bits = None if prefix.stored is None else prefix.stored.bits
-    metadata = exchange.metadata_of(served.provider.public_name, weights, bits, tokens_of(match)[:hit])
+    metadata = exchange.metadata_of(served.provider.public_name, weights, bits, match.token_ids()[:hit])
     return Outgoing(caches, metadata), caches
 
 
@@ -195,14 +195,14 @@ def _begin_import(prefix: TieredPrefixCache, caches: list[Any]) -> Intake:
 
 def _end_import(
     served: ServedModel, prefix: TieredPrefixCache, tokens: list[int], intake: Intake, name: str, salt: bytes
-) -> NotedPath:
+) -> PrefixRef:
     before = agents_of(served).path_of(name)
     if is_of_import(salt) and before is not None and not is_of_import(before.salt):
         # It has had a turn since it was looked for.
         raise RefusedError(409, exchange.taken_text(name))
     prefix.release(tokens, intake.pooled, terms=RetentionPolicy(salt=salt))
-    path = path_of(prefix.index.trie, tokens, salt)
-    hit = resumable(prefix.slabs, find(prefix.index.trie, path).in_memory(), path.tokens)[0]
+    path = prefix.index.trie.match(tokens, salt).detached()
+    hit = resumable(prefix.slabs, prefix.index.trie.find(path).in_memory(), path.tokens)[0]
     if hit < len(tokens):
         raise RefusedError(503, f"Found room for {hit} of {len(tokens)} tokens; needed all. Raise --pool-bytes or unpin agents.")
     agents_of(served).note(name, path)

@@ -13,9 +13,9 @@ from typing import Any, TypeVar
 
 from ...config import StoreConfig
 from ...errors import BlockpoolError
-from ...prefix.ref import NotedPath, SharedPaths, own_from
+from ...prefix.ref import SharedPaths, own_from
 from ...prefix.salts import SHARED
-from ...prefix.trie import naming
+from ...prefix.trie import PrefixRef, naming
 from ...store.agent_files import Agents
 from ...store.agent_records import AgentRecords
 from ...store.fs import safe_name
@@ -62,7 +62,7 @@ class Subject:
     file: Agent | None
 
     @property
-    def path(self) -> NotedPath:
+    def path(self) -> PrefixRef:
         return self.noted.path
 
     @property

@@ -10,8 +10,8 @@ from dataclasses import dataclass
 
 from ...errors import PoolExhaustedError
 from ...formatting import Report
-from ...prefix.ref import NotedPath, find
 from ...prefix.resume import resumable, standing
+from ...prefix.trie import PrefixRef
 from ...store.limits import OVER_BUDGET
 from ...store.manifest import shown
 from ...store.record import BLOCK, Key
@@ -28,7 +28,7 @@ RESTORE_SECONDS = 0.02
 PAUSE_SECONDS = 0.005
 
 
-def _measure(known: KnownAgents, home: Home, path: NotedPath) -> Measure:
+def _measure(known: KnownAgents, home: Home, path: PrefixRef) -> Measure:
     return known.at(home, lambda _, prefix: measure(prefix, path, 0))
 
 
@@ -80,9 +80,9 @@ def save(known: KnownAgents, name: str) -> Report:
     return {"agent": subject.name, "saved": True, "seconds": since(start), "tokens": path.tokens} | in_words(found)
 
 
-def _note(prefix: TieredPrefixCache, path: NotedPath) -> int:
+def _note(prefix: TieredPrefixCache, path: PrefixRef) -> int:
     """What is not on disk yet is to be written. Returns how much was refused until now."""
-    stored, match = _stored(prefix), find(prefix.index.trie, path)
+    stored, match = _stored(prefix), prefix.index.trie.find(path)
     stored.note_path(match.path, match.tokens)
     for node in match.path:
         for checkpoint in node.checkpoints.values():
@@ -90,10 +90,10 @@ def _note(prefix: TieredPrefixCache, path: NotedPath) -> int:
     return stored.store.counts[OVER_BUDGET]
 
 
-def _saved(prefix: TieredPrefixCache, path: NotedPath) -> _Saved:
+def _saved(prefix: TieredPrefixCache, path: PrefixRef) -> _Saved:
     stored = _stored(prefix)
     stored.write_behind(at_once=True)
-    match = find(prefix.index.trie, path)
+    match = prefix.index.trie.find(path)
     found, report = measure(prefix, path, len(match.path)), stored.report()
     at = standing(prefix.slabs, match.in_memory()).position
     counts = stored.store.counts
@@ -103,7 +103,7 @@ def _saved(prefix: TieredPrefixCache, path: NotedPath) -> _Saved:
     )
 
 
-def _why_not(found: Measure, saved: _Saved, path: NotedPath, store_bytes: int, is_full: bool) -> str:
+def _why_not(found: Measure, saved: _Saved, path: PrefixRef, store_bytes: int, is_full: bool) -> str:
     there = f"{found.tokens_on_disk} of {path.tokens} tokens on disk and {found.tokens_in_memory} in memory"
     if is_full:
         return (
@@ -158,11 +158,11 @@ def _advance(served: ServedModel, restore: Restore) -> bool:
     return restore.advance(0.0 if is_computing else RESTORE_SECONDS, RESTORE_SECONDS)
 
 
-def _begin_restore(prefix: TieredPrefixCache, path: NotedPath) -> list[tuple[Restore, int]]:
+def _begin_restore(prefix: TieredPrefixCache, path: PrefixRef) -> list[tuple[Restore, int]]:
     stored = prefix.stored
     if stored is None:
         return []
-    match = find(prefix.index.trie, path)
+    match = prefix.index.trie.find(path)
     have = resumable(prefix.slabs, match.in_memory(), match.tokens)[0]
     wanted = stored.wanted(match, match.tokens, have)
     if wanted is None:

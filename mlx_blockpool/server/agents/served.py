@@ -17,10 +17,9 @@ from typing import TypeVar
 
 from ...config import StoreConfig
 from ...errors import BlockpoolError, LoadError
-from ...prefix.ref import NotedPath, find
 from ...prefix.resume import standing
 from ...prefix.salts import SHARED, is_of_import
-from ...prefix.trie import Pin
+from ...prefix.trie import Pin, PrefixRef
 from ...store.agent_files import Agents, turn_of
 from ...store.manifest import Agent
 from ...store.prompt_store import PromptStore
@@ -40,7 +39,7 @@ NOTED_AT_ONCE = 64
 class Noted:
     """Where an agent is, and when it was first and last noted, in seconds since the epoch."""
 
-    path: NotedPath
+    path: PrefixRef
     created: int
     used: int
 
@@ -61,7 +60,7 @@ class ServedAgents:
         self._store = store
         self._config = StoreConfig() if store is None else store.config
         self._prefix: TieredPrefixCache | None = None
-        self._pending: dict[str, NotedPath] = {}
+        self._pending: dict[str, PrefixRef] = {}
         self._changing = threading.Lock()
         self._writer = ThreadPoolExecutor(1, "agents")
         self._seen: list[Agent] = []
@@ -82,7 +81,7 @@ class ServedAgents:
         self._prefix = prefix
         self.follow({})
 
-    def follow(self, turns: Mapping[str, NotedPath]) -> None:
+    def follow(self, turns: Mapping[str, PrefixRef]) -> None:
         """Agents whose turns have ended: note them, and let pins go with them. Takes over what other processes pinned."""
         for name, path in turns.items():
             self.note(name, path)
@@ -93,7 +92,7 @@ class ServedAgents:
             self._is_looking = True
             self._writer.submit(self._look)
 
-    def note(self, name: str, path: NotedPath) -> None:
+    def note(self, name: str, path: PrefixRef) -> None:
         """An agent is here now. Of several turns the last one is written."""
         before, now = self.noted.pop(name, None), int(time.time())
         self.noted[name] = Noted(path, now if before is None else before.created, now)
@@ -108,7 +107,7 @@ class ServedAgents:
         if is_first:
             self._writer.submit(self._write_pending)
 
-    def path_of(self, name: str) -> NotedPath | None:
+    def path_of(self, name: str) -> PrefixRef | None:
         """Where an agent was when it was noted last, in memory or else in the files as they were seen last."""
         noted = self.noted.get(name)
         if noted is not None:
@@ -120,7 +119,7 @@ class ServedAgents:
         path = self.path_of(name)
         return path.salt if path is not None and is_of_import(path.salt) else SHARED
 
-    def pin(self, name: str, path: NotedPath) -> bool:
+    def pin(self, name: str, path: PrefixRef) -> bool:
         """Nothing of an agent's path goes any more, also once it has gone on. Whether it is in memory that it stays."""
         self._pin_in_memory(name, path)
         return self.pinned[name] is not None
@@ -142,7 +141,7 @@ class ServedAgents:
         if old in self.pinned:
             self.pinned[new] = self.pinned.pop(old)
 
-    def fork(self, new: str, path: NotedPath) -> None:
+    def fork(self, new: str, path: PrefixRef) -> None:
         now = int(time.time())
         self.noted[new] = Noted(path, now, now)
 
@@ -153,11 +152,11 @@ class ServedAgents:
         with self._changing:
             self._pending.pop(name, None)
 
-    def _pin_in_memory(self, name: str, path: NotedPath) -> None:
+    def _pin_in_memory(self, name: str, path: PrefixRef) -> None:
         """In place of what was pinned for this agent before."""
         assert self._prefix is not None
         known, before = self._prefix.index, self.pinned.get(name)
-        found = standing(self._prefix.slabs, find(known.trie, path))
+        found = standing(self._prefix.slabs, known.trie.find(path))
         pin = known.pin(found.nodes, found.position)
         if before is not None:
             known.unpin(before)
@@ -274,4 +273,4 @@ def bound_notes(files: Agents, config: StoreConfig, noted: dict[str, Noted]) -> 
 
 def at(agent: Agent) -> Noted:
     """Where a file says that an agent is."""
-    return Noted(NotedPath(agent.hashes, agent.tokens, agent.salt), agent.created, agent.used)
+    return Noted(PrefixRef(agent.hashes, agent.tokens, agent.salt), agent.created, agent.used)
