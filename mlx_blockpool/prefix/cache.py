@@ -81,7 +81,7 @@ class PrefixCache:
     ) -> Acquired:
         """Caches for a prompt, with room for `max_tokens` more. A hit has no more than `at_most` tokens.
 
-        Only what was inserted under the same `salt` is found; `start` as in match(). Raises RequestTooLargeError if the prompt can
+        Only what was inserted under the same `salt` is found; `start` as in match(). Raises RequestTooLargeError if it can
         never fit in the pool, PoolExhaustedError if it cannot fit now.
         """
         tokens = _ids(tokens)
