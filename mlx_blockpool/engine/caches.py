@@ -18,7 +18,7 @@ from ..prefix.salts import SHARED
 from ..prefix.trie import PrefixRef
 from ..spec import BLOCK_TOKENS
 from ..tier.cache import TieredPrefixCache
-from ..tier.restore import Restore
+from ..tier.restore import RestoreJob
 from .request import KIND, Restoring, Running
 
 # A long prompt is kept behind so many tokens, and behind twice, four times.. as many.
@@ -49,7 +49,7 @@ class PooledCaches:
         self.merges = True
         # Where each agent's last turn ended, until the server has noted it.
         self.turns: dict[str, PrefixRef] = {}
-        self._restores: dict[int, Restore] = {}
+        self._restores: dict[int, RestoreJob] = {}
         # When each was last told of, in seconds of time.monotonic().
         self._told: dict[int, float] = {}
         # Restores that had let their blocks go when it was last looked, those of others included.

@@ -109,12 +109,17 @@ class Record:
 
 @dataclass(frozen=True)
 class Expected:
-    """What a reader knows of a record beforehand. hash None: the one in the file's name; parts None: those of the header."""
+    """What a reader knows of a record beforehand.
+
+    hash       None: the one in the file's name.
+    parts      None: those that its header says, which then have `max_bytes` together at most.
+    """
 
     namespace: str
     kind: str
     hash: bytes | None = None
     parts: tuple[Part, ...] | None = None
+    max_bytes: int = MAX_DATA_BYTES
 
 
 def encode(record: Record, buffers: Sequence[Buffer]) -> list[Buffer]:

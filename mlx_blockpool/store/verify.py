@@ -88,6 +88,7 @@ def _check_identity(record: Record, expected: Expected, naming: Naming) -> None:
     need(record.kind == expected.kind, "kind", record.kind, expected.kind)
     if expected.hash is not None:
         need(record.hash == expected.hash, "hash", record.hash.hex(), expected.hash.hex())
+    need(record.nbytes <= expected.max_bytes, "bytes of data", record.nbytes, f"at most {expected.max_bytes}")
     named = naming(record.parent, record.tokens)
     need(named == record.hash, "parent and tokens of hash", named.hex(), record.hash.hex())
     if expected.parts is not None:

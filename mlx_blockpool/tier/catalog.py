@@ -12,18 +12,18 @@ from ..prefix.residency import KVIndex
 from ..prefix.trie import Node, encode
 from ..store.prompt_store import PromptStore
 from ..store.record import BLOCK, SALT, Key, Record
-from .checkpoint_records import PlacedCheckpoints
+from .checkpoint_records import StoredCheckpoints
 
 # Records that are learned between two steps; a disk that was away may show thousands.
 LEARN_AT_ONCE = 64
 
 
-class Learned:
+class RecordScanner:
     """Records that wait to be known. `nodes`: those that are on disk, by hash."""
 
-    def __init__(self, known: KVIndex, placed: PlacedCheckpoints, store: PromptStore, nodes: dict[bytes, Node]) -> None:
+    def __init__(self, known: KVIndex, checkpoints: StoredCheckpoints, store: PromptStore, nodes: dict[bytes, Node]) -> None:
         self._known = known
-        self._placed = placed
+        self._checkpoints = checkpoints
         self._store = store
         self._nodes = nodes
         self._waiting: deque[Record] = deque()
@@ -46,7 +46,7 @@ class Learned:
                     child = self._known.add_stored(node, edge, record.extra.get("kind", "assistant"))
                     self._nodes[child.hash] = child
                     nodes += [child] if child.is_full else []
-        self._placed.load((r for r in records if r.kind != BLOCK), self._nodes)
+        self._checkpoints.load((r for r in records if r.kind != BLOCK), self._nodes)
 
     def _roots(self, records: Sequence[Record]) -> list[Node]:
         """The shared root, and those of the salts that records name."""
@@ -88,7 +88,7 @@ class Learned:
             if record.kind == BLOCK:
                 self._add(record)
             else:
-                self._placed.place(record, self._nodes)
+                self._checkpoints.place(record, self._nodes)
 
     def _add(self, record: Record) -> None:
         first = self._known.trie.begin_of(record.parent, record.extra.get(SALT)) if record.start == 0 else None

@@ -7,9 +7,8 @@ piece, and rests likewise.
 
 from __future__ import annotations
 
-import math
-import time
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
 from functools import partial
 from typing import Any
 from weakref import WeakKeyDictionary, ref
@@ -18,7 +17,7 @@ import mlx.core as mx
 import numpy as np
 
 from ..errors import BadRecordError
-from ..kv.block_bytes import as_bytes
+from ..kv.block_bytes import as_bytes, contents
 from ..kv.slabs import KVArena
 from ..prefix.checkpoints import CUT, Piece, WindowCheckpoint
 from ..prefix.residency import KVIndex, is_superseded
@@ -29,17 +28,30 @@ from ..store.prompt_store import PromptStore
 from ..store.reader import Found, Reading
 from ..store.record import SALT, STATE, WINDOW, Expected, Key, Part, Record
 
-# Whether a node can be reached on disk, if need be from now on; None: not now.
-Reach = Callable[[Node], "bool | None"]
-# Hands a record over with what makes its bytes: bytes taken, 0 if there is no room for it, None if not now.
-Put = Callable[[Record, Callable[[], list[memoryview]], Node], "int | None"]
 # A state is written at once where the keys and values since the last one are so many times as large.
 MUCH = 10
 # Of a position that a file names.
 MOST_DIGITS = 18
+# A state may take so many times what the spec says: a model may compute in float32 what its spec counts in 16 bits.
+STATE_SLACK = 2
 
 
-class PlacedCheckpoints:
+@dataclass(frozen=True)
+class CheckpointWrite:
+    """One record of a checkpoint that is to be written.
+
+    record, copy   what it says, and the function that copies its bytes out of the pool.
+    of             the node whose tokens it covers; `node` is the one that the checkpoint is in.
+    """
+
+    record: Record
+    copy: Callable[[], list[memoryview]]
+    of: Node
+    node: Node
+    checkpoint: Checkpoint
+
+
+class StoredCheckpoints:
     """The checkpoints of `known` that `store` can put back: those of which every piece of the rings and the state are there."""
 
     def __init__(self, known: KVIndex, slabs: KVArena, store: PromptStore) -> None:
@@ -47,6 +59,10 @@ class PlacedCheckpoints:
         self.slabs = slabs
         self.rings = WindowCheckpoint(slabs, store.config.bits)
         self.store = store
+        # Bytes that a record may claim at most, whatever its header says.
+        whole = contents(slabs, list(self.rings.sizes), BLOCK_TOKENS, store.config.bits)
+        window_bytes = sum(Part(c.name, c.safetensors_dtype, c.shape).nbytes for c in whole)
+        self._max_bytes = {WINDOW: window_bytes, STATE: STATE_SLACK * slabs.spec.fixed_bytes_per_agent()}
         self._pending: WeakKeyDictionary[Checkpoint, Node] = WeakKeyDictionary()
         # Those whose last piece waits for its time.
         self._resting: WeakKeyDictionary[Checkpoint, tuple[Node, float]] = WeakKeyDictionary()
@@ -88,15 +104,40 @@ class PlacedCheckpoints:
         if self.rings.can_be_cut:
             self._pending[checkpoint] = node
 
-    def write(self, put: Put, limit: int, reach: Reach, at_once: bool = False) -> None:
-        """Hand pieces over, `limit` bytes and at most one more; `at_once`: none waits for its time."""
-        now = math.inf if at_once else time.monotonic()
-        while limit > 0 and (found := next(self._due(now), None)) is not None and self.store.takes():
+    def is_due(self, now: float) -> bool:
+        """Whether any has something to write at `now`, in seconds of time.monotonic()."""
+        return next(self._due(now), None) is not None
+
+    def next_write(self, now: float) -> CheckpointWrite | None:
+        """The next record to write at `now`; None: nothing is due any more. The same again until written() or give_up()."""
+        while (found := next(self._due(now), None)) is not None:
             checkpoint, node = found
-            written = self._write(put, checkpoint, node, now, reach)
-            if written is None:
-                return
-            limit -= written
+            while node.merged_into is not None:
+                node = node.merged_into
+            write = self._unwritten(node, checkpoint)
+            if write is None:
+                self._settle(checkpoint)
+            elif not self._may_rest(write):
+                return write
+            elif not self._rests(write, now):
+                if not is_superseded(node, checkpoint):
+                    return write
+                self._settle(checkpoint)
+        return None
+
+    def written(self, write: CheckpointWrite) -> None:
+        """The store has taken this record."""
+        record = write.record
+        self._add(record.key, write.of, record.start + len(record.tokens), write.checkpoint.position)
+        self._sources[record.key] = (write.node, ref(write.checkpoint))
+
+    def give_up(self, write: CheckpointWrite) -> None:
+        """The budget has no room for this record, or nothing leads to it: the rest of its checkpoint is not written either."""
+        self._settle(write.checkpoint)
+
+    def _settle(self, checkpoint: Checkpoint) -> None:
+        self._pending.pop(checkpoint, None)
+        self._resting.pop(checkpoint, None)
 
     def _due(self, now: float) -> Iterator[tuple[Checkpoint, Node]]:
         yield from self._pending.items()
@@ -105,46 +146,34 @@ class PlacedCheckpoints:
                 return
             yield checkpoint, node
 
-    def _write(self, put: Put, checkpoint: Checkpoint, node: Node, now: float, reach: Reach) -> int | None:
-        """Bytes of one record of a checkpoint; 0 if there is none to write now."""
-        while node.merged_into is not None:
-            node = node.merged_into
-        record, copy, of = self._unwritten(node, checkpoint)
-        if record is not None and not (record.kind == WINDOW and of.is_full and record.hash == of.hash):
-            due = self._resting.get(checkpoint, (node, now + self.store.config.idle_seconds))[1]
-            if due > now and self._is_near(node, checkpoint.position):
-                self._pending.pop(checkpoint, None)
-                self._resting[checkpoint] = (node, due)
-                return 0
-            if is_superseded(node, checkpoint):
-                record = None
-        reached = record is not None and reach(of)
-        if reached is None:
-            return None
-        written = put(record, copy, of) if record is not None and reached else 0
-        if record is not None and written:
-            self._add(record.key, of, record.start + len(record.tokens), checkpoint.position)
-            self._sources[record.key] = (node, ref(checkpoint))
-        elif written == 0:
-            # Nothing is left to write, or there is no room in the budget, and none for the rest of it either.
-            self._pending.pop(checkpoint, None)
-            self._resting.pop(checkpoint, None)
-        return written
+    def _may_rest(self, write: CheckpointWrite) -> bool:
+        """Whether a longer one may take its place soon: not that of a whole block of a window."""
+        return not (write.record.kind == WINDOW and write.of.is_full and write.record.hash == write.of.hash)
 
-    def _unwritten(self, node: Node, checkpoint: Checkpoint) -> tuple[Record | None, Callable[[], list[memoryview]], Node]:
-        """The first record of a checkpoint, if it is still known, that is not on disk; what makes its bytes; and its node."""
+    def _rests(self, write: CheckpointWrite, now: float) -> bool:
+        """Have it wait for its time, where disk has something near it. Returns whether it waits."""
+        checkpoint, node = write.checkpoint, write.node
+        due = self._resting.get(checkpoint, (node, now + self.store.config.idle_seconds))[1]
+        if due <= now or not self._is_near(node, checkpoint.position):
+            return False
+        self._pending.pop(checkpoint, None)
+        self._resting[checkpoint] = (node, due)
+        return True
+
+    def _unwritten(self, node: Node, checkpoint: Checkpoint) -> CheckpointWrite | None:
+        """The first record of a checkpoint, if it is still known, that is not on disk."""
         position = checkpoint.position
         if node.checkpoints.get(position) is not checkpoint:
-            return None, list, node
+            return None
         for piece in reversed(list(self._pieces(node, position))):
             if not self._has(piece, position):
                 extra = {CUT: str(position), "kind": checkpoint.kind}
                 record = self._record(WINDOW, piece, self._parts(piece, position), extra)
-                return record, partial(self.rings.cut, piece, checkpoint), piece.node
+                return CheckpointWrite(record, partial(self.rings.cut, piece, checkpoint), piece.node, node, checkpoint)
         if checkpoint.states and position not in node.state_records:
             record = self._record(STATE, Piece(node, position), state_parts(checkpoint.states), {"kind": checkpoint.kind})
-            return record, partial(state_bytes, checkpoint.states), node
-        return None, list, node
+            return CheckpointWrite(record, partial(state_bytes, checkpoint.states), node, node, checkpoint)
+        return None
 
     def _record(self, kind: str, piece: Piece, parts: tuple[Part, ...], extra: dict[str, str]) -> Record:
         node, end = piece
@@ -210,8 +239,9 @@ class PlacedCheckpoints:
         return windows + ([Key(STATE, node.hash_at(position))] if self.slabs.state_leaves else [])
 
     def read(self, key: Key, into: Into | None = None) -> Reading:
-        """A record as it is on disk now: another process may have cut it elsewhere."""
-        return self.store.read(Expected(self.store.namespace, key.kind, key.hash), into)
+        """A record as it is on disk now: another process may have cut it elsewhere. Larger ones than this model has are bad."""
+        expected = Expected(self.store.namespace, key.kind, key.hash, max_bytes=self._max_bytes[key.kind])
+        return self.store.read(expected, into)
 
     def lay(self, piece: Piece, found: Found, position: int, ids: dict[int, list[int]]) -> None:
         """Put what was read into held blocks. Raises BadRecordError if it is not what rings at `position` need."""

@@ -1,4 +1,4 @@
-"""Restore: brings one path back from disk, and the rings at its end; read ahead of the copy into the pool.
+"""RestoreJob: brings one path back from disk, and the rings at its end; read ahead of the copy into the pool.
 
 Owned by the generation thread.
 """
@@ -7,20 +7,19 @@ from __future__ import annotations
 
 import time
 from collections import deque
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from concurrent import futures
-from contextlib import suppress
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
 from ..errors import BadRecordError, PoolExhaustedError
-from ..prefix.checkpoints import Piece
-from ..prefix.trie import Checkpoint, Node
-from ..store.fs import Into
-from ..store.reader import READERS, Found, Reading
-from ..store.record import BLOCK, STATE, WINDOW, Key
+from ..prefix.admission import Admission
+from ..prefix.checkpoints import Piece, WindowCheckpoint
+from ..prefix.trie import Node
+from ..store.reader import READERS, Reading
+from ..store.record import Key
 from .throughput import Busy
 
 if TYPE_CHECKING:
@@ -55,12 +54,54 @@ class RestorePlan:
 
 
 @dataclass(frozen=True)
-class _RestoreStep:
-    """A record on its way: how to ask for it and what to do with it. `lay` raises BadRecordError."""
+class RestoreStep:
+    """A record to bring back: a block for a node, a segment of what windows held, or a state where it is neither.
+
+    block      ids of the held blocks that it goes into, one for each full group.
+    segment    the tokens that a record of windows covers.
+    """
 
     key: Key
-    ask: Callable[[Into], Reading]
-    lay: Callable[[Found], None]
+    node: Node
+    block: tuple[int, ...] = ()
+    segment: Piece | None = None
+
+
+class HeldBlocks:
+    """The blocks of a whole path, in memory or to be filled, held until release(); states beside them in `states`.
+
+    blocks   for each missing node of the plan, the ids of its blocks to be.
+    rings    ids of the blocks of each window group.
+    """
+
+    def __init__(self, admission: Admission, full_groups: Sequence[int], windows: WindowCheckpoint, plan: RestorePlan) -> None:
+        """Raises PoolExhaustedError if there is no room, and holds nothing then."""
+        self._pool = pool = admission.pool
+        self._tables = [pool.open_table(group) for group in full_groups]
+        self._ring_tables = [pool.open_table(group) for group in windows.sizes] if plan.node is not None else []
+        self.states: dict[int, list[Any]] = {}
+        for index, table in enumerate(self._tables):
+            pool.append_shared(table, [node.blocks[index] for node in plan.path if node.resident])
+        counts = [len(plan.missing)] * len(full_groups) + (windows.counts(plan.position) if self._ring_tables else [])
+        first = [len(table) for table in self._tables]
+        try:
+            admission.need_states(admission.slabs.spec.fixed_bytes_per_agent())
+            admission.reserve([*self._tables, *self._ring_tables], counts)
+        except PoolExhaustedError:
+            self.release()
+            raise
+        for table, count in zip([*self._tables, *self._ring_tables], counts, strict=True):
+            pool.extend(table, count)
+        ids = [table.ids[start:] for table, start in zip(self._tables, first, strict=True)]
+        self.blocks: list[tuple[int, ...]] = list(zip(*ids, strict=True)) if ids else [()] * len(plan.missing)
+
+    @property
+    def rings(self) -> dict[int, list[int]]:
+        return {table.group: table.ids for table in self._ring_tables}
+
+    def release(self) -> None:
+        for table in [*self._tables, *self._ring_tables]:
+            self._pool.release(table)
 
 
 class _Scratch:
@@ -75,57 +116,34 @@ class _Scratch:
         return self._memory.data[:size]
 
 
-class Restore:
-    """Records on their way from disk into the pool, in order. Holds the blocks of the whole path until release()."""
+class RestoreJob:
+    """The records of a plan on their way from disk into the pool, in order. Holds the blocks of the whole path until release().
 
-    def __init__(self, stored: StoredPrefixes, wanted: RestorePlan) -> None:
-        self._stored = stored
-        self._wanted = wanted
-        self._all: set[Node] = set()
-        pool, groups = stored.slabs.pool, stored.known.full_groups
-        rings = stored.placed.rings
-        self._tables = [pool.open_table(group) for group in groups]
-        self._states: dict[int, list[Any]] = {}
-        self._ring_tables = [pool.open_table(group) for group in rings.sizes] if wanted.node is not None else []
-        for index, table in enumerate(self._tables):
-            pool.append_shared(table, [node.blocks[index] for node in wanted.path if node.resident])
-        counts = [len(wanted.missing)] * len(groups) + (rings.counts(wanted.position) if self._ring_tables else [])
-        first = [len(table) for table in self._tables]
-        try:
-            stored.room.need_states(stored.slabs.spec.fixed_bytes_per_agent())
-            stored.room.reserve([*self._tables, *self._ring_tables], counts)
-        except PoolExhaustedError:
-            self.release()
-            raise
-        for table, count in zip([*self._tables, *self._ring_tables], counts, strict=True):
-            pool.extend(table, count)
-        ids = [table.ids[start:] for table, start in zip(self._tables, first, strict=True)]
-        blocks = list(zip(*ids, strict=True)) if ids else [()] * len(wanted.missing)
-        arrivals = [self._node(node, block) for node, block in zip(wanted.missing, blocks, strict=True)]
-        if wanted.node is not None:
-            arrivals += [self._piece(piece) for piece in stored.placed.pieces(wanted.node, wanted.position)]
-            arrivals += [self._state(wanted.node)] if stored.slabs.state_leaves else []
-        self._unasked: Iterator[_RestoreStep] = iter(arrivals)
-        self._total = self._left = len(arrivals)
-        self._reading: deque[tuple[_RestoreStep, Reading, _Scratch]] = deque()
+    `block_bytes`: of one block of every group, which says how many records may be on their way beside running replies.
+    """
+
+    def __init__(
+        self, tier: StoredPrefixes, plan: RestorePlan, held: HeldBlocks, steps: Sequence[RestoreStep], block_bytes: int
+    ) -> None:
+        self.plan = plan
+        self._tier = tier
+        self._held = held
+        self._unasked: Iterator[RestoreStep] = iter(steps)
+        self._total = self._left = len(steps)
+        self._reading: deque[tuple[RestoreStep, Reading, _Scratch]] = deque()
         self._unused: list[_Scratch] = []
-        block = sum(stored.slabs.spec.bytes_per_block(group) for group in stored.slabs.spec.groups)
-        self._ahead = max(AT_ONCE, min(MOST_AHEAD, AHEAD_BYTES // max(1, block)))
+        self._ahead = max(AT_ONCE, min(MOST_AHEAD, AHEAD_BYTES // block_bytes))
         self._busy = Busy()
-        self._all = wanted.arriving
-        stored.arriving |= self._all
-        stored.restoring.append(self)
-        self._read_ahead(AT_ONCE)
 
     @property
     def have(self) -> int:
         """Tokens that are in memory without it."""
-        return self._wanted.have
+        return self.plan.have
 
     @property
     def tokens(self) -> int:
         """What is brought back need not be computed."""
-        return self._wanted.tokens
+        return self.plan.tokens
 
     @property
     def done(self) -> int:
@@ -146,11 +164,11 @@ class Restore:
         until = time.perf_counter() + seconds
         while self._left and self._has_come(wait):
             self._take()
-            self._read_ahead(AT_ONCE if wait else self._ahead)
+            self.read_ahead(AT_ONCE if wait else self._ahead)
             if time.perf_counter() >= until:
                 break
-        if self._left and self._stored.is_stuck and not self._reading[0][1].done():
-            self._fail(self._reading[0][0].key, self._stored.disk_hangs())
+        if self._left and self._tier.is_stuck and not self._reading[0][1].done():
+            self._fail(self._reading[0][0].key, self._tier.disk_hangs())
         return not self._left
 
     def _has_come(self, wait: float) -> bool:
@@ -160,72 +178,36 @@ class Restore:
         return reading.done()
 
     def _fail(self, key: Key, error: Exception) -> None:
-        self._stored.unread(key, error)
+        self._tier.unread(key, error)
         self._reading.clear()
         self._left = 0
 
     def _take(self) -> None:
         """Put the next record where it belongs. One that cannot be read is the last."""
-        self._stored.last_arrival = self._stored.clock()
-        arrival, reading, scratch = self._reading.popleft()
+        self._tier.last_arrival = self._tier.clock()
+        step, reading, scratch = self._reading.popleft()
         try:
-            record, views = reading.result()
+            found = reading.result()
             self._busy.between(reading.begun, reading.ended)
             begun = time.perf_counter()
-            arrival.lay((record, views))
-            self._busy.between(begun, time.perf_counter(), record.nbytes)
-        except (BadRecordError, OSError) as error:
-            self._fail(arrival.key, error)
+            self._tier.put_in(step, found, self.plan, self._held)
+            self._busy.between(begun, time.perf_counter(), found[0].nbytes)
+        except (BadRecordError, OSError, MemoryError) as error:
+            self._fail(step.key, error)
             return
         self._unused.append(scratch)
         self._left -= 1
-        self._stored.num_arrived += 1
         if not self._left:
-            self._place()
-            self._stored.rates.restored(self._busy.amount, self._busy.seconds)
+            self._tier.restored(self.plan, self._held)
+            self._tier.rates.restored(self._busy.amount, self._busy.seconds)
 
     def release(self) -> None:
         """Let the blocks go: from now on they are known like any others."""
-        self._stored.arriving -= self._all
-        self._stored.num_released += 1
-        if self in self._stored.restoring:
-            self._stored.restoring.remove(self)
-        for table in [*self._tables, *self._ring_tables]:
-            self._stored.slabs.pool.release(table)
+        self._held.release()
+        self._tier.released(self)
 
-    def _node(self, node: Node, block: tuple[int, ...]) -> _RestoreStep:
-        return _RestoreStep(
-            Key(BLOCK, node.hash),
-            lambda into: self._stored.read(node, into),
-            lambda found: self._stored.arrived(node, block, found[1]),
-        )
-
-    def _piece(self, piece: Piece) -> _RestoreStep:
-        placed, position, ids = self._stored.placed, self._wanted.position, self._ring_ids()
-        key = Key(WINDOW, piece.node.hash_at(piece.end))
-        return _RestoreStep(key, lambda into: placed.read(key, into), lambda found: placed.lay(piece, found, position, ids))
-
-    def _state(self, node: Node) -> _RestoreStep:
-        placed, key = self._stored.placed, Key(STATE, node.hash_at(self._wanted.position))
-        # In memory of their own: arrays may be made where the bytes are.
-        return _RestoreStep(key, lambda _: placed.read(key), lambda found: self._states.update(placed.states(found)))
-
-    def _place(self) -> None:
-        """All that a position needs is there: it can be resumed from, unless it was forgotten or computed meanwhile."""
-        node, position = self._wanted.node, self._wanted.position
-        while node is not None and node.merged_into is not None:
-            node = node.merged_into
-        if node is None or node.parent is None or node not in node.parent.children or position in node.checkpoints:
-            return
-        with suppress(PoolExhaustedError):
-            self._stored.room.need_states(self._stored.slabs.spec.fixed_bytes_per_agent())
-            rings = self._stored.placed.rings.indices(position, self._ring_ids())
-            self._stored.known.add_checkpoint(node, Checkpoint(position, rings, self._states, noted=True))
-
-    def _ring_ids(self) -> dict[int, list[int]]:
-        return {table.group: table.ids for table in self._ring_tables}
-
-    def _read_ahead(self, most: int) -> None:
-        while self._left and len(self._reading) < most and (arrival := next(self._unasked, None)) is not None:
+    def read_ahead(self, most: int = AT_ONCE) -> None:
+        """Have records read until `most` are on their way."""
+        while self._left and len(self._reading) < most and (step := next(self._unasked, None)) is not None:
             scratch = self._unused.pop() if self._unused else _Scratch()
-            self._reading.append((arrival, arrival.ask(scratch.take), scratch))
+            self._reading.append((step, self._tier.begin_read(step, scratch.take), scratch))

@@ -9,23 +9,25 @@ from __future__ import annotations
 import math
 import time
 from collections.abc import Callable, Sequence
+from contextlib import suppress
 from itertools import takewhile
 from typing import Any
 from weakref import WeakKeyDictionary
 
+from ..errors import PoolExhaustedError
 from ..kv.block_bytes import Content, as_bytes, contents, copy_in, copy_out
 from ..kv.slabs import KVArena
 from ..prefix.admission import Admission
 from ..prefix.residency import KVIndex
-from ..prefix.trie import Node, PrefixRef, decode
+from ..prefix.trie import Checkpoint, Node, PrefixRef, decode
 from ..store.fs import Into
 from ..store.limits import OVER_BUDGET
 from ..store.prompt_store import PromptStore
-from ..store.reader import Reading
-from ..store.record import BLOCK, Expected, Key, Part, Record
-from .catalog import Learned
-from .checkpoint_records import PlacedCheckpoints, salted
-from .restore import Restore, RestorePlan
+from ..store.reader import Found, Reading
+from ..store.record import BLOCK, STATE, WINDOW, Expected, Key, Part, Record
+from .catalog import RecordScanner
+from .checkpoint_records import StoredCheckpoints, salted
+from .restore import HeldBlocks, RestoreJob, RestorePlan, RestoreStep
 from .throughput import Rates
 
 # A restore that somebody waits for looks this often whether the disk hangs.
@@ -46,10 +48,10 @@ class StoredPrefixes:
         self.room = room
         self.store = store
         self.bits = store.config.bits
-        self.placed = PlacedCheckpoints(known, slabs, store)
+        self.placed = StoredCheckpoints(known, slabs, store)
         self.num_restored = self.num_unread = self.num_cheaper = 0
         self.rates = Rates()
-        self.restoring: list[Restore] = []
+        self.restoring: list[RestoreJob] = []
         self.num_arrived = self.num_released = 0
         self.clock = time.monotonic
         # When the disk gave something last, while something is on its way; until when it is left alone.
@@ -61,13 +63,13 @@ class StoredPrefixes:
         # Partial blocks, in the order in which their time comes, in seconds of time.monotonic().
         self._resting: WeakKeyDictionary[Node, float] = WeakKeyDictionary()
         self._by_hash: dict[bytes, Node] = {}
-        self._learned = Learned(known, self.placed, store, self._by_hash)
-        # The nodes that a Restore is bringing back.
+        self._scanner = RecordScanner(known, self.placed, store, self._by_hash)
+        # The nodes that a RestoreJob is bringing back.
         self.arriving: set[Node] = set()
         records = store.open()
-        self._learned.load(records)
+        self._scanner.load(records)
         self._settle()
-        self._lose(store.settle(self._learned.by_need(records)))
+        self._lose(store.settle(self._scanner.by_need(records)))
 
     # -- writing -------------------------------------------------------------------------------------------------------
 
@@ -104,7 +106,23 @@ class StoredPrefixes:
                 left -= written
             self._pending.pop(node, None)
             self._resting.pop(node, None)
-        self.placed.write(self._put, left, self._leads_on, at_once)
+        self._write_checkpoints(left, math.inf if at_once else time.monotonic())
+
+    def _write_checkpoints(self, limit: int, now: float) -> None:
+        """write_behind() for the records of checkpoints that are due at `now`."""
+        while limit > 0 and self.placed.is_due(now) and self.store.takes():
+            write = self.placed.next_write(now)
+            reached = write is not None and self._leads_on(write.of)
+            if write is None or reached is None:
+                return
+            written = self._put(write.record, write.copy, write.of) if reached else 0
+            if written is None:
+                return
+            if written:
+                self.placed.written(write)
+            else:
+                self.placed.give_up(write)
+            limit -= written
 
     def write_tails(self) -> None:
         """Hand over all that is pending, and the ends of conversations: for a server that stops."""
@@ -190,7 +208,7 @@ class StoredPrefixes:
             self.note(node)
         news = self.store.news()
         self._lose(news.lost)
-        self._learned.expect(news.found)
+        self._scanner.expect(news.found)
         gone, self.known.unreachable = self.known.unreachable, []
         for key in gone:
             if key.kind == BLOCK:
@@ -198,7 +216,7 @@ class StoredPrefixes:
             else:
                 self.placed.lose(key)
         self.store.forget(gone)
-        self._learned.learn()
+        self._scanner.learn()
 
     def _lose(self, keys: Sequence[Key], again: bool = False) -> None:
         """These are not on disk any more: what is not in memory either is forgotten."""
@@ -248,13 +266,29 @@ class StoredPrefixes:
         found = self.placed.find(path, path[-1].end) if checkpoints else None
         self.store.touch(keys if found is None else [*keys, *self.placed.keys(*found)])
 
-    def restore(self, wanted: RestorePlan) -> Restore:
+    def restore(self, wanted: RestorePlan) -> RestoreJob:
         """Begin to bring it back. Raises PoolExhaustedError if there is no room for it."""
         self.touch(wanted.path)
         if not self._is_waiting:
             # From now on the disk is expected to answer.
             self.last_arrival = self.clock()
-        return Restore(self, wanted)
+        held = HeldBlocks(self.room, self.known.full_groups, self.placed.rings, wanted)
+        block = sum(self.slabs.spec.bytes_per_block(group) for group in self.slabs.spec.groups)
+        restore = RestoreJob(self, wanted, held, self._steps(wanted, held), max(1, block))
+        self.arriving |= wanted.arriving
+        self.restoring.append(restore)
+        restore.read_ahead()
+        return restore
+
+    def _steps(self, wanted: RestorePlan, held: HeldBlocks) -> list[RestoreStep]:
+        """The records of a plan, in the order in which they are of use."""
+        steps = [RestoreStep(Key(BLOCK, n.hash), n, block=b) for n, b in zip(wanted.missing, held.blocks, strict=True)]
+        if wanted.node is not None:
+            pieces = self.placed.pieces(wanted.node, wanted.position)
+            steps += [RestoreStep(Key(WINDOW, p.node.hash_at(p.end)), p.node, segment=p) for p in pieces]
+            if self.slabs.state_leaves:
+                steps += [RestoreStep(Key(STATE, wanted.node.hash_at(wanted.position)), wanted.node)]
+        return steps
 
     def restore_now(self, wanted: RestorePlan) -> None:
         """restore(), and wait for it."""
@@ -278,11 +312,25 @@ class StoredPrefixes:
         self._left_alone_until = self.clock() + self.store.config.retry_seconds
         return TimeoutError(f"the disk has given nothing for {self.store.config.answer_seconds:g} seconds")
 
-    def read(self, node: Node, into: Into) -> Reading:
-        expected = Expected(self.store.namespace, BLOCK, node.hash, self._parts(node.end - node.start))
-        return self.store.read(expected, into)
+    def begin_read(self, step: RestoreStep, into: Into) -> Reading:
+        """Have a thread read the record of a step into what `into` gives."""
+        if step.key.kind == BLOCK:
+            node = step.node
+            return self.store.read(Expected(self.store.namespace, BLOCK, node.hash, self._parts(node.end - node.start)), into)
+        # States stay where they are read: arrays may be made where the bytes are.
+        return self.placed.read(step.key, into if step.key.kind == WINDOW else None)
 
-    def arrived(self, node: Node, block: tuple[int, ...], views: list[memoryview]) -> None:
+    def put_in(self, step: RestoreStep, found: Found, plan: RestorePlan, held: HeldBlocks) -> None:
+        """Put what was read for a step where it belongs. Raises BadRecordError if it is not what the plan needs."""
+        if step.segment is not None:
+            self.placed.lay(step.segment, found, plan.position, held.rings)
+        elif step.key.kind == STATE:
+            held.states.update(self.placed.states(found))
+        else:
+            self._put_block_in(step.node, step.block, found[1])
+        self.num_arrived += 1
+
+    def _put_block_in(self, node: Node, block: tuple[int, ...], views: list[memoryview]) -> None:
         """Put what was read into held blocks, and let everybody share it, unless it was computed meanwhile."""
         if node.resident or node.parent is None or node not in node.parent.children:
             return
@@ -292,13 +340,32 @@ class StoredPrefixes:
         self.num_restored += node.end - node.start
 
     def unread(self, key: Key, error: Exception) -> None:
-        """A record that could not be read is a miss, and all behind it; what the disk may give later stays where it is."""
+        """A record that could not be read is a miss, and all behind it; what can be read later stays where it is."""
         self.num_unread += 1
-        if isinstance(error, OSError) and not isinstance(error, FileNotFoundError):
+        if isinstance(error, OSError | MemoryError) and not isinstance(error, FileNotFoundError):
             self.store.put_off(key)
             return
         self.store.gone(key)
         self._lose([key])
+
+    def restored(self, plan: RestorePlan, held: HeldBlocks) -> None:
+        """All records of a plan are in memory: its position can be resumed, unless it was forgotten or computed meanwhile."""
+        node, position = plan.node, plan.position
+        while node is not None and node.merged_into is not None:
+            node = node.merged_into
+        if node is None or node.parent is None or node not in node.parent.children or position in node.checkpoints:
+            return
+        with suppress(PoolExhaustedError):
+            self.room.need_states(self.slabs.spec.fixed_bytes_per_agent())
+            rings = self.placed.rings.indices(position, held.rings)
+            self.known.add_checkpoint(node, Checkpoint(position, rings, held.states, noted=True))
+
+    def released(self, restore: RestoreJob) -> None:
+        """A restore has let its blocks go."""
+        self.arriving -= restore.plan.arriving
+        self.num_released += 1
+        if restore in self.restoring:
+            self.restoring.remove(restore)
 
     def _places(self, node: Node) -> list[tuple[int, int]]:
         return list(zip(self.known.full_groups, node.blocks, strict=True))

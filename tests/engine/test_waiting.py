@@ -11,7 +11,7 @@ from engine.stored_engines import GatedDisk, Machine, start
 from mlx_blockpool.engine import caches as caches_module
 from mlx_blockpool.engine.engine import BlockPoolBatchEngine
 from mlx_blockpool.engine.request import Request
-from mlx_blockpool.tier.restore import Restore
+from mlx_blockpool.tier.restore import RestoreJob
 
 LONG = words(5, 6 * 256 + 40)
 
@@ -40,7 +40,7 @@ def disk(monkeypatch: pytest.MonkeyPatch) -> GatedDisk:
     return GatedDisk()
 
 
-def by_somebody_else(machine: Machine) -> Restore:
+def by_somebody_else(machine: Machine) -> RestoreJob:
     """What an agent's owner asks for, outside of the engine."""
     wanted = machine.prefix.wanted(machine.prefix.match(LONG), len(LONG) - 1)
     assert wanted is not None

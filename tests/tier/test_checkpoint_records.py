@@ -4,12 +4,14 @@ from __future__ import annotations
 
 import random
 from collections.abc import Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import mlx.core as mx
 import numpy as np
 import pytest
+from prefix import test_states
 from prefix.test_prefix_machine import LAYER_STEP, keys_of, numbers
 from store.stores import BrokenDisk, QuickDisk, WatchedDisk, open_store
 from thorough import seeds
@@ -18,6 +20,8 @@ from mlx_blockpool.kv.layer_caches import PooledRotatingKVCache
 from mlx_blockpool.kv.slabs import KVArena
 from mlx_blockpool.spec import FullLayer, ModelCacheSpec, WindowLayer
 from mlx_blockpool.store.fs import Disk
+from mlx_blockpool.store.record import Part, decode_header, encode
+from mlx_blockpool.tier import restore, write_behind
 from mlx_blockpool.tier.cache import TieredPrefixCache
 
 SPECS = {
@@ -270,3 +274,73 @@ def test_the_budget_holds_for_records_of_every_kind(tmp_path: Path, spec: ModelC
         written = life.store.counts["written_bytes"]
     assert written > 6 * budget
     assert 0 < disk.most <= budget
+
+
+# More than the models here have for any record, and enough to be seen among what is read.
+CLAIMED = 1 << 20
+
+
+def claims_much(file: Path) -> None:
+    """Another record under the same name: its header, seal and checksum are right."""
+    record = replace(decode_header(file.read_bytes()), parts=(Part("much", "U8", (CLAIMED,)),), checksums=())
+    file.write_bytes(b"".join(encode(record, [bytes(CLAIMED)])))
+
+
+@pytest.mark.parametrize("kind", ["windows", "states"])
+def test_what_claims_more_than_the_model_has_is_a_miss_and_is_not_read(
+    tmp_path: Path, kind: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def start() -> Any:
+        return Life(tmp_path, SPECS["mixed"]) if kind == "windows" else test_states.Life(test_states.SPECS["hybrid"], tmp_path)
+
+    prompt = text(1, 700)
+    life = start()
+    life.answer(prompt)
+    assert life.prefix.close()
+    for file in [file for file in record_files(tmp_path) if kind in file.parts]:
+        claims_much(file)
+    sizes: list[int] = []
+    whole, into = Disk.read, Disk.read_into
+
+    def read(disk: Disk, path: Path, start: int = 0, size: int | None = None) -> bytes:
+        data = whole(disk, path, start, size)
+        sizes.append(len(data))
+        return data
+
+    monkeypatch.setattr(Disk, "read", read)
+    monkeypatch.setattr(Disk, "read_into", lambda disk, path, give, most: into(disk, path, sized(give, sizes), most))
+    again = start()
+    assert again.answer([*prompt, 7]) == 0
+    assert again.prefix.stored.num_unread == 1
+    assert again.prefix.stored.store.counts["quarantined"] > 0
+    assert max(sizes) < CLAIMED // 2
+
+
+def sized(give: Any, sizes: list[int]) -> Any:
+    def gives(size: int) -> Any:
+        sizes.append(size)
+        return give(size)
+
+    return gives
+
+
+@pytest.mark.parametrize("where", ["reading", "taking"])
+def test_no_memory_for_a_record_is_a_miss_and_it_stays(tmp_path: Path, where: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    prompt = text(1, 700)
+    life = Life(tmp_path, SPECS["mixed"])
+    life.answer(prompt)
+    assert life.prefix.close()
+    before = record_files(tmp_path)
+
+    def none_left(*_: Any) -> None:
+        raise MemoryError
+
+    again = Life(tmp_path, SPECS["mixed"], retry_seconds=0.0)
+    with monkeypatch.context() as patch:
+        patch.setattr(restore._Scratch, "take", none_left) if where == "reading" else patch.setattr(
+            write_behind, "copy_in", none_left
+        )
+        assert again.prefix.acquire([*prompt, 7], 20).lookup.hit == 0
+    assert again.stored.num_unread == 1
+    assert record_files(tmp_path) == before
+    assert again.answer([*prompt, 7]) == 700

@@ -17,7 +17,7 @@ from ...store.manifest import shown
 from ...store.record import BLOCK, Key
 from ...tier.cache import TieredPrefixCache
 from ...tier.measure import Measure, measure
-from ...tier.restore import Restore
+from ...tier.restore import RestoreJob
 from ...tier.write_behind import StoredPrefixes
 from ..served import ServedModel
 from .figures import in_words
@@ -141,7 +141,7 @@ def restore(known: KnownAgents, name: str) -> Report:
 def bring_back(known: KnownAgents, home: Home, subject: Subject) -> int:
     """Bring back what is on disk only. Returns its bytes."""
     # Here it is only held; what is done with it is done in errands.
-    held: list[tuple[Restore, int]] = []
+    held: list[tuple[RestoreJob, int]] = []
     try:
         known.at(home, lambda _, prefix: held.extend(_begin_restore(prefix, subject.path)))
         while held and not known.at(home, lambda served, _: _advance(served, held[0][0])):
@@ -153,12 +153,12 @@ def bring_back(known: KnownAgents, home: Home, subject: Subject) -> int:
         known.do(lambda: _end_restore(known, home, held, subject))
 
 
-def _advance(served: ServedModel, restore: Restore) -> bool:
+def _advance(served: ServedModel, restore: RestoreJob) -> bool:
     is_computing = served.engine is not None and bool(served.engine.live)
     return restore.advance(0.0 if is_computing else RESTORE_SECONDS, RESTORE_SECONDS)
 
 
-def _begin_restore(prefix: TieredPrefixCache, path: PrefixRef) -> list[tuple[Restore, int]]:
+def _begin_restore(prefix: TieredPrefixCache, path: PrefixRef) -> list[tuple[RestoreJob, int]]:
     stored = prefix.stored
     if stored is None:
         return []
@@ -172,7 +172,7 @@ def _begin_restore(prefix: TieredPrefixCache, path: PrefixRef) -> list[tuple[Res
     return [(stored.restore(wanted), sum(map(stored.store.size, keys)))]
 
 
-def _end_restore(known: KnownAgents, home: Home, held: list[tuple[Restore, int]], subject: Subject) -> None:
+def _end_restore(known: KnownAgents, home: Home, held: list[tuple[RestoreJob, int]], subject: Subject) -> None:
     while held:
         held.pop()[0].release()
         served, _ = known.served(home)
