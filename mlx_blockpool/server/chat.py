@@ -11,7 +11,7 @@ from dataclasses import dataclass, field
 from typing import Any, Literal
 
 from ..messages import Message
-from ..mlx_lm_compat import CompletionRequest
+from ..mlx_lm_compat import CompletionRequest, GenerationArguments
 
 SECONDS = {"5m": 300, "1h": 3600}
 
@@ -66,6 +66,17 @@ class ChatRequest(CompletionRequest):  # type: ignore[misc]
     def marks_wanted(self) -> list[Mark]:
         """All beginnings that the client has marked, as long as mlx-lm has not joined the parts of the messages."""
         return [*self.tool_marks, *message_marks(self.messages)]
+
+
+@dataclass(frozen=True)
+class ParsedRequest:
+    """A request's body, parsed. `one_call`: the reply ends with its first tool call."""
+
+    request: ChatRequest
+    arguments: GenerationArguments
+    model: str
+    stream: bool
+    one_call: bool
 
 
 def message_marks(messages: list[Message]) -> list[Mark]:

@@ -12,6 +12,7 @@ import logging
 import math
 import time
 import types
+from collections.abc import Mapping
 from email.message import Message
 from http import HTTPStatus
 from typing import Any
@@ -21,11 +22,10 @@ from ..errors import BlockpoolError, ModelNotFoundError, PromptError, Unavailabl
 from ..mlx_lm_compat import APIHandler, rebind
 from .access import FILES, HELLO, AccessPolicy, BudgetShare, Rejected, cause_of, is_model
 from .agents.http import AgentsEndpoint, is_agents
-from .api import anthropic_errors, openai_errors
-from .api.anthropic import Endpoint, is_messages, is_models
+from .api.anthropic import MessagesEndpoint, is_messages, is_models
 from .api.chat import ChatEndpoint, chat_request, choice_of
 from .api.completions import check_body, check_logit_bias, check_numbers
-from .api.openai_errors import ErrorFile, code_of, in_shape, is_openai, status_of
+from .api.errors import ErrorFile, anthropic_error, in_shape, is_openai, openai_code, openai_error, openai_status
 from .api.responses_http import ResponsesEndpoint, is_responses
 from .asking import GENERATES, Asking, Wishes, agent_of, retention_of
 from .bodies import parse_json
@@ -202,18 +202,11 @@ class BlockpoolHandler(APIHandler):  # type: ignore[misc]
             self.request_version = "HTTP/1.0"
         self.connection.settimeout(self.guard.config.send_seconds)
         if is_messages(self.route) or "anthropic-version" in self.headers:
-            content = anthropic_errors.error_body(rejected.status, rejected.message, self.response_generator.wishes.id)
+            content = anthropic_error(rejected.status, rejected.message, self.response_generator.wishes.id)
         else:
-            content = openai_errors.error_body(rejected.status, rejected.message)
-        body = json.dumps(content).encode()
-        self._headers_buffer = []
-        self._set_completion_headers(rejected.status)
-        if rejected.status == HTTPStatus.UNAUTHORIZED:
-            self.send_header("WWW-Authenticate", "Bearer")
-        self.send_header("Content-Length", str(len(body)))
-        self.end_headers()
-        if self.command != "HEAD":
-            self.wfile.write(body)
+            content = openai_error(rejected.status, rejected.message)
+        challenge = {"WWW-Authenticate": "Bearer"} if rejected.status == HTTPStatus.UNAUTHORIZED else {}
+        self.send_json(rejected.status, content, challenge)
         self._outgoing.finish()
         if rejected.status != HTTPStatus.REQUEST_TIMEOUT:
             self._drain()
@@ -273,9 +266,9 @@ class BlockpoolHandler(APIHandler):  # type: ignore[misc]
         elif self.route == "/admin/models":
             self.send_json(200, Admin(scope).figures())
         elif is_models(self.path, self.headers):
-            Endpoint(self).get_models()
+            MessagesEndpoint(self).get_models()
         elif is_messages(self.path):
-            Endpoint(self).refuse_path()
+            MessagesEndpoint(self).refuse_path()
         elif self.route == HELLO:
             self.send_json(200, {"message": "hello"})
         elif is_responses(self.path):
@@ -292,13 +285,13 @@ class BlockpoolHandler(APIHandler):  # type: ignore[misc]
         if is_agents(self.path):
             AgentsEndpoint(self).delete()
         elif is_messages(self.path):
-            Endpoint(self).refuse_path()
+            MessagesEndpoint(self).refuse_path()
         else:
             self._unknown_path()
 
     def _post(self) -> None:
         if is_messages(self.path):
-            Endpoint(self).post()
+            MessagesEndpoint(self).post()
         elif is_responses(self.path):
             ResponsesEndpoint(self).post()
         elif is_agents(self.path):
@@ -329,7 +322,7 @@ class BlockpoolHandler(APIHandler):  # type: ignore[misc]
         try:
             answer = Admin(self.response_generator).order(self.route, self.headers.get("Content-Length"), self.rfile.read)
         except (BlockpoolError, ValueError, RuntimeError) as error:
-            answer = status_of(error), {"error": str(error)}
+            answer = openai_status(error), {"error": str(error)}
         self.send_json(*answer)
 
     # -- mlx-lm's completions ------------------------------------------------------------------------------------------
@@ -385,16 +378,24 @@ class BlockpoolHandler(APIHandler):  # type: ignore[misc]
 
     # -- the response --------------------------------------------------------------------------------------------------
 
-    def send_json(self, status: int, content: Any) -> None:
+    def send_json(self, status: int, content: Any, headers: Mapping[str, str] | None = None) -> None:
         """Write a whole response; an error of OpenAI's endpoints in its shape."""
         body = json.dumps(content).encode()
         if status >= 400 and is_openai(self.path):
             body = in_shape(status, body)
         self._headers_buffer = []
-        self._set_completion_headers(status)
+        super()._set_completion_headers(status)
+        for name, value in (headers or {}).items():
+            self.send_header(name, value)
         self.send_header("Content-Length", str(len(body)))
         self.end_headers()
-        self.wfile.write(body)
+        if self.command != "HEAD":
+            self.wfile.write(body)
+
+    def start_stream(self) -> None:
+        """Write the headers of a stream of events."""
+        self._set_stream_headers(200)
+        self.end_headers()
 
     def send_error(self, code: int, message: str | None = None, explain: str | None = None) -> None:
         """What http.server rejects, as JSON."""
@@ -409,8 +410,7 @@ class BlockpoolHandler(APIHandler):  # type: ignore[misc]
                 self.send_header(name, value)
         self._add_framing(status, sent.get(b"content-length"))
         if self._failure and is_openai(self.path):
-            error = self.response_generator.error
-            self.wfile = ErrorFile(self.wfile, self._failure, None if error is None else code_of(error))
+            self.wfile = ErrorFile(self.wfile, self._failure, openai_code(self.response_generator.error))
 
     def _add_framing(self, status: int, length: bytes | None) -> None:
         has_body = self.command != "HEAD" and status not in (204, 304)
@@ -440,6 +440,6 @@ class BlockpoolHandler(APIHandler):  # type: ignore[misc]
         if isinstance(error, ConnectionError):
             raise error
         # mlx-lm answers 404 to whatever generate() raises.
-        status = status_of(error) if status_code == 404 and error is not None else status_code
+        status = openai_status(error) if status_code == 404 and error is not None else status_code
         self._failure = status if status >= 400 else 0
         super()._set_completion_headers(status)

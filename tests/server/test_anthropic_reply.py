@@ -13,8 +13,8 @@ from hypothesis import strategies as st
 from mlx_lm.generate import TextStateMachine
 from mlx_lm.tool_parsers import json_tools, pythonic
 
-from mlx_blockpool.server.api.anthropic_stream import Blocks, input_usage, message_of
-from mlx_blockpool.server.api.reply import Call, Reading, Silence, Text, Thinking
+from mlx_blockpool.server.api.anthropic_reply import ContentBlocks, input_usage
+from mlx_blockpool.server.api.reply import BlockEnd, Blocks, Call, Done, ReplyParser, ReplyReader, Silence, Text, Thinking
 from mlx_blockpool.server.chat import ChatRequest, Rendered
 
 START, END = "<tool_call>", "</tool_call>"
@@ -27,7 +27,7 @@ TOOLS = [{"type": "function", "function": {"name": "add", "parameters": {}}}]
 ADD = '<tool_call>{"name": "add", "arguments": {"a": 1}}</tool_call>'
 
 
-def reading(words: list[str] | None = None, stops: dict[tuple[int, ...], str] | None = None, **options: Any) -> Reading:
+def reading(words: list[str] | None = None, stops: dict[tuple[int, ...], str] | None = None, **options: Any) -> ReplyParser:
     """Of a reply to a request with one tool."""
     context = Namespace(
         text_sm=TextStateMachine(EDGES),
@@ -36,7 +36,7 @@ def reading(words: list[str] | None = None, stops: dict[tuple[int, ...], str] | 
     )
     rendered = Rendered(stops=stops or {}, call=(START, END))
     request = ChatRequest("chat", "", [], options.pop("tools", TOOLS), None, rendered=rendered, calls=options.pop("calls", "may"))
-    return Reading(context, request, words or [], **options)
+    return ReplyParser(context, request, words or [], **options)
 
 
 def responses(texts: list[str], reason: str = "stop", tokens: list[int] | None = None) -> list[Any]:
@@ -47,9 +47,9 @@ def responses(texts: list[str], reason: str = "stop", tokens: list[int] | None =
     return [Namespace(text=text, token=token, finish_reason=r) for text, token, r in zip(given, ids, reasons, strict=True)]
 
 
-def read(read_by: Reading, texts: list[str], reason: str = "stop", tokens: list[int] | None = None) -> list[Any]:
+def read(parser: ReplyParser, texts: list[str], reason: str = "stop", tokens: list[int] | None = None) -> list[Any]:
     """The pieces, those of one kind in one."""
-    pieces = [p for p in read_by.read(responses(texts, reason, tokens)) if not isinstance(p, Silence)]
+    pieces = [p for p in parser.parse(responses(texts, reason, tokens)) if not isinstance(p, Silence)]
     joined: list[Any] = []
     for kind, group in itertools.groupby(pieces, type):
         same = list(group)
@@ -155,20 +155,21 @@ def test_calls_that_nobody_offered_are_text() -> None:
 
 
 def test_tokens_that_show_nothing_are_silence() -> None:
-    pieces = list(reading().read(responses([START, '{"name": "add", ', '"arguments": {}}', END])))
+    pieces = list(reading().parse(responses([START, '{"name": "add", ', '"arguments": {}}', END])))
     assert pieces == [Silence()] * 3 + [Call(None, "add", {}), Silence()]
 
 
 # -- blocks ------------------------------------------------------------------------------------------------------------
 
 
-def blocks(*pieces: Any, shows_thinking: bool = True) -> list[Any]:
-    made = Blocks(shows_thinking)
-    start: Any = {"type": "message_start", "message": {"content": [], "usage": {}}}
-    events = [start, *(event for piece in pieces for event in made.add(piece)), *made.end()]
-    assert [e["index"] for e in events[1:]] == sorted(e["index"] for e in events[1:])
-    assert made.text == "".join(b["text"] for b in message_of(events)["content"] if b["type"] == "text")
-    return [b.get("text", b.get("thinking", b.get("name"))) for b in message_of(events)["content"]]
+def blocks(*pieces: Any) -> list[Any]:
+    """What each block says, after Anthropic's rendering of the events."""
+    made, rendered = Blocks(), ContentBlocks()
+    events = [*(event for piece in pieces for event in made.add(piece)), *made.end()]
+    indices = [each["index"] for event in events for each in rendered.render(event)]  # type: ignore[arg-type]
+    assert indices == sorted(indices)
+    assert made.text == "".join(b["text"] for b in rendered.content if b["type"] == "text")
+    return [b.get("text", b.get("thinking", b.get("name"))) for b in rendered.content]
 
 
 def test_space_at_the_edges_of_blocks_is_the_templates() -> None:
@@ -182,10 +183,38 @@ def test_space_at_the_edges_of_blocks_is_the_templates() -> None:
     assert blocks() == [""]
 
 
+def test_the_end_of_a_block_has_all_of_it_and_says_whether_it_was_cut() -> None:
+    for reason in ("stop", "length"):
+        events = list(ReplyReader(reading()).events(responses(["<think>", "Hm", ".</think>", "Yes", "."], reason)))
+        assert events == [
+            Thinking("Hm"), Thinking("."), BlockEnd("Hm."),
+            Text("Yes"), Text("."), BlockEnd("Yes.", is_cut=reason == "length"),
+            Done(reason, None, 6 if reason == "stop" else 5, 2),
+        ]  # fmt: skip
+
+
+def test_why_a_reply_has_ended() -> None:
+    def done(texts: list[str], reason: str = "stop", words: list[str] | None = None) -> Any:
+        *_, last = ReplyReader(reading(words)).events(responses(texts, reason))
+        return last
+
+    assert (done(["a"]).reason, done(["a"], "length").reason, done([ADD]).reason) == ("stop", "length", "calls")
+    assert (done([ADD, "END"], words=["END"]).reason, done(["END"], words=["END"]).stop_word) == ("stop_word", "END")
+
+
+def test_silence_is_an_event_after_many_tokens_that_show_nothing() -> None:
+    hidden = [START, '{"name": "add", "arguments": {"a": "', *["x"] * 62, '"}}', END]
+    events = list(ReplyReader(reading()).events(responses(hidden)))
+    assert [type(event) for event in events] == [Silence, Silence, Call, Done]
+
+
 def test_calls_are_remembered_in_the_other_protocols_shape() -> None:
-    made = Blocks(True)
-    events = [*made.add(Call("functions.add:0", "add", {"a": "ä"})), *made.end()]
-    assert events[0]["content_block"] == {"type": "tool_use", "id": "functions.add:0", "name": "add", "input": {}}
+    made, rendered = Blocks(), ContentBlocks()
+    call = Call("functions.add:0", "add", {"a": "ä"})
+    assert list(made.add(call)) == [call]
+    first, *_ = rendered.render(call)
+    assert first["content_block"] == {"type": "tool_use", "id": "functions.add:0", "name": "add", "input": {}}
+    assert rendered.content == [{"type": "tool_use", "id": "functions.add:0", "name": "add", "input": {"a": "ä"}}]
     assert made.calls == [{"id": "functions.add:0", "type": "function", "function": {"name": "add", "arguments": '{"a": "ä"}'}}]
 
 

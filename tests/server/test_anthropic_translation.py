@@ -17,8 +17,8 @@ from mlx_lm.server import CompletionRequest, ResponseGenerator
 from mlx_lm.tokenizer_utils import load as load_tokenizer
 from thorough import tried
 
-from mlx_blockpool.server.api.anthropic_errors import answer_to
-from mlx_blockpool.server.api.anthropic_request import Asked, understand
+from mlx_blockpool.server.api.anthropic_request import MessagesRequest, parse
+from mlx_blockpool.server.api.errors import anthropic_status
 from mlx_blockpool.server.api.thinking import signature_of, thinking_in
 from mlx_blockpool.server.chat import Mark
 from mlx_blockpool.server.fields import InvalidRequestError
@@ -51,12 +51,12 @@ class Tokenizing(ChatGenerator):
 
     def ours(self, body: dict[str, Any]) -> tuple[list[int], Any]:
         """The prompt of a body, and its request."""
-        asked = understand({"max_tokens": 5, **body}, OPTIONS)
-        self.prepare(asked)
-        return asked.request.prepared.tokens, asked.request
+        parsed = parse({"max_tokens": 5, **body}, OPTIONS)
+        self.prepare(parsed)
+        return parsed.request.prepared.tokens, parsed.request
 
-    def prepare(self, asked: Asked) -> None:
-        self._prepare(asked.request, replace(asked.arguments, model=ModelKey(str(self.folder))))
+    def prepare(self, parsed: MessagesRequest) -> None:
+        self._prepare(parsed.request, replace(parsed.arguments, model=ModelKey(str(self.folder))))
 
     def text(self, body: dict[str, Any], tokens: int | None = None) -> str:
         return str(self.tokenizer.decode(self.ours(body)[0][:tokens]))
@@ -234,7 +234,7 @@ def test_a_mark_on_a_tool_stands_behind_it_whatever_the_template_puts_first(prom
 def test_the_mark_of_the_request_stands_at_the_end(prompts: Tokenizing) -> None:
     body = {"system": "Be brief.", "messages": ASKED, **MARK}
     assert marked(prompts, body) == [(prompts.text(body).removesuffix("<|im_start|>assistant\n"), 300)]
-    request = understand({"max_tokens": 1, **body}, OPTIONS).request
+    request = parse({"max_tokens": 1, **body}, OPTIONS).request
     assert request.marks_wanted == [Mark(1, None, 300)]
 
 
@@ -277,7 +277,7 @@ def test_images_are_given_on_as_mlx_lm_takes_them() -> None:
     source = {"type": "base64", "media_type": "image/png", "data": "aGk="}
     url = {"type": "image", "source": {"type": "url", "url": "http://127.0.0.1/x.png"}}
     body = {"messages": [{"role": "user", "content": [{"type": "image", "source": source}, url]}]}
-    request = understand({"max_tokens": 1, **body}, OPTIONS).request
+    request = parse({"max_tokens": 1, **body}, OPTIONS).request
     assert request.image_at == "messages.0.content.0"
     assert request.messages[0]["content"] == [
         {"type": "image_url", "image_url": {"url": "data:image/png;base64,aGk="}},
@@ -309,7 +309,7 @@ def test_choices_that_a_model_without_tool_calls_can_be_held_to(tools_first: Tok
 
 def test_efforts_and_thinking_are_arguments_of_the_template() -> None:
     def kwargs(**body: Any) -> Any:
-        return understand({"max_tokens": 1, "messages": ASKED, **body}, OPTIONS).arguments.chat_template_kwargs
+        return parse({"max_tokens": 1, "messages": ASKED, **body}, OPTIONS).arguments.chat_template_kwargs
 
     assert kwargs() is None
     assert kwargs(output_config={"effort": "max"}) == {"reasoning_effort": "high"}
@@ -331,7 +331,7 @@ def test_unknown_values_of_optional_fields_have_no_effect_and_are_logged(caplog:
     for body, logged in newer:
         caplog.clear()
         with caplog.at_level("INFO"):
-            found = understand({"max_tokens": 1, "messages": ASKED, **body}, OPTIONS)
+            found = parse({"max_tokens": 1, "messages": ASKED, **body}, OPTIONS)
         assert logged in caplog.text
         assert found.shows_thinking
         assert found.arguments.chat_template_kwargs == ({"enable_thinking": True} if "display" in str(body) else None)
@@ -339,14 +339,14 @@ def test_unknown_values_of_optional_fields_have_no_effect_and_are_logged(caplog:
 
 def test_sampling_and_stops_are_given_on() -> None:
     body = {"messages": ASKED, "temperature": 0.5, "top_p": 0.9, "top_k": 7, "stop_sequences": ["a", "b", "a"], "model": "m"}
-    args = understand({"max_tokens": 9, **body}, OPTIONS).arguments
+    args = parse({"max_tokens": 9, **body}, OPTIONS).arguments
     assert (args.sampling.temperature, args.sampling.top_p, args.sampling.top_k) == (0.5, 0.9, 7)
     assert (args.stop_words, args.max_tokens, args.model.model) == (["a", "b"], 9, "m")
 
 
 def test_only_counting_ends_with_the_count(prompts: Tokenizing) -> None:
     tokens, _ = prompts.ours({"messages": ASKED})
-    counting = understand({"messages": ASKED}, OPTIONS, counts=True)
+    counting = parse({"messages": ASKED}, OPTIONS, counts=True)
     with pytest.raises(Counted) as counted:
         prompts.prepare(counting)
     assert counted.value.tokens == len(tokens)
@@ -422,12 +422,14 @@ BAD: list[tuple[dict[str, Any], str]] = [
 @pytest.mark.parametrize(("body", "message"), BAD)
 def test_errors_name_their_place(body: dict[str, Any], message: str) -> None:
     with pytest.raises(InvalidRequestError) as error:
-        understand({"max_tokens": 5, **body}, OPTIONS)
+        parse({"max_tokens": 5, **body}, OPTIONS)
     assert str(error.value).startswith(message)
 
 
 def test_the_servers_own_failures_alone_are_5xx() -> None:
-    answers = [answer_to(error)[0] for error in (ValueError("x"), RecursionError("x"), FileNotFoundError("x"), RuntimeError("x"))]
+    answers = [
+        anthropic_status(error)[0] for error in (ValueError("x"), RecursionError("x"), FileNotFoundError("x"), RuntimeError("x"))
+    ]
     assert answers == [400, 400, 404, 500]
 
 

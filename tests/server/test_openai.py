@@ -12,7 +12,7 @@ import openai
 import pytest
 from models import save_model
 
-from mlx_blockpool.server.api.openai_errors import in_shape
+from mlx_blockpool.server.api.errors import in_shape
 from mlx_blockpool.server.asking import Wishes, agent_of, retention_of
 from mlx_blockpool.server.generation import BlockpoolGenerator
 from server.anthropic_agents import LOOK_UP, Say, anthropic_client, save_agent, say

@@ -15,7 +15,7 @@ from hypothesis import HealthCheck, given
 from hypothesis import strategies as st
 from thorough import tried
 
-from mlx_blockpool.server.api import responses_kept, responses_stream
+from mlx_blockpool.server.api import responses_kept, responses_reply
 from mlx_blockpool.server.api.responses_kept import KeptResponses
 from server.anthropic_agents import LOOK_UP, Say, anthropic_client, save_agent, say
 from server.serving import Client, blockpool_server
@@ -211,7 +211,7 @@ def test_events_say_that_something_goes_on_while_nothing_can_be_told(
     server: Client, say: Say, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Comments do not count for Codex, which hangs up."""
-    monkeypatch.setattr(responses_stream, "PROGRESS_SECONDS", 0.0)
+    monkeypatch.setattr(responses_reply, "PROGRESS_SECONDS", 0.0)
     say(f'<tool_call>\n{{"name": "look_up", "arguments": {{"word": "{"x" * 200}"}}}}\n</tool_call>')
     events = raw_events(server, input="Go. " * 300, tools=[TOOL])
     kinds = [event["type"] for event in events]
@@ -220,7 +220,7 @@ def test_events_say_that_something_goes_on_while_nothing_can_be_told(
     assert set(goes_on) == {"response.in_progress"}
     assert len(goes_on) >= 1 + 8 + 200 // 32
     assert events[3]["response"]["status"] == "in_progress"
-    monkeypatch.setattr(responses_stream, "PROGRESS_SECONDS", 1e9)
+    monkeypatch.setattr(responses_reply, "PROGRESS_SECONDS", 1e9)
     assert [event["type"] for event in raw_events(server, input="Come. " * 300)].count("response.in_progress") == 1
     server.settle()
 

@@ -14,7 +14,7 @@ from ...config import RequestConfig
 from ...mlx_lm_compat import GenerationArguments
 from ..arguments import generation_arguments
 from ..bounds import check_count
-from ..chat import SECONDS, ChatRequest, Mark
+from ..chat import SECONDS, ChatRequest, Mark, ParsedRequest
 from ..fields import InvalidRequestError, checked, field, inside, known, one_of
 from .anthropic_messages import Conversation
 
@@ -29,26 +29,19 @@ EFFORTS = {"low": "low", "medium": "medium", "high": "high", "xhigh": "high", "m
 
 
 @dataclass(frozen=True)
-class Asked:
-    """One body, understood.
+class MessagesRequest(ParsedRequest):
+    """A parsed body of the Messages API.
 
-    stream:          whether events are wanted.
-    max_tokens:      as asked; 0 only computes the prompt.
-    shows_thinking:  whether thinking is told, or only its signature.
-    one_call:        whether the reply ends with its first tool call.
+    max_tokens:      as the client says; 0 only computes the prompt.
+    shows_thinking:  whether the client sees thinking, or only its signature.
     """
 
-    request: ChatRequest
-    arguments: GenerationArguments
-    model: str
-    stream: bool
     max_tokens: int
     shows_thinking: bool
-    one_call: bool
 
 
-def understand(body: Body, options: Any, counts: bool = False) -> Asked:
-    """What a body asks for. `options`: the server's, for whatever the body leaves open; `counts`: only the prompt is of interest.
+def parse(body: Body, options: Any, counts: bool = False) -> MessagesRequest:
+    """Parse a body. `options`: the server's, for what the body leaves open; `counts`: only the prompt is of interest.
 
     Raises InvalidRequestError.
     """
@@ -74,14 +67,14 @@ def understand(body: Body, options: Any, counts: bool = False) -> Asked:
     if max_tokens < 0:
         raise InvalidRequestError("max_tokens", "Input should be greater than or equal to 0")
     model = field(body, "model", "", str, "default_model")
-    return Asked(
+    return MessagesRequest(
         request,
         _arguments(body, options, model, max(max_tokens, 1), kwargs),
         model,
         field(body, "stream", "", bool, False),
+        one_call,
         max_tokens,
         shows_thinking,
-        one_call,
     )
 
 

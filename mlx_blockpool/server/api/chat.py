@@ -15,13 +15,14 @@ from typing import Any, TypeVar
 from ...mlx_lm_compat import GenerationArguments, LogitsProcessorArguments, ModelDescription, SamplingArguments, image_parts
 from ..chat import ChatRequest
 from ..fields import InvalidRequestError, checked, field, one_of
-from .anthropic_stream import SILENT_TOKENS, Blocks, Event
-from .openai_errors import answer_to
-from .reply import Reading, Silence
+from .endpoint import Endpoint
+from .errors import openai_answer
+from .reply import Call, Done, Event, ReplyParser, ReplyReader, Silence, Text, Thinking, call_id
 
 log = logging.getLogger(__name__)
 
 CHOICES = ("auto", "none", "required")
+FINISH_REASONS = {"stop": "stop", "stop_word": "stop", "length": "length", "calls": "tool_calls"}
 Arguments = TypeVar("Arguments")
 
 
@@ -73,40 +74,39 @@ def chat_request(body: dict[str, Any], request: Any, choice: Choice) -> ChatRequ
     )
 
 
-class ChatEndpoint:
+class ChatEndpoint(Endpoint):
     """Answers one request of `handler`, whose body mlx-lm has read into the handler's fields."""
 
     def __init__(self, handler: Any, request: ChatRequest, stop_words: list[str], one_call: bool) -> None:
-        self._handler = handler
-        self._generator = handler.response_generator
+        super().__init__(handler)
         self._request = request
         self._arguments = self._all_arguments(stop_words)
         self._one_call = one_call
-        # Of the tokens, for a client that wants them: numbers, log probabilities, and those of others.
+        # Of the tokens, for a client that asks for them: numbers, log probabilities, and those of others.
         self._tokens: list[int] = []
         self._logprobs: list[float] = []
         self._others: list[Any] = []
 
     def answer(self) -> None:
-        """A stream or a whole answer; an error as its client reads errors."""
+        """A stream or a whole response; an error as its client reads errors."""
         try:
-            context, responses = self._generator.generate(self._request, self._arguments, progress_callback=self._progress)
+            context, responses = self._scope.generate(self._request, self._arguments, progress_callback=self._progress)
+        except ConnectionError:
+            raise
         except Exception as error:
-            self._handler.send_json(*answer_to(error))
+            self._send(*openai_answer(error))
             return
-        reading = Reading(context, self._request, self._arguments.stop_words, self._one_call)
-        blocks = Blocks(shows_thinking=True, keeps_space=True)
+        parser = ReplyParser(context, self._request, self._arguments.stop_words, self._one_call)
+        reader = ReplyReader(parser, keeps_space=True)
         try:
-            events = self._events(reading, blocks, self._noted(responses))
+            events = reader.events(self._collected(responses))
             if self._handler.stream:
-                self._stream(context, reading, events)
+                self._stream(context, events)
             else:
-                self._whole(context, reading, blocks, events)
+                self._whole(context, reader, events)
         finally:
             context.stop()
-        if reading.stop_word is None and self._request.calls != "must":
-            # What is sampled behind a given beginning is not the whole message.
-            self._generator.told(blocks.text, blocks.calls, True)
+        self._remember(self._request, reader)
 
     # -- the request ---------------------------------------------------------------------------------------------------
 
@@ -132,7 +132,7 @@ class ChatEndpoint:
 
     # -- the reply -----------------------------------------------------------------------------------------------------
 
-    def _noted(self, responses: Iterable[Any]) -> Iterator[Any]:
+    def _collected(self, responses: Iterable[Any]) -> Iterator[Any]:
         for response in responses:
             self._tokens.append(response.token)
             if self._arguments.logprobs:
@@ -141,53 +141,41 @@ class ChatEndpoint:
                 self._others.append(response.top_tokens)
             yield response
 
-    def _events(self, reading: Reading, blocks: Blocks, responses: Iterable[Any]) -> Iterator[Event]:
-        """The events of blocks; the client hears meanwhile that somebody is there."""
-        silent = 0
-        for piece in reading.read(responses):
-            silent = silent + 1 if isinstance(piece, Silence) else 0
-            if silent and silent % SILENT_TOKENS == 0:
-                self._comment("keepalive")
-            yield from blocks.add(piece)
-        yield from blocks.end()
-
-    def _stream(self, context: Any, reading: Reading, events: Iterator[Event]) -> None:
+    def _stream(self, context: Any, events: Iterator[Event]) -> None:
         handler, calls = self._handler, 0
-        handler._set_stream_headers(200)
-        handler.end_headers()
+        handler.start_stream()
         for event in events:
-            delta = event.get("delta") or event.get("content_block") or {}
-            if delta.get("type") == "text_delta":
-                self._write(handler.generate_response(delta["text"], None))
-            elif delta.get("type") == "thinking_delta":
-                self._write(handler.generate_response("", None, reasoning_text=delta["thinking"]))
-            elif delta.get("type") == "tool_use":
-                called = delta
-            elif delta.get("type") == "input_json_delta":
-                call = _call(called["id"], called["name"], delta["partial_json"]) | {"index": calls}
-                self._write(handler.generate_response("", None, tool_calls=[call]))
+            if isinstance(event, Silence):
+                self._comment("keepalive")
+            elif isinstance(event, Text) and event.text:
+                self._chunk(handler.generate_response(event.text, None))
+            elif isinstance(event, Thinking):
+                self._chunk(handler.generate_response("", None, reasoning_text=event.text))
+            elif isinstance(event, Call):
+                self._chunk(handler.generate_response("", None, tool_calls=[_call(event) | {"index": calls}]))
                 calls += 1
-        self._write(handler.generate_response("", _reason(reading)))
+            elif isinstance(event, Done):
+                self._chunk(handler.generate_response("", FINISH_REASONS[event.reason]))
         if (handler.stream_options or {}).get("include_usage"):
-            self._write(handler.completion_usage_response(len(context.prompt), len(self._tokens), context.prompt_cache_count))
+            self._chunk(handler.completion_usage_response(len(context.prompt), len(self._tokens), context.prompt_cache_count))
         handler.wfile.write(b"data: [DONE]\n\n")
         handler.wfile.flush()
 
-    def _whole(self, context: Any, reading: Reading, blocks: Blocks, events: Iterator[Event]) -> None:
-        thoughts = [e["delta"]["thinking"] for e in events if e.get("delta", {}).get("type") == "thinking_delta"]
+    def _whole(self, context: Any, reader: ReplyReader, events: Iterator[Event]) -> None:
+        seen = list(events)
         answer = self._handler.generate_response(
-            blocks.text,
-            _reason(reading),
+            reader.message[0],
+            FINISH_REASONS[reader.done().reason],
             len(context.prompt),
             len(self._tokens),
             context.prompt_cache_count,
             token_logprobs=self._logprobs,
             top_tokens=self._others,
             tokens=self._tokens,
-            tool_calls=[_call(c["id"], c["function"]["name"], c["function"]["arguments"]) for c in blocks.calls],
-            reasoning_text="".join(thoughts),
+            tool_calls=[_call(event) for event in seen if isinstance(event, Call)],
+            reasoning_text="".join(event.text for event in seen if isinstance(event, Thinking)),
         )
-        self._handler.send_json(200, answer)
+        self._send(200, answer)
 
     # -- the wire ------------------------------------------------------------------------------------------------------
 
@@ -200,20 +188,10 @@ class ChatEndpoint:
             self._handler.wfile.write(f": {text}\n\n".encode())
             self._handler.wfile.flush()
 
-    def _write(self, packet: dict[str, Any]) -> None:
+    def _chunk(self, packet: dict[str, Any]) -> None:
         self._handler.wfile.write(f"data: {json.dumps(packet)}\n\n".encode())
         self._handler.wfile.flush()
 
 
-def _call(called: str, name: str, arguments: str) -> dict[str, Any]:
-    return {
-        "function": {"name": name, "arguments": arguments},
-        "type": "function",
-        "id": f"call_{called.removeprefix('toolu_')}",
-    }
-
-
-def _reason(reading: Reading) -> str:
-    if reading.finish == "length":
-        return "length"
-    return "tool_calls" if reading.num_calls and reading.stop_word is None else "stop"
+def _call(call: Call) -> dict[str, Any]:
+    return {"function": {"name": call.name, "arguments": call.written}, "type": "function", "id": call_id(call)}

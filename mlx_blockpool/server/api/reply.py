@@ -1,16 +1,17 @@
-"""A reply as it is generated, read piece by piece: text, thinking, tool calls.
+"""A reply as it is generated, as events that know no protocol: text, thinking and calls, where each ends, and the reply's end.
 
-mlx-lm's state machine and tool parsers find them. Knows mlx-lm's responses and no protocol. Runs on the socket's thread.
+mlx-lm's state machine and tool parsers find them in mlx-lm's responses. Runs on the socket's thread.
 """
 
 from __future__ import annotations
 
 import json
 import logging
+import uuid
 from collections import deque
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, Literal
 
 from mlx_lm.generate import TextStateMachine
 
@@ -20,39 +21,170 @@ log = logging.getLogger(__name__)
 
 # What parsers of mlx-lm raise over text that is no call.
 BAD_CALL = (ValueError, KeyError, TypeError, AttributeError, IndexError, SyntaxError)
+# A Silence is emitted after so many tokens that show nothing, as those of a long tool call: clients hear that the reply goes on.
+SILENT_TOKENS = 32
 
 
 @dataclass(frozen=True)
 class Text:
+    """More text; a block begins with it where none is open. Empty only in a reply that has nothing else."""
+
     text: str
 
 
 @dataclass(frozen=True)
 class Thinking:
+    """More thinking; a block begins with it where none is open."""
+
     text: str
 
 
 @dataclass(frozen=True)
+class BlockEnd:
+    """The open block of text or thinking ends. `text`: all of it. `is_cut`: max_tokens ended it."""
+
+    text: str
+    is_cut: bool = False
+
+
+@dataclass(frozen=True)
 class Call:
-    """`id`: None unless the model has named the call itself."""
+    """A whole tool call, between blocks. `id`: None unless the model has named the call itself."""
 
     id: str | None
     name: str
     arguments: dict[str, Any]
 
+    @property
+    def written(self) -> str:
+        """The arguments as JSON."""
+        return json.dumps(self.arguments, ensure_ascii=False)
+
 
 @dataclass(frozen=True)
 class Silence:
-    """A token that shows nothing yet."""
+    """Tokens that show nothing yet."""
+
+
+@dataclass(frozen=True)
+class Done:
+    """The reply has ended, and why. `num_tokens` were generated, `num_thinking` of them before the end of the thinking."""
+
+    reason: Literal["stop", "stop_word", "length", "calls"]
+    stop_word: str | None
+    num_tokens: int
+    num_thinking: int
 
 
 Piece = Text | Thinking | Call | Silence
+Event = Text | Thinking | BlockEnd | Call | Silence | Done
 
 
-class Reading:
-    """Reads one reply.
+def call_id(call: Call) -> str:
+    """The id of a call for OpenAI's clients."""
+    return f"call_{call.id or uuid.uuid4().hex[:24]}"
 
-    finish:      "stop" or "length", None while it goes on. stop_word: the client's word that ended it.
+
+class ReplyReader:
+    """The events of one reply."""
+
+    def __init__(self, parser: ReplyParser, keeps_space: bool = False) -> None:
+        self._parser = parser
+        self._blocks = Blocks(keeps_space)
+
+    def events(self, responses: Iterable[Any]) -> Iterator[Event]:
+        """All events, Done last; `responses` are read on the way."""
+        silent = 0
+        for piece in self._parser.parse(responses):
+            silent = silent + 1 if isinstance(piece, Silence) else 0
+            if silent and silent % SILENT_TOKENS == 0:
+                yield Silence()
+            yield from self._blocks.add(piece)
+        yield from self._blocks.end(self._parser.finish == "length")
+        yield self._parser.done()
+
+    def done(self) -> Done:
+        """How the reply has ended, or its counts so far."""
+        return self._parser.done()
+
+    @property
+    def is_whole(self) -> bool:
+        """Whether the reply has ended, and not at a stop word, which would be missing from it."""
+        return self._parser.finish is not None and self._parser.stop_word is None
+
+    @property
+    def message(self) -> tuple[str, list[dict[str, Any]]]:
+        """Text and calls as they were emitted, the calls in the shape of OpenAI's API."""
+        return self._blocks.text, self._blocks.calls
+
+
+class Blocks:
+    """Pieces of a reply as blocks, one after the other. `text` and `calls`: as in ReplyReader.message.
+
+    Space at the edges belongs to the template and not to the reply: before a call and around thinking. A reply of space alone is
+    empty without `keeps_space`.
+    """
+
+    def __init__(self, keeps_space: bool = False) -> None:
+        self.text = ""
+        self.calls: list[dict[str, Any]] = []
+        self._keeps_space = keeps_space
+        self._kind: type[Piece] | None = None
+        self._is_empty, self._is_open, self._strips = True, False, False
+        self._held = self._written = ""
+
+    def add(self, piece: Piece) -> Iterator[Event]:
+        """The events of a piece."""
+        if isinstance(piece, Silence):
+            return
+        if self._kind is not type(piece):
+            yield from self._close()
+            self._strips = self._kind is not None or isinstance(piece, Thinking)
+            self._kind = type(piece)
+        if isinstance(piece, Call):
+            self._is_empty = False
+            function = {"name": piece.name, "arguments": piece.written}
+            self.calls.append({"id": piece.id, "type": "function", "function": function})
+            yield piece
+        else:
+            yield from self._write(piece)
+
+    def end(self, is_cut: bool = False) -> Iterator[Event]:
+        """The rest. A reply has at least one block."""
+        is_alone = self._is_empty and self._keeps_space
+        if self._kind is Text and self._held and (self._is_open or is_alone):
+            yield self._emit(Text(self._held))
+        yield from self._close(is_cut)
+        if self._is_empty:
+            yield self._emit(Text(""))
+            yield from self._close(is_cut)
+
+    def _write(self, piece: Text | Thinking) -> Iterator[Event]:
+        text = self._held + piece.text
+        if not self._is_open and self._strips:
+            text = text.lstrip()
+        shown = text.rstrip()
+        self._held = text[len(shown) :]
+        if shown:
+            yield self._emit(type(piece)(shown))
+
+    def _emit(self, piece: Text | Thinking) -> Event:
+        self._is_open, self._is_empty = True, False
+        self._written += piece.text
+        if isinstance(piece, Text):
+            self.text += piece.text
+        return piece
+
+    def _close(self, is_cut: bool = False) -> Iterator[Event]:
+        if self._is_open:
+            yield BlockEnd(self._written, is_cut)
+        self._is_open, self._held, self._written = False, "", ""
+
+
+class ReplyParser:
+    """Takes mlx-lm's responses apart.
+
+    finish:      "stop" or "length", None while the reply goes on. stop_word: the client's word that ended it.
     num_tokens:  generated so far; num_thinking of them before the end of the thinking.
     """
 
@@ -72,7 +204,7 @@ class Reading:
         self._called: str | None = "" if context.initial_state == "tool" else None
         self._last: deque[int] = deque(maxlen=max(map(len, request.rendered.stops), default=0))
 
-    def read(self, responses: Iterable[Any]) -> Iterator[Piece]:
+    def parse(self, responses: Iterable[Any]) -> Iterator[Piece]:
         """The pieces of all responses. Ends with the reply, at a stop word however it was tokenized, or with the one call."""
         for response in responses:
             self.num_tokens += 1
@@ -85,6 +217,11 @@ class Reading:
             if self.finish is not None:
                 return
         self.finish = self.finish or "stop"
+
+    def done(self) -> Done:
+        """How the reply has ended."""
+        reason: Any = "stop_word" if self.stop_word is not None else "calls" if self.num_calls else "stop"
+        return Done("length" if self.finish == "length" else reason, self.stop_word, self.num_tokens, self.num_thinking)
 
     def _until_stop(self, text: str) -> list[Piece]:
         if not self._words:
@@ -155,7 +292,7 @@ class Reading:
             parsed = self._context.tool_parser(written, self._request.tools)
             return [_call(one) for one in (parsed if isinstance(parsed, list) else [parsed])]
         except BAD_CALL as error:
-            log.warning("what was written as a tool call is none: %s: %s", type(error).__name__, error)
+            log.warning("a malformed tool call is returned as text: %s: %s", type(error).__name__, error)
             return []
 
 
@@ -164,7 +301,7 @@ def _call(parsed: dict[str, Any]) -> Call:
     if isinstance(arguments, str):
         arguments = json.loads(arguments)
     if not (isinstance(parsed["name"], str) and isinstance(arguments, dict)):
-        raise ValueError("needed a name and a dictionary of arguments")
+        raise ValueError("a call has a name and a dictionary of arguments")
     called = parsed.get("id")
     return Call(str(called) if called else None, parsed["name"], arguments)
 

@@ -12,7 +12,7 @@ from typing import Any
 
 from ...mlx_lm_compat import GenerationArguments
 from ..arguments import generation_arguments
-from ..chat import ChatRequest
+from ..chat import ChatRequest, ParsedRequest
 from ..fields import InvalidRequestError, checked, field, known, one_of
 from .responses_items import Conversation, Item
 from .responses_kept import KeptResponses, OwnResponses
@@ -29,33 +29,27 @@ SECRET = "reasoning.encrypted_content"
 
 
 @dataclass(frozen=True)
-class Asked:
-    """One body, understood.
+class ResponsesRequest(ParsedRequest):
+    """A parsed body of the Responses API.
 
     items:       the conversation, without instructions and without the reply.
-    store:       whether a later request may go on from here.
+    store:       whether a later request may continue from here.
     names:       what the client calls a function that the model has called.
-    one_call:    whether the reply ends with its first tool call.
-    summarises:  whether thinking is told as its summary, which is the whole of it, or as what it is.
-    packs:       whether thinking is told in a packed form too, which clients send back that keep nothing else of it.
+    summarises:  whether thinking is rendered as its summary, which is the whole of it, or as what it is.
+    packs:       whether thinking is rendered in a packed form too, for clients that keep nothing else of it.
     echo:        the fields of the response that the body has settled.
     """
 
-    request: ChatRequest
-    arguments: GenerationArguments
-    model: str
-    stream: bool
     items: list[Item]
     store: bool
     names: Mapping[str, Name]
-    one_call: bool
     summarises: bool
     packs: bool
     echo: Body
 
 
-def understand(body: Body, options: Any, kept: KeptResponses | OwnResponses, counts: bool = False) -> Asked:
-    """What a body asks for. `options`: the server's, for whatever the body leaves open; `counts`: only the prompt is of interest.
+def parse(body: Body, options: Any, kept: KeptResponses | OwnResponses, counts: bool = False) -> ResponsesRequest:
+    """Parse a body. `options`: the server's, for what the body leaves open; `counts`: only the prompt is of interest.
 
     Raises InvalidRequestError.
     """
@@ -73,7 +67,7 @@ def understand(body: Body, options: Any, kept: KeptResponses | OwnResponses, cou
         raise InvalidRequestError("max_output_tokens", "Input should be greater than or equal to 1")
     model = field(body, "model", "", str, "default_model")
     arguments = generation_arguments(body, options, model, max_tokens, [], kwargs)
-    return Asked(
+    return ResponsesRequest(
         request,
         arguments,
         model,

@@ -12,11 +12,11 @@ from urllib.parse import unquote, urlsplit
 
 from ..asking import Wishes, agent_of, retention_of
 from ..rendering import Counted
-from .anthropic import Endpoint, _RefusedError
-from .openai_errors import answer_to, error_body
-from .responses import Asked, understand
+from .endpoint import Endpoint
+from .errors import StatusError, openai_answer
+from .responses import ResponsesRequest, parse
 from .responses_kept import OwnResponses
-from .responses_stream import Answer
+from .responses_reply import ResponseRenderer
 
 log = logging.getLogger(__name__)
 
@@ -31,101 +31,93 @@ def is_responses(path: str) -> bool:
 
 
 class ResponsesEndpoint(Endpoint):
-    """Answers one request of `handler`, over the wire as the other endpoint does. Only a client that is gone lets it raise."""
+    """Answers one request of `handler`. Only a client that is gone lets it raise: ConnectionError."""
 
     def __init__(self, handler: Any) -> None:
         super().__init__(handler)
-        self._kept: OwnResponses = self._generator.responses.of(self._generator.owner)
-        self._answer: Answer | None = None
+        self._kept: OwnResponses = self._scope.responses.of(self._scope.owner)
+        self._renderer: ResponseRenderer | None = None
 
     def post(self) -> None:
-        try:
-            if self._name() == COUNT:
-                self._send(200, {"object": "response.input_tokens", "input_tokens": self._count()})
-            elif self._name():
-                raise _RefusedError(404, f"Found no {self._handler.path[:80]} to POST to; there are {PATH} and {PATH}/{COUNT}")
-            else:
-                self._create()
-        except ConnectionError:
-            raise
-        except Exception as error:
-            # The top of the request's thread.
-            self._fail(error)
+        self._serve(self._post)
 
     def get(self) -> None:
         """One response that a client has let be stored."""
-        kept = self._kept.get(self._name())
+        self._serve(self._get)
+
+    def _post(self) -> None:
+        if self._name == COUNT:
+            self._send(200, {"object": "response.input_tokens", "input_tokens": self._count()})
+        elif self._name:
+            raise StatusError(404, f"Unknown path {self._handler.path[:80]} for POST; there are {PATH} and {PATH}/{COUNT}")
+        else:
+            self._create()
+
+    def _get(self) -> None:
+        kept = self._kept.get(self._name)
         if kept is None:
             why = "this server keeps the last ones only, and none over a restart"
-            self._fail(_RefusedError(404, f"Response with id {self._name()[:80]!r} not found; {why}."))
-        else:
-            self._send(200, kept.response)
+            raise StatusError(404, f"Response with id {self._name[:80]!r} not found; {why}.")
+        self._send(200, kept.response)
 
+    @property
     def _name(self) -> str:
-        return unquote(urlsplit(self._handler.path).path.rstrip("/").removeprefix(PATH).removeprefix("/"))
+        return unquote(self._path.removeprefix(PATH).removeprefix("/"))
 
     def _create(self) -> None:
-        asked = self._understood()
-        context, responses = self._generator.generate(asked.request, asked.arguments, progress_callback=self._progress)
-        answer = self._answer = Answer(asked, context)
+        parsed = self._parsed()
+        context, responses = self._scope.generate(parsed.request, parsed.arguments, progress_callback=self._progress)
+        renderer = self._renderer = ResponseRenderer(parsed, context)
         try:
-            # What is too deep to be written is found out before the headers are gone.
-            json.dumps(answer.response)
-            if asked.stream:
+            # A body that is too deep to be written is found out before the headers are sent.
+            json.dumps(renderer.response)
+            if parsed.stream:
                 self._start_stream()
-                for event in answer.events(responses):
-                    # Before the client hears of the end, for it may go on at once.
-                    self._keep(asked, answer)
+                for event in renderer.events(responses):
+                    # Before the client reads the last event, for it may continue at once.
+                    self._keep(parsed, renderer)
                     self._write(event)
             else:
-                for _ in answer.events(responses):
+                for _ in renderer.events(responses):
                     pass
-                self._keep(asked, answer)
-                self._send(200, answer.response)
+                self._keep(parsed, renderer)
+                self._send(200, renderer.response)
         finally:
             context.stop()
-        if asked.request.calls != "must":
-            # What is sampled behind a given beginning is not the whole message.
-            self._generator.told(answer.blocks.text, answer.blocks.calls, True)
+        self._remember(parsed.request, renderer.reader)
 
     def _count(self) -> int:
-        asked = self._understood(counts=True)
+        parsed = self._parsed(counts=True)
         try:
-            self._generator.generate(asked.request, asked.arguments)
+            self._scope.generate(parsed.request, parsed.arguments)
         except Counted as counted:
             return counted.tokens
         raise AssertionError("a request that only counts was served")
 
-    def _understood(self, counts: bool = False) -> Asked:
-        """The request's body and headers. Raises what answer_to() answers."""
+    def _parsed(self, counts: bool = False) -> ResponsesRequest:
+        """The request's body and headers. Raises what openai_answer() answers."""
         headers, body = self._handler.headers, self._body()
-        asked = understand(body, self._generator.cli_args, self._kept, counts)
+        parsed = parse(body, self._scope.cli_args, self._kept, counts)
         agent = agent_of(headers.get("X-Agent-Id"), body)
-        self._generator.wishes = Wishes(self._id, agent, retention=retention_of(body))
-        self._generator.normalisers = self._generator.known_normalisers.asked(headers.get("X-Normalise"))
-        return asked
+        self._scope.wishes = Wishes(self._scope.wishes.id, agent, retention=retention_of(body))
+        self._scope.normalisers = self._scope.known_normalisers.asked(headers.get("X-Normalise"))
+        return parsed
 
-    def _keep(self, asked: Asked, answer: Answer) -> None:
-        if answer.finished and asked.store:
-            self._kept.keep(answer.response, [*asked.items, *answer.response["output"]])
+    def _keep(self, parsed: ResponsesRequest, renderer: ResponseRenderer) -> None:
+        if renderer.finished and parsed.store:
+            self._kept.keep(renderer.response, [*parsed.items, *renderer.response["output"]])
 
     # -- the wire ------------------------------------------------------------------------------------------------------
 
     def _progress(self, done: int, total: int) -> None:
         log.info("Prompt processing progress: %d/%d", done, total)
-        if self._streams and self._answer is not None:
-            for event in self._answer.goes_on():
+        if self._streams and self._renderer is not None:
+            for event in self._renderer.progress():
                 self._write(event)
 
-    def _fail(self, error: Exception) -> None:
-        self._generator.refused(error)
-        if isinstance(error, _RefusedError):
-            status, body = error.status, error_body(error.status, str(error))
-        else:
-            status, body = answer_to(error)
-        if status >= 500:
-            log.error("%s failed", self._handler.path, exc_info=error)
-        if self._streams and self._answer is not None:
-            self._write(self._answer.failed(body["error"]["message"]))
-        else:
-            self._send(status, body)
+    def _error(self, error: Exception) -> tuple[int, dict[str, Any]]:
+        return openai_answer(error)
+
+    def _failed(self, body: dict[str, Any]) -> dict[str, Any]:
+        assert self._renderer is not None, "a stream has a renderer"
+        return self._renderer.failed(body["error"]["message"])

@@ -1,0 +1,153 @@
+"""Renders a reply for Anthropic's Messages API: its events in the protocol's order, and the message that they add up to.
+
+Knows events of a reply and token counts; no sockets.
+"""
+
+from __future__ import annotations
+
+import uuid
+from collections.abc import Iterable, Iterator
+from typing import Any
+
+from .anthropic_request import MessagesRequest
+from .reply import BlockEnd, Call, Done, Event, ReplyParser, ReplyReader, Silence, Text, Thinking
+from .thinking import signature_of
+
+Json = dict[str, Any]
+
+PING: Json = {"type": "ping"}
+
+
+class ContentBlocks:
+    """Content blocks as the protocol's events. `content`: the blocks that have ended, whole."""
+
+    def __init__(self, shows_thinking: bool = True) -> None:
+        self.content: list[Json] = []
+        self._shows_thinking = shows_thinking
+        self._open: Json | None = None
+
+    def render(self, event: Text | Thinking | Call | BlockEnd) -> Iterator[Json]:
+        if isinstance(event, Call):
+            called = event.id or f"toolu_{uuid.uuid4().hex[:24]}"
+            block: Json = {"type": "tool_use", "id": called, "name": event.name}
+            yield self._start({**block, "input": {}})
+            yield self._delta({"type": "input_json_delta", "partial_json": event.written})
+            yield self._stop({**block, "input": event.arguments})
+        elif isinstance(event, BlockEnd):
+            yield from self._end(event.text)
+        else:
+            yield from self._add(event)
+
+    def _add(self, event: Text | Thinking) -> Iterator[Json]:
+        is_text = isinstance(event, Text)
+        if self._open is None:
+            self._open = {"type": "text", "text": ""} if is_text else {"type": "thinking", "thinking": "", "signature": ""}
+            yield self._start(self._open)
+        if is_text and event.text:
+            yield self._delta({"type": "text_delta", "text": event.text})
+        elif not is_text and self._shows_thinking:
+            yield self._delta({"type": "thinking_delta", "thinking": event.text})
+
+    def _end(self, text: str) -> Iterator[Json]:
+        block, self._open = self._open, None
+        assert block is not None, "a block ends that has not begun"
+        if block["type"] == "text":
+            yield self._stop({**block, "text": text})
+            return
+        signature = signature_of(text, self._shows_thinking)
+        yield self._delta({"type": "signature_delta", "signature": signature})
+        yield self._stop({**block, "thinking": text if self._shows_thinking else "", "signature": signature})
+
+    def _start(self, block: Json) -> Json:
+        return {"type": "content_block_start", "index": len(self.content), "content_block": block}
+
+    def _delta(self, delta: dict[str, str]) -> Json:
+        return {"type": "content_block_delta", "index": len(self.content), "delta": delta}
+
+    def _stop(self, block: Json) -> Json:
+        self.content.append(block)
+        return {"type": "content_block_stop", "index": len(self.content) - 1}
+
+
+class MessageRenderer:
+    """Renders one reply. `message`: the whole message, once all events are read. `reader`: the reply's."""
+
+    def __init__(self, parsed: MessagesRequest, context: Any) -> None:
+        self.reader = ReplyReader(ReplyParser(context, parsed.request, parsed.arguments.stop_words, parsed.one_call))
+        self.message: Json = {}
+        self._parsed = parsed
+        self._context = context
+        self._blocks = ContentBlocks(parsed.shows_thinking)
+
+    def events(self, responses: Iterable[Any]) -> Iterator[Json]:
+        """All events; `responses` are read on the way."""
+        message: Json = {
+            "id": f"msg_{uuid.uuid4().hex[:24]}",
+            "type": "message",
+            "role": "assistant",
+            "model": self._parsed.model,
+            "content": [],
+            "stop_reason": None,
+            "stop_sequence": None,
+            "usage": {**self._input_usage(), "output_tokens": 0},
+        }
+        yield {"type": "message_start", "message": message}
+        yield PING
+        done = Done("length", None, 0, 0)
+        if self._parsed.max_tokens == 0:
+            # The engine generates one token at least, which the client has not asked for.
+            for _ in responses:
+                pass
+        else:
+            for event in self.reader.events(responses):
+                if isinstance(event, Done):
+                    done = event
+                else:
+                    yield from self._render(event)
+        delta = {"stop_reason": self._stop_reason(done), "stop_sequence": done.stop_word}
+        usage = {**self._input_usage(), **_output_usage(done)}
+        self.message = {**message, "content": self._blocks.content, **delta, "usage": usage}
+        yield {"type": "message_delta", "delta": delta, "usage": usage}
+        yield {"type": "message_stop"}
+
+    def _render(self, event: Event) -> Iterator[Json]:
+        if isinstance(event, Silence):
+            yield PING
+        elif not isinstance(event, Done):
+            yield from self._blocks.render(event)
+
+    def _stop_reason(self, done: Done) -> str:
+        if done.reason == "length":
+            # The pool's room behind a prompt may be less than what was asked for.
+            return "max_tokens" if done.num_tokens >= self._parsed.max_tokens else "model_context_window_exceeded"
+        return {"stop_word": "stop_sequence", "calls": "tool_use", "stop": "end_turn"}[done.reason]
+
+    def _input_usage(self) -> Json:
+        cached = max(self._context.prompt_cache_count, 0)
+        return input_usage(len(self._context.prompt), cached, self._parsed.request.rendered.marks or [])
+
+
+def _output_usage(done: Done) -> Json:
+    usage: Json = {"output_tokens": done.num_tokens}
+    if done.num_thinking:
+        usage["output_tokens_details"] = {"thinking_tokens": done.num_thinking}
+    return usage
+
+
+def input_usage(total: int, cached: int, marks: list[tuple[int, int]]) -> Json:
+    """How the tokens of a prompt are counted. The first three figures add up to `total`.
+
+    Read: `cached` tokens that were not computed again. Created: those that were, up to the last of `marks`, (tokens, seconds);
+    without marks all of them, for this server keeps what it computes. Input: the rest.
+    """
+    created = {300: 0, 3600: 0}
+    begin = cached
+    for end, seconds in marks or [(total, 300)]:
+        created[seconds] += max(end - begin, 0)
+        begin = max(begin, end)
+    return {
+        "input_tokens": total - begin,
+        "cache_creation_input_tokens": sum(created.values()),
+        "cache_read_input_tokens": cached,
+        "cache_creation": {"ephemeral_5m_input_tokens": created[300], "ephemeral_1h_input_tokens": created[3600]},
+    }

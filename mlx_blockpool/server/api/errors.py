@@ -1,0 +1,135 @@
+"""Errors of both protocols: the status of an exception, and the body that each protocol's clients read.
+
+Anthropic's clients read {"type": "error", "error": {"type", "message"}, "request_id"}, OpenAI's {"error": {"message", "type",
+"param", "code"}}.
+"""
+
+from __future__ import annotations
+
+import json
+from typing import Any
+
+from ...errors import LoadError, PoolExhaustedError, RequestTooLargeError, UnavailableError
+from ..fields import InvalidRequestError
+
+ANTHROPIC_TYPES = {
+    400: "invalid_request_error",
+    401: "authentication_error",
+    403: "permission_error",
+    404: "not_found_error",
+    411: "invalid_request_error",
+    413: "request_too_large",
+    429: "rate_limit_error",
+    500: "api_error",
+    503: "api_error",
+    529: "overloaded_error",
+}
+OPENAI_TYPES = {401: "authentication_error", 403: "permission_error", 429: "rate_limit_error"}
+OTHER_TYPE = "invalid_request_error"
+# The endpoints of mlx-lm that are OpenAI's.
+OPENAI_PATHS = ("/v1/chat/completions", "/chat/completions", "/v1/completions", "/v1/models")
+
+
+class StatusError(Exception):
+    """An endpoint's own answer to a request that it does not serve."""
+
+    def __init__(self, status: int, message: str) -> None:
+        super().__init__(message)
+        self.status = status
+
+
+# -- Anthropic ---------------------------------------------------------------------------------------------------------
+
+
+def anthropic_error(status: int, message: str, request_id: str) -> dict[str, Any]:
+    """The body of a response with `status`, or an `error` event."""
+    return {
+        "type": "error",
+        "error": {"type": ANTHROPIC_TYPES.get(status, OTHER_TYPE), "message": message},
+        "request_id": request_id,
+    }
+
+
+def anthropic_status(error: Exception) -> tuple[int, str]:
+    """Status and message for any exception of a request; only the server's own failures are 5xx."""
+    if isinstance(error, StatusError):
+        return error.status, str(error)
+    if isinstance(error, RequestTooLargeError):
+        # Clients look for these words and then shorten the conversation.
+        return 400, f"prompt is too long: {error.needed} tokens > {error.capacity} maximum. {error}"
+    if isinstance(error, PoolExhaustedError | LoadError):
+        return 529, str(error)
+    if isinstance(error, UnavailableError):
+        return 503, str(error)
+    if isinstance(error, OSError):
+        return 404, f"model: {error}"
+    if isinstance(error, RuntimeError) and not isinstance(error, RecursionError):
+        return 500, str(error)
+    return 400, str(error) or type(error).__name__
+
+
+# -- OpenAI ------------------------------------------------------------------------------------------------------------
+
+
+def is_openai(path: str) -> bool:
+    """Whether errors under this path have OpenAI's shape, wherever they are raised."""
+    path = path.partition("?")[0]
+    return any(path == known or path.startswith(known + "/") for known in OPENAI_PATHS)
+
+
+def openai_status(error: Exception) -> int:
+    """404: no such model. 503: the server cannot now. 400: the request cannot be served as it is."""
+    if isinstance(error, StatusError):
+        return error.status
+    if isinstance(error, OSError):
+        return 404
+    overloaded = isinstance(error, PoolExhaustedError | RuntimeError) and not isinstance(error, RecursionError)
+    return 503 if overloaded else 400
+
+
+def openai_code(error: Exception | None) -> str | None:
+    """What clients act on: they shorten a conversation that is too long, and do not retry with a model that is not there."""
+    if isinstance(error, RequestTooLargeError):
+        return "context_length_exceeded"
+    return "model_not_found" if isinstance(error, OSError) else None
+
+
+def openai_error(status: int, message: str, param: str | None = None, code: str | None = None) -> dict[str, Any]:
+    """The body of a response with `status`."""
+    kind = "server_error" if status >= 500 else OPENAI_TYPES.get(status, OTHER_TYPE)
+    return {"error": {"message": message, "type": kind, "param": param, "code": code}}
+
+
+def openai_answer(error: Exception) -> tuple[int, dict[str, Any]]:
+    """Status and body for any exception of a request."""
+    status, message = openai_status(error), str(error) or type(error).__name__
+    param = error.place or None if isinstance(error, InvalidRequestError) else None
+    return status, openai_error(status, message, param, openai_code(error))
+
+
+def in_shape(status: int, body: bytes, code: str | None = None) -> bytes:
+    """mlx-lm's body of an error in OpenAI's shape: {"error": text}, or the text alone. Any other stays as it is."""
+    try:
+        content = json.loads(body)
+    except ValueError:
+        content = {"error": body.decode(errors="replace")}
+    if isinstance(content, dict) and isinstance(content.get("error"), str):
+        return json.dumps(openai_error(status, content["error"], code=code)).encode()
+    return body
+
+
+class ErrorFile:
+    """A socket's file behind the headers of a response with `status`: its body, which is one write, gets OpenAI's shape."""
+
+    def __init__(self, wfile: Any, status: int, code: str | None) -> None:
+        self._wfile = wfile
+        self._shape = status, code
+
+    def write(self, data: bytes) -> int:
+        """As a file's; the count is that of `data`, whatever is sent for it."""
+        status, code = self._shape
+        self._wfile.write(in_shape(status, data, code))
+        return len(data)
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._wfile, name)

@@ -1,0 +1,199 @@
+"""Renders a reply for OpenAI's Responses API: its events in the protocol's order, and the response that they add up to.
+
+Knows events of a reply and token counts; no sockets.
+"""
+
+from __future__ import annotations
+
+import time
+import uuid
+from collections.abc import Iterable, Iterator
+from dataclasses import dataclass
+from typing import Any
+
+from .reply import BlockEnd, Call, Done, ReplyParser, ReplyReader, Silence, Text, Thinking, call_id
+from .responses import ResponsesRequest
+from .responses_items import Item
+from .responses_tools import Name
+from .thinking import signature_of
+
+Json = dict[str, Any]
+
+# While nothing can be shown, a client is sent an event at most this often: the event has the whole response in it.
+PROGRESS_SECONDS = 1.0
+
+
+@dataclass(frozen=True)
+class Kind:
+    """An output item: its type, the prefix of its id, the names of its events and of its content's index in them."""
+
+    item: str
+    prefix: str
+    events: str
+    index: str | None = None
+
+
+TEXT = Kind("message", "msg", "output_text", "content_index")
+THINKING = Kind("reasoning", "rs", "reasoning_text", "content_index")
+SUMMARY = Kind("reasoning", "rs", "reasoning_summary_text", "summary_index")
+CALL = Kind("function_call", "fc", "function_call_arguments")
+
+
+class Items:
+    """Output items as events without numbers, one after the other. `output`: the items that have ended."""
+
+    def __init__(self, parsed: ResponsesRequest) -> None:
+        self.output: list[Item] = []
+        self._parsed = parsed
+        self._item: Item = {}
+        self._kind: Kind | None = None
+
+    def render(self, event: Text | Thinking | Call | BlockEnd) -> Iterator[Json]:
+        """The protocol's events for one event of a reply."""
+        if isinstance(event, Call):
+            yield from self._call(event)
+        elif isinstance(event, BlockEnd):
+            yield from self._close(event)
+        else:
+            if self._kind is None:
+                thinking = SUMMARY if self._parsed.summarises else THINKING
+                yield from self._open(TEXT if isinstance(event, Text) else thinking)
+            if event.text:
+                yield self._event("delta", delta=event.text, **self._logprobs())
+
+    def _open(self, kind: Kind) -> Iterator[Json]:
+        content: dict[Kind, Json] = {
+            TEXT: {"role": "assistant", "content": []},
+            THINKING: {"summary": [], "content": []},
+            SUMMARY: {"summary": []},
+        }
+        yield self._add(kind, content[kind])
+        yield self._event("added", self._part_events(), part=self._part(""))
+
+    def _close(self, end: BlockEnd) -> Iterator[Json]:
+        part = self._part(end.text)
+        yield self._event("done", text=end.text, **self._logprobs())
+        yield self._event("done", self._part_events(), part=part)
+        self._item["summary" if self._kind == SUMMARY else "content"] = [part]
+        if self._kind != TEXT and self._parsed.packs:
+            self._item["encrypted_content"] = signature_of(end.text, shown=False)
+        yield self._done("incomplete" if end.is_cut else "completed")
+
+    def _call(self, call: Call) -> Iterator[Json]:
+        name = self._parsed.names.get(call.name, Name(call.name))
+        namespace = {} if name.namespace is None else {"namespace": name.namespace}
+        yield self._add(CALL, {"call_id": call_id(call), "name": name.name, "arguments": "", **namespace})
+        yield self._event("delta", delta=call.written)
+        self._item["arguments"] = call.written
+        yield self._event("done", name=name.name, arguments=call.written)
+        yield self._done("completed")
+
+    def _add(self, kind: Kind, content: Json) -> Json:
+        self._kind = kind
+        self._item = {"id": f"{kind.prefix}_{uuid.uuid4().hex}", "type": kind.item, "status": "in_progress", **content}
+        return {"type": "response.output_item.added", "output_index": len(self.output), "item": dict(self._item)}
+
+    def _done(self, status: str) -> Json:
+        self._kind = None
+        self._item["status"] = status
+        self.output.append(self._item)
+        return {"type": "response.output_item.done", "output_index": len(self.output) - 1, "item": self._item}
+
+    def _event(self, what: str, events: str = "", **more: Any) -> Json:
+        """An event about the content of the item."""
+        assert self._kind is not None
+        return {
+            "type": f"response.{events or self._kind.events}.{what}",
+            "item_id": self._item["id"],
+            "output_index": len(self.output),
+            **({} if self._kind.index is None else {self._kind.index: 0}),
+            **more,
+        }
+
+    def _part_events(self) -> str:
+        return "reasoning_summary_part" if self._kind == SUMMARY else "content_part"
+
+    def _part(self, text: str) -> Json:
+        if self._kind == TEXT:
+            return {"type": "output_text", "text": text, "annotations": [], "logprobs": []}
+        return {"type": "summary_text" if self._kind == SUMMARY else "reasoning_text", "text": text}
+
+    def _logprobs(self) -> Json:
+        return {"logprobs": []} if self._kind == TEXT else {}
+
+
+class ResponseRenderer:
+    """Renders one reply. `response`: the response as it is now; `finished`: whether all of it was rendered."""
+
+    def __init__(self, parsed: ResponsesRequest, context: Any) -> None:
+        self.reader = ReplyReader(ReplyParser(context, parsed.request, parsed.arguments.stop_words, parsed.one_call))
+        self.finished = False
+        self._context = context
+        self._items = Items(parsed)
+        self._number = 0
+        self._sent = 0.0
+        self.response: Json = {
+            "id": f"resp_{uuid.uuid4().hex}",
+            "object": "response",
+            "created_at": int(time.time()),
+            "completed_at": None,
+            "status": "in_progress",
+            "model": parsed.model,
+            "output": [],
+            "usage": None,
+            "error": None,
+            "incomplete_details": None,
+            **parsed.echo,
+        }
+
+    def events(self, responses: Iterable[Any]) -> Iterator[Json]:
+        """All events; `responses` are read on the way."""
+        yield self._numbered({"type": "response.created", "response": self.response})
+        yield self._in_progress()
+        for event in self.reader.events(responses):
+            if isinstance(event, Silence):
+                yield from self.progress()
+            elif isinstance(event, Done):
+                yield self._finish(event)
+            else:
+                for rendered in self._items.render(event):
+                    yield self._numbered(rendered)
+
+    def progress(self) -> Iterator[Json]:
+        """An event that the response goes on, unless there was one a moment ago. Some clients ignore comments in a stream."""
+        if time.monotonic() - self._sent >= PROGRESS_SECONDS:
+            yield self._in_progress()
+
+    def failed(self, message: str) -> Json:
+        """The last event, where the reply cannot go on."""
+        return self._end("failed", {"error": {"code": "server_error", "message": message}})
+
+    def _in_progress(self) -> Json:
+        self._sent = time.monotonic()
+        return self._numbered({"type": "response.in_progress", "response": self.response})
+
+    def _finish(self, done: Done) -> Json:
+        self.finished = True
+        if done.reason == "length":
+            return self._end("incomplete", {"incomplete_details": {"reason": "max_output_tokens"}})
+        return self._end("completed", {"completed_at": int(time.time())})
+
+    def _end(self, status: str, change: Json) -> Json:
+        self.response = {**self.response, "status": status, "output": self._items.output, "usage": self._usage(), **change}
+        return self._numbered({"type": f"response.{status}", "response": self.response})
+
+    def _numbered(self, event: Json) -> Json:
+        self._number += 1
+        return {"type": event["type"], "sequence_number": self._number - 1, **event}
+
+    def _usage(self) -> Json:
+        """Tokens of the prompt, of them those that were cached and those that are from now on; and of the reply."""
+        prompt, reply = len(self._context.prompt), self.reader.done()
+        cached = max(self._context.prompt_cache_count, 0)
+        return {
+            "input_tokens": prompt,
+            "input_tokens_details": {"cached_tokens": cached, "cache_write_tokens": prompt - cached},
+            "output_tokens": reply.num_tokens,
+            "output_tokens_details": {"reasoning_tokens": reply.num_thinking},
+            "total_tokens": prompt + reply.num_tokens,
+        }
