@@ -16,7 +16,7 @@ from jinja2 import TemplateError
 from ..engine.request import common_prefix
 from ..messages import Message
 from ..mlx_lm_compat import process_message_content
-from .chat import Mark
+from .request import Mark, PromptRequest
 
 log = logging.getLogger(__name__)
 
@@ -45,10 +45,9 @@ def checkpoint_positions(
     return sorted(marks.items())
 
 
-def pins_of(request: Any) -> list[tuple[int, int]]:
+def pins_of(request: PromptRequest) -> list[tuple[int, int]]:
     """(tokens, seconds) of the beginnings that its client has marked to be kept, once its prompt was tokenized."""
-    rendered = getattr(request, "rendered", None)
-    return [] if rendered is None else list(rendered.marks or ())
+    return list(request.rendered.marks or ())
 
 
 def _end_of(tokenizer: Any, prompt: Sequence[int], beginning: list[dict[str, Any]], options: dict[str, Any]) -> int:

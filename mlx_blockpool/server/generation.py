@@ -23,7 +23,6 @@ from ..store.paths import default_folder
 from ..store.spool import Spool
 from .access import AccessPolicy
 from .api.responses_kept import KeptResponses
-from .asking import Wishes
 from .explained import Explanations
 from .health import Health
 from .jobs import Errand
@@ -94,7 +93,7 @@ class BlockpoolGenerator(ResponseGenerator):  # type: ignore[misc]
         """
         args = replace(generation_args, model=self.registry.find(generation_args.model))
         reply = Reply()
-        self.hang_ups.watch(getattr(request, "connection", None), reply)
+        self.hang_ups.watch(request.connection, reply)
         self.requests.put((reply, request, args))
         context = self._await_response(reply)
         if isinstance(context, Exception):
@@ -351,7 +350,7 @@ class BlockpoolGenerator(ResponseGenerator):  # type: ignore[misc]
         self.health.doing("a request alone")
         self.prompt_cache.max_tokens = waiting.args.max_tokens
         self.prompt_cache.lookup = None
-        self.prompt_cache.salt = served.salt_of(getattr(waiting.request, "wishes", Wishes()))
+        self.prompt_cache.salt = served.salt_of(waiting.request.options)
         queue = Marking(waiting.queue, self.health.mark, lambda context: served.explain_alone(waiting, context))
         self._serve_single((queue, waiting.request, waiting.args), stream)
         self.health.idle()

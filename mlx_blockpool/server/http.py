@@ -27,9 +27,7 @@ from .api.chat import ChatEndpoint, chat_request, choice_of
 from .api.completions import check_body, check_logit_bias, check_numbers
 from .api.errors import ErrorFile, anthropic_error, in_shape, is_openai, openai_code, openai_error, openai_status
 from .api.responses_http import ResponsesEndpoint, is_responses
-from .asking import GENERATES, Asking, Wishes, agent_of, retention_of
 from .bodies import parse_json
-from .chat import ChatRequest
 from .explained import answer_about, is_explain
 from .fields import InvalidRequestError
 from .incoming import TimedReader, WireBody, buffer_body, drain, file_deadline
@@ -37,6 +35,8 @@ from .models.admin import ORDERS, Admin
 from .models.listing import cache_report
 from .outgoing import OnlyHeaders, Outgoing
 from .owners import own_figures
+from .request import ChatRequest
+from .scope import GENERATES, RequestScope, retention_of
 
 log = logging.getLogger(__name__)
 
@@ -62,7 +62,8 @@ class BlockpoolHandler(APIHandler):  # type: ignore[misc]
 
     def __init__(self, response_generator: Any, *args: Any, **kwargs: Any) -> None:
         self._generator = response_generator
-        super().__init__(Asking(response_generator), *args, **kwargs)
+        self.scope = RequestScope(response_generator)
+        super().__init__(self.scope, *args, **kwargs)
 
     def setup(self) -> None:
         super().setup()
@@ -75,8 +76,7 @@ class BlockpoolHandler(APIHandler):  # type: ignore[misc]
 
     def _begin_request(self) -> None:
         """Forget the previous request."""
-        self.response_generator = Asking(self._generator)
-        self.response_generator.connection = self.connection
+        self.response_generator = self.scope = RequestScope(self._generator, self.connection)
         self.guard: AccessPolicy = self._generator.guard
         config = self.guard.config
         self._incoming.stall, self._incoming.until = config.stall_seconds, time.monotonic() + config.request_seconds
@@ -164,14 +164,14 @@ class BlockpoolHandler(APIHandler):  # type: ignore[misc]
 
     def _check(self) -> Rejected | None:
         try:
-            self.route = self.response_generator.path = urlsplit(self.path).path.rstrip("/") or "/"
+            self.route = self.scope.path = urlsplit(self.path).path.rstrip("/") or "/"
         except ValueError as error:
             return Rejected(400, f"Bad path: {error}")
         if self._crowded:
             most = self.guard.config.max_connections
             return Rejected(503, f"The server already has {most} connections. Try again when one of them has ended.")
         rejected = self.guard.check(self.command, self.route, self.headers)
-        self.response_generator.owner = self.guard.owner(self.headers)
+        self.scope.owner = self.guard.owner(self.headers)
         return rejected or self.guard.check_body(self.route, self.headers)
 
     def _read_body(self) -> Rejected | None:
@@ -202,7 +202,7 @@ class BlockpoolHandler(APIHandler):  # type: ignore[misc]
             self.request_version = "HTTP/1.0"
         self.connection.settimeout(self.guard.config.send_seconds)
         if is_messages(self.route) or "anthropic-version" in self.headers:
-            content = anthropic_error(rejected.status, rejected.message, self.response_generator.wishes.id)
+            content = anthropic_error(rejected.status, rejected.message, self.scope.options.id)
         else:
             content = openai_error(rejected.status, rejected.message)
         challenge = {"WWW-Authenticate": "Bearer"} if rejected.status == HTTPStatus.UNAUTHORIZED else {}
@@ -257,7 +257,7 @@ class BlockpoolHandler(APIHandler):  # type: ignore[misc]
         return 503 if isinstance(error, UnavailableError) else 500, {"error": cause_of(error)}
 
     def _get(self) -> None:
-        scope = self.response_generator
+        scope = self.scope
         if self.route == "/v1/cache":
             report = own_figures(scope.owner, cache_report(scope.registry, scope.prompt_cache.report))
             self.send_json(200, {**report, "prompts": scope.prompts.counts})
@@ -308,19 +308,19 @@ class BlockpoolHandler(APIHandler):  # type: ignore[misc]
         self.send_json(404, {"error": f"Unknown path {self.route}. See the server's README for the endpoints."})
 
     def handle_health_check(self) -> None:
-        generator = self.response_generator
+        generator = self.scope
         self.send_json(*generator.health.report(generator.is_healthy, generator.has_waiting))
 
     def handle_models_request(self) -> None:
         try:
-            self.send_json(200, Admin(self.response_generator).models(self.path, self.created))
+            self.send_json(200, Admin(self.scope).models(self.path, self.created))
         except ModelNotFoundError as error:
             self.send_json(404, {"error": str(error)})
 
     def _order(self) -> None:
         """Have a model loaded or unloaded."""
         try:
-            answer = Admin(self.response_generator).order(self.route, self.headers.get("Content-Length"), self.rfile.read)
+            answer = Admin(self.scope).order(self.route, self.headers.get("Content-Length"), self.rfile.read)
         except (BlockpoolError, ValueError, RuntimeError) as error:
             answer = openai_status(error), {"error": str(error)}
         self.send_json(*answer)
@@ -346,11 +346,11 @@ class BlockpoolHandler(APIHandler):  # type: ignore[misc]
         try:
             self._validate_all()
         except ValueError as error:
-            self.response_generator.refused(error)
+            self.scope.fail(error)
             raise
 
     def _validate_all(self) -> None:
-        scope = self.response_generator
+        scope = self.scope
         if self.body.get("max_completion_tokens") is None and self.body.get("max_tokens") is None:
             # The client leaves a null to the server.
             self.max_tokens: Any = scope.cli_args.max_tokens
@@ -362,8 +362,8 @@ class BlockpoolHandler(APIHandler):  # type: ignore[misc]
             self.stream_options = {"include_usage": False, **self.body["stream_options"]}
         if "messages" in self.body:
             self._choice = choice_of(self.body)
-        scope.wishes = Wishes(agent=agent_of(self.headers.get("X-Agent-Id"), self.body), retention=retention_of(self.body))
-        scope.normalisers = scope.known_normalisers.asked(self.headers.get("X-Normalise"))
+        scope.parse_headers(self.headers, self.body)
+        scope.options.retention = retention_of(self.body)
 
     def handle_chat_completions(self) -> ChatRequest:
         # Images are fetched, if at all, once it is known that the model takes any.
@@ -405,12 +405,12 @@ class BlockpoolHandler(APIHandler):  # type: ignore[misc]
         """Add what explains the request, and how its body ends, which mlx-lm leaves to the end of the connection."""
         self.answered = True
         status, sent = self._status_and_headers()
-        for name, value in self.response_generator.headers(self.headers.get("X-Explain")).items():
+        for name, value in self.scope.headers(self.headers.get("X-Explain")).items():
             if name.lower().encode() not in sent:
                 self.send_header(name, value)
         self._add_framing(status, sent.get(b"content-length"))
         if self._failure and is_openai(self.path):
-            self.wfile = ErrorFile(self.wfile, self._failure, openai_code(self.response_generator.error))
+            self.wfile = ErrorFile(self.wfile, self._failure, openai_code(self.scope.error))
 
     def _add_framing(self, status: int, length: bytes | None) -> None:
         has_body = self.command != "HEAD" and status not in (204, 304)
@@ -436,7 +436,7 @@ class BlockpoolHandler(APIHandler):  # type: ignore[misc]
         return int((status.split() or [b"", b"0"])[1]), {name.lower(): value.strip() for name, _, value in split}
 
     def _set_completion_headers(self, status_code: int = 200) -> None:
-        error = self.response_generator.error
+        error = self.scope.error
         if isinstance(error, ConnectionError):
             raise error
         # mlx-lm answers 404 to whatever generate() raises.

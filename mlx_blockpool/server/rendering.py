@@ -17,7 +17,6 @@ from mlx_lm.utils import load_config
 from ..config import ImageConfig, PromptConfig, RequestConfig
 from ..errors import RequestTooLargeError, TooManyPositionsError
 from .bounds import check_bounds
-from .chat import ChatRequest, Rendered
 from .generation import BlockpoolGenerator
 from .images import has_images, sees, take_images
 from .models.provider import ModelKey, local_folder
@@ -25,6 +24,7 @@ from .prompts.job import PreparedPrompt, PromptJob, TokenizerSource
 from .prompts.renderer import beginning, begun
 from .prompts.template_options import check_template_options
 from .prompts.workers import PromptWorkers
+from .request import ChatRequest, Rendered
 
 # Added to the logit of a token that must not be drawn; every float type has it.
 NEVER = -1e4
@@ -56,10 +56,9 @@ class ChatGenerator(BlockpoolGenerator):
         check_bounds(request, generation_args, RequestConfig())
         check_template_options(generation_args.chat_template_kwargs, self.prompts.config.template_kwargs)
         args = replace(generation_args, model=self.registry.find(generation_args.model))
-        wishes = getattr(request, "wishes", None)
-        with self._order.turn(None if wishes is None else wishes.agent) as turn:
+        with self._order.turn(request.options.agent) as turn:
             if has_images(request.messages) and self._sees(args.model):
-                take_images(request.messages, getattr(request, "image_at", None) or "messages", self._images)
+                take_images(request.messages, request.image_at or "messages", self._images)
             else:
                 args = self._prepare(request, args)
             request.turn = turn
@@ -70,7 +69,7 @@ class ChatGenerator(BlockpoolGenerator):
         super().stop_and_join()
 
     def _arrive(self, item: Any) -> None:
-        if isinstance(item, tuple) and (turn := getattr(item[1], "turn", None)) is not None:
+        if isinstance(item, tuple) and (turn := item[1].turn) is not None:
             turn.set()
         super()._arrive(item)
 
@@ -139,10 +138,10 @@ class ChatGenerator(BlockpoolGenerator):
 
     def _tokenize(self, tokenizer: Any, request: Any, args: Any) -> Any:
         """The prepared prompt; on the generation thread mlx-lm's own for what has images. May be called again."""
-        prepared: PreparedPrompt | None = getattr(request, "prepared", None)
+        prepared: PreparedPrompt | None = request.prepared
         if prepared is not None:
             return prepared.tokenized()
-        place = getattr(request, "image_at", None) or "messages"
+        place = request.image_at or "messages"
         if self.model_provider.processor is None:
             raise ValueError(f"{place}: this model takes no images")
         begin, never = beginning(tokenizer, request) if isinstance(request, ChatRequest) else ("", None)

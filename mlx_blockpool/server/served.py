@@ -22,11 +22,11 @@ from ..mlx_lm_compat import GenerationContext, make_logits_processors
 from ..modelfile import positions_of
 from ..prefix.lookup import Lookup, beside
 from ..prefix.salts import SHARED
-from .asking import Wishes
 from .breakpoints import pins_of
 from .explained import Explained
 from .models.provider import BlockpoolModelProvider, ModelKey
 from .prompt_cache import ServerPromptCache
+from .request import RequestOptions
 from .requests import Live, Suspended, Waiting, marks_of
 from .sampling import make_sampler
 
@@ -154,7 +154,7 @@ class ServedModel:
             initial_state=initial_state,
             prompt=prompt,
         )
-        wishes = getattr(waiting.request, "wishes", Wishes())
+        options = waiting.request.options
         request = Request(
             prompt,
             args.max_tokens,
@@ -162,23 +162,23 @@ class ServedModel:
             make_logits_processors(args),
             stop_sequences,
             self._marks(waiting),
-            wishes.agent,
-            noted_as=wishes.conversation,
+            options.agent,
+            noted_as=options.conversation,
             pins=pins_of(waiting.request),
-            retention=wishes.retention,
-            salt=self.salt_of(wishes),
+            retention=options.retention,
+            salt=self.salt_of(options),
         )
         uid = self.engine.insert(request)
-        explained = getattr(waiting.request, "explained", None)
+        explained = waiting.request.explained
         if explained is not None:
             explained.salt = request.salt
         self.live[uid] = Live(waiting.queue, context, tokenizer, tokenizer.detokenizer, args.top_logprobs, explained)
 
-    def salt_of(self, wishes: Wishes) -> bytes:
+    def salt_of(self, options: RequestOptions) -> bytes:
         """What a request's prefixes are known under: what its agent has imported, or else what the request says."""
         agents = self.prompt_cache.agents
-        imported = SHARED if agents is None or wishes.agent is None else agents.salt_of_import(wishes.agent)
-        return imported or wishes.salt
+        imported = SHARED if agents is None or options.agent is None else agents.salt_of_import(options.agent)
+        return imported or options.salt
 
     def _marks(self, waiting: Waiting) -> list[tuple[int, str]]:
         """(tokens, kind) of the beginnings of a prompt that are worth a checkpoint."""
@@ -278,7 +278,7 @@ class ServedModel:
 
     def explain_alone(self, waiting: Waiting, context: GenerationContext) -> None:
         """The same for a request that mlx-lm serves."""
-        explained = getattr(waiting.request, "explained", None)
+        explained = waiting.request.explained
         if explained is not None:
             explained.salt = self.prompt_cache.salt
         self.explain(explained, context.prompt, context.prompt_cache_count, self.prompt_cache.lookup)

@@ -422,7 +422,7 @@ def test_agents_are_named_by_a_header_as_elsewhere(server: Client, monkeypatch: 
     generate = type(server.generator).generate
 
     def watching(self: Any, request: Any, *args: Any, **kwargs: Any) -> Any:
-        agents.append(request.wishes.agent)
+        agents.append(request.options.agent)
         return generate(self, request, *args, **kwargs)
 
     monkeypatch.setattr(type(server.generator), "generate", watching)
@@ -558,12 +558,12 @@ def test_a_failure_in_mid_stream_is_an_error_event(claude: anthropic.Anthropic, 
 
 def test_a_server_without_room_is_overloaded(claude: anthropic.Anthropic, monkeypatch: pytest.MonkeyPatch) -> None:
     from mlx_blockpool.errors import PoolExhaustedError
-    from mlx_blockpool.server.asking import Asking
+    from mlx_blockpool.server.scope import RequestScope
 
     def full(*args: Any, **kwargs: Any) -> Any:
         raise PoolExhaustedError(3, 1, 1, "full")
 
-    monkeypatch.setattr(Asking, "generate", full)
+    monkeypatch.setattr(RequestScope, "generate", full)
     with pytest.raises(anthropic.OverloadedError) as overloaded:
         ask(claude, "x")
     assert overloaded.value.status_code == 529

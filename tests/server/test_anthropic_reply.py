@@ -15,7 +15,7 @@ from mlx_lm.tool_parsers import json_tools, pythonic
 
 from mlx_blockpool.server.api.anthropic_reply import ContentBlocks, input_usage
 from mlx_blockpool.server.api.reply import BlockEnd, Blocks, Call, Done, ReplyParser, ReplyReader, Silence, Text, Thinking
-from mlx_blockpool.server.chat import ChatRequest, Rendered
+from mlx_blockpool.server.request import ChatRequest, Rendered
 
 START, END = "<tool_call>", "</tool_call>"
 EDGES = {

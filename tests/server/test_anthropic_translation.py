@@ -20,11 +20,11 @@ from thorough import tried
 from mlx_blockpool.server.api.anthropic_request import MessagesRequest, parse
 from mlx_blockpool.server.api.errors import anthropic_status
 from mlx_blockpool.server.api.thinking import signature_of, thinking_in
-from mlx_blockpool.server.chat import Mark
 from mlx_blockpool.server.fields import InvalidRequestError
 from mlx_blockpool.server.models.provider import ModelKey
 from mlx_blockpool.server.prompts.renderer import PromptRenderer
 from mlx_blockpool.server.rendering import ChatGenerator, Counted
+from mlx_blockpool.server.request import Mark
 from server.anthropic_agents import ADD, LOOK_UP, TEMPLATE, save_agent
 from server.serving import Client, blockpool_server
 

@@ -13,8 +13,9 @@ import pytest
 from models import save_model
 
 from mlx_blockpool.server.api.errors import in_shape
-from mlx_blockpool.server.asking import Wishes, agent_of, retention_of
 from mlx_blockpool.server.generation import BlockpoolGenerator
+from mlx_blockpool.server.request import RequestOptions
+from mlx_blockpool.server.scope import agent_of, retention_of
 from server.anthropic_agents import LOOK_UP, Say, anthropic_client, save_agent, say
 from server.serving import Client, at_once, blockpool_server, stock_server
 
@@ -308,11 +309,11 @@ def test_retention_has_two_names() -> None:
 
 
 def test_every_endpoint_tells_the_engine_who_asks(server: Client, gpt: openai.OpenAI, monkeypatch: pytest.MonkeyPatch) -> None:
-    seen: list[Wishes] = []
+    seen: list[RequestOptions] = []
     generate = BlockpoolGenerator.generate
 
     def watching(self: Any, request: Any, *args: Any, **kwargs: Any) -> Any:
-        seen.append(request.wishes)
+        seen.append(request.options)
         return generate(self, request, *args, **kwargs)
 
     monkeypatch.setattr(BlockpoolGenerator, "generate", watching)
@@ -330,7 +331,7 @@ def test_every_endpoint_tells_the_engine_who_asks(server: Client, gpt: openai.Op
     messages.create(**claude, metadata={"user_id": "everybody"})
     messages.create(**claude, extra_body={"agent_id": "a"})
     messages.create(**claude, extra_body={"agent_id": "a"}, extra_headers={"X-Agent-Id": "h"})
-    assert [(wishes.agent, wishes.retention) for wishes in seen] == [
+    assert [(options.agent, options.retention) for options in seen] == [
         ("me", "day"), ("s", None), ("h", None), (None, None),
         ("me", "memory"), ("k", "day"),
         (None, None), ("a", None), ("h", None),

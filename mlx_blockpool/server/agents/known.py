@@ -204,9 +204,9 @@ class KnownAgents:
                 running.update(filter(None, (_name_of(live.request) for live in served.engine.live)))
                 waiting.update(filter(None, (_name_of(waits.request) for waits in served.engine._waiting)))
         for place in self._generator._waiting:
-            wishes = getattr(getattr(place.item, "request", None), "wishes", None)
-            if wishes is not None:
-                waiting.update(filter(None, [wishes.agent or wishes.conversation]))
+            options = getattr(getattr(place.item, "request", None), "options", None)
+            if options is not None:
+                waiting.update(filter(None, [options.agent or options.conversation]))
         return running, waiting
 
 

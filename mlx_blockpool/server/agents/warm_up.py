@@ -14,9 +14,9 @@ from pathlib import Path
 from typing import Any
 
 from ...errors import BlockpoolError
-from ...mlx_lm_compat import CompletionRequest
 from ..arguments import generation_arguments
-from ..asking import Asking, Wishes
+from ..request import PromptRequest
+from ..scope import RequestScope
 from . import by_content
 from .acts import checked_name, pin
 from .known import KnownAgents, RefusedError
@@ -147,20 +147,20 @@ class WarmUp:
 
     def _compute(self, prompt: Prompt) -> tuple[int, int]:
         """Tokens of the prompt, and how many of them were known. Raises whatever a request's client would be told."""
-        asking = Asking(self._generator)
-        asking.wishes = Wishes(agent=prompt.agent)
-        asking.normalisers = asking.known_normalisers.default
+        scope = RequestScope(self._generator)
+        scope.options.agent = prompt.agent
+        scope.normalisers = scope.known_normalisers.default
         chat = bool(prompt.messages)
-        request = CompletionRequest("chat" if chat else "text", prompt.prompt, prompt.messages, prompt.tools, prompt.role_mapping)
+        request = PromptRequest("chat" if chat else "text", prompt.prompt, prompt.messages, prompt.tools, prompt.role_mapping)
         if prompt.agent is None and not chat:
             text = [{"role": "user", "content": prompt.prompt}]
-            asking.wishes.conversation = by_content.name_of([prompt.model], text, asking.known_normalisers)
+            scope.options.conversation = by_content.name_of([prompt.model], text, scope.known_normalisers)
         options = self._generator.cli_args
         arguments = generation_arguments({}, options, prompt.model, 1, [], prompt.chat_template_kwargs or {})
-        context, responses = asking.generate(request, arguments)
+        context, responses = scope.generate(request, arguments)
         for _ in responses:
             pass
-        name = asking.wishes.agent or asking.wishes.conversation
+        name = scope.options.agent or scope.options.conversation
         if prompt.pin and name is not None:
             report = pin(KnownAgents(self._generator), name)
             if not report["pinned_in_memory"]:

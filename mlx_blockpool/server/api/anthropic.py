@@ -9,7 +9,6 @@ import logging
 from typing import Any
 from urllib.parse import parse_qs, unquote, urlsplit
 
-from ..asking import Wishes, agent_of
 from ..fields import InvalidRequestError
 from ..models.admin import MODELS, Admin
 from ..rendering import Counted
@@ -103,9 +102,7 @@ class MessagesEndpoint(Endpoint):
         headers, body = self._handler.headers, self._body()
         parsed = parse(body, self._scope.cli_args, counts)
         # metadata.user_id names no agent: sub-agents share it, and run at the same time.
-        agent = agent_of(headers.get("X-Agent-Id"), body, ("session_id", "agent_id"))
-        self._scope.wishes = Wishes(self._scope.wishes.id, agent)
-        self._scope.normalisers = self._scope.known_normalisers.asked(headers.get("X-Normalise"))
+        self._scope.parse_headers(headers, body, ("session_id", "agent_id"))
         return parsed
 
     # -- the wire ------------------------------------------------------------------------------------------------------
@@ -119,7 +116,7 @@ class MessagesEndpoint(Endpoint):
         status, message = anthropic_status(error)
         if status >= 500:
             message = " ".join(message.split())
-        return status, anthropic_error(status, message, self._scope.wishes.id)
+        return status, anthropic_error(status, message, self._scope.options.id)
 
 
 def _model(name: str) -> dict[str, Any]:

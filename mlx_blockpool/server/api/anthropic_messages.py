@@ -9,8 +9,8 @@ from collections.abc import Callable
 from typing import Any
 
 from ...messages import Message
-from ..chat import SECONDS
 from ..fields import InvalidRequestError, checked, field, inside, known, one_of
+from ..request import SECONDS
 from .thinking import thinking_in
 
 Part = dict[str, Any]

@@ -14,8 +14,8 @@ from ...config import RequestConfig
 from ...mlx_lm_compat import GenerationArguments
 from ..arguments import generation_arguments
 from ..bounds import check_count
-from ..chat import SECONDS, ChatRequest, Mark, ParsedRequest
 from ..fields import InvalidRequestError, checked, field, inside, known, one_of
+from ..request import SECONDS, ChatRequest, Mark, ParsedRequest
 from .anthropic_messages import Conversation
 
 log = logging.getLogger(__name__)

@@ -13,8 +13,8 @@ from collections.abc import Iterable, Iterator
 from typing import Any, TypeVar
 
 from ...mlx_lm_compat import GenerationArguments, LogitsProcessorArguments, ModelDescription, SamplingArguments, image_parts
-from ..chat import ChatRequest
 from ..fields import InvalidRequestError, checked, field, one_of
+from ..request import ChatRequest
 from .endpoint import Endpoint
 from .errors import openai_answer
 from .reply import Call, Done, Event, ReplyParser, ReplyReader, Silence, Text, Thinking, call_id

@@ -12,8 +12,9 @@ from typing import Any
 from urllib.parse import urlsplit
 
 from ..bodies import parse_json
-from ..chat import ChatRequest
 from ..fields import checked
+from ..request import ChatRequest
+from ..scope import RequestScope
 from .errors import StatusError
 from .reply import ReplyReader
 
@@ -25,7 +26,7 @@ class Endpoint:
 
     def __init__(self, handler: Any) -> None:
         self._handler = handler
-        self._scope = handler.response_generator
+        self._scope: RequestScope = handler.scope
         self._streams = False
 
     @property
@@ -62,10 +63,10 @@ class Endpoint:
         """Note a whole reply, so that it can be put back as it was sampled."""
         if request.calls != "must" and reader.is_whole:
             # A forced call begins with text that was not sampled.
-            self._scope.told(*reader.message, True)
+            self._scope.remember(*reader.message)
 
     def _fail(self, error: Exception) -> None:
-        self._scope.refused(error)
+        self._scope.fail(error)
         status, body = self._error(error)
         if status >= 500:
             log.error("%s failed", self._handler.path, exc_info=error)

@@ -15,7 +15,7 @@ from typing import Any, Literal
 
 from mlx_lm.generate import TextStateMachine
 
-from ..chat import ChatRequest
+from ..request import ChatRequest
 
 log = logging.getLogger(__name__)
 

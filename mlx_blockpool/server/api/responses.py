@@ -12,8 +12,8 @@ from typing import Any
 
 from ...mlx_lm_compat import GenerationArguments
 from ..arguments import generation_arguments
-from ..chat import ChatRequest, ParsedRequest
 from ..fields import InvalidRequestError, checked, field, known, one_of
+from ..request import ChatRequest, ParsedRequest
 from .responses_items import Conversation, Item
 from .responses_kept import KeptResponses, OwnResponses
 from .responses_tools import Name, Tools, tools_of

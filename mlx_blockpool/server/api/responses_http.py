@@ -10,8 +10,8 @@ import logging
 from typing import Any
 from urllib.parse import unquote, urlsplit
 
-from ..asking import Wishes, agent_of, retention_of
 from ..rendering import Counted
+from ..scope import retention_of
 from .endpoint import Endpoint
 from .errors import StatusError, openai_answer
 from .responses import ResponsesRequest, parse
@@ -98,9 +98,8 @@ class ResponsesEndpoint(Endpoint):
         """The request's body and headers. Raises what openai_answer() answers."""
         headers, body = self._handler.headers, self._body()
         parsed = parse(body, self._scope.cli_args, self._kept, counts)
-        agent = agent_of(headers.get("X-Agent-Id"), body)
-        self._scope.wishes = Wishes(self._scope.wishes.id, agent, retention=retention_of(body))
-        self._scope.normalisers = self._scope.known_normalisers.asked(headers.get("X-Normalise"))
+        self._scope.parse_headers(headers, body)
+        self._scope.options.retention = retention_of(body)
         return parsed
 
     def _keep(self, parsed: ResponsesRequest, renderer: ResponseRenderer) -> None:

@@ -18,7 +18,7 @@ from ...errors import RequestTooLargeError
 from ...messages import Message
 from ...mlx_lm_compat import CompletionRequest, ResponseGenerator, process_message_content
 from ..breakpoints import checkpoint_positions, mark_positions
-from ..chat import Mark, message_marks
+from ..request import Mark, message_marks
 from .job import PreparedPrompt, PromptJob
 from .replay import Replay
 

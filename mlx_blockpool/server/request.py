@@ -1,17 +1,25 @@
-"""A chat request as every protocol asks it here: mlx-lm's CompletionRequest, and what that has no words for.
+"""A request on its way to the engine: mlx-lm's CompletionRequest, and what that has no words for.
 
 Messages and tools have the shape of OpenAI's API. A message, or a part of its content, may have a `cache_control`, as parts have
-it in both protocols: up to its end the prompt is worth keeping. Templates do not look at it.
+it in both protocols: up to its end the prompt is worth keeping. Templates ignore it.
 """
 
 from __future__ import annotations
 
+import socket
+import threading
+import uuid
 from collections.abc import Mapping
 from dataclasses import dataclass, field
-from typing import Any, Literal
+from typing import TYPE_CHECKING, Any, Literal
 
 from ..messages import Message
 from ..mlx_lm_compat import CompletionRequest, GenerationArguments
+from ..prefix.salts import SHARED
+
+if TYPE_CHECKING:
+    from .explained import Explained
+    from .prompts.job import PreparedPrompt
 
 SECONDS = {"5m": 300, "1h": 3600}
 
@@ -30,8 +38,26 @@ class Mark:
 
 
 @dataclass
+class RequestOptions:
+    """What a request asks for beside its reply.
+
+    id:            names the request in the response's headers, in explanations and in the log.
+    agent:         the client's name for itself; requests of one agent run in order.
+    conversation:  the name that the chat's content gives it where the client gives none; it orders nothing.
+    retention:     where the prompt is kept: "memory" never on disk, "day" for a day since its last use; None: the default.
+    salt:          of the request's prefixes; requests with SHARED share theirs.
+    """
+
+    id: str = field(default_factory=lambda: f"req_{uuid.uuid4().hex[:24]}")
+    agent: str | None = None
+    conversation: str | None = None
+    retention: str | None = None
+    salt: bytes = SHARED
+
+
+@dataclass
 class Rendered:
-    """What the generation thread has found out about a request's prompt. Complete when the reply's context is there.
+    """What rendering has found out about a request's prompt. Complete when the reply's context is there.
 
     marks:   (tokens, seconds) of each beginning that was marked, by tokens; None until then.
     stops:   the stop words by their token ids.
@@ -45,22 +71,39 @@ class Rendered:
 
 
 @dataclass
-class ChatRequest(CompletionRequest):  # type: ignore[misc]
-    """What a client asks for.
+class PromptRequest(CompletionRequest):  # type: ignore[misc]
+    """mlx-lm's request with what the generation thread reads beside the prompt.
+
+    connection:  the client's, watched for hang-ups; None: the request came over none.
+    image_at:    where the client's first image is.
+    explained:   where the request's use of the cache is written down; None: nowhere.
+    turn:        set once the request is queued, so that the agent's next one may follow.
+    prepared:    the rendered prompt; None: the generation thread renders it, because it has images.
+    """
+
+    options: RequestOptions = field(default_factory=RequestOptions)
+    connection: socket.socket | None = None
+    image_at: str | None = None
+    rendered: Rendered = field(default_factory=Rendered)
+    explained: Explained | None = None
+    turn: threading.Event | None = None
+    prepared: PreparedPrompt | None = None
+
+
+@dataclass
+class ChatRequest(PromptRequest):
+    """A chat in any of the protocols.
 
     tool_marks:  marks on tools; those on messages are in the messages.
     calls:       whether the reply may call tools, must begin with a call, or never calls one.
     begin:       text that the reply begins with; it is part of the prompt.
-    only_count:  nothing is generated, only the length of the prompt is told.
-    image_at:    where the client's first image is.
+    only_count:  nothing is generated, only the prompt's tokens are counted.
     """
 
     tool_marks: tuple[Mark, ...] = ()
     calls: Literal["may", "must", "never"] = "may"
     begin: str = ""
     only_count: bool = False
-    image_at: str | None = None
-    rendered: Rendered = field(default_factory=Rendered)
 
     @property
     def marks_wanted(self) -> list[Mark]:
