@@ -251,7 +251,6 @@ def modules_of(requirements: list[str]) -> Iterator[str]:
 SATELLITES = {"mlx_blockpool/server/health.py"}
 CROSSINGS = {
     "mlx_blockpool/server/agents/known.py: _waiting",
-    "mlx_blockpool/server/api/responses_http.py: _RefusedError",
     "mlx_blockpool/server/models/admin.py: _await_response",
     "mlx_blockpool/server/models/admin.py: _waiting",
 }
