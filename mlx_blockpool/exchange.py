@@ -26,6 +26,7 @@ from mlx_lm.models.cache import (
     save_prompt_cache,
 )
 
+from .dtypes import ITEM_BYTES
 from .errors import StoreError
 from .formatting import Report
 from .kv.parts import as_stock, leaves_of
@@ -36,7 +37,6 @@ from .spec import BLOCK_TOKENS, ChunkLayer, FullLayer, LayerSpec, ModelCacheSpec
 from .store.agent_files import Agents
 from .store.manifest import shown
 from .store.prompt_store import PromptStore
-from .store.record import ITEM_BYTES
 from .store.signing import UNSIGNED, export_key, head_of, is_signed, sign
 from .tier.cache import TieredPrefixCache
 

@@ -8,16 +8,19 @@ from __future__ import annotations
 
 import hashlib
 import json
+import math
 from collections.abc import Iterator
 from dataclasses import asdict, dataclass, replace
 from functools import cached_property
 from typing import ClassVar, TypeAlias
 
+from .dtypes import bytes_of
 from .errors import SpecError
 
 BLOCK_TOKENS = 256
 
-DTYPE_BYTES = {"float32": 4, "float16": 2, "bfloat16": 2}
+# Of keys and values.
+DTYPE_BYTES = {name: bytes_of(name) for name in ("float32", "float16", "bfloat16")}
 
 
 @dataclass(frozen=True)
@@ -233,10 +236,4 @@ def _state_bytes(layer: LayerSpec) -> int:
         return sum(_state_bytes(part) for part in layer.parts)
     if not isinstance(layer, StateLayer):
         return 0
-    total = 0
-    for shape, dtype in layer.arrays:
-        size = int("".join(filter(str.isdigit, dtype)) or 8) // 8
-        for n in shape:
-            size *= n
-        total += size
-    return total
+    return sum(bytes_of(dtype) * math.prod(shape) for shape, dtype in layer.arrays)

@@ -13,7 +13,8 @@ from typing import Any
 import mlx.core as mx
 
 from ..kv.parts import batch_of, member_of
-from .request import Running, common_prefix
+from ..prefix.trie import common_prefix
+from .request import Running
 
 
 def chunk_end(running: Running, step: int) -> int:

@@ -149,11 +149,3 @@ class Running:
     def left_to_produce(self) -> int:
         """Tokens that may still follow `tokens`, of which the last may be drawn and not told yet."""
         return len(self.request.tokens) + self.request.max_tokens - len(self.tokens)
-
-
-def common_prefix(a: Sequence[int], b: Sequence[int]) -> int:
-    """How many tokens two sequences have in common from the first on."""
-    end = min(len(a), len(b))
-    if a[:end] == b[:end]:
-        return end
-    return next(i for i, (x, y) in enumerate(zip(a, b, strict=False)) if x != y)

@@ -14,6 +14,7 @@ from typing import Any, TypeAlias
 import mlx.core as mx
 import numpy as np
 
+from ..dtypes import numpy_name, safetensors_name
 from ..spec import LayerGroup
 from .slabs import KVArena
 
@@ -21,8 +22,6 @@ from .slabs import KVArena
 HostArray: TypeAlias = "np.ndarray[Any, Any]"
 
 GROUP_SIZE = 32
-_SAFETENSORS = {mx.float32: "F32", mx.float16: "F16", mx.bfloat16: "BF16", mx.uint32: "U32"}
-_NUMPY = {mx.float32: np.float32, mx.float16: np.float16, mx.bfloat16: np.uint16, mx.uint32: np.uint32}
 
 
 @dataclass(frozen=True)
@@ -35,11 +34,11 @@ class Content:
 
     @property
     def safetensors_dtype(self) -> str:
-        return _SAFETENSORS[self.dtype]
+        return safetensors_name(self.dtype)
 
     def array(self, data: memoryview) -> HostArray:
         """The array in these bytes, not copied."""
-        return np.frombuffer(data, _NUMPY[self.dtype]).reshape(self.shape)
+        return np.frombuffer(data, numpy_name(self.safetensors_dtype)).reshape(self.shape)
 
 
 def contents(slabs: KVArena, groups: Sequence[int], tokens: int, bits: int | None = None) -> list[Content]:
@@ -122,7 +121,7 @@ def _write(target: mx.array, start: int, part: HostArray | mx.array) -> None:
 def _in_host_memory(array: mx.array) -> HostArray:
     """An evaluated array, not copied; what is written to it is in the array."""
     buffer: Any = array
-    return np.frombuffer(buffer, _NUMPY[array.dtype]).reshape(array.shape)
+    return np.frombuffer(buffer, numpy_name(safetensors_name(array.dtype))).reshape(array.shape)
 
 
 def _on_device(part: HostArray | mx.array, dtype: mx.Dtype) -> mx.array:

@@ -11,19 +11,10 @@ import mlx.core as mx
 import numpy as np
 from mlx_lm.models.cache import save_prompt_cache
 
+from ..dtypes import safetensors_name
 from ..mlx_lm_compat import rebind
 from .parts import as_stock
 
-_SAFETENSORS = {
-    mx.bfloat16: "BF16",
-    mx.bool_: "BOOL",
-    mx.float16: "F16",
-    mx.float32: "F32",
-    mx.int32: "I32",
-    mx.int64: "I64",
-    mx.uint32: "U32",
-    mx.uint8: "U8",
-}
 # The header is filled up with spaces to a multiple of this.
 ALIGNMENT = 8
 
@@ -42,7 +33,7 @@ class Outgoing:
         self._pieces: list[tuple[str, int | None]] = []
         for name, array in arrays.items():
             start, end = end, end + array.nbytes
-            described[name] = {"dtype": _SAFETENSORS[array.dtype], "shape": list(array.shape), "data_offsets": [start, end]}
+            described[name] = {"dtype": safetensors_name(array.dtype), "shape": list(array.shape), "data_offsets": [start, end]}
             by_head = array.ndim == 4 and array.shape[0] == 1
             self._pieces += [(name, head) for head in range(array.shape[1])] if by_head else [(name, None)]
         text = json.dumps(described).encode()

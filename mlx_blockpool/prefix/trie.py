@@ -14,7 +14,7 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
 from itertools import takewhile
-from typing import Any
+from typing import Any, TypeVar
 from weakref import WeakValueDictionary
 
 from ..spec import BLOCK_TOKENS, blocks_for
@@ -131,7 +131,7 @@ class Node:
         if len(siblings) > 1:
             at = bisect_left(siblings, self.tokens, key=_tokens)
             for nearby in (siblings[at + 1 : at + 1 + MAX_SIBLINGS], siblings[max(0, at - MAX_SIBLINGS) : at][::-1]):
-                alike = ((node, _common_tokens(node.tokens, self.tokens)) for node in nearby)
+                alike = ((node, common_prefix(node.tokens, self.tokens) // TOKEN_BYTES) for node in nearby)
                 yield from ((node, self.start + count) for node, count in takewhile(lambda found: found[1], alike))
 
     def subtree(self) -> Iterator[Node]:
@@ -391,21 +391,21 @@ def _closest(node: Node, edge: bytes) -> tuple[Node | None, int]:
     at = bisect_left(children, edge, key=_tokens)
     best, longest = None, 0
     for child in children[max(0, at - 1) : at + 1]:
-        count = _common_tokens(child.tokens, edge)
+        count = common_prefix(child.tokens, edge) // TOKEN_BYTES
         if count > longest:
             best, longest = child, count
     return best, longest
 
 
-def _common_tokens(a: bytes, b: bytes) -> int:
-    size = min(len(a), len(b))
-    if a[:size] == b[:size]:
-        return size // TOKEN_BYTES
-    low, high = 0, size // TOKEN_BYTES
+Alike = TypeVar("Alike", list[int], str, bytes)
+
+
+def common_prefix(a: Alike, b: Alike) -> int:
+    """How many elements two sequences have in common from the first on: tokens, characters or bytes."""
+    low, high = 0, min(len(a), len(b))
+    if a[:high] == b[:high]:
+        return high
     while low < high:
         middle = (low + high + 1) // 2
-        if a[: middle * TOKEN_BYTES] == b[: middle * TOKEN_BYTES]:
-            low = middle
-        else:
-            high = middle - 1
+        low, high = (middle, high) if a[low:middle] == b[low:middle] else (low, middle - 1)
     return low

@@ -8,14 +8,14 @@ from __future__ import annotations
 
 import logging
 from bisect import bisect_right
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from typing import Any
 
 from jinja2 import TemplateError
 
-from ..engine.request import common_prefix
 from ..messages import Message
 from ..mlx_lm_compat import process_message_content
+from ..prefix.trie import common_prefix
 from .request import Mark, PromptRequest
 
 log = logging.getLogger(__name__)
@@ -24,7 +24,7 @@ SYSTEM = ("system", "developer")
 
 
 def checkpoint_positions(
-    tokenizer: Any, prompt: Sequence[int], messages: list[Message], tools: list[Any] | None, options: dict[str, Any]
+    tokenizer: Any, prompt: list[int], messages: list[Message], tools: list[Any] | None, options: dict[str, Any]
 ) -> list[tuple[int, str]]:
     """(tokens, kind) of the beginnings of a chat's prompt that other prompts will have too.
 
@@ -50,7 +50,7 @@ def pins_of(request: PromptRequest) -> list[tuple[int, int]]:
     return list(request.rendered.marks or ())
 
 
-def _end_of(tokenizer: Any, prompt: Sequence[int], beginning: list[dict[str, Any]], options: dict[str, Any]) -> int:
+def _end_of(tokenizer: Any, prompt: list[int], beginning: list[dict[str, Any]], options: dict[str, Any]) -> int:
     """How many tokens a rendered beginning has in common with the prompt; 0 where the template does not take it."""
     try:
         tokens = tokenizer.apply_chat_template(beginning, add_generation_prompt=False, tokenize=True, **options)
@@ -67,7 +67,7 @@ NOBODY: Message = {"role": "user", "content": ""}
 
 def mark_positions(
     tokenizer: Any,
-    prompt: Sequence[int],
+    prompt: list[int],
     messages: list[Message],
     tools: list[Any] | None,
     marks: list[Mark],
@@ -124,7 +124,7 @@ class _Chat:
             # Some templates refuse a chat in which nobody asks.
             beginning = [*beginning, NOBODY]
         try:
-            return _common_length(text, self.text(beginning, tools))
+            return common_prefix(text, self.text(beginning, tools))
         except (TemplateError, ValueError, TypeError, KeyError, IndexError) as error:
             log.debug("no mark: the template does not take %d messages: %s", len(beginning), error)
             return 0
@@ -138,7 +138,7 @@ class _Chat:
         return str(rendered)
 
 
-def _counter(tokenizer: Any, prompt: Sequence[int], text: str) -> Callable[[int], int]:
+def _counter(tokenizer: Any, prompt: list[int], text: str) -> Callable[[int], int]:
     """A function from characters of the rendered text to tokens of the prompt: how many tokens lie before."""
     try:
         encoded = tokenizer._tokenizer(text, add_special_tokens=False, return_offsets_mapping=True)
@@ -150,11 +150,3 @@ def _counter(tokenizer: Any, prompt: Sequence[int], text: str) -> Callable[[int]
         return lambda chars: bisect_right(behind, chars)
     # A tokenizer that does not say where its tokens stand.
     return lambda chars: common_prefix(tokenizer.encode(text[:chars], add_special_tokens=False), prompt)
-
-
-def _common_length(a: str, b: str) -> int:
-    low, high = 0, min(len(a), len(b))
-    while low < high:
-        middle = (low + high + 1) // 2
-        low, high = (middle, high) if a[low:middle] == b[low:middle] else (low, middle - 1)
-    return low

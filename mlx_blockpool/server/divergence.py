@@ -15,6 +15,7 @@ from jinja2 import TemplateError
 from ..errors import PluginError
 from ..messages import Message
 from ..prefix.lookup import SHOWN, Lookup
+from ..prefix.trie import common_prefix
 from .normalise import LAST, Normalisers, RememberedReply
 
 # So many tokens before the first different one are put into words, to find where its line begins.
@@ -66,7 +67,7 @@ def difference(
     shown = (lookup.given, lookup.expected) if is_own else (lookup.given,)
     try:
         texts = [_text(tokenizer, [*before, *tokens]) for tokens in shown]
-        split = _split(texts) if is_own else min(len(_text(tokenizer, before)), len(texts[0]))
+        split = common_prefix(*texts) if is_own else min(len(_text(tokenizer, before)), len(texts[0]))
     except (ArithmeticError, LookupError, TypeError, ValueError):
         # Ids that this tokenizer has no words for.
         return None
@@ -134,11 +135,6 @@ def _is_in_system(line: str, behind: str, messages: list[Message]) -> bool:
     text = "\n".join(_text_of(message, "") for message in messages if message.get("role") in SYSTEM)
     shown = [part for part in (line, behind) if len(part.strip()) > 1]
     return any(part[:BEGINNING] in text for part in shown)
-
-
-def _split(texts: list[str]) -> int:
-    """Where two texts begin to differ."""
-    return next((i for i, (a, b) in enumerate(zip(*texts, strict=False)) if a != b), min(map(len, texts)))
 
 
 def _text(tokenizer: Any, ids: list[int]) -> str:

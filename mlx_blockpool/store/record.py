@@ -20,6 +20,7 @@ from dataclasses import dataclass, field, replace
 from functools import cached_property, lru_cache
 from typing import Any, NamedTuple, TypeAlias
 
+from ..dtypes import ITEM_BYTES
 from ..errors import BadRecordError
 from ..spec import BLOCK_TOKENS
 from .fs import Buffer
@@ -36,12 +37,6 @@ SALT = "salt"
 MAX_HEADER_BYTES = 1 << 20
 # Far more than any model has for 256 tokens: what says more is not ours, and is not read.
 MAX_DATA_BYTES = 1 << 34
-# Bytes of one value; the names are those of the safetensors format.
-ITEM_BYTES = {
-    "BOOL": 1, "U8": 1, "I8": 1, "U16": 2, "I16": 2, "F16": 2, "BF16": 2,
-    "U32": 4, "I32": 4, "F32": 4, "U64": 8, "I64": 8, "F64": 8,
-}  # fmt: skip
-
 _LENGTH = struct.Struct("<Q")
 _HEAD = b'{"__metadata__":{"seal":"'
 _UNSEALED = "0" * 64

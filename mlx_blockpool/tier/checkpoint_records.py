@@ -16,6 +16,7 @@ from weakref import WeakKeyDictionary, ref
 import mlx.core as mx
 import numpy as np
 
+from ..dtypes import numpy_name, safetensors_name
 from ..errors import BadRecordError
 from ..kv.block_bytes import as_bytes, contents
 from ..kv.slabs import KVArena
@@ -281,20 +282,9 @@ def _cut_of(record: Record) -> int | None:
     return int(text) if text.isdecimal() and len(text) <= MOST_DIGITS else None
 
 
-_DTYPES = {
-    mx.float32: ("F32", np.float32),
-    mx.float16: ("F16", np.float16),
-    mx.bfloat16: ("BF16", np.uint16),
-    mx.int64: ("I64", np.int64),
-    mx.int32: ("I32", np.int32),
-    mx.uint32: ("U32", np.uint32),
-}
-_BY_NAME = {name: (dtype, numpy) for dtype, (name, numpy) in _DTYPES.items()}
-
-
 def state_parts(states: Mapping[int, Sequence[Any]]) -> tuple[Part, ...]:
     """One for each array, by leaf and entry; an entry without an array has none."""
-    return tuple(Part(name, _DTYPES[array.dtype][0], tuple(array.shape)) for name, array in _named(states))
+    return tuple(Part(name, safetensors_name(array.dtype), tuple(array.shape)) for name, array in _named(states))
 
 
 def state_bytes(states: Mapping[int, Sequence[Any]]) -> list[memoryview]:
@@ -309,9 +299,8 @@ def states_in(record: Record, views: Sequence[memoryview], slabs: KVArena) -> di
     for part, view in zip(record.parts, views, strict=True):
         try:
             leaf, entry = map(int, part.name.removeprefix("states.").split("."))
-            dtype, numpy = _BY_NAME[part.dtype]
-            array = mx.array(np.frombuffer(view, numpy).reshape(part.shape))
-            found[leaf][entry] = array.view(mx.bfloat16) if dtype == mx.bfloat16 else array
+            array = mx.array(np.frombuffer(view, numpy_name(part.dtype)).reshape(part.shape))
+            found[leaf][entry] = array.view(mx.bfloat16) if part.dtype == "BF16" else array
         except (KeyError, IndexError, ValueError) as error:
             raise BadRecordError(f"{record.file_name}: found {part}, needed a state of this model.") from error
     return found

@@ -30,12 +30,12 @@ from store.records import (
 )
 from thorough import tried
 
+from mlx_blockpool.dtypes import ITEM_BYTES
 from mlx_blockpool.errors import BadRecordError
 from mlx_blockpool.prefix.trie import Node
 from mlx_blockpool.prefix.trie import encode as edge_of
 from mlx_blockpool.store.fs import Disk, write_whole
 from mlx_blockpool.store.record import (
-    ITEM_BYTES,
     MAX_HEADER_BYTES,
     Expected,
     Part,

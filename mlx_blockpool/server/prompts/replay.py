@@ -14,6 +14,7 @@ from typing import Any
 from jinja2 import TemplateError
 
 from ...messages import Message, Replayed
+from ...prefix.trie import common_prefix
 
 log = logging.getLogger(__name__)
 
@@ -49,8 +50,7 @@ class Replay:
                 last = message = self._stand_in(message)
             shown.append(message)
         opened, closed = (self._encoded(self._behind(last, self._text(shown, opens))) for opens in (True, False))
-        same = next((i for i, (a, b) in enumerate(zip(opened, closed, strict=False)) if a != b), min(len(opened), len(closed)))
-        return [*tokens, *opened], len(tokens) + same
+        return [*tokens, *opened], len(tokens) + common_prefix(opened, closed)
 
     def _stand_in(self, message: Message) -> Message:
         """A message with the word where its reply is. Calls stay: templates look for them before the results of tools."""
