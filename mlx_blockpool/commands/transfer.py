@@ -4,15 +4,14 @@ from __future__ import annotations
 
 import argparse
 from pathlib import Path
-from typing import TYPE_CHECKING
 
 from ..config import parse_bytes
 from ..errors import BlockpoolError
+from ..formatting import Report
+from ..spec import BLOCK_TOKENS
+from ..store.manifest import shown
 from ..store.paths import default_folder
 from .store import Actions, Outcome, add_action, folder_at
-
-if TYPE_CHECKING:
-    from ..model_source import Prompt
 
 
 def add_options(actions: Actions) -> None:
@@ -42,27 +41,34 @@ def _size(text: str) -> int:
         raise argparse.ArgumentTypeError(str(error)) from error
 
 
-# Imports mlx when they run: the other commands start without it.
+# mlx is imported when they run: the other commands start without it.
 
 
 def _export(args: argparse.Namespace) -> Outcome:
-    from .. import exchange, model_source
+    from ..transfer import model_source, offline
 
-    prompt = _prompt(args)
-    model = model_source.Source(args.model, folder_at(args.store_dir), args.adapter_path, args.store_bits)
-    return exchange.export(model, prompt, args.file, args.agent), exchange.describe_export, 0
+    prompt = model_source.prompt_of(args.tokens, args.prompt_file)
+    source = model_source.Source(args.model, folder_at(args.store_dir), args.adapter_path, args.store_bits)
+    return offline.export(source, prompt, args.file, args.agent), describe_export, 0
 
 
 def _import(args: argparse.Namespace) -> Outcome:
-    from .. import exchange, model_source
+    from ..transfer import model_source, offline
 
-    prompt = _prompt(args)
+    prompt = model_source.prompt_of(args.tokens, args.prompt_file)
     root = args.store_dir or default_folder()
-    model = model_source.Source(args.model, root, args.adapter_path, args.store_bits, args.store_bytes)
-    return exchange.take_in(model, prompt, args.file, args.agent), exchange.describe_import, 0
+    source = model_source.Source(args.model, root, args.adapter_path, args.store_bits, args.store_bytes)
+    return offline.import_file(source, prompt, args.file, args.agent), describe_import, 0
 
 
-def _prompt(args: argparse.Namespace) -> Prompt:
-    from ..model_source import prompt_of
+# -- words -------------------------------------------------------------------------------------------------------------
 
-    return prompt_of(args.tokens, args.prompt_file)
+
+def describe_export(report: Report) -> str:
+    return f"Wrote {report['tokens']:,} of {report['given']:,} tokens to {report['file']}."
+
+
+def describe_import(report: Report) -> str:
+    blocks = f"{report['blocks']:,} blocks of at most {BLOCK_TOKENS} tokens"
+    whose = f" Only agent {shown(report['agent'])} goes on from them: {report['why']}." if report["private"] else ""
+    return f"Stored {report['tokens']:,} tokens from {report['file']} in {report['folder']}, {blocks}.{whose}"

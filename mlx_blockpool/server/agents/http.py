@@ -23,8 +23,8 @@ from ..incoming import file_deadline
 from ..owners import as_told, noted_name
 from . import acts as agent_acts
 from . import figures as agent_figures
-from . import files as agent_files
 from . import moves as agent_moves
+from . import transfer
 from .acts import checked_name
 from .known import KnownAgents, RefusedError
 
@@ -139,7 +139,7 @@ class AgentsEndpoint:
     # -- files ---------------------------------------------------------------------------------------------------------
 
     def _export(self, known: KnownAgents, name: str) -> None:
-        with agent_files.export(known, self._noted(name)) as path, path.open("rb") as file:
+        with transfer.export(known, self._noted(name)) as path, path.open("rb") as file:
             n_bytes, handler = os.fstat(file.fileno()).st_size, self._handler
             handler._set_completion_headers(200)
             # mlx-lm's headers say JSON, and are not sent yet.
@@ -164,7 +164,7 @@ class AgentsEndpoint:
         with known.spool.file(length) as file:
             self._receive(file)
             try:
-                return agent_files.take_in(known, name, file)
+                return transfer.import_file(known, name, file)
             except StoreError as error:
                 raise RefusedError(400, str(error).replace(str(file), "the body")) from error
 

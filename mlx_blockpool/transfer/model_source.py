@@ -10,16 +10,17 @@ from typing import Any
 import mlx.core as mx
 from mlx_lm.utils import hf_repo_to_path, load
 
-from . import claims
-from .config import ModelsConfig, PoolConfig, StoreConfig
-from .demo import model_path
-from .errors import BadModelError, StoreError
-from .kv.slabs import KVArena
-from .plugins import spec_of_model
-from .spec import ModelCacheSpec, blocks_for
-from .store.offline import Listing
-from .tier.cache import TieredPrefixCache
-from .tier.opening import digests_of, open_store, weights_in
+from .. import claims
+from ..config import ModelsConfig, PoolConfig, StoreConfig
+from ..demo import model_path
+from ..errors import BadModelError, StoreError
+from ..kv.slabs import KVArena
+from ..plugins import spec_of_model
+from ..spec import ModelCacheSpec, blocks_for
+from ..store.offline import Listing
+from ..tier.cache import TieredPrefixCache
+from ..tier.opening import digests_of, open_store, weights_in
+from .cache_file import ids_in, line_of
 
 # A command waits for the disk as long as it takes.
 FLUSH_SECONDS = 3600.0
@@ -138,16 +139,3 @@ def _model_folder(name: str) -> Path:
         return Path(hf_repo_to_path(name))
     except (OSError, ValueError) as error:
         raise StoreError(f"Found no folder {name}; needed one with a model, or the id of a model that was downloaded.") from error
-
-
-def ids_in(text: str) -> tuple[int, ...]:
-    """'1,2,3' as token ids. Raises ValueError."""
-    ids = tuple(int(part) for part in text.split(","))
-    if not all(-(1 << 63) <= token < 1 << 63 for token in ids):
-        raise ValueError("a token id of more than 64 bits")
-    return ids
-
-
-def line_of(error: BaseException) -> str:
-    """An error's message on one line, without its full stop."""
-    return " ".join(str(error).split()).rstrip(".")

@@ -16,10 +16,8 @@ from typing import Any
 
 import mlx.core as mx
 
-from ... import exchange
 from ...errors import StoreError
 from ...formatting import Report
-from ...kv.outgoing import Outgoing
 from ...kv.parts import leaves_of, sequence_of
 from ...prefix.intake import Intake, begin_intake
 from ...prefix.resume import lay_out_to_read, resumable
@@ -29,10 +27,11 @@ from ...prefix.trie import PrefixRef
 from ...store.digests import Digests
 from ...store.identity import check_unchanged
 from ...store.manifest import shown
-from ...store.signing import KEY_BYTES, export_key, is_signed, sign
+from ...store.signing import KEY_BYTES, export_key, sign
 from ...tier.cache import TieredPrefixCache
 from ...tier.measure import measure
 from ...tier.opening import weights_in
+from ...transfer.cache_file import CacheFile, CacheFileWriter, metadata_of, name_taken, privacy_report
 from ..models.provider import BlockpoolModelProvider
 from ..served import ServedModel
 from .by_content import is_by_content
@@ -57,7 +56,7 @@ def export(known: KnownAgents, name: str) -> Iterator[Path]:
     bring_back(known, home, subject)
     provider = known.at(home, lambda served, _: served.provider)
     weights = _weights(known, provider)
-    held: list[tuple[Outgoing, list[Any]]] = []
+    held: list[tuple[CacheFileWriter, list[Any]]] = []
     try:
         known.at(home, lambda served, prefix: held.append(_begin_export(served, prefix, subject, weights)))
         with known.spool.file(held[0][0].nbytes) as file:
@@ -76,29 +75,31 @@ def _key(known: KnownAgents) -> bytes:
     return _OWN_KEY if known.root is None else export_key(known.root)
 
 
-def _begin_export(served: ServedModel, prefix: TieredPrefixCache, subject: Subject, weights: str) -> tuple[Outgoing, list[Any]]:
+def _begin_export(
+    served: ServedModel, prefix: TieredPrefixCache, subject: Subject, weights: str
+) -> tuple[CacheFileWriter, list[Any]]:
     match = prefix.index.trie.find(subject.path).in_memory()
     hit, checkpoint = resumable(prefix.slabs, match, match.tokens)
     if not hit:
         raise RefusedError(409, f"Found nothing of agent {shown(subject.name)} in memory or on disk; needed some of its path.")
     caches = lay_out_to_read(prefix.slabs, match, hit, checkpoint)
     bits = None if prefix.stored is None else prefix.stored.bits
-    metadata = exchange.metadata_of(served.provider.public_name, weights, bits, match.token_ids()[:hit])
-    return Outgoing(caches, metadata), caches
+    metadata = metadata_of(served.provider.public_name, weights, bits, match.token_ids()[:hit])
+    return CacheFileWriter(caches, metadata), caches
 
 
-def _pieces(known: KnownAgents, home: Home, held: list[tuple[Outgoing, list[Any]]]) -> Iterator[bytes]:
+def _pieces(known: KnownAgents, home: Home, held: list[tuple[CacheFileWriter, list[Any]]]) -> Iterator[bytes]:
     yield held[0][0].head
     for index in range(held[0][0].count):
         yield known.do(partial(_piece, known, home, held, index))
 
 
-def _piece(known: KnownAgents, home: Home, held: list[tuple[Outgoing, list[Any]]], index: int) -> bytes:
+def _piece(known: KnownAgents, home: Home, held: list[tuple[CacheFileWriter, list[Any]]], index: int) -> bytes:
     known.served(home)
     return held[0][0].piece(index)
 
 
-def _end_export(held: list[tuple[Outgoing, list[Any]]]) -> None:
+def _end_export(held: list[tuple[CacheFileWriter, list[Any]]]) -> None:
     while held:
         sequence = sequence_of(held.pop()[1])
         if sequence is not None:
@@ -119,7 +120,7 @@ def _weights(known: KnownAgents, provider: BlockpoolModelProvider) -> str:
 # -- import ------------------------------------------------------------------------------------------------------------
 
 
-def take_in(known: KnownAgents, name: str, file: Path) -> Report:
+def import_file(known: KnownAgents, name: str, path: Path) -> Report:
     """Make an agent of what a prompt-cache file of mlx-lm holds, in the memory of the loaded model that it is of.
 
     Others share it if this store has signed it; else it is known to this agent alone. Raises RefusedError, and StoreError for a
@@ -127,51 +128,49 @@ def take_in(known: KnownAgents, name: str, file: Path) -> Report:
     """
     start = time.monotonic()
     known.do(lambda: known.refuse_if_busy(name))
-    caches, metadata = exchange.read(file)
-    tokens = exchange.tokens_in(metadata, file)
-    home, origin = _home_of(known, caches, metadata, tokens)
-    private = not (origin and is_signed(file, _key(known)))
+    found = CacheFile.read(path)
+    home, names_weights = _home_of(known, found)
+    private = found.is_private(names_weights, _key(known))
     if private:
         _check_free(known, name)
     salt = salt_of_import() if private else known.salt
     held: list[Intake] = []
     try:
-        known.at(home, lambda _, prefix: held.append(_begin_import(prefix, caches)))
-        leaves = leaves_of(caches)[::-1]
-        caches.clear()
+        known.at(home, lambda _, prefix: held.append(_begin_import(prefix, found.caches)))
+        leaves = leaves_of(found.caches)[::-1]
+        found.caches.clear()
         while leaves:
             # Read from the file here: what is evaluated may cross threads.
             mx.eval(leaves.pop().state)
             known.at(home, lambda *_: held[0].advance())
-        path = known.at(home, lambda served, prefix: _end_import(served, prefix, tokens, held[0], name, salt))
+        noted = known.at(home, lambda served, prefix: _end_import(served, prefix, found.tokens, held[0], name, salt))
     finally:
         known.do(lambda: _give_back(held))
-    found = known.at(home, lambda _, prefix: measure(prefix, path, 0))
-    report = {"agent": name, "imported": True, "seconds": since(start), "tokens": path.tokens}
-    return report | exchange.told_private(private) | in_words(found)
+    measured = known.at(home, lambda _, prefix: measure(prefix, noted, 0))
+    report = {"agent": name, "imported": True, "seconds": since(start), "tokens": noted.tokens}
+    return report | privacy_report(private) | in_words(measured)
 
 
 def _check_free(known: KnownAgents, name: str) -> None:
     """Raises RefusedError where others' keys and values would take the place of what an agent has had computed here."""
     before = known.look().get(name)
     if is_by_content(name) or (before is not None and not is_of_import(before.path.salt)):
-        raise RefusedError(409, exchange.taken_text(name))
+        raise RefusedError(409, name_taken(name))
 
 
-def _home_of(known: KnownAgents, caches: list[Any], metadata: dict[str, Any], tokens: list[int]) -> tuple[Home, bool]:
+def _home_of(known: KnownAgents, file: CacheFile) -> tuple[Home, bool]:
     """The loaded model whose weights a file names, and True; where it names none, one that it fits. Raises RefusedError."""
     homes = known.homes()
     refusals = []
     for home in homes:
         provider, spec, bits = known.at(home, lambda served, prefix: (served.provider, prefix.slabs.spec, _bits(prefix)))
         try:
-            exchange.check_tokens(tokens, known.at(home, lambda served, _: served.vocab_size))
-            exchange.check_shapes(spec, caches, tokens)
-            origin = exchange.says_origin(provider.name, _weights(known, provider), bits, metadata, tokens)
-            if not origin:
-                mx.eval([leaf.state for leaf in leaves_of(caches)])
-                known.at(home, lambda served, _: exchange.compare(served.provider.name, served.provider.model, caches, tokens))
-            return home, origin
+            file.check(spec, known.at(home, lambda served, _: served.vocab_size))
+            names_weights = file.names_weights(provider.name, _weights(known, provider), bits)
+            if not names_weights:
+                mx.eval([leaf.state for leaf in leaves_of(file.caches)])
+                known.at(home, lambda served, _: file.compare(served.provider.name, served.provider.model))
+            return home, names_weights
         except StoreError as error:
             refusals.append(str(error))
     raise RefusedError(
@@ -199,7 +198,7 @@ def _end_import(
     before = agents_of(served).path_of(name)
     if is_of_import(salt) and before is not None and not is_of_import(before.salt):
         # It has had a turn since it was looked for.
-        raise RefusedError(409, exchange.taken_text(name))
+        raise RefusedError(409, name_taken(name))
     prefix.release(tokens, intake.pooled, terms=RetentionPolicy(salt=salt))
     path = prefix.index.trie.match(tokens, salt).detached()
     hit = resumable(prefix.slabs, prefix.index.trie.find(path).in_memory(), path.tokens)[0]

@@ -15,7 +15,7 @@ from mlx_lm.utils import load
 from server.test_tool_agents import save
 
 from mlx_blockpool.cli import main
-from mlx_blockpool.model_source import Source
+from mlx_blockpool.transfer.model_source import Source
 
 TYPES = ["gpt_oss", "gemma3_text", "qwen3_next", "falcon_h1", "mamba", "llama4", "deepseek_v32", "nemotron-nas"]
 PROMPT = random.Random(1).choices(range(90), k=600)

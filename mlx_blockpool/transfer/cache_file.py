@@ -1,0 +1,301 @@
+"""Prompt-cache files of mlx-lm: CacheFileWriter writes one piece by piece, CacheFile reads one and proves what it holds.
+
+Files of this store are signed, and are imported by content, for all agents to share. A file of another origin is proven neither
+by its metadata nor by a few tokens that are computed again: one agent alone goes on from it, under a salt of its own.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+import os
+from collections.abc import Iterator, Sequence
+from contextlib import suppress
+from dataclasses import dataclass
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import mlx.core as mx
+import numpy as np
+from mlx_lm.models.cache import (
+    ArraysCache,
+    ChunkedKVCache,
+    KVCache,
+    RotatingKVCache,
+    load_prompt_cache,
+    make_prompt_cache,
+    save_prompt_cache,
+)
+
+from ..dtypes import ITEM_BYTES, safetensors_name
+from ..errors import StoreError
+from ..formatting import Report
+from ..kv.parts import as_stock, leaves_of
+from ..mlx_lm_compat import rebind
+from ..spec import ChunkLayer, FullLayer, LayerSpec, ModelCacheSpec, StateLayer, WindowLayer
+from ..store.manifest import shown
+from ..store.signing import UNSIGNED, head_of, is_signed
+
+# Of a file whose metadata names no weights, these many tokens are computed and compared ...
+COMPARED_TOKENS = 16
+# ... and may be so far off, as rounding in bfloat16 is; those of other weights or tokens are off by about 1.
+TOLERANCE = 0.05
+UNPROVEN = "this store did not sign the file as it is, so that one agent alone can go on from it"
+# The header is filled up with spaces to a multiple of this.
+ALIGNMENT = 8
+
+
+def privacy_report(private: bool) -> Report:
+    """Who may go on from an imported file, and why, as answers say it."""
+    return {"private": private, "why": UNPROVEN if private else "this store has signed the file, and it is as it was"}
+
+
+def name_taken(agent: str) -> str:
+    """Why an agent whose path was computed here does not go on from a file of another store."""
+    return (
+        f"Found an agent {shown(agent)} already; needed a name that is free, for {UNPROVEN}. Import it under another name, or "
+        "delete that agent first."
+    )
+
+
+# -- writing -----------------------------------------------------------------------------------------------------------
+
+
+class CacheFileWriter:
+    """A safetensors file of `nbytes` bytes: `head`, then each of `count` pieces. The caches must not change until the last one.
+
+    `caches`: pooled ones, of one sequence. A piece is one head of one array, so that no view of a slab outlives the call that
+    copies it. Owned by the generation thread.
+    """
+
+    def __init__(self, caches: list[Any], metadata: dict[str, str]) -> None:
+        self._caches = caches
+        arrays, texts = _as_saved(caches, metadata)
+        described: dict[str, Any] = {"__metadata__": texts}
+        end = 0
+        self._pieces: list[tuple[str, int | None]] = []
+        for name, array in arrays.items():
+            start, end = end, end + array.nbytes
+            described[name] = {"dtype": safetensors_name(array.dtype), "shape": list(array.shape), "data_offsets": [start, end]}
+            by_head = array.ndim == 4 and array.shape[0] == 1
+            self._pieces += [(name, head) for head in range(array.shape[1])] if by_head else [(name, None)]
+        text = json.dumps(described).encode()
+        text += b" " * (math.ceil(len(text) / ALIGNMENT) * ALIGNMENT - len(text))
+        self.head = len(text).to_bytes(8, "little") + text
+        self.nbytes = len(self.head) + end
+
+    def __iter__(self) -> Iterator[bytes]:
+        """The bytes of the file, in order."""
+        yield self.head
+        yield from (self.piece(index) for index in range(self.count))
+
+    @property
+    def count(self) -> int:
+        return len(self._pieces)
+
+    def piece(self, index: int) -> bytes:
+        """The bytes of one piece, copied."""
+        name, head = self._pieces[index]
+        array = _as_saved(self._caches, {})[0][name]
+        part = mx.contiguous(array if head is None else array[:, head])
+        return np.asarray(part.view(mx.uint16) if part.dtype == mx.bfloat16 else part).tobytes()
+
+
+def metadata_of(model: str, weights: str, bits: int | None, tokens: Sequence[int]) -> dict[str, str]:
+    """What mlx-lm's generate needs, and what proves later whose keys and values these are."""
+    return {
+        "model": model,
+        "tokenizer_config": "{}",
+        "tokens": ",".join(map(str, tokens)),
+        "weights": weights,
+        "bits": str(bits or 0),
+        "signature": UNSIGNED,
+    }
+
+
+def _as_saved(caches: list[Any], metadata: dict[str, str]) -> tuple[dict[str, mx.array], dict[str, str]]:
+    """What mlx-lm would write: arrays, not evaluated, and texts, by name."""
+    found: list[tuple[dict[str, mx.array], dict[str, str]]] = []
+    writer = SimpleNamespace(array=mx.array, save_safetensors=lambda _, arrays, texts: found.append((arrays, texts)))
+    rebind(save_prompt_cache, mx=writer)("", as_stock(caches), metadata)
+    return found[0]
+
+
+# -- reading -----------------------------------------------------------------------------------------------------------
+
+
+@dataclass
+class CacheFile:
+    """The caches of one sequence in a file, not evaluated; its metadata, and the token ids that the caches hold.
+
+    Every method raises StoreError for a file that cannot be the one that it is said to be.
+    """
+
+    path: Path
+    caches: list[Any]
+    metadata: dict[str, Any]
+    tokens: list[int]
+
+    @classmethod
+    def read(cls, path: Path, tokens: list[int] | None = None) -> CacheFile:
+        """`tokens`: the prompt's, if its metadata need not name them."""
+        if not path.is_file():
+            raise StoreError(f"Found no file {path}; needed one of mlx-lm's save_prompt_cache.")
+        _check_header(path)
+        try:
+            caches, metadata = load_prompt_cache(str(path), return_metadata=True)
+        except (RuntimeError, ValueError, KeyError, IndexError, TypeError, AttributeError) as error:
+            raise StoreError(f"Cannot read {path}: {line_of(error)}. Needed a file of mlx-lm's save_prompt_cache.") from error
+        metadata = metadata if isinstance(metadata, dict) else {}
+        return cls(path, caches, metadata, tokens or _tokens_in(metadata, path))
+
+    def check(self, spec: ModelCacheSpec, vocab_size: int) -> None:
+        """The model must have every token, or it is a piece of an image, whose ids are negative; the caches must fit its spec."""
+        highest = max(self.tokens, default=0)
+        if highest >= vocab_size:
+            raise StoreError(f"Found token {highest} in the file; needed those of the model, which end with {vocab_size - 1}.")
+        _check_shapes(spec, self.caches, self.tokens)
+
+    def names_weights(self, model: str, weights: str, bits: int | None) -> bool:
+        """Whether its metadata say that it is of these weights and tokens; if they say nothing, compare() it.
+
+        Keys and values of other weights would give wrong replies: a file of others, or of another quantisation, is an error.
+        """
+        found = str(self.metadata.get("bits", "0"))
+        if found not in ("0", str(bits or 0)):
+            raise StoreError(
+                f"Found keys and values that were stored in {found} bits; needed the same store. Give --store-bits {found}."
+            )
+        if "weights" in self.metadata and self.metadata["weights"] != weights:
+            raise StoreError(f"Found a file of other weights ({self.metadata.get('model')}); needed one of {model}.")
+        return "weights" in self.metadata and self.metadata.get("tokens") == ",".join(map(str, self.tokens))
+
+    def compare(self, name: str, model: Any) -> None:
+        """Compute the first tokens with the model `name`: the caches must hold the same."""
+        _compare(name, model, self.caches, self.tokens)
+
+    def is_private(self, names_weights: bool, key: bytes) -> bool:
+        """Whether one agent alone may go on from it: True unless it names its weights and the store with `key` signed it."""
+        return not (names_weights and is_signed(self.path, key))
+
+
+def _tokens_in(metadata: dict[str, Any], file: Path) -> list[int]:
+    """The token ids that the metadata names. Raises StoreError."""
+    try:
+        return list(ids_in(metadata["tokens"]))
+    except (KeyError, ValueError, AttributeError) as error:
+        raise StoreError(
+            f"Found no token ids in the metadata of {file}; needed those of its prompt. Give --tokens 1,2,3 or --prompt-file."
+        ) from error
+
+
+def ids_in(text: str) -> tuple[int, ...]:
+    """'1,2,3' as token ids. Raises ValueError."""
+    ids = tuple(int(part) for part in text.split(","))
+    if not all(-(1 << 63) <= token < 1 << 63 for token in ids):
+        raise ValueError("a token id of more than 64 bits")
+    return ids
+
+
+def line_of(error: BaseException) -> str:
+    """An error's message on one line, without its full stop."""
+    return " ".join(str(error).split()).rstrip(".")
+
+
+# -- what a file may hold ---------------------------------------------------------------------------------------------
+
+
+def _check_header(file: Path) -> None:
+    """Raises StoreError unless each array lies in the file and is as long as its shape says, and every text is one.
+
+    mlx makes lists as long as a number in a name is large: a few bytes could ask for all memory.
+    """
+    try:
+        with file.open("rb") as opened:
+            head = head_of(opened)
+            left = os.fstat(opened.fileno()).st_size - len(head)
+        header = dict(json.loads(head[8:]))
+        texts = header.pop("__metadata__", {})
+        if not (isinstance(texts, dict) and all(isinstance(text, str) for text in texts.values())):
+            raise ValueError("metadata that is no object of texts")
+        for name, entry in header.items():
+            _check_entry(name, entry, left)
+        _check_names([*header, *texts])
+    except (OSError, ValueError, TypeError, KeyError, AttributeError, RecursionError) as error:
+        raise StoreError(f"Cannot read {file}: found {line_of(error)}. Needed a file of mlx-lm's save_prompt_cache.") from error
+
+
+def _check_entry(name: str, entry: Any, left: int) -> None:
+    """Raises ValueError, KeyError and TypeError."""
+    (start, end), shape = entry["data_offsets"], entry["shape"]
+    if not all(type(number) is int and 0 <= number <= left for number in (start, end, *shape)):
+        raise ValueError(f"{name[:40]!r} outside of the file")
+    if end - start != ITEM_BYTES[entry["dtype"]] * math.prod(shape):
+        raise ValueError(f"{name[:40]!r} of {end - start} bytes, not those of its shape")
+
+
+def _check_names(names: list[str]) -> None:
+    """Raises KeyError."""
+    for part in {part for name in names for part in name.split(".")}:
+        with suppress(ValueError):
+            if int(part) > len(names):
+                raise KeyError(f"the number {part[:20]} in one of {len(names)} names")
+
+
+def _check_shapes(spec: ModelCacheSpec, caches: list[Any], tokens: list[int]) -> None:
+    """Raises StoreError unless these can be caches of so many tokens of the model."""
+    if len(caches) != len(spec.layers):
+        raise StoreError(f"Found a file of {len(caches)} layers; needed {len(spec.layers)} as {spec.model_id} has.")
+    leaves = leaves_of(caches)
+    if len(leaves) != len(spec.leaves):
+        raise StoreError(f"Found a file of {len(leaves)} caches; needed {len(spec.leaves)} as {spec.model_id} has.")
+    for index, (cache, leaf) in enumerate(zip(leaves, spec.leaves, strict=True)):
+        wanted, found = _class_of(leaf).__name__, type(cache).__name__
+        holds = isinstance(leaf, FullLayer) and leaf.values_per_token > 0
+        if found != wanted or (holds and cache.keys is None):
+            raise StoreError(f"Layer {index}: found {found} in the file; needed a {wanted} that is not empty.")
+        if isinstance(leaf, StateLayer) and len(cache.cache) != len(leaf.arrays):
+            raise StoreError(f"Layer {index}: found {len(cache.cache)} state arrays in the file; needed {len(leaf.arrays)}.")
+        if isinstance(leaf, FullLayer) and holds:
+            _check_keys(spec, index, cache, leaf, len(tokens))
+
+
+def _class_of(leaf: LayerSpec) -> type:
+    found: type = KVCache
+    for kind, cache in ((StateLayer, ArraysCache), (WindowLayer, RotatingKVCache), (ChunkLayer, ChunkedKVCache)):
+        found = cache if isinstance(leaf, kind) else found
+    return found
+
+
+def _check_keys(spec: ModelCacheSpec, index: int, cache: Any, leaf: FullLayer, tokens: int) -> None:
+    if cache.offset != tokens:
+        raise StoreError(f"Layer {index}: found {cache.offset} tokens in the file and were told of {tokens}; needed as many.")
+    if getattr(cache, "start_position", 0):
+        raise StoreError(f"Layer {index}: found a chunk from token {cache.start_position} on in the file; needed all tokens.")
+    held = min(tokens, leaf.max_size) if isinstance(leaf, WindowLayer) else tokens
+    for array, dim in ((cache.keys, leaf.key_dim), (cache.values, leaf.value_dim)):
+        found = (str(array.dtype).rpartition(".")[2], *array.shape)
+        needed = (spec.dtype, 1, leaf.kv_heads, held, dim)
+        long_enough = array.ndim == 4 and array.shape[2] >= held
+        if not long_enough or (*found[:3], found[4]) != (*needed[:3], needed[4]):
+            raise StoreError(f"Layer {index}: found {found} in the file; needed {needed} as {spec.model_id} has.")
+
+
+def _compare(name: str, model: Any, caches: list[Any], tokens: list[int]) -> None:
+    count = min(len(tokens), COMPARED_TOKENS)
+    fresh = make_prompt_cache(model)
+    model(mx.array([tokens[:count]]), cache=fresh)
+    pairs = [(i, mine, theirs) for i, (mine, theirs) in enumerate(zip(leaves_of(fresh), leaves_of(caches), strict=True))]
+    compared = [pair for pair in pairs if type(pair[1]) is KVCache and pair[1].keys is not None]
+    if not compared:
+        raise StoreError("Found a file that does not say whose it is, of layers that forget; needed one that store export wrote.")
+    for index, mine, theirs in compared:
+        for needed, found in ((mine.keys, theirs.keys), (mine.values, theirs.values)):
+            needed, found = (array[..., :count, :].astype(mx.float32) for array in (needed, found))
+            off: Any = mx.sqrt(mx.mean((needed - found) ** 2) / mx.mean(needed**2)).item()
+            if not off <= TOLERANCE:
+                raise StoreError(
+                    f"Layer {index}: found keys and values that are off by {off:.0%} from those of {name} for the first "
+                    f"{count} tokens; needed a file of the same weights and tokens."
+                )
