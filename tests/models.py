@@ -95,17 +95,22 @@ def make_model(name: str, seed: int = 0, **changes: Any) -> Any:
 
 def save_model(folder: Path, name: str, seed: int = 0, **changes: Any) -> Path:
     """A model folder that mlx_lm.load and both servers take: weights, config and a tokenizer of single ASCII characters."""
+    changes = {"vocab_size": character_tokenizer().get_vocab_size(), **changes}
+    return write_model(folder, make_model(name, seed, **changes), {**CONFIGS[name], **changes})
+
+
+def write_model(
+    folder: Path, model: Any, config: dict[str, Any], template: str = CHAT_TEMPLATE, tokenizer: Tokenizer | None = None
+) -> Path:
+    """The folder of a model: weights, config.json, and a tokenizer with a chat template."""
     folder.mkdir(parents=True, exist_ok=True)
-    tokenizer = character_tokenizer()
-    changes = {"vocab_size": tokenizer.get_vocab_size(), **changes}
-    weights = dict(tree_flatten(make_model(name, seed, **changes).parameters()))
-    mx.save_safetensors(str(folder / "model.safetensors"), weights, {"format": "mlx"})
-    (folder / "config.json").write_text(json.dumps({**CONFIGS[name], **changes}))
-    tokenizer.save(str(folder / "tokenizer.json"))
+    mx.save_safetensors(str(folder / "model.safetensors"), dict(tree_flatten(model.parameters())), {"format": "mlx"})
+    (folder / "config.json").write_text(json.dumps(config))
+    (tokenizer or character_tokenizer()).save(str(folder / "tokenizer.json"))
     special = {
         "tokenizer_class": "PreTrainedTokenizerFast",
         "eos_token": "<|im_end|>",
-        "chat_template": CHAT_TEMPLATE,
+        "chat_template": template,
         "clean_up_tokenization_spaces": False,
     }
     (folder / "tokenizer_config.json").write_text(json.dumps(special))

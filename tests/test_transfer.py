@@ -9,10 +9,11 @@ from typing import Any
 
 import mlx.core as mx
 import pytest
+from architectures.pooled import save_architecture
 from mlx_lm.generate import generate_step
 from mlx_lm.models.cache import load_prompt_cache
 from mlx_lm.utils import load
-from server.test_tool_agents import save
+from thorough import only
 
 from mlx_blockpool.cli import main
 from mlx_blockpool.transfer.model_source import Source
@@ -42,9 +43,14 @@ def greedy(folder: Path, tokens: list[int], caches: list[Any] | None = None) -> 
     return [int(token) for token, _ in generate_step(mx.array(tokens), model, max_tokens=8, prompt_cache=caches)]
 
 
-@pytest.mark.parametrize("name", TYPES)
+@pytest.mark.parametrize("name", only(TYPES, "gpt_oss", "falcon_h1", "llama4"))
 def test_what_was_exported_goes_on_in_stock_and_comes_back(name: str, capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
-    folder, root, empty, out = save(tmp_path / name, name), tmp_path / "store", tmp_path / "empty", tmp_path / "out.safetensors"
+    folder, root, empty, out = (
+        save_architecture(tmp_path / name, name),
+        tmp_path / "store",
+        tmp_path / "empty",
+        tmp_path / "out.safetensors",
+    )
     fill(root, folder, PROMPT)
     later = [*PROMPT, 5, 6, 7]
     given = ",".join(map(str, later))

@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import functools
+from pathlib import Path
 from typing import Any
 
 import mlx.core as mx
 from mlx.utils import tree_flatten, tree_map
 from mlx_lm.models.cache import make_prompt_cache as stock_prompt_cache
 from mlx_lm.utils import _get_classes
+from models import CHAT_TEMPLATE, character_tokenizer, write_model
 
 from architectures.configs import CONFIGS
 
@@ -25,6 +27,12 @@ def make_model(name: str) -> Any:
     mx.eval([value for _, value in tree_flatten(model.parameters())])
     model.eval()
     return model
+
+
+def save_architecture(folder: Path, name: str, template: str = CHAT_TEMPLATE) -> Path:
+    """make_model() as a model folder."""
+    assert character_tokenizer().get_vocab_size() <= CONFIGS[name].get("text_config", CONFIGS[name])["vocab_size"]
+    return write_model(folder, make_model(name), CONFIGS[name], template)
 
 
 def _random(array: Any) -> Any:

@@ -3,19 +3,18 @@
 from __future__ import annotations
 
 import shutil
-import threading
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 from engine.engines import ROOMY, attached
-from store.stores import QuickDisk, open_store
+from store.stores import open_store
 
 from mlx_blockpool.config import EngineConfig
 from mlx_blockpool.engine.caches import PooledCaches
 from mlx_blockpool.engine.engine import BlockPoolBatchEngine
 from mlx_blockpool.kv.slabs import KVArena
-from mlx_blockpool.store.fs import Disk, Into
+from mlx_blockpool.store.fs import Disk
 from mlx_blockpool.store.prompt_store import PromptStore
 from mlx_blockpool.store.reader import Reading
 from mlx_blockpool.tier.cache import TieredPrefixCache
@@ -68,19 +67,3 @@ def read_at_once(store: PromptStore) -> None:
         return found
 
     store.read = done  # type: ignore[method-assign]
-
-
-class GatedDisk(QuickDisk):
-    """Reads of records wait until the gate is open."""
-
-    def __init__(self) -> None:
-        self.gate = threading.Event()
-        self.gate.set()
-
-    def read(self, path: Path, start: int = 0, size: int | None = None) -> bytes:
-        assert self.gate.wait(5)
-        return super().read(path, start, size)
-
-    def read_into(self, path: Path, into: Into, most: int) -> memoryview:
-        assert self.gate.wait(5)
-        return super().read_into(path, into, most)

@@ -12,11 +12,12 @@ from typing import Any
 import mlx.core as mx
 import pytest
 from engine.engines import Told, assert_nothing_held, assert_stock, bytes_of, drive, serve, stock_reply, words
-from engine.stored_engines import GatedDisk, Machine, killed, read_at_once, start, write_all
+from engine.stored_engines import Machine, killed, read_at_once, start, write_all
 from models import make_model
 from store.clock import Clock
 from store.damages import DAMAGES
-from store.stores import BrokenDisk, WatchedDisk, quarantined, record_files, temporaries
+from store.disks import BrokenDisk, GatedDisk, WatchedDisk
+from store.stores import quarantined, record_files, temporaries
 
 from mlx_blockpool.engine import caches as caches_module
 from mlx_blockpool.engine.request import Request, Started, Token
@@ -153,6 +154,7 @@ def test_a_conversation_is_written_little_more_than_once(tmp_path: Path) -> None
     assert 0.99 * kv_bytes < disk.written <= 1.1 * kv_bytes
 
 
+@pytest.mark.sampled
 @pytest.mark.parametrize("number", [errno.ENOSPC, errno.EROFS, errno.EIO])
 @pytest.mark.parametrize("call", ["create", "write", "sync", "rename"])
 def test_requests_go_on_without_a_disk_and_are_stored_again_with_one(
@@ -276,14 +278,14 @@ def test_replies_go_on_while_the_disk_does_not_answer(tmp_path: Path) -> None:
     fill(tmp_path, LONG)
     machine = start(tmp_path, disk=(disk := GatedDisk()))
     uid, prompt, told = decoding(machine)
-    disk.gate.clear()
+    disk.reads.clear()
     late = machine.engine.insert(Request((*LONG, 3), 4))
     before = len(told.tokens[uid])
     for _ in range(20):
         told.take(machine.engine.next())
     assert len(told.tokens[uid]) == before + 20
     assert late not in told.started
-    disk.gate.set()
+    disk.reads.set()
     drive(machine.engine, told)
     check([prompt, (*LONG, 3)], [uid, late], told)
     assert told.started[late].cached == len(LONG)
@@ -306,7 +308,7 @@ def test_a_restore_can_be_given_up(tmp_path: Path, how: str) -> None:
     fill(tmp_path, LONG)
     machine = start(tmp_path, disk=(disk := GatedDisk()))
     uid, prompt, told = decoding(machine)
-    disk.gate.clear()
+    disk.reads.clear()
     given_up = machine.engine.insert(Request((*LONG, 3), 4))
     waits_for_it = machine.engine.insert(Request((*LONG, 4), 4))
     for _ in range(5):
@@ -319,7 +321,7 @@ def test_a_restore_can_be_given_up(tmp_path: Path, how: str) -> None:
         going_on = [given_up, waits_for_it]
     assert machine.stored.arriving == set()
     machine.prefix.check()
-    disk.gate.set()
+    disk.reads.set()
     drive(machine.engine, told)
     prompts = {uid: prompt, given_up: (*LONG, 3), waits_for_it: (*LONG, 4)}
     check([prompts[uid] for uid in going_on], going_on, told)
@@ -332,11 +334,11 @@ def test_close_while_restoring_leaves_nothing_held(tmp_path: Path) -> None:
     fill(tmp_path, LONG)
     machine = start(tmp_path, disk=(disk := GatedDisk()))
     decoding(machine)
-    disk.gate.clear()
+    disk.reads.clear()
     machine.engine.insert(Request((*LONG, 3), 4))
     machine.engine.next()
     machine.engine.close()
-    disk.gate.set()
+    disk.reads.set()
     assert_nothing_held(machine.prefix)
     assert machine.prefix.close()
 
@@ -376,13 +378,13 @@ def test_a_restore_that_waits_gives_way_to_the_reply_that_runs(tmp_path: Path) -
     prompt = words(50, BLOCK - 10)
     uid = machine.engine.insert(Request(prompt, BLOCK + 40))
     told = drive(machine.engine, after=lambda told: uid in told.tokens)
-    disk.gate.clear()
+    disk.reads.clear()
     late = machine.engine.insert(Request((*past, 3), 4))
     for _ in range(BLOCK + 40):
         told.take(machine.engine.next())
         if uid in told.reasons or uid in told.failed:
             break
-    disk.gate.set()
+    disk.reads.set()
     drive(machine.engine, told)
     check([prompt, (*past, 3)], [uid, late], told)
     assert_nothing_held(machine.prefix)
@@ -391,6 +393,7 @@ def test_a_restore_that_waits_gives_way_to_the_reply_that_runs(tmp_path: Path) -
 # -- damage ------------------------------------------------------------------------------------------------------------
 
 
+@pytest.mark.sampled
 @pytest.mark.parametrize("how", sorted(DAMAGES))
 @pytest.mark.parametrize("place", [0, 3, 6])
 def test_a_record_that_was_damaged_after_the_start_is_a_miss(tmp_path: Path, how: str, place: int) -> None:

@@ -13,6 +13,7 @@ from mlx_blockpool.engine.request import Request
 PROMPTS = [words(1, 300), words(2, 40), words(3, 500)]
 
 
+@pytest.mark.sampled
 @pytest.mark.parametrize("name", ["llama", "gemma3_text", "lfm2"])
 @pytest.mark.parametrize("steps", [0, 1, 3, 5, 9, 14])
 @pytest.mark.parametrize("forgets", [False, True])

@@ -6,7 +6,8 @@ from pathlib import Path
 
 import pytest
 from engine.engines import Told, assert_nothing_held, assert_stock, bytes_of, drive, words
-from engine.stored_engines import GatedDisk, Machine, start
+from engine.stored_engines import Machine, start
+from store.disks import GatedDisk
 
 from mlx_blockpool.engine import caches as caches_module
 from mlx_blockpool.engine.engine import BlockPoolBatchEngine
@@ -68,12 +69,12 @@ def check(machine: Machine, uid: int, told: Told, cached: int) -> None:
 
 def test_a_request_starts_when_the_restore_of_somebody_else_has_ended(folder: Path, disk: GatedDisk) -> None:
     machine, told = start(folder, disk=disk), Told()
-    disk.gate.clear()
+    disk.reads.clear()
     restore = by_somebody_else(machine)
     uid = machine.engine.insert(Request(LONG, 4))
     assert steps(machine.engine, told, 1000) == 1, "it spins"
     assert machine.engine.progress == 0
-    disk.gate.set()
+    disk.reads.set()
     while not restore.advance(wait=1.0):
         pass
     restore.release()
@@ -84,12 +85,12 @@ def test_a_request_starts_when_the_restore_of_somebody_else_has_ended(folder: Pa
 
 def test_a_request_whose_blocks_the_restore_of_somebody_else_holds_waits_for_it(folder: Path, disk: GatedDisk) -> None:
     machine, told = start(folder, bytes_of("llama", len(LONG) + 300), disk=disk), Told()
-    disk.gate.clear()
+    disk.reads.clear()
     restore = by_somebody_else(machine)
     other = words(77, 900)
     uid = machine.engine.insert(Request(other, 4))
     assert steps(machine.engine, told, 1000) == 1
-    disk.gate.set()
+    disk.reads.set()
     restore.release()
     told.take(machine.engine.next())
     assert uid in told.started
@@ -102,7 +103,7 @@ def test_a_request_whose_blocks_the_restore_of_somebody_else_holds_waits_for_it(
 def test_a_restore_that_somebody_else_has_forgotten_is_not_waited_for(folder: Path, disk: GatedDisk) -> None:
     machine, told = start(folder, disk=disk), Told()
     clock = Clock(machine)
-    disk.gate.clear()
+    disk.reads.clear()
     restore = by_somebody_else(machine)
     uid = machine.engine.insert(Request(LONG, 4))
     steps(machine.engine, told, 10)
@@ -110,7 +111,7 @@ def test_a_restore_that_somebody_else_has_forgotten_is_not_waited_for(folder: Pa
     told.take(machine.engine.next())
     assert told.started[uid].cached == 0
     drive(machine.engine, told)
-    disk.gate.set()
+    disk.reads.set()
     restore.release()
     check(machine, uid, told, 0)
 
@@ -118,7 +119,7 @@ def test_a_restore_that_somebody_else_has_forgotten_is_not_waited_for(folder: Pa
 def test_what_a_hanging_disk_does_not_give_is_computed(folder: Path, disk: GatedDisk) -> None:
     machine, told = start(folder, disk=disk), Told()
     clock = Clock(machine)
-    disk.gate.clear()
+    disk.reads.clear()
     first, second = [machine.engine.insert(Request(LONG, 4)) for _ in range(2)]
     steps(machine.engine, told, 10)
     assert (told.started, machine.engine.progress) == ({}, 0)
@@ -131,7 +132,7 @@ def test_what_a_hanging_disk_does_not_give_is_computed(folder: Path, disk: Gated
     assert [told.started[uid].cached for uid in (first, third)] == [0, len(LONG)]
     assert told.started[second].cached >= 1024, "it did not wait for what the first computes"
     assert machine.stored.num_arrived == 0
-    disk.gate.set()
+    disk.reads.set()
     check(machine, first, told, 0)
 
 

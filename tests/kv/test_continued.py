@@ -52,6 +52,7 @@ def far_apart(one: list[list[mx.array]], two: list[list[mx.array]]) -> float:
     return worst
 
 
+@pytest.mark.sampled
 @pytest.mark.parametrize("attached", [True, False])
 @pytest.mark.parametrize("name", NAMES)
 def test_conversations_that_go_on_in_a_batch_give_stocks_logprobs(name: str, attached: bool) -> None:
@@ -151,6 +152,7 @@ def test_padding_that_would_reach_a_state_is_refused(attached: bool) -> None:
         run(model, [[1, 2, 3, 4], [5, 6]], [make_prompt_cache(model, slabs) for _ in range(2)])
 
 
+@pytest.mark.sampled
 @pytest.mark.parametrize("attached", [True, False])
 @pytest.mark.parametrize("size", [5, 40, 300])
 def test_max_kv_size_makes_mlx_lms_windows(size: int, attached: bool) -> None:

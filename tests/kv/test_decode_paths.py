@@ -184,6 +184,7 @@ def prompt(length: int, seed: int = 0) -> list[int]:
     return [rng.randrange(131) for _ in range(length)]
 
 
+@pytest.mark.sampled
 @pytest.mark.parametrize("name", MODELS)
 @pytest.mark.parametrize("path", PATHS)
 @pytest.mark.parametrize("count", [1, 2, 4, 8])

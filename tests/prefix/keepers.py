@@ -10,7 +10,8 @@ import mlx.core as mx
 from prefix.test_prefix_machine import keys_of
 from prefix.test_states import SPECS as STATED
 from prefix.test_states import Life, look, state_of
-from store.stores import QuickDisk, open_store
+from store.disks import QuickDisk
+from store.stores import open_store
 
 from mlx_blockpool.config import PoolConfig
 from mlx_blockpool.kv.parts import leaves_of

@@ -11,7 +11,8 @@ import mlx.core as mx
 import numpy as np
 import pytest
 from prefix.test_prefix_machine import LAYER_STEP, keys_of, numbers
-from store.stores import QuickDisk, open_store
+from store.disks import QuickDisk
+from store.stores import open_store
 from thorough import seeds
 
 from mlx_blockpool.config import PoolConfig

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -10,9 +9,8 @@ from typing import Any
 import anthropic
 import mlx.core as mx
 import pytest
-from mlx.utils import tree_flatten
 from mlx_lm import server
-from models import CONFIGS, character_tokenizer, make_model
+from models import CONFIGS, character_tokenizer, make_model, write_model
 
 from server.serving import Client
 
@@ -40,20 +38,12 @@ LOOK_UP: Any = {
 ADD: Any = {"name": "add", "input_schema": {"type": "object", "properties": {"a": {"type": "integer"}}}}
 
 
-def save_agent(folder: Path, template: str = TEMPLATE, **changes: Any) -> Path:
+def save_agent(folder: Path, template: str = TEMPLATE, name: str = "llama", **changes: Any) -> Path:
     """A model folder with the tokens that thinking and tools need, of single characters otherwise."""
-    folder.mkdir(parents=True, exist_ok=True)
     tokenizer = character_tokenizer()
     tokenizer.add_special_tokens(SPECIAL)
     changes = {"vocab_size": tokenizer.get_vocab_size(), **changes}
-    config = {**CONFIGS["llama"], **changes}
-    model = make_model("llama", **changes)
-    mx.save_safetensors(str(folder / "model.safetensors"), dict(tree_flatten(model.parameters())), {"format": "mlx"})
-    (folder / "config.json").write_text(json.dumps(config))
-    tokenizer.save(str(folder / "tokenizer.json"))
-    special = {"tokenizer_class": "PreTrainedTokenizerFast", "eos_token": "<|im_end|>", "chat_template": template}
-    (folder / "tokenizer_config.json").write_text(json.dumps({**special, "clean_up_tokenization_spaces": False}))
-    return folder
+    return write_model(folder, make_model(name, **changes), {**CONFIGS[name], **changes}, template, tokenizer)
 
 
 Say = Callable[..., None]

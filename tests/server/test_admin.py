@@ -26,6 +26,13 @@ def models(tmp_path_factory: pytest.TempPathFactory) -> list[Path]:
     return [save_model(folder / str(seed), "llama", seed) for seed in range(3)]
 
 
+@pytest.fixture(scope="module")
+def unchanged(models: list[Path]) -> Iterator[Client]:
+    """For orders that change nothing."""
+    with blockpool_server(models[0], "--allow-models", str(models[0].parent), *POOL) as running:
+        yield running
+
+
 @pytest.fixture
 def client(models: list[Path]) -> Iterator[Client]:
     with blockpool_server(models[0], "--allow-models", str(models[0].parent), *POOL) as running:
@@ -114,15 +121,15 @@ def test_an_order_that_is_not_waited_for_is_accepted(client: Client, models: lis
 
 @pytest.mark.parametrize("raw", [b"", b"{", b"[]", b"{}", b'{"model": 7}', b'{"model": "x", "wait": 1}', b"\xff"])
 @pytest.mark.parametrize("path", ["/admin/load", "/admin/unload"])
-def test_a_bad_order_is_refused(client: Client, path: str, raw: bytes) -> None:
-    status, answer = client.send(path, raw=raw)
+def test_a_bad_order_is_refused(unchanged: Client, path: str, raw: bytes) -> None:
+    status, answer = unchanged.send(path, raw=raw)
     assert status == 400
     assert answer["error"]
 
 
-def test_an_order_for_a_model_that_is_not_there_is_a_404(client: Client) -> None:
+def test_an_order_for_a_model_that_is_not_there_is_a_404(unchanged: Client) -> None:
     for path in ("/admin/load", "/admin/unload"):
-        assert client.send(path, {"model": "/no/such/folder"})[0] == 404
+        assert unchanged.send(path, {"model": "/no/such/folder"})[0] == 404
 
 
 class Held:

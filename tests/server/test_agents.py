@@ -8,6 +8,7 @@ from typing import Any
 import pytest
 from mlx_lm.utils import load_tokenizer
 from models import save_model
+from thorough import only
 
 from server.serving import Client, at_once, blockpool_server, stock_server
 
@@ -35,7 +36,7 @@ def converse(client: Client, agent: int) -> list[dict[str, Any]]:
     return turns
 
 
-@pytest.mark.parametrize("name", TYPES)
+@pytest.mark.parametrize("name", only(TYPES, "llama", "gemma3_text"))
 def test_five_agents_answer_as_stock_and_share_one_prompt(name: str, tmp_path: Path) -> None:
     model = save_model(tmp_path / name, name)
     tokenizer = load_tokenizer(model)

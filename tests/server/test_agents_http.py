@@ -15,6 +15,7 @@ import mlx.core as mx
 import pytest
 from mlx_lm.models.cache import load_prompt_cache
 from models import save_model
+from thorough import only
 
 from server.serving import Client, blockpool_server
 
@@ -67,6 +68,10 @@ def served(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFact
     return Served(save_model(tmp_path_factory.mktemp(request.param), request.param), request.param)
 
 
+# What is the same whatever a model keeps of a prompt.
+LLAMA = pytest.mark.parametrize("served", only(TYPES, "llama"), indirect=True)
+
+
 def call(client: Client, method: str, path: str, data: bytes | None = None, timeout: float = 60) -> tuple[int, bytes]:
     request = urllib.request.Request(f"http://127.0.0.1:{client.port}/v1/agents{path}", data, method=method)
     try:
@@ -93,6 +98,7 @@ def pressed(client: Client, count: int = 6) -> None:
         Agent(f"other {number}", f"something else, which is number {number}").turn(client)
 
 
+@LLAMA
 def test_what_is_said_of_agents(served: Served, tmp_path: Path) -> None:
     with served.server("--store-dir", str(tmp_path)) as client:
         one, two = Agent("one", "birds"), Agent("zwei/✓", "fish")
@@ -147,6 +153,7 @@ def test_a_deleted_agent_leaves_nothing_that_only_it_stood_on(served: Served, tm
         assert replies == needed
 
 
+@LLAMA
 def test_nothing_is_deleted_while_it_runs(served: Served) -> None:
     with served.server() as client:
         agent = Agent("busy", "birds")
@@ -225,6 +232,7 @@ def test_save_and_restore_over_a_restart(served: Served, tmp_path: Path) -> None
         assert [*replies, agent.turn(client)[:2]] == needed
 
 
+@LLAMA
 def test_what_cannot_be_saved_says_why(served: Served, tmp_path: Path) -> None:
     with served.server() as client:
         Agent("one", "birds").turn(client)
@@ -283,6 +291,7 @@ def test_export_and_import(served: Served, tmp_path: Path) -> None:
         client.settle()
 
 
+@LLAMA
 def test_a_file_larger_than_the_pool_is_not_taken(served: Served) -> None:
     with served.server() as client:
         connection = http.client.HTTPConnection("127.0.0.1", client.port, timeout=60)
@@ -294,6 +303,7 @@ def test_a_file_larger_than_the_pool_is_not_taken(served: Served) -> None:
         connection.close()
 
 
+@LLAMA
 def test_they_are_reached_while_replies_run(served: Served, tmp_path: Path) -> None:
     with served.server("--store-dir", str(tmp_path)) as client:
         agent, other = Agent("one", "birds"), Agent("long", "fish")
@@ -309,6 +319,7 @@ def test_they_are_reached_while_replies_run(served: Served, tmp_path: Path) -> N
         client.settle()
 
 
+@LLAMA
 def test_agents_of_a_model_that_is_not_loaded(served: Served, tmp_path: Path) -> None:
     store, another = tmp_path / "store", save_model(tmp_path / "other", "qwen2")
     with served.server("--store-dir", str(store)) as client:

@@ -11,7 +11,8 @@ from pathlib import Path
 import pytest
 from models import save_model
 from store.conversations import hashes_of, keep, note
-from store.stores import NAMESPACE, QuickDisk
+from store.disks import QuickDisk
+from store.stores import NAMESPACE
 
 from mlx_blockpool.prefix.ref import SharedPaths
 from mlx_blockpool.prefix.trie import Node, PrefixRef, Trie, encode, naming

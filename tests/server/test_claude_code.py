@@ -5,12 +5,8 @@ from __future__ import annotations
 import json
 from itertools import pairwise
 from pathlib import Path
-from typing import Any
 
-import mlx.core as mx
 import pytest
-from mlx.utils import tree_flatten
-from models import CONFIGS, make_model
 
 from server.anthropic_agents import save_agent
 from server.claude_code import BILLING, INSTRUCTIONS, NAMES, Window, tool
@@ -21,31 +17,24 @@ POOL = ("--pool-bytes", "60MB", "--max-positions", "20000")
 SHARES = {"llama": 0.95, "lfm2": 0.90}
 
 
-def save(folder: Path, name: str) -> Path:
-    """A model folder of an architecture with tools in its template."""
-    save_agent(folder)
-    config: dict[str, Any] = {**CONFIGS[name], "vocab_size": json.loads((folder / "config.json").read_text())["vocab_size"]}
-    model = make_model(name, vocab_size=config["vocab_size"])
-    mx.save_safetensors(str(folder / "model.safetensors"), dict(tree_flatten(model.parameters())), {"format": "mlx"})
-    (folder / "config.json").write_text(json.dumps(config))
-    return folder
-
-
 def reused(window: Window) -> list[float]:
     """For each turn but the first, the share of the prompt of the turn before it that was read from the cache."""
     return [min(after.read, before.prompt) / before.prompt for before, after in pairwise(window.replies)]
 
 
-@pytest.mark.parametrize("name", SHARES)
-def test_a_session_reads_what_it_has_left(name: str, tmp_path: Path) -> None:
-    model = save(tmp_path / name, name)
+# Sub-agents come before the fifth turn.
+@pytest.mark.parametrize(
+    ("name", "turns"), [("llama", 6), ("lfm2", 3), *(pytest.param(n, 12, marks=pytest.mark.thorough) for n in SHARES)]
+)
+def test_a_session_reads_what_it_has_left(name: str, turns: int, tmp_path: Path) -> None:
+    model = save_agent(tmp_path / name, name=name)
     with blockpool_server(model, *POOL) as server:
         window = Window(server, str(model))
-        window.run()
+        window.run(turns)
         shares = reused(window)
         counted = window.count(window.main_body() | {"messages": window.messages[:-1]})
         server.settle()
-    assert len(shares) == 11
+    assert len(shares) == turns - 1
     assert min(shares) >= SHARES[name], [f"{share:.3f}" for share in shares]
     assert counted == window.replies[-1].prompt
     # Never a wrong answer: a server that knows nothing replies the same.
@@ -57,7 +46,7 @@ def test_a_session_reads_what_it_has_left(name: str, tmp_path: Path) -> None:
 
 def test_another_conversation_of_the_project_reads_all_that_they_have_in_common(tmp_path: Path) -> None:
     """Their billing lines differ, and stand before everything: it is left out, unless nothing is to be."""
-    model = save(tmp_path / "llama", "llama")
+    model = save_agent(tmp_path / "llama")
     reads = {}
     for options in ((), ("--normalise", "none")):
         with blockpool_server(model, *POOL, *options) as server:

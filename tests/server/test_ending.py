@@ -50,6 +50,8 @@ def said():
 def hang():
     said()
     threading.Event().wait()
+from mlx_blockpool.config import EngineConfig
+EngineConfig.exit_seconds = {}
 from mlx_blockpool.server import app
 {}
 app.main(sys.argv[1:])
@@ -62,9 +64,11 @@ def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 @contextmanager
-def server(model: Path, code: str) -> Iterator[subprocess.Popen[str]]:
+def server(model: Path, code: str, exit_seconds: float = EngineConfig.exit_seconds) -> Iterator[subprocess.Popen[str]]:
     arguments = ["--model", str(model), "--port", "0", "--pool-bytes", "60MB", "--no-store"]
-    process = subprocess.Popen([sys.executable, "-c", PROGRAM.format(code), *arguments], stderr=subprocess.PIPE, text=True)
+    process = subprocess.Popen(
+        [sys.executable, "-c", PROGRAM.format(exit_seconds, code), *arguments], stderr=subprocess.PIPE, text=True
+    )
     try:
         yield process
     finally:
@@ -105,7 +109,7 @@ BODY = {"model": "default_model", "messages": [{"role": "user", "content": "all"
 @pytest.mark.parametrize("what", HANGS)
 def test_a_server_that_is_asked_to_stop_ends_whatever_hangs(model: Path, what: str) -> None:
     """Without the end that is forced it would hang for ever."""
-    with server(model, HANGS[what]) as process:
+    with server(model, HANGS[what], 1.0) as process:
         thread = None
         if what != "a model that loads":
             read_until(process, "Starting httpd at")

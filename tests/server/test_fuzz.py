@@ -13,18 +13,19 @@ from typing import Any
 import pytest
 from hypothesis import HealthCheck, Phase, given, settings
 from hypothesis import strategies as st
+from thorough import is_thorough
 
 from server.anthropic_agents import LOOK_UP, save_agent
 from server.fuzzing import Answer, Sent, requests, send
 from server.serving import Client, at_once, blockpool_server
 
-EXAMPLES = int(os.environ.get("BLOCKPOOL_FUZZ", "120"))
+EXAMPLES = int(os.environ.get("BLOCKPOOL_FUZZ", "1200" if is_thorough() else "60"))
 AT_ONCE = 6
 SETTINGS = settings(
     max_examples=-(-EXAMPLES // AT_ONCE),
     deadline=None,
     database=None,
-    derandomize="BLOCKPOOL_FUZZ" not in os.environ,
+    derandomize="BLOCKPOOL_FUZZ" not in os.environ and not is_thorough(),
     suppress_health_check=list(HealthCheck),
     # A failure names the request; smaller ones would take minutes.
     phases=[Phase.generate],

@@ -75,6 +75,7 @@ def reset(connection: socket.socket) -> None:
     connection.close()
 
 
+@pytest.mark.sampled
 @pytest.mark.parametrize("stream", [False, True])
 @pytest.mark.parametrize("form", FORMS)
 @pytest.mark.parametrize("leave", [socket.socket.close, reset])
@@ -99,6 +100,7 @@ def test_bytes_of_a_next_request_are_no_hang_up_and_hide_none(client: Client) ->
     left_alone(client, connection.close)
 
 
+@pytest.mark.sampled
 @pytest.mark.parametrize("stream", [False, True])
 @pytest.mark.parametrize("form", FORMS)
 def test_a_request_that_waits_for_another_model_goes_with_its_client(

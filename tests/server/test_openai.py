@@ -107,19 +107,21 @@ def asked_of(gpt: openai.OpenAI) -> list[Any]:
     ]
 
 
-def test_replies_are_those_of_stock(server: Client, gpt: openai.OpenAI, model: Path) -> None:
-    with stock_server(model) as stock:
-        assert asked_of(gpt) == asked_of(client_of(stock))
+@pytest.fixture(scope="module")
+def stock(model: Path) -> Iterator[openai.OpenAI]:
+    with stock_server(model) as running:
+        yield client_of(running)
+
+
+def test_replies_are_those_of_stock(server: Client, gpt: openai.OpenAI, stock: openai.OpenAI) -> None:
+    assert asked_of(gpt) == asked_of(stock)
 
 
 @pytest.mark.parametrize("text", [f"Let me see.{CALL}", f"<think>Hm.</think>Ok.{CALL}{CALL}", "Plain.", " Plain.\n", "", " \n"])
-def test_tools_and_thinking_are_those_of_stock(gpt: openai.OpenAI, model: Path, say: Say, text: str) -> None:
+def test_tools_and_thinking_are_those_of_stock(gpt: openai.OpenAI, stock: openai.OpenAI, say: Say, text: str) -> None:
     say(text)
     asked: Any = {"tools": [TOOL], "max_tokens": 400}
-    with stock_server(model) as stock:
-        answers = [
-            (shown(chat(client, **asked)), whole(chat(client, **asked, stream=True))) for client in (gpt, client_of(stock))
-        ]
+    answers = [(shown(chat(client, **asked)), whole(chat(client, **asked, stream=True))) for client in (gpt, stock)]
     assert answers[0] == answers[1]
 
 

@@ -122,6 +122,7 @@ def test_a_broken_model_leaves_the_old_one_with_all_that_it_knows(what: str, cli
     client.settle()
 
 
+@pytest.mark.sampled
 @pytest.mark.parametrize("error", [MemoryError("no more of it"), RuntimeError("[malloc] Unable to allocate"), SystemExit("bye")])
 @pytest.mark.parametrize("stage", ["read", "open"])
 def test_a_load_that_fails_late_brings_the_old_model_back(

@@ -7,12 +7,15 @@ import subprocess
 import sys
 from pathlib import Path
 
+import pytest
+
 from server.processes import needs_proc
 
 ROOT = Path(__file__).parents[2]
 
 
 @needs_proc
+@pytest.mark.thorough
 def test_ten_agents_with_hang_ups_and_a_kill() -> None:
     arguments = [sys.executable, "-m", "benchmarks.bench_agents", "--seconds", "7", "--kills", "1", "--samples", "20"]
     ran = subprocess.run(arguments, capture_output=True, text=True, cwd=ROOT, timeout=300)

@@ -2,17 +2,13 @@
 
 from __future__ import annotations
 
-import json
 from pathlib import Path
 from typing import Any
 
-import mlx.core as mx
 import pytest
-from architectures.configs import CONFIGS
-from architectures.pooled import make_model
-from mlx.utils import tree_flatten
+from architectures.pooled import save_architecture
 from mlx_lm import load, stream_generate
-from models import character_tokenizer
+from thorough import only
 
 from server.serving import Client, at_once, blockpool_server
 
@@ -27,20 +23,6 @@ TEMPLATE = (
     "{% if m['role'] == 'tool' %}<tool_response>\n{% endif %}{{ m['content'] or '' }}<|im_end|>\n{% endfor %}"
     "{% if add_generation_prompt %}<|im_start|>assistant\n{% endif %}"
 )
-
-
-def save(folder: Path, name: str) -> Path:
-    """A model folder of any architecture with a template for tools."""
-    folder.mkdir(parents=True)
-    tokenizer = character_tokenizer()
-    assert tokenizer.get_vocab_size() <= CONFIGS[name].get("text_config", CONFIGS[name])["vocab_size"]
-    model = make_model(name)
-    mx.save_safetensors(str(folder / "model.safetensors"), dict(tree_flatten(model.parameters())), {"format": "mlx"})
-    (folder / "config.json").write_text(json.dumps(CONFIGS[name]))
-    tokenizer.save(str(folder / "tokenizer.json"))
-    special = {"tokenizer_class": "PreTrainedTokenizerFast", "eos_token": "<|im_end|>", "chat_template": TEMPLATE}
-    (folder / "tokenizer_config.json").write_text(json.dumps({**special, "clean_up_tokenization_spaces": False}))
-    return folder
 
 
 def turn(client: Client, messages: list[dict[str, Any]], agent: int) -> None:
@@ -61,9 +43,9 @@ def talk(client: Client) -> tuple[list[list[dict[str, Any]]], list[dict[str, Any
     return talks, reports
 
 
-@pytest.mark.parametrize("name", TYPES)
+@pytest.mark.parametrize("name", only(TYPES, "falcon_h1", "llama4", "gemma3n"))
 def test_agents_with_tools_go_on_where_they_were(name: str, tmp_path: Path) -> None:
-    model = save(tmp_path / name, name)
+    model = save_architecture(tmp_path / name, name, TEMPLATE)
     with blockpool_server(model, "--pool-bytes", "60MB") as ours:
         talks, reports = talk(ours)
         ours.settle()
@@ -84,7 +66,7 @@ def test_agents_with_tools_go_on_where_they_were(name: str, tmp_path: Path) -> N
 def test_a_pool_that_holds_hardly_a_checkpoint_says_what_to_raise(
     size: str, warns: bool, tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
-    model = save(tmp_path / "gpt_oss", "gpt_oss")
+    model = save_architecture(tmp_path / "gpt_oss", "gpt_oss", TEMPLATE)
     with blockpool_server(model, "--pool-bytes", size) as ours:
         ours.chat([{"role": "user", "content": "Hello"}], max_tokens=2)
     told = [record.getMessage() for record in caplog.records if "checkpoints of" in record.getMessage()]

@@ -5,8 +5,9 @@ from __future__ import annotations
 from collections.abc import Iterable, Sequence
 from pathlib import Path
 
+from store.disks import QuickDisk
 from store.records import PARTS, make_buffers
-from store.stores import NAMESPACE, QuickDisk, open_store
+from store.stores import NAMESPACE, open_store
 
 from mlx_blockpool.prefix.trie import Trie, naming
 from mlx_blockpool.spec import BLOCK_TOKENS

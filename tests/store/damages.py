@@ -1,7 +1,8 @@
-"""Ways in which a record file is not what was written, and what is left of a folder of them."""
+"""Ways in which a record file is not what was written, what is left of a folder of them, and what is no file at all."""
 
 from __future__ import annotations
 
+import os
 import random
 from collections.abc import Callable
 from pathlib import Path
@@ -70,3 +71,33 @@ def _is_good(path: Path) -> bool:
     except BadRecordError:
         return False
     return True
+
+
+def _link_to_a_file(path: Path) -> None:
+    target = path.parent / f"target of {path.name}"
+    target.write_bytes(b"somebody else's")
+    path.symlink_to(target)
+
+
+def _link_to_a_pipe(path: Path) -> None:
+    target = path.parent / f"target of {path.name}"
+    os.mkfifo(target)
+    path.symlink_to(target)
+
+
+# Each makes one where nothing is.
+ODD_FILES: dict[str, Callable[[Path], None]] = {
+    "pipe": os.mkfifo,
+    "directory": os.mkdir,
+    "link to a file": _link_to_a_file,
+    "link to a pipe": _link_to_a_pipe,
+    "link to an endless device": lambda path: path.symlink_to("/dev/zero"),
+    "dangling link": lambda path: path.symlink_to(path.parent / "nowhere"),
+    "link to itself": lambda path: path.symlink_to(path),
+}
+
+
+def make_sparse(path: Path) -> None:
+    """64 GB that take no room on the disk."""
+    path.touch()
+    os.truncate(path, 64 << 30)

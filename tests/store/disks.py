@@ -1,14 +1,17 @@
-"""Disks that fail, die or lose what was not synced."""
+"""Disks that fail, die, wait, are watched, or lose what was not synced."""
 
 from __future__ import annotations
 
 import itertools
 import os
+import threading
 from collections.abc import Callable, Iterable, Iterator
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
-from mlx_blockpool.store.fs import Buffer, Disk, Entry
+from mlx_blockpool.store.fs import TEMPORARY, Buffer, Disk, Entry, Into
+from mlx_blockpool.store.record import SUFFIX
 
 CHANGES = ("create", "sync", "rename", "sync_directory", "unlink", "make_one_directory")
 COMMIT = ["create", "write", "half", "sync", "close", "rename", "sync_directory", "sync"]
@@ -176,3 +179,95 @@ class CutDisk(CountedDisk, VolatileDisk):
         super().at(call)
         if self.k is not None and len(self.calls) > self.k:
             raise PowerCut
+
+
+class QuickDisk(Disk):
+    """A disk that nobody pulls the plug of."""
+
+    def sync(self, fd: int) -> None:
+        pass
+
+
+class WatchedDisk(QuickDisk):
+    """Looks at `root` after every call that can make it larger or smaller; `most`: bytes of records, whole or being written."""
+
+    def __init__(self, root: Path) -> None:
+        self.root = root
+        self.most = 0
+        self.written = 0
+        self.unlinked: list[str] = []
+
+    def write(self, fd: int, buffers: Iterable[Buffer]) -> None:
+        data = list(buffers)
+        super().write(fd, data)
+        self.written += sum(memoryview(buffer).nbytes for buffer in data)
+        self.look()
+
+    def rename(self, old: Path, new: Path) -> None:
+        super().rename(old, new)
+        self.look()
+
+    def unlink(self, path: Path) -> None:
+        super().unlink(path)
+        if not path.name.startswith(TEMPORARY):
+            self.unlinked.append(path.stem)
+        self.look()
+
+    def look(self) -> None:
+        files = [path for path in self.root.rglob("*") if path.name.endswith(SUFFIX) or path.name.startswith(TEMPORARY)]
+        self.most = max(self.most, sum(_size(path) for path in files if "blocks" in path.parts))
+
+
+def _size(path: Path) -> int:
+    """0 for one that another store has just renamed or removed."""
+    with suppress(FileNotFoundError):
+        return path.stat().st_size
+    return 0
+
+
+class BrokenDisk(QuickDisk):
+    """Each call named in `broken` raises what is given there; `calls` counts them."""
+
+    def __init__(self, **broken: OSError) -> None:
+        self.broken = broken
+        self.calls: list[str] = []
+
+    def at(self, call: str) -> None:
+        self.calls.append(call)
+        if call in self.broken:
+            raise self.broken[call]
+
+
+def _breakable(name: str, called: str) -> Callable[..., Any]:
+    def call(self: BrokenDisk, *args: Any) -> Any:
+        self.at(called)
+        return getattr(super(BrokenDisk, self), name)(*args)
+
+    return call
+
+
+for _name in ("create", "write", "sync", "rename", "unlink", "make_one_directory", "scan", "read", "touch", "append"):
+    setattr(BrokenDisk, _name, _breakable(_name, _name))
+BrokenDisk.stat = _breakable("stat", "size")  # type: ignore[method-assign]
+BrokenDisk.read_into = _breakable("read_into", "read")  # type: ignore[method-assign]
+
+
+class GatedDisk(QuickDisk):
+    """Files are begun, and read, when the gates are open."""
+
+    def __init__(self) -> None:
+        self.writes, self.reads = threading.Event(), threading.Event()
+        self.writes.set()
+        self.reads.set()
+
+    def create(self, path: Path) -> int:
+        assert self.writes.wait(20)
+        return super().create(path)
+
+    def read(self, path: Path, start: int = 0, size: int | None = None) -> bytes:
+        assert self.reads.wait(20)
+        return super().read(path, start, size)
+
+    def read_into(self, path: Path, into: Into, most: int) -> memoryview:
+        assert self.reads.wait(20)
+        return super().read_into(path, into, most)

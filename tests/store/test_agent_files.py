@@ -18,10 +18,10 @@ from pathlib import Path
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
-from store import agent_dying, agent_notes
-from store.agent_dying import NEW_HASHES, OLD_HASHES, act
-from store.disks import COMMIT, CountedDisk, CutDisk, FailingDisk, PowerCut
-from store.stores import BrokenDisk, QuickDisk, temporaries
+from store import children
+from store.children import NEW_HASHES, OLD_HASHES, act
+from store.disks import COMMIT, BrokenDisk, CountedDisk, CutDisk, FailingDisk, PowerCut, QuickDisk
+from store.stores import temporaries
 from thorough import tried
 
 from mlx_blockpool.errors import BadRecordError, StoreError
@@ -284,7 +284,7 @@ CALLS = dict.fromkeys(ACTIONS, COMMIT) | {"rename": [*COMMIT, "rename", "sync_di
 
 
 def run_child(folder: Path, k: int, action: str) -> subprocess.CompletedProcess[str]:
-    command = [sys.executable, agent_dying.__file__, str(folder), str(k), action]
+    command = [sys.executable, children.__file__, "change", str(folder), str(k), action]
     return subprocess.run(command, capture_output=True, text=True, check=False)
 
 
@@ -311,6 +311,7 @@ def test_a_change_is_these_calls(tmp_path: Path, action: str) -> None:
     assert timeless(Agents(tmp_path).all(), before) == states(action, before)[1]
 
 
+@pytest.mark.sampled
 @pytest.mark.parametrize(("action", "k"), [(action, k) for action in ACTIONS for k in range(len(CALLS[action]))])
 def test_a_process_that_dies_leaves_the_old_state_or_the_new(tmp_path: Path, action: str, k: int) -> None:
     agents = Agents(tmp_path, QuickDisk())
@@ -420,9 +421,9 @@ def test_two_processes_note_one_agent_and_a_third_pins_it(tmp_path: Path, monkey
     monkeypatch.setattr(agents_module, "LOCK_SECONDS", 60)
     agents = Agents(tmp_path, QuickDisk())
     created = one(agents, "shared").created
-    children = [subprocess.Popen([sys.executable, agent_notes.__file__, str(tmp_path), str(n), "60"]) for n in (1, 2)]
+    processes = [subprocess.Popen([sys.executable, children.__file__, "note", str(tmp_path), str(n), "60"]) for n in (1, 2)]
     pinned = 0
-    while any(child.poll() is None for child in children):
+    while any(child.poll() is None for child in processes):
         found = agents.look()
         assert found.bad == []
         (agent,) = found.agents
@@ -431,7 +432,7 @@ def test_two_processes_note_one_agent_and_a_third_pins_it(tmp_path: Path, monkey
         assert len(set(agent.hashes)) == 1 or agent.hashes == tuple(OLD_HASHES)
         (agents.unpin if pinned % 2 else agents.pin)("shared")
         pinned += 1
-    assert [child.wait() for child in children] == [0, 0]
+    assert [child.wait() for child in processes] == [0, 0]
     assert pinned
     assert [path.name for path in files(agents)] == ["shared.json"]
 

@@ -9,8 +9,9 @@ from pathlib import Path
 import pytest
 from store.chains import SIZE, chain, file_of, put, put_all, settled
 from store.clock import Clock
+from store.disks import BrokenDisk, WatchedDisk
 from store.records import make_buffers
-from store.stores import NAMESPACE, BrokenDisk, WatchedDisk, open_store, record_files
+from store.stores import NAMESPACE, open_store, record_files
 
 
 @pytest.mark.parametrize("queue_bytes", [1, 3 * SIZE, 10**9])
@@ -27,7 +28,7 @@ def test_the_disk_never_has_more_than_the_budget(tmp_path: Path, queue_bytes: in
                 store.poll()
                 assert put(store, record, *path) is None
             store.touch([r.key for r in path if r.key in store])
-    assert store.close()
+    assert store.close(60)
     assert disk.written > 10 * budget
     assert 15 * SIZE < disk.most <= budget
     assert store.report()["bytes"] == sum(path.stat().st_size for path in record_files(tmp_path)) <= budget

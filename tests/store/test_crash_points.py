@@ -8,7 +8,7 @@ from collections.abc import Callable
 from pathlib import Path
 
 import pytest
-from store import dying
+from store import children
 from store.disks import COMMIT, CutDisk, PowerCut
 from store.records import NEW, NEW_FILE, OLD_FILE, read_turn
 
@@ -22,7 +22,8 @@ Commit = Callable[[Disk], None]
 
 
 def run_child(folder: Path, k: int, how: str) -> subprocess.CompletedProcess[str]:
-    return subprocess.run([sys.executable, dying.__file__, str(folder), str(k), how], capture_output=True, text=True, check=False)
+    command = [sys.executable, children.__file__, "commit", str(folder), str(k), how]
+    return subprocess.run(command, capture_output=True, text=True, check=False)
 
 
 def test_a_commit_is_these_calls(tmp_path: Path) -> None:
@@ -31,6 +32,7 @@ def test_a_commit_is_these_calls(tmp_path: Path) -> None:
     assert read_turn(Disk(), tmp_path / NEW.file_name) == "new"
 
 
+@pytest.mark.sampled
 @pytest.mark.parametrize("before", ["old", "absent"])
 @pytest.mark.parametrize(("how", "code"), [("exit", 77), ("kill", -9)])
 @pytest.mark.parametrize("k", range(len(COMMIT)))

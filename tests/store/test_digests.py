@@ -12,7 +12,8 @@ from pathlib import Path
 
 import pytest
 from models import save_model
-from store.stores import BrokenDisk, temporaries
+from store.disks import BrokenDisk
+from store.stores import temporaries
 
 from mlx_blockpool.errors import StoreError
 from mlx_blockpool.store import digests

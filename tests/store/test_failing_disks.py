@@ -10,7 +10,8 @@ from pathlib import Path
 import pytest
 from store.chains import ROOT, SIZE, chain, expected_of, file_of, is_right, put, put_all, settled
 from store.clock import Clock
-from store.stores import NAMESPACE, BrokenDisk, open_store, record_files, temporaries
+from store.disks import BrokenDisk
+from store.stores import NAMESPACE, open_store, record_files, temporaries
 
 from mlx_blockpool.prefix.trie import naming
 from mlx_blockpool.store.record import BLOCK, WINDOW, Part, Record

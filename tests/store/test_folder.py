@@ -7,7 +7,7 @@ import os
 from pathlib import Path
 
 import pytest
-from store.stores import BrokenDisk, QuickDisk
+from store.disks import BrokenDisk, QuickDisk
 
 from mlx_blockpool.store.folder import Folder, Found
 from mlx_blockpool.store.fs import Disk

@@ -17,9 +17,9 @@ from pathlib import Path
 import pytest
 from hypothesis import example, given
 from hypothesis import strategies as st
-from store import small_disk
+from store import children
+from store.damages import ODD_FILES
 from store.disks import COMMIT, FailingDisk
-from store.odd_files import ODD_FILES
 from store.records import NEW, NEW_FILE, OLD_FILE, read_turn
 from thorough import tried
 
@@ -164,7 +164,7 @@ def test_a_full_file_system_keeps_what_is_whole(tmp_path: Path) -> None:
     except (OSError, subprocess.CalledProcessError) as error:
         pytest.skip(f"no file system can be mounted here: {error}")
     child = subprocess.run(
-        [*mounted, sys.executable, small_disk.__file__, str(tmp_path)], capture_output=True, text=True, check=False
+        [*mounted, sys.executable, children.__file__, "fill", str(tmp_path)], capture_output=True, text=True, check=False
     )
     assert not child.returncode, child.stderr
     first, full, again, whole, files, free = json.loads(child.stdout)

@@ -10,8 +10,8 @@ from pathlib import Path
 
 import pytest
 from store.conversations import keep, note, path_of
+from store.damages import ODD_FILES, make_sparse
 from store.disks import StillDisk
-from store.odd_files import ODD_FILES, make_sparse
 from store.records import expected_of, make_buffers, make_file, make_record, naming
 from store.stores import open_store
 from thorough import seeds

@@ -11,9 +11,9 @@ from pathlib import Path
 
 import pytest
 from store.chains import chain, file_of, is_right, put_all, settled
-from store.disks import CountedDisk
-from store.odd_files import ODD_FILES, make_sparse
-from store.stores import NAMESPACE, QuickDisk, open_store
+from store.damages import ODD_FILES, make_sparse
+from store.disks import CountedDisk, QuickDisk
+from store.stores import NAMESPACE, open_store
 from thorough import seeds
 
 from mlx_blockpool.prefix.trie import naming

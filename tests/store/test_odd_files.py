@@ -10,7 +10,7 @@ import pytest
 from store.chains import chain, data_of, file_of, is_right, put, put_all, settled
 from store.conversations import file_of as conversation_file_of
 from store.conversations import keep, note, path_of
-from store.odd_files import ODD_FILES, make_sparse
+from store.damages import ODD_FILES, make_sparse
 from store.records import make_file, naming
 from store.stores import NAMESPACE, open_store
 

@@ -13,8 +13,9 @@ from typing import Any
 import pytest
 from store.chains import SIZE, chain, data_of, expected_of, file_of, is_right, put, put_all
 from store.clock import Clock
+from store.disks import BrokenDisk, QuickDisk
 from store.records import make_buffers
-from store.stores import BrokenDisk, QuickDisk, open_store, quarantined, record_files, temporaries
+from store.stores import open_store, quarantined, record_files, temporaries
 
 from mlx_blockpool.errors import BadRecordError
 

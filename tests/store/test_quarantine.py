@@ -7,8 +7,9 @@ from pathlib import Path
 
 import pytest
 from store.chains import SIZE, chain, data_of, file_of, put, put_all
-from store.odd_files import ODD_FILES
-from store.stores import QuickDisk, open_store, quarantined, record_files
+from store.damages import ODD_FILES
+from store.disks import QuickDisk
+from store.stores import open_store, quarantined, record_files
 
 from mlx_blockpool.errors import BadRecordError
 from mlx_blockpool.store import quarantine as quarantine_module

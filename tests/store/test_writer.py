@@ -8,8 +8,9 @@ from collections.abc import Iterable, Iterator
 from pathlib import Path
 
 import pytest
+from store.disks import BrokenDisk, QuickDisk
 from store.records import make_buffers, make_record, naming
-from store.stores import BrokenDisk, QuickDisk, temporaries
+from store.stores import temporaries
 
 from mlx_blockpool.store.folder import Folder
 from mlx_blockpool.store.fs import Buffer, Disk

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 
 import pytest
-from tier.lives import GatedDisk
+from store.disks import GatedDisk
 
 
 @pytest.fixture

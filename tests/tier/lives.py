@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import threading
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
@@ -10,13 +9,13 @@ from typing import Any
 import mlx.core as mx
 import numpy as np
 from prefix.test_prefix_machine import LAYER_STEP, family, keys_of, numbers
-from store.stores import QuickDisk, open_store
+from store.stores import open_store
 
 from mlx_blockpool.kv.layer_caches import PooledRotatingKVCache
 from mlx_blockpool.kv.slabs import KVArena
 from mlx_blockpool.prefix.resume import lay_out
 from mlx_blockpool.spec import FullLayer, ModelCacheSpec, WindowLayer
-from mlx_blockpool.store.fs import Disk, Into
+from mlx_blockpool.store.fs import Disk
 from mlx_blockpool.store.prompt_store import PromptStore
 from mlx_blockpool.tier.cache import TieredPrefixCache
 from mlx_blockpool.tier.restore import RestorePlan
@@ -70,27 +69,6 @@ class Life:
         self.prefix.check()
         assert {(c.held, c.reserved) for c in self.slabs.pool.settle()} == {(0, 0)}
         return found.lookup.hit
-
-
-class GatedDisk(QuickDisk):
-    """Files are begun, and read, when the gates are open."""
-
-    def __init__(self) -> None:
-        self.writes, self.reads = threading.Event(), threading.Event()
-        self.writes.set()
-        self.reads.set()
-
-    def create(self, path: Path) -> int:
-        assert self.writes.wait(20)
-        return super().create(path)
-
-    def read(self, path: Path, start: int = 0, size: int | None = None) -> bytes:
-        assert self.reads.wait(20)
-        return super().read(path, start, size)
-
-    def read_into(self, path: Path, into: Into, most: int) -> memoryview:
-        assert self.reads.wait(20)
-        return super().read_into(path, into, most)
 
 
 def wanted(life: Life, tokens: Sequence[int]) -> RestorePlan:

@@ -13,7 +13,8 @@ import numpy as np
 import pytest
 from prefix import test_states
 from prefix.test_prefix_machine import LAYER_STEP, keys_of, numbers
-from store.stores import BrokenDisk, QuickDisk, WatchedDisk, open_store
+from store.disks import BrokenDisk, QuickDisk, WatchedDisk
+from store.stores import open_store
 from thorough import seeds
 
 from mlx_blockpool.kv.layer_caches import PooledRotatingKVCache

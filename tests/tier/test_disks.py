@@ -14,8 +14,9 @@ from prefix.keepers import SPECS, Keeper
 from prefix.test_prefix_machine import answer, family
 from prefix.test_states import text
 from store.clock import Clock
-from store.stores import BrokenDisk, record_files
-from tier.lives import BLOCK, ONE, TWO, WINDOWED, GatedDisk, Life, wanted
+from store.disks import BrokenDisk, GatedDisk
+from store.stores import record_files
+from tier.lives import BLOCK, ONE, TWO, WINDOWED, Life, wanted
 
 from mlx_blockpool.store.fs import Into
 from mlx_blockpool.tier import checkpoint_records as placed_module

@@ -8,9 +8,10 @@ from pathlib import Path
 
 import pytest
 from prefix.test_prefix_machine import answer, family
-from store.stores import WatchedDisk, record_files, temporaries
+from store.disks import GatedDisk, WatchedDisk
+from store.stores import record_files, temporaries
 from thorough import seeds
-from tier.lives import BLOCK, FILE, ONE, SPEC, THREE, TWO, WINDOWED, GatedDisk, Life, wanted
+from tier.lives import BLOCK, FILE, ONE, SPEC, THREE, TWO, WINDOWED, Life, wanted
 
 from mlx_blockpool.prefix.salts import salt_of_import
 from mlx_blockpool.spec import ModelCacheSpec

@@ -17,7 +17,8 @@ from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
 from prefix.test_prefix_machine import LAYER_STEP, LENGTHS, Conversation, assert_right, family, keys_of, numbers
 from store.damages import DAMAGES, remove_bad
-from store.stores import QuickDisk, open_store, record_files, temporaries
+from store.disks import QuickDisk
+from store.stores import open_store, record_files, temporaries
 from thorough import tried
 
 from mlx_blockpool.config import PoolConfig

@@ -10,8 +10,9 @@ import mlx.core as mx
 import numpy as np
 import pytest
 from prefix.test_prefix_machine import answer, family
+from store.disks import GatedDisk
 from store.stores import record_files
-from tier.lives import BLOCK, FILE, ONE, SPEC, THREE, TWO, WINDOWED, GatedDisk, Life, compute, wanted
+from tier.lives import BLOCK, FILE, ONE, SPEC, THREE, TWO, WINDOWED, Life, compute, wanted
 
 from mlx_blockpool.errors import PoolExhaustedError
 from mlx_blockpool.prefix.salts import SHARED, salt_of_import, salt_of_key
