@@ -32,14 +32,14 @@ from ..mlx_lm_compat import rebind, run_http_server, server_main
 from ..plugins import make_plugin_manager
 from .access import ANY_ORIGIN, AccessPolicy, add_safety_options, guard_config
 from .agents.warm_up import begin_warm_up, read_prompts
-from .ending import Watchdog, end_on_signals
+from .ending import end_on_signals
+from .generator import BlockpoolGenerator
+from .health import Watchdog
 from .http import BlockpoolHandler
 from .models.catalog import Catalog
 from .models.inspection import inspect
 from .models.provider import BlockpoolModelProvider
 from .normalise import Normalisers
-from .prompt_cache import ServerPromptCache
-from .rendering import ChatGenerator
 
 # Clients are told why their requests end; a process that stops waits so long for that.
 LAST_WORDS_SECONDS = 0.5
@@ -109,7 +109,7 @@ def run(host: str, port: int, model_provider: BlockpoolModelProvider, **http: An
     logging.info("Server stopped.")
 
 
-def begin_watch(generator: ChatGenerator) -> None:
+def begin_watch(generator: BlockpoolGenerator) -> None:
     """End the process where its generation thread hangs for too long."""
     Watchdog(lambda: generator.health.seconds_stalled(generator.has_waiting), EngineConfig.end_seconds).start()
 
@@ -129,7 +129,7 @@ def look_at_default(model_provider: BlockpoolModelProvider) -> None:
         raise BlockpoolError(f"Cannot serve {model_provider.cli_args.model}: {error}") from error
 
 
-def make_generator(model_provider: BlockpoolModelProvider) -> ChatGenerator:
+def make_generator(model_provider: BlockpoolModelProvider) -> BlockpoolGenerator:
     """The running generation thread of one server."""
     args = model_provider.cli_args
     pool = PoolConfig(
@@ -156,10 +156,11 @@ def make_generator(model_provider: BlockpoolModelProvider) -> ChatGenerator:
         logging.info("prompts are normalised by %s (--normalise none: by nothing)", told)
     guard = AccessPolicy(guard_config(args))
     prompts = [] if args.warm_up is None else read_prompts(args.warm_up)
-    generator = ChatGenerator(
+    generator = BlockpoolGenerator(
         model_provider,
-        lambda: ServerPromptCache(args, pool, store),
         engine,
+        pool,
+        store,
         normalisers,
         _models_config(args),
         guard,

@@ -1,28 +1,20 @@
 """The end of a server's process, when it is asked to stop and when it cannot go on.
 
 A process that was asked to stop ends in order if it can, and in any case soon: a thread ends it where another thread hangs, and a
-guardian process where no thread gets to run. One whose generation thread hangs for too long ends with a status of its own.
+guardian process where no thread gets to run.
 """
 
 from __future__ import annotations
 
-import faulthandler
-import logging
 import os
 import signal
 import subprocess
 import sys
 import threading
-from collections.abc import Callable
 from typing import Any
 
-log = logging.getLogger(__name__)
-
-# The status of a process whose generation thread hung: EX_SOFTWARE of sysexits.h.
-HUNG = 70
 # The guardian leaves this much more to the thread that ends the process, which says why.
 GUARDIAN_SECONDS = 0.6
-LOOK_SECONDS = 1.0
 # A process of its own: it reads what a signal writes, and kills the process if the pipe is still open some time later.
 GUARDIAN = """
 import os, select, signal, sys
@@ -74,29 +66,3 @@ def _end_late(seconds: float) -> None:
     threading.Thread(target=sys.stderr.write, args=[said], daemon=True).start()
     threading.Event().wait(0.1)
     os._exit(1)
-
-
-class Watchdog:
-    """Ends the process once `seconds_stalled()` says that nothing was computed for `most` seconds while requests waited."""
-
-    def __init__(self, seconds_stalled: Callable[[], float], most: float, end: Callable[[int], Any] = os._exit) -> None:
-        self._seconds_stalled = seconds_stalled
-        self._most = most
-        self._end = end
-
-    def start(self) -> None:
-        """Look every second, until the process ends."""
-        threading.Thread(target=self._run, name="watchdog", daemon=True).start()
-
-    def look(self) -> None:
-        """End the process if its time has come."""
-        seconds = self._seconds_stalled()
-        if seconds > self._most:
-            faulthandler.dump_traceback(sys.__stderr__ or 2)
-            log.critical("nothing was computed for %.0f seconds while requests waited; the process ends", seconds)
-            self._end(HUNG)
-
-    def _run(self) -> None:
-        pause = threading.Event()
-        while not pause.wait(LOOK_SECONDS):
-            self.look()

@@ -1,10 +1,24 @@
-"""Whether the generation thread makes progress. Written by that thread, read by any."""
+"""Whether the generation thread makes progress, and the watchdog that ends the process where it makes none for too long.
+
+Health is written by the generation thread and read by any; the watchdog has a thread of its own.
+"""
 
 from __future__ import annotations
 
+import faulthandler
+import logging
+import os
+import sys
+import threading
 import time
 from collections.abc import Callable
 from typing import Any
+
+log = logging.getLogger(__name__)
+
+# The status of a process whose generation thread hung: EX_SOFTWARE of sysexits.h.
+HUNG = 70
+LOOK_SECONDS = 1.0
 
 
 class Health:
@@ -47,3 +61,29 @@ class Health:
         if waits or doing is not None:
             body["seconds_since_progress"] = round(self.seconds_stalled(waits), 3)
         return (200 if status == "ok" else 503), body
+
+
+class Watchdog:
+    """Ends the process once `seconds_stalled()` says that nothing was computed for `most` seconds while requests waited."""
+
+    def __init__(self, seconds_stalled: Callable[[], float], most: float, end: Callable[[int], Any] = os._exit) -> None:
+        self._seconds_stalled = seconds_stalled
+        self._most = most
+        self._end = end
+
+    def start(self) -> None:
+        """Look every second, until the process ends."""
+        threading.Thread(target=self._run, name="watchdog", daemon=True).start()
+
+    def look(self) -> None:
+        """End the process if its time has come."""
+        seconds = self._seconds_stalled()
+        if seconds > self._most:
+            faulthandler.dump_traceback(sys.__stderr__ or 2)
+            log.critical("nothing was computed for %.0f seconds while requests waited; the process ends", seconds)
+            self._end(HUNG)
+
+    def _run(self) -> None:
+        pause = threading.Event()
+        while not pause.wait(LOOK_SECONDS):
+            self.look()

@@ -259,7 +259,7 @@ class BlockpoolHandler(APIHandler):  # type: ignore[misc]
     def _get(self) -> None:
         scope = self.scope
         if self.route == "/v1/cache":
-            report = own_figures(scope.owner, cache_report(scope.registry, scope.prompt_cache.report))
+            report = own_figures(scope.owner, cache_report(scope.registry, scope.report))
             self.send_json(200, {**report, "prompts": scope.prompts.counts})
         elif is_explain(self.route):
             self.send_json(*answer_about(self.route, scope.explanations, scope.asker(self.headers)))

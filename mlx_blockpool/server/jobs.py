@@ -1,6 +1,6 @@
-"""Errand: what an HTTP thread has done on the generation thread between two steps, and what came of it.
+"""Job: what an HTTP thread has done on the generation thread between two steps, and what came of it.
 
-An errand is short: no file is read in it, nobody is waited for. What takes long is many errands, one after the other.
+A job is short: no file is read in it, nobody is waited for. What takes long is many jobs, one after the other.
 """
 
 from __future__ import annotations
@@ -12,7 +12,7 @@ from typing import Any, Generic, TypeVar
 T = TypeVar("T")
 
 
-class Errand(Generic[T]):
+class Job(Generic[T]):
     """`act` runs on the generation thread, once; result() is for the thread that asked."""
 
     def __init__(self, act: Callable[[], T]) -> None:
@@ -22,7 +22,7 @@ class Errand(Generic[T]):
     def run(self) -> None:
         """Whatever the act raises is for who asked."""
         act, self._act = self._act, None
-        assert act is not None, "an errand runs once"
+        assert act is not None, "a job runs once"
         try:
             self._answers.put((act(), None))
         except Exception as error:
@@ -37,11 +37,11 @@ class Errand(Generic[T]):
         return answer  # type: ignore[no-any-return]
 
 
-def have_done(generator: Any, act: Callable[[], T]) -> T:
+def run_on_generation_thread(generator: Any, act: Callable[[], T]) -> T:
     """Let a generation thread do something now, and wait for it. Raises what `act` raises; RuntimeError if the thread ended."""
-    errand = Errand(act)
-    generator.requests.put(errand)
-    return errand.result(generator._await_response)
+    job = Job(act)
+    generator.requests.put(job)
+    return job.result(generator._await_response)
 
 
 def _bare(error: Exception) -> Exception:

@@ -2,18 +2,17 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from dataclasses import dataclass, replace
 from itertools import accumulate
 from typing import Any
 
-import mlx.core as mx
+from mlx_lm.generate import StopSequences
 
 from ..config import WHAT_FITS, EngineConfig
-from ..engine.decode import mend_random_state
-from ..engine.request import Running, Token
+from ..engine.request import KIND, Request, Running, Token
 from ..errors import RequestTooLargeError, TooManyPositionsError
 from ..mlx_lm_compat import GenerationContext, Response, format_top_logprobs, make_logits_processors
+from .breakpoints import pins_of
 from .explained import Explained
 from .replies import Reply
 from .sampling import make_sampler
@@ -27,6 +26,46 @@ class Waiting:
     request: Any
     args: Any
     tokenized: tuple[Any, ...] | None = None
+
+    def context(self, tokenizer: Any, text_sm: Any) -> GenerationContext:
+        """What mlx-lm's handler needs to know of the reply; its cached tokens are filled in when the request starts."""
+        assert self.tokenized is not None
+        prompt, _, _, initial_state, _ = self.tokenized
+        return GenerationContext(
+            has_tool_calling=tokenizer.has_tool_calling,
+            has_thinking=tokenizer.has_thinking,
+            tool_parser=tokenizer.tool_parser,
+            text_sm=text_sm,
+            initial_state=initial_state,
+            prompt=prompt,
+        )
+
+    def engine_request(self, tokenizer: Any, stop: StopSequences, needs_marks: bool, salt: bytes) -> Request:
+        """The request as the engine takes it. `needs_marks`: its caches can be resumed only where a checkpoint was made."""
+        assert self.tokenized is not None
+        options = self.request.options
+        return Request(
+            self.tokenized[0],
+            self.args.max_tokens,
+            make_sampler(self.args, tokenizer),
+            make_logits_processors(self.args),
+            stop,
+            self._marks(needs_marks),
+            options.agent,
+            noted_as=options.conversation,
+            pins=pins_of(self.request),
+            retention=options.retention,
+            salt=salt,
+        )
+
+    def _marks(self, needs_marks: bool) -> list[tuple[int, str]]:
+        """(tokens, kind) of the beginnings of the prompt that are worth a checkpoint."""
+        assert self.tokenized is not None
+        _, segments, types, *_ = self.tokenized
+        if not needs_marks:
+            return list(zip(accumulate(len(segment) for segment in segments), types, strict=True))
+        pinned = {end: KIND for end, _ in pins_of(self.request)}
+        return sorted({**pinned, **dict(self.request.prepared.checkpoints or ())}.items())
 
     def fail(self, error: Exception) -> None:
         # Without its traceback, whose frames hold caches and with them blocks.
@@ -86,41 +125,6 @@ class Suspended:
         self.live.fail(error)
 
 
-class Marking:
-    """A client's queue that notes when something was put on it: the sequential path makes progress in no other way.
-
-    The reply's context waits for what comes next: by then its prompt was looked up, which `started` is told. Where the client
-    has hung up, a prefill ends with ConnectionAbortedError and a reply with the token that was computed last.
-    """
-
-    def __init__(self, queue: Reply, mark: Callable[[], None], started: Callable[[Any], None]) -> None:
-        self._queue = queue
-        self._mark = mark
-        self._started = started
-        self._context: Any = None
-        self._told: Any = None
-
-    def put(self, item: Any) -> None:
-        self._mark()
-        if isinstance(item, GenerationContext):
-            self._context = self._told = item
-            return
-        if self._queue.is_hung_up:
-            self._leave(item)
-        context, self._context = self._context, None
-        if context is not None and not isinstance(item, Exception):
-            self._started(context)
-            self._queue.put(context)
-        # An error's traceback holds the frames that hold the caches.
-        self._queue.put(item.with_traceback(None) if isinstance(item, Exception) else item)
-
-    def _leave(self, item: Any) -> None:
-        if isinstance(item, tuple):
-            raise ConnectionAbortedError("the client hung up")
-        if self._told is not None:
-            self._told.stop()
-
-
 def fit(args: Any, prompt: list[int], capacity: int | None, positions: int | None = None, default: int | None = None) -> Any:
     """The arguments with max_tokens lowered to what fits behind the prompt in the pool and in the model's positions.
 
@@ -137,32 +141,6 @@ def fit(args: Any, prompt: list[int], capacity: int | None, positions: int | Non
     if args.max_tokens >= WHAT_FITS:
         most += [default] if default is not None else [] if most else [EngineConfig.endless_tokens]
     return replace(args, max_tokens=min([args.max_tokens, *most]))
-
-
-def check_sampling(args: Any, tokenizer: Any, vocab_size: int) -> None:
-    """Try the request's sampler and processors on made-up logits: what they refuse must not fail a whole batch.
-
-    Raises ValueError.
-    """
-    outside = [i for i in args.logits.logit_bias or {} if not 0 <= i < vocab_size]
-    if outside:
-        raise ValueError(f"logit_bias has token ids {outside[:5]}; needed ids from 0 to {vocab_size - 1}.")
-    if args.top_logprobs > vocab_size:
-        raise ValueError(f"top_logprobs is {args.top_logprobs}; the vocabulary has {vocab_size} tokens.")
-    logits = mx.zeros((1, vocab_size))
-    tokens = mx.array([0])
-    try:
-        for process in make_logits_processors(args):
-            logits = process(tokens, logits)
-        mx.eval(make_sampler(args, tokenizer)(logits))
-    except Exception:
-        mend_random_state()
-        raise
-
-
-def marks_of(segments: list[list[int]], types: list[str]) -> list[tuple[int, str]]:
-    """Where each segment of a prompt ends, in tokens, and what it is."""
-    return list(zip(accumulate(len(segment) for segment in segments), types, strict=True))
 
 
 def text_of(detokenizer: Any, response: Token) -> str:

@@ -8,6 +8,7 @@ import mlx.core as mx
 from mlx_lm import sample_utils
 
 from .. import mlx_lm_compat
+from ..engine.decode import mend_random_state
 from ..mlx_lm_compat import rebind
 
 
@@ -18,6 +19,27 @@ def make_sampler(args: Any, tokenizer: Any) -> Any:
     own = OwnRandomness(args.seed)
     make = rebind(sample_utils.make_sampler, categorical_sampling=own.categorical, apply_xtc=own.xtc)
     return rebind(mlx_lm_compat.make_sampler, make_sampler=make)(args, tokenizer)
+
+
+def check_sampling(args: Any, tokenizer: Any, vocab_size: int) -> None:
+    """Try the request's sampler and processors on made-up logits: what they refuse must not fail a whole batch.
+
+    Raises ValueError.
+    """
+    outside = [i for i in args.logits.logit_bias or {} if not 0 <= i < vocab_size]
+    if outside:
+        raise ValueError(f"logit_bias has token ids {outside[:5]}; needed ids from 0 to {vocab_size - 1}.")
+    if args.top_logprobs > vocab_size:
+        raise ValueError(f"top_logprobs is {args.top_logprobs}; the vocabulary has {vocab_size} tokens.")
+    logits = mx.zeros((1, vocab_size))
+    tokens = mx.array([0])
+    try:
+        for process in mlx_lm_compat.make_logits_processors(args):
+            logits = process(tokens, logits)
+        mx.eval(make_sampler(args, tokenizer)(logits))
+    except Exception:
+        mend_random_state()
+        raise
 
 
 class OwnRandomness:

@@ -10,7 +10,7 @@ from prefix.test_prefix_machine import answer
 from tier.lives import BLOCK, ONE, Life
 
 from mlx_blockpool.prefix.lookup import CAUSES, SHOWN, Lookup
-from mlx_blockpool.server.drafted import DraftedPrefix
+from mlx_blockpool.server.sequential import DraftedPrefix
 
 
 def test_the_tokens_ahead_go_on_in_the_next_block() -> None:

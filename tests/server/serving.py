@@ -51,7 +51,7 @@ class Client:
         while generator.requests.qsize() or generator._live or generator._waiting or generator.registry.change:
             threading.Event().wait(0.02)
         for served in generator.registry.loaded.values():
-            prefix = served.prompt_cache.prefix
+            prefix = served.prefix
             if prefix is not None:
                 prefix.check()
                 held = {c.group: c.held for c in prefix.pool.settle()}

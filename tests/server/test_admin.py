@@ -11,9 +11,9 @@ from typing import Any
 import pytest
 from models import save_model
 
+from mlx_blockpool.server.model import LoadedModel
 from mlx_blockpool.server.models.provider import BlockpoolModelProvider
 from mlx_blockpool.server.models.swap import ModelSwap
-from mlx_blockpool.server.served import ServedModel
 from server.serving import Client, at_once, blockpool_server
 
 HELLO = [{"role": "user", "content": "Hello"}]
@@ -187,14 +187,14 @@ def parameters(model: Path) -> int:
 def test_draining_is_told(client: Client, models: list[Path], monkeypatch: pytest.MonkeyPatch) -> None:
     """A reply that goes on holds the model that is to go."""
     steps, goes_on = threading.Event(), threading.Event()
-    step = ServedModel.step
+    step = LoadedModel.step
 
-    def slow(self: ServedModel) -> None:
+    def slow(self: LoadedModel) -> None:
         steps.set()
         goes_on.wait(0.05)
         step(self)
 
-    monkeypatch.setattr(ServedModel, "step", slow)
+    monkeypatch.setattr(LoadedModel, "step", slow)
     monkeypatch.setattr(client.generator._waiting, "patience", 0.0)
     two = str(models[1])
     body = {"messages": HELLO, "max_tokens": 200}

@@ -17,13 +17,14 @@ from mlx_lm.server import CompletionRequest, ResponseGenerator
 from mlx_lm.tokenizer_utils import load as load_tokenizer
 from thorough import tried
 
+from mlx_blockpool.config import ImageConfig
 from mlx_blockpool.server.api.anthropic_request import MessagesRequest, parse
 from mlx_blockpool.server.api.errors import anthropic_status
 from mlx_blockpool.server.api.thinking import signature_of, thinking_in
 from mlx_blockpool.server.fields import InvalidRequestError
 from mlx_blockpool.server.models.provider import ModelKey
+from mlx_blockpool.server.prompts.preparation import Counted, PromptPreparation
 from mlx_blockpool.server.prompts.renderer import PromptRenderer
-from mlx_blockpool.server.rendering import ChatGenerator, Counted
 from mlx_blockpool.server.request import Mark
 from server.anthropic_agents import ADD, LOOK_UP, TEMPLATE, save_agent
 from server.serving import Client, blockpool_server
@@ -39,14 +40,15 @@ TOOLS_FIRST = (
 )
 
 
-class Tokenizing(ChatGenerator):
+class Tokenizing:
     """The part of a generator that makes prompts, with its worker's part in this process."""
 
     def __init__(self, folder: Path) -> None:
         self.tokenizer = load_tokenizer(folder)
-        self.model_provider = Namespace(processor=None, cli_args=OPTIONS)  # type: ignore[assignment]
-        self.registry = Namespace(template=Namespace(_tokenizer_config={}), loaded={})  # type: ignore[assignment]
-        self.prompts = Namespace(prepare=PromptRenderer(self.tokenizer).render)  # type: ignore[assignment]
+        self.model_provider = Namespace(processor=None, cli_args=OPTIONS)
+        registry: Any = Namespace(template=Namespace(_tokenizer_config={}, cli_args=OPTIONS), loaded={})
+        workers: Any = Namespace(prepare=PromptRenderer(self.tokenizer).render)
+        self.preparation = PromptPreparation(workers, ImageConfig(), registry)
         self.folder = folder
 
     def ours(self, body: dict[str, Any]) -> tuple[list[int], Any]:
@@ -56,7 +58,7 @@ class Tokenizing(ChatGenerator):
         return parsed.request.prepared.tokens, parsed.request
 
     def prepare(self, parsed: MessagesRequest) -> None:
-        self._prepare(parsed.request, replace(parsed.arguments, model=ModelKey(str(self.folder))))
+        self.preparation.prepare(parsed.request, replace(parsed.arguments, model=ModelKey(str(self.folder))))
 
     def text(self, body: dict[str, Any], tokens: int | None = None) -> str:
         return str(self.tokenizer.decode(self.ours(body)[0][:tokens]))

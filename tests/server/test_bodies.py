@@ -139,7 +139,7 @@ def test_a_message_that_cannot_fit_is_refused_without_the_generation_thread(tmp_
     with blockpool_server(save_model(tmp_path / "model", "llama"), "--pool-bytes", "8MB") as client:
         client.generator.wait_until_loaded()
         client.generator._arrive = arrived.append
-        capacity = next(iter(client.generator.registry.loaded.values())).prompt_cache.capacity()
+        capacity = next(iter(client.generator.registry.loaded.values())).capacity()
         body = {"messages": [{"role": "user", "content": "x" * (capacity * 12)}], "max_tokens": 2}
         status, answer = client.send("/v1/messages", body)
         assert (status, answer["error"]["message"].startswith("prompt is too long: ")) == (400, True)

@@ -17,7 +17,7 @@ import pytest
 from models import save_endless
 
 from mlx_blockpool.config import EngineConfig
-from mlx_blockpool.server.ending import HUNG, Watchdog
+from mlx_blockpool.server.health import HUNG, Watchdog
 from server.processes import needs_proc, port_of
 
 # What hangs, as code that runs in the server's process before it starts.

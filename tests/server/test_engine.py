@@ -14,9 +14,9 @@ from models import save_model
 
 from mlx_blockpool.config import EngineConfig
 from mlx_blockpool.engine.engine import BlockPoolBatchEngine
-from mlx_blockpool.server import generation
-from mlx_blockpool.server.generation import BlockpoolGenerator
-from mlx_blockpool.server.prompt_cache import ServerPromptCache
+from mlx_blockpool.server import generator as generator_module
+from mlx_blockpool.server.generator import BlockpoolGenerator
+from mlx_blockpool.server.model import LoadedModel
 from server.serving import Client, at_once, blockpool_server, stock_server
 
 
@@ -136,7 +136,7 @@ def test_a_draft_runs_on_pooled_caches_and_changes_no_reply(model: Path, tmp_pat
         assert [text(ours.chat(messages, max_tokens=20)) for _ in range(2)] == [first] * 2
         ours.settle()
         assert ours.send("/v1/cache")[1]["backend"] == "blockpool"
-        known = ours.generator.prompt_cache._drafted.draft
+        known = ours.generator.model._drafted.draft
         known.check()
         assert not any(c.held for c in known.pool.settle())
 
@@ -152,7 +152,7 @@ def test_the_report_compares_the_running_batch_with_a_padded_one(model: Path, mo
             return []
         events = step(self)
         client.generator._report()
-        reports.append(client.generator.prompt_cache.report)
+        reports.append(client.generator.model.report)
         return events
 
     monkeypatch.setattr(BlockPoolBatchEngine, "next", reporting)
@@ -169,16 +169,16 @@ def test_the_report_compares_the_running_batch_with_a_padded_one(model: Path, mo
 @pytest.mark.parametrize("name", ["llama", "gemma3_text", "gpt_oss"])
 def test_figures_may_be_taken_at_any_step(name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """In the middle of a prompt caches hold less than its tokens."""
-    monkeypatch.setattr(generation, "REPORT_SECONDS", -1)
+    monkeypatch.setattr(generator_module, "REPORT_SECONDS", -1)
     told: list[Any] = []
     with blockpool_server(save_model(tmp_path / "model", name), "--prefill-step-size", "64") as server:
-        report = ServerPromptCache.update_report
+        report = LoadedModel.update_report
 
-        def reporting(self: ServerPromptCache, *figures: Any) -> None:
+        def reporting(self: LoadedModel, *figures: Any) -> None:
             report(self, *figures)
             told.append(self.report.get("batch"))
 
-        monkeypatch.setattr(ServerPromptCache, "update_report", reporting)
+        monkeypatch.setattr(LoadedModel, "update_report", reporting)
         jobs = [lambda n=n: server.chat([{"role": "user", "content": chr(65 + n) * 400 * n}], max_tokens=8) for n in (1, 2, 3)]
         at_once(jobs)
     assert len([batch for batch in told if batch is not None]) > 10

@@ -86,7 +86,7 @@ def test_others_are_served_while_the_weights_of_a_model_are_hashed(
         loading.join()
         assert ours.chat(HELLO, max_tokens=8, model=str(two[1]))["choices"]
         ours.settle()
-        namespaces = {served.prompt_cache.agents.namespace for served in ours.generator.registry.loaded.values()}  # type: ignore[union-attr]
+        namespaces = {served.agents.namespace for served in ours.generator.registry.loaded.values()}  # type: ignore[union-attr]
     assert during["choices"] == before["choices"]
     assert len(namespaces) == 2
 

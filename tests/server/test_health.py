@@ -11,8 +11,8 @@ from models import save_model
 
 from mlx_blockpool.engine.engine import BlockPoolBatchEngine
 from mlx_blockpool.server.health import Health
+from mlx_blockpool.server.model import LoadedModel
 from mlx_blockpool.server.models.queue import ModelQueue
-from mlx_blockpool.server.prompt_cache import ServerPromptCache
 from server.serving import Client, at_once, blockpool_server
 
 
@@ -127,7 +127,7 @@ def test_a_thread_that_hangs_in_the_background_is_stalled_for_those_who_wait(
         hangs.set()
         assert goes_on.wait(60)
 
-    monkeypatch.setattr(ServerPromptCache, "idle", hanging)
+    monkeypatch.setattr(LoadedModel, "idle", hanging)
     assert hangs.wait(60)
 
     def look() -> Any:
@@ -136,7 +136,7 @@ def test_a_thread_that_hangs_in_the_background_is_stalled_for_those_who_wait(
         before = client.send("/health")
         clock.now += client.generator.health.stall_seconds + 1
         after = client.send("/health")
-        monkeypatch.setattr(ServerPromptCache, "idle", lambda self: None)
+        monkeypatch.setattr(LoadedModel, "idle", lambda self: None)
         goes_on.set()
         return before, after
 

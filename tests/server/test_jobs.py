@@ -11,7 +11,7 @@ from models import save_model
 
 from mlx_blockpool.errors import PoolExhaustedError
 from mlx_blockpool.server.agents.known import KnownAgents, RefusedError
-from mlx_blockpool.server.jobs import have_done
+from mlx_blockpool.server.jobs import run_on_generation_thread
 from server.serving import Client, blockpool_server
 
 
@@ -27,7 +27,11 @@ def client(folder: Path) -> Iterator[Client]:
 
 
 def test_they_run_on_the_thread_that_owns_the_caches(client: Client) -> None:
-    assert have_done(client.generator, threading.get_ident) == client.generator._generation_thread.ident != threading.get_ident()
+    assert (
+        run_on_generation_thread(client.generator, threading.get_ident)
+        == client.generator._generation_thread.ident
+        != threading.get_ident()
+    )
 
 
 def test_what_they_raise_is_for_who_asked_and_refers_to_no_frames(client: Client) -> None:
@@ -38,7 +42,7 @@ def test_what_they_raise_is_for_who_asked_and_refers_to_no_frames(client: Client
             raise PoolExhaustedError(3, 1, 1, "full") from error
 
     with pytest.raises(PoolExhaustedError, match="Needed 3 blocks") as caught:
-        have_done(client.generator, fail)
+        run_on_generation_thread(client.generator, fail)
     assert (caught.value.__cause__, caught.value.__context__) == (None, None)
     assert "fail" not in {entry.name for entry in caught.traceback}
     assert client.chat([{"role": "user", "content": "go on"}], max_tokens=2)["choices"]
@@ -54,7 +58,7 @@ def test_they_run_while_a_model_is_loaded_and_fail_for_one_that_has_gone(client:
     assert client.send("/admin/load", {"model": other, "wait": False})[0] == 202
     stages = set()
     while other not in {key.model for key in registry.loaded}:
-        stages.add(have_done(client.generator, lambda: registry.change and registry.change.stage))
+        stages.add(run_on_generation_thread(client.generator, lambda: registry.change and registry.change.stage))
     assert "loading" in stages
     with pytest.raises(RefusedError, match="was unloaded meanwhile") as caught:
         known.at(home, lambda served, _: served.key)
@@ -67,4 +71,4 @@ def test_nobody_waits_for_a_thread_that_has_ended(folder: Path) -> None:
     with blockpool_server(save_model(folder / "three", "llama"), "--pool-bytes", "20MB") as client:
         generator = client.generator
     with pytest.raises(RuntimeError, match="shutting down"):
-        have_done(generator, lambda: 1)
+        run_on_generation_thread(generator, lambda: 1)

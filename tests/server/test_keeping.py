@@ -51,7 +51,7 @@ def client(server: Client) -> Iterator[Client]:
 
 
 def keeping(client: Client) -> Any:
-    return client.generator.prompt_cache.prefix.retention
+    return client.generator.model.prefix.retention
 
 
 def timed(client: Client) -> Clock:
@@ -76,7 +76,7 @@ def marked(text: str, **control: str) -> list[dict[str, Any]]:
 
 def press(client: Client, name: str) -> None:
     """Others ask for more than the pool can hold."""
-    size = client.generator.prompt_cache.capacity() // 3
+    size = client.generator.model.capacity() // 3
     for n in range(4):
         client.chat([{"role": "user", "content": f"{n} {name} " + chr(65 + n) * size}], max_tokens=1)
 
@@ -132,7 +132,7 @@ def test_marks_on_openais_messages_do_the_same(client: Client) -> None:
 
 def test_a_pool_full_of_marks_serves_everybody(client: Client) -> None:
     """What is pinned is bounded, and gives way; who does not fit beside the others waits."""
-    size = client.generator.prompt_cache.capacity() // 4
+    size = client.generator.model.capacity() // 4
 
     def job(n: int) -> Any:
         return lambda: message(client, marked(f"{n} " + chr(97 + n) * size), "and?", max_tokens=8)
@@ -163,8 +163,8 @@ def stored(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Client]:
 def figures(client: Client) -> dict[str, Any]:
     """GET /v1/cache once everything so far is in it."""
     client.settle()
-    seen = client.generator.prompt_cache.report
-    while client.generator.prompt_cache.report is seen:
+    seen = client.generator.model.report
+    while client.generator.model.report is seen:
         threading.Event().wait(0.02)
     return client.send("/v1/cache")[1]  # type: ignore[no-any-return]
 
@@ -172,7 +172,7 @@ def figures(client: Client) -> dict[str, Any]:
 def records(client: Client, text: str) -> list[bool]:
     """Which blocks of a prompt are on disk, once all that is to be written is."""
     client.settle()
-    stored = client.generator.prompt_cache.prefix.stored
+    stored = client.generator.model.prefix.stored
     while stored.report()["pending"] or stored.report()["queued_bytes"]:
         threading.Event().wait(0.02)
     tokens = client.generator.model_provider.tokenizer.encode(text, add_special_tokens=False)

@@ -13,7 +13,7 @@ import pytest
 from models import save_model
 
 from mlx_blockpool.server.api.errors import in_shape
-from mlx_blockpool.server.generation import BlockpoolGenerator
+from mlx_blockpool.server.generator import BlockpoolGenerator
 from mlx_blockpool.server.request import RequestOptions
 from mlx_blockpool.server.scope import agent_of, retention_of
 from server.anthropic_agents import LOOK_UP, Say, anthropic_client, save_agent, say
@@ -374,7 +374,7 @@ def test_a_bad_request_is_told_in_the_protocols_shape(gpt: openai.OpenAI, option
 
 def test_what_programs_look_for_has_a_code(server: Client, gpt: openai.OpenAI) -> None:
     with pytest.raises(openai.BadRequestError) as long:
-        chat(gpt, [{"role": "user", "content": "y" * (server.generator.prompt_cache.capacity() + 50)}])
+        chat(gpt, [{"role": "user", "content": "y" * (server.generator.model.capacity() + 50)}])
     assert long.value.code == "context_length_exceeded"
     with pytest.raises(openai.NotFoundError) as missing:
         chat(gpt, model="no/such")

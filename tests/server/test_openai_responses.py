@@ -477,7 +477,7 @@ def test_images_need_a_model_that_sees(gpt: openai.OpenAI) -> None:
 
 
 def test_other_errors(server: Client, gpt: openai.OpenAI) -> None:
-    capacity = server.generator.prompt_cache.capacity()
+    capacity = server.generator.model.capacity()
     with pytest.raises(openai.BadRequestError, match=str(capacity)) as long:
         ask(gpt, "y" * (capacity + 50))
     assert long.value.code == "context_length_exceeded"

@@ -12,8 +12,8 @@ import pytest
 from models import save_endless
 
 from mlx_blockpool.prefix.cache import PrefixCache
-from mlx_blockpool.server.jobs import have_done
-from mlx_blockpool.server.served import ServedModel
+from mlx_blockpool.server.jobs import run_on_generation_thread
+from mlx_blockpool.server.model import LoadedModel
 from server.serving import Client, blockpool_server
 
 
@@ -45,14 +45,14 @@ def long_reply(client: Client) -> Iterator[Any]:
 
 def test_a_request_that_fails_at_its_start_takes_nobody_along(client: Client, monkeypatch: pytest.MonkeyPatch) -> None:
     """Its start and its progress come with the same step."""
-    explain = ServedModel.explain
+    explain = LoadedModel.explain
 
     def broken(self: Any, explained: Any, prompt: Any, cached: int, lookup: Any) -> None:
         if len(prompt) == 5:
             raise LookupError("cannot explain this")
         explain(self, explained, prompt, cached, lookup)
 
-    monkeypatch.setattr(ServedModel, "explain", broken)
+    monkeypatch.setattr(LoadedModel, "explain", broken)
     with long_reply(client) as lines:
         status, answer = client.send("/v1/completions", {"prompt": "12345", "max_tokens": 3})
         assert status == 400
@@ -80,12 +80,12 @@ def test_a_client_that_leaves_what_cannot_be_kept_takes_nobody_along(client: Cli
             connection.request("POST", "/v1/completions", json.dumps(body))
             other = connection.getresponse()
             other.readline()
-            assert have_done(client.generator, second) == 2
+            assert run_on_generation_thread(client.generator, second) == 2
             other.close()
             connection.close()
-            while have_done(client.generator, second) == 2:
+            while run_on_generation_thread(client.generator, second) == 2:
                 pass
-            assert have_done(client.generator, second) == 1
+            assert run_on_generation_thread(client.generator, second) == 1
         while not lines.readline().startswith(b"data: {"):
             pass
 
@@ -97,7 +97,7 @@ def test_a_turn_is_noted_when_it_ends_and_not_when_nothing_is_live(client: Clien
         (served,) = client.generator.registry.loaded.values()
 
         def look() -> tuple[int, bool, int]:
-            agents = served.prompt_cache.agents
-            return len(served.live), "noted at once" in agents.noted, len(served.prompt_cache.caches.turns)
+            agents = served.agents
+            return len(served.live), "noted at once" in agents.noted, len(served.caches.turns)
 
-        assert have_done(client.generator, look) == (1, True, 0)
+        assert run_on_generation_thread(client.generator, look) == (1, True, 0)

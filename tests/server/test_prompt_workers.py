@@ -19,10 +19,10 @@ from mlx_blockpool.config import PromptConfig
 from mlx_blockpool.errors import PromptError, RequestTooLargeError
 from mlx_blockpool.server.fields import InvalidRequestError
 from mlx_blockpool.server.prompts.job import PreparedPrompt, PromptJob, TokenizerSource, pack_error, unpack
+from mlx_blockpool.server.prompts.preparation import AgentOrder
 from mlx_blockpool.server.prompts.renderer import PromptRenderer, longest_token
 from mlx_blockpool.server.prompts.template_options import SWITCHES, check_template_options
 from mlx_blockpool.server.prompts.workers import Lane, PromptWorkers, WorkerEndedError
-from mlx_blockpool.server.rendering import AgentOrder
 from server.serving import at_once, blockpool_server
 
 HELLO = [{"role": "user", "content": "Hello"}]

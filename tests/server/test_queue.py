@@ -314,7 +314,7 @@ def test_weights_that_do_not_fit_beside_the_loaded_take_the_place_of_as_many_as_
     world = World(3, 0)
     world.registry.sizes |= {A: 20, B: 20, C: size}
     models = world.registry
-    monkeypatch.setattr(registry_module.machine, "memory_bytes", lambda: 100)
+    monkeypatch.setattr(registry_module.system, "memory_bytes", lambda: 100)
     monkeypatch.setattr(registry_module.mx, "get_active_memory", lambda: sum(m.weights_bytes for m in models.loaded.values()))
     for number, key in enumerate([A, B, C]):
         world.line.add(key, number)

@@ -17,11 +17,11 @@ from mlx_lm.tuner.utils import linear_to_lora_layers
 from models import save_model
 
 from mlx_blockpool.config import EngineConfig, ModelsConfig
-from mlx_blockpool.server.generation import BlockpoolGenerator
+from mlx_blockpool.server.generator import BlockpoolGenerator
 from mlx_blockpool.server.health import Health
+from mlx_blockpool.server.model import LoadedModel
 from mlx_blockpool.server.models.provider import ModelKey
 from mlx_blockpool.server.models.registry import ModelRegistry
-from mlx_blockpool.server.served import ServedModel
 from server.serving import Client, at_once, blockpool_server, stock_server
 
 AGENTS, TURNS, REPLY = 3, 3, 12
@@ -185,7 +185,7 @@ def test_models_take_turns_by_the_time_that_their_steps_take() -> None:
     assert taken.count("short") == 3 * taken.count("long") == 30
     models.append(model("late", 1.0))
     models[2].live = {}
-    ServedModel.join(models[2], models)
+    LoadedModel.join(models[2], models)
     models[2].live = {1: None}
     taken.clear()
     for _ in range(70):
@@ -205,7 +205,7 @@ def test_requests_go_on_after_the_thread_has_failed_beside_two_models(
     hello = [{"role": "user", "content": "Hello"}]
     with blockpool_server(two[0], *beside(two), "--max-models", "2", "--pool-bytes", "60MB") as ours:
         replies = [ours.chat(hello, max_tokens=4, model=str(m))["choices"][0]["message"]["content"] for m in two]
-        monkeypatch.setattr(ServedModel, "step", dying)
+        monkeypatch.setattr(LoadedModel, "step", dying)
         status, answer = ours.send("/v1/chat/completions", {"messages": hello, "max_tokens": 4})
         assert (status, "no one catches this" in answer["error"]["message"]) == (503, True)
         monkeypatch.undo()

@@ -14,9 +14,9 @@ from typing import Any
 import pytest
 from models import save_model
 
+from mlx_blockpool.server.model import LoadedModel
 from mlx_blockpool.server.models.provider import BlockpoolModelProvider
 from mlx_blockpool.server.models.swap import ModelSwap
-from mlx_blockpool.server.prompt_cache import ServerPromptCache
 from server.serving import Client, at_once, blockpool_server
 
 HELLO = [{"role": "system", "content": "This is known. " * 40}, {"role": "user", "content": "Hello"}]
@@ -129,11 +129,11 @@ def test_a_load_that_fails_late_brings_the_old_model_back(
     stage: str, error: BaseException, model: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     bad = save_model(tmp_path / "bad", "llama", seed=5)
-    owner: Any = BlockpoolModelProvider if stage == "read" else ServerPromptCache
+    owner: Any = BlockpoolModelProvider if stage == "read" else LoadedModel
     original = getattr(owner, stage)
 
     def failing(self: Any, *args: Any) -> Any:
-        provider = self if stage == "read" else args[0]
+        provider = self if stage == "read" else self.provider
         if provider.model_key[0] == str(bad):
             raise error
         return original(self, *args)

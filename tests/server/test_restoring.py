@@ -12,7 +12,7 @@ from models import save_model
 
 from mlx_blockpool.engine import caches as caches_module
 from mlx_blockpool.engine.request import Restoring
-from mlx_blockpool.server import served as served_module
+from mlx_blockpool.server import model as model_module
 from server.serving import Client, blockpool_server
 
 MESSAGES = [{"role": "system", "content": "One of many agents. " * 250}, {"role": "user", "content": "Who are you?"}]
@@ -41,14 +41,14 @@ def test_a_streaming_client_is_told_while_its_prompt_comes_from_disk(tmp_path: P
     monkeypatch.setattr(caches_module, "RESTORE_SECONDS", 0)
     monkeypatch.setattr(caches_module, "TELL_SECONDS", 0)
     shown = []
-    tell = served_module.ServedModel._tell
+    tell = model_module.LoadedModel._deliver
 
     def told(served: Any, event: Any) -> None:
         if isinstance(event, Restoring):
-            shown.append(served.prompt_cache.prefix.stored.report()["restoring"])
+            shown.append(served.prefix.stored.report()["restoring"])
         tell(served, event)
 
-    monkeypatch.setattr(served_module.ServedModel, "_tell", told)
+    monkeypatch.setattr(model_module.LoadedModel, "_deliver", told)
     with blockpool_server(folder, *stored) as server:
         found, usage = streamed(server)
         server.settle()

@@ -87,7 +87,7 @@ def test_empty_content_and_empty_prompt(client: Client) -> None:
 
 
 def test_prompt_longer_than_the_pool_is_refused_with_both_figures(client: Client) -> None:
-    capacity = client.generator.prompt_cache.capacity()
+    capacity = client.generator.model.capacity()
     status, answer = client.send("/v1/completions", {"prompt": "y" * (capacity + 50), "max_tokens": 5})
     assert status == 400
     assert str(capacity + 51) in answer["error"]["message"]
@@ -97,7 +97,7 @@ def test_prompt_longer_than_the_pool_is_refused_with_both_figures(client: Client
 def test_max_tokens_beyond_the_pool_is_served_as_far_as_it_goes(client: Client) -> None:
     answer = complete(client, "z" * 3700, 100_000)
     assert answer["choices"][0]["finish_reason"] in ("length", "stop")
-    assert answer["usage"]["total_tokens"] <= client.generator.prompt_cache.capacity()
+    assert answer["usage"]["total_tokens"] <= client.generator.model.capacity()
 
 
 def test_more_work_than_fits_waits(client: Client) -> None:
@@ -187,7 +187,7 @@ def random_request(rng: random.Random) -> tuple[str, Any, bytes | None]:
 def test_pool_bytes_hold_over_500_requests(client: Client) -> None:
     """Bytes of the arrays themselves, after each of 500 requests whose prefixes come and go."""
     rng = random.Random(1)
-    slabs = client.generator.prompt_cache.prefix.slabs
+    slabs = client.generator.model.prefix.slabs
     for _ in range(500):
         family = rng.randrange(12)
         prompt = f"family {family} " * 40 + "x" * rng.randrange(300)

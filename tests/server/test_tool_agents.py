@@ -39,7 +39,7 @@ def talk(client: Client) -> tuple[list[list[dict[str, Any]]], list[dict[str, Any
     reports = []
     for _ in range(TURNS):
         at_once([lambda a=a: turn(client, talks[a], a) for a in range(AGENTS)])
-        reports.append(client.send("/v1/cache")[1] if hasattr(client.generator.prompt_cache, "report") else {})
+        reports.append(client.send("/v1/cache")[1] if hasattr(client.generator, "report") else {})
     return talks, reports
 
 

@@ -20,7 +20,7 @@ from ...store.prompt_store import PromptStore
 from ...store.reachability import Share
 from ...store.record import Key
 from ...tier.cache import TieredPrefixCache
-from ..served import ServedModel
+from ..model import LoadedModel
 from .by_content import is_by_content
 from .known import Home, KnownAgents, RefusedError, Subject, agents_of, shared_with
 from .served import bound_notes
@@ -48,12 +48,12 @@ def pin(known: KnownAgents, name: str) -> Report:
     return {"agent": subject.name, "pinned": True, "pinned_in_memory": in_memory, "pinned_on_disk": subject.file is not None}
 
 
-def _pin(served: ServedModel, subject: Subject) -> bool:
+def _pin(served: LoadedModel, subject: Subject) -> bool:
     agents = agents_of(served)
     # It may have gone on since it was looked for.
     noted = agents.noted.get(subject.name, subject.noted)
     pinned = agents.pin(subject.name, noted.path)
-    served.prompt_cache.note_turns()
+    served.note_turns()
     return pinned
 
 
@@ -66,9 +66,9 @@ def unpin(known: KnownAgents, name: str) -> Report:
     return {"agent": subject.name, "pinned": False}
 
 
-def _unpin(served: ServedModel, name: str) -> None:
+def _unpin(served: LoadedModel, name: str) -> None:
     agents_of(served).unpin(name)
-    served.prompt_cache.note_turns()
+    served.note_turns()
 
 
 def rename(known: KnownAgents, name: str, new: str) -> Report:
@@ -154,7 +154,7 @@ def _below(root: Path | None, report: Report) -> Report:
 
 
 def _forget(
-    known: KnownAgents, served: ServedModel, prefix: TieredPrefixCache, subject: Subject, shared: SharedPaths
+    known: KnownAgents, served: LoadedModel, prefix: TieredPrefixCache, subject: Subject, shared: SharedPaths
 ) -> tuple[Freed, set[bytes]]:
     """On the generation thread: forget the path in memory, as far as nobody else needs it, and name what somebody does."""
     known.refuse_if_busy(subject.name)
@@ -169,7 +169,7 @@ def _remove(known: KnownAgents, subject: Subject, home: Home, records: AgentReco
     """The records that are left of an agent, then its name."""
     keys = [Key(KINDS[file.path.parents[1].name], _hash_of(file)) for file in share.own]
 
-    def forgotten(_: ServedModel, prefix: TieredPrefixCache) -> PromptStore:
+    def forgotten(_: LoadedModel, prefix: TieredPrefixCache) -> PromptStore:
         assert prefix.stored is not None
         prefix.stored.store.forget(keys)
         return prefix.stored.store

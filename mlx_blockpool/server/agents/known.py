@@ -22,10 +22,10 @@ from ...store.fs import safe_name
 from ...store.manifest import Agent, shown
 from ...store.spool import Spool
 from ...tier.cache import TieredPrefixCache
-from ..jobs import have_done
+from ..jobs import run_on_generation_thread
+from ..model import LoadedModel
 from ..models.provider import ModelKey
 from ..owners import belongs, own_name
-from ..served import ServedModel
 from .served import Noted, ServedAgents, at
 
 T = TypeVar("T")
@@ -92,7 +92,7 @@ class KnownAgents:
         self.files: Agents | None = generator.agent_files
         self.root: Path | None = None if self.files is None else self.files.root
         self.records = None if self.root is None else AgentRecords(self.root, naming)
-        self.config: StoreConfig = generator.prompt_cache.store_config or StoreConfig()
+        self.config: StoreConfig = generator.store_config or StoreConfig()
         self.bad: list[tuple[Path, str]] = []
         self.spool: Spool = generator.spool
         # What its agents' prefixes are kept under, but for imports that are not proven.
@@ -166,20 +166,20 @@ class KnownAgents:
 
     def do(self, act: Callable[[], T]) -> T:
         """An errand. Raises what `act` raises, and RuntimeError if there is nobody to do it."""
-        return have_done(self._generator, act)
+        return run_on_generation_thread(self._generator, act)
 
-    def at(self, home: Home, act: Callable[[ServedModel, TieredPrefixCache], T]) -> T:
+    def at(self, home: Home, act: Callable[[LoadedModel, TieredPrefixCache], T]) -> T:
         """An errand at a model. Raises RefusedError if it has been unloaded since."""
         return self.do(lambda: act(*self.served(home)))
 
-    def served(self, home: Home) -> tuple[ServedModel, TieredPrefixCache]:
+    def served(self, home: Home) -> tuple[LoadedModel, TieredPrefixCache]:
         """On the generation thread. Raises RefusedError."""
         served = self._generator.registry.loaded.get(home.key)
-        if served is None or served.prompt_cache.agents is not home.agents or served.prompt_cache.prefix is None:
+        if served is None or served.agents is not home.agents or served.prefix is None:
             raise RefusedError(409, f"Model {shown(home.agents.model_id)} was unloaded meanwhile; needed it loaded. Try again.")
-        return served, served.prompt_cache.prefix
+        return served, served.prefix
 
-    def own_from(self, served: ServedModel, prefix: TieredPrefixCache, subject: Subject, shared: SharedPaths) -> int:
+    def own_from(self, served: LoadedModel, prefix: TieredPrefixCache, subject: Subject, shared: SharedPaths) -> int:
         """On the generation thread: from which edge of its path on an agent is alone."""
         engine = served.engine
         live = [] if engine is None else [*engine.live, *engine._waiting]
@@ -189,8 +189,8 @@ class KnownAgents:
     def _homes(self) -> list[Home]:
         homes = []
         for key, served in self._generator.registry.loaded.items():
-            served.prompt_cache.note_turns()
-            agents = served.prompt_cache.agents
+            served.note_turns()
+            agents = served.agents
             if agents is not None:
                 in_memory = frozenset(name for name, pin in agents.pinned.items() if pin is not None)
                 homes.append(Home(key, agents, dict(agents.noted), frozenset(agents.pinned), in_memory))
@@ -210,10 +210,10 @@ class KnownAgents:
         return running, waiting
 
 
-def agents_of(served: ServedModel) -> ServedAgents:
+def agents_of(served: LoadedModel) -> ServedAgents:
     """Who speaks with a model that keeps paths."""
-    assert served.prompt_cache.agents is not None
-    return served.prompt_cache.agents
+    assert served.agents is not None
+    return served.agents
 
 
 def shared_with(home: Home, subjects: dict[str, Subject]) -> SharedPaths:

@@ -19,7 +19,7 @@ from ...tier.cache import TieredPrefixCache
 from ...tier.measure import Measure, measure
 from ...tier.restore import RestoreJob
 from ...tier.write_behind import StoredPrefixes
-from ..served import ServedModel
+from ..model import LoadedModel
 from .figures import in_words
 from .known import Home, KnownAgents, RefusedError, Subject, agents_of
 
@@ -153,7 +153,7 @@ def bring_back(known: KnownAgents, home: Home, subject: Subject) -> int:
         known.do(lambda: _end_restore(known, home, held, subject))
 
 
-def _advance(served: ServedModel, restore: RestoreJob) -> bool:
+def _advance(served: LoadedModel, restore: RestoreJob) -> bool:
     is_computing = served.engine is not None and bool(served.engine.live)
     return restore.advance(0.0 if is_computing else RESTORE_SECONDS, RESTORE_SECONDS)
 

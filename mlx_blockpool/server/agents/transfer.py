@@ -32,8 +32,8 @@ from ...tier.cache import TieredPrefixCache
 from ...tier.measure import measure
 from ...tier.opening import weights_in
 from ...transfer.cache_file import CacheFile, CacheFileWriter, metadata_of, name_taken, privacy_report
+from ..model import LoadedModel
 from ..models.provider import BlockpoolModelProvider
-from ..served import ServedModel
 from .by_content import is_by_content
 from .figures import in_words
 from .known import Home, KnownAgents, RefusedError, Subject, agents_of
@@ -76,7 +76,7 @@ def _key(known: KnownAgents) -> bytes:
 
 
 def _begin_export(
-    served: ServedModel, prefix: TieredPrefixCache, subject: Subject, weights: str
+    served: LoadedModel, prefix: TieredPrefixCache, subject: Subject, weights: str
 ) -> tuple[CacheFileWriter, list[Any]]:
     match = prefix.index.trie.find(subject.path).in_memory()
     hit, checkpoint = resumable(prefix.slabs, match, match.tokens)
@@ -193,7 +193,7 @@ def _begin_import(prefix: TieredPrefixCache, caches: list[Any]) -> Intake:
 
 
 def _end_import(
-    served: ServedModel, prefix: TieredPrefixCache, tokens: list[int], intake: Intake, name: str, salt: bytes
+    served: LoadedModel, prefix: TieredPrefixCache, tokens: list[int], intake: Intake, name: str, salt: bytes
 ) -> PrefixRef:
     before = agents_of(served).path_of(name)
     if is_of_import(salt) and before is not None and not is_of_import(before.salt):

@@ -11,7 +11,7 @@ from urllib.parse import parse_qs, unquote, urlsplit
 
 from ..fields import InvalidRequestError
 from ..models.admin import MODELS, Admin
-from ..rendering import Counted
+from ..prompts.preparation import Counted
 from .anthropic_reply import PING, MessageRenderer
 from .anthropic_request import MessagesRequest, parse
 from .endpoint import Endpoint

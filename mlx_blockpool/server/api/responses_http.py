@@ -10,7 +10,7 @@ import logging
 from typing import Any
 from urllib.parse import unquote, urlsplit
 
-from ..rendering import Counted
+from ..prompts.preparation import Counted
 from ..scope import retention_of
 from .endpoint import Endpoint
 from .errors import StatusError, openai_answer

@@ -7,7 +7,7 @@ from typing import Any
 
 import mlx.core as mx
 
-from ..served import ServedModel
+from ..model import LoadedModel
 from .catalog import DEFAULT
 from .provider import ModelKey
 from .queue import ModelQueue
@@ -70,10 +70,10 @@ def cache_report(registry: ModelRegistry, report: dict[str, Any]) -> dict[str, A
     loaded = registry.loaded
     if len(loaded) < 2:
         return report
-    return {**report, "models": {registry.catalog.id_of(key.model): m.prompt_cache.report for key, m in loaded.items()}}
+    return {**report, "models": {registry.catalog.id_of(key.model): m.report for key, m in loaded.items()}}
 
 
-def _model(registry: ModelRegistry, line: ModelQueue, key: ModelKey, served: ServedModel | None) -> dict[str, Any]:
+def _model(registry: ModelRegistry, line: ModelQueue, key: ModelKey, served: LoadedModel | None) -> dict[str, Any]:
     change = registry.change
     coming = None if change is None else change.coming
     served = served or (coming if coming is not None and coming.key == key else None)

@@ -8,7 +8,6 @@ from __future__ import annotations
 import logging
 import time
 from collections import Counter
-from collections.abc import Callable
 from dataclasses import dataclass
 from queue import Queue
 from typing import Any
@@ -16,11 +15,10 @@ from typing import Any
 import mlx.core as mx
 
 from ... import system
-from ...config import EngineConfig, ModelsConfig
+from ...config import EngineConfig, ModelsConfig, PoolConfig, StoreConfig
 from ...errors import BadModelError, LoadError, ModelNotFoundError
 from ...kv.factory import default_pool_bytes
-from ..prompt_cache import ServerPromptCache
-from ..served import ServedModel
+from ..model import LoadedModel
 from .catalog import Catalog
 from .inspection import inspect
 from .provider import BlockpoolModelProvider, ModelKey
@@ -56,23 +54,22 @@ class ModelRegistry:
     def __init__(
         self,
         template: BlockpoolModelProvider,
-        make_cache: Callable[[], ServerPromptCache],
         engine: EngineConfig,
+        pool: PoolConfig,
+        store: StoreConfig | None,
         config: ModelsConfig,
-        pool_bytes: int | None,
     ) -> None:
         self.template = template
         self.config = config
         self.catalog = Catalog(template, config)
-        self.own_bytes = None if pool_bytes is None else pool_bytes // config.max_models
+        self.own_bytes = None if pool.pool_bytes is None else pool.pool_bytes // config.max_models
         self.piece_bytes = config.piece_bytes
-        self.loaded: dict[ModelKey, ServedModel] = {}
+        self.loaded: dict[ModelKey, LoadedModel] = {}
         self.change: ModelSwap | None = None
         self.plan = Plan()
         self.counts = Counter(loads=0, unloads=0, swaps=0, failures=0)
         self.sizes: dict[ModelKey, int] = {}
-        self._make_cache = make_cache
-        self._engine = engine
+        self._engine, self._pool, self._store = engine, pool, store
         self.failures: dict[ModelKey, tuple[Exception, float]] = {}
         self._leaving: list[QueueEntry] = []
 
@@ -126,14 +123,14 @@ class ModelRegistry:
 
     # -- changes -------------------------------------------------------------------------------------------------------
 
-    def make(self, key: ModelKey) -> ServedModel:
-        return ServedModel(key, self.template.another(), self._make_cache(), self._engine)
+    def make(self, key: ModelKey) -> LoadedModel:
+        return LoadedModel(key, self.template.another(), self._engine, self._pool, self._store)
 
-    def add(self, served: ServedModel) -> None:
+    def add(self, served: LoadedModel) -> None:
         self.loaded = {**self.loaded, served.key: served}
         self.counts["loads"] += 1
 
-    def take_out(self, key: ModelKey) -> ServedModel:
+    def take_out(self, key: ModelKey) -> LoadedModel:
         served = self.loaded[key]
         self.loaded = {other: model for other, model in self.loaded.items() if other != key}
         return served

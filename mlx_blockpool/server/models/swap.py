@@ -12,8 +12,8 @@ from collections.abc import Generator, Iterator
 from typing import Protocol
 
 from ...errors import BadModelError, LoadError, PoolExhaustedError
+from ..model import LoadedModel
 from ..requests import Suspended
-from ..served import ServedModel
 from .catalog import Catalog
 from .provider import ModelKey
 
@@ -26,16 +26,16 @@ HASH_WAIT_SECONDS = 0.02
 class Loaded(Protocol):
     """The registry, as far as a change needs it."""
 
-    loaded: dict[ModelKey, ServedModel]
+    loaded: dict[ModelKey, LoadedModel]
     piece_bytes: int
     own_bytes: int | None
     counts: Counter[str]
     catalog: Catalog
 
-    def make(self, key: ModelKey) -> ServedModel: ...
+    def make(self, key: ModelKey) -> LoadedModel: ...
     def share(self) -> int: ...
-    def add(self, served: ServedModel) -> None: ...
-    def take_out(self, key: ModelKey) -> ServedModel: ...
+    def add(self, served: LoadedModel) -> None: ...
+    def take_out(self, key: ModelKey) -> LoadedModel: ...
 
 
 class ModelSwap:
@@ -50,10 +50,10 @@ class ModelSwap:
         self.load = load
         self.unload = unload
         self.error: Exception | None = None
-        self.coming: ServedModel | None = None
+        self.coming: LoadedModel | None = None
         self.stage = "checking"
         self.began = self.since = time.monotonic()
-        self.leaving: ServedModel | None = None
+        self.leaving: LoadedModel | None = None
         self.suspended: list[Suspended] = []
         self._models = models
         self._steps = self._run()
@@ -109,7 +109,7 @@ class ModelSwap:
         yield
         if self._models.loaded:
             # They take their turns meanwhile.
-            yield from self.leaving.prompt_cache.save()
+            yield from self.leaving.save()
         self.leaving.close()
         self.leaving = None
         self._models.counts["unloads"] += 1
@@ -135,7 +135,7 @@ class ModelSwap:
             self._drop_coming()
         self.error = failure
 
-    def _wait_for_hash(self, coming: ServedModel) -> Iterator[None]:
+    def _wait_for_hash(self, coming: LoadedModel) -> Iterator[None]:
         """Its records on disk go by the hash of its weights. Other models are served meanwhile."""
         if not coming.is_hashed:
             self._enter("hashing")

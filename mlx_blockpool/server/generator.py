@@ -1,21 +1,22 @@
-"""The generation thread: takes requests, has their models loaded, puts them into the engines, sends tokens back.
+"""The generation thread: takes requests off one queue, loads their models, runs the engines' steps, puts tokens on reply queues.
 
-mlx-lm's ResponseGenerator tokenizes, and serves one by one what the engine does not take (drafts, images, quantised caches). A
-request's failure is that request's failure: the thread goes on, and starts anew if it ever dies.
+Prompts arrive tokenized. mlx-lm's ResponseGenerator serves one by one what the engine does not take (drafts, images, quantised
+caches). A request's failure ends that request alone: the thread goes on, and is restarted if it ever dies.
 """
 
 from __future__ import annotations
 
 import logging
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from dataclasses import replace
 from queue import Empty, Queue
 from typing import Any
 
 import mlx.core as mx
 
-from ..config import EngineConfig, ModelsConfig, StoreConfig
+from ..config import EngineConfig, ImageConfig, ModelsConfig, PoolConfig, PromptConfig, StoreConfig
+from ..engine.stock import GuardedPromptCache
 from ..errors import BlockpoolError, LoadError, UnavailableError
 from ..mlx_lm_compat import ResponseGenerator, image_parts
 from ..store.agent_files import Agents
@@ -25,15 +26,19 @@ from .access import AccessPolicy
 from .api.responses_kept import KeptResponses
 from .explained import Explanations
 from .health import Health
-from .jobs import Errand
+from .jobs import Job
+from .model import LoadedModel
 from .models.provider import BlockpoolModelProvider
 from .models.queue import ModelQueue, QueueEntry
 from .models.registry import LoadCommand, ModelRegistry
 from .normalise import Normalisers
-from .prompt_cache import ServerPromptCache
+from .prompts.job import PreparedPrompt
+from .prompts.preparation import AgentOrder, PromptPreparation, tokenize_with_images
+from .prompts.workers import PromptWorkers
 from .replies import HangUps, Reply
-from .requests import Live, Marking, Suspended, Waiting, check_sampling, fit
-from .served import ServedModel
+from .requests import Live, Suspended, Waiting, fit
+from .sampling import check_sampling
+from .sequential import SequentialCache, SequentialReply
 
 log = logging.getLogger(__name__)
 
@@ -49,56 +54,67 @@ LOADS = ("checking", "loading", "hashing", "warming")
 class BlockpoolGenerator(ResponseGenerator):  # type: ignore[misc]
     """mlx-lm's ResponseGenerator around a registry of models with an engine each.
 
-    `model_provider` and `prompt_cache` are those of the model that a request has started on last. `normalisers`, `guard`,
-    `warm_up`, `responses` and `spool` are for whoever asks it; it does not use them. `explanations`: what became of the last
-    requests. `agent_files`: those of the store's folder, of which each is read once; None: nothing is on disk.
+    generate() runs on the thread of a socket and prepares the prompt there; everything below _run_generate() runs on the
+    generation thread. `model` is the one whose request has started last; mlx-lm reads its `model_provider` and `prompt_cache`.
+    `normalisers`, `guard`, `warm_up`, `responses` and `spool` are kept for the socket threads. `explanations`: how the last
+    requests used the cache. `agent_files`: the agents' files in the store's folder, each read once; None without a store.
     """
 
-    prompt_cache: ServerPromptCache
+    prompt_cache: SequentialCache
     model_provider: BlockpoolModelProvider
+    model: LoadedModel | None = None
 
     def __init__(
         self,
         model_provider: BlockpoolModelProvider,
-        make_cache: Callable[[], ServerPromptCache],
         config: EngineConfig,
+        pool: PoolConfig,
+        store: StoreConfig | None,
         normalisers: Normalisers,
         models: ModelsConfig,
         guard: AccessPolicy | None = None,
+        prompts: PromptConfig | None = None,
+        images: ImageConfig | None = None,
     ) -> None:
-        prompt_cache = make_cache()
         self.guard = guard or AccessPolicy()
         self.explanations = Explanations()
-        store = prompt_cache.store_config
+        self.store_config = store
         self.agent_files = None if store is None else Agents(store.folder or default_folder())
         self.warm_up: Any = None
         self.normalisers = normalisers
         self.responses = KeptResponses()
-        self.spool = _spool(prompt_cache.store_config)
+        self.spool = _spool(store)
         self.health = Health(config.stall_seconds)
         self.hang_ups = HangUps()
-        self.registry = ModelRegistry(model_provider, make_cache, config, models, prompt_cache.config.pool_bytes)
+        self.registry = ModelRegistry(model_provider, config, pool, store, models)
+        self.prompts = PromptWorkers(prompts or PromptConfig())
+        self._preparation = PromptPreparation(self.prompts, images or ImageConfig(), self.registry)
+        self._order = AgentOrder()
         self._config = config
         self._waiting = ModelQueue(models.patience_seconds, drain=max(models.patience_seconds, models.drain_seconds))
         self._reported = 0.0
         self._started: Queue[Exception | None] = Queue()
-        super().__init__(model_provider, prompt_cache)
+        super().__init__(model_provider, SequentialCache(GuardedPromptCache()))
 
     # -- from any thread -----------------------------------------------------------------------------------------------
 
     def generate(self, request: Any, generation_args: Any, progress_callback: Any = None) -> Any:
-        """In place of mlx-lm's: the reply's context and its parts, which are the request's failure if one is raised.
+        """In place of mlx-lm's: the reply's context, and an iterator over its parts, which raises what ends the request early.
 
-        Raises what ModelRegistry.find() raises, and ConnectionAbortedError once the client of `request.connection` hangs up.
+        Requests of one agent are queued in the order of their arrival. Raises what ModelRegistry.find() and
+        PromptPreparation raise, and ConnectionAbortedError once the client of `request.connection` hangs up.
         """
+        self._preparation.check(request, generation_args)
         args = replace(generation_args, model=self.registry.find(generation_args.model))
-        reply = Reply()
-        self.hang_ups.watch(request.connection, reply)
-        self.requests.put((reply, request, args))
-        context = self._await_response(reply)
-        if isinstance(context, Exception):
-            raise context
-        return context, self._parts(reply, progress_callback)
+        with self._order.turn(request.options.agent) as request.turn:
+            args = self._preparation.prepare(request, args)
+            reply = Reply()
+            self.hang_ups.watch(request.connection, reply)
+            self.requests.put((reply, request, args))
+            context = self._await_response(reply)
+            if isinstance(context, Exception):
+                raise context
+            return context, self._parts(reply, progress_callback)
 
     def _parts(self, reply: Reply, progress_callback: Any) -> Iterator[Any]:
         while (part := self._await_response(reply)) is not None:
@@ -123,12 +139,18 @@ class BlockpoolGenerator(ResponseGenerator):  # type: ignore[misc]
         """Whether a request waits or is served."""
         return bool(self.requests.qsize() or len(self._waiting) or any(served.live for served in self._models))
 
+    @property
+    def report(self) -> dict[str, Any]:
+        """The cache figures of the model whose request has started last."""
+        return {"backend": None} if self.model is None else self.model.report
+
     def order(self, order: LoadCommand) -> None:
         """Have a model loaded or unloaded."""
         self.requests.put(order)
 
     def stop_and_join(self) -> None:
         """End the generation thread. One that hangs in a model's files is left: nothing of a model that comes is to be saved."""
+        self.prompts.close()
         self._stop = True
         until = time.monotonic() + self._config.stop_seconds
         while self._generation_thread.is_alive():
@@ -180,7 +202,7 @@ class BlockpoolGenerator(ResponseGenerator):  # type: ignore[misc]
                     served.fail(RuntimeError(f"The batch failed: {type(error).__name__}: {error}"))
 
     @property
-    def _models(self) -> list[ServedModel]:
+    def _models(self) -> list[LoadedModel]:
         return list(self.registry.loaded.values())
 
     @property
@@ -219,11 +241,13 @@ class BlockpoolGenerator(ResponseGenerator):  # type: ignore[misc]
             pass
 
     def _arrive(self, item: Any) -> None:
-        if isinstance(item, Errand):
-            self.health.doing("an errand")
+        if isinstance(item, Job):
+            self.health.doing("a job")
             item.run()
         elif not isinstance(item, LoadCommand):
             waiting = Waiting(*item)
+            if waiting.request.turn is not None:
+                waiting.request.turn.set()
             self._waiting.add(waiting.args.model, waiting)
         elif item.unload:
             self.registry.let_go(item, self._waiting.clock())
@@ -290,9 +314,9 @@ class BlockpoolGenerator(ResponseGenerator):  # type: ignore[misc]
             for item in self._waiting.clear(change.load):
                 item.fail(change.error)
 
-    def _choose(self, served: ServedModel) -> None:
+    def _choose(self, served: LoadedModel) -> None:
         """From now on mlx-lm's own code works with this model."""
-        self.model_provider, self.prompt_cache = served.provider, served.prompt_cache
+        self.model, self.model_provider, self.prompt_cache = served, served.provider, served.sequential
 
     # -- requests ------------------------------------------------------------------------------------------------------
 
@@ -316,7 +340,7 @@ class BlockpoolGenerator(ResponseGenerator):  # type: ignore[misc]
                 item.fail(error if isinstance(error, Exception) else RuntimeError(f"The model's code asked to exit: {error}"))
             self._waiting.remove(place)
 
-    def _start(self, served: ServedModel, waiting: Waiting, stream: mx.Stream) -> bool:
+    def _start(self, served: LoadedModel, waiting: Waiting, stream: mx.Stream) -> bool:
         """Give one request to the engine or serve it; False if it has to wait for those that are live."""
         self._choose(served)
         served.open_engine()
@@ -328,30 +352,37 @@ class BlockpoolGenerator(ResponseGenerator):  # type: ignore[misc]
             waiting.tokenized = self._tokenize(provider.tokenizer, waiting.request, args)
             check_sampling(args, provider.tokenizer, served.vocab_size)
         default = self._config.alone_tokens if alone else None
-        waiting.args = fit(args, waiting.tokenized[0], served.prompt_cache.capacity(), served.positions, default)
+        waiting.args = fit(args, waiting.tokenized[0], served.capacity(), served.positions, default)
         if alone:
             self._serve_alone(served, waiting, stream)
         else:
-            machine = self._make_state_machine(provider.model_key, provider.tokenizer, waiting.args.stop_words)
+            stop, text_sm = self._make_state_machine(provider.model_key, provider.tokenizer, waiting.args.stop_words)
             served.join(self._models)
-            served.insert(waiting, machine)
+            served.insert(waiting, stop, text_sm)
         served.used = self._waiting.clock()
         return True
 
-    def _resume(self, served: ServedModel, suspended: Suspended) -> None:
+    def _tokenize(self, tokenizer: Any, request: Any, args: Any) -> Any:
+        """The prepared prompt, or mlx-lm's own tokenization of one with images."""
+        prepared: PreparedPrompt | None = request.prepared
+        if prepared is not None:
+            return prepared.tokenized()
+        return tokenize_with_images(super()._tokenize, self.model_provider, request, args)
+
+    def _resume(self, served: LoadedModel, suspended: Suspended) -> None:
         self._choose(served)
         served.open_engine()
         served.join(self._models)
         served.resume(suspended)
         served.used = self._waiting.clock()
 
-    def _serve_alone(self, served: ServedModel, waiting: Waiting, stream: mx.Stream) -> None:
+    def _serve_alone(self, served: LoadedModel, waiting: Waiting, stream: mx.Stream) -> None:
         """Through mlx-lm's sequential path, with room for what a draft writes and takes back."""
         self.health.doing("a request alone")
         self.prompt_cache.max_tokens = waiting.args.max_tokens
         self.prompt_cache.lookup = None
         self.prompt_cache.salt = served.salt_of(waiting.request.options)
-        queue = Marking(waiting.queue, self.health.mark, lambda context: served.explain_alone(waiting, context))
+        queue = SequentialReply(waiting.queue, self.health.mark, lambda context: served.explain_alone(waiting, context))
         self._serve_single((queue, waiting.request, waiting.args), stream)
         self.health.idle()
         self._report()
@@ -373,7 +404,7 @@ class BlockpoolGenerator(ResponseGenerator):  # type: ignore[misc]
             if served is turn or served not in computing:
                 self._step_of(served)
 
-    def _step_of(self, served: ServedModel) -> None:
+    def _step_of(self, served: LoadedModel) -> None:
         try:
             if served.step():
                 self.health.mark()
@@ -382,7 +413,7 @@ class BlockpoolGenerator(ResponseGenerator):  # type: ignore[misc]
             log.exception("generation failed for %d requests", len(served.live))
             served.fail(RuntimeError(f"The batch failed: {type(error).__name__}: {error}"))
         if not served.live:
-            served.report()
+            served.update_report()
 
     def _rest(self) -> None:
         if self.registry.change is None and not self.has_waiting:
@@ -390,7 +421,7 @@ class BlockpoolGenerator(ResponseGenerator):  # type: ignore[misc]
         elif self.registry.change is None:
             self.health.doing("waiting for a model")
         for served in self._models:
-            served.prompt_cache.idle()
+            served.idle()
 
     def _report_again(self) -> None:
         if time.monotonic() - self._reported > REPORT_SECONDS:
@@ -401,8 +432,8 @@ class BlockpoolGenerator(ResponseGenerator):  # type: ignore[misc]
         self._reported = time.monotonic()
         for served in self._models:
             if not served.live:
-                served.prompt_cache.idle()
-            served.report()
+                served.idle()
+            served.update_report()
 
 
 def _spool(store: StoreConfig | None) -> Spool:

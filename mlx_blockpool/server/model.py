@@ -1,0 +1,446 @@
+"""LoadedModel: one model in memory with its pool, its store and its engine, and the requests that run on it.
+
+Owned by the generation thread; what other threads may read, such as `report`, is replaced as a whole.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import gc
+import logging
+import sys
+import time
+from collections import Counter
+from collections.abc import Iterator, Sequence
+from dataclasses import replace
+from typing import Any
+
+import mlx.core as mx
+from mlx_lm.generate import StopSequences
+
+from ..config import EngineConfig, PoolConfig, StoreConfig
+from ..engine.caches import PooledCaches
+from ..engine.engine import BlockPoolBatchEngine
+from ..engine.opening import open_pooled
+from ..engine.request import Event, Failed, Progress, Restoring, Started, Token
+from ..engine.stock import GuardedPromptCache, StockCaches
+from ..errors import StoreError
+from ..kv.attach import batches_padded
+from ..kv.pool import BlockPool
+from ..kv.slabs import state_share
+from ..mlx_lm_compat import GenerationContext
+from ..modelfile import positions_of
+from ..prefix.lookup import Lookup, beside
+from ..prefix.salts import SHARED
+from ..spec import ModelCacheSpec
+from ..store.paths import FOLDERS
+from ..store.prompt_store import PromptStore
+from ..store.record import Key
+from ..tier.cache import TieredPrefixCache
+from ..tier.opening import digests_of, open_store
+from .agents.served import ServedAgents
+from .explained import Explained
+from .models.caches import batch_report, describe, open_drafted, pool_report, warn_of_few_checkpoints
+from .models.hashing import WeightsHash
+from .models.provider import BlockpoolModelProvider, ModelKey
+from .request import RequestOptions
+from .requests import Live, Suspended, Waiting
+from .sequential import DraftedPrefix, SequentialCache
+
+log = logging.getLogger(__name__)
+
+
+class LoadedModel:
+    """A model from prepare() to close().
+
+    `weights_bytes` of arrays, of which `read_bytes` are in memory; `pool_bytes`: the most that its pool takes. `engine`: None
+    where requests run one by one through mlx-lm, with `sequential` as their prompt cache. `prefix`: None without a pool.
+    `ready`, `used`: when it was loaded, and when a request of it started or ended last, in seconds of time.monotonic(). `spent`:
+    seconds of the generation thread that its requests took, which decide whose turn is next. `report`: figures for GET /v1/cache.
+    """
+
+    def __init__(
+        self, key: ModelKey, provider: BlockpoolModelProvider, engine: EngineConfig, pool: PoolConfig, store: StoreConfig | None
+    ) -> None:
+        self.key = key
+        self.provider = provider
+        self.engine: BlockPoolBatchEngine | None = None
+        self.caches: PooledCaches | StockCaches | None = None
+        self.prefix: TieredPrefixCache | None = None
+        self.sequential = SequentialCache(GuardedPromptCache(provider.cli_args.prompt_cache_size))
+        self.agents: ServedAgents | None = None
+        self.live: dict[int, Live] = {}
+        self.vocab_size = 0
+        self.weights_bytes = self.read_bytes = self.pool_bytes = 0
+        self.ready = self.used = time.monotonic()
+        self.spent = 0.0
+        self.report: dict[str, Any] = {"backend": None}
+        self._engine_config, self._pool_config, self._store_config = engine, pool, store
+        self._spec: ModelCacheSpec | None = None
+        self._drafted: DraftedPrefix | None = None
+        self._hashing: WeightsHash | None = None
+        self._alarmed = False
+
+    # -- coming and going ----------------------------------------------------------------------------------------------
+
+    def prepare(self, pool_bytes: int | None) -> None:
+        """Do all that takes no memory. Raises what the model's files, mlx-lm and the pool raise.
+
+        PoolExhaustedError: `pool_bytes` are too few for this model.
+        """
+        provider = self.provider
+        provider.prepare(self.key)
+        self.weights_bytes = sum(array.nbytes for array in provider.weights())
+        if provider.cli_args.kv_bits is None:
+            self._spec = describe(provider.model, provider.config, provider.name)
+        if pool_bytes is not None and self._spec is not None:
+            config = replace(self._pool_config, preallocate=False)
+            BlockPool(self._spec, pool_bytes - state_share(self._spec, pool_bytes, config), config)
+
+    def read(self, piece_bytes: int) -> Iterator[None]:
+        """Take the weights into memory, a piece at a time."""
+        for done in self.provider.read(piece_bytes):
+            self.read_bytes = done
+            yield
+
+    def begin_hashing(self) -> None:
+        """Begin to hash the weights in a thread, if the model will have a store. close() stops it."""
+        provider, config = self.provider, self._store_config
+        if config is not None and self._spec is not None and provider.draft_model is None:
+            self._hashing = WeightsHash(provider.folder, provider.adapter_folder, provider.stamps, digests_of(config))
+
+    @property
+    def is_hashed(self) -> bool:
+        return self._hashing is None or self._hashing.is_done
+
+    @property
+    def hashed_bytes(self) -> int:
+        return 0 if self._hashing is None else self._hashing.read_bytes
+
+    def wait_for_hash(self, seconds: float) -> None:
+        """Return when the weights are hashed, or after so many seconds."""
+        if self._hashing is not None:
+            self._hashing.wait(seconds)
+
+    def open(self, pool_bytes: int) -> None:
+        """Give the model its pool and its engine: from now on it serves."""
+        self.pool_bytes = pool_bytes
+        self._open_caches(pool_bytes)
+        log.info("%s is served with %s", self.provider.name, self._how())
+        self.vocab_size = self.provider.model(mx.zeros((1, 1), mx.int32)).shape[-1]
+        self.open_engine()
+        self.update_report()
+        mx.clear_cache()
+        _trim()
+        self.ready = self.used = time.monotonic()
+
+    def _open_caches(self, pool_bytes: int) -> None:
+        provider, spec, config = self.provider, self._spec, self._pool_config
+        stock = self.sequential.stock
+        if spec is not None and provider.draft_model is not None:
+            self._drafted = open_drafted(provider, spec, pool_bytes, config)
+            self.prefix = None if self._drafted is None else self._drafted.prefix
+        elif spec is not None:
+            self._open_pooled(spec, pool_bytes)
+        if self.prefix is None:
+            most = pool_bytes if config.pool_bytes is not None else 1 << 63
+            stock = GuardedPromptCache(provider.cli_args.prompt_cache_size, most)
+        if spec is None and provider.draft_model is None and provider.cli_args.kv_bits is None:
+            self.caches = StockCaches(provider.model, provider.model_key, stock, batches_padded(provider.model))
+        self.sequential = SequentialCache(stock, self._drafted or self.prefix, config.max_tokens)
+
+    def _open_pooled(self, spec: ModelCacheSpec, pool_bytes: int) -> None:
+        store = self._open_store(spec)
+        try:
+            self.caches = open_pooled(self.provider.model, spec, pool_bytes, self._pool_config, store)
+        except Exception:
+            # Nothing else refers to the store's threads.
+            if store is not None:
+                store.close()
+            raise
+        self.prefix = self.caches.prefix
+        self.agents = self.agents or ServedAgents(self.provider.name, None)
+        self.agents.attend(self.prefix)
+        warn_of_few_checkpoints(self.prefix)
+
+    def _open_store(self, spec: ModelCacheSpec) -> PromptStore | None:
+        provider = self.provider
+        if self._store_config is None:
+            return None
+        try:
+            provider.weights_name = weights = None if self._hashing is None else self._hashing.result()
+            store = open_store(self._store_config, provider.folder, provider.adapter_folder, spec, provider.name, weights)
+            # Before the store is opened: its budget spares what is pinned.
+            self.agents = ServedAgents(provider.name, store)
+            self._spare_pinned(store)
+            return store
+        except StoreError as error:
+            log.warning("Nothing of %s is kept on disk: %s", provider.name, error)
+            return None
+
+    def _how(self) -> str:
+        if self._drafted is not None:
+            return "pooled caches and a draft, one request at a time"
+        if self.caches is None:
+            return "mlx-lm's own caches, one request at a time"
+        whose = "mlx-lm's own caches" if self.prefix is None else "pooled caches"
+        return f"{whose}, {'ragged batches' if self.caches.ragged else 'padded batches' if self.caches.merges else 'no batches'}"
+
+    def open_engine(self) -> None:
+        """An engine, if the model is to have one and has none."""
+        if self.engine is None and self.caches is not None:
+            self.engine = BlockPoolBatchEngine(self.provider.model, self.caches, self._engine_config)
+
+    def close_engine(self) -> None:
+        if self.engine is not None:
+            self.engine.close()
+            self.engine = None
+
+    def close(self) -> None:
+        """Write what is not on disk yet, within the store's time for it, and give all memory back. No caches are in use."""
+        self.close_engine()
+        if self._hashing is not None:
+            self._hashing.stop()
+            self._hashing = None
+        self.note_turns()
+        if self.prefix is not None:
+            self.prefix.close()
+        if self.agents is not None:
+            self.agents.close()
+        self.agents = self.prefix = self.caches = self._drafted = self._spec = None
+        self.sequential.close()
+        self.report = {"backend": None}
+        self.provider.reset()
+        # The model's classes and its layers refer to each other.
+        gc.collect()
+        mx.clear_cache()
+        _trim()
+
+    @property
+    def positions(self) -> int | None:
+        """The most tokens of a prompt and its reply that the model can place; None: no known limit."""
+        given = self._engine_config.max_positions
+        return positions_of(self.provider.config) if given is None else given or None
+
+    def capacity(self) -> int | None:
+        """The most tokens that one request can have in the pool; None without a pool."""
+        if self._drafted is not None:
+            return self._drafted.capacity()
+        return None if self.prefix is None else self.prefix.pool.sequence_capacity()
+
+    @property
+    def array_bytes(self) -> int:
+        """Bytes that the pool has taken."""
+        return int(self.report.get("array_bytes", 0))
+
+    # -- the store and the agents --------------------------------------------------------------------------------------
+
+    def save(self) -> Iterator[None]:
+        """Hand what is not on disk yet to the store's writer, a part at a time, within the store's time for it."""
+        stored = None if self.prefix is None else self.prefix.stored
+        if stored is None:
+            return
+        self.note_turns()
+        until = time.monotonic() + stored.store.config.flush_seconds
+        while any(stored.report()[what] for what in ("pending", "resting", "queued_bytes")) and time.monotonic() < until:
+            if stored.store.problem is not None:
+                return
+            stored.write_behind(at_once=True)
+            yield
+
+    def idle(self) -> None:
+        """Write behind while no request runs; the ends of conversations too, once they have rested."""
+        self.note_turns()
+        if self.prefix is not None:
+            self.prefix.keep_up()
+            if self.prefix.stored is not None:
+                self.prefix.stored.write_behind()
+
+    def note_turns(self) -> None:
+        """Note the agents whose turns have ended, and have the store spare what is pinned of them."""
+        if self.agents is not None and isinstance(self.caches, PooledCaches):
+            turns, self.caches.turns = self.caches.turns, {}
+            self.agents.follow(turns)
+            if self.prefix is not None and self.prefix.stored is not None:
+                self._spare_pinned(self.prefix.stored.store)
+
+    def _note_ended_turns(self) -> None:
+        """Note the turns that have ended with this step, also while other requests run."""
+        try:
+            if isinstance(self.caches, PooledCaches) and self.caches.turns:
+                self.note_turns()
+        except Exception:
+            # A turn that cannot be noted fails neither its own request, which has ended, nor the others.
+            log.exception("turns of agents could not be noted")
+
+    def _spare_pinned(self, store: PromptStore) -> None:
+        """No budget of the store takes what agents are pinned with."""
+        assert self.agents is not None
+        pinned = {Key(kind, digest) for digest in self.agents.pinned_hashes() for kind in FOLDERS}
+        if pinned != store.pinned:
+            store.pinned = pinned
+
+    def _own_tokens(self, agent: str | None) -> list[int]:
+        """The tokens of an agent's last turn as far as they are cached; none of an agent without a name."""
+        if agent is None or self.agents is None or self.prefix is None:
+            return []
+        turns = self.caches.turns if isinstance(self.caches, PooledCaches) else {}
+        path = turns.get(agent) or self.agents.path_of(agent)
+        return [] if path is None else self.prefix.index.trie.find(path).token_ids()
+
+    # -- requests ------------------------------------------------------------------------------------------------------
+
+    def join(self, others: Sequence[LoadedModel]) -> None:
+        """Begin to take turns with the models that have requests; an idle model saves up no turns."""
+        if not self.live:
+            self.spent = max(self.spent, min((other.spent for other in others if other.live), default=0.0))
+
+    def insert(self, waiting: Waiting, stop: StopSequences, text_sm: Any) -> None:
+        """Start a tokenized request. `text_sm`: mlx-lm's state machine that takes its reply's text apart."""
+        assert self.engine is not None
+        tokenizer, options = self.provider.tokenizer, waiting.request.options
+        context = waiting.context(tokenizer, text_sm)
+        request = waiting.engine_request(tokenizer, stop, self.engine.caches.needs_marks, self.salt_of(options))
+        uid = self.engine.insert(request)
+        explained = waiting.request.explained
+        if explained is not None:
+            explained.salt = request.salt
+        args = waiting.args
+        self.live[uid] = Live(waiting.queue, context, tokenizer, tokenizer.detokenizer, args.top_logprobs, explained)
+
+    def salt_of(self, options: RequestOptions) -> bytes:
+        """What a request's prefixes are known under: what its agent has imported, or else what the request says."""
+        agents = self.agents
+        imported = SHARED if agents is None or options.agent is None else agents.salt_of_import(options.agent)
+        return imported or options.salt
+
+    def suspend(self) -> list[Suspended]:
+        """Take all requests out: the model has to go."""
+        running = [] if self.engine is None else self.engine.suspend()
+        suspended = [Suspended(each, self.live.pop(each.uid)) for each in running if each.uid in self.live]
+        assert not self.live, f"{len(self.live)} requests are not in the engine"
+        return suspended
+
+    def resume(self, suspended: Suspended) -> None:
+        """Go on with a request that suspend() took out."""
+        assert self.engine is not None
+        self.live[self.engine.resume(suspended.running)] = suspended.live
+
+    @property
+    def is_blocked(self) -> bool:
+        """Whether a step has nothing to compute before something arrives from disk."""
+        return self.engine is not None and self.engine.is_blocked
+
+    def step(self) -> bool:
+        """A step of the engine, and what it says to those whom it concerns. Raises what the model raised: see fail().
+
+        Returns whether it made progress: something was computed or read, or a request has started or ended.
+        """
+        engine, start = self.engine, time.perf_counter()
+        assert engine is not None
+        before, live = engine.progress, len(self.live)
+        events = engine.next()
+        for event in events:
+            if event.uid not in self.live:
+                # It has failed at an earlier event of this step.
+                continue
+            try:
+                self._deliver(event)
+            except Exception as error:
+                # A reply that cannot be put into words is one request's failure, not the batch's.
+                log.exception("request %d failed", event.uid)
+                self.live.pop(event.uid).fail(error)
+                engine.cancel(event.uid)
+        for uid in [uid for uid, live in self.live.items() if live.is_left]:
+            engine.cancel(uid)
+            del self.live[uid]
+        self.spent += time.perf_counter() - start
+        if not self.live:
+            self.used = time.monotonic()
+        self._note_ended_turns()
+        has_started = any(isinstance(event, Started) for event in events)
+        return engine.progress != before or len(self.live) != live or has_started
+
+    def _deliver(self, event: Event) -> None:
+        """Pass an event of the engine on to the client whose request it concerns."""
+        live = self.live[event.uid]
+        if isinstance(event, Token):
+            live.tell(event)
+            if event.finish_reason is not None:
+                del self.live[event.uid]
+        elif isinstance(event, Progress):
+            live.queue.put((event.done, event.total))
+        elif isinstance(event, Started):
+            self.explain(live.explained, live.context.prompt, event.cached, event.why)
+            live.begin(event.cached)
+        elif isinstance(event, Restoring):
+            if not live.is_begun:
+                # It will be so many, unless the disk fails. A client that hears nothing would give up.
+                if live.explained is not None:
+                    live.explained.restore(self.provider.name, len(live.context.prompt), event.total)
+                live.begin(event.total)
+            live.queue.put((event.done, event.total))
+        elif isinstance(event, Failed):
+            self.live.pop(event.uid).fail(event.error)
+
+    def explain(self, explained: Explained | None, prompt: Sequence[int], cached: int, lookup: Lookup | None) -> None:
+        """A request has its caches: why it has not more."""
+        if explained is None:
+            return
+        agents, is_own = self.agents, bool(explained.salt)
+        if lookup is not None and lookup.expected and not is_own:
+            lookup, is_own = beside(lookup, prompt, self._own_tokens(explained.account))
+        namespace = None if agents is None else agents.namespace
+        explained.start(self.provider.name, namespace, self.provider.tokenizer, prompt, cached, lookup, is_own)
+
+    def explain_alone(self, waiting: Waiting, context: GenerationContext) -> None:
+        """The same for a request that mlx-lm serves."""
+        explained = waiting.request.explained
+        if explained is not None:
+            explained.salt = self.sequential.salt
+        self.explain(explained, context.prompt, context.prompt_cache_count, self.sequential.lookup)
+
+    def fail(self, error: Exception) -> None:
+        """Fail those whose caches cannot be trusted after an error: all that had any."""
+        uids = self.engine.reset() if self.engine is not None else list(self.live)
+        for live in [self.live.pop(uid) for uid in uids if uid in self.live]:
+            live.fail(error)
+        self._release_all()
+        self.update_report()
+
+    def fail_all(self, error: Exception) -> None:
+        """Fail all, and go on with a new engine."""
+        self.close_engine()
+        for live in self.live.values():
+            live.fail(error)
+        self.live.clear()
+        self._release_all()
+        self.update_report()
+
+    def _release_all(self) -> None:
+        """After a failure: no cache that was handed out is in use any more."""
+        for prefix in (self.prefix, self._drafted.draft if self._drafted else None):
+            if prefix is not None:
+                prefix.release_all()
+
+    def update_report(self) -> None:
+        """Replace the figures for GET /v1/cache."""
+        stock, engine = self.sequential.stock, self.engine
+        if self.prefix is None:
+            report: dict[str, Any] = {"backend": "mlx-lm", "sequences": len(stock), "known_bytes": stock.nbytes}
+        else:
+            report = pool_report(self.prefix)
+        alarm = report.get("alarm")
+        if alarm is not None and not self._alarmed:
+            log.warning("Almost nothing is reused: %s", alarm)
+        self._alarmed = alarm is not None
+        live, counts = ([], Counter[str]()) if engine is None else (engine.live, engine.counts)
+        self.report = report | {"batch": batch_report(self.prefix, live), "engine": dict(counts)}
+
+
+def _trim() -> None:
+    """Give freed memory back to the system: glibc keeps arrays that are smaller than the largest freed before."""
+    if sys.platform == "linux":
+        trim = getattr(ctypes.CDLL(None), "malloc_trim", None)
+        if trim is not None:
+            trim(0)

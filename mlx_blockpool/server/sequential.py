@@ -1,0 +1,158 @@
+"""What mlx-lm's sequential path works with here: caches in place of its LRUPromptCache, and the queue that its reply goes to.
+
+Requests take this path one by one: those with a draft model, with images or with quantised caches. Used on the generation thread.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import replace
+from typing import Any
+
+from mlx_lm.models.cache import can_trim_prompt_cache, trim_prompt_cache
+
+from ..engine.stock import GuardedPromptCache
+from ..errors import BlockpoolError
+from ..mlx_lm_compat import GenerationContext
+from ..prefix.cache import ORDINARY, Acquired
+from ..prefix.lookup import Lookup
+from ..prefix.retention import RetentionPolicy
+from ..prefix.salts import SHARED
+from ..tier.cache import TieredPrefixCache
+from .replies import Reply
+
+
+class SequentialCache:
+    """In place of mlx-lm's LRUPromptCache, over `prefix` where the model has a pool, and over `stock` where it has none.
+
+    `max_tokens`: the room that the next fetch reserves behind its prompt; `salt`: what that prompt is cached under; `lookup`
+    explains the last fetch.
+    """
+
+    def __init__(
+        self, stock: GuardedPromptCache, prefix: TieredPrefixCache | DraftedPrefix | None = None, max_tokens: int = 0
+    ) -> None:
+        self.stock = stock
+        self.max_tokens = max_tokens
+        self.salt = SHARED
+        self.lookup: Lookup | None = None
+        self._prefix = prefix
+        self._pooled = prefix.prefix if isinstance(prefix, DraftedPrefix) else prefix
+
+    def fetch_nearest_cache(self, model: Any, tokens: list[int]) -> tuple[Any, list[int]]:
+        """Layer caches for a prompt and the tokens left to compute, never none. On a miss of the pool: empty pooled caches."""
+        if self._prefix is None:
+            return self.stock.fetch_nearest_cache(self._key_of(model), tokens)
+        acquired = self._prefix.acquire(tokens, self.max_tokens, salt=self.salt)
+        self.lookup = acquired.lookup
+        return acquired.caches, acquired.rest
+
+    def insert_cache(self, model: Any, tokens: list[int], prompt_cache: list[Any], *, cache_type: str = "assistant") -> None:
+        """Keep a finished sequence. Its blocks go back to the pool: the caches must not be used again."""
+        if self._prefix is None:
+            self.stock.insert_cache(self._key_of(model), tokens, prompt_cache, cache_type=cache_type)
+        else:
+            self._prefix.release(tokens, prompt_cache, cache_type, RetentionPolicy(salt=self.salt))
+
+    def stats_by_type(self) -> dict[str, dict[str, int]]:
+        return self.stock.stats_by_type() if self._pooled is None else self._pooled.stats_by_type()
+
+    @property
+    def nbytes(self) -> int:
+        return self.stock.nbytes if self._pooled is None else self._pooled.nbytes
+
+    def __len__(self) -> int:
+        return len(self.stock) if self._pooled is None else len(self._pooled)
+
+    def close(self) -> None:
+        """Let go of all caches: mlx-lm's generator keeps its prompt cache until the next model has started."""
+        self.stock = GuardedPromptCache()
+        self._prefix = self._pooled = self.lookup = None
+
+    def _key_of(self, model: Any) -> Any:
+        """To mlx-lm's cache, prompts under a salt belong to another model."""
+        return (model, self.salt) if self.salt else model
+
+
+class DraftedPrefix:
+    """A prefix cache for the model and one for its draft, each in its own pool. Their caches go in one list, as in mlx-lm."""
+
+    def __init__(self, prefix: TieredPrefixCache, draft: TieredPrefixCache) -> None:
+        self.prefix = prefix
+        self.draft = draft
+
+    def acquire(self, tokens: list[int], room: int, salt: bytes = SHARED) -> Acquired:
+        """Caches of both that end at the same token. Raises what TieredPrefixCache.acquire raises, and holds nothing then."""
+        room += 1  # what is verified last is written one token behind the reply
+        hit = min(self.prefix.look(tokens, salt).hit, self.draft.look(tokens, salt).hit)
+        first = self.prefix.acquire(tokens, room, hit, salt)
+        try:
+            second = self.draft.acquire(tokens, room, first.lookup.hit, salt)
+        except BlockpoolError:
+            # Nobody will use the first.
+            self.prefix.discard(first.caches)
+            raise
+        if second.lookup.hit != first.lookup.hit:
+            # No window of the draft ends there.
+            self.discard([*first.caches, *second.caches])
+            first, second = self.prefix.acquire(tokens, room, 0, salt), self.draft.acquire(tokens, room, 0, salt)
+        # Neither has checkpoints: it was the draft that knew no more.
+        behind = first.lookup.cause == "no checkpoint"
+        lookup = replace(first.lookup, cause="draft", given=(), expected=()) if behind else first.lookup
+        return Acquired([*first.caches, *second.caches], first.rest, lookup)
+
+    def release(self, tokens: list[int], caches: list[Any], kind: str, terms: RetentionPolicy = ORDINARY) -> None:
+        """Keep what both hold of `tokens`: behind a draft each is ahead of them by its own amount."""
+        for prefix, own in zip((self.prefix, self.draft), self._parts(caches), strict=True):
+            ahead = own[0].offset - len(tokens)
+            if ahead > 0 and can_trim_prompt_cache(own):
+                trim_prompt_cache(own, ahead)
+            prefix.release(tokens, own, kind, terms)
+
+    def discard(self, caches: list[Any]) -> None:
+        for prefix, own in zip((self.prefix, self.draft), self._parts(caches), strict=True):
+            prefix.discard(own)
+
+    def capacity(self) -> int:
+        """The most tokens that one sequence can have in both pools."""
+        return min(self.prefix.pool.sequence_capacity(), self.draft.pool.sequence_capacity()) - 1
+
+    def _parts(self, caches: list[Any]) -> tuple[list[Any], list[Any]]:
+        first = len(self.prefix.slabs.spec.layers)
+        return caches[:first], caches[first:]
+
+
+class SequentialReply:
+    """A client's reply queue, as mlx-lm's sequential path writes to it.
+
+    `mark` is called for every item, which is the only sign of progress that this path gives. The reply's context is held back
+    until the next item: only then is its prompt looked up, and `started` is called with it. Once the client has hung up, a
+    prefill ends with ConnectionAbortedError and a reply with the token computed last.
+    """
+
+    def __init__(self, queue: Reply, mark: Callable[[], None], started: Callable[[Any], None]) -> None:
+        self._queue = queue
+        self._mark = mark
+        self._started = started
+        self._context: Any = None
+        self._told: Any = None
+
+    def put(self, item: Any) -> None:
+        self._mark()
+        if isinstance(item, GenerationContext):
+            self._context = self._told = item
+            return
+        if self._queue.is_hung_up:
+            self._leave(item)
+        context, self._context = self._context, None
+        if context is not None and not isinstance(item, Exception):
+            self._started(context)
+            self._queue.put(context)
+        # An error's traceback holds the frames that hold the caches.
+        self._queue.put(item.with_traceback(None) if isinstance(item, Exception) else item)
+
+    def _leave(self, item: Any) -> None:
+        if isinstance(item, tuple):
+            raise ConnectionAbortedError("the client hung up")
+        if self._told is not None:
+            self._told.stop()
