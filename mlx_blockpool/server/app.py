@@ -132,13 +132,6 @@ def look_at_default(model_provider: BlockpoolModelProvider) -> None:
 def make_generator(model_provider: BlockpoolModelProvider) -> BlockpoolGenerator:
     """The running generation thread of one server."""
     args = model_provider.cli_args
-    pool = PoolConfig(
-        args.pool_bytes or args.prompt_cache_bytes,
-        args.preallocate,
-        decode_path=args.decode_path,
-        agent_bytes=args.agent_bytes,
-        anonymous_bytes=args.anonymous_bytes,
-    )
     engine = EngineConfig(
         prefill_tokens=args.prefill_step_size,
         prefill_rows=args.prompt_concurrency,
@@ -159,7 +152,7 @@ def make_generator(model_provider: BlockpoolModelProvider) -> BlockpoolGenerator
     generator = BlockpoolGenerator(
         model_provider,
         engine,
-        pool,
+        _pool_config(args),
         store,
         normalisers,
         _models_config(args),
@@ -170,6 +163,16 @@ def make_generator(model_provider: BlockpoolModelProvider) -> BlockpoolGenerator
     generator.registry.catalog.log_names()
     generator.warm_up = begin_warm_up(generator, prompts)
     return generator
+
+
+def _pool_config(args: Any) -> PoolConfig:
+    return PoolConfig(
+        args.pool_bytes or args.prompt_cache_bytes,
+        args.preallocate,
+        decode_path=args.decode_path,
+        agent_bytes=args.agent_bytes,
+        anonymous_bytes=args.anonymous_bytes,
+    )
 
 
 def _store_config(args: Any) -> StoreConfig | None:
