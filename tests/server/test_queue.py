@@ -141,7 +141,9 @@ class FakeModel:
     pool_bytes = array_bytes = weights_bytes = read_bytes = 0
     closed = False
     is_hashed = True
-    prompt_cache = types.SimpleNamespace(save=lambda: iter([None, None]))
+    def save(self) -> Iterator[None]:
+        yield from (None, None)
+
 
     def prepare(self, own: int | None) -> None:
         pass
