@@ -141,9 +141,9 @@ class FakeModel:
     pool_bytes = array_bytes = weights_bytes = read_bytes = 0
     closed = False
     is_hashed = True
+
     def save(self) -> Iterator[None]:
         yield from (None, None)
-
 
     def prepare(self, own: int | None) -> None:
         pass
