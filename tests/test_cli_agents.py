@@ -22,7 +22,7 @@ from mlx_blockpool.commands import agents as room
 from mlx_blockpool.store.agent_files import Agents
 from mlx_blockpool.store.agent_records import AgentRecords
 from mlx_blockpool.store.fs import safe_name
-from mlx_blockpool.store.offline import Listing
+from mlx_blockpool.store.scan import Listing
 
 SYSTEM = list(range(512))
 FIRST = [*SYSTEM, *range(1000, 1300)]

@@ -24,7 +24,7 @@ from mlx_blockpool.cli import main
 from mlx_blockpool.config import StoreConfig
 from mlx_blockpool.kv.slabs import KVArena
 from mlx_blockpool.plugins import spec_of_model
-from mlx_blockpool.store import offline
+from mlx_blockpool.store import fsck
 from mlx_blockpool.store.fs import TEMPORARY
 from mlx_blockpool.store.paths import default_folder
 from mlx_blockpool.tier.cache import TieredPrefixCache
@@ -260,9 +260,9 @@ def test_a_parent_that_a_server_writes_meanwhile_leaves_no_orphans(
     def judge(*arguments: Any) -> Any:
         if late.exists():
             late.rename(first)
-        return offline.judge(*arguments)
+        return fsck.judge(*arguments)
 
-    monkeypatch.setattr("mlx_blockpool.commands.store.offline", SimpleNamespace(**{**vars(offline), "judge": judge}))
+    monkeypatch.setattr("mlx_blockpool.commands.store.fsck", SimpleNamespace(**{**vars(fsck), "judge": judge}))
     assert store(capsys, root, "check", "--fix")["clean"] is True
     assert len(records(root)) == 5
 
@@ -497,7 +497,7 @@ def test_models_that_cannot_be_loaded_are_refused(capsys: pytest.CaptureFixture[
     assert refusal(capsys, root, "export", "--model", str(window), "--tokens", "1,x", out).startswith("Found '1,x' as tokens;")
 
 
-@pytest.mark.parametrize("module", ["commands.store", "store.offline"])
+@pytest.mark.parametrize("module", ["commands.store", "store.fsck"])
 def test_importing_it_imports_no_mlx(module: str) -> None:
     code = f"import sys, mlx_blockpool.{module}; print([m for m in sys.modules if m.partition('.')[0] in ('mlx', 'mlx_lm')])"
     assert subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True).stdout == "[]\n"

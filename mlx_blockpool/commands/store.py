@@ -16,11 +16,12 @@ from typing import Any
 from ..errors import BadRecordError, StoreError
 from ..formatting import Report, count, human_bytes, progress, table
 from ..prefix.trie import naming
-from ..store import manifest, offline
+from ..store import fsck, manifest
 from ..store.agent_records import utc
 from ..store.fs import Disk
-from ..store.offline import File, Judged, Listing
+from ..store.fsck import Judged
 from ..store.paths import HEADERS_FILE, MODEL_FILE, default_folder
+from ..store.scan import File, Listing
 
 # Paths that a report for people names one by one.
 SHOWN = 20
@@ -106,14 +107,14 @@ def survey(root: Path, with_data: bool = False, noted: bool = False) -> Survey:
     """Read the header of every record, or every byte of it; `noted`: what a server has noted of headers will do."""
     listing = Listing(root)
     doing = "checksums" if with_data else "headers"
-    found = offline.seen(root, listing.records, naming) if noted else offline.judge(listing.records, naming, with_data)
+    found = fsck.seen(root, listing.records, naming) if noted else fsck.judge(listing.records, naming, with_data)
     judged = list(progress(found, len(listing.records), doing))
     # A server may have written parents after their folder was listed: only a second look proves that there are none.
     seen = {file.path for file in listing.records}
-    later = list(offline.judge([file for file in Listing(root).records if file.path not in seen], naming))
+    later = list(fsck.judge([file for file in Listing(root).records if file.path not in seen], naming))
     lost = []
     for namespace in listing.models:
-        lost += offline.orphans(j for j in [*judged, *later] if j.file.namespace == namespace)
+        lost += fsck.orphans(j for j in [*judged, *later] if j.file.namespace == namespace)
     return Survey(listing, judged, [file for file in lost if file.path in seen], list(_bad_agents(listing.agents)))
 
 
@@ -237,15 +238,15 @@ def _fix(root: Path, found: Survey) -> list[dict[str, str]]:
     # A server may have written an agent anew meanwhile.
     for judged in [*found.bad, *_bad_agents(judged.file for judged in found.bad_agents)]:
         try:
-            offline.set_aside(root, judged)
+            fsck.set_aside(root, judged)
         except OSError as error:
             failed.append({"path": str(judged.file.path), "reason": str(error)})
     for file in [*found.orphans, *found.listing.leftovers]:
         try:
-            offline.remove([file])
+            fsck.remove([file])
         except OSError as error:
             failed.append({"path": str(file.path), "reason": str(error)})
-    offline.remove_empty(found.listing.folders)
+    fsck.remove_empty(found.listing.folders)
     return failed
 
 
@@ -287,16 +288,16 @@ def clear(root: Path, model: str | None = None, yes: bool = False) -> Report:
     if (records or others) and not (yes or confirm(what)):
         return {"folder": str(root), "models": names, "records": 0, "bytes": 0}
     try:
-        gone = offline.remove(records)
-        offline.remove(others)
+        gone = fsck.remove(records)
+        fsck.remove(others)
         left = Listing(root)
         files = [root / "models" / name / HEADERS_FILE for name in names]
         files += [root / "models" / name / MODEL_FILE for name in names if not left.of(name)]
-        offline.remove(File(path, path.parent.name, 0, 0.0) for path in files)
+        fsck.remove(File(path, path.parent.name, 0, 0.0) for path in files)
     except OSError as error:
         raise StoreError(f"Cannot remove {error.filename}: {error.strerror}. Needed the right to write there.") from error
     own = [root / "models" / name for name in names]
-    offline.remove_empty(f for f in listing.folders if model is None or any(f.is_relative_to(o) for o in own))
+    fsck.remove_empty(f for f in listing.folders if model is None or any(f.is_relative_to(o) for o in own))
     return {"folder": str(root), "models": names, **_sizes(gone), "records": len(gone)}
 
 

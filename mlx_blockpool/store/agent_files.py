@@ -32,7 +32,7 @@ SETTLED_SECONDS = 2.0
 _WAIT_SECONDS = 0.005
 
 
-class Found(NamedTuple):
+class AgentsFound(NamedTuple):
     """The agents there are, by name, and the files that are not what they should be, with the reason."""
 
     agents: list[Agent]
@@ -70,9 +70,9 @@ class Agents:
                 f"Found no agent {shown(name)} in {self.folder}, but {known}. Give a name that `store agents` shows."
             ) from None
 
-    def look(self) -> Found:
+    def look(self) -> AgentsFound:
         """Every file. Those that did not change since the last look are not read again. Raises OSError for the folder."""
-        found = Found([], [])
+        found = AgentsFound([], [])
         known: dict[str, tuple[Entry, float, Agent]] = {}
         for entry in self._entries():
             try:

@@ -13,13 +13,13 @@ from pathlib import Path
 
 from ..errors import StoreError
 from ..formatting import Report, progress
-from . import offline
-from .agent_files import Agents, Found
+from . import fsck
+from .agent_files import Agents, AgentsFound
 from .fs import safe_name
 from .manifest import Agent, shown
-from .offline import File, Listing
 from .reachability import Share, Sharing
 from .record import Naming
+from .scan import File, Listing
 
 
 class AgentRecords:
@@ -76,7 +76,7 @@ class AgentRecords:
         """Remove an agent with the records that only its path stands on, and read the folder again to prove it: `clean`."""
         with _disk_errors():
             # Ends first: wherever this stops, the remaining records can be reached and the agent can be deleted again.
-            gone = offline.remove(share.own)
+            gone = fsck.remove(share.own)
             self._agents.remove(name)
         return {"folder": str(self.root), "agent": shown(name), "deleted": True, "removed": sizes(gone)} | self.proof(share)
 
@@ -85,7 +85,7 @@ class AgentRecords:
         with _disk_errors():
             there = {file.path for file in Listing(self.root).records}
             stays = [stay.file for stay in share.stays]
-            judged = list(progress(offline.judge(stays, self._naming, with_data=True), len(stays), "checksums"))
+            judged = list(progress(fsck.judge(stays, self._naming, with_data=True), len(stays), "checksums"))
         still = [str(file.path) for file in share.own if file.path in there]
         bad = [{"path": str(found.file.path), "reason": found.problem} for found in judged if found.problem is not None]
         return {
@@ -100,19 +100,19 @@ class AgentRecords:
             "clean": not (still or bad),
         }
 
-    def _look(self, namespaces: Collection[str] | None, noted: bool = False) -> tuple[Found, dict[str, Sharing]]:
+    def _look(self, namespaces: Collection[str] | None, noted: bool = False) -> tuple[AgentsFound, dict[str, Sharing]]:
         """The agents, and by namespace (None: of all agents) the records that their paths share.
 
         `noted`: trust the headers that a server has noted instead of reading every record's own.
         """
         names = {agent.namespace for agent in self._agents.all()} if namespaces is None else set(namespaces)
         files = [file for file in Listing(self.root).records if file.namespace in names]
-        found = offline.seen(self.root, files, self._naming) if noted else offline.judge(files, self._naming)
+        found = fsck.seen(self.root, files, self._naming) if noted else fsck.judge(files, self._naming)
         judged = list(progress(found, len(files), "headers"))
         # A server may have written more behind what was listed already.
         seen = {file.path for file in files}
         later = [file for file in Listing(self.root).records if file.namespace in names and file.path not in seen]
-        judged += offline.judge(later, self._naming)
+        judged += fsck.judge(later, self._naming)
         agents = self._agents.look()
         return agents, {
             name: Sharing(

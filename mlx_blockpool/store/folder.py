@@ -1,4 +1,4 @@
-"""What lies in the store's folder, and what other processes changed there since the last look. Knows names, sizes and times.
+"""The record files in the store's folder, and what others changed there since the last look. Knows names, sizes and times.
 
 Owned by the writer's thread once the store is open.
 """
@@ -24,7 +24,7 @@ log = logging.getLogger(__name__)
 TICK = 1e-6
 
 
-class Found(NamedTuple):
+class ChangedFile(NamedTuple):
     """A file that is there and its bytes; `is_new`: it was not, or not as large, when we looked last."""
 
     name: str
@@ -32,14 +32,14 @@ class Found(NamedTuple):
     is_new: bool
 
 
-class Changes(NamedTuple):
+class FileChanges(NamedTuple):
     """What others have done: files that they wrote or used, the one used longest ago first, and names that are no more."""
 
-    found: list[Found]
+    found: list[ChangedFile]
     gone: list[str]
 
 
-class Known(NamedTuple):
+class FileState(NamedTuple):
     """Bytes of a file, and when it was used; None: by us, and not looked at since. `stamp` None: it could not be asked for."""
 
     size: int
@@ -53,15 +53,15 @@ class Folder:
     def __init__(self, disk: Disk, root: Path) -> None:
         self.disk = disk
         self.root = root
-        self._known: dict[str, dict[str, Known]] = {}
+        self._known: dict[str, dict[str, FileState]] = {}
 
-    def look(self) -> Changes:
+    def look(self) -> FileChanges:
         """What has changed since the last look other than by this process; leftovers of writes that never ended go away.
 
         Raises OSError where nothing can be seen. What lies in a folder that cannot be read is taken to be as it was.
         """
         known, self._known = self._known, {}
-        found: list[tuple[float, Found]] = []
+        found: list[tuple[float, ChangedFile]] = []
         try:
             for shard in self._shards(known):
                 before = known.get(shard, {})
@@ -69,12 +69,12 @@ class Folder:
                 for file, (size, used, _) in self._known[shard].items():
                     was = before.get(file)
                     if was is None or was.size != size or was.used not in (None, used):
-                        found.append((used or 0.0, Found(f"{shard}/{file}", size, was is None or was.size != size)))
+                        found.append((used or 0.0, ChangedFile(f"{shard}/{file}", size, was is None or was.size != size)))
         except OSError:
             self._known = known
             raise
         gone = [f"{shard}/{file}" for shard, files in known.items() for file in files if file not in self._known.get(shard, {})]
-        return Changes([one for _, one in sorted(found)], gone)
+        return FileChanges([one for _, one in sorted(found)], gone)
 
     def write(self, name: str, buffers: Sequence[Buffer], size: int, keep_free: int = 0) -> None:
         """A whole file of `size` bytes that leaves `keep_free` free. Raises OSError; size_of() tells what is there then."""
@@ -88,7 +88,7 @@ class Folder:
         except OSError:
             self._note(name, self._ask(path))
             raise
-        self._note(name, self._ask(path) or Known(size, None, None))
+        self._note(name, self._ask(path) or FileState(size, None, None))
 
     def remove(self, name: str) -> None:
         """Raises OSError if it cannot; what is gone already is as good."""
@@ -104,7 +104,7 @@ class Folder:
             if size is not None:
                 with suppress(OSError):
                     self.disk.touch(self.root / name, moment + number * TICK)
-                    self._note(name, self._ask(self.root / name) or Known(size, None, None))
+                    self._note(name, self._ask(self.root / name) or FileState(size, None, None))
 
     def size_of(self, name: str) -> int | None:
         """Bytes of a file as this process knows it; None: there is none."""
@@ -116,7 +116,7 @@ class Folder:
         found = self._get(name)
         return None if found is None else found.stamp
 
-    def _get(self, name: str) -> Known | None:
+    def _get(self, name: str) -> FileState | None:
         shard, _, file = name.rpartition("/")
         return self._known.get(shard, {}).get(file)
 
@@ -124,20 +124,20 @@ class Folder:
         """It was moved away."""
         self._note(name, None)
 
-    def _note(self, name: str, known: Known | None) -> None:
+    def _note(self, name: str, known: FileState | None) -> None:
         shard, _, file = name.rpartition("/")
         if known is None:
             self._known.get(shard, {}).pop(file, None)
         else:
             self._known.setdefault(shard, {})[file] = known
 
-    def _ask(self, path: Path) -> Known | None:
+    def _ask(self, path: Path) -> FileState | None:
         try:
             found = self.disk.stat(path)
         except (BadRecordError, OSError):
             # Should there be something after all, the next look finds it.
             return None
-        return Known(found.size, None, found.stamp)
+        return FileState(found.size, None, found.stamp)
 
     def _shards(self, known: Collection[str]) -> Iterator[str]:
         for model in _folders(self.disk, self.root / "models"):
@@ -148,7 +148,7 @@ class Folder:
                 except OSError:
                     yield from (shard for shard in known if shard.startswith(place + "/"))
 
-    def _scan(self, shard: str, before: dict[str, Known]) -> dict[str, Known]:
+    def _scan(self, shard: str, before: dict[str, FileState]) -> dict[str, FileState]:
         try:
             entries = self.disk.scan(self.root / shard)
         except FileNotFoundError:
@@ -159,10 +159,11 @@ class Folder:
         if any(entry.name.startswith(TEMPORARY) for entry in entries):
             with suppress(OSError):
                 sweep(self.disk, self.root / shard, time.time() - LEFTOVER_SECONDS)
-        return {entry.name: Known(entry.size, entry.modified, entry.stamp) for entry in entries if _is_record(entry)}
+        return {entry.name: FileState(entry.size, entry.modified, entry.stamp) for entry in entries if is_record(entry)}
 
 
-def _is_record(entry: Entry) -> bool:
+def is_record(entry: Entry) -> bool:
+    """Whether a file in a shard is a record, by its name."""
     # What is no regular file is not the store's: it is neither read nor counted, and a record takes its place.
     return entry.is_file and entry.name.endswith(SUFFIX) and not entry.name.startswith(TEMPORARY)
 

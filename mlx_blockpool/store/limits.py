@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import logging
 import time
-from collections.abc import Callable
 from dataclasses import dataclass
 
 from ..config import StoreConfig
@@ -32,26 +31,22 @@ class Put:
 
 
 class Limits:
-    """`problem`: why the disk is left alone at present. `is_away`: it could not be seen at all yet, and is not written before.
+    """`problem`: why the disk is left alone at present. `is_away`: it could not be seen at all yet, and is not written before."""
 
-    `accepts` says whether the writer takes so many bytes.
-    """
-
-    def __init__(self, config: StoreConfig, accepts: Callable[[int], bool]) -> None:
+    def __init__(self, config: StoreConfig) -> None:
         self.problem: str | None = None
         self.is_away = False
         self._config = config
-        self._accepts = accepts
         self._retry_at = 0.0
         self._day = (0, 0)
-        # Bytes of what was refused last, until it would be taken.
-        self._refused: int | None = None
+        # Bytes of the write that was refused last, until it would be accepted.
+        self.refused: int | None = None
         self._has_told = False
 
-    def refusal(self, size: int) -> str | None:
-        """Why `size` bytes cannot be written now; None: they can."""
-        found = self._refusal(size)
-        self._refused = size if found is not None else None
+    def refusal(self, size: int, queue_takes: bool) -> str | None:
+        """Why `size` bytes cannot be written now; None: they can. `queue_takes`: whether the writer's queue has room for them."""
+        found = self._refusal(size, queue_takes)
+        self.refused = size if found is not None else None
         return found
 
     def over_budget(self, pinned: int) -> str:
@@ -64,9 +59,9 @@ class Limits:
             )
         return OVER_BUDGET
 
-    def still(self) -> str | None:
-        """Why what was refused last would be refused again; None: it would not, or nothing was."""
-        return None if self._refused is None else self.refusal(self._refused)
+    def still(self, queue_takes: bool) -> str | None:
+        """Why the last rejected write would still be rejected, or None."""
+        return None if self.refused is None else self.refusal(self.refused, queue_takes)
 
     def charge(self, size: int) -> None:
         """So many bytes will be written. After a failure one record tries whether the disk is well again."""
@@ -79,7 +74,7 @@ class Limits:
         if self.problem is None:
             log.warning("prompt store: %s; nothing is written for %s seconds", error, self._config.retry_seconds)
         self.problem = str(error)
-        self._refused = self._refused or 0
+        self.refused = self.refused or 0
         self.wait()
 
     def wait(self) -> None:
@@ -95,11 +90,11 @@ class Limits:
         if self.is_away:
             self.is_away, self._retry_at = False, 0.0
 
-    def _refusal(self, size: int) -> str | None:
+    def _refusal(self, size: int, queue_takes: bool) -> str | None:
         limit = self._config.daily_bytes
         if limit is not None and self._today() + size > limit:
             return "daily limit"
-        if not self._accepts(size):
+        if not queue_takes:
             return "queue full"
         if self.is_away or (self.problem is not None and not self.may_retry()):
             return "disk failed"

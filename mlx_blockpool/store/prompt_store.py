@@ -18,11 +18,11 @@ from .fs import Buffer, Disk, Into
 from .headers import Headers
 from .index import Index
 from .limits import Limits, Put
-from .looks import Looks, News, Seen, Watch
 from .paths import default_folder, describe, folder_of, keys_in, name_of
 from .quarantine import Quarantine
 from .reader import Reader, Reading
 from .record import Expected, Key, Naming, Record, file_size
+from .scan import FolderChanges, FolderScanner, FolderWatcher, RecordChanges
 from .writer import Chore, Done, Job, Look, Writer
 
 
@@ -47,7 +47,7 @@ class PromptStore:
         self._pinned: Collection[Key] = ()
         # Records that could not be read, and when to try again: they are written anew if they are made again.
         self._unread: dict[Key, float] = {}
-        self._news = News([], [])
+        self._news = RecordChanges([], [])
         # The last job of each name that nothing was heard of yet.
         self._jobs: dict[str, Job] = {}
         disk, look_bytes = disk or Disk(), config.store_bytes // 32 if config.look_bytes is None else config.look_bytes
@@ -56,10 +56,10 @@ class PromptStore:
         self._quarantine = Quarantine(disk, self.root, config.quarantine_bytes)
         self._reader = Reader(disk, self.root, naming, self.counts, self._quarantine)
         headers = Headers(disk, self.root, namespace, naming)
-        self._looks = Looks(self._folder, self._reader, headers, namespace, self._describe)
-        self._watch = Watch(look_bytes, config.look_seconds)
+        self._scanner = FolderScanner(self._folder, self._reader, headers, namespace, self._describe)
+        self._watcher = FolderWatcher(look_bytes, config.look_seconds)
         self._writer = Writer(self._folder, headers, config.queue_bytes, config.min_free_bytes)
-        self._limits = Limits(config, lambda size: self._writer.accepts(size) and self._watch.allows(size))
+        self._limits = Limits(config)
 
     # -- at start ------------------------------------------------------------------------------------------------------
 
@@ -70,7 +70,7 @@ class PromptStore:
         until it does, and news() tells then.
         """
         try:
-            seen = self._looks.first()
+            seen = self._scanner.first()
         except OSError as error:
             self._limits.is_away = True
             self._limits.suspend(error)
@@ -82,7 +82,7 @@ class PromptStore:
         except OSError as error:
             if _is_of_the_disk(error):
                 self._limits.suspend(error)
-        self._writer.put(Chore(self._looks.note))
+        self._writer.put(Chore(self._scanner.note))
         return seen.records
 
     def settle(self, keys: Iterable[Key]) -> list[Key]:
@@ -98,8 +98,11 @@ class PromptStore:
     # -- writing -------------------------------------------------------------------------------------------------------
 
     def takes(self) -> bool:
-        """Whether what was refused last would be taken now: to be asked before a record is made. A refusal is counted."""
-        refusal = self._limits.still()
+        """Whether a record of the size that was refused last would be accepted now. Call it before a record is made.
+
+        A refusal is counted.
+        """
+        refusal = self._limits.still(self._has_room(self._limits.refused or 0))
         if refusal is not None:
             self.counts[refusal] += 1
         return refusal is None
@@ -115,7 +118,10 @@ class PromptStore:
             return Put(None, [])
         self._index.aside = self._quarantine.nbytes
         victims = self._index.room_for(size, {name, *map(self._name, spared)})
-        refusal = self._limits.refusal(size) if victims is not None else self._limits.over_budget(self._index.pinned_bytes)
+        if victims is None:
+            refusal: str | None = self._limits.over_budget(self._index.pinned_bytes)
+        else:
+            refusal = self._limits.refusal(size, self._has_room(size))
         if refusal is not None:
             self.counts[refusal] += 1
             return Put(refusal, [])
@@ -125,6 +131,10 @@ class PromptStore:
         self._hand(Job(name, record, copy(), size))
         self._index.add(name, size)
         return Put(None, dropped)
+
+    def _has_room(self, size: int) -> bool:
+        """Whether the writer's queue, and the limit between two looks, have room for so many bytes."""
+        return self._writer.accepts(size) and self._watcher.allows(size)
 
     def drop(self, names: Iterable[str]) -> list[Key]:
         """Remove files. Returns the keys of those that were of this model."""
@@ -140,7 +150,7 @@ class PromptStore:
 
     def poll(self) -> list[Key]:
         """Take note of what the writer has done. Returns the keys of records that could not be written."""
-        if self._watch.is_due(self._index.has_touched, self._limits.is_away and self._limits.may_retry()):
+        if self._watcher.is_due(self._index.has_touched, self._limits.is_away and self._limits.may_retry()):
             self._look()
         return self._hear()
 
@@ -183,7 +193,7 @@ class PromptStore:
         return []
 
     def _hand(self, job: Job) -> None:
-        self._watch.hand(job.name, 0 if job.record is None else job.size)
+        self._watcher.hand(job.name, 0 if job.record is None else job.size)
         self._jobs[job.name] = job
         self._writer.put(job)
 
@@ -208,30 +218,30 @@ class PromptStore:
 
     # -- beside others -------------------------------------------------------------------------------------------------
 
-    def news(self) -> News:
+    def news(self) -> RecordChanges:
         """What others have done since the last call, as far as it was seen."""
-        news, self._news = self._news, News([], [])
+        news, self._news = self._news, RecordChanges([], [])
         return news
 
     def _look(self) -> None:
         """Have the writer look at the folder once it has done what it was asked before."""
         used = self._index.take_touched()
-        self._watch.ask()
+        self._watcher.ask()
         if self._limits.is_away:
             self._limits.wait()
-        self._writer.put(Look(lambda: self._looks.again(used)))
+        self._writer.put(Look(lambda: self._scanner.again(used)))
 
-    def _looked(self, seen: Seen | None) -> None:
-        self._watch.is_looking = False
+    def _looked(self, seen: FolderChanges | None) -> None:
+        self._watcher.is_looking = False
         if seen is not None:
             self.counts["looks"] += 1
             self._limits.come_back()
-            seen = self._watch.sift(seen)
+            seen = self._watcher.sift(seen)
             self._note(seen)
             lost = keys_in(self.namespace, seen.gone) + self._shrink()
-            self._news = News([*self._news.found, *seen.records], [*self._news.lost, *lost])
+            self._news = RecordChanges([*self._news.found, *seen.records], [*self._news.lost, *lost])
 
-    def _note(self, seen: Seen) -> None:
+    def _note(self, seen: FolderChanges) -> None:
         for found in seen.found:
             self._index.add(found.name, found.size)
         for name in seen.gone:
@@ -288,7 +298,7 @@ class PromptStore:
         self._reader.close()
         self._hear()
         if flushed:
-            self._looks.use(self._index.take_touched())
+            self._scanner.use(self._index.take_touched())
         return flushed
 
     def report(self) -> dict[str, Any]:

@@ -13,10 +13,11 @@ from dataclasses import dataclass
 from ..errors import BadRecordError
 from ..spec import BLOCK_TOKENS
 from .fs import Disk
+from .fsck import Judged, RecordPlace
 from .manifest import Agent
-from .offline import File, Header, Judged
 from .paths import KINDS
 from .record import BLOCK, Expected, Naming
+from .scan import File
 from .verify import read_header
 
 
@@ -47,7 +48,7 @@ class Sharing:
         self._naming = naming
         self._disk = disk or Disk()
         self._files: dict[bytes, list[File]] = {}
-        self._headers: dict[bytes, Header] = {}
+        self._headers: dict[bytes, RecordPlace] = {}
         self._blocks: set[bytes] = set()
         self._children: dict[bytes, set[bytes]] = {}
         # By parent and start: how many tokens its records have.
@@ -63,7 +64,7 @@ class Sharing:
             for digest in path:
                 self._users.setdefault(digest, []).append(name)
 
-    def _add(self, file: File, header: Header) -> None:
+    def _add(self, file: File, header: RecordPlace) -> None:
         self._files.setdefault(header.hash, []).append(file)
         self._headers[header.hash] = header
         self._blocks.update([header.hash] if header.kind == BLOCK else [])

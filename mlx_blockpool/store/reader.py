@@ -27,20 +27,20 @@ log = logging.getLogger(__name__)
 
 # Who waits for them does not read: it would hang with the disk.
 READERS = 2 if (os.cpu_count() or 1) <= 2 else 3
-Found = tuple[Record, list[memoryview]]
+RecordData = tuple[Record, list[memoryview]]
 
 
-class Header(NamedTuple):
+class HeaderRead(NamedTuple):
     """What a file says of itself. None: it could not be read; `is_there`: it may be read later."""
 
     record: Record | None
     is_there: bool = True
 
 
-class Reading(Future[Found]):
+class Reading(Future[RecordData]):
     """A record on its way: read by whoever runs this first, from `begun` to `ended` (time.perf_counter())."""
 
-    def __init__(self, read: Callable[[], Found]) -> None:
+    def __init__(self, read: Callable[[], RecordData]) -> None:
         super().__init__()
         self.begun = self.ended = 0.0
         self._read = read
@@ -81,21 +81,21 @@ class Reader:
         self._counting = threading.Lock()
         self._threads = ThreadPoolExecutor(READERS, "prompt store reader")
 
-    def headers(self, namespace: str, names: Iterable[str]) -> list[Header]:
+    def headers(self, namespace: str, names: Iterable[str]) -> list[HeaderRead]:
         """Several at a time."""
         return list(self._threads.map(lambda name: self.header(namespace, name), names))
 
-    def header(self, namespace: str, name: str) -> Header:
+    def header(self, namespace: str, name: str) -> HeaderRead:
         path = self._root / name
         try:
-            return Header(read_header(self._disk, path, Expected(namespace, KINDS[path.parent.parent.name]), self._naming))
+            return HeaderRead(read_header(self._disk, path, Expected(namespace, KINDS[path.parent.parent.name]), self._naming))
         except BadRecordError as error:
-            return Header(None, not self._set_aside(path, error))
+            return HeaderRead(None, not self._set_aside(path, error))
         except FileNotFoundError:
-            return Header(None, False)
+            return HeaderRead(None, False)
         except OSError as error:
             log.warning("prompt store: %s", error)
-            return Header(None)
+            return HeaderRead(None)
 
     def read(self, name: str, expected: Expected, into: Into | None = None) -> Reading:
         """A record and the bytes of its parts, proven. Raises BadRecordError, the file is in quarantine then, or OSError."""
@@ -106,7 +106,7 @@ class Reader:
     def close(self) -> None:
         self._threads.shutdown(cancel_futures=True)
 
-    def _read(self, path: Path, expected: Expected, into: Into | None) -> Found:
+    def _read(self, path: Path, expected: Expected, into: Into | None) -> RecordData:
         try:
             record, views = read(self._disk, path, expected, self._naming, into)
         except BadRecordError as error:

@@ -15,8 +15,8 @@ from dataclasses import dataclass
 from .folder import Folder
 from .fs import Buffer
 from .headers import Headers
-from .looks import Seen
 from .record import Record, encode
+from .scan import FolderChanges
 
 log = logging.getLogger(__name__)
 
@@ -35,7 +35,7 @@ class Job:
 class Look:
     """See what others did. Raises OSError where nothing can be seen."""
 
-    take: Callable[[], Seen]
+    take: Callable[[], FolderChanges]
 
 
 @dataclass(frozen=True)
@@ -55,7 +55,7 @@ class Done:
     job: Job | Look | Chore
     error: BaseException | None = None
     left: int | None = None
-    seen: Seen | None = None
+    seen: FolderChanges | None = None
 
 
 class Writer:

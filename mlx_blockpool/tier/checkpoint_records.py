@@ -26,7 +26,7 @@ from ..prefix.trie import Checkpoint, Node, decode, encode
 from ..spec import BLOCK_TOKENS, StateLayer
 from ..store.fs import Into
 from ..store.prompt_store import PromptStore
-from ..store.reader import Found, Reading
+from ..store.reader import Reading, RecordData
 from ..store.record import SALT, STATE, WINDOW, Expected, Key, Part, Record
 
 # A state is written at once where the keys and values since the last one are so many times as large.
@@ -244,7 +244,7 @@ class StoredCheckpoints:
         expected = Expected(self.store.namespace, key.kind, key.hash, max_bytes=self._max_bytes[key.kind])
         return self.store.read(expected, into)
 
-    def lay(self, piece: Piece, found: Found, position: int, ids: dict[int, list[int]]) -> None:
+    def lay(self, piece: Piece, found: RecordData, position: int, ids: dict[int, list[int]]) -> None:
         """Put what was read into held blocks. Raises BadRecordError if it is not what rings at `position` need."""
         record, views = found
         cut = _cut_of(record)
@@ -252,7 +252,7 @@ class StoredCheckpoints:
             raise BadRecordError(f"{record.file_name}: found what was cut at {cut}, needed what windows hold at {position}.")
         self.rings.put_back(piece, cut, views, position, ids)
 
-    def states(self, found: Found) -> dict[int, list[Any]]:
+    def states(self, found: RecordData) -> dict[int, list[Any]]:
         """The states in what was read. Raises BadRecordError if they are not this model's."""
         return states_in(*found, self.slabs)
 

@@ -23,7 +23,7 @@ from ..prefix.trie import Checkpoint, Node, PrefixRef, decode
 from ..store.fs import Into
 from ..store.limits import OVER_BUDGET
 from ..store.prompt_store import PromptStore
-from ..store.reader import Found, Reading
+from ..store.reader import Reading, RecordData
 from ..store.record import BLOCK, STATE, WINDOW, Expected, Key, Part, Record
 from .catalog import RecordScanner
 from .checkpoint_records import StoredCheckpoints, salted
@@ -320,7 +320,7 @@ class StoredPrefixes:
         # States stay where they are read: arrays may be made where the bytes are.
         return self.placed.read(step.key, into if step.key.kind == WINDOW else None)
 
-    def put_in(self, step: RestoreStep, found: Found, plan: RestorePlan, held: HeldBlocks) -> None:
+    def put_in(self, step: RestoreStep, found: RecordData, plan: RestorePlan, held: HeldBlocks) -> None:
         """Put what was read for a step where it belongs. Raises BadRecordError if it is not what the plan needs."""
         if step.segment is not None:
             self.placed.lay(step.segment, found, plan.position, held.rings)

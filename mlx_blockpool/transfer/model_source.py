@@ -17,7 +17,7 @@ from ..errors import BadModelError, StoreError
 from ..kv.slabs import KVArena
 from ..plugins import spec_of_model
 from ..spec import ModelCacheSpec, blocks_for
-from ..store.offline import Listing
+from ..store.scan import Listing
 from ..tier.cache import TieredPrefixCache
 from ..tier.opening import digests_of, open_store, weights_in
 from .cache_file import ids_in, line_of

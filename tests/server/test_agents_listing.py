@@ -20,7 +20,8 @@ from mlx_blockpool.store import reachability
 from mlx_blockpool.store.agent_files import Agents
 from mlx_blockpool.store.agent_records import AgentRecords
 from mlx_blockpool.store.fs import Disk
-from mlx_blockpool.store.offline import Listing, judge
+from mlx_blockpool.store.fsck import judge
+from mlx_blockpool.store.scan import Listing
 from server.serving import blockpool_server
 
 SYSTEM = list(range(512))

@@ -19,7 +19,7 @@ from mlx_blockpool.errors import StoreError
 from mlx_blockpool.store import digests
 from mlx_blockpool.store.digests import Digests, stamp_of
 from mlx_blockpool.store.identity import check_unchanged, identity, stamps_of
-from mlx_blockpool.store.offline import Listing
+from mlx_blockpool.store.scan import Listing
 
 
 @pytest.fixture

@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 from store.disks import BrokenDisk, QuickDisk
 
-from mlx_blockpool.store.folder import Folder, Found
+from mlx_blockpool.store.folder import ChangedFile, Folder
 from mlx_blockpool.store.fs import Disk
 
 A, B, C = (f"models/m/blocks/{n}/{n}.safetensors" for n in ("aa", "bb", "cc"))
@@ -34,7 +34,7 @@ def test_the_first_look_finds_everything_in_the_order_of_use(tmp_path: Path) -> 
     (tmp_path / "models/m/model.json").write_text("{}")
     (tmp_path / "models/m/unknown/aa").mkdir(parents=True)
     folder = Folder(QuickDisk(), tmp_path)
-    assert folder.look().found == [Found(B, 2, True), Found(OTHERS, 1, True), Found(A, 3, True)]
+    assert folder.look().found == [ChangedFile(B, 2, True), ChangedFile(OTHERS, 1, True), ChangedFile(A, 3, True)]
     assert folder.look() == ([], [])
 
 
@@ -52,7 +52,7 @@ def test_what_others_wrote_used_replaced_and_removed(tmp_path: Path) -> None:
     (tmp_path / C).unlink()
     make(tmp_path, new := "models/m/states/dd/dd.safetensors", 1, 5)
     changes = folder.look()
-    assert changes.found == [Found(new, 1, True), Found(B, 7, True), Found(A, 5, False)]
+    assert changes.found == [ChangedFile(new, 1, True), ChangedFile(B, 7, True), ChangedFile(A, 5, False)]
     assert changes.gone == [C]
     assert look(folder) == ([], [])
 
@@ -79,7 +79,7 @@ def test_what_others_do_to_our_files_is_news(tmp_path: Path) -> None:
     (tmp_path / A).unlink()
     (tmp_path / B).write_bytes(b"1234567")
     changes = folder.look()
-    assert changes.found == [Found(B, 7, True)]
+    assert changes.found == [ChangedFile(B, 7, True)]
     assert changes.gone == [A]
     # From the second look on, their times are known.
     os.utime(tmp_path / C, (5, 5))
@@ -100,7 +100,7 @@ def test_a_failed_write_leaves_what_was_there(tmp_path: Path) -> None:
         folder.write(A, [b"123"], 3)
     assert folder.size_of(A) is None
     disk.broken.clear()
-    assert folder.look().found == [Found(A, 5, True)], "what could not be asked for is found by looking"
+    assert folder.look().found == [ChangedFile(A, 5, True)], "what could not be asked for is found by looking"
 
 
 def test_a_look_that_fails_changes_nothing(tmp_path: Path) -> None:

@@ -19,10 +19,11 @@ from thorough import seeds
 from mlx_blockpool.prefix.trie import naming
 from mlx_blockpool.store import headers
 from mlx_blockpool.store.fs import Buffer, Disk, Stamp
+from mlx_blockpool.store.fsck import judge, seen
 from mlx_blockpool.store.headers import MAGIC, Headers
-from mlx_blockpool.store.offline import Listing, judge, seen
 from mlx_blockpool.store.paths import HEADERS_FILE, folder_of
 from mlx_blockpool.store.record import SUFFIX, WINDOW, Record
+from mlx_blockpool.store.scan import Listing
 
 FILE = f"{folder_of(NAMESPACE)}/{HEADERS_FILE}"
 

@@ -12,7 +12,7 @@ from store.stores import temporaries
 
 from mlx_blockpool.errors import StoreError
 from mlx_blockpool.store.fs import Disk
-from mlx_blockpool.store.offline import Listing
+from mlx_blockpool.store.scan import Listing
 from mlx_blockpool.store.signing import FIELD, UNSIGNED, export_key, is_signed, sign
 
 

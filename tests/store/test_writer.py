@@ -15,8 +15,8 @@ from store.stores import temporaries
 from mlx_blockpool.store.folder import Folder
 from mlx_blockpool.store.fs import Buffer, Disk
 from mlx_blockpool.store.headers import Headers
-from mlx_blockpool.store.looks import Seen
 from mlx_blockpool.store.record import encode, file_size
+from mlx_blockpool.store.scan import FolderChanges
 from mlx_blockpool.store.writer import Job, Look, Writer
 
 
@@ -200,14 +200,14 @@ def test_buffers_are_written_as_they_are(tmp_path: Path) -> None:
 def test_a_look_is_taken_after_what_was_handed_over_before_it(tmp_path: Path, disk: SlowDisk) -> None:
     writer = open_writer(tmp_path, disk)
     first, second = job(1), job(2)
-    seen = Seen([], [])
+    seen = FolderChanges([], [])
     there: list[bool] = []
 
-    def take() -> Seen:
+    def take() -> FolderChanges:
         there.extend((tmp_path / j.name).exists() for j in (first, second))
         return seen
 
-    def fail() -> Seen:
+    def fail() -> FolderChanges:
         raise OSError(errno.EIO, "blind")
 
     for j in (first, Look(take), second, Look(fail)):
@@ -266,7 +266,7 @@ def test_whatever_a_job_raises_fails_that_job_alone(
     disk = FaultyDisk(error)
     writer = open_writer(tmp_path, disk)
 
-    def fail() -> Seen:
+    def fail() -> FolderChanges:
         raise error
 
     failing, look, after = job(1), Look(fail), job(2)

@@ -10,15 +10,15 @@ from typing import Any
 from ...errors import StoreError
 from ...formatting import Report
 from ...prefix.ref import Freed, SharedPaths, forget, kept_hashes
-from ...store import offline
+from ...store import fsck
 from ...store.agent_files import Agents
 from ...store.agent_records import AgentRecords
 from ...store.manifest import shown
-from ...store.offline import File
 from ...store.paths import KINDS
 from ...store.prompt_store import PromptStore
 from ...store.reachability import Share
 from ...store.record import Key
+from ...store.scan import File
 from ...tier.cache import TieredPrefixCache
 from ..model import LoadedModel
 from .by_content import is_by_content
@@ -177,7 +177,7 @@ def _remove(known: KnownAgents, subject: Subject, home: Home, records: AgentReco
     # Waits for the writer's thread, as any thread may.
     known.at(home, forgotten).flush()
     # What another process has written is not known to the store.
-    offline.remove(share.own)
+    fsck.remove(share.own)
     home.agents.run(lambda files: files.remove(subject.name))
     proof = records.proof(share)
     return {"removed": proof["gone"]} | proof

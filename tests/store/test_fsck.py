@@ -9,8 +9,9 @@ import pytest
 from store.records import PARENT, make_file, make_record, naming
 
 from mlx_blockpool.store.fs import TEMPORARY
-from mlx_blockpool.store.offline import Header, Judged, Listing, judge, orphans, remove, remove_empty, set_aside
+from mlx_blockpool.store.fsck import Judged, RecordPlace, judge, orphans, remove, remove_empty, set_aside
 from mlx_blockpool.store.record import Record
+from mlx_blockpool.store.scan import Listing
 
 LONG_AGO = 1_000_000_000.0
 
@@ -97,7 +98,7 @@ def test_a_good_record_is_known_by_its_place(tmp_path: Path) -> None:
     for with_data in (False, True):
         (found,) = judged(tmp_path, with_data)
         assert found.problem is None
-        assert found.header == Header("block", record.hash, record.parent, 512, 532)
+        assert found.header == RecordPlace("block", record.hash, record.parent, 512, 532)
 
 
 def test_a_flipped_bit_in_the_data_is_found_by_its_checksum_only(tmp_path: Path) -> None:

@@ -1,4 +1,4 @@
-"""Watch: when it is time to look again, and what is not believed of what was seen. Limits: what may be written at present."""
+"""FolderWatcher: when it is time to scan again, and what is not believed of a scan. Limits: what may be written at present."""
 
 from __future__ import annotations
 
@@ -8,21 +8,21 @@ import pytest
 from store.clock import Clock
 
 from mlx_blockpool.config import StoreConfig
-from mlx_blockpool.store.folder import Found
+from mlx_blockpool.store.folder import ChangedFile
 from mlx_blockpool.store.limits import Limits
-from mlx_blockpool.store.looks import Seen, Watch
+from mlx_blockpool.store.scan import FolderChanges, FolderWatcher
 
 
 @pytest.fixture
-def watch(clock: Clock) -> Watch:
-    return Watch(100, 60)
+def watch(clock: Clock) -> FolderWatcher:
+    return FolderWatcher(100, 60)
 
 
-def is_due(watch: Watch, has_news: bool = False, at_once: bool = False) -> bool:
+def is_due(watch: FolderWatcher, has_news: bool = False, at_once: bool = False) -> bool:
     return watch.is_due(has_news, at_once)
 
 
-def test_a_look_is_due_after_so_much_was_written(watch: Watch) -> None:
+def test_a_look_is_due_after_so_much_was_written(watch: FolderWatcher) -> None:
     watch.hand("a", 99)
     assert not is_due(watch)
     watch.hand("b", 1)
@@ -34,7 +34,7 @@ def test_a_look_is_due_after_so_much_was_written(watch: Watch) -> None:
     assert is_due(watch)
 
 
-def test_or_after_so_long_if_there_is_anything_to_tell_or_to_lose(watch: Watch, clock: Clock) -> None:
+def test_or_after_so_long_if_there_is_anything_to_tell_or_to_lose(watch: FolderWatcher, clock: Clock) -> None:
     clock.now += 61
     assert not is_due(watch)
     assert is_due(watch, has_news=True)
@@ -48,17 +48,17 @@ def test_or_after_so_long_if_there_is_anything_to_tell_or_to_lose(watch: Watch, 
     assert is_due(watch)
 
 
-def test_or_at_once_where_nothing_was_seen_yet(watch: Watch) -> None:
+def test_or_at_once_where_nothing_was_seen_yet(watch: FolderWatcher) -> None:
     assert is_due(watch, at_once=True)
     watch.ask()
     assert not is_due(watch, at_once=True)
 
 
 def test_no_look_is_due_where_nothing_is_written_whatever_the_budget(clock: Clock) -> None:
-    assert not is_due(Watch(0, 60))
+    assert not is_due(FolderWatcher(0, 60))
 
 
-def test_no_more_is_handed_over_while_a_look_is_under_way(watch: Watch) -> None:
+def test_no_more_is_handed_over_while_a_look_is_under_way(watch: FolderWatcher) -> None:
     watch.hand("a", 500)
     assert watch.allows(1000)
     watch.ask()
@@ -69,37 +69,35 @@ def test_no_more_is_handed_over_while_a_look_is_under_way(watch: Watch) -> None:
     assert watch.allows(1000)
 
 
-def test_what_changed_hands_after_the_look_is_not_believed(watch: Watch) -> None:
+def test_what_changed_hands_after_the_look_is_not_believed(watch: FolderWatcher) -> None:
     watch.hand("a", 1)
     watch.ask()
     watch.hand("b", 1)
     watch.hand("c", 0)
-    seen = Seen([Found("a", 1, True), Found("b", 1, True)], ["c", "d"])
-    assert watch.sift(seen) == Seen([Found("a", 1, True)], ["d"])
+    seen = FolderChanges([ChangedFile("a", 1, True), ChangedFile("b", 1, True)], ["c", "d"])
+    assert watch.sift(seen) == FolderChanges([ChangedFile("a", 1, True)], ["d"])
 
 
 # -- limits ------------------------------------------------------------------------------------------------------------
 
 
 def test_what_was_refused_is_refused_until_it_would_be_taken(clock: Clock) -> None:
-    room = [10]
-    limits = Limits(StoreConfig(), lambda size: size <= room[0])
-    assert limits.still() is None
-    assert limits.refusal(11) == "queue full"
-    assert limits.still() == "queue full"
-    room[0] = 11
-    assert limits.still() is None
-    room[0] = 0
-    assert limits.still() is None, "it was not asked for since"
+    limits = Limits(StoreConfig())
+    assert limits.still(queue_takes=False) is None
+    assert limits.refusal(11, queue_takes=False) == "queue full"
+    assert limits.refused == 11
+    assert limits.still(queue_takes=False) == "queue full"
+    assert limits.still(queue_takes=True) is None
+    assert limits.still(queue_takes=False) is None, "it was not asked for since"
 
 
 def test_a_disk_that_failed_refuses_before_anything_is_made(clock: Clock) -> None:
-    limits = Limits(StoreConfig(retry_seconds=30), lambda size: True)
+    limits = Limits(StoreConfig(retry_seconds=30))
     limits.suspend(OSError(errno.EIO, "broken"))
-    assert limits.still() == "disk failed"
+    assert limits.still(queue_takes=True) == "disk failed"
     clock.now += 30
-    assert limits.still() is None
+    assert limits.still(queue_takes=True) is None
     limits.charge(1)
-    assert limits.refusal(1) == "disk failed", "one record tries"
+    assert limits.refusal(1, queue_takes=True) == "disk failed", "one record tries"
     limits.problem = None
-    assert limits.refusal(1) is None
+    assert limits.refusal(1, queue_takes=True) is None
