@@ -158,6 +158,7 @@ STOCK: dict[str, StockName] = {
     # Models and tokenizers.
     "utils._download": StockName("a folder as it is, or the folder of a hub's id", "(path_or_hf_repo, revision, allow_patterns)"),
     "utils._get_classes": StockName("the model class of a config.json; plugins.shapes compiles it anew", "(config)"),
+    "utils.hf_repo_to_path": StockName("the folder that the hub's cache has of an id, and no download", "(hf_repo)"),
     "utils.MODEL_REMAPPING": StockName("read by the copy of _get_classes() in plugins.shapes"),
     "utils.MODEL_ARCHITECTURE_REMAPPING": StockName("read by the copy of _get_classes() in plugins.shapes"),
     "tokenizer_utils.TokenizerWrapper._tokenizer": StockName("the transformers tokenizer, for offsets of characters"),
@@ -202,6 +203,7 @@ EXPORTS = {
     "download": "utils._download",
     "format_top_logprobs": "server._format_top_logprobs",
     "get_classes": "utils._get_classes",
+    "hf_repo_to_path": "utils.hf_repo_to_path",
     "image_parts": "server._image_parts",
     "image_url": "server._image_url",
     "load": "server.load",

@@ -13,6 +13,7 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
+from . import mlx_lm_compat
 from .calculator import Weights, parts
 from .claims import MAX_CONFIG_BYTES, MAX_INDEX_BYTES, check_claims, read_json
 from .demo import model_path
@@ -152,6 +153,16 @@ def _read_index(path: Path) -> dict[str, Any]:
     return parts if parts and all(isinstance(part, dict) for part in parts.values()) else {}
 
 
+def local_folder(name: str) -> Path:
+    """A model's folder: a whole path as it is, or where the hub's cache has the model of an id. Nothing is downloaded.
+
+    What is no whole path is an id, also where a folder of that name exists. Raises OSError or ValueError for a model that the
+    cache lacks.
+    """
+    path = Path(name)
+    return path if path.is_absolute() else Path(mlx_lm_compat.hf_repo_to_path(name))
+
+
 def _config_path(model: str) -> Path:
     path = Path(model_path(model))
     path = path / "config.json" if os.path.isdir(path) else path
@@ -166,7 +177,7 @@ def _config_path(model: str) -> Path:
 
 
 def _downloaded(model: str) -> Path:
-    """Where the hub's cache keeps the config.json of a model."""
+    """Where the hub's cache keeps the config.json of a model, of which the rest need not be there."""
     from huggingface_hub import try_to_load_from_cache
 
     try:

@@ -16,7 +16,7 @@ from mlx_blockpool import modelfile
 from mlx_blockpool.calculator import Weights
 from mlx_blockpool.demo import model_path
 from mlx_blockpool.errors import BlockpoolError, SpecError
-from mlx_blockpool.modelfile import INDEX, find, positions_of, spec_of, weights_of
+from mlx_blockpool.modelfile import INDEX, find, local_folder, positions_of, spec_of, weights_of
 from mlx_blockpool.spec import ChunkLayer, CompositeLayer, FullLayer, ModelCacheSpec
 
 ESTIMATE = Weights(16_060_522_496, "estimate", 8_030_261_248, None)
@@ -57,6 +57,15 @@ def test_a_downloaded_model_is_found_by_its_id(tmp_path: Path, monkeypatch: pyte
     found = find("mlx-community/Llama-3.1-8B-4bit")
     assert (found.name, found.config) == ("mlx-community/Llama-3.1-8B-4bit", LLAMA_8B)
     assert weights_of(found) == ESTIMATE
+
+
+def test_a_whole_path_is_a_folder_and_anything_else_an_id_of_the_hub(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("huggingface_hub.constants.HF_HUB_CACHE", str(tmp_path / "hub"))
+    (tmp_path / "org/name").mkdir(parents=True)
+    monkeypatch.chdir(tmp_path)
+    assert local_folder(str(tmp_path / "org/name")) == tmp_path / "org/name"
+    with pytest.raises((OSError, ValueError)):
+        local_folder("org/name")
 
 
 @pytest.mark.parametrize("name", ["someone/something", "a--b/c", f"{'long' * 100}/x"])

@@ -8,13 +8,14 @@ from pathlib import Path
 from typing import Any
 
 import mlx.core as mx
-from mlx_lm.utils import hf_repo_to_path, load
+from mlx_lm.utils import load
 
 from .. import claims
 from ..config import ModelsConfig, PoolConfig, StoreConfig
 from ..demo import model_path
 from ..errors import BadModelError, StoreError
 from ..kv.slabs import KVArena
+from ..modelfile import local_folder
 from ..plugins import spec_of_model
 from ..spec import ModelCacheSpec, blocks_for
 from ..store.scan import Listing
@@ -133,9 +134,14 @@ def prompt_of(ids: str | None, file: Path | None) -> Prompt:
 
 def _model_folder(name: str) -> Path:
     """A folder, or where the hub keeps a model that mlx-lm has downloaded."""
-    if os.path.isdir(name):
-        return Path(name)
     try:
-        return Path(hf_repo_to_path(name))
+        folder = Path(name) if os.path.isdir(name) else local_folder(name)
     except (OSError, ValueError) as error:
-        raise StoreError(f"Found no folder {name}; needed one with a model, or the id of a model that was downloaded.") from error
+        raise StoreError(_no_model(name)) from error
+    if not folder.is_dir():
+        raise StoreError(_no_model(name))
+    return folder
+
+
+def _no_model(name: str) -> str:
+    return f"Found no folder {name}; needed one with a model, or the id of a model that was downloaded."

@@ -15,11 +15,11 @@ from typing import Any
 
 from huggingface_hub import scan_cache_dir
 from huggingface_hub.errors import CacheNotFound
-from mlx_lm.utils import hf_repo_to_path
 
 from ...config import ModelsConfig
 from ...demo import NAMES, model_path
 from ...errors import BlockpoolError, ModelNotFoundError
+from ...modelfile import local_folder
 from .provider import BlockpoolModelProvider, ModelKey, canonical
 
 log = logging.getLogger(__name__)
@@ -222,7 +222,7 @@ def _snapshot(name: str) -> str | None:
     if is_folder(name) or HUB_ID.fullmatch(name) is None:
         return None
     try:
-        folder = Path(hf_repo_to_path(name))
+        folder = local_folder(name)
     except (OSError, ValueError):
         return None
     return str(folder) if (folder / "config.json").is_file() else None

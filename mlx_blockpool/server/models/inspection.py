@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Any
 
 from huggingface_hub import HfApi, constants, snapshot_download
-from mlx_lm.utils import DEFAULT_ALLOW_PATTERNS, hf_repo_to_path
+from mlx_lm.utils import DEFAULT_ALLOW_PATTERNS
 
 from ... import claims, modelfile, system
 from ...config import ModelsConfig
@@ -51,10 +51,8 @@ def inspect(key: ModelKey, catalog: Catalog, config: ModelsConfig, trusts_code: 
 
 def folder_of(model: str, catalog: Catalog, seconds: float) -> Path:
     """Where a model is: what is on disk first, and the hub where that is allowed. Raises ModelNotFoundError."""
-    if is_folder(model):
-        folder = Path(model)
-    elif is_downloaded(model):
-        folder = Path(hf_repo_to_path(model))
+    if is_folder(model) or is_downloaded(model):
+        folder = modelfile.local_folder(model)
     elif catalog.may_download(model):
         folder = _download(model, seconds)
     else:

@@ -12,11 +12,12 @@ from typing import Any, NamedTuple
 
 import mlx.core as mx
 from mlx.utils import tree_flatten
-from mlx_lm.utils import hf_repo_to_path, load_config
+from mlx_lm.utils import load_config
 
 from ...demo import NAMES, model_path
 from ...errors import BlockpoolError
 from ...mlx_lm_compat import ModelProvider, load, rebind
+from ...modelfile import local_folder
 from ...store.identity import Stamps, stamps_of
 
 
@@ -105,12 +106,6 @@ def _load_lazily(name: str, **options: Any) -> Any:
     # mlx-lm loads drafts without options; code in their folders is not to be run either.
     options.setdefault("tokenizer_config", {"trust_remote_code": False})
     return load(str(local_folder(name)), lazy=True, **options)
-
-
-def local_folder(name: str) -> Path:
-    """Where a model is, without asking the hub. What is no whole path is a hub's id, also where a folder is called so."""
-    path = Path(name)
-    return path if path.is_absolute() else Path(hf_repo_to_path(name))
 
 
 def canonical(name: str) -> str:

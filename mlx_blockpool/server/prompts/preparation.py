@@ -16,9 +16,10 @@ from mlx_lm.utils import load_config
 
 from ...config import ImageConfig, RequestConfig
 from ...errors import RequestTooLargeError, TooManyPositionsError
+from ...modelfile import local_folder
 from ..bounds import check_bounds
 from ..images import has_images, sees, take_images
-from ..models.provider import BlockpoolModelProvider, ModelKey, local_folder
+from ..models.provider import BlockpoolModelProvider, ModelKey
 from ..models.registry import ModelRegistry
 from ..request import ChatRequest, Rendered
 from .job import PreparedPrompt, PromptJob, TokenizerSource
