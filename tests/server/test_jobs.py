@@ -10,7 +10,7 @@ import pytest
 from models import save_model
 
 from mlx_blockpool.errors import PoolExhaustedError
-from mlx_blockpool.server.agents.known import KnownAgents, RefusedError
+from mlx_blockpool.server.agents.service import AgentService, RefusedError
 from mlx_blockpool.server.jobs import run_on_generation_thread
 from server.serving import Client, blockpool_server
 
@@ -50,9 +50,9 @@ def test_what_they_raise_is_for_who_asked_and_refers_to_no_frames(client: Client
 
 def test_they_run_while_a_model_is_loaded_and_fail_for_one_that_has_gone(client: Client, folder: Path) -> None:
     client.chat([{"role": "user", "content": "Are you there?"}], max_tokens=2, prompt_cache_key="one")
-    known, registry = KnownAgents(client.generator), client.generator.registry
-    (home,) = known.homes()
-    assert known.at(home, lambda served, _: served.key) == home.key
+    service, registry = AgentService(client.generator), client.generator.registry
+    (home,) = service.homes()
+    assert service.at(home, lambda served, _: served.key) == home.key
     registry.piece_bytes = 1
     other = str(save_model(folder / "two", "qwen2"))
     assert client.send("/admin/load", {"model": other, "wait": False})[0] == 202
@@ -61,7 +61,7 @@ def test_they_run_while_a_model_is_loaded_and_fail_for_one_that_has_gone(client:
         stages.add(run_on_generation_thread(client.generator, lambda: registry.change and registry.change.stage))
     assert "loading" in stages
     with pytest.raises(RefusedError, match="was unloaded meanwhile") as caught:
-        known.at(home, lambda served, _: served.key)
+        service.at(home, lambda served, _: served.key)
     assert caught.value.status == 409
     # Without a store an agent goes with its model.
     assert client.send("/v1/agents/one")[0] == 404

@@ -21,12 +21,9 @@ from ..access import without_folders
 from ..bodies import parse_json
 from ..incoming import file_deadline
 from ..owners import as_told, noted_name
-from . import acts as agent_acts
-from . import figures as agent_figures
-from . import moves as agent_moves
 from . import transfer
-from .acts import checked_name
-from .known import KnownAgents, RefusedError
+from .listing import listing
+from .service import AgentService, RefusedError, checked_name
 
 log = logging.getLogger(__name__)
 
@@ -36,13 +33,13 @@ SEND_BYTES = 1 << 18
 # A file has its arrays, and a header that describes them and names its tokens.
 HEADER_BYTES = 64 << 20
 
-ACTS: dict[str, Callable[[KnownAgents, str], Report]] = {
-    "pin": agent_acts.pin,
-    "unpin": agent_acts.unpin,
-    "save": agent_moves.save,
-    "restore": agent_moves.restore,
+ACTS: dict[str, Callable[[AgentService, str], Report]] = {
+    "pin": AgentService.pin,
+    "unpin": AgentService.unpin,
+    "save": transfer.save,
+    "restore": transfer.restore,
 }
-MOVES: dict[str, Callable[[KnownAgents, str, str], Report]] = {"fork": agent_acts.fork, "rename": agent_acts.rename}
+MOVES: dict[str, Callable[[AgentService, str, str], Report]] = {"fork": AgentService.fork, "rename": AgentService.rename}
 
 
 def is_agents(path: str) -> bool:
@@ -75,40 +72,40 @@ class AgentsEndpoint:
     # -- what is asked -------------------------------------------------------------------------------------------------
 
     def _get(self) -> Report | None:
-        known = KnownAgents(self._generator)
+        service = AgentService(self._generator)
         if len(self._parts) == 2 and self._parts[1] == "export":
-            self._export(known, self._parts[0])
+            self._export(service, self._parts[0])
             return None
         if len(self._parts) > 1:
             raise self._unknown()
-        subjects = known.look()
+        subjects = service.look()
         if self._parts:
-            subject = known.need_in(subjects, self._noted(self._parts[0]))
-            return agent_figures.report(known, subjects, [subject.name])[0]
+            subject = service.need_in(subjects, self._noted(self._parts[0]))
+            return listing(service, subjects, [subject.name])[0]
         warm_up = getattr(self._generator, "warm_up", None)
         return {
-            "agents": agent_figures.report(known, subjects, list(known.mine(subjects))),
-            "bad": [] if known.owner is not None else _bad(known.bad),
-            "warm_up": None if warm_up is None or known.owner is not None else warm_up.report(),
+            "agents": listing(service, subjects, list(service.mine(subjects))),
+            "bad": [] if service.owner is not None else _bad(service.bad),
+            "warm_up": None if warm_up is None or service.owner is not None else warm_up.report(),
         }
 
     def _post(self) -> Report:
         if len(self._parts) != 2:
             raise self._unknown()
         name, act = self._noted(self._parts[0]), self._parts[1]
-        known = KnownAgents(self._generator)
+        service = AgentService(self._generator)
         if act in ACTS:
-            return ACTS[act](known, name)
+            return ACTS[act](service, name)
         if act in MOVES:
-            return MOVES[act](known, name, self._new_name())
+            return MOVES[act](service, name, self._new_name())
         if act == "import":
-            return self._import(known, name)
+            return self._import(service, name)
         raise self._unknown()
 
     def _delete(self) -> Report:
         if len(self._parts) != 1:
             raise self._unknown()
-        return agent_acts.delete(KnownAgents(self._generator), self._noted(self._parts[0]))
+        return AgentService(self._generator).delete(self._noted(self._parts[0]))
 
     def _noted(self, name: Any) -> str:
         """The name that an agent is noted under. Raises RefusedError for what cannot be one's."""
@@ -138,8 +135,8 @@ class AgentsEndpoint:
 
     # -- files ---------------------------------------------------------------------------------------------------------
 
-    def _export(self, known: KnownAgents, name: str) -> None:
-        with transfer.export(known, self._noted(name)) as path, path.open("rb") as file:
+    def _export(self, service: AgentService, name: str) -> None:
+        with transfer.export(service, self._noted(name)) as path, path.open("rb") as file:
             n_bytes, handler = os.fstat(file.fileno()).st_size, self._handler
             handler._set_completion_headers(200)
             # mlx-lm's headers say JSON, and are not sent yet.
@@ -153,7 +150,7 @@ class AgentsEndpoint:
                     raise ConnectionAbortedError("the client takes too long to read its file")
                 handler.wfile.write(piece)
 
-    def _import(self, known: KnownAgents, name: str) -> Report:
+    def _import(self, service: AgentService, name: str) -> Report:
         """The body goes to a file first, which may be as large as what the pools can hold."""
         length, most = self._length(), _pool_bytes(self._generator)
         self._unread = length
@@ -161,10 +158,10 @@ class AgentsEndpoint:
             raise RefusedError(
                 413, f"Found a file of {length} bytes; needed at most {most}, as the pool has. Raise --pool-bytes."
             )
-        with known.spool.file(length) as file:
+        with service.spool.file(length) as file:
             self._receive(file)
             try:
-                return transfer.import_file(known, name, file)
+                return transfer.import_file(service, name, file)
             except StoreError as error:
                 raise RefusedError(400, str(error).replace(str(file), "the body")) from error
 

@@ -1,7 +1,7 @@
-"""What takes an agent's path into a prompt-cache file of mlx-lm, and out of one. On the socket's thread, by errands.
+"""Transfers of one agent's prefix: to disk, back into memory, into a prompt-cache file of mlx-lm, and out of one.
 
-No more than a part of a layer is copied between two steps, and in memory beside the pool. A file is whole on disk before its
-first byte is sent, so that a client that reads slowly holds no blocks.
+On the socket's thread; what touches memory runs on the generation thread, a little between two decode steps, so that replies in
+progress go on. A file is whole on disk before its first byte is sent, so that a client that reads slowly holds no blocks.
 """
 
 from __future__ import annotations
@@ -10,69 +10,228 @@ import secrets
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager
+from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 from typing import Any
 
 import mlx.core as mx
 
-from ...errors import StoreError
+from ...errors import PoolExhaustedError, StoreError
 from ...formatting import Report
 from ...kv.parts import leaves_of, sequence_of
 from ...prefix.intake import Intake, begin_intake
-from ...prefix.resume import lay_out_to_read, resumable
+from ...prefix.resume import lay_out_to_read, resumable, standing
 from ...prefix.retention import RetentionPolicy
 from ...prefix.salts import is_of_import, salt_of_import
 from ...prefix.trie import PrefixRef
 from ...store.digests import Digests
 from ...store.identity import check_unchanged
+from ...store.limits import OVER_BUDGET
 from ...store.manifest import shown
+from ...store.record import BLOCK, Key
 from ...store.signing import KEY_BYTES, export_key, sign
 from ...tier.cache import TieredPrefixCache
-from ...tier.measure import measure
+from ...tier.measure import Measure, measure
 from ...tier.opening import weights_in
+from ...tier.restore import RestoreJob
+from ...tier.write_behind import StoredPrefixes
 from ...transfer.cache_file import CacheFile, CacheFileWriter, metadata_of, name_taken, privacy_report
 from ..model import LoadedModel
 from ..models.provider import BlockpoolModelProvider
 from .by_content import is_by_content
-from .figures import in_words
-from .known import Home, KnownAgents, RefusedError, Subject, agents_of
-from .moves import bring_back, since
+from .listing import in_words
+from .service import AgentService, Home, RefusedError, Subject, agents_of
 
-# -- out ------------------------------------------------------------------------------------------------------------
-
-
+# Records are copied into the pool for so long in one errand; between two of them running replies go on.
+RESTORE_SECONDS = 0.02
+PAUSE_SECONDS = 0.005
 # Signs what servers without a store export, as long as they run.
 _OWN_KEY = secrets.token_bytes(KEY_BYTES)
 
 
+def _measure(service: AgentService, home: Home, path: PrefixRef) -> Measure:
+    return service.at(home, lambda _, prefix: measure(prefix, path, 0))
+
+
+def _stored(prefix: TieredPrefixCache) -> StoredPrefixes:
+    """Raises RefusedError where nothing is kept on disk."""
+    if prefix.stored is None:
+        raise RefusedError(503, "Found no store for this model; needed one. Start the server without --no-store.")
+    return prefix.stored
+
+
+# -- save --------------------------------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class _Saved:
+    """How far a path is on disk, or on its way there. `left`: what waits to be handed over."""
+
+    tokens: int
+    resumes: int
+    wanted: int
+    left: int
+    written: int
+    refused: int
+    problem: str | None
+
+    def is_whole(self, tokens: int) -> bool:
+        return self.tokens == tokens and self.resumes >= self.wanted
+
+
+def save(service: AgentService, name: str) -> Report:
+    """Its path is on disk when this returns: the end of it too, and what layers that forget hold there. Raises RefusedError."""
+    subject, home = service.need_home(name)
+    path, start = subject.path, time.monotonic()
+    before: _Saved | None = None
+    store = service.at(home, lambda _, prefix: _stored(prefix).store)
+    refused = service.at(home, lambda _, prefix: _note(prefix, path))
+    while True:
+        now = service.at(home, lambda _, prefix: _saved(prefix, path))
+        if now.problem is not None:
+            raise RefusedError(503, f"Cannot write: {now.problem}. Needed a disk that works, with room. Try again later.")
+        if now == before:
+            break
+        before = now
+        # Waits for the writer's thread, as any thread may; the next look says what became of it.
+        store.flush()
+    found = _measure(service, home, path)
+    if found.tokens_on_disk < path.tokens or (now.refused > refused and not now.is_whole(path.tokens)):
+        raise RefusedError(503, _why_not(found, now, path, store.config.store_bytes, now.refused > refused))
+    return {"agent": subject.name, "saved": True, "seconds": _since(start), "tokens": path.tokens} | in_words(found)
+
+
+def _note(prefix: TieredPrefixCache, path: PrefixRef) -> int:
+    """What is not on disk yet is to be written. Returns how much was refused until now."""
+    stored, match = _stored(prefix), prefix.index.trie.find(path)
+    stored.note_path(match.path, match.tokens)
+    for node in match.path:
+        for checkpoint in node.checkpoints.values():
+            stored.placed.note(node, checkpoint)
+    return stored.store.counts[OVER_BUDGET]
+
+
+def _saved(prefix: TieredPrefixCache, path: PrefixRef) -> _Saved:
+    stored = _stored(prefix)
+    stored.write_behind(at_once=True)
+    match = prefix.index.trie.find(path)
+    found, report = measure(prefix, path, len(match.path)), stored.report()
+    at = standing(prefix.slabs, match.in_memory()).position
+    counts = stored.store.counts
+    left = report["pending"] + report["resting"]
+    return _Saved(
+        found.tokens_on_disk, found.resumes_from_disk, at, left, counts["written"], counts[OVER_BUDGET], stored.store.problem
+    )
+
+
+def _why_not(found: Measure, saved: _Saved, path: PrefixRef, store_bytes: int, is_full: bool) -> str:
+    there = f"{found.tokens_on_disk} of {path.tokens} tokens on disk and {found.tokens_in_memory} in memory"
+    if is_full:
+        return (
+            f"Found {there}, and no room in the store's {store_bytes} bytes; needed room for all. Raise --store-bytes or unpin."
+        )
+    if found.tokens_in_memory < path.tokens:
+        return f"Found {there}; needed all in one of them. The agent's next turn computes what is missing."
+    return f"Found {there}, {saved.left} records waiting; needed a store that takes them. Try again later."
+
+
+# -- restore -----------------------------------------------------------------------------------------------------------
+
+
+def restore(service: AgentService, name: str) -> Report:
+    """Its path is back in memory when this returns. Raises RefusedError."""
+    subject, home = service.need_home(name)
+    start = time.monotonic()
+    before = _measure(service, home, subject.path)
+    n_bytes = bring_back(service, home, subject)
+    found = _measure(service, home, subject.path)
+    if found.tokens_in_memory < max(before.tokens_on_disk, 1) or found.resumes_from_memory < before.resumes_from_disk:
+        raise RefusedError(
+            503,
+            f"Found {found.tokens_in_memory} of {subject.path.tokens} tokens in memory and {found.tokens_on_disk} on disk; "
+            "needed those on disk to be readable. The agent's next turn computes what is missing.",
+        )
+    brought = {"restored_tokens": found.tokens_in_memory - before.tokens_in_memory, "restored_bytes": n_bytes}
+    return (
+        {"agent": subject.name, "restored": True, "seconds": _since(start), "tokens": subject.path.tokens}
+        | brought
+        | in_words(found)
+    )
+
+
+def bring_back(service: AgentService, home: Home, subject: Subject) -> int:
+    """Bring back what is on disk only. Returns its bytes."""
+    # Here it is only held; what is done with it is done in errands.
+    held: list[tuple[RestoreJob, int]] = []
+    try:
+        service.at(home, lambda _, prefix: held.extend(_begin_restore(prefix, subject.path)))
+        while held and not service.at(home, lambda served, _: _advance(served, held[0][0])):
+            time.sleep(PAUSE_SECONDS)
+        return held[0][1] if held else 0
+    except PoolExhaustedError as error:
+        raise RefusedError(503, f"No room to bring agent {shown(subject.name)} back: {error}") from error
+    finally:
+        service.do(lambda: _end_restore(service, home, held, subject))
+
+
+def _advance(served: LoadedModel, restore: RestoreJob) -> bool:
+    is_computing = served.engine is not None and bool(served.engine.live)
+    return restore.advance(0.0 if is_computing else RESTORE_SECONDS, RESTORE_SECONDS)
+
+
+def _begin_restore(prefix: TieredPrefixCache, path: PrefixRef) -> list[tuple[RestoreJob, int]]:
+    stored = prefix.stored
+    if stored is None:
+        return []
+    match = prefix.index.trie.find(path)
+    have = resumable(prefix.slabs, match.in_memory(), match.tokens)[0]
+    wanted = stored.wanted(match, match.tokens, have)
+    if wanted is None:
+        return []
+    keys = [Key(BLOCK, node.hash) for node in wanted.missing]
+    keys += [] if wanted.node is None else stored.placed.keys(wanted.node, wanted.position)
+    return [(stored.restore(wanted), sum(map(stored.store.size, keys)))]
+
+
+def _end_restore(service: AgentService, home: Home, held: list[tuple[RestoreJob, int]], subject: Subject) -> None:
+    while held:
+        held.pop()[0].release()
+        served, _ = service.served(home)
+        if subject.name in agents_of(served).pinned:
+            agents_of(served).pin(subject.name, agents_of(served).noted.get(subject.name, subject.noted).path)
+
+
+# -- export ------------------------------------------------------------------------------------------------------------
+
+
 @contextmanager
-def export(known: KnownAgents, name: str) -> Iterator[Path]:
+def export(service: AgentService, name: str) -> Iterator[Path]:
     """The prompt-cache file of mlx-lm with as much of an agent's path as can be resumed. It is there until the block ends.
 
     Raises RefusedError, StoreError and OSError.
     """
-    subject, home = known.need_home(name)
-    bring_back(known, home, subject)
-    provider = known.at(home, lambda served, _: served.provider)
-    weights = _weights(known, provider)
+    subject, home = service.need_home(name)
+    bring_back(service, home, subject)
+    provider = service.at(home, lambda served, _: served.provider)
+    weights = _weights(service, provider)
     held: list[tuple[CacheFileWriter, list[Any]]] = []
     try:
-        known.at(home, lambda served, prefix: held.append(_begin_export(served, prefix, subject, weights)))
-        with known.spool.file(held[0][0].nbytes) as file:
+        service.at(home, lambda served, prefix: held.append(_begin_export(served, prefix, subject, weights)))
+        with service.spool.file(held[0][0].nbytes) as file:
             with file.open("wb") as out:
-                for piece in _pieces(known, home, held):
+                for piece in _pieces(service, home, held):
                     out.write(piece)
-            known.do(lambda: _end_export(held))
+            service.do(lambda: _end_export(held))
             if not is_of_import(subject.path.salt):
-                sign(file, _key(known))
+                sign(file, _key(service))
             yield file
     finally:
-        known.do(lambda: _end_export(held))
+        service.do(lambda: _end_export(held))
 
 
-def _key(known: KnownAgents) -> bytes:
-    return _OWN_KEY if known.root is None else export_key(known.root)
+def _key(service: AgentService) -> bytes:
+    return _OWN_KEY if service.root is None else export_key(service.root)
 
 
 def _begin_export(
@@ -88,14 +247,14 @@ def _begin_export(
     return CacheFileWriter(caches, metadata), caches
 
 
-def _pieces(known: KnownAgents, home: Home, held: list[tuple[CacheFileWriter, list[Any]]]) -> Iterator[bytes]:
+def _pieces(service: AgentService, home: Home, held: list[tuple[CacheFileWriter, list[Any]]]) -> Iterator[bytes]:
     yield held[0][0].head
     for index in range(held[0][0].count):
-        yield known.do(partial(_piece, known, home, held, index))
+        yield service.do(partial(_piece, service, home, held, index))
 
 
-def _piece(known: KnownAgents, home: Home, held: list[tuple[CacheFileWriter, list[Any]]], index: int) -> bytes:
-    known.served(home)
+def _piece(service: AgentService, home: Home, held: list[tuple[CacheFileWriter, list[Any]]], index: int) -> bytes:
+    service.served(home)
     return held[0][0].piece(index)
 
 
@@ -106,12 +265,12 @@ def _end_export(held: list[tuple[CacheFileWriter, list[Any]]]) -> None:
             sequence.release()
 
 
-def _weights(known: KnownAgents, provider: BlockpoolModelProvider) -> str:
+def _weights(service: AgentService, provider: BlockpoolModelProvider) -> str:
     """The name of the weights that are loaded. Where there is no store, the first who needs it hashes them, and others wait."""
     with provider.naming:
         if provider.weights_name is None:
             folders = provider.folder, provider.adapter_folder
-            name = weights_in(*folders, Digests(known.root))
+            name = weights_in(*folders, Digests(service.root))
             check_unchanged(*folders, provider.stamps)
             provider.weights_name = name
         return provider.weights_name
@@ -120,56 +279,56 @@ def _weights(known: KnownAgents, provider: BlockpoolModelProvider) -> str:
 # -- import ------------------------------------------------------------------------------------------------------------
 
 
-def import_file(known: KnownAgents, name: str, path: Path) -> Report:
+def import_file(service: AgentService, name: str, path: Path) -> Report:
     """Make an agent of what a prompt-cache file of mlx-lm holds, in the memory of the loaded model that it is of.
 
     Others share it if this store has signed it; else it is known to this agent alone. Raises RefusedError, and StoreError for a
     file that is not one.
     """
     start = time.monotonic()
-    known.do(lambda: known.refuse_if_busy(name))
+    service.do(lambda: service.refuse_if_busy(name))
     found = CacheFile.read(path)
-    home, names_weights = _home_of(known, found)
-    private = found.is_private(names_weights, _key(known))
+    home, names_weights = _home_of(service, found)
+    private = found.is_private(names_weights, _key(service))
     if private:
-        _check_free(known, name)
-    salt = salt_of_import() if private else known.salt
+        _check_free(service, name)
+    salt = salt_of_import() if private else service.salt
     held: list[Intake] = []
     try:
-        known.at(home, lambda _, prefix: held.append(_begin_import(prefix, found.caches)))
+        service.at(home, lambda _, prefix: held.append(_begin_import(prefix, found.caches)))
         leaves = leaves_of(found.caches)[::-1]
         found.caches.clear()
         while leaves:
             # Read from the file here: what is evaluated may cross threads.
             mx.eval(leaves.pop().state)
-            known.at(home, lambda *_: held[0].advance())
-        noted = known.at(home, lambda served, prefix: _end_import(served, prefix, found.tokens, held[0], name, salt))
+            service.at(home, lambda *_: held[0].advance())
+        noted = service.at(home, lambda served, prefix: _end_import(served, prefix, found.tokens, held[0], name, salt))
     finally:
-        known.do(lambda: _give_back(held))
-    measured = known.at(home, lambda _, prefix: measure(prefix, noted, 0))
-    report = {"agent": name, "imported": True, "seconds": since(start), "tokens": noted.tokens}
+        service.do(lambda: _give_back(held))
+    measured = service.at(home, lambda _, prefix: measure(prefix, noted, 0))
+    report = {"agent": name, "imported": True, "seconds": _since(start), "tokens": noted.tokens}
     return report | privacy_report(private) | in_words(measured)
 
 
-def _check_free(known: KnownAgents, name: str) -> None:
+def _check_free(service: AgentService, name: str) -> None:
     """Raises RefusedError where others' keys and values would take the place of what an agent has had computed here."""
-    before = known.look().get(name)
+    before = service.look().get(name)
     if is_by_content(name) or (before is not None and not is_of_import(before.path.salt)):
         raise RefusedError(409, name_taken(name))
 
 
-def _home_of(known: KnownAgents, file: CacheFile) -> tuple[Home, bool]:
+def _home_of(service: AgentService, file: CacheFile) -> tuple[Home, bool]:
     """The loaded model whose weights a file names, and True; where it names none, one that it fits. Raises RefusedError."""
-    homes = known.homes()
+    homes = service.homes()
     refusals = []
     for home in homes:
-        provider, spec, bits = known.at(home, lambda served, prefix: (served.provider, prefix.slabs.spec, _bits(prefix)))
+        provider, spec, bits = service.at(home, lambda served, prefix: (served.provider, prefix.slabs.spec, _bits(prefix)))
         try:
-            file.check(spec, known.at(home, lambda served, _: served.vocab_size))
-            names_weights = file.names_weights(provider.name, _weights(known, provider), bits)
+            file.check(spec, service.at(home, lambda served, _: served.vocab_size))
+            names_weights = file.names_weights(provider.name, _weights(service, provider), bits)
             if not names_weights:
                 mx.eval([leaf.state for leaf in leaves_of(file.caches)])
-                known.at(home, lambda served, _: file.compare(served.provider.name, served.provider.model))
+                service.at(home, lambda served, _: file.compare(served.provider.name, served.provider.model))
             return home, names_weights
         except StoreError as error:
             refusals.append(str(error))
@@ -211,3 +370,8 @@ def _end_import(
 def _give_back(held: list[Intake]) -> None:
     while held:
         held.pop().sequence.release()
+
+
+def _since(start: float) -> float:
+    """Seconds since a moment of time.monotonic()."""
+    return round(time.monotonic() - start, 3)

@@ -18,8 +18,7 @@ from ..arguments import generation_arguments
 from ..request import PromptRequest
 from ..scope import RequestScope
 from . import by_content
-from .acts import checked_name, pin
-from .known import KnownAgents, RefusedError
+from .service import AgentService, RefusedError, checked_name
 
 log = logging.getLogger(__name__)
 
@@ -162,7 +161,7 @@ class WarmUp:
             pass
         name = scope.options.agent or scope.options.conversation
         if prompt.pin and name is not None:
-            report = pin(KnownAgents(self._generator), name)
+            report = AgentService(self._generator).pin(name)
             if not report["pinned_in_memory"]:
                 log.warning("warm-up: %s: no more can be pinned in memory", prompt.place)
         return len(context.prompt), context.prompt_cache_count

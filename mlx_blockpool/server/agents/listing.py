@@ -18,24 +18,24 @@ from ...store.agent_records import utc
 from ...store.manifest import shown
 from ...tier.measure import Measure, measure
 from .by_content import is_by_content
-from .known import Home, KnownAgents, Subject, shared_with
+from .service import AgentService, Home, Subject, shared_with
 
 # So long some are measured between two steps.
 STEP_SECONDS = 0.01
 
 
-def report(known: KnownAgents, subjects: dict[str, Subject], names: Sequence[str]) -> list[Report]:
+def listing(service: AgentService, subjects: dict[str, Subject], names: Sequence[str]) -> list[Report]:
     """Figures of the named ones among all agents; sizes in bytes, times in UTC."""
     chosen = [subjects[name] for name in names]
-    running, waiting = known.requests()
+    running, waiting = service.requests()
     measured: dict[str, Report] = {}
     for home in {id(s.home): s.home for s in chosen if s.home is not None}.values():
         shared = shared_with(home, subjects)
         left = deque(subject for subject in chosen if subject.home is home)
         sizes: dict[Node, tuple[int, int]] = {}
         while left:
-            measured |= known.do(partial(_measured, known, home, left, shared, sizes))
-    measured |= _on_disk(known, [subject for subject in chosen if subject.home is None])
+            measured |= service.do(partial(_measured, service, home, left, shared, sizes))
+    measured |= _on_disk(service, [subject for subject in chosen if subject.home is None])
     return [_about(s, running, waiting) | measured.get(s.name, {}) for s in chosen]
 
 
@@ -58,10 +58,10 @@ def _about(subject: Subject, running: Counter[str], waiting: Counter[str]) -> Re
 
 
 def _measured(
-    known: KnownAgents, home: Home, left: deque[Subject], shared: SharedPaths, sizes: dict[Node, tuple[int, int]]
+    service: AgentService, home: Home, left: deque[Subject], shared: SharedPaths, sizes: dict[Node, tuple[int, int]]
 ) -> dict[str, Report]:
     """On the generation thread. What only a running request needs besides is not looked for."""
-    _, prefix = known.served(home)
+    _, prefix = service.served(home)
     until = time.monotonic() + STEP_SECONDS
     measured: dict[str, Report] = {}
     while left and (not measured or time.monotonic() < until):
@@ -81,11 +81,11 @@ def in_words(found: Measure) -> Report:
 _PLACES = (("memory", "bytes"), ("disk", "disk_bytes"))
 
 
-def _on_disk(known: KnownAgents, subjects: list[Subject]) -> dict[str, Report]:
+def _on_disk(service: AgentService, subjects: list[Subject]) -> dict[str, Report]:
     """Of models that are not loaded, from the headers of their records."""
-    if not subjects or known.records is None:
+    if not subjects or service.records is None:
         return {}
-    listed: list[Report] = known.records.listing({s.namespace for s in subjects if s.namespace})["agents"]
+    listed: list[Report] = service.records.listing({s.namespace for s in subjects if s.namespace})["agents"]
     return {
         found["name"]: {
             "tokens_in_memory": 0,
