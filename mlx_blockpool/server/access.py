@@ -1,4 +1,4 @@
-"""Who is let in, and with what: keys, hosts, origins, sizes and times. Checks only: no sockets.
+"""The access policy: which requests are served, by their keys, hosts, origins and sizes. Checks only: no sockets.
 
 Any thread may call anything here.
 """
@@ -22,22 +22,22 @@ from urllib.parse import urlsplit
 from ..config import GuardConfig, parse_bytes
 from ..errors import BlockpoolError
 
-# What mlx-lm's server has, with the origins that its documentation promises.
+# The endpoints of mlx-lm's server, with the origins that its documentation promises.
 STOCK_PATHS = ("/v1/completions", "/v1/chat/completions", "/chat/completions", "/v1/models", "/health", "/")
-# Clients of Anthropic's look here whether a server is there.
+# Anthropic's clients send a request here to see whether the server runs.
 HELLO = "/api/hello"
-# Whoever asks these learns that a server is there, and no more.
+# These need no key: they show that the server runs, and no more.
 OPEN = (("GET", "/health"), ("HEAD", "/health"), ("HEAD", "/"), ("GET", HELLO), ("HEAD", HELLO))
-# A file in the body of such a request is read as it comes, by whoever knows how large it may be.
+# The body of such a request is a file, which its endpoint reads from the wire and bounds.
 FILES = re.compile(r"/v1/agents/[^/]+/import")
 # Origins with these schemes belong to apps and extensions that a user has installed; no page on the web can have one.
-# `file` is no such scheme: whatever a browser has downloaded can have it.
+# `file` is no such scheme: a page that a browser has downloaded can have it.
 APPS = ("app", "capacitor", "electron", "ionic", "tauri", "vscode-file", "vscode-webview", "wails")
 EXTENSIONS = ("chrome-extension", "moz-extension", "safari-web-extension")
 LONGEST_AGENT = 256
 KEY_NAME = re.compile(r"[A-Za-z0-9._-]{1,64}")
 LONGEST_NAME = 1024
-# A line that is no header makes the parser drop all that stand behind it, whatever they forbid.
+# A malformed header line makes the parser drop all headers behind it.
 NO_HEADERS = (
     email_errors.FirstHeaderLineIsContinuationDefect,
     email_errors.InvalidHeaderDefect,
@@ -50,7 +50,7 @@ FOLDERS = re.compile(r"(?<![\w.:/])(?:/[^\s/'\":,;()]+)+/(?=[^\s/'\":,;()])")
 
 @dataclass(frozen=True)
 class Rejected:
-    """Why a request is not let in: an HTTP status, and what its client is told."""
+    """Why the policy rejects a request: an HTTP status, and a message for the client."""
 
     status: int
     message: str
@@ -75,21 +75,21 @@ class AccessPolicy:
         self.bodies = ByteBudget(config.bodies * config.max_body_bytes)
 
     def wait_until_empty(self, seconds: float) -> bool:
-        """Let nobody in any more, and wait for those who are. Whether all have gone within the time."""
+        """Admit no more requests and wait for those that are served. Returns whether all have ended within the time."""
         until = time.monotonic() + seconds
         return all(self.room.acquire(timeout=max(0.0, until - time.monotonic())) for _ in range(self.config.max_connections))
 
     def check_bind(self) -> None:
-        """Raises BlockpoolError where everybody on the network could use a server that nobody has to show a key to."""
+        """Raises BlockpoolError for a server without keys that other machines can reach."""
         if not self.is_local and not self._keys and not self.config.allow_remote:
             raise BlockpoolError(
-                f"--host {self.config.host} lets other machines in, and there is no --api-key: whoever reaches the port could "
+                f"--host {self.config.host} lets other machines in, and there is no --api-key: anyone who reaches the port could "
                 "use the models and read prompts. Give --api-key-file FILE or MLX_BLOCKPOOL_API_KEY, leave --host at 127.0.0.1, "
                 "or say --allow-remote if the network is yours alone."
             )
 
     def check(self, method: str, path: str, headers: Any) -> Rejected | None:
-        """None: the request may be served. `path` without its query; `headers`: as http.server parses them."""
+        """Why a request is rejected, or None. `path` without its query; `headers`: as http.server parses them."""
         return (
             self._check_headers(headers)
             or self._check_host(headers)
@@ -98,9 +98,9 @@ class AccessPolicy:
         )
 
     def check_body(self, path: str, headers: Any) -> Rejected | None:
-        """Of a request that is let in: whether its body has a length, and one that is not too large."""
+        """Why the body of a request is rejected, by its declared length, or None."""
         if headers.get("Transfer-Encoding") is not None:
-            return Rejected(411, "Found Transfer-Encoding; needed a body in one piece, with its Content-Length")
+            return Rejected(411, "Transfer-Encoding is not supported. Send the body in one piece with its Content-Length.")
         found = set(headers.get_all("Content-Length", []))
         if not found:
             return None
@@ -115,13 +115,13 @@ class AccessPolicy:
     def _check_headers(self, headers: Any) -> Rejected | None:
         size, most = sum(len(name) + len(value) for name, value in headers.items()), self.config.max_header_bytes
         if headers.get_unixfrom() or any(isinstance(defect, NO_HEADERS) for defect in headers.defects):
-            return Rejected(400, "Found a line that is no header; needed 'Name: value', with no space before the colon")
+            return Rejected(400, "A header line is malformed. Write 'Name: value', with no space before the colon.")
         if len(headers) > self.config.max_headers:
-            return Rejected(431, f"Found {len(headers)} headers; needed at most {self.config.max_headers}")
-        return Rejected(431, f"Found {size} bytes of headers; needed at most {most}") if size > most else None
+            return Rejected(431, f"The request has {len(headers)} headers; at most {self.config.max_headers} are read.")
+        return Rejected(431, f"The request has {size} bytes of headers; at most {most} are read.") if size > most else None
 
     def _check_host(self, headers: Any) -> Rejected | None:
-        """A page whose name was made to lead here has its own name in Host."""
+        """Reject DNS rebinding: a page whose name resolves to this machine sends its own name in Host."""
         allowed = self.config.allowed_hosts
         if not (self.is_local or allowed):
             return None
@@ -129,14 +129,15 @@ class AccessPolicy:
             name = host_name(host)
             if name not in (self.config.host.lower(), *allowed) and not is_loopback_name(name):
                 return Rejected(
-                    403, f"Found Host {shown(host)}; this server answers to localhost. Add --allow-hosts NAME for others."
+                    403,
+                    f"Host {shown(host)} is not allowed: this server answers to localhost. Start it with --allow-hosts NAME.",
                 )
         return None
 
     def _check_origin(self, method: str, path: str, headers: Any) -> Rejected | None:
-        """Which pages in a browser may ask. Who is no browser says no Origin.
+        """Which pages in a browser may send requests. Other clients send no Origin.
 
-        By default mlx-lm answers pages from everywhere; what only we have, such as prompts in explanations, is not for those.
+        By default mlx-lm answers pages from anywhere; endpoints that only this server has, such as explanations, do not.
         """
         origin, allowed = headers.get("Origin"), self.config.allowed_origins
         if origin is None or method == "OPTIONS" or origin in allowed or "*" in allowed or not is_foreign(origin):
@@ -144,27 +145,27 @@ class AccessPolicy:
         is_stock = path in STOCK_PATHS or is_model(path)
         if not allowed and (is_stock or self._keys):
             return None
-        return Rejected(403, f"Found Origin {shown(origin)}, a page from elsewhere. Add it to --allowed-origins if it may ask.")
+        return Rejected(403, f"Origin {shown(origin)} is not allowed: it is a page from elsewhere. Add it to --allowed-origins.")
 
     def _check_key(self, method: str, path: str, headers: Any) -> Rejected | None:
         if not self._keys or method == "OPTIONS" or (method, path) in OPEN or self._matching(headers):
             return None
-        found = "another key" if any(_given(headers)) else "no key"
-        return Rejected(401, f"Found {found}; needed the server's API key as 'Authorization: Bearer KEY' or 'x-api-key: KEY'")
+        fault = "The API key is wrong" if any(_given(headers)) else "The request has no API key"
+        return Rejected(401, f"{fault}. Send the server's key as 'Authorization: Bearer KEY' or 'x-api-key: KEY'.")
 
     def owner(self, headers: Any) -> str | None:
-        """The name of the key that a request which is let in has shown; None: keys have no names here."""
+        """The name of the key that a request has shown; None: keys have no names."""
         return next((name for name, _ in self._matching(headers)), None)
 
     def _matching(self, headers: Any) -> list[tuple[str | None, str]]:
         given = _given(headers)
-        # Each is compared, so that the time tells nothing.
+        # Every key is compared, so that the time does not depend on which one matches.
         matches = [[hmac.compare_digest(_bytes(value), _bytes(key)) for value in given] for _, key in self._keys]
         return [named for named, match in zip(self._keys, matches, strict=True) if any(match)]
 
 
 def _given(headers: Any) -> list[str]:
-    """What a request shows as its key."""
+    """The keys that a request shows."""
     kind, _, token = headers.get("Authorization", "").partition(" ")
     return [headers.get("x-api-key", ""), token.strip() if kind.lower() == "bearer" else ""]
 
@@ -214,7 +215,7 @@ def is_model(path: str) -> bool:
 
 
 def is_loopback(host: str) -> bool:
-    """Whether a server on `host` is reached from this machine only. Raises OSError for a name that leads nowhere."""
+    """Whether a server on `host` is reached from this machine only. Raises OSError for a name that does not resolve."""
     found = socket.getaddrinfo(host or None, 0, type=socket.SOCK_STREAM, flags=socket.AI_PASSIVE)
     return all(ipaddress.ip_address(str(address[0]).partition("%")[0]).is_loopback for *_, address in found)
 
@@ -250,16 +251,16 @@ def host_name(host: str) -> str:
 
 
 def checked_text(what: str, value: str, most: int = LONGEST_NAME) -> str:
-    """`value`, of at most so many characters that can be seen. Raises ValueError."""
+    """Return `value`. Raises ValueError for more than `most` characters, or unprintable ones."""
     if len(value) > most:
-        raise ValueError(f"{what} has {len(value)} characters; needed at most {most}")
+        raise ValueError(f"{what} has {len(value)} characters; at most {most} are allowed")
     if not value.isprintable():
-        raise ValueError(f"{what} has characters that cannot be printed; needed plain text")
+        raise ValueError(f"{what} has unprintable characters")
     return value
 
 
 def header_text(value: str) -> str:
-    """A header's value as it was meant: http.server reads bytes as Latin-1, and most clients write UTF-8."""
+    """A header's value: http.server decodes bytes as Latin-1, and most clients write UTF-8."""
     try:
         return value.encode("latin-1").decode()
     except UnicodeError:
@@ -278,12 +279,12 @@ def without_folders(text: str) -> str:
 
 
 def shown(text: str, most: int = 80) -> str:
-    """A client's text in an answer to it."""
+    """A client's text, cut, for a response to it."""
     return repr(text if len(text) <= most else f"{text[:most]}...")
 
 
 def api_key(given: str | None, file: Any, environment: str | None) -> str | None:
-    """The key, from the first of these that is given; of a file that is what stands in it. Raises BlockpoolError, without it."""
+    """The key from the first of these that is given; a file's content is its key. Raises BlockpoolError, without the key."""
     key = given
     if key is None and file is not None:
         key = text_of(file)
@@ -294,7 +295,7 @@ def api_key(given: str | None, file: Any, environment: str | None) -> str | None
 
 
 def named_keys(text: str) -> tuple[tuple[str, str], ...]:
-    """The (name, key) of each line `name:key`; none for a text that is one key. Raises BlockpoolError, without any key."""
+    """The (name, key) of each line `name:key`; none for a text that is one key. Raises BlockpoolError, whose text has no key."""
     lines = [line.strip() for line in text.splitlines() if line.strip()]
     found = [line.partition(":")[::2] for line in lines]
     if len(lines) < 2 and not all(KEY_NAME.fullmatch(name) and key for name, key in found):
@@ -335,7 +336,7 @@ def _bytes(text: str) -> bytes:
     return text.encode("utf-8", "surrogateescape")
 
 
-# mlx-lm's default of --allowed-origins, told from the same one that somebody has given.
+# mlx-lm's default of --allowed-origins, which is no list: a user's own `*` is one.
 ANY_ORIGIN = ("*",)
 
 
@@ -379,8 +380,8 @@ def _add_key_options(add: Callable[..., Any]) -> None:
     add(
         "--api-key",
         metavar="KEY",
-        help="Answer only who shows this key as a bearer token or x-api-key; other users of this machine may see it in the list "
-        "of processes, not so that of --api-key-file and of MLX_BLOCKPOOL_API_KEY",
+        help="Answer only requests with this key as a bearer token or x-api-key; other users of this machine may see it in the "
+        "list of processes, unlike that of --api-key-file and of MLX_BLOCKPOOL_API_KEY",
     )
     add("--api-key-file", type=Path, metavar="FILE", help="A file that holds the key, or several keys as lines name:key")
     add(
@@ -391,8 +392,8 @@ def _add_key_options(add: Callable[..., Any]) -> None:
 
 
 def guard_config(args: Any) -> GuardConfig:
-    """Whom these options let in. Raises BlockpoolError for a key that cannot be one."""
-    # A list is what somebody has asked for.
+    """The policy of these options. Raises BlockpoolError for an invalid key."""
+    # A list is the user's; a tuple is the default.
     origins = () if args.allowed_origins is ANY_ORIGIN else tuple(args.allowed_origins)
     keys = () if args.api_key is not None or args.api_key_file is None else named_keys(text_of(args.api_key_file))
     key = None if keys else api_key(args.api_key, args.api_key_file, os.environ.get("MLX_BLOCKPOOL_API_KEY"))

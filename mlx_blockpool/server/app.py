@@ -41,7 +41,7 @@ from .models.inspection import inspect
 from .models.provider import BlockpoolModelProvider
 from .normalise import Normalisers
 
-# Clients are told why their requests end; a process that stops waits so long for that.
+# A process that stops waits so long for the responses that say why requests have ended.
 LAST_WORDS_SECONDS = 0.5
 
 
@@ -145,8 +145,8 @@ def make_generator(model_provider: BlockpoolModelProvider) -> BlockpoolGenerator
         normalisers = Normalisers(make_plugin_manager(), args.normalise)
     except ValueError as error:
         raise BlockpoolError(f"--normalise: {error}") from error
-    for told in normalisers.told():
-        logging.info("prompts are normalised by %s (--normalise none: by nothing)", told)
+    for description in normalisers.descriptions():
+        logging.info("prompts are normalised by %s (--normalise none: by nothing)", description)
     guard = AccessPolicy(guard_config(args))
     prompts = [] if args.warm_up is None else read_prompts(args.warm_up)
     generator = BlockpoolGenerator(

@@ -1,4 +1,4 @@
-"""What mlx-lm's generator takes beside a prompt, from a body whose sampling both protocols spell alike."""
+"""mlx-lm's generation arguments, from a body whose sampling fields Anthropic's and OpenAI's Responses API name alike."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from .fields import InvalidRequestError, field, number
 def generation_arguments(
     body: dict[str, Any], options: Any, model: str, max_tokens: int, stop_words: list[str], kwargs: dict[str, Any]
 ) -> GenerationArguments:
-    """The body's sampling, and the server's `options` where it says nothing; `kwargs` are for the template.
+    """The body's sampling, and the server's `options` for fields that it leaves out; `kwargs` are the template's.
 
     Raises InvalidRequestError.
     """

@@ -1,6 +1,6 @@
-"""Bodies of requests as JSON, within bounds that keep the threads of others going while one is read.
+"""Bodies of requests as JSON, within bounds that keep other threads going while one is parsed.
 
-Python reads JSON without a pause. What a body of some size would take is found out in a worker process first.
+Python parses JSON without a pause, so large bodies are parsed in a worker process first, which rejects slow ones.
 """
 
 from __future__ import annotations
@@ -11,19 +11,19 @@ from typing import Any
 
 from .fields import InvalidRequestError
 
-# Larger bodies are checked in a worker process before they are read here.
+# Larger bodies are checked in a worker process before they are parsed here.
 UNCHECKED_BYTES = 256 << 10
 MOST_VALUES = 200_000
 MOST_ESCAPES = 1_000_000
 MOST_DIGITS = 400
 DEEPEST = 200
 
-# One large body at a time: each holds the others for as long as it is read.
+# One large body at a time: each stops all threads while it is parsed.
 _reading = threading.Lock()
 
 
 def parse_json(data: bytes) -> Any:
-    """A body's value. Raises InvalidRequestError for what is no JSON, and for integers and depths that Python does not take."""
+    """Parse a body. Raises InvalidRequestError for malformed JSON, and for integers and depths that Python does not take."""
     if len(data) <= UNCHECKED_BYTES:
         return _parse(data)
     with _reading:
@@ -45,7 +45,7 @@ def _parse(data: bytes) -> Any:
 
 
 def check_json(data: bytes) -> None:
-    """Raises InvalidRequestError for a body that is no JSON, or that takes too long to be read. For a worker process."""
+    """Raises InvalidRequestError for malformed JSON, and for a body that takes too long to parse. Runs in a worker process."""
     escapes = data.count(b"\\")
     if escapes > MOST_ESCAPES:
         raise InvalidRequestError("", f"The body has {escapes:,} escaped characters; at most {MOST_ESCAPES:,} are read")

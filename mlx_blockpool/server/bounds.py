@@ -1,4 +1,4 @@
-"""How much of everything one request may have, so that nobody else waits while it is looked at."""
+"""How many messages, tools, biases and stop words one request may have, so that checking it does not hold up others."""
 
 from __future__ import annotations
 

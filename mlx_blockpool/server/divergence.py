@@ -1,6 +1,6 @@
-"""Where a prompt parts from the longest one that is known: the line of each, as text. Called on the generation thread.
+"""Where a prompt diverges from the longest cached one: the line of each, as text. Called on the generation thread.
 
-The known line may be somebody else's: then nothing that is said here depends on it.
+The cached line may be another client's: then no result depends on it.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from ..prefix.lookup import SHOWN, Lookup
 from ..prefix.trie import common_prefix
 from .normalise import LAST, Normalisers, RememberedReply
 
-# So many tokens before the first different one are put into words, to find where its line begins.
+# So many tokens before the first different one are decoded, to find where its line begins.
 BEFORE = 128
 # Of a long line so many characters on each side of the difference are shown.
 AROUND = 100
@@ -35,7 +35,7 @@ BEGINNING = 40
 class Difference:
     """From token number `position` on a prompt is not the known one any more: the whole line of each, cut where it is long.
 
-    `known_line`: None where it may be somebody else's. `normaliser` would have kept that line the same; None: none that is
+    `known_line`: None where it may be another client's. `normaliser` would have kept that line the same; None: none that is
     bundled, or it was on. `moves_tools`: the line is of the system prompt, and the tools stand behind it.
     """
 

@@ -1,11 +1,10 @@
-"""What became of each request, and why not more of its prompt was cached.
+"""Explains how each request has used the cache, and why not more of its prompt was cached.
 
-An Explained is written by one thread at a time: the socket's, then the generation thread, then the socket's again. What it holds
-is replaced as a whole, so that any thread may read it.
+An Explained is written by one thread at a time: the socket's, then the generation thread, then the socket's again. Its fields are
+replaced as a whole, so that any thread may read it.
 
-Text of prompts is for those whose it is. What was known before is told to the agent that it is the last turn of, or under a salt
-that is its own; of a request everybody with the same rights sees the figures, and only who has asked it the line that it has. The
-log is the server owner's, and has both.
+Text of a prompt is shown to its own client only. Cached text is shown to the agent whose last turn it was, or under a salt of the
+client's own. Figures of a request are shown to every client with the same rights. The log belongs to the operator and has both.
 """
 
 from __future__ import annotations
@@ -37,7 +36,7 @@ LONGEST_HEADER = 1500
 # Beside what a lookup says.
 WORDS = CAUSES | {
     "other namespace": "the agent's last turn was computed by another model, or with another adapter or cache format",
-    "not told": "mlx-lm's own caches are used, which do not tell why not more is known",
+    "not told": "mlx-lm's own caches are used, which do not say why not more is cached",
 }
 
 
@@ -127,12 +126,12 @@ class Explanation:
 
     @property
     def without_text(self) -> Explanation:
-        """What others may see of it: nothing of its prompt, and no id that would tell more."""
+        """What other clients may see: nothing of the prompt, and no id that would give access to more."""
         found = self.difference
         place = None if found is None else Difference(found.position, "", None)
         error = None if self.error is None else "it failed"
         seen = replace(self, difference=place, elsewhere=None, error=error)
-        # A name that is made of what a chat says would confirm what somebody guesses.
+        # A name that is made of the chat's content would confirm a guess of that content.
         return seen if self.is_named else replace(seen, id="", agent=None)
 
     def in_short(self) -> dict[str, Any]:
@@ -141,7 +140,7 @@ class Explanation:
         return {name: value for name, value in self.as_dict().items() if name in names}
 
     def headers(self, wanted: bool) -> dict[str, str]:
-        """For the answer: the tokens where they are known and, where it is `wanted`, why not more."""
+        """Headers of the response: the tokens where they are known and, if `wanted`, why not more."""
         found: dict[str, str] = {}
         if self.state == "restoring":
             found["X-Cache-Tokens"] = self.state
@@ -156,10 +155,10 @@ class Explanation:
 
 
 class Explained:
-    """What there is to tell of one request, `now`. `messages`: its chat, until it has started.
+    """The explanation of one request as it is `now`. `messages`: its chat, until it has started.
 
     `account`: the name that its agent is noted under; None: the client has named none. `salt`: what it is looked up under.
-    `has_tools`: the chat shows some. `replies`: those of its owner and salt that the chat repeats, where nobody puts them back.
+    `has_tools`: the chat has some. `replies`: those of its owner and salt that the chat repeats, unless they are replayed.
     """
 
     def __init__(
@@ -183,7 +182,7 @@ class Explained:
         self._off = [name for name in normalisers.by_name if name not in on]
 
     def restore(self, model: str, prompt_tokens: int, cached: int) -> None:
-        """So many tokens come from disk, before anything else is known."""
+        """The request waits for `cached` tokens from disk."""
         self.now = replace(self.now, model=model, state="restoring", prompt_tokens=prompt_tokens, cached_tokens=cached)
 
     def start(
@@ -265,15 +264,15 @@ class Explained:
 
 @dataclass(frozen=True)
 class Asker:
-    """Who wants to know of requests: the agent that it says it is, and the name of its key."""
+    """A client that reads explanations: its agent's name, and the name of its key."""
 
     agent: str | None = None
     owner: str | None = None
 
     def sees(self, now: Explanation, has_id: bool) -> Explanation | None:
-        """A request as this one may see it; `has_id`: it has named the request, whose id only who has asked it was told.
+        """An explanation as this client may see it; None for another owner's.
 
-        None: it is another owner's, and is not there.
+        `has_id`: the client has named the request by its id, which only the client that sent it has.
         """
         if now.owner != self.owner:
             return None
@@ -284,7 +283,7 @@ class Asker:
 
 
 class Explanations:
-    """Of the last requests, by id; the oldest are forgotten. Any thread may call anything here."""
+    """The explanations of the last requests, by id; the oldest are dropped. Any thread may call this."""
 
     def __init__(self, most: int = MOST) -> None:
         self._most = most
@@ -312,7 +311,7 @@ class Explanations:
 
 
 def is_explain(path: str) -> bool:
-    """Whether a path, without its query, asks for explanations."""
+    """Whether a path, without its query, is that of explanations."""
     return path == PATH or path.startswith(PATH + "/")
 
 
@@ -323,7 +322,7 @@ def answer_about(path: str, explanations: Explanations, asker: Asker) -> tuple[i
         return 200, {"requests": [explanation.in_short() for explanation in explanations.latest(LISTED, asker)]}
     found = explanations.get(request_id, asker)
     if found is None:
-        why = f"Its answer's header X-Request-Id names a request; the last {MOST:,} are remembered, and none over a restart."
+        why = f"The header X-Request-Id of a response names its request; the last {MOST:,} are kept, and none over a restart."
         return 404, {"error": f"Found no request {shown(request_id)}. {why}"}
     return 200, found.as_dict()
 

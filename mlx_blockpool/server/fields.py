@@ -1,4 +1,4 @@
-"""Checks of a request's fields, which name the place that they do not like. For every protocol."""
+"""Checks of a request's fields, for the protocols whose bodies are no pydantic models. Errors name the field's place."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ log = logging.getLogger(__name__)
 
 KINDS = {str: "string", bool: "boolean", int: "integer", dict: "dictionary", list: "list"}
 REQUIRED: Any = object()
-# What mlx takes; Python's integers may be larger.
+# mlx takes integers of 64 bits; Python's may be larger.
 LARGEST = 2**63 - 1
 
 
@@ -48,7 +48,7 @@ def number(source: dict[str, Any], name: str, default: float, low: float, high: 
 
 
 def is_number(value: float) -> bool:
-    """Whether a number is one that can be counted with: finite, and of 64 bits."""
+    """Whether a number is finite and within 64 bits."""
     return abs(value) <= LARGEST
 
 

@@ -1,6 +1,6 @@
 """Images of a request: only data URLs, unless the operator allows hosts to fetch others from. Runs on the socket's thread.
 
-Nothing is fetched for a model that takes no images. What is fetched, and what is decoded, has bounds.
+Nothing is fetched for a model that takes no images. Fetching and decoding have bounds.
 """
 
 from __future__ import annotations
@@ -36,7 +36,7 @@ def has_images(messages: list[Message]) -> bool:
 
 
 def take_images(messages: list[Message], place: str, config: ImageConfig) -> None:
-    """Put data URLs in place of what is fetched, and check all images.
+    """Replace URLs by data URLs of the fetched images, and check all images.
 
     `place`: where the first image is. Raises InvalidRequestError.
     """
@@ -67,7 +67,7 @@ def _text_length(message: Message) -> int:
 
 
 def _check(url: str, place: str, config: ImageConfig) -> None:
-    """Look at an image's size before it is decoded."""
+    """Check an image's size before it is decoded."""
     from PIL import Image
 
     encoded = url.partition(",")[2]
@@ -77,14 +77,14 @@ def _check(url: str, place: str, config: ImageConfig) -> None:
         with Image.open(io.BytesIO(base64.b64decode(encoded))) as image:
             width, height = image.size
     except Exception as error:
-        # Somebody else's code reads somebody else's file.
+        # The library may raise anything over a client's file.
         raise InvalidRequestError(place, f"the image cannot be read: {error}") from error
     if width * height > config.pixels:
         raise InvalidRequestError(place, f"an image may have {config.pixels:,} pixels; this one has {width} x {height}")
 
 
 def _fetch(url: str, place: str, config: ImageConfig, until: float) -> str:
-    """A data URL of what an allowed host answers."""
+    """A data URL of an image from an allowed host."""
     opener = urllib.request.build_opener(urllib.request.ProxyHandler({}), _Redirects(place, config))
     _check_host(url, place, config)
     data = bytearray()
@@ -100,7 +100,7 @@ def _fetch(url: str, place: str, config: ImageConfig, until: float) -> str:
     except InvalidRequestError:
         raise
     except (OSError, ValueError, urllib.error.URLError) as error:
-        raise InvalidRequestError(place, f"the image cannot be had: {error}") from error
+        raise InvalidRequestError(place, f"the image cannot be fetched: {error}") from error
     return f"data:{kind};base64,{base64.b64encode(data).decode()}"
 
 

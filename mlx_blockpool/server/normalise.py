@@ -1,4 +1,4 @@
-"""Which normalisers a request's prompt goes through, and what this server has said lately. Any thread may call anything here."""
+"""The normalisers of prompts, and the replies that this server has generated lately. Any thread may call this."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ LAST = "replay"
 class RememberedReply:
     """`tokens` as they were sampled for an agent, behind a prompt of `start` tokens, the last of which are `before`.
 
-    `asked`: a digest of what that prompt was rendered from, without the replies in it. `agent`: None where none was named.
+    `asked`: a digest of what that prompt was rendered from, without the replies in it. `agent`: None if the request names none.
     """
 
     tokens: array[int]
@@ -60,7 +60,7 @@ class RememberedReplies:
         context: Any = None,
         agent: str | None = None,
     ) -> None:
-        """`messages`: what the model has seen, as `prompt`; `reply`: what the client was told; `tokens`: what was sampled.
+        """`messages`: what the model has seen, as `prompt`; `reply`: as it was sent; `tokens`: as they were sampled.
 
         `context`: what the prompt was rendered from beside the messages.
         """
@@ -92,7 +92,7 @@ class RememberedReplies:
 
 @dataclass(frozen=True)
 class RepliesInScope:
-    """What a normaliser gets to see of the remembered replies."""
+    """The remembered replies that a normaliser may read."""
 
     replies: RememberedReplies
     scope: bytes
@@ -109,7 +109,7 @@ def scope_of(owner: str | None, salt: bytes, model: str | None) -> bytes:
 class Normalisers:
     """All that plugins bring, by name. `default`: the names that hold where a request says nothing.
 
-    `chosen`: what the server's user asks for beside those that are on by themselves; `none` among them turns these off.
+    `chosen`: names that the operator adds to those that are on by default; `none` among them turns these off.
     """
 
     def __init__(self, manager: pluggy.PluginManager, chosen: Sequence[str] = ()) -> None:
@@ -117,8 +117,8 @@ class Normalisers:
         self.by_name = _named(normaliser for found in manager.hook.prompt_normalisers() for normaliser in found)
         self.default = self._with_defaults(chosen)
 
-    def asked(self, header: str | None) -> tuple[str, ...]:
-        """The names that hold for a request with an X-Normalise header, as for the server. Raises ValueError."""
+    def chosen(self, header: str | None) -> tuple[str, ...]:
+        """The normalisers of a request with this X-Normalise header. Raises ValueError for an unknown name."""
         return self.default if header is None else self._with_defaults([name.strip() for name in header.split(",")])
 
     def _with_defaults(self, chosen: Sequence[str]) -> tuple[str, ...]:
@@ -128,7 +128,7 @@ class Normalisers:
         if unknown:
             raise ValueError(f"Found normaliser {', '.join(unknown)}; needed one of {', '.join(sorted(self.by_name))}, or none.")
         default = [] if "none" in chosen else [name for name, normaliser in self.by_name.items() if normaliser.is_default]
-        # What was remembered was told after all others: replies are put back last.
+        # Replies are remembered as the other normalisers left the chat, so they are put back last.
         return tuple(sorted(dict.fromkeys([*default, *names]), key=lambda name: name == LAST))
 
     def apply(self, names: Sequence[str], messages: list[Message], scope: bytes = b"") -> list[Message]:
@@ -153,8 +153,8 @@ class Normalisers:
             messages = after
         return messages, tuple(changed)
 
-    def told(self) -> list[str]:
-        """What is done to the prompts of requests that say nothing, a sentence for each."""
+    def descriptions(self) -> list[str]:
+        """What the default normalisers do to a prompt, a sentence for each."""
         return [f"{name}: {self.by_name[name].does}" for name in self.default]
 
 
@@ -163,13 +163,13 @@ def _named(found: Iterable[Any]) -> dict[str, Normaliser]:
     for normaliser in found:
         if not isinstance(normaliser, Normaliser):
             raise PluginError(f"Found {type(normaliser).__name__} from prompt_normalisers; needed a Normaliser.")
-        # The last plugin registered is asked first, and overrides.
+        # The hook calls the last registered plugin first, which overrides.
         named.setdefault(normaliser.name, normaliser)
     return named
 
 
 def _keys(messages: Sequence[Message], scope: bytes) -> Iterator[bytes]:
-    """A key of the conversation up to each message: nobody has another's replies who has not its scope and whole beginning."""
+    """A key of the conversation up to each message: a reply is found only under its scope and its whole conversation."""
     conversation = blake2b(blake2b(scope, digest_size=16).digest(), digest_size=16)
     for message in messages:
         conversation.update(_shown(message).encode("utf-8", "surrogatepass"))

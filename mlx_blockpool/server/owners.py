@@ -1,4 +1,4 @@
-"""Owners: with several API keys each has a name, and what its requests leave behind belongs to it. Knows names only.
+"""Owners: with several API keys each has a name, and owns the agents of its requests. Knows names only.
 
 An agent of an owner is noted under both names, with a character between them that no client can send: agents of two owners never
 have the same one, and where there are no owners names are what clients say.
@@ -18,12 +18,12 @@ def noted_name(owner: str | None, agent: str) -> str:
 
 
 def own_name(name: str) -> str:
-    """What the owner calls the agent that is noted under this name."""
+    """The owner's name for the agent that is noted under this name."""
     return name.rpartition(SEPARATOR)[2]
 
 
 def belongs(name: str, owner: str | None) -> bool:
-    """Whether an agent is one of this owner's; without owners everything is everybody's."""
+    """Whether an agent is one of this owner's; without owners every agent is every client's."""
     return owner is None or name.startswith(f"{owner}{SEPARATOR}")
 
 
@@ -35,13 +35,13 @@ def as_told(owner: str | None, report: Any) -> Any:
     return _without_others(owner, own)
 
 
-def _without_others(owner: str, told: Any) -> Any:
+def _without_others(owner: str, report: Any) -> Any:
     """Names that are shown with their owner's: only this owner's, and without it."""
-    if isinstance(told, list):
-        return [_without_others(owner, item) for item in told]
-    if not isinstance(told, dict):
-        return told
-    found = {name: _without_others(owner, item) for name, item in told.items()}
+    if isinstance(report, list):
+        return [_without_others(owner, item) for item in report]
+    if not isinstance(report, dict):
+        return report
+    found = {name: _without_others(owner, item) for name, item in report.items()}
     if "shown" in found:
         found["shown"] = found["shown"].removeprefix(f"{owner}/")
     if "behind" in found and isinstance(found.get("agents"), list):

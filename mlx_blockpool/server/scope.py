@@ -73,7 +73,7 @@ class RequestScope:
     def parse_headers(self, headers: Any, body: Mapping[str, Any], names: tuple[str, ...] = AGENT_FIELDS) -> None:
         """Set the options that headers and body name. Raises ValueError."""
         self.options.agent = agent_of(headers.get("X-Agent-Id"), body, names)
-        self.normalisers = self.known_normalisers.asked(headers.get("X-Normalise"))
+        self.normalisers = self.known_normalisers.chosen(headers.get("X-Normalise"))
 
     def generate(self, request: Any, arguments: Any, *args: Any, **kwargs: Any) -> Any:
         """The generator's own, for this request's agent and owner, with its prompt normalised. Raises what that raises."""

@@ -70,8 +70,8 @@ def validated(model: type[M], value: Any, place: Callable[[Sequence[Any]], str])
         path.append(context["discriminator"].strip("'()"))
         message = "Field required"
         if "tag" in context:
-            expected = context["expected_tags"].replace("'<", "").replace(">'", "")
-            message = f"found {context['tag'][1:-1][:50]!r}; needed one of {expected}"
+            names = context["expected_tags"].replace("<", "").replace(">", "").replace(", ", " or ")
+            message = f"Input should be {names}; found {context['tag'][1:-1][:50]!r}"
     elif first["type"] == "value_error":
         message = str(context["error"])
     elif first["type"] == "model_type":

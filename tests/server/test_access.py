@@ -129,7 +129,7 @@ def test_every_endpoint_but_health_needs_the_key(server: Client) -> None:
 def test_a_missing_key_is_told_in_the_shape_of_the_protocol(server: Client) -> None:
     base = f"http://127.0.0.1:{server.port}"
     with guarded(server, api_key=KEY):
-        with pytest.raises(anthropic.AuthenticationError, match="needed the server's API key") as theirs:
+        with pytest.raises(anthropic.AuthenticationError, match="Send the server's key") as theirs:
             anthropic.Anthropic(base_url=base, api_key="no", max_retries=0).messages.create(**CHAT)  # type: ignore[call-overload]
         assert theirs.value.body["error"]["type"] == "authentication_error"  # type: ignore[index]
         gpt = openai.OpenAI(base_url=f"{base}/v1", api_key="no", max_retries=0)

@@ -67,14 +67,14 @@ def test_what_is_on_and_how_it_is_turned_off() -> None:
     assert on("date", "replay") == ("vendor-header", "date", "replay")
     assert (on("none"), on("none", "date"), on("vendor-header")) == ((), ("date",), ("vendor-header",))
     plain = Normalisers(make_plugin_manager(), ["date"])
-    assert [plain.asked(header) for header in (None, "", "none", "replay", " none , replay ")] == [
+    assert [plain.chosen(header) for header in (None, "", "none", "replay", " none , replay ")] == [
         ("vendor-header", "date"),
         ("vendor-header",),
         (),
         ("vendor-header", "replay"),
         ("replay",),
     ]
-    assert [told.partition(":")[0] for told in plain.told()] == ["vendor-header", "date"]
+    assert [told.partition(":")[0] for told in plain.descriptions()] == ["vendor-header", "date"]
 
 
 def test_what_is_on_is_said_at_the_start_in_the_log_and_in_the_explanation(model: Path, caplog: pytest.LogCaptureFixture) -> None:

@@ -1,7 +1,7 @@
 """A body of Anthropic's Messages API as what mlx-lm's ResponseGenerator takes: a chat request and generation arguments.
 
-What cannot be honoured is refused with the place that asked for it; what changes nothing here (service tiers, betas, budgets) is
-passed over, and unknown values of optional fields are logged.
+A field that cannot be honoured is rejected by its place. Fields that change nothing here (service tiers, betas, budgets) are
+ignored, and unknown values of optional fields are logged.
 """
 
 from __future__ import annotations

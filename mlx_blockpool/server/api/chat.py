@@ -1,7 +1,7 @@
-"""POST /v1/chat/completions: what mlx-lm's endpoint does, with choices of tools, and with the text of the other protocols.
+"""POST /v1/chat/completions: mlx-lm's endpoint with tool_choice, and with text cut as in the other protocols.
 
 Space around calls and thinking belongs to the template: a client that sends it back would have it twice in the next prompt.
-Works for one request of a BlockpoolHandler, on the socket's thread.
+For one request of a BlockpoolHandler, on the socket's thread.
 """
 
 from __future__ import annotations
@@ -36,7 +36,7 @@ class Choice:
 
 
 def choice_of(body: dict[str, Any]) -> Choice:
-    """Raises InvalidRequestError, also for what a reply would have to have and cannot."""
+    """Raises InvalidRequestError, also for what a reply would need and cannot have."""
     tools = field(body, "tools", "", list, [])
     one_call = not field(body, "parallel_tool_calls", "", bool, True)
     if field(body, "n", "", int, 1) != 1:
@@ -67,7 +67,7 @@ def _name_of(tool: Any) -> Any:
 
 
 def chat_request(body: dict[str, Any], request: Any, choice: Choice) -> ChatRequest:
-    """mlx-lm's request with what it has no words for."""
+    """mlx-lm's request with the choice and the place of its first image."""
     image_at = next((f"messages[{i}]" for i, message in enumerate(request.messages) if any(image_parts([message]))), None)
     return ChatRequest(
         "chat", "", request.messages, choice.tools or None, body.get("role_mapping"), calls=choice.calls, image_at=image_at

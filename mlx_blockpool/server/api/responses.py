@@ -1,7 +1,7 @@
 """A body of OpenAI's Responses API as what mlx-lm's ResponseGenerator takes: a chat request and generation arguments.
 
-What cannot be honoured is refused with the place that asked for it; what changes nothing here (service tiers, strict schemas,
-truncation of what is too long) is passed over, and so are tools that are not functions.
+A field that cannot be honoured is rejected by its place. Fields that change nothing here (service tiers, strict schemas,
+truncation) are ignored, and so are tools that are not functions.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ Body = dict[str, Any]
 CHOICES = ("auto", "none", "required")
 EFFORTS = {"minimal": "low", "low": "low", "medium": "medium", "high": "high", "xhigh": "high", "max": "high"}
 SUMMARIES = ("auto", "concise", "detailed")
-# What is written for the client only, and comes back in the response.
+# Fields that are for the client only, and are echoed in the response.
 ECHOED = ("instructions", "max_output_tokens", "previous_response_id", "prompt_cache_key", "prompt_cache_retention", "user")
 SECRET = "reasoning.encrypted_content"
 
@@ -103,7 +103,7 @@ def _conversation(body: Body, kept: KeptResponses | OwnResponses) -> Conversatio
 def _choice(body: Body, tools: Tools) -> tuple[Any, list[Any]]:
     """(ChatRequest.calls, the tools to show).
 
-    A call of one certain tool is had by showing no other and beginning the reply with a call.
+    To force one certain tool, no other is shown and the reply begins with a call.
     """
     choice: Any = body.get("tool_choice")
     if choice is None:
@@ -122,7 +122,7 @@ def _choice(body: Body, tools: Tools) -> tuple[Any, list[Any]]:
 
 
 def _thinking(body: Body, answers_at_once: bool) -> Body:
-    """Arguments for the template. Without a word about it the template decides."""
+    """Arguments for the template, which decides what the body leaves open."""
     kwargs: Body = {}
     effort = field(field(body, "reasoning", "", dict, {}), "effort", "reasoning", str, None)
     if (effort := known(effort, ("none", *EFFORTS), "reasoning.effort")) is not None:
@@ -140,20 +140,23 @@ def _summary(body: Body) -> str | None:
 
 
 def _refuse(body: Body) -> None:
-    """What asks for something that the response would have to have, and cannot."""
+    """Raises InvalidRequestError for what the response would need and cannot have."""
     shape = field(field(body, "text", "", dict, {}), "format", "text", dict, {})
     kind = field(shape, "type", "text.format", str, "text")
     if kind != "text":
         why = "mlx-lm cannot hold a reply to a schema; describe it in the prompt, or use a tool"
         raise InvalidRequestError("text.format", f"found {kind[:50]!r}; {why}")
-    elsewhere = "this server keeps none; send what it holds as input"
+    elsewhere = "this server stores none; send its content as input"
     wanted = {"conversation": elsewhere, "prompt": elsewhere}
-    wanted |= {"background": "needed a client that waits; leave it out", "top_logprobs": "this endpoint tells no logprobs"}
+    wanted |= {
+        "background": "responses are not computed in the background; leave it out",
+        "top_logprobs": "this endpoint returns no logprobs",
+    }
     for place, why in wanted.items():
         if body.get(place) not in (None, False, 0, []):
             raise InvalidRequestError(place, why)
     if "message.output_text.logprobs" in field(body, "include", "", list, []):
-        raise InvalidRequestError("include", "found 'message.output_text.logprobs'; this endpoint tells no logprobs")
+        raise InvalidRequestError("include", "found 'message.output_text.logprobs'; this endpoint returns no logprobs")
 
 
 def _echo(body: Body, arguments: GenerationArguments) -> Body:

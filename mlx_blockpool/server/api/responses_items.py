@@ -94,7 +94,7 @@ class Conversation:
     def _reasoning(self, item: Item, at: str) -> None:
         thinking = self._text(field(item, "content", at, list, []), f"{at}.content")
         if not thinking:
-            # Ours, if anybody's; a summary is the whole of it as well.
+            # Encrypted content of our own is all of the thinking, and so is a summary.
             summary = self._text(field(item, "summary", at, list, []), f"{at}.summary", "\n\n")
             thinking = thinking_in("", field(item, "encrypted_content", at, str, "")) or summary
         if thinking:

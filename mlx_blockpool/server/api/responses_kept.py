@@ -1,4 +1,4 @@
-"""Responses that a client may go on from by name. In memory only, and so many; any thread may call anything here."""
+"""Stored responses that a client may continue by id. In memory only, and bounded; any thread may call this."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ MAX_CHARACTERS = 64_000_000
 
 @dataclass(frozen=True)
 class Kept:
-    """`response`: as it was told. `items`: the conversation with it, without instructions, which hold for one response only."""
+    """`response`: as it was sent. `items`: the conversation with it, without instructions, which hold for one response only."""
 
     response: dict[str, Any]
     items: list[Item]
@@ -26,7 +26,7 @@ class Kept:
 
 
 class KeptResponses:
-    """The last responses by their ids; the oldest are forgotten."""
+    """The last responses by their ids; the oldest are dropped."""
 
     def __init__(self) -> None:
         self._kept: OrderedDict[str, Kept] = OrderedDict()
@@ -51,7 +51,7 @@ class KeptResponses:
         return kept if kept is not None and kept.owner == owner else None
 
     def item(self, name: str, owner: str | None = None) -> Item | None:
-        """An item that one of an owner's has put out."""
+        """An output item of one of the owner's responses."""
         with self._changing:
             outputs = [kept.response["output"] for kept in reversed(self._kept.values()) if kept.owner == owner]
         return next((item for output in outputs for item in output if item["id"] == name), None)
@@ -59,7 +59,7 @@ class KeptResponses:
 
 @dataclass(frozen=True)
 class OwnResponses:
-    """The responses of one owner: those of others are not there."""
+    """The responses of one owner."""
 
     kept: KeptResponses
     owner: str | None
@@ -71,5 +71,5 @@ class OwnResponses:
         return self.kept.get(name, self.owner)
 
     def item(self, name: str) -> Item | None:
-        """An item that one of them has put out."""
+        """An output item of one of them."""
         return self.kept.item(name, self.owner)

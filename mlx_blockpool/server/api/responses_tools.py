@@ -22,14 +22,14 @@ NO_PARAMETERS: dict[str, Any] = {"type": "object", "properties": {}}
 
 @dataclass(frozen=True)
 class Name:
-    """What a client calls a function. `namespace`: None outside of any."""
+    """A client's name for a function. `namespace`: None outside of any."""
 
     name: str
     namespace: str | None = None
 
     @property
     def flat(self) -> str:
-        """What the model calls it."""
+        """The model's name for it."""
         if not self.namespace:
             return self.name
         between = "" if self.namespace.endswith("_") else "__"

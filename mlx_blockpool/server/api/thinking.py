@@ -1,4 +1,4 @@
-"""The signature of a thinking block. Clients send it back unread; here it says nothing of who thought, only what was thought."""
+"""The signature of a thinking block. Clients send it back unread; here it proves no author, and may carry the thinking."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ MAX_BYTES = 4_000_000
 
 
 def signature_of(thinking: str, shown: bool) -> str:
-    """What stands for thinking that the client sees, or carries thinking that it does not see."""
+    """A digest of thinking that the client sees, or the packed thinking that it does not see."""
     data = thinking.encode("utf-8", "surrogatepass")
     if shown:
         return blake2b(data, digest_size=24).hexdigest()
@@ -28,5 +28,5 @@ def thinking_in(thinking: str, signature: str) -> str:
         data = base64.b64decode(signature[len(PACKED) :], validate=True)
         return zlib.decompressobj().decompress(data, MAX_BYTES).decode("utf-8", "surrogatepass")
     except (binascii.Error, zlib.error, UnicodeDecodeError):
-        # Somebody else's signature.
+        # Another server's signature.
         return ""

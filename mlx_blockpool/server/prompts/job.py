@@ -1,4 +1,4 @@
-"""What a prompt worker is asked and what it answers, as both processes see it. No tokenizer and no mlx."""
+"""The jobs of prompt workers and their results, and how both cross the pipe. No tokenizer and no mlx."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from ...messages import Message
 
 # Tokens cross the pipe as 32-bit integers behind a header of JSON; so many bytes say how long the header is.
 HEADER_BYTES = 4
-# The answer to a job that has used up its time.
+# The result of a job that has used up its time.
 OUT_OF_TIME = b""
 
 
@@ -37,7 +37,7 @@ class TokenizerSource:
 
 @dataclass(frozen=True)
 class BodyJob:
-    """A request's body to look at before it is read: whether it is JSON that does not take long."""
+    """A request's body to check before it is parsed: that it is JSON which does not take long."""
 
     data: bytes
 
@@ -105,7 +105,7 @@ class PreparedPrompt:
 
     @classmethod
     def empty(cls) -> PreparedPrompt:
-        """What comes back from a job that was not for a prompt."""
+        """The result of a job that was not for a prompt."""
         return cls([], [], [], "normal")
 
     def pack(self) -> bytes:
@@ -121,7 +121,7 @@ def pack_error(error: BaseException) -> bytes:
 
 
 def unpack(data: bytes) -> PreparedPrompt:
-    """The answer that a worker has packed. Raises PromptError and RequestTooLargeError where the job has failed."""
+    """The result that a worker has packed. Raises PromptError and RequestTooLargeError if the job has failed."""
     length = int.from_bytes(data[:HEADER_BYTES], "little")
     header = json.loads(data[HEADER_BYTES : HEADER_BYTES + length])
     if "too_large" in header:

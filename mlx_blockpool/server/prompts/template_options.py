@@ -1,6 +1,6 @@
-"""What a request's `chat_template_kwargs` may hold: the switches that chat templates read, and what the operator allows.
+"""Which `chat_template_kwargs` a request may have: the switches that chat templates read, and names that the operator allows.
 
-Everything else that a tokenizer's apply_chat_template() takes (a template of one's own, padding, lengths) is the operator's.
+Every other argument of a tokenizer's apply_chat_template() (a template of one's own, padding, lengths) is the operator's.
 """
 
 from __future__ import annotations
@@ -45,7 +45,7 @@ PLACE = "chat_template_kwargs"
 
 
 def check_template_options(options: dict[str, Any] | None, allowed: tuple[str, ...] | None) -> None:
-    """Raises InvalidRequestError, with the name of the option, for what a request may not say.
+    """Raises InvalidRequestError, with the name of the option, for an option that a request may not have.
 
     `allowed`: names beside SWITCHES, with any value; None: any name.
     """
