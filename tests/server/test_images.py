@@ -98,7 +98,7 @@ def test_a_redirect_to_another_host_is_not_followed(site: Site, checked: list[st
 
 
 def test_redirects_come_to_an_end(site: Site, checked: list[str]) -> None:
-    with pytest.raises(InvalidRequestError, match="cannot be had"):
+    with pytest.raises(InvalidRequestError, match="cannot be fetched"):
         take_images(shown(f"{site.url}/to/" * 9 + "3"), "messages.0", ImageConfig(hosts=("127.0.0.1",)))
     assert len(site.asked) < 6
 
