@@ -456,7 +456,7 @@ def test_both_protocols_and_all_roles_make_one_prompt(server: Client, gpt: opena
         ({"temperature": -1}, "temperature", "greater"),
         ({"top_logprobs": 3}, "top_logprobs", "no logprobs"),
         ({"background": True}, "background", "waits"),
-        ({"conversation": "conv_1"}, "conversation", "keeps none"),
+        ({"conversation": "conv_1"}, "conversation", "stores none"),
         ({"metadata": {"a": 1}}, "metadata.a", "valid string"),
         ({"prompt_cache_retention": "1h"}, None, "'in_memory' or '24h'"),
         ({"session_id": 7}, None, "session_id must be a string"),
