@@ -83,7 +83,7 @@ def _clear(args: argparse.Namespace) -> Outcome:
 
 @dataclass(frozen=True)
 class Survey:
-    """Every file, what is known of each record, those that nothing leads to, and the agents that cannot be read."""
+    """Every file of a store: its records as judged, those without a parent (orphans), and agents that cannot be read."""
 
     listing: Listing
     judged: list[Judged]

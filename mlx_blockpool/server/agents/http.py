@@ -1,4 +1,4 @@
-"""/v1/agents: every agent of memory and store, and what can be done to one. Works for one request, on the socket's thread.
+"""/v1/agents: lists agents and changes one. Handles one request, on the socket's thread.
 
 GET    /v1/agents, /v1/agents/NAME, /v1/agents/NAME/export
 POST   /v1/agents/NAME/pin, unpin, save, restore, import; with {"to": "..."} fork, rename
@@ -55,7 +55,7 @@ class AgentsEndpoint:
         self._handler = handler
         self._generator = handler.response_generator
         self._parts: list[str] = []
-        # Bytes of a file that are still on the wire.
+        # Bytes of the request's file that were not received yet.
         self._unread = 0
 
     def get(self) -> None:
@@ -78,13 +78,13 @@ class AgentsEndpoint:
             return None
         if len(self._parts) > 1:
             raise self._unknown()
-        subjects = service.look()
+        views = service.look()
         if self._parts:
-            subject = service.need_in(subjects, self._noted(self._parts[0]))
-            return listing(service, subjects, [subject.name])[0]
+            view = service.need_in(views, self._noted(self._parts[0]))
+            return listing(service, views, [view.name])[0]
         warm_up = getattr(self._generator, "warm_up", None)
         return {
-            "agents": listing(service, subjects, list(service.mine(subjects))),
+            "agents": listing(service, views, list(service.mine(views))),
             "bad": [] if service.owner is not None else _bad(service.bad),
             "warm_up": None if warm_up is None or service.owner is not None else warm_up.report(),
         }
@@ -151,7 +151,7 @@ class AgentsEndpoint:
                 handler.wfile.write(piece)
 
     def _import(self, service: AgentService, name: str) -> Report:
-        """The body goes to a file first, which may be as large as what the pools can hold."""
+        """Spool the body to a file of at most the pools' size, then import it."""
         length, most = self._length(), _pool_bytes(self._generator)
         self._unread = length
         if length > most:
@@ -176,7 +176,7 @@ class AgentsEndpoint:
     # -- answers -------------------------------------------------------------------------------------------------------
 
     def _answer(self, act: Callable[[], Report | None]) -> None:
-        """Whatever goes wrong is told as JSON, unless the answer has begun."""
+        """Send the report of `act`, or its error as JSON."""
         try:
             self._parts = _parts_of(self._handler.path)
             report = act()
@@ -193,7 +193,7 @@ class AgentsEndpoint:
 
     def _fail(self, status: int, error: Exception) -> None:
         if self._handler.answered:
-            # A file has begun; that it ends too soon is all that its client can be told.
+            # A file has begun: closing the connection is the only way to report an error.
             log.warning("%s: %s", self._handler.path, error)
             self._handler.close_connection = True
             return
@@ -209,7 +209,7 @@ def _bad(found: list[tuple[Path, str]]) -> list[Report]:
 
 
 def _parts_of(path: str) -> list[str]:
-    """What comes behind /v1/agents, each part decoded. Raises RefusedError."""
+    """The percent-decoded parts of the path behind /v1/agents. Raises RefusedError."""
     rest = path.partition("?")[0].removeprefix(PATH).strip("/")
     try:
         return [unquote(part, errors="strict") for part in rest.split("/")] if rest else []

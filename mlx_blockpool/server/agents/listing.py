@@ -1,6 +1,6 @@
-"""Figures of agents for GET /v1/agents: where each is, how much of it is in memory and on disk, and what only it stands on.
+"""Listing of agents for GET /v1/agents: for each its size in memory and on disk, and how much of that no other agent needs.
 
-On the socket's thread; what is in memory is measured by errands, a few agents in each.
+On the socket's thread; memory is measured on the generation thread, a few agents between two decode steps.
 """
 
 from __future__ import annotations
@@ -18,61 +18,61 @@ from ...store.agent_records import utc
 from ...store.manifest import shown
 from ...tier.measure import Measure, measure
 from .by_content import is_by_content
-from .service import AgentService, Home, Subject, shared_with
+from .service import AgentService, AgentView, Home, shared_with
 
-# So long some are measured between two steps.
+# Agents are measured for so long between two decode steps.
 STEP_SECONDS = 0.01
 
 
-def listing(service: AgentService, subjects: dict[str, Subject], names: Sequence[str]) -> list[Report]:
-    """Figures of the named ones among all agents; sizes in bytes, times in UTC."""
-    chosen = [subjects[name] for name in names]
+def listing(service: AgentService, views: dict[str, AgentView], names: Sequence[str]) -> list[Report]:
+    """Figures of the agents `names` among all `views`; sizes in bytes, times in UTC."""
+    chosen = [views[name] for name in names]
     running, waiting = service.requests()
     measured: dict[str, Report] = {}
     for home in {id(s.home): s.home for s in chosen if s.home is not None}.values():
-        shared = shared_with(home, subjects)
-        left = deque(subject for subject in chosen if subject.home is home)
+        shared = shared_with(home, views)
+        left = deque(view for view in chosen if view.home is home)
         sizes: dict[Node, tuple[int, int]] = {}
         while left:
             measured |= service.do(partial(_measured, service, home, left, shared, sizes))
-    measured |= _on_disk(service, [subject for subject in chosen if subject.home is None])
+    measured |= _on_disk(service, [view for view in chosen if view.home is None])
     return [_about(s, running, waiting) | measured.get(s.name, {}) for s in chosen]
 
 
-def _about(subject: Subject, running: Counter[str], waiting: Counter[str]) -> Report:
+def _about(view: AgentView, running: Counter[str], waiting: Counter[str]) -> Report:
     return {
-        "name": subject.name,
-        "shown": shown(subject.name),
-        "by": "content" if is_by_content(subject.name) else "name",
-        "model": subject.model,
-        "namespace": subject.namespace,
-        "loaded": subject.home is not None,
-        "tokens": subject.path.tokens,
-        "created": utc(subject.noted.created),
-        "used": utc(subject.noted.used),
-        "pinned": subject.is_pinned,
-        "pinned_in_memory": subject.home is not None and subject.name in subject.home.in_memory,
-        "running": running[subject.name],
-        "waiting": waiting[subject.name],
+        "name": view.name,
+        "shown": shown(view.name),
+        "by": "content" if is_by_content(view.name) else "name",
+        "model": view.model,
+        "namespace": view.namespace,
+        "loaded": view.home is not None,
+        "tokens": view.path.tokens,
+        "created": utc(view.noted.created),
+        "used": utc(view.noted.used),
+        "pinned": view.is_pinned,
+        "pinned_in_memory": view.home is not None and view.name in view.home.in_memory,
+        "running": running[view.name],
+        "waiting": waiting[view.name],
     }
 
 
 def _measured(
-    service: AgentService, home: Home, left: deque[Subject], shared: SharedPaths, sizes: dict[Node, tuple[int, int]]
+    service: AgentService, home: Home, left: deque[AgentView], shared: SharedPaths, sizes: dict[Node, tuple[int, int]]
 ) -> dict[str, Report]:
-    """On the generation thread. What only a running request needs besides is not looked for."""
+    """On the generation thread. Takes agents from `left`. Blocks that only a running request shares count as the agent's own."""
     _, prefix = service.served(home)
     until = time.monotonic() + STEP_SECONDS
     measured: dict[str, Report] = {}
     while left and (not measured or time.monotonic() < until):
-        subject = left.popleft()
-        own = own_from(prefix.index, subject.path, shared)
-        measured[subject.name] = in_words(measure(prefix, subject.path, own, sizes))
+        view = left.popleft()
+        own = own_from(prefix.index, view.path, shared)
+        measured[view.name] = in_words(measure(prefix, view.path, own, sizes))
     return measured
 
 
 def in_words(found: Measure) -> Report:
-    """Sizes of what is its own and of what others need too, in memory and on disk."""
+    """A measure as reports show it: own and shared bytes in memory and on disk."""
     figures = asdict(found)
     sizes = {where: {whose: figures.pop(f"{whose}_{key}") for whose in ("own", "shared")} for where, key in _PLACES}
     return figures | {where: {f"{whose}_bytes": size for whose, size in own.items()} for where, own in sizes.items()}
@@ -81,11 +81,11 @@ def in_words(found: Measure) -> Report:
 _PLACES = (("memory", "bytes"), ("disk", "disk_bytes"))
 
 
-def _on_disk(service: AgentService, subjects: list[Subject]) -> dict[str, Report]:
+def _on_disk(service: AgentService, views: list[AgentView]) -> dict[str, Report]:
     """Of models that are not loaded, from the headers of their records."""
-    if not subjects or service.records is None:
+    if not views or service.records is None:
         return {}
-    listed: list[Report] = service.records.listing({s.namespace for s in subjects if s.namespace})["agents"]
+    listed: list[Report] = service.records.listing({s.namespace for s in views if s.namespace})["agents"]
     return {
         found["name"]: {
             "tokens_in_memory": 0,

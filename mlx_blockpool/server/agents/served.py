@@ -1,4 +1,4 @@
-"""The agents of the loaded model: each is a name for the path of its last turn, noted in memory, and on disk if there is a store.
+"""The agents of a loaded model: each is a name for the path of its last turn, noted in memory and, with a store, on disk.
 
 Files are read and written by a thread of their own; the generation thread, which owns the rest, never waits for a disk.
 """
@@ -29,7 +29,7 @@ from .by_content import is_by_content
 log = logging.getLogger(__name__)
 T = TypeVar("T")
 
-# Other processes change agents too: files are looked at this often.
+# Other processes change agents too: their files are read this often.
 LOOK_SECONDS = 1.0
 # Turns that are noted under one lock of the folder, for which other processes wait.
 NOTED_AT_ONCE = 64
@@ -37,7 +37,7 @@ NOTED_AT_ONCE = 64
 
 @dataclass(frozen=True)
 class Noted:
-    """Where an agent is, and when it was first and last noted, in seconds since the epoch."""
+    """The path of an agent's last turn, and when it was first and last noted, in seconds since the epoch."""
 
     path: PrefixRef
     created: int
@@ -71,18 +71,18 @@ class ServedAgents:
 
     @property
     def namespace(self) -> str | None:
-        """Under which records are kept; None: nothing is."""
+        """The namespace of the model's records on disk; None: there is no store."""
         return None if self._store is None else self._store.namespace
 
     # -- the generation thread -----------------------------------------------------------------------------------------
 
     def attend(self, prefix: TieredPrefixCache) -> None:
-        """These are the prefixes that paths lead to."""
+        """Take the prefixes of the loaded model, to which the paths refer."""
         self._prefix = prefix
         self.follow({})
 
     def follow(self, turns: Mapping[str, PrefixRef]) -> None:
-        """Agents whose turns have ended: note them, and let pins go with them. Takes over what other processes pinned."""
+        """Note the ended turns of agents, move their pins, and apply pins that other processes have set in the files."""
         for name, path in turns.items():
             self.note(name, path)
         if self._applied is not self._seen:
@@ -93,7 +93,7 @@ class ServedAgents:
             self._writer.submit(self._look)
 
     def note(self, name: str, path: PrefixRef) -> None:
-        """An agent is here now. Of several turns the last one is written."""
+        """Note an agent's turn. Of several turns that wait for the disk only the last is written."""
         before, now = self.noted.pop(name, None), int(time.time())
         self.noted[name] = Noted(path, now if before is None else before.created, now)
         self._bound_memory()
@@ -108,19 +108,19 @@ class ServedAgents:
             self._writer.submit(self._write_pending)
 
     def path_of(self, name: str) -> PrefixRef | None:
-        """Where an agent was when it was noted last, in memory or else in the files as they were seen last."""
+        """The path of an agent's last turn, from memory or else from its file as last read; None: no such agent."""
         noted = self.noted.get(name)
         if noted is not None:
             return noted.path
         return next((at(agent).path for agent in self._seen if agent.name == name), None)
 
     def salt_of_import(self, name: str) -> bytes:
-        """What an agent goes on under whose path came from outside without proof; SHARED for all others."""
+        """The salt of an agent whose path was imported without proof; SHARED for all others."""
         path = self.path_of(name)
         return path.salt if path is not None and is_of_import(path.salt) else SHARED
 
     def pin(self, name: str, path: PrefixRef) -> bool:
-        """Nothing of an agent's path goes any more, also once it has gone on. Whether it is in memory that it stays."""
+        """Keep an agent's path and those of its later turns. Returns whether its blocks are pinned in memory."""
         self._pin_in_memory(name, path)
         return self.pinned[name] is not None
 
@@ -130,7 +130,7 @@ class ServedAgents:
             self._prefix.index.unpin(pin)
 
     def pinned_hashes(self) -> set[bytes]:
-        """The hashes of all paths that are pinned, as the files and the last turns say; cheap to ask again."""
+        """The hashes of all pinned paths, from the files as last read and from the last turns."""
         hashes = {digest for agent in self._seen if agent.pinned for digest in agent.hashes}
         return hashes | {digest for name in self.pinned if name in self.noted for digest in self.noted[name].path.hashes}
 
@@ -146,7 +146,7 @@ class ServedAgents:
         self.noted[new] = Noted(path, now, now)
 
     def forget(self, name: str) -> None:
-        """No such agent any more; its files are somebody else's to remove."""
+        """Forget an agent in memory. Its file and records stay."""
         self.unpin(name)
         self.noted.pop(name, None)
         with self._changing:
@@ -167,7 +167,7 @@ class ServedAgents:
             log.warning("agents: no more blocks or states of the pool can be pinned; one agent's path may leave memory")
 
     def _take_over(self, seen: list[Agent]) -> None:
-        """What the files say of pins holds."""
+        """Apply the pins that the files have."""
         if self.files is None or self._prefix is None:
             return
         pinned = {agent.name: at(agent).path for agent in seen if agent.pinned}
@@ -188,7 +188,7 @@ class ServedAgents:
     # -- any thread ----------------------------------------------------------------------------------------------------
 
     def run(self, act: Callable[[Agents], T]) -> T:
-        """Have something done with the files, after all that was noted before, and wait. Raises what `act` raises.
+        """Run `act` on the writer's thread, after all earlier notes, and return its result. Raises what it raises.
 
         Raises LoadError once the model has been unloaded.
         """
@@ -249,7 +249,7 @@ class ServedAgents:
             bound_notes(self.files, self._config, self.noted)
 
     def _look(self) -> None:
-        """See which agents there are. A folder that cannot be read holds what it held."""
+        """Read the agents' files. If the folder cannot be read, the last reading stands."""
         if self.files is not None:
             try:
                 seen = [agent for agent in self.files.all() if agent.namespace == self.namespace]
@@ -261,7 +261,7 @@ class ServedAgents:
 
 
 def bound_notes(files: Agents, config: StoreConfig, noted: dict[str, Noted]) -> None:
-    """Remove the notes that are beyond the limits; records have a budget of their own. Memory knows best who was used when."""
+    """Remove the least recently used agents' files beyond the limits. `noted` has later times of use than the files."""
     try:
         # The generation thread goes on with it meanwhile.
         used = {name: found.used for name, found in noted.copy().items()}
@@ -272,5 +272,5 @@ def bound_notes(files: Agents, config: StoreConfig, noted: dict[str, Noted]) -> 
 
 
 def at(agent: Agent) -> Noted:
-    """Where a file says that an agent is."""
+    """An agent as its file has it."""
     return Noted(PrefixRef(agent.hashes, agent.tokens, agent.salt), agent.created, agent.used)

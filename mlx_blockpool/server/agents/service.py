@@ -45,7 +45,7 @@ LONGEST_NAME = 256
 
 
 class RefusedError(BlockpoolError):
-    """An order that cannot be carried out, and the HTTP status that says why."""
+    """A request about agents that cannot be carried out, and its HTTP status."""
 
     def __init__(self, status: int, message: str) -> None:
         super().__init__(message)
@@ -54,7 +54,10 @@ class RefusedError(BlockpoolError):
 
 @dataclass(frozen=True)
 class Home:
-    """A loaded model that keeps paths of agents: who is noted in its memory, and who is pinned there."""
+    """A loaded model with agents, as one request sees it.
+
+    `noted`: its agents in memory, by name; `pinned`: names of pinned agents; `in_memory`: those of them whose blocks are pinned.
+    """
 
     key: ModelKey
     agents: ServedAgents
@@ -64,8 +67,11 @@ class Home:
 
 
 @dataclass(frozen=True)
-class Subject:
-    """One agent. `home`: the loaded model that has its path; None: it is not loaded. `file`: what the store's folder says."""
+class AgentView:
+    """One agent, as one request sees it.
+
+    `home`: the loaded model that has its path, or None; `file`: the agent's file in the store's folder, or None.
+    """
 
     name: str
     noted: Noted
@@ -84,7 +90,7 @@ class Subject:
 
     @property
     def namespace(self) -> str | None:
-        """Under which its records are kept; None: nothing is."""
+        """The namespace of its records on disk; None: it has none."""
         if self.file is not None:
             return self.file.namespace
         return None if self.home is None else self.home.agents.namespace
@@ -96,7 +102,11 @@ class Subject:
 
 
 class AgentService:
-    """What there is when it is asked for; each look is a new one. `root`: the store's folder; None: nothing is on disk."""
+    """The agents of one server's loaded models and of its store's folder; every call reads both anew.
+
+    `root`: the store's folder; None: the server has no store. Methods raise RefusedError for an unknown agent and for a model
+    that was unloaded meanwhile, and OSError for a folder that cannot be read.
+    """
 
     def __init__(self, generator: Any) -> None:
         self._generator = generator
@@ -106,14 +116,14 @@ class AgentService:
         self.config: StoreConfig = generator.store_config or StoreConfig()
         self.bad: list[tuple[Path, str]] = []
         self.spool: Spool = generator.spool
-        # What its agents' prefixes are kept under, but for imports that are not proven.
+        # The salt of its agents' prefixes, other than unproven imports.
         self.salt: bytes = getattr(generator, "salt", SHARED)
         self.owner: str | None = getattr(generator, "owner", None)
 
-    # -- who there is --------------------------------------------------------------------------------------------------
+    # -- looking -------------------------------------------------------------------------------------------------------
 
-    def look(self) -> dict[str, Subject]:
-        """All agents by name. Raises OSError where the folder cannot be read."""
+    def look(self) -> dict[str, AgentView]:
+        """All agents by name, once all turns that have ended are on disk."""
         homes = self.homes()
         for home in homes:
             home.agents.settle()
@@ -121,53 +131,53 @@ class AgentService:
         if self.files is not None:
             found = self.files.look()
             files, self.bad = {agent.name: agent for agent in found.agents}, found.bad
-        subjects: dict[str, Subject] = {}
+        views: dict[str, AgentView] = {}
         for name in sorted({*files, *(name for home in homes for name in home.noted)}):
-            subjects[name] = _subject(name, homes, files.get(name))
-        return subjects
+            views[name] = _view(name, homes, files.get(name))
+        return views
 
-    def mine(self, subjects: dict[str, Subject]) -> dict[str, Subject]:
-        """Those of the agents that whoever asks may know of."""
-        return {name: subject for name, subject in subjects.items() if belongs(name, self.owner)}
+    def mine(self, views: dict[str, AgentView]) -> dict[str, AgentView]:
+        """The agents that the owner of the request's key may see."""
+        return {name: view for name, view in views.items() if belongs(name, self.owner)}
 
     def homes(self) -> list[Home]:
-        """The loaded models that keep paths."""
+        """The loaded models that have agents."""
         return self.do(self._homes)
 
-    def need(self, name: str) -> Subject:
-        """An agent by its name, or by what its file is called. Raises RefusedError."""
+    def need(self, name: str) -> AgentView:
+        """An agent by its own name, or by the name of its file."""
         return self.need_in(self.look(), name)
 
-    def need_in(self, subjects: dict[str, Subject], name: str) -> Subject:
-        """The same, among those that a look has found."""
-        subjects = self.mine(subjects)
+    def need_in(self, views: dict[str, AgentView], name: str) -> AgentView:
+        """need() among the agents that look() has returned."""
+        views = self.mine(views)
         called = (own_name(name), name)
-        found = subjects.get(name) or next((s for s in subjects.values() if safe_name(s.name) in called), None)
+        found = views.get(name) or next((s for s in views.values() if safe_name(s.name) in called), None)
         if found is None:
-            known = [shown(other) for other in subjects]
+            known = [shown(other) for other in views]
             there = ", ".join(known[:NAMES_SHOWN]) + (f" and {len(known) - NAMES_SHOWN} more" if len(known) > NAMES_SHOWN else "")
             raise RefusedError(
                 404, f"Found no agent {shown(name)}, but {there or 'none'}. Give a name that GET /v1/agents shows."
             )
         return found
 
-    def need_home(self, name: str) -> tuple[Subject, Home]:
-        """An agent whose model is loaded. Raises RefusedError."""
-        subject = self.need(name)
-        if subject.home is None:
+    def need_home(self, name: str) -> tuple[AgentView, Home]:
+        """An agent and its model, which must be loaded."""
+        view = self.need(name)
+        if view.home is None:
             raise RefusedError(
                 409,
-                f"Found agent {shown(subject.name)} under {shown(subject.model)}, with other weights, store bits or adapter than "
+                f"Found agent {shown(view.name)} under {shown(view.model)}, with other weights, store bits or adapter than "
                 "the loaded models have; needed its model loaded. POST /admin/load, or send it a request.",
             )
-        return subject, subject.home
+        return view, view.home
 
     def requests(self) -> tuple[Counter[str], Counter[str]]:
-        """How many requests of each agent run, and how many wait."""
+        """The numbers of running and of waiting requests of each agent."""
         return self.do(self._requests)
 
     def refuse_if_busy(self, name: str) -> None:
-        """On the generation thread. Raises RefusedError while a request of this agent runs or waits."""
+        """Raise RefusedError while a request of this agent runs or waits. On the generation thread."""
         running, waiting = (counts[name] for counts in self._requests())
         if running or waiting:
             found = f"{running} running and {waiting} waiting requests of agent {shown(name)}"
@@ -176,40 +186,40 @@ class AgentService:
     # -- names and pins ------------------------------------------------------------------------------------------------
 
     def pin(self, name: str) -> Report:
-        """Nothing of its path goes, from memory as far as half of the pool allows, and from disk."""
-        subject = self.need(name)
-        self._change_file(subject, lambda files: files.pin(subject.name))
+        """Keep its path on disk, and in memory as far as half of the pool allows."""
+        view = self.need(name)
+        self._change_file(view, lambda files: files.pin(view.name))
         in_memory = False
-        if subject.home is not None:
-            in_memory = self.at(subject.home, lambda served, _: _pin(served, subject))
-        return {"agent": subject.name, "pinned": True, "pinned_in_memory": in_memory, "pinned_on_disk": subject.file is not None}
+        if view.home is not None:
+            in_memory = self.at(view.home, lambda served, _: _pin(served, view))
+        return {"agent": view.name, "pinned": True, "pinned_in_memory": in_memory, "pinned_on_disk": view.file is not None}
 
     def unpin(self, name: str) -> Report:
-        """It may go like any other."""
-        subject = self.need(name)
-        self._change_file(subject, lambda files: files.unpin(subject.name))
-        if subject.home is not None:
-            self.at(subject.home, lambda served, _: _unpin(served, subject.name))
-        return {"agent": subject.name, "pinned": False}
+        """Let its path be evicted and dropped like any other."""
+        view = self.need(name)
+        self._change_file(view, lambda files: files.unpin(view.name))
+        if view.home is not None:
+            self.at(view.home, lambda served, _: _unpin(served, view.name))
+        return {"agent": view.name, "pinned": False}
 
     def rename(self, name: str, new: str) -> Report:
-        """The same agent under a name that is free."""
-        subject = self.need(name)
+        """Give an agent without requests another, free name."""
+        view = self.need(name)
         self._need_free(new)
-        self.do(lambda: self.refuse_if_busy(subject.name))
-        self._change_file(subject, lambda files: files.rename(subject.name, new))
-        if subject.home is not None:
-            self.at(subject.home, lambda served, _: agents_of(served).rename(subject.name, new))
-        return {"agent": new, "was": subject.name}
+        self.do(lambda: self.refuse_if_busy(view.name))
+        self._change_file(view, lambda files: files.rename(view.name, new))
+        if view.home is not None:
+            self.at(view.home, lambda served, _: agents_of(served).rename(view.name, new))
+        return {"agent": new, "was": view.name}
 
     def fork(self, name: str, new: str) -> Report:
-        """A second agent that goes on from where this one is."""
-        subject = self.need(name)
+        """Make a second agent that continues this one's path."""
+        view = self.need(name)
         self._need_free(new)
-        self._change_file(subject, lambda files: files.fork(subject.name, new))
-        if subject.home is not None:
-            self.at(subject.home, lambda served, _: agents_of(served).fork(new, subject.path))
-        return {"agent": new, "of": subject.name, "tokens": subject.path.tokens}
+        self._change_file(view, lambda files: files.fork(view.name, new))
+        if view.home is not None:
+            self.at(view.home, lambda served, _: agents_of(served).fork(new, view.path))
+        return {"agent": new, "of": view.name, "tokens": view.path.tokens}
 
     def _need_free(self, new: str) -> None:
         if is_by_content(new):
@@ -217,13 +227,13 @@ class AgentService:
         if new in self.look():
             raise RefusedError(409, f"Found an agent {shown(new)} already; needed a name that is free.")
 
-    def _change_file(self, subject: Subject, act: Callable[[Agents], object]) -> None:
-        """Where the agent has a file. What goes on in memory is noted there first. Raises RefusedError and OSError."""
-        if subject.file is None or self.files is None:
+    def _change_file(self, view: AgentView, act: Callable[[Agents], object]) -> None:
+        """Change the agent's file, if it has one, after all of its turns are noted there."""
+        if view.file is None or self.files is None:
             return
         try:
-            if subject.home is not None:
-                subject.home.agents.run(act)
+            if view.home is not None:
+                view.home.agents.run(act)
             else:
                 act(self.files)
                 bound_notes(self.files, self.config, {})
@@ -233,48 +243,51 @@ class AgentService:
     # -- delete --------------------------------------------------------------------------------------------------------
 
     def delete(self, name: str) -> Report:
-        """Its name, and the records and blocks that only its path stands on; then another look proves that they are gone.
+        """Remove an agent with the records and blocks that only its path needs, and prove that they are gone: `clean`.
 
-        Raises RefusedError while it has requests, StoreError and OSError.
+        Raises RefusedError while it has requests, and StoreError.
         """
-        subjects = self.look()
-        subject = self.need_in(subjects, name)
-        on_disk = subject.file is not None and self.root is not None
-        if subject.home is None:
+        views = self.look()
+        view = self.need_in(views, name)
+        on_disk = view.file is not None and self.root is not None
+        if view.home is None:
             assert self.root is not None
             assert self.records is not None
-            self.do(lambda: self.refuse_if_busy(subject.name))
-            deleted = self.records.delete(subject.name, self.records.share(subject.name))
+            self.do(lambda: self.refuse_if_busy(view.name))
+            deleted = self.records.delete(view.name, self.records.share(view.name))
             return _below(self.root, {name: value for name, value in deleted.items() if name != "folder"})
-        # What its files stand on is known by their names as long as the agent is.
-        share = self.records.share(subject.name) if on_disk and self.records is not None else Share([], [])
-        shared = shared_with(subject.home, subjects)
-        freed, kept = self.at(subject.home, lambda served, prefix: self._forget(served, prefix, subject, shared))
+        # Its records can be named only while its file is there.
+        share = self.records.share(view.name) if on_disk and self.records is not None else Share([], [])
+        shared = shared_with(view.home, views)
+        freed, kept = self.at(view.home, lambda served, prefix: self._forget(served, prefix, view, shared))
         report: Report = {
-            "agent": subject.name,
+            "agent": view.name,
             "deleted": True,
             "memory": {"blocks": freed.blocks, "bytes": freed.bytes, "kept": freed.kept},
-            "clean": self.at(subject.home, lambda _, prefix: len(prefix.index.trie.find(subject.path).path) <= freed.kept),
+            "clean": self.at(view.home, lambda _, prefix: len(prefix.index.trie.find(view.path).path) <= freed.kept),
         }
         if on_disk and self.records is not None:
             mine = [file for file in share.own if _hash_of(file) not in kept]
-            disk = self._remove(subject, subject.home, self.records, Share(mine, share.stays))
+            disk = self._remove(view, view.home, self.records, Share(mine, share.stays))
             report |= disk | {"clean": report["clean"] and disk["clean"]}
         return _below(self.root, report)
 
     def _forget(
-        self, served: LoadedModel, prefix: TieredPrefixCache, subject: Subject, shared: SharedPaths
+        self, served: LoadedModel, prefix: TieredPrefixCache, view: AgentView, shared: SharedPaths
     ) -> tuple[Freed, set[bytes]]:
-        """On the generation thread: forget the path in memory, as far as nobody else needs it, and name what somebody does."""
-        self.refuse_if_busy(subject.name)
-        agents_of(served).forget(subject.name)
-        freed = forget(prefix.index, subject.path, self.own_from(served, prefix, subject, shared))
+        """Forget the path in memory as far as no other agent or request needs it. Returns also the hashes of the rest.
+
+        On the generation thread.
+        """
+        self.refuse_if_busy(view.name)
+        agents_of(served).forget(view.name)
+        freed = forget(prefix.index, view.path, self.own_from(served, prefix, view, shared))
         if prefix.stored is not None:
             prefix.stored.write_behind(0)
-        return freed, kept_hashes(prefix.index, subject.path)
+        return freed, kept_hashes(prefix.index, view.path)
 
-    def _remove(self, subject: Subject, home: Home, records: AgentRecords, share: Share) -> Report:
-        """The records that are left of an agent, then its name."""
+    def _remove(self, view: AgentView, home: Home, records: AgentRecords, share: Share) -> Report:
+        """Remove the agent's own records from disk, then its file."""
         keys = [Key(KINDS[file.path.parents[1].name], _hash_of(file)) for file in share.own]
 
         def forgotten(_: LoadedModel, prefix: TieredPrefixCache) -> PromptStore:
@@ -282,37 +295,37 @@ class AgentService:
             prefix.stored.store.forget(keys)
             return prefix.stored.store
 
-        # Waits for the writer's thread, as any thread may.
+        # Waits for the writer's thread, which any thread may do.
         self.at(home, forgotten).flush()
-        # What another process has written is not known to the store.
+        # The store does not know records that another process has written.
         fsck.remove(share.own)
-        home.agents.run(lambda files: files.remove(subject.name))
+        home.agents.run(lambda files: files.remove(view.name))
         proof = records.proof(share)
         return {"removed": proof["gone"]} | proof
 
     # -- the generation thread -----------------------------------------------------------------------------------------
 
     def do(self, act: Callable[[], T]) -> T:
-        """An errand. Raises what `act` raises, and RuntimeError if there is nobody to do it."""
+        """Run `act` on the generation thread and return its result. Raises its errors; RuntimeError if the thread has ended."""
         return run_on_generation_thread(self._generator, act)
 
     def at(self, home: Home, act: Callable[[LoadedModel, TieredPrefixCache], T]) -> T:
-        """An errand at a model. Raises RefusedError if it has been unloaded since."""
+        """do() with a model, unless it has been unloaded."""
         return self.do(lambda: act(*self.served(home)))
 
     def served(self, home: Home) -> tuple[LoadedModel, TieredPrefixCache]:
-        """On the generation thread. Raises RefusedError."""
+        """The model and its prefixes, unless it has been unloaded. On the generation thread."""
         served = self._generator.registry.loaded.get(home.key)
         if served is None or served.agents is not home.agents or served.prefix is None:
             raise RefusedError(409, f"Model {shown(home.agents.model_id)} was unloaded meanwhile; needed it loaded. Try again.")
         return served, served.prefix
 
-    def own_from(self, served: LoadedModel, prefix: TieredPrefixCache, subject: Subject, shared: SharedPaths) -> int:
-        """On the generation thread: from which edge of its path on an agent is alone."""
+    def own_from(self, served: LoadedModel, prefix: TieredPrefixCache, view: AgentView, shared: SharedPaths) -> int:
+        """The index of the first edge of its path that no other agent or request needs. On the generation thread."""
         engine = served.engine
         live = [] if engine is None else [*engine.live, *engine._waiting]
-        in_use = [(running.tokens, running.terms.salt) for running in live if _name_of(running.request) != subject.name]
-        return own_from(prefix.index, subject.path, shared, in_use)
+        in_use = [(running.tokens, running.terms.salt) for running in live if _name_of(running.request) != view.name]
+        return own_from(prefix.index, view.path, shared, in_use)
 
     def _homes(self) -> list[Home]:
         homes = []
@@ -339,21 +352,21 @@ class AgentService:
 
 
 def checked_name(name: Any) -> str:
-    """Raises RefusedError for what cannot be the name of an agent."""
+    """`name`, if it can name an agent. Raises RefusedError."""
     if not isinstance(name, str) or not 0 < len(name) <= LONGEST_NAME or not name.isprintable():
         raise RefusedError(400, f"Found {str(name)[:40]!r} as a name; needed 1 to {LONGEST_NAME} printable characters.")
     return name
 
 
 def agents_of(served: LoadedModel) -> ServedAgents:
-    """Who speaks with a model that keeps paths."""
+    """The agents of a loaded model that has some."""
     assert served.agents is not None
     return served.agents
 
 
-def shared_with(home: Home, subjects: dict[str, Subject]) -> SharedPaths:
+def shared_with(home: Home, views: dict[str, AgentView]) -> SharedPaths:
     """The paths of all agents of one loaded model."""
-    return SharedPaths(subject.path for subject in subjects.values() if subject.home is home)
+    return SharedPaths(view.path for view in views.values() if view.home is home)
 
 
 def _name_of(request: Any) -> str | None:
@@ -362,21 +375,21 @@ def _name_of(request: Any) -> str | None:
     return name
 
 
-def _subject(name: str, homes: list[Home], file: Agent | None) -> Subject:
-    """Where a file is, it says with which model the agent spoke last; memory knows of the last turn."""
+def _view(name: str, homes: list[Home], file: Agent | None) -> AgentView:
+    """An agent from its file, which names the model that it used last, and from memory, which has the last turn."""
     if file is not None:
         home = next((home for home in homes if home.agents.namespace == file.namespace), None)
         noted = None if home is None else home.noted.get(name)
-        return Subject(name, at(file) if noted is None or noted.used < file.used else noted, home, file)
+        return AgentView(name, at(file) if noted is None or noted.used < file.used else noted, home, file)
     home = max((home for home in homes if name in home.noted), key=lambda home: home.noted[name].used)
-    return Subject(name, home.noted[name], home, None)
+    return AgentView(name, home.noted[name], home, None)
 
 
-def _pin(served: LoadedModel, subject: Subject) -> bool:
+def _pin(served: LoadedModel, view: AgentView) -> bool:
     agents = agents_of(served)
-    # It may have gone on since it was looked for.
-    noted = agents.noted.get(subject.name, subject.noted)
-    pinned = agents.pin(subject.name, noted.path)
+    # It may have had another turn since look().
+    noted = agents.noted.get(view.name, view.noted)
+    pinned = agents.pin(view.name, noted.path)
     served.note_turns()
     return pinned
 
@@ -387,7 +400,7 @@ def _unpin(served: LoadedModel, name: str) -> None:
 
 
 def _below(root: Path | None, report: Report) -> Report:
-    """A report without the place of the store's folder in it."""
+    """A report with paths relative to the store's folder."""
     text = json.dumps(report)
     return report if root is None else dict(json.loads(text.replace(json.dumps(f"{root}/")[1:-1], "")))
 

@@ -41,9 +41,9 @@ from ..model import LoadedModel
 from ..models.provider import BlockpoolModelProvider
 from .by_content import is_by_content
 from .listing import in_words
-from .service import AgentService, Home, RefusedError, Subject, agents_of
+from .service import AgentService, AgentView, Home, RefusedError, agents_of
 
-# Records are copied into the pool for so long in one errand; between two of them running replies go on.
+# Records are copied into the pool for so long between two decode steps.
 RESTORE_SECONDS = 0.02
 PAUSE_SECONDS = 0.005
 # Signs what servers without a store export, as long as they run.
@@ -55,7 +55,7 @@ def _measure(service: AgentService, home: Home, path: PrefixRef) -> Measure:
 
 
 def _stored(prefix: TieredPrefixCache) -> StoredPrefixes:
-    """Raises RefusedError where nothing is kept on disk."""
+    """The store's side of a model's prefixes. Raises RefusedError if there is no store."""
     if prefix.stored is None:
         raise RefusedError(503, "Found no store for this model; needed one. Start the server without --no-store.")
     return prefix.stored
@@ -66,7 +66,7 @@ def _stored(prefix: TieredPrefixCache) -> StoredPrefixes:
 
 @dataclass(frozen=True)
 class _Saved:
-    """How far a path is on disk, or on its way there. `left`: what waits to be handed over."""
+    """How far a path is on disk. `left`: records that wait for the writer; `refused`: records that the budget has rejected."""
 
     tokens: int
     resumes: int
@@ -81,9 +81,9 @@ class _Saved:
 
 
 def save(service: AgentService, name: str) -> Report:
-    """Its path is on disk when this returns: the end of it too, and what layers that forget hold there. Raises RefusedError."""
-    subject, home = service.need_home(name)
-    path, start = subject.path, time.monotonic()
+    """Write all of an agent's path to disk, with its partial last block, windows and states. Raises RefusedError."""
+    view, home = service.need_home(name)
+    path, start = view.path, time.monotonic()
     before: _Saved | None = None
     store = service.at(home, lambda _, prefix: _stored(prefix).store)
     refused = service.at(home, lambda _, prefix: _note(prefix, path))
@@ -94,16 +94,16 @@ def save(service: AgentService, name: str) -> Report:
         if now == before:
             break
         before = now
-        # Waits for the writer's thread, as any thread may; the next look says what became of it.
+        # Waits for the writer's thread, which any thread may do.
         store.flush()
     found = _measure(service, home, path)
     if found.tokens_on_disk < path.tokens or (now.refused > refused and not now.is_whole(path.tokens)):
         raise RefusedError(503, _why_not(found, now, path, store.config.store_bytes, now.refused > refused))
-    return {"agent": subject.name, "saved": True, "seconds": _since(start), "tokens": path.tokens} | in_words(found)
+    return {"agent": view.name, "saved": True, "seconds": _since(start), "tokens": path.tokens} | in_words(found)
 
 
 def _note(prefix: TieredPrefixCache, path: PrefixRef) -> int:
-    """What is not on disk yet is to be written. Returns how much was refused until now."""
+    """Queue what is not on disk yet. Returns how many records the budget has rejected so far."""
     stored, match = _stored(prefix), prefix.index.trie.find(path)
     stored.note_path(match.path, match.tokens)
     for node in match.path:
@@ -140,39 +140,37 @@ def _why_not(found: Measure, saved: _Saved, path: PrefixRef, store_bytes: int, i
 
 
 def restore(service: AgentService, name: str) -> Report:
-    """Its path is back in memory when this returns. Raises RefusedError."""
-    subject, home = service.need_home(name)
+    """Bring all of an agent's path on disk back into memory. Raises RefusedError."""
+    view, home = service.need_home(name)
     start = time.monotonic()
-    before = _measure(service, home, subject.path)
-    n_bytes = bring_back(service, home, subject)
-    found = _measure(service, home, subject.path)
+    before = _measure(service, home, view.path)
+    n_bytes = bring_back(service, home, view)
+    found = _measure(service, home, view.path)
     if found.tokens_in_memory < max(before.tokens_on_disk, 1) or found.resumes_from_memory < before.resumes_from_disk:
         raise RefusedError(
             503,
-            f"Found {found.tokens_in_memory} of {subject.path.tokens} tokens in memory and {found.tokens_on_disk} on disk; "
+            f"Found {found.tokens_in_memory} of {view.path.tokens} tokens in memory and {found.tokens_on_disk} on disk; "
             "needed those on disk to be readable. The agent's next turn computes what is missing.",
         )
     brought = {"restored_tokens": found.tokens_in_memory - before.tokens_in_memory, "restored_bytes": n_bytes}
     return (
-        {"agent": subject.name, "restored": True, "seconds": _since(start), "tokens": subject.path.tokens}
-        | brought
-        | in_words(found)
+        {"agent": view.name, "restored": True, "seconds": _since(start), "tokens": view.path.tokens} | brought | in_words(found)
     )
 
 
-def bring_back(service: AgentService, home: Home, subject: Subject) -> int:
-    """Bring back what is on disk only. Returns its bytes."""
-    # Here it is only held; what is done with it is done in errands.
+def bring_back(service: AgentService, home: Home, view: AgentView) -> int:
+    """Bring records that are only on disk into memory. Returns their bytes."""
+    # Held here for the finally clause; used on the generation thread alone.
     held: list[tuple[RestoreJob, int]] = []
     try:
-        service.at(home, lambda _, prefix: held.extend(_begin_restore(prefix, subject.path)))
+        service.at(home, lambda _, prefix: held.extend(_begin_restore(prefix, view.path)))
         while held and not service.at(home, lambda served, _: _advance(served, held[0][0])):
             time.sleep(PAUSE_SECONDS)
         return held[0][1] if held else 0
     except PoolExhaustedError as error:
-        raise RefusedError(503, f"No room to bring agent {shown(subject.name)} back: {error}") from error
+        raise RefusedError(503, f"No room to bring agent {shown(view.name)} back: {error}") from error
     finally:
-        service.do(lambda: _end_restore(service, home, held, subject))
+        service.do(lambda: _end_restore(service, home, held, view))
 
 
 def _advance(served: LoadedModel, restore: RestoreJob) -> bool:
@@ -194,12 +192,12 @@ def _begin_restore(prefix: TieredPrefixCache, path: PrefixRef) -> list[tuple[Res
     return [(stored.restore(wanted), sum(map(stored.store.size, keys)))]
 
 
-def _end_restore(service: AgentService, home: Home, held: list[tuple[RestoreJob, int]], subject: Subject) -> None:
+def _end_restore(service: AgentService, home: Home, held: list[tuple[RestoreJob, int]], view: AgentView) -> None:
     while held:
         held.pop()[0].release()
         served, _ = service.served(home)
-        if subject.name in agents_of(served).pinned:
-            agents_of(served).pin(subject.name, agents_of(served).noted.get(subject.name, subject.noted).path)
+        if view.name in agents_of(served).pinned:
+            agents_of(served).pin(view.name, agents_of(served).noted.get(view.name, view.noted).path)
 
 
 # -- export ------------------------------------------------------------------------------------------------------------
@@ -207,23 +205,23 @@ def _end_restore(service: AgentService, home: Home, held: list[tuple[RestoreJob,
 
 @contextmanager
 def export(service: AgentService, name: str) -> Iterator[Path]:
-    """The prompt-cache file of mlx-lm with as much of an agent's path as can be resumed. It is there until the block ends.
+    """A prompt-cache file of mlx-lm with as much of an agent's path as can be resumed. It is removed when the block ends.
 
     Raises RefusedError, StoreError and OSError.
     """
-    subject, home = service.need_home(name)
-    bring_back(service, home, subject)
+    view, home = service.need_home(name)
+    bring_back(service, home, view)
     provider = service.at(home, lambda served, _: served.provider)
     weights = _weights(service, provider)
     held: list[tuple[CacheFileWriter, list[Any]]] = []
     try:
-        service.at(home, lambda served, prefix: held.append(_begin_export(served, prefix, subject, weights)))
+        service.at(home, lambda served, prefix: held.append(_begin_export(served, prefix, view, weights)))
         with service.spool.file(held[0][0].nbytes) as file:
             with file.open("wb") as out:
                 for piece in _pieces(service, home, held):
                     out.write(piece)
             service.do(lambda: _end_export(held))
-            if not is_of_import(subject.path.salt):
+            if not is_of_import(view.path.salt):
                 sign(file, _key(service))
             yield file
     finally:
@@ -235,12 +233,12 @@ def _key(service: AgentService) -> bytes:
 
 
 def _begin_export(
-    served: LoadedModel, prefix: TieredPrefixCache, subject: Subject, weights: str
+    served: LoadedModel, prefix: TieredPrefixCache, view: AgentView, weights: str
 ) -> tuple[CacheFileWriter, list[Any]]:
-    match = prefix.index.trie.find(subject.path).in_memory()
+    match = prefix.index.trie.find(view.path).in_memory()
     hit, checkpoint = resumable(prefix.slabs, match, match.tokens)
     if not hit:
-        raise RefusedError(409, f"Found nothing of agent {shown(subject.name)} in memory or on disk; needed some of its path.")
+        raise RefusedError(409, f"Found nothing of agent {shown(view.name)} in memory or on disk; needed some of its path.")
     caches = lay_out_to_read(prefix.slabs, match, hit, checkpoint)
     bits = None if prefix.stored is None else prefix.stored.bits
     metadata = metadata_of(served.provider.public_name, weights, bits, match.token_ids()[:hit])
@@ -266,7 +264,7 @@ def _end_export(held: list[tuple[CacheFileWriter, list[Any]]]) -> None:
 
 
 def _weights(service: AgentService, provider: BlockpoolModelProvider) -> str:
-    """The name of the weights that are loaded. Where there is no store, the first who needs it hashes them, and others wait."""
+    """The name of the loaded weights. Without a store the first request that needs it hashes them; others wait."""
     with provider.naming:
         if provider.weights_name is None:
             folders = provider.folder, provider.adapter_folder
@@ -280,10 +278,10 @@ def _weights(service: AgentService, provider: BlockpoolModelProvider) -> str:
 
 
 def import_file(service: AgentService, name: str, path: Path) -> Report:
-    """Make an agent of what a prompt-cache file of mlx-lm holds, in the memory of the loaded model that it is of.
+    """Make an agent of a prompt-cache file of mlx-lm, in the memory of the loaded model whose caches the file holds.
 
-    Others share it if this store has signed it; else it is known to this agent alone. Raises RefusedError, and StoreError for a
-    file that is not one.
+    All agents share a prefix that this store has signed; any other is this agent's alone. Raises RefusedError, and StoreError for
+    a file of another format.
     """
     start = time.monotonic()
     service.do(lambda: service.refuse_if_busy(name))
@@ -311,14 +309,14 @@ def import_file(service: AgentService, name: str, path: Path) -> Report:
 
 
 def _check_free(service: AgentService, name: str) -> None:
-    """Raises RefusedError where others' keys and values would take the place of what an agent has had computed here."""
+    """Raise RefusedError if unproven keys and values would replace a path that was computed here."""
     before = service.look().get(name)
     if is_by_content(name) or (before is not None and not is_of_import(before.path.salt)):
         raise RefusedError(409, name_taken(name))
 
 
 def _home_of(service: AgentService, file: CacheFile) -> tuple[Home, bool]:
-    """The loaded model whose weights a file names, and True; where it names none, one that it fits. Raises RefusedError."""
+    """The loaded model that a file is of, and whether the file names its weights. Raises RefusedError."""
     homes = service.homes()
     refusals = []
     for home in homes:
@@ -356,7 +354,7 @@ def _end_import(
 ) -> PrefixRef:
     before = agents_of(served).path_of(name)
     if is_of_import(salt) and before is not None and not is_of_import(before.salt):
-        # It has had a turn since it was looked for.
+        # It has had a turn since _check_free().
         raise RefusedError(409, name_taken(name))
     prefix.release(tokens, intake.pooled, terms=RetentionPolicy(salt=salt))
     path = prefix.index.trie.match(tokens, salt).detached()
