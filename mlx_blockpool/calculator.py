@@ -7,8 +7,7 @@ groups stays as it is. State arrays are never quantised.
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from functools import cached_property
 from typing import Any
 
@@ -21,6 +20,8 @@ from .spec import (
     LayerSpec,
     ModelCacheSpec,
     StateLayer,
+    leaves_of,
+    state_bytes,
 )
 
 # mlx-lm's --kv-group-size.
@@ -182,22 +183,13 @@ def cost_of(spec: ModelCacheSpec, tokens: int, bits: int | None = None) -> Agent
 
 def unquantisable(spec: ModelCacheSpec) -> list[int]:
     """The sizes of keys and values that cannot be quantised, as they are no multiple of GROUP_SIZE."""
-    leaves = [leaf for layer in spec.layers for leaf in parts(layer) if isinstance(leaf, FullLayer)]
+    leaves = [leaf for leaf in spec.leaves if isinstance(leaf, FullLayer)]
     return sorted({dim for leaf in leaves for dim in (leaf.key_dim, leaf.value_dim) if dim % GROUP_SIZE})
-
-
-def parts(layer: LayerSpec) -> Iterator[LayerSpec]:
-    """The layer itself, or what a composite layer is made of in the end."""
-    if isinstance(layer, CompositeLayer):
-        for part in layer.parts:
-            yield from parts(part)
-    else:
-        yield layer
 
 
 def _layer_cost(spec: ModelCacheSpec, layer: LayerSpec, indices: list[int], tokens: int, bits: int | None) -> LayerCost:
     sums = [0] * 5
-    for leaf in parts(layer):
+    for leaf in leaves_of(layer):
         figures = _leaf_cost(spec, leaf, tokens, bits)
         sums = [total + len(indices) * figure for total, figure in zip(sums, figures, strict=True)]
     return LayerCost(layer, tuple(indices), *sums)
@@ -206,7 +198,7 @@ def _layer_cost(spec: ModelCacheSpec, layer: LayerSpec, indices: list[int], toke
 def _leaf_cost(spec: ModelCacheSpec, leaf: LayerSpec, tokens: int, bits: int | None) -> tuple[int, int, int, int, int]:
     """per_token, grows_by, fixed, agent and checkpoint of one layer that is no composite."""
     if not isinstance(leaf, FullLayer):
-        state = replace(spec, layers=(leaf,)).fixed_bytes_per_agent()
+        state = state_bytes(leaf)
         return 0, 0, state, state, state
     rows = (leaf.key_dim, leaf.value_dim)
     per_token = leaf.kv_heads * sum(_row_bytes(dim, DTYPE_BYTES[spec.dtype], bits) for dim in rows)

@@ -14,12 +14,12 @@ from pathlib import Path
 from typing import Any
 
 from . import mlx_lm_compat
-from .calculator import Weights, parts
+from .calculator import Weights
 from .claims import MAX_CONFIG_BYTES, MAX_INDEX_BYTES, check_claims, read_json
 from .demo import model_path
 from .errors import BadModelError, BlockpoolError, PluginError, SpecError
 from .plugins import spec_from_config
-from .spec import FullLayer, ModelCacheSpec
+from .spec import FullLayer, ModelCacheSpec, leaves_of
 
 INDEX = "model.safetensors.index.json"
 # Where configs say how many positions a model has, and how its rope is scaled.
@@ -206,7 +206,7 @@ def _read_config(path: Path) -> dict[str, Any]:
 def _checked(spec: ModelCacheSpec) -> ModelCacheSpec:
     """Providers copy figures from config.json as they are."""
     for index, layer in enumerate(spec.layers):
-        for leaf in parts(layer):
+        for leaf in leaves_of(layer):
             figures = asdict(leaf) if isinstance(leaf, FullLayer) else {}
             positive = figures.get("max_size", 1), figures.get("chunk_size", 1)
             if not all(type(n) is int and n >= 0 for n in figures.values()) or 0 in positive:

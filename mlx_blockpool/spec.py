@@ -125,7 +125,7 @@ class ModelCacheSpec:
     @cached_property
     def leaves(self) -> tuple[LayerSpec, ...]:
         """The layers, each composite one replaced by its parts."""
-        return tuple(leaf for layer in self.layers for leaf in _leaves(layer))
+        return tuple(leaf for layer in self.layers for leaf in leaves_of(layer))
 
     @cached_property
     def groups(self) -> tuple[LayerGroup, ...]:
@@ -148,7 +148,7 @@ class ModelCacheSpec:
             return sum(self.bytes_per_token_per_layer(part, bits) for part in layer.parts)
         if isinstance(layer, StateLayer):
             return 0
-        return layer.values_per_token * self._bits(bits) // 8
+        return layer.values_per_token * self.bits_per_value(bits) // 8
 
     def memory_per_block_per_layer(self, layer: LayerSpec, bits: int | None = None) -> int:
         """Bytes of one block in one layer; `bits=8` for 8-bit values (their scales, 6 % in mlx, not counted)."""
@@ -164,7 +164,7 @@ class ModelCacheSpec:
 
     def fixed_bytes_per_agent(self) -> int:
         """State arrays of one sequence."""
-        return sum(_state_bytes(layer) for layer in self.layers)
+        return sum(state_bytes(layer) for layer in self.layers)
 
     def bytes_per_checkpoint(self) -> int:
         """What one checkpoint takes at most: full rings and states; 0: none is needed."""
@@ -205,7 +205,8 @@ class ModelCacheSpec:
         )
         return replace(self, layers=layers, max_kv_size=max_kv_size)
 
-    def _bits(self, bits: int | None) -> int:
+    def bits_per_value(self, bits: int | None = None) -> int:
+        """`bits`, or those of the dtype."""
         return 8 * DTYPE_BYTES[self.dtype] if bits is None else bits
 
     def _layer_bytes(self, layer: LayerSpec, tokens: int, bits: int | None) -> int:
@@ -219,10 +220,11 @@ def is_poolable(layer: LayerSpec) -> bool:
     return isinstance(layer, FullLayer) and layer.values_per_token > 0
 
 
-def _leaves(layer: LayerSpec) -> Iterator[LayerSpec]:
+def leaves_of(layer: LayerSpec) -> Iterator[LayerSpec]:
+    """The layer itself, or what a composite layer is made of in the end."""
     if isinstance(layer, CompositeLayer):
         for part in layer.parts:
-            yield from _leaves(part)
+            yield from leaves_of(part)
     else:
         yield layer
 
@@ -231,9 +233,10 @@ def _grows(leaf: LayerSpec) -> bool:
     return isinstance(leaf, FullLayer) and leaf.max_blocks is None
 
 
-def _state_bytes(layer: LayerSpec) -> int:
+def state_bytes(layer: LayerSpec) -> int:
+    """Bytes of the state arrays of one layer for one sequence."""
     if isinstance(layer, CompositeLayer):
-        return sum(_state_bytes(part) for part in layer.parts)
+        return sum(state_bytes(part) for part in layer.parts)
     if not isinstance(layer, StateLayer):
         return 0
     return sum(bytes_of(dtype) * math.prod(shape) for shape, dtype in layer.arrays)

@@ -5,10 +5,10 @@ from __future__ import annotations
 from collections.abc import Sequence
 from pathlib import Path
 
-from ..calculator import GROUP_SIZE, KV_BITS, ModelPlan, parts, unquantisable
+from ..calculator import GROUP_SIZE, KV_BITS, ModelPlan, unquantisable
 from ..formatting import count, human_bytes, table
 from ..memory import BatchMemory, Comparison, GroupMemory
-from ..spec import DTYPE_BYTES, ChunkLayer, CompositeLayer, LayerGroup, LayerSpec, StateLayer
+from ..spec import ChunkLayer, CompositeLayer, LayerGroup, LayerSpec, StateLayer
 
 NOTHING = "-"
 
@@ -52,7 +52,7 @@ def _words(layer: LayerSpec, indices: tuple[int, ...]) -> str:
 def _cost_rows(plan: ModelPlan) -> list[list[str]]:
     shown = _shown(plan)
     costs = [plan.costs[bits] for bits in shown]
-    rows = [["", *(f"{_bits(plan, bits)}-bit" for bits in shown)]]
+    rows = [["", *(f"{plan.spec.bits_per_value(bits)}-bit" for bits in shown)]]
     rows.append(["one more token", *(_size(cost.per_token) for cost in costs)])
     if costs[0].fixed:
         rows.append(["fixed, at most", *(human_bytes(cost.fixed) for cost in costs)])
@@ -64,7 +64,7 @@ def _cost_rows(plan: ModelPlan) -> list[list[str]]:
 def _sum_lines(plan: ModelPlan) -> list[str]:
     """How the agents that fit come about, a term a line."""
     left = human_bytes(plan.left) if plan.left > 0 else "nothing"
-    how = f"{plan.tokens:,} tokens, {_bits(plan, plan.bits)}-bit, nothing shared"
+    how = f"{plan.tokens:,} tokens, {plan.spec.bits_per_value(plan.bits)}-bit, nothing shared"
     terms = [
         ("  memory", human_bytes(plan.memory.bytes), "--memory" if plan.memory.source == "option" else "of this machine"),
         ("- weights", "unknown" if plan.weights.bytes is None else human_bytes(plan.weights.bytes), _weights_source(plan)),
@@ -141,7 +141,7 @@ def _kv_notes(plans: Sequence[ModelPlan]) -> list[str]:
     odd = sorted({dim for plan in plans for dim in unquantisable(plan.spec)})
     if odd:
         notes.append(f"Heads of {', '.join(map(str, odd))} values are no multiple of {GROUP_SIZE}: mlx does not quantise them.")
-    if any(leaf.kind == "window" for plan in plans for layer in plan.spec.layers for leaf in parts(layer)):
+    if any(leaf.kind == "window" for plan in plans for leaf in plan.spec.leaves):
         notes.append("It counts windows too; mlx-lm's own --kv-bits does not quantise those.")
     return notes
 
@@ -154,10 +154,6 @@ def _context_note(plan: ModelPlan) -> str | None:
 
 def _shown(plan: ModelPlan) -> list[int | None]:
     return [None, 8] if plan.bits in (None, 8) else [None, 8, plan.bits]
-
-
-def _bits(plan: ModelPlan, bits: int | None) -> int:
-    return 8 * DTYPE_BYTES[plan.spec.dtype] if bits is None else bits
 
 
 def _size(of: int) -> str:
