@@ -1,4 +1,4 @@
-"""Every default, in one place."""
+"""Every default, in one place. Sizes are bytes, times are seconds."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ _UNITS = {"": 1, "B": 1} | {
     for suffix, base in (("", 1000), ("B", 1000), ("IB", 1024))
 }
 
-# A max_tokens that bounds nothing: the reply may have as many tokens as fit.
+# A max_tokens that never limits a reply: it may have as many tokens as fit.
 WHAT_FITS = 1 << 40
 
 DECODE_PATHS = ("auto", "ragged", "shared", "padded")
@@ -24,17 +24,17 @@ DECODE_PATHS = ("auto", "ragged", "shared", "padded")
 class PoolConfig:
     """How the pool takes memory.
 
-    pool_bytes:   hard limit for keys and values, in bytes; None: half of the memory that the model leaves free.
-    preallocate:  take all of it at the start instead of slab by slab.
-    slabs:        an ordinary slab is at most this part of the budget, ...
-    slab_blocks:  ... and at most this many blocks; larger ones make longer runs, smaller ones take memory later.
-    max_tokens:   room that a fetch in a script reserves after the prompt unless told otherwise.
-    decode_path:  how a batch reads its keys and values; auto: by a measured rule (cache/paths.py).
-    state_bytes:  what a hybrid model's states, running and kept, may take of pool_bytes; None: a quarter, ...
-    states:       ... or up to half of it where a quarter would hold fewer than this many.
-    pinned_share: what clients have marked to be kept for a time is at most this part of the blocks, and of the states.
-    agent_bytes:  what the prefixes that one agent has brought in may take; None: no limit but pool_bytes.
-    anonymous_bytes: the same for all requests together that name no agent.
+    pool_bytes:      hard limit for keys and values; None: half of the memory that the model leaves free.
+    preallocate:     allocate the whole pool at the start instead of slab by slab.
+    slabs:           an ordinary slab takes at most 1/slabs of the budget, ...
+    slab_blocks:     ... and at most this many blocks. Larger slabs give longer runs, smaller ones are allocated later.
+    max_tokens:      room that acquire() reserves behind a prompt in scripts that pass no other number.
+    decode_path:     how a batch reads its keys and values; auto: by a measured rule (kv/decode_attention.py).
+    state_bytes:     limit within pool_bytes for a hybrid model's states, running and cached; None: a quarter, ...
+    states:          ... or up to half where a quarter would hold fewer than this many.
+    pinned_share:    the fraction of the blocks, and of the states, that clients may pin with a TTL.
+    agent_bytes:     limit for the prefixes that one agent has inserted; None: only pool_bytes limits them.
+    anonymous_bytes: the same limit for all requests without an agent's name together.
     """
 
     pool_bytes: int | None = None
@@ -52,24 +52,24 @@ class PoolConfig:
 
 @dataclass(frozen=True)
 class EngineConfig:
-    """How the engine shares its time and memory.
+    """How the engine divides its time and memory.
 
-    prefill_tokens: a prefill is computed in chunks that end at multiples of this.
-    prefill_rows:   at most this many short prompts go into one chunk.
-    decode_share:   part of the time that decode gets while prompts wait for their prefill, 0 to below 1.
-    max_members:    at most this many requests have caches at a time.
-    shared_tokens:  fewer tokens than these are computed again rather than waited for.
+    prefill_tokens: prefill runs in chunks that end at multiples of this.
+    prefill_rows:   the most short prompts in one chunk.
+    decode_share:   the fraction of the time that decode gets while prompts wait for prefill; 0 to below 1.
+    max_members:    the most requests that hold caches at a time.
+    shared_tokens:  a shared prefix shorter than this is computed again instead of awaited.
     join_seconds:   requests that arrive within this time of each other start together.
-    stall_seconds:  a server that has work and computes nothing for so long is not healthy.
-    wired_bytes:    what Metal may keep from being paged out while an engine runs; None: what the device recommends, as mlx-lm
-                    does, 0: its limit is left alone.
-    stop_seconds:   how long a server that is to end waits for a model that is being loaded.
-    exit_seconds:   the process of a server that was asked to stop has ended after so long, whatever hangs.
-    end_seconds:    the process of a server whose thread hangs for so long ends.
-    max_positions:  the most tokens of a prompt and its reply; None: what the model's config.json says, 0: no limit.
-    alone_tokens:   the most tokens of a reply that mlx-lm serves by itself and whose client names no limit: room for all of
-                    them is reserved at its start.
-    endless_tokens: the same where neither the pool nor the model has a limit.
+    stall_seconds:  a server with work that computes nothing for this long reports itself unhealthy.
+    wired_bytes:    what Metal keeps from being paged out while an engine runs; None: what the device recommends, as in mlx-lm;
+                    0: the limit is left alone.
+    stop_seconds:   how long a shutdown waits for a model that is being loaded.
+    exit_seconds:   the process of a server that was asked to stop ends after this time, whatever hangs.
+    end_seconds:    the process ends when its generation thread has hung for this long.
+    max_positions:  the most tokens of a prompt and its reply; None: what the model's config.json says; 0: no limit.
+    alone_tokens:   the longest reply for a request that mlx-lm serves by itself and that names no max_tokens: room for the whole
+                    reply is reserved at its start.
+    endless_tokens: the same limit where neither the pool nor the model has one.
     """
 
     prefill_tokens: int = 512
@@ -93,23 +93,23 @@ class StoreConfig:
     """The prompt store on disk.
 
     folder:          None: the user's cache folder.
-    store_bytes:     hard limit for all records and bad ones in quarantine. Each server beside the first on a folder can exceed it
+    store_bytes:     hard limit for all records, quarantined ones included. Each further server on the same folder can exceed it
                      by 2 look_bytes.
-    bits:            8 or 4: quantise on disk; None: as it is in memory.
-    queue_bytes:     at most so much waits to be written; what is more stays in memory only.
-    step_bytes:      at most so much is copied out of the pool between two steps.
-    min_free_bytes:  what the file system keeps free.
-    daily_bytes:     at most so much is written in a day; None: no limit.
-    idle_seconds:    once nothing was asked for so long, the partial blocks at the ends of conversations are written too.
-    flush_seconds:   how long a shutdown waits for what is not written yet.
+    bits:            8 or 4: records are quantised; None: they hold what memory holds.
+    queue_bytes:     the most bytes that wait for the writer; what exceeds it stays in memory only.
+    step_bytes:      the most bytes copied out of the pool between two steps.
+    min_free_bytes:  free space that is left on the file system.
+    daily_bytes:     the most bytes written in a day; None: no limit.
+    idle_seconds:    after this time without a request, the partial blocks at the ends of conversations are written too.
+    flush_seconds:   how long a shutdown waits for the writer.
     retry_seconds:   how long a disk that failed is left alone.
-    answer_seconds:  a disk that gives none of what is read for so long counts as failed, and prompts are computed instead.
-    look_bytes:      after so much written a server looks at what others have written there; None: a 32nd of store_bytes.
-    look_seconds:    after so long at the latest, if it has written or used anything.
-    model_bytes:     the most of store_bytes that the records of one model may take; None: all of it.
-    quarantine:      at most this part of store_bytes are bad files that are kept to be looked at; the oldest go.
-    agents:          so many notes of agents that clients have named are kept, beside pinned ones; those used longest ago go.
-    conversations:   the same for those that were known by how they begin.
+    answer_seconds:  a read that returns nothing for this long counts as failed, and the prompt is computed instead.
+    look_bytes:      a server scans for records of other servers after it has written this much; None: a 32nd of store_bytes.
+    look_seconds:    it also scans after this time, if it has written or used anything.
+    model_bytes:     the most bytes of one model's records; None: all of store_bytes.
+    quarantine:      the fraction of store_bytes that bad files may take; the oldest are removed first.
+    agents:          how many unpinned notes of named agents are kept; those used longest ago are removed first.
+    conversations:   the same for conversations that are recognised by their beginning.
     """
 
     folder: Path | None = None
@@ -143,25 +143,24 @@ class StoreConfig:
 
 @dataclass(frozen=True)
 class ModelsConfig:
-    """Which models are loaded, and when they change.
+    """Which models are loaded, and when they are swapped.
 
-    max_models:        at most so many are loaded at a time; the pool's bytes are divided between them.
-    patience_seconds:  requests of loaded models pass those of another for so long; then one of the loaded has to go.
-    drain_seconds:     ... as soon as it has nothing to do, and after the patience again, or at least after so long, in any case:
-                       replies that still run go on once their model is there again.
-    wait_seconds:      a request whose model could not be loaded for so long fails.
-    linger_seconds:    a model with nothing to do is kept from those that wait for another as long as the last change took, but no
-                       longer than this: an agent that has its answer soon asks again.
-    idle_seconds:      a model that nobody asked for so long is unloaded; None: never.
-    allowed:           beside the default model only these are loaded, and what is in them where they are folders of models;
-                       None: whatever is downloaded.
-    downloads:         a request may have a model downloaded.
+    max_models:        the most models loaded at a time; the pool's bytes are divided between them.
+    patience_seconds:  how long requests for loaded models may overtake others before a swap is forced.
+    drain_seconds:     the model that is swapped out goes once it is idle, or after the longer of patience_seconds and this:
+                       its running replies continue when it is loaded again.
+    wait_seconds:      a request fails whose model could not be loaded within this time.
+    linger_seconds:    an idle model stays loaded, while others wait, for as long as the last swap took but no longer than this:
+                       an agent that has just received its reply soon sends the next request.
+    idle_seconds:      a model without requests for this long is unloaded; None: never.
+    allowed:           the models that may be loaded beside the default one, or folders of models; None: every downloaded model.
+    downloads:         whether a request may cause a download.
     download_seconds:  the hub has to answer within this time.
-    aliases:           other names of models, (name, model) each; None: names that nobody knows are those of the default model
-                       where it alone is served.
-    build_seconds:     a model whose layers cannot be set up within this time is refused.
-    retry_seconds:     a model that could not be loaded though its files were right is not tried again for so long.
-    piece_bytes:       weights are read in pieces of this size, between which other loaded models go on.
+    aliases:           other names of models as (name, model); None: an unknown name means the default
+                       model where that alone is served.
+    build_seconds:     a model whose layers cannot be built within this time is rejected.
+    retry_seconds:     how long a model is not tried again that could not be loaded although its files are right.
+    piece_bytes:       weights are read in pieces of this size; other loaded models run in between.
     """
 
     max_models: int = 1
@@ -181,15 +180,15 @@ class ModelsConfig:
 
 @dataclass(frozen=True)
 class PromptConfig:
-    """How prompts are rendered and tokenized, in worker processes.
+    """How worker processes render and tokenize prompts.
 
-    small_bytes:    jobs of at most so many bytes have a worker of their own, ...
-    small_seconds:  ... and are one of the large jobs once they have taken so long.
-    large_workers:  so many large jobs are computed at a time.
-    seconds:        a prompt may take so long, ...
-    load_seconds:   ... beside the time for loading its tokenizer. Both are seconds of the processor.
-    memory_bytes:   what a job may take beside what a fresh worker has.
-    template_kwargs: what requests may give to templates beside the known switches; None: anything.
+    small_bytes:     jobs of at most this size have a worker of their own, ...
+    small_seconds:   ... and move to the large jobs after this time.
+    large_workers:   how many large jobs run at a time.
+    seconds:         processor time for one prompt, ...
+    load_seconds:    ... beside the processor time for loading its tokenizer.
+    memory_bytes:    what a job may allocate beyond what a fresh worker has.
+    template_kwargs: what requests may pass to templates beside the known switches; None: anything.
     """
 
     small_bytes: int = 128 << 10
@@ -203,7 +202,7 @@ class PromptConfig:
 
 @dataclass(frozen=True)
 class RequestConfig:
-    """How much of everything one request may have."""
+    """The most of each kind in one request."""
 
     messages: int = 10_000
     tools: int = 1_000
@@ -214,13 +213,13 @@ class RequestConfig:
 
 @dataclass(frozen=True)
 class ImageConfig:
-    """Images of requests, for models that take them.
+    """Images in requests, for models that take them.
 
-    hosts:       from where they may be fetched; of others only data URLs are taken.
-    most:        in one request.
+    hosts:       hosts from which images may be fetched; other images have to be data URLs.
+    most:        the most images in one request.
     image_bytes, pixels: of one image.
-    seconds:     for fetching all of a request.
-    characters:  of text in a request with images, whose prompt the generation thread renders.
+    seconds:     for fetching all images of a request.
+    characters:  of text in a request with images, which the generation thread renders.
     """
 
     hosts: tuple[str, ...] = ()
@@ -233,23 +232,24 @@ class ImageConfig:
 
 @dataclass(frozen=True)
 class GuardConfig:
-    """Whom the server lets in, and with what.
+    """Which requests the server admits, and with which limits.
 
     host:             the address that it listens on.
-    api_key:          what a request has to show; None: nothing.
-    api_keys:         the same by several names: (name, key) of each. What requests with a key leave behind is for its name, ...
-    private_prefixes: ... and the prefixes that they have computed too.
-    allow_remote:     other machines may ask without a key.
-    allowed_hosts:    names in Host headers beside those of this machine.
-    allowed_origins:  pages that may ask; empty: what mlx-lm has is for all, what it has not for pages of this machine.
+    api_key:          the key that a request has to carry; None: none.
+    api_keys:         several keys as (name, key). What a request leaves behind belongs to the name of its key, ...
+    private_prefixes: ... and so do the prefixes that it has computed.
+    allow_remote:     whether other machines may connect without a key.
+    allowed_hosts:    accepted names in Host headers, beside those of this machine.
+    allowed_origins:  origins of pages that may send requests; empty: mlx-lm's endpoints are open to all of them, ours to pages of
+                      this machine.
     max_body_bytes, max_headers, max_header_bytes: of one request.
-    bodies:           all bodies that are in memory at a time are at most as large as so many of the largest.
-    max_connections:  that are served at a time; as many more may be open between two requests.
+    bodies:           the bodies in memory take at most as much as this many of the largest.
+    max_connections:  connections served at a time; as many more may be open between two requests.
     backlog:          connections that may wait to be accepted.
-    keep_alive_seconds: a connection without a request is closed after so long.
-    stall_seconds:    a request of which nothing has come for so long is dropped, ...
-    request_seconds:  ... and one that is not whole after so long.
-    send_seconds:     a client that takes nothing of its answer for so long is left.
+    keep_alive_seconds: an idle connection is closed after this time.
+    stall_seconds:    a request that sends nothing for this long is dropped, ...
+    request_seconds:  ... and so is one that is incomplete after this time.
+    send_seconds:     a client that reads nothing of its response for this long is dropped.
     """
 
     host: str = "127.0.0.1"

@@ -1,31 +1,31 @@
 """The whole error tree.
 
     BlockpoolError
-    ├── UnsupportedVersionError      mlx-lm is outside the supported range
-    ├── SpecError                    a model cannot be described, or a spec contradicts its model
-    ├── PluginError                  a plugin raised, or returned nonsense
-    ├── PatchError                   an installed mlx-lm file is not the one that a patch was made for
-    ├── PoolExhaustedError           not enough blocks; nothing was changed
-    ├── ReleasedCacheError           caches were used after their blocks went back to the pool
-    ├── RequestTooLargeError         a request that could never fit in the pool
-    │   └── TooManyPositionsError    a prompt with more tokens than the model has positions
-    ├── PromptError                  a prompt that cannot be rendered or tokenized within the server's bounds
-    ├── ModelNotFoundError           no model of that name, or none that may be loaded
-    ├── BadModelError                a model's files are not what mlx-lm loads
-    ├── LoadError                    a model could not be loaded now, though its files are right
-    ├── UnavailableError             the server cannot answer now: it stops, or has computed nothing for too long
-    └── StoreError                   the prompt store cannot do what it was asked to
-        ├── NoRoomError              no room on disk for a file that is on its way; later there may be
-        └── BadRecordError           a file is not the record that was wanted: a miss, and the file belongs in quarantine
+    ├── UnsupportedVersionError      the installed mlx-lm is outside the supported range, or lacks a name that is needed
+    ├── SpecError                    a model cannot be described, or its spec contradicts it
+    ├── PluginError                  a plugin raised an error or returned something invalid
+    ├── PatchError                   an installed file of mlx-lm is not the one that the patch was made for
+    ├── PoolExhaustedError           the pool has too few blocks; nothing was changed
+    ├── ReleasedCacheError           caches were used after their blocks had returned to the pool
+    ├── RequestTooLargeError         the request does not fit even in an empty pool
+    │   └── TooManyPositionsError    the prompt has more tokens than the model has positions
+    ├── PromptError                  the prompt cannot be rendered or tokenized within the server's limits
+    ├── ModelNotFoundError           no model has this name, or it may not be loaded
+    ├── BadModelError                mlx-lm cannot load the model's files
+    ├── LoadError                    the model could not be loaded now, although its files are right
+    ├── UnavailableError             the server cannot answer now: it is stopping, or has computed nothing for too long
+    └── StoreError                   the prompt store cannot do what was requested
+        ├── NoRoomError              the disk has no room for an incoming file; it may have later
+        └── BadRecordError           a file is not the record that was looked for: a miss, and the file is quarantined
 
-Each message says what was found, what was needed and what to do.
+A message says what was found, what was needed and what to do.
 """
 
 from __future__ import annotations
 
 
 class BlockpoolError(Exception):
-    """Any error that mlx-blockpool raises on purpose."""
+    """The base of all errors that mlx-blockpool raises on purpose."""
 
 
 class UnsupportedVersionError(BlockpoolError):
@@ -45,7 +45,7 @@ class PatchError(BlockpoolError):
 
 
 class PoolExhaustedError(BlockpoolError):
-    """Fewer blocks than needed. Counts are blocks of one layer group (`group`)."""
+    """The pool has fewer blocks than needed. All figures are blocks of one layer group, `group`."""
 
     def __init__(self, needed: int, free: int, evictable: int, group: str, hint: str = "") -> None:
         self.needed = needed
@@ -57,7 +57,7 @@ class PoolExhaustedError(BlockpoolError):
 
 
 class ReleasedCacheError(BlockpoolError):
-    """Caches whose blocks were given back. `released_by`: what gave them back."""
+    """Caches whose blocks were returned to the pool. `released_by`: the call that returned them."""
 
     def __init__(self, released_by: str) -> None:
         self.released_by = released_by
@@ -68,7 +68,7 @@ class ReleasedCacheError(BlockpoolError):
 
 
 class RequestTooLargeError(BlockpoolError):
-    """A prompt that does not fit in an empty pool. Both figures are tokens."""
+    """The request does not fit even in an empty pool. Both figures are tokens."""
 
     def __init__(self, needed: int, capacity: int) -> None:
         self.needed = needed
@@ -80,7 +80,7 @@ class RequestTooLargeError(BlockpoolError):
 
 
 class TooManyPositionsError(RequestTooLargeError):
-    """A prompt that leaves no position for a reply. Both figures are tokens."""
+    """The prompt leaves no position for a reply. Both figures are tokens."""
 
     def __init__(self, needed: int, capacity: int) -> None:
         self.needed = needed
