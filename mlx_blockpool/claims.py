@@ -1,6 +1,6 @@
 """What a model's folder claims, before anything is made of it: bounded reading, config.json against weights, a trial.
 
-Anybody may have written these files. Nothing of them is run. Knows no arrays; builds models only in a process of its own.
+These files come from anywhere. Nothing of them is run. Knows no arrays; builds models only in a process of its own.
 """
 
 from __future__ import annotations
@@ -71,7 +71,7 @@ def read_bounded(path: Path, most: int) -> bytes:
 
 
 def read_json(path: Path, most: int) -> Any:
-    """What a JSON file says. Raises OSError, and ValueError for a file that is too large, no JSON or nested too deeply."""
+    """The content of a JSON file. Raises OSError, and ValueError for a file that is too large, no JSON or nested too deeply."""
     try:
         return json.loads(read_bounded(path, most))
     except RecursionError as error:
@@ -94,7 +94,7 @@ def check_folder(folder: Path) -> None:
 
 
 def held_by(folder: Path) -> Held:
-    """What the weights that mlx-lm loads from a folder hold. Raises BadModelError for files that are no safetensors."""
+    """The sizes of the weights that mlx-lm loads from a folder. Raises BadModelError for files that are no safetensors."""
     tensors, largest = 0, 1
     for path in sorted(folder.glob("model*.safetensors")):
         for shape in _shapes(path):
@@ -121,9 +121,9 @@ def check_claims(config: dict[str, Any], name: str, held: Held | None = None) ->
 
 
 def try_to_build(config: dict[str, Any], name: str, seconds: float) -> None:
-    """Set the model's layers up in a process of its own, which is ended where that takes too long or too much memory.
+    """Build the model's layers in a separate process, which is killed when it takes too long or too much memory.
 
-    Raises BadModelError then. What mlx-lm says of such a config otherwise is for whoever loads it to find out.
+    Raises BadModelError then. Other errors of mlx-lm are left to the load itself.
     """
     problem = _trial(json.dumps(config, sort_keys=True), seconds)
     if problem is not None:
@@ -132,7 +132,7 @@ def try_to_build(config: dict[str, Any], name: str, seconds: float) -> None:
 
 @lru_cache(maxsize=64)
 def _trial(config: str, seconds: float) -> str | None:
-    """What is wrong with building a model of this config; None: nothing."""
+    """Why a model of this config cannot be built, or None."""
     command = [sys.executable, "-c", TRIAL, str(seconds)]
     try:
         ended = subprocess.run(command, input=config.encode(), capture_output=True, timeout=2 * seconds, check=False)

@@ -1,4 +1,4 @@
-"""Which providers there are, and what they say about a model.
+"""The installed providers, and their descriptions of models.
 
 Bundled providers register first and entry points second; pluggy asks the last registered first, so an installed plugin
 overrides a bundled one.
@@ -42,7 +42,7 @@ def make_plugin_manager() -> pluggy.PluginManager:
 
 
 def empty_plugin_manager() -> pluggy.PluginManager:
-    """A manager that knows the hooks and no provider."""
+    """A plugin manager with our hooks and without providers."""
     manager = pluggy.PluginManager("mlx_blockpool")
     manager.add_hookspecs(hookspecs)
     return manager
@@ -69,7 +69,7 @@ def spec_of_model(
 
 
 def check_spec(spec: ModelCacheSpec, model: Any) -> ModelCacheSpec:
-    """Compare a spec with the model that it describes; the spec with the model's dtype. What plugin authors run.
+    """Compare a spec with the model that it describes, and return it with the model's dtype. For authors of plugins.
 
     Raises PluginError that names the first layer that differs.
     """
@@ -86,7 +86,7 @@ def check_spec(spec: ModelCacheSpec, model: Any) -> ModelCacheSpec:
 
 
 def ask(manager: pluggy.PluginManager, model: Any, config: dict[str, Any], model_id: str) -> ModelCacheSpec | None:
-    """What the providers say of a model, not compared with it; None: nobody says anything.
+    """The providers' spec of a model, not yet compared with it; None: no provider describes it.
 
     Raises PluginError that names the one which raised, or returned nonsense, and SpecError of one that cannot describe it.
     """
@@ -155,7 +155,7 @@ def _problem_with(found: Any) -> str | None:
 
 
 def _no_layers(layers: Any) -> Iterator[Any]:
-    """What is among layers, or parts of layers, and is no LayerSpec."""
+    """The entries among layers and their parts that are no LayerSpec."""
     if not isinstance(layers, tuple):
         yield layers
         return
@@ -167,7 +167,7 @@ def _no_layers(layers: Any) -> Iterator[Any]:
 
 
 def _who_says(manager: pluggy.PluginManager, model: Any, config: dict[str, Any], model_id: str) -> str:
-    """The provider whose answer counts: pluggy does not tell, so each is asked again, alone."""
+    """The provider whose spec was used: pluggy does not name it, so each is called again by itself."""
     given = {"model": model, "config": config, "model_id": model_id}
     for impl in reversed(manager.hook.model_cache_spec.get_hookimpls()):
         try:
@@ -179,7 +179,7 @@ def _who_says(manager: pluggy.PluginManager, model: Any, config: dict[str, Any],
 
 
 def _culprit(manager: pluggy.PluginManager, error: BaseException) -> str:
-    """Who raised, and where."""
+    """The plugin that raised an error, and the line."""
     frames = traceback.extract_tb(error.__traceback__)
     plugin = _raiser(manager, error)
     line = f"{frames[-1].filename}, line {frames[-1].lineno}" if frames else "no file"

@@ -6,7 +6,7 @@ import os
 
 
 def memory_bytes() -> int:
-    """What the device says that one process should take at most (Metal), or that it has; else the machine's memory."""
+    """Bytes that the device recommends as a process's limit (Metal), or that it has; without either, the machine's memory."""
     import mlx.core as mx
 
     info = mx.device_info()

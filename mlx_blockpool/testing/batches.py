@@ -23,7 +23,7 @@ AROUND = 64
 
 
 def check_batch(subject: Subject) -> str:
-    """Sequences of several lengths decode side by side as each alone; one joins late, others leave, one goes and comes back."""
+    """Sequences of several lengths decode together as each does alone; one joins late, others leave, one is resumed."""
     caches = open_pooled(subject.model, subject.spec, 2 * subject.pool_bytes)
     engine = BlockPoolBatchEngine(subject.model, caches, EngineConfig(prefill_tokens=CHUNK))
     try:
@@ -50,7 +50,7 @@ def check_batch(subject: Subject) -> str:
 
 
 class _Table:
-    """Requests in an engine, by uid, and what was told of them."""
+    """Requests in an engine, by uid, with the events that it emitted for them."""
 
     def __init__(self, subject: Subject, engine: BlockPoolBatchEngine) -> None:
         self.subject = subject
@@ -65,7 +65,7 @@ class _Table:
         return uid
 
     def go_on(self, until: int | None = None, count: int = 0) -> None:
-        """Until the request `until` was told `count` tokens, or all are through."""
+        """Step until the request `until` has received `count` tokens, or until all requests have ended."""
         while len(self.engine) and (until is None or len(self.told[until]) < count):
             for event in self.engine.next():
                 if isinstance(event, Failed):
@@ -76,12 +76,12 @@ class _Table:
                     self.cached[event.uid] = event.cached
 
     def send_away(self, uid: int) -> list[int]:
-        """Cancel a request; what it was told."""
+        """Cancel a request and return what it had received."""
         self.engine.cancel(uid)
         return [token for token, _ in self.told[uid]]
 
     def compared(self, uid: int) -> float:
-        """How far the logprobs of a request are from those that it gets alone, on mlx-lm's caches. Raises ConformanceError."""
+        """The distance of a request's logprobs from those that it gets alone on mlx-lm's caches. Raises ConformanceError."""
         prompt, told = self.prompts[uid], self.told[uid]
         ends = [self.cached[uid], *range(CHUNK, len(prompt) - 1, CHUNK)]
         parts = [*cut(prompt[:-1], ends), prompt[-1:], *([token] for token, _ in told[:-1])]

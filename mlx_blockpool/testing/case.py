@@ -31,7 +31,7 @@ class Conformance:
         return self.config
 
     def subject(self) -> Subject:
-        """What the checks are given."""
+        """The model and its provider, as every check takes them."""
         cls = type(self)
         if cls.__dict__.get("_subject") is None:
             cls._subject = Subject(self.make_model(), cls.provider, cls.config)

@@ -1,4 +1,4 @@
-"""The checks of what a provider says, and of one sequence on pooled caches.
+"""Checks of a provider's spec, and of one sequence on pooled caches.
 
 Each takes a Subject and returns what it looked at, in words. Raises ConformanceError, or NotCheckedError where there is nothing.
 """
@@ -29,7 +29,7 @@ TELLING = 1e-3
 
 
 def check_provider(subject: Subject) -> str:
-    """The provider describes the model, and leaves its config as it was."""
+    """The provider describes the model and does not modify its config."""
     config = copy.deepcopy(subject.config)
     try:
         found = subject.spec
@@ -47,7 +47,7 @@ def check_provider(subject: Subject) -> str:
 
 
 def check_others(subject: Subject) -> str:
-    """The provider leaves models of other types to others, whatever is in their config.json."""
+    """The provider returns None for models of other types, whatever their config.json contains."""
     for config in STRANGERS:
         try:
             found = subject.asked(None, copy.deepcopy(config))
@@ -62,7 +62,7 @@ def check_others(subject: Subject) -> str:
 
 
 def check_spec_of_model(subject: Subject) -> str:
-    """The spec says what the model's own caches are, layer by layer."""
+    """The spec agrees with the caches that the model makes, layer by layer."""
     try:
         checked = check_spec(subject.spec, subject.model)
     except BlockpoolError as error:
@@ -75,7 +75,7 @@ def check_spec_of_model(subject: Subject) -> str:
 
 
 def check_config(subject: Subject) -> str:
-    """config.json alone gives the same spec, or says that it takes weights."""
+    """config.json alone gives the same spec, or an error that says the weights are needed."""
     try:
         found = subject.asked(None, copy.deepcopy(subject.config))
     except SpecError as error:

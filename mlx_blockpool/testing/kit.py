@@ -1,4 +1,4 @@
-"""All checks in order, and running them."""
+"""The list of all checks in order, and the functions that run them."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ OF_SPEC = ("provider", "others", "spec")
 
 
 def conformance(model: Any, provider: Any = None, config: dict[str, Any] | None = None) -> Iterator[Result]:
-    """The results of all checks, each as it is there; the arguments are Subject's."""
+    """Yield the result of each check when it is complete; the arguments are those of Subject."""
     try:
         subject = Subject(model, provider, config)
     except ConformanceError as error:
@@ -40,7 +40,7 @@ def conformance(model: Any, provider: Any = None, config: dict[str, Any] | None 
 
 
 def result_of(check: str, subject: Subject) -> Result:
-    """run_check() without raising."""
+    """Like run_check(), but failures are part of the result."""
     try:
         return Result(check, PASSED, run_check(check, subject))
     except NotCheckedError as reason:
@@ -50,7 +50,7 @@ def result_of(check: str, subject: Subject) -> Result:
 
 
 def run_check(check: str, subject: Subject) -> str:
-    """Run one of CHECKS; what it looked at. Raises ConformanceError, and NotCheckedError where there is nothing to look at."""
+    """Run one of CHECKS; returns what it checked. Raises ConformanceError, or NotCheckedError if the check does not apply."""
     try:
         if check not in OF_SPEC and subject.wrong is not None:
             raise NotCheckedError(f"Needs a right spec first: {subject.wrong}")

@@ -1,4 +1,4 @@
-"""Life: a prefix cache for a subject, in memory or over a store in a folder, and what a conversation finds there."""
+"""Life: a prefix cache for a subject, in memory or over a store in a folder, and conversations that use it."""
 
 from __future__ import annotations
 
@@ -20,14 +20,14 @@ ROOM = 16
 
 
 class Unsynced(Disk):
-    """A disk that nobody pulls the plug of: the folder is gone after the check."""
+    """A disk without syncs: its folder is deleted after the check, so it need not survive a power loss."""
 
     def sync(self, fd: int) -> None:
-        """Nothing has to outlive the machine."""
+        """Does nothing: no record has to survive a crash of the machine."""
 
 
 class Life:
-    """A server's life without the server."""
+    """What a server does with its prefix cache from start to stop, without the server."""
 
     def __init__(self, subject: Subject, folder: Path | None = None) -> None:
         self.subject = subject
@@ -38,7 +38,7 @@ class Life:
         self.prefix = TieredPrefixCache(subject.slabs(), store=store)
 
     def serve(self, tokens: Sequence[int], places: Iterable[int] = ()) -> tuple[int, list[mx.array]]:
-        """Go on from what is known, keep the prompt at `places` and at its end.
+        """Resume from the longest cached prefix, and insert the prompt at `places` and at its end.
 
         Returns the hit, and the logits behind the first token beyond it, each place and the prompt.
         """
@@ -55,7 +55,7 @@ class Life:
         return hit, found
 
     def find(self, tokens: Sequence[int], at_most: int | None = None) -> tuple[int, list[bytes]]:
-        """The hit of a prompt, and what the caches hold that it is given."""
+        """Look a prompt up; its hit, and the content of the caches that it receives."""
         fetched = self.prefix.acquire(list(tokens), ROOM, at_most)
         found = fetched.lookup.hit, content(fetched.caches)
         self.prefix.discard(fetched.caches)
@@ -73,7 +73,7 @@ class Conversation:
         self.longer = [*self.tokens, *subject.tokens(13, 9)]
 
     def resumed_at(self, known: int, places: Sequence[int]) -> int:
-        """Where the spec says that a prompt with `known` tokens in common goes on: at any token, or where it was kept."""
+        """The token at which a prompt with `known` common tokens is resumed by its spec: any, or one with a checkpoint."""
         spec = self.subject.spec
         windows = [leaf.max_size for leaf in spec.leaves if isinstance(leaf, WindowLayer)]
         later = [place for place in places if place >= known]

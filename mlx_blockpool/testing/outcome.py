@@ -1,4 +1,4 @@
-"""What a check comes to. Knows no models."""
+"""The outcome of a check. Knows no models."""
 
 from __future__ import annotations
 
@@ -8,19 +8,19 @@ PASSED, FAILED, NOT_CHECKED = "passed", "FAILED", "not checked"
 
 
 class ConformanceError(AssertionError):
-    """A check failed. Says what was found, what was needed and what to do."""
+    """A check failed. The message says what was found, what was needed and what to do."""
 
     def __init__(self, found: str, needed: str, hint: str) -> None:
         super().__init__(f"Found {found}; needed {needed}. {hint}")
 
 
 class NotCheckedError(Exception):
-    """A check has nothing to look at; the message says why."""
+    """A check does not apply to the model; the message says why."""
 
 
 @dataclass(frozen=True)
 class Result:
-    """What became of one check: "passed", "FAILED" or "not checked"; `text`: what was looked at, what was found, or why not."""
+    """The result of one check: "passed", "FAILED" or "not checked". `text`: what was checked, found, or why not."""
 
     check: str
     outcome: str
@@ -28,7 +28,7 @@ class Result:
 
     @property
     def passed(self) -> bool:
-        """Whether the check found nothing wrong; also where it had nothing to look at."""
+        """Whether the check passed or did not apply."""
         return self.outcome != FAILED
 
     def __str__(self) -> str:

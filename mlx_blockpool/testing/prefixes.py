@@ -1,4 +1,4 @@
-"""The checks of known prefixes: in memory, after a restart, and over records that are not what was written."""
+"""Checks of cached prefixes: in memory, after a restart, and over damaged records."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ HINT = "A layer whose spec is right may have a cache class that keeps more than 
 
 
 def check_warm(subject: Subject) -> str:
-    """A prompt that goes on from a known one gives a cold run's logits, and is resumed where its layers can be."""
+    """A prompt that extends a cached one gives the logits of a cold run, and is resumed as far as its layers allow."""
     told, life = Conversation(subject), Life(subject)
     places = [told.system]
     gap = _goes_on(life, told.tokens, 0, places)
@@ -39,7 +39,7 @@ def check_warm(subject: Subject) -> str:
 
 
 def check_restart(subject: Subject) -> str:
-    """What was written to disk comes back bit for bit, at the same places, and gives a cold run's logits."""
+    """Records are restored bit for bit, at the same positions, and give the logits of a cold run."""
     _must_be_storable(subject)
     told = Conversation(subject)
     with _written(subject, told) as (folder, before):
@@ -82,7 +82,7 @@ def check_damage(subject: Subject) -> str:
 
 
 def _goes_on(life: Life, prompt: Sequence[int], hit: int, places: Sequence[int] = ()) -> float:
-    """Serve a prompt; how far its logits are from a cold run in the same parts."""
+    """Serve a prompt and return the distance of its logits from a cold run in the same parts."""
     found, logits = life.serve(prompt, places)
     if found != hit:
         raise ConformanceError(
@@ -96,7 +96,7 @@ def _goes_on(life: Life, prompt: Sequence[int], hit: int, places: Sequence[int] 
 
 @contextmanager
 def _written(subject: Subject, told: Conversation) -> Iterator[tuple[Path, Life]]:
-    """A folder with the records of a conversation, and the life that has written them and still knows them."""
+    """A folder with the records of a conversation, and the life that has written them and still has them in memory."""
     with TemporaryDirectory(prefix="mlx-blockpool-conformance-") as name:
         folder = Path(name, "whole")
         life = Life(subject, folder)
@@ -109,7 +109,7 @@ def _written(subject: Subject, told: Conversation) -> Iterator[tuple[Path, Life]
 
 @contextmanager
 def _quiet() -> Iterator[None]:
-    """Without the store's warnings, which are what is wanted."""
+    """Silence the store's warnings, which these checks provoke."""
     log = logging.getLogger(__name__.partition(".")[0])
     level = log.level
     log.setLevel(logging.CRITICAL)
@@ -122,7 +122,7 @@ def _quiet() -> Iterator[None]:
 def _survives(
     subject: Subject, told: Conversation, folder: Path, records: Sequence[Path], place: Callable[[int], int], truth: Life
 ) -> int:
-    """Flip one bit in each of `records`, in a copy of the folder, and look what prompts get there. The hit of the longer one."""
+    """Flip one bit in each of `records` in a copy of the folder, and serve prompts from it. Returns the hit of the longer one."""
     copy = folder.with_name("flipped")
     shutil.copytree(folder, copy)
     for record in records:

@@ -36,7 +36,7 @@ def pytest_collect_file(file_path: Path, parent: pytest.Collector) -> pytest.Col
 
 
 class ConfigFile(pytest.File):
-    """A config.json, and a test for each check of its model."""
+    """Collects one test for each check of the model of a config.json."""
 
     subject: Any = None
 
@@ -56,7 +56,7 @@ class ConfigFile(pytest.File):
 
 
 class CheckItem(pytest.Item):
-    """One check."""
+    """The test of one check."""
 
     def runtest(self) -> None:
         from .kit import run_check
@@ -80,7 +80,7 @@ class CheckItem(pytest.Item):
 
 
 def _configs(config: pytest.Config) -> list[Path]:
-    """The files of --blockpool-config."""
+    """The config files that --blockpool-config names."""
     found = [config.invocation_params.dir / given for given in config.getoption(OPTION)]
     return [(path / "config.json" if path.is_dir() else path).resolve() for path in found]
 

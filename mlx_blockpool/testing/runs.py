@@ -1,4 +1,4 @@
-"""Runs of a model over caches, and how far two runs lie apart."""
+"""Runs of a model over caches, and the distance between two runs."""
 
 from __future__ import annotations
 
@@ -34,13 +34,13 @@ def run(model: Any, caches: list[Any], parts: Parts) -> list[mx.array]:
 
 
 def cut(tokens: Sequence[int], places: Iterable[int]) -> list[list[int]]:
-    """Tokens in parts that end at `places`, and at the end."""
+    """Split tokens at `places`."""
     ends = [*sorted({p for p in places if 0 < p < len(tokens)}), len(tokens)]
     return [list(tokens[a:b]) for a, b in zip([0, *ends], ends, strict=False)]
 
 
 def cold(subject: Subject, parts: Parts) -> list[mx.array]:
-    """What mlx-lm's own caches give. Raises ConformanceError if that is no logits."""
+    """The logits on mlx-lm's own caches. Raises ConformanceError if a row has no finite logit."""
     found = run(subject.model, subject.stock(), parts)
     if not all(bool(mx.isfinite(row).any()) for row in found):
         raise ConformanceError("no finite logits on mlx-lm's own caches", "a model that runs", "Scale its weights down.")
@@ -82,7 +82,7 @@ def exactly(gap: float) -> str:
 
 
 def content(caches: list[Any]) -> list[bytes]:
-    """What caches hold, layer by layer, bit by bit; windows in temporal order."""
+    """The bytes that caches hold, layer by layer; windows in temporal order."""
     found: list[bytes] = []
     for leaf in leaves_of(caches):
         if isinstance(leaf, PooledArraysCache):

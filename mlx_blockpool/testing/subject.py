@@ -1,4 +1,4 @@
-"""Subject: a tiny model, and what a provider says of its caches. What every check is given.
+"""Subject: a tiny model and its provider, the input of every check.
 
 Knows how to make a model of a config; does not know what is checked.
 """
@@ -56,7 +56,7 @@ class Subject:
         self.manager = make_plugin_manager() if provider is None else _manager_of(provider)
 
     def asked(self, model: Any, config: dict[str, Any]) -> ModelCacheSpec | None:
-        """What the provider says; None: it leaves the model to others. Raises PluginError for nonsense, and SpecError."""
+        """The provider's spec; None: it does not describe this model. Raises PluginError for an invalid answer, and SpecError."""
         if self.provider is not None:
             hook = self.manager.hook.model_cache_spec
             if not hook.get_hookimpls():
@@ -67,7 +67,7 @@ class Subject:
 
     @cached_property
     def spec(self) -> ModelCacheSpec:
-        """What the provider says of the model. Raises ConformanceError if that is nothing."""
+        """The provider's spec of the model. Raises ConformanceError if it has none."""
         found = self.asked(self.model, copy.deepcopy(self.config))
         if found is None:
             raise ConformanceError(
@@ -79,7 +79,7 @@ class Subject:
 
     @cached_property
     def wrong(self) -> str | None:
-        """What is wrong with the spec, so that nothing else can be right; None: nothing."""
+        """The fault of the spec that makes all other checks pointless, or None."""
         try:
             check_spec(self.spec, self.model)
         except (ConformanceError, BlockpoolError) as error:
@@ -88,7 +88,7 @@ class Subject:
 
     @cached_property
     def vocabulary(self) -> int:
-        """Tokens that the model knows."""
+        """The size of the model's vocabulary."""
         caches = self.stock()
         return int(self.model(mx.zeros((1, 1), mx.int32), cache=caches).shape[-1])
 
@@ -100,7 +100,7 @@ class Subject:
 
     @property
     def short_sizes(self) -> list[int]:
-        """Those that a tiny model can be run beyond."""
+        """The windows and chunks that are short enough for a test to run beyond their end."""
         return [size for size in self.sizes if size <= MOST_TOKENS]
 
     @property
@@ -116,7 +116,7 @@ class Subject:
 
     @property
     def pool_bytes(self) -> int:
-        """Room for a dozen sequences of the longest kind."""
+        """Bytes for a dozen of the longest sequences."""
         return max(POOL_BYTES, ROOM * (self.spec.bytes_per_agent(3 * MOST_TOKENS) + self.spec.bytes_per_checkpoint()))
 
     def slabs(self) -> KVArena:
@@ -124,7 +124,7 @@ class Subject:
         return KVArena(self.spec, self.pool_bytes)
 
     def tokens(self, seed: int, count: int) -> list[int]:
-        """Random ones; not the last of the vocabulary, which often mean something."""
+        """Random tokens, without the last ones of the vocabulary, which are often special."""
         return random.Random(seed).choices(range(1, max(2, self.vocabulary * 9 // 10)), k=count)
 
 
