@@ -12,9 +12,9 @@ from ..kv.parts import leaves_of
 from ..kv.sequence import Sequence
 from ..kv.slabs import KVArena
 from ..spec import BLOCK_TOKENS, blocks_for
-from .pins import Timed, TimedPins
+from .pins import Pins
 from .residency import KVIndex, Owned
-from .trie import Node
+from .trie import Node, Pin
 
 
 class Admission:
@@ -23,7 +23,7 @@ class Admission:
     What is pinned for a time gives way to requests, that which ends soonest first, but not to what would only be remembered.
     """
 
-    def __init__(self, slabs: KVArena, known: KVIndex, pins: TimedPins) -> None:
+    def __init__(self, slabs: KVArena, known: KVIndex, pins: Pins) -> None:
         self.slabs = slabs
         self.pool = slabs.pool
         self.known = known
@@ -103,7 +103,7 @@ class Admission:
 
     def need_states(self, n_bytes: int) -> None:
         """for_states() for a request: also what is pinned for a time goes for it. Raises PoolExhaustedError."""
-        released: list[Timed] = []
+        released: list[Pin] = []
         while n_bytes and not self.for_states(n_bytes):
             possible = self.slabs.running_bytes + n_bytes <= self.slabs.state_bytes
             pin = self.pins.release_soonest() if possible else None

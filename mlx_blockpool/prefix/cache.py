@@ -25,12 +25,11 @@ from ..spec import BLOCK_TOKENS, ModelCacheSpec
 from .admission import Admission
 from .intake import begin_intake, why_not
 from .lookup import Lookup, explain
-from .pins import PinnedPrompts
 from .residency import KVIndex
-from .resume import lay_out, resumable, standing
+from .resume import lay_out, pin_of, resumable
 from .retention import Retention, RetentionPolicy
 from .salts import SHARED
-from .trie import Checkpoint, Node, PrefixRef, encode
+from .trie import Checkpoint, Node, Pin, PrefixRef, encode
 
 log = logging.getLogger(__name__)
 
@@ -62,7 +61,7 @@ class PrefixCache:
         slabs.evict_with(self.admission)
         # Of each sequence that was handed out, the prefix whose blocks it holds: insert() goes on from there.
         self._refs: WeakKeyDictionary[Sequence, PrefixRef] = WeakKeyDictionary()
-        self._pinned = PinnedPrompts(self.index)
+        self._pinned: dict[tuple[int, ...], list[Pin]] = {}
         self._max_tokens = config.max_tokens
         # What mlx-lm's methods were given as the model: the first one, in a tuple, and the last other one.
         self._model: tuple[Any] | None = None
@@ -157,7 +156,7 @@ class PrefixCache:
         self._release(caches, "release()")
         if terms.retention == "day":
             ref = self.match(_ids(tokens)[:known], terms.salt, self.ref_of(caches))
-            self.retention.spare_for_a_day(standing(self.slabs, ref))
+            self.retention.spare_for_a_day(pin_of(self.slabs, ref))
         return known
 
     def discard(self, caches: list[Any]) -> None:
@@ -313,19 +312,24 @@ class PrefixCache:
             self.admission.trim_to(n_bytes)
 
     def pin(self, tokens: Tokens[int]) -> int:
-        """Keep the known part of `tokens` from eviction. Returns its length in tokens."""
-        found = standing(self.slabs, self.match(tokens))
-        self._pinned.pin(_ids(tokens), found)
-        return found.end
+        """Keep the cached part of `tokens` in memory until unpin(), without a limit. Returns its length in tokens."""
+        pin = pin_of(self.slabs, self.match(tokens))
+        self.index.pin(pin)
+        self._pinned.setdefault(tuple(_ids(tokens)), []).append(pin)
+        return pin.ref.tokens
 
     def unpin(self, tokens: Tokens[int]) -> int:
-        """Take back one pin() of the same tokens. Returns how many of them are known."""
-        self._pinned.unpin(_ids(tokens))
+        """Take back one pin() of the same tokens. Returns how many of them are cached."""
+        pins = self._pinned.pop(tuple(_ids(tokens)), [])
+        if pins:
+            self.index.unpin(pins.pop())
+        if pins:
+            self._pinned[tuple(_ids(tokens))] = pins
         return self.match(tokens).tokens
 
     def pin_for(self, tokens: Tokens[int], seconds: float, salt: bytes = SHARED, start: PrefixRef | None = None) -> None:
         """Keep the cached part of `tokens` in memory for `seconds` after each use, within the limits. `start` as in match()."""
-        self.retention.pins.pin(standing(self.slabs, self.match(tokens, salt, start)), seconds)
+        self.retention.pins.pin(pin_of(self.slabs, self.match(tokens, salt, start)), seconds)
 
     def keep_up(self) -> None:
         """Between two steps: let go of what has been kept for long enough. Cheap."""

@@ -1,119 +1,72 @@
-"""Known beginnings that are to stay for a time after each use, and those of them that are pinned in the pool.
+"""Prefixes that stay for a time after each use, and those that are pinned in the pool.
 
-Knows nodes, sizes and the time; no tokens, no arrays. Owned by the generation thread.
+Knows pins, sizes and the time; no tokens, no arrays. Owned by the generation thread.
 """
 
 from __future__ import annotations
 
 import time
 from collections.abc import Iterable, Iterator, Sequence
-from dataclasses import dataclass, field
 
-from ..store.record import BLOCK, STATE, WINDOW, Key
 from .residency import KVIndex
 from .trie import Node, Pin
 
 
-@dataclass(frozen=True)
-class Standing:
-    """What `end` tokens stand on: the nodes of `path`, and where layers forget, the checkpoint at `position`.
-
-    `node` has that checkpoint; None: there is none.
-    """
-
-    path: Sequence[Node]
-    end: int
-    node: Node | None = None
-    position: int = 0
-
-    @property
-    def nodes(self) -> list[Node]:
-        return [*self.path, *([] if self.node is None or self.node in self.path else [self.node])]
-
-    def is_in(self, nodes: set[Node], end: int) -> bool:
-        """Whether it is a beginning of `end` tokens that lie in these nodes, whatever has become of its own."""
-        return self.end <= end and self.path[-1].latest in nodes
-
-    def keys(self) -> list[Key]:
-        """The records that it stands on, there or not."""
-        nodes = [node.latest for node in self.nodes]
-        found = [Key(BLOCK, each.hash) for node in nodes for each in (node, *node.superseded)]
-        found += [Key(WINDOW, node.hash) for node in nodes if node.end in node.window_records]
-        last = self.node and self.node.latest
-        if last is not None and last.start < self.position <= last.end:
-            found += [Key(kind, last.hash_at(self.position)) for kind in (WINDOW, STATE)]
-        return found
-
-
-@dataclass(eq=False)
-class Timed:
-    """A beginning that is to stay for `seconds` after its last use, which is until `until`. `name`: the hash of its tokens."""
-
-    name: bytes
-    standing: Standing
-    seconds: float
-    until: float
-    pin: Pin | None = field(default=None, repr=False)
-
-
-class TimedBeginnings:
-    """By `clock`, the one that ends soonest first. `changes` counts what came and went."""
+class TimedPins:
+    """Pins that end by `clock`, the one that ends soonest first. `changes` counts those that were added and removed."""
 
     def __init__(self) -> None:
         self.clock = time.monotonic
         self.changes = 0
-        self._all: dict[bytes, Timed] = {}
+        self._all: dict[bytes, Pin] = {}
         self._soonest = 0.0
 
-    def __iter__(self) -> Iterator[Timed]:
-        return iter(sorted(self._all.values(), key=lambda timed: timed.until))
+    def __iter__(self) -> Iterator[Pin]:
+        return iter(sorted(self._all.values(), key=_end))
 
     def __len__(self) -> int:
         return len(self._all)
 
-    def add(self, standing: Standing, seconds: float) -> tuple[Timed, list[Timed]]:
-        """It is used now. Returns it, and what has gone for it: its old self, and beginnings of it that would end no later."""
-        last = standing.path[-1]
-        name = last.hash_at(standing.end)
-        until = self.clock() + seconds
-        old = self._all.get(name)
-        if old is not None and old.until > until:
-            seconds, until = old.seconds, old.until
-        timed = Timed(name, standing, seconds, until)
-        nodes = {node.latest for node in standing.path}
-        gone = [other for other in self._all.values() if other is old or _is_covered(other, timed, nodes)]
-        for other in gone:
+    def add(self, pin: Pin, seconds: float) -> list[Pin]:
+        """Let a pin last for `seconds` from now. Returns those it replaces: its old self, and shorter ones that end no later."""
+        pin.seconds, pin.until = seconds, self.clock() + seconds
+        old = self._all.get(pin.name)
+        if old is not None and _end(old) > pin.until:
+            pin.seconds, pin.until = old.seconds, old.until
+        nodes = {node.latest for node in pin.ref.path}
+        replaced = [other for other in self._all.values() if other is old or _is_covered(other, pin, nodes)]
+        for other in replaced:
             self.remove(other)
-        self.put(timed)
-        return timed, gone
+        self.put(pin)
+        return replaced
 
-    def put(self, timed: Timed) -> None:
-        self._all[timed.name] = timed
-        self._soonest = min(self._soonest, timed.until)
+    def put(self, pin: Pin) -> None:
+        self._all[pin.name] = pin
+        self._soonest = min(self._soonest, _end(pin))
         self.changes += 1
 
-    def remove(self, timed: Timed) -> None:
-        if self._all.get(timed.name) is timed:
-            del self._all[timed.name]
+    def remove(self, pin: Pin) -> None:
+        if self._all.get(pin.name) is pin:
+            del self._all[pin.name]
             self.changes += 1
 
     def use(self, path: Sequence[Node], hit: int) -> None:
-        """The first `hit` tokens of a path were used: the longest that ends among them stays for its time again."""
+        """The first `hit` tokens of a path were used: the longest pin that ends among them stays for its time again."""
         nodes = set(path)
-        used = [timed for timed in self._all.values() if timed.standing.is_in(nodes, hit)]
-        longest = max(used, key=lambda timed: timed.standing.end, default=None)
+        used = [pin for pin in self._all.values() if pin.is_in(nodes, hit)]
+        longest = max(used, key=lambda pin: pin.ref.tokens, default=None)
         if longest is not None:
-            longest.until = max(longest.until, self.clock() + longest.seconds)
+            longest.until = max(_end(longest), self.clock() + longest.seconds)
 
-    def expire(self) -> list[Timed]:
-        """Those whose time is over, which are gone now; cheap where there is none."""
+    def expire(self) -> list[Pin]:
+        """Remove the pins whose time is over, and return them. Cheap where there are none."""
         now = self.clock()
         if now < self._soonest or not self._all:
             return []
-        over = [timed for timed in self._all.values() if timed.until <= now]
-        for timed in over:
-            self.remove(timed)
-        self._soonest = min((timed.until for timed in self._all.values()), default=0.0)
+        over = [pin for pin in self._all.values() if _end(pin) <= now]
+        for pin in over:
+            self.remove(pin)
+        self._soonest = min(map(_end, self._all.values()), default=0.0)
         return over
 
     def clear(self) -> None:
@@ -121,56 +74,52 @@ class TimedBeginnings:
         self.changes += 1
 
 
-class PinnedPrompts:
-    """What was pinned until it is unpinned, by its tokens."""
+class Pins:
+    """What is pinned in memory: of each kind of pin at most `most_bytes` of blocks and `most_state_bytes` of states.
 
-    def __init__(self, known: KVIndex) -> None:
-        self.known = known
-        self._pins: dict[tuple[int, ...], list[Pin]] = {}
-
-    def pin(self, tokens: Sequence[int], standing: Standing) -> None:
-        self._pins.setdefault(tuple(tokens), []).append(self.known.pin(standing.nodes, standing.position))
-
-    def unpin(self, tokens: Sequence[int]) -> None:
-        """Take back one pin() of the same tokens, if there is any."""
-        pins = self._pins.get(tuple(tokens), [])
-        if pins:
-            self.known.unpin(pins.pop())
-        if not pins:
-            self._pins.pop(tuple(tokens), None)
-
-    def clear(self) -> None:
-        self._pins.clear()
-
-
-class TimedPins:
-    """Timed beginnings that `known` keeps in memory. They take `most_bytes` of blocks and `most_state_bytes` of states at most.
-
-    `num_gave_way` counts those that had to go for requests, `num_refused` those that are too large by themselves.
+    Pins that end (`timed`) give way, the one that ends soonest first: to later ones beyond the limits, and to requests. Pins
+    without an end give way to nothing, and are refused beyond the limits. `num_gave_way` counts pins that made room for requests,
+    `num_refused` timed ones that are too large by themselves.
     """
 
     def __init__(self, known: KVIndex, most_bytes: int, most_state_bytes: int) -> None:
         self.known = known
         self.most_bytes = most_bytes
         self.most_state_bytes = most_state_bytes
-        self.timed = TimedBeginnings()
+        self.timed = TimedPins()
+        self._endless: set[Pin] = set()
         self.num_gave_way = self.num_refused = 0
 
     def __len__(self) -> int:
+        """How many can give way."""
         return len(self.timed)
 
-    def pin(self, standing: Standing, seconds: float) -> None:
-        """Keep a beginning in memory for so long after each use. Where that is too much, those that end soonest go."""
-        if not standing.path:
+    def pin(self, pin: Pin, seconds: float) -> None:
+        """Keep a prefix in memory for `seconds` after each use. Beyond the limits, those that end soonest go."""
+        if not pin.ref.path:
             return
-        timed, gone = self.timed.add(standing, seconds)
-        timed.pin = self.known.pin(standing.nodes, standing.position)
-        self._unpin(gone)
-        if self._are_too_much([timed]):
-            self.timed.remove(timed)
-            self._unpin([timed])
+        replaced = self.timed.add(pin, seconds)
+        self.known.pin(pin)
+        self._unpin(replaced)
+        if self._is_too_much([pin]):
+            self.timed.remove(pin)
+            self.known.unpin(pin)
             self.num_refused += 1
         self._limit()
+
+    def hold(self, pin: Pin) -> bool:
+        """Keep a prefix in memory until unpin(). Returns False, and keeps nothing, where that is beyond the limits."""
+        self.known.pin(pin)
+        if self._is_too_much([*self._endless, pin]):
+            self.known.unpin(pin)
+            return False
+        self._endless.add(pin)
+        return True
+
+    def unpin(self, pin: Pin) -> None:
+        """Take back hold()."""
+        self._endless.discard(pin)
+        self.known.unpin(pin)
 
     def use(self, path: Sequence[Node], hit: int) -> None:
         """The first `hit` tokens of a path were used."""
@@ -180,68 +129,62 @@ class TimedPins:
             self._limit()
 
     def expire(self) -> None:
-        """Let go of those whose time is over."""
+        """Unpin those whose time is over."""
         self._unpin(self.timed.expire())
 
-    def release_soonest(self) -> Timed | None:
-        """Let go of the one that ends soonest, and return it."""
-        soonest: Timed | None = next(iter(self.timed), None)
+    def release_soonest(self) -> Pin | None:
+        """Unpin the one that ends soonest, and return it; None: there is none."""
+        soonest = next(iter(self.timed), None)
         if soonest is not None:
             self.timed.remove(soonest)
-            self._unpin([soonest])
+            self.known.unpin(soonest)
         return soonest
 
-    def put_back(self, released: Iterable[Timed]) -> None:
+    def put_back(self, released: Iterable[Pin]) -> None:
         """Take release_soonest() back."""
-        for timed in released:
-            self.timed.put(timed)
-            if timed.pin is not None:
-                self.known.pin_again(timed.pin)
+        for pin in released:
+            self.timed.put(pin)
+            self.known.pin(pin)
 
     def clear(self) -> None:
-        """Let go of all."""
-        self._unpin(list(self.timed))
+        """Unpin all that end by themselves."""
+        self._unpin(self.timed)
         self.timed.clear()
 
     def report(self) -> dict[str, int]:
-        """Figures; sizes in bytes."""
-        n_bytes, states = self._bytes(self.timed)
+        """Figures of those that end; sizes in bytes."""
         return {
             "pins": len(self.timed),
-            "pinned_bytes": n_bytes + states,
+            "pinned_bytes": sum(self.known.pinned_bytes(self.timed)),
             "most_pinned_bytes": self.most_bytes + self.most_state_bytes,
             "gave_way": self.num_gave_way,
             "refused": self.num_refused,
         }
 
     def check(self) -> None:
-        """What is pinned for a time is within its limits. Raises AssertionError."""
-        found, most = self._bytes(self.timed), (self.most_bytes, self.most_state_bytes)
+        """Pins that end are within the limits. Raises AssertionError."""
+        found, most = self.known.pinned_bytes(self.timed), (self.most_bytes, self.most_state_bytes)
         assert found[0] <= most[0], f"{found[0]} bytes of blocks are pinned; {most[0]} may be"
         assert found[1] <= most[1], f"{found[1]} bytes of states are pinned; {most[1]} may be"
 
     def _limit(self) -> None:
-        while self._are_too_much(self.timed):
+        while self._is_too_much(self.timed):
             self.release_soonest()
 
-    def _are_too_much(self, timed: Iterable[Timed]) -> bool:
-        return self.is_too_much(each.pin for each in timed if each.pin is not None)
-
-    def is_too_much(self, pins: Iterable[Pin]) -> bool:
-        """Whether these pins, timed or not, keep more blocks or more states than may be pinned."""
+    def _is_too_much(self, pins: Iterable[Pin]) -> bool:
         n_bytes, states = self.known.pinned_bytes(pins)
         return n_bytes > self.most_bytes or states > self.most_state_bytes
 
-    def _bytes(self, timed: Iterable[Timed]) -> tuple[int, int]:
-        return self.known.pinned_bytes([each.pin for each in timed if each.pin is not None])
-
-    def _unpin(self, gone: Iterable[Timed]) -> None:
-        for timed in gone:
-            if timed.pin is not None:
-                self.known.unpin(timed.pin)
+    def _unpin(self, pins: Iterable[Pin]) -> None:
+        for pin in pins:
+            self.known.unpin(pin)
 
 
-def _is_covered(other: Timed, timed: Timed, nodes: set[Node]) -> bool:
-    """Whether whatever `other` keeps is kept by `timed`, in these nodes, as long."""
-    same_place = other.standing.position == timed.standing.position
-    return same_place and other.until <= timed.until and other.standing.is_in(nodes, timed.standing.end)
+def _end(pin: Pin) -> float:
+    assert pin.until is not None, "a pin without an end"
+    return pin.until
+
+
+def _is_covered(other: Pin, pin: Pin, nodes: set[Node]) -> bool:
+    """Whether `pin`, in these nodes, keeps for as long all that `other` keeps."""
+    return other.position == pin.position and _end(other) <= _end(pin) and other.is_in(nodes, pin.ref.tokens)

@@ -7,7 +7,7 @@ Knows tokens and block ids; no arrays. Owned by the generation thread.
 from __future__ import annotations
 
 from collections import Counter, OrderedDict
-from collections.abc import Collection, Hashable, Iterable, Sequence
+from collections.abc import Collection, Hashable, Iterable
 
 from ..kv.pool import BlockPool
 from ..spec import BLOCK_TOKENS
@@ -150,20 +150,14 @@ class KVIndex:
         self._drop_checkpoint(node, checkpoint, ())
         self.prune(node)
 
-    def pin(self, nodes: Sequence[Node], position: int) -> Pin:
-        """The blocks of these nodes, and the checkpoint at `position`, must stay until unpin(), whatever becomes of the nodes."""
-        pin = Pin(list(nodes), position)
-        self.pin_again(pin)
-        return pin
-
-    def pin_again(self, pin: Pin) -> None:
-        """Take unpin() back."""
-        for node in {node.latest for node in pin.nodes}:
+    def pin(self, pin: Pin) -> None:
+        """Keep the blocks of a pin, and its checkpoint, until unpin(), whatever becomes of its edges."""
+        for node in pin.nodes:
             node.pins |= {pin}
             self._pin_blocks(node)
 
     def unpin(self, pin: Pin) -> None:
-        for node in {node.latest for node in pin.nodes}:
+        for node in pin.nodes:
             node.pins -= {pin}
             self._pin_blocks(node)
 
@@ -171,7 +165,7 @@ class KVIndex:
         """Bytes of the blocks, and of the states, that these pins keep, each counted once."""
         blocks: set[Owned] = set()
         states: set[Checkpoint] = set()
-        places = {(node.latest, pin.position) for pin in pins for node in pin.nodes}
+        places = {(node, pin.position) for pin in pins for node in pin.nodes}
         for node in {node for node, _ in places}:
             blocks.update(self._blocks(node))
         for node, position in places:

@@ -12,8 +12,7 @@ from ..kv.sequence import Sequence
 from ..kv.slabs import KVArena
 from ..spec import WindowLayer, blocks_for
 from .admission import Admission
-from .pins import Standing
-from .trie import Checkpoint, Node, PrefixRef
+from .trie import Checkpoint, Node, Pin, PrefixRef
 
 
 def resumable(slabs: KVArena, match: PrefixRef, most: int) -> tuple[int, Checkpoint | None]:
@@ -29,9 +28,9 @@ def resumable(slabs: KVArena, match: PrefixRef, most: int) -> tuple[int, Checkpo
     return position, None if node is None else node.checkpoints[position]
 
 
-def standing(slabs: KVArena, match: PrefixRef) -> Standing:
-    """What the whole of a match stands on."""
-    return Standing(match.path, match.tokens, *(match.last_checkpoint() if slabs.spec.needs_checkpoints else ()))
+def pin_of(slabs: KVArena, ref: PrefixRef) -> Pin:
+    """A pin of all that the whole of a prefix is resumed from."""
+    return Pin(ref, *(ref.last_checkpoint() if slabs.spec.needs_checkpoints else ()))
 
 
 def _unwrapped(slabs: KVArena, node: Node, known: int) -> Checkpoint | None:

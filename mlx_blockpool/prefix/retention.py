@@ -13,10 +13,10 @@ from ..config import PoolConfig
 from ..store.prompt_store import PromptStore
 from ..store.record import BLOCK, STATE, WINDOW, Key
 from .accounting import ANONYMOUS
-from .pins import Standing, TimedBeginnings, TimedPins
+from .pins import Pins, TimedPins
 from .residency import KVIndex, is_pinned, is_superseded, rings_of
 from .salts import SHARED
-from .trie import Checkpoint, Node
+from .trie import Checkpoint, Node, Pin
 
 DAY_SECONDS = 86400.0
 # The largest accounts are told, so many.
@@ -51,8 +51,8 @@ class Retention:
     def __init__(self, known: KVIndex, pool_bytes: int, state_bytes: int, config: PoolConfig) -> None:
         share = config.pinned_share
         self.known = known
-        self.pins = TimedPins(known, int(pool_bytes * share), int(state_bytes * share))
-        self.days = TimedBeginnings()
+        self.pins = Pins(known, int(pool_bytes * share), int(state_bytes * share))
+        self.days = TimedPins()
         self.quotas = Quotas(known, config.agent_bytes, config.anonymous_bytes)
         self._told, self._has_told = 0, False
         spec = known.pool.spec
@@ -66,10 +66,10 @@ class Retention:
         self.pins.use(path, hit)
         self.days.use(path, hit)
 
-    def spare_for_a_day(self, standing: Standing) -> None:
-        """The disk's budget does not take it for a day after each use."""
-        if standing.path:
-            self.days.add(standing, DAY_SECONDS)
+    def spare_for_a_day(self, pin: Pin) -> None:
+        """Keep a prefix on disk for a day after each use: the disk's budget does not take it."""
+        if pin.ref.path:
+            self.days.add(pin, DAY_SECONDS)
 
     def expire(self) -> None:
         """Let go of what has been kept for long enough. Cheap."""
@@ -83,8 +83,8 @@ class Retention:
             return
         self._told, self._has_told = changes, bool(self.pins or self.days)
         left, kept = store.config.own_bytes // 2, set[Key]()
-        for timed in sorted([*self.pins.timed, *self.days], key=lambda timed: -timed.until):
-            added = set(timed.standing.keys()) - kept
+        for pin in sorted([*self.pins.timed, *self.days], key=lambda pin: -(pin.until or 0.0)):
+            added = set(_records_of(pin)) - kept
             left -= sum(store.size(key) or self._record_bytes[key.kind] for key in added)
             if left < 0:
                 break
@@ -110,6 +110,16 @@ class Retention:
             "pinned": self.pins.report(),
             "kept_for_a_day": len(self.days),
         }
+
+
+def _records_of(pin: Pin) -> list[Key]:
+    """The records that a pinned prefix is resumed from, on disk or not."""
+    found = [Key(BLOCK, each.hash) for node in pin.nodes for each in (node, *node.superseded)]
+    found += [Key(WINDOW, node.hash) for node in pin.nodes if node.end in node.window_records]
+    last = pin.node and pin.node.latest
+    if last is not None and last.start < pin.position <= last.end:
+        found += [Key(kind, last.hash_at(pin.position)) for kind in (WINDOW, STATE)]
+    return found
 
 
 class Quotas:

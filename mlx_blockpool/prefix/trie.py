@@ -52,14 +52,6 @@ class Checkpoint:
 
 
 @dataclass(eq=False)
-class Pin:
-    """What must stay in memory: the blocks of `nodes`, and of their checkpoints the one at `position`."""
-
-    nodes: list[Node] = field(repr=False)
-    position: int
-
-
-@dataclass(eq=False)
 class Node:
     """One edge: up to 256 tokens, and the block of each full layer group that holds them.
 
@@ -208,6 +200,35 @@ class PrefixRef:
         while nodes and nodes[-1].removed:
             nodes = nodes[:-1]
         return nodes
+
+
+@dataclass(eq=False)
+class Pin:
+    """A prefix that is to stay: the blocks of its edges and, of their checkpoints, the one at `position`, which `node` has.
+
+    `until`: a time of the clock it is measured by, `seconds` after the last use. None: it stays until it is unpinned.
+    """
+
+    ref: PrefixRef
+    node: Node | None = None
+    position: int = 0
+    seconds: float = 0.0
+    until: float | None = None
+
+    @property
+    def name(self) -> bytes:
+        """The hash of its tokens."""
+        return self.ref.hashes[-1]
+
+    @property
+    def nodes(self) -> set[Node]:
+        """The edges that it keeps, as they are in the trie now."""
+        own = set() if self.node is None else {self.node.latest}
+        return own.union(node.latest for node in self.ref.path)
+
+    def is_in(self, nodes: set[Node], end: int) -> bool:
+        """Whether it is a beginning of `end` tokens that lie in these nodes. Its last edge may be part of a longer one now."""
+        return self.ref.tokens <= end and self.ref.path[-1].latest in nodes
 
 
 class Trie:

@@ -300,7 +300,7 @@ def test_whatever_happens_limits_hold_and_what_is_pinned_stays(name: str, seed: 
             live.append((found, prompt, pins))
         keeper.check()
         for timed in keeper.pins.timed:
-            path = [node.latest for node in timed.standing.path]
+            path = [node.latest for node in timed.ref.path]
             assert all(node.resident for node in path), "a block of what is pinned has gone"
     for found, prompt, pins in live:
         keeper.compute(found, prompt)  # type: ignore[arg-type]

@@ -17,7 +17,7 @@ from typing import TypeVar
 
 from ...config import StoreConfig
 from ...errors import BlockpoolError, LoadError
-from ...prefix.resume import standing
+from ...prefix.resume import pin_of
 from ...prefix.salts import SHARED, is_of_import
 from ...prefix.trie import Pin, PrefixRef
 from ...store.agent_files import Agents, turn_of
@@ -127,7 +127,7 @@ class ServedAgents:
     def unpin(self, name: str) -> None:
         pin = self.pinned.pop(name, None)
         if pin is not None and self._prefix is not None:
-            self._prefix.index.unpin(pin)
+            self._prefix.retention.pins.unpin(pin)
 
     def pinned_hashes(self) -> set[bytes]:
         """The hashes of all pinned paths, from the files as last read and from the last turns."""
@@ -155,15 +155,12 @@ class ServedAgents:
     def _pin_in_memory(self, name: str, path: PrefixRef) -> None:
         """In place of what was pinned for this agent before."""
         assert self._prefix is not None
-        known, before = self._prefix.index, self.pinned.get(name)
-        found = standing(self._prefix.slabs, known.trie.find(path))
-        pin = known.pin(found.nodes, found.position)
+        pins = self._prefix.retention.pins
+        before, pin = self.pinned.get(name), pin_of(self._prefix.slabs, self._prefix.index.trie.find(path))
         if before is not None:
-            known.unpin(before)
-        self.pinned[name] = pin
-        if self._prefix.retention.pins.is_too_much(pin for pin in self.pinned.values() if pin is not None):
-            known.unpin(pin)
-            self.pinned[name] = None
+            pins.unpin(before)
+        self.pinned[name] = pin if pins.hold(pin) else None
+        if self.pinned[name] is None:
             log.warning("agents: no more blocks or states of the pool can be pinned; one agent's path may leave memory")
 
     def _take_over(self, seen: list[Agent]) -> None:

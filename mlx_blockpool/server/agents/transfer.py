@@ -21,7 +21,7 @@ from ...errors import PoolExhaustedError, StoreError
 from ...formatting import Report
 from ...kv.parts import leaves_of, sequence_of
 from ...prefix.intake import Intake, begin_intake
-from ...prefix.resume import lay_out_to_read, resumable, standing
+from ...prefix.resume import lay_out_to_read, pin_of, resumable
 from ...prefix.retention import RetentionPolicy
 from ...prefix.salts import is_of_import, salt_of_import
 from ...prefix.trie import PrefixRef
@@ -117,7 +117,7 @@ def _saved(prefix: TieredPrefixCache, path: PrefixRef) -> _Saved:
     stored.write_behind(at_once=True)
     match = prefix.index.trie.find(path)
     found, report = measure(prefix, path, len(match.path)), stored.report()
-    at = standing(prefix.slabs, match.in_memory()).position
+    at = pin_of(prefix.slabs, match.in_memory()).position
     counts = stored.store.counts
     left = report["pending"] + report["resting"]
     return _Saved(
