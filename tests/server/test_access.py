@@ -133,7 +133,7 @@ def test_a_missing_key_is_told_in_the_shape_of_the_protocol(server: Client) -> N
             anthropic.Anthropic(base_url=base, api_key="no", max_retries=0).messages.create(**CHAT)  # type: ignore[call-overload]
         assert theirs.value.body["error"]["type"] == "authentication_error"  # type: ignore[index]
         gpt = openai.OpenAI(base_url=f"{base}/v1", api_key="no", max_retries=0)
-        with pytest.raises(openai.AuthenticationError, match="another key") as other:
+        with pytest.raises(openai.AuthenticationError, match="API key is wrong") as other:
             gpt.chat.completions.create(**CHAT)  # type: ignore[call-overload]
         assert other.value.type == "authentication_error"
         assert anthropic.Anthropic(base_url=base, api_key=KEY, max_retries=0).messages.create(**CHAT).content  # type: ignore[call-overload]

@@ -455,7 +455,7 @@ def test_both_protocols_and_all_roles_make_one_prompt(server: Client, gpt: opena
         ({"max_output_tokens": 0}, "max_output_tokens", "greater"),
         ({"temperature": -1}, "temperature", "greater"),
         ({"top_logprobs": 3}, "top_logprobs", "no logprobs"),
-        ({"background": True}, "background", "foreground"),
+        ({"background": True}, "background", "not computed"),
         ({"conversation": "conv_1"}, "conversation", "stores none"),
         ({"metadata": {"a": 1}}, "metadata.a", "valid string"),
         ({"prompt_cache_retention": "1h"}, None, "'in_memory' or '24h'"),
