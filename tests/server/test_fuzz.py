@@ -30,6 +30,7 @@ SETTINGS = settings(
     # A failure names the request; smaller ones would take minutes.
     phases=[Phase.generate],
 )
+pytestmark = [pytest.mark.thorough] if is_thorough() else []
 HELLO = {"messages": [{"role": "user", "content": "Hello, who is there?"}], "max_tokens": 6}
 
 PARAMETERS = {"type": "object", "properties": {"word": {"type": "string"}}}

@@ -31,6 +31,7 @@ def subject_of(name: str) -> Subject:
     return Subject(CONFIGS[name])
 
 
+@pytest.mark.sampled
 @pytest.mark.parametrize("check", CHECKS)
 @pytest.mark.parametrize("name", TYPES)
 def test_a_type_conforms(name: str, check: str) -> None:
