@@ -114,7 +114,7 @@ def bench_restore(args: Any, model: Any, length: int, folder: Path, rounds: int,
         found = stored(engine)
         caches = engine.caches
         assert isinstance(caches, PooledCaches)
-        wanted = caches.prefix.wanted(caches.prefix.match([*(i % VOCAB for i in range(length)), 0]), length)
+        wanted = caches.prefix.plan_restore(caches.prefix.match([*(i % VOCAB for i in range(length)), 0]), length)
         assert wanted is not None, "nothing is on disk"
         mx.synchronize()
         start = time.perf_counter()

@@ -140,7 +140,7 @@ class PooledCaches:
             return True
         if running.uid not in self._restores:
             running.prefix = self.prefix.match(running.tokens, running.terms.salt, running.prefix)
-            wanted = self.prefix.wanted(running.prefix, running.prefill_end)
+            wanted = self.prefix.plan_restore(running.prefix, running.prefill_end)
             if wanted is None:
                 return True
             if not stored.arriving.isdisjoint(wanted.arriving):

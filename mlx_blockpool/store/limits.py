@@ -1,4 +1,4 @@
-"""What may be written at present: as much as the writer takes, so much a day, and nothing for a while after the disk has failed.
+"""What may be written now: as much as the writer's queue holds, so much a day, and nothing for a while after the disk failed.
 
 Knows sizes and the time; no records. Owned by the generation thread.
 """
@@ -50,7 +50,7 @@ class Limits:
         return found
 
     def over_budget(self, pinned: int) -> str:
-        """Nothing that may go makes room. `pinned` bytes may not, which is said once."""
+        """The refusal where dropping records makes too little room. If `pinned` bytes are the reason, a warning says so once."""
         if pinned and not self._has_told:
             self._has_told = True
             budget = self._config.own_bytes
@@ -64,13 +64,13 @@ class Limits:
         return None if self.refused is None else self.refusal(self.refused, queue_takes)
 
     def charge(self, size: int) -> None:
-        """So many bytes will be written. After a failure one record tries whether the disk is well again."""
+        """Count bytes that will be written. After a failure one record is let through to try the disk."""
         self._day = (self._date(), self._today() + size)
         if self.problem is not None:
             self.wait()
 
     def suspend(self, error: OSError) -> None:
-        """The disk has failed."""
+        """Stop writing for `retry_seconds` after the disk failed."""
         if self.problem is None:
             log.warning("prompt store: %s; nothing is written for %s seconds", error, self._config.retry_seconds)
         self.problem = str(error)
@@ -78,15 +78,15 @@ class Limits:
         self.wait()
 
     def wait(self) -> None:
-        """Leave the disk alone for a while."""
+        """Write nothing for `retry_seconds`."""
         self._retry_at = time.monotonic() + self._config.retry_seconds
 
     def may_retry(self) -> bool:
-        """Whether it was left alone for long enough."""
+        """Whether `retry_seconds` have passed since wait()."""
         return time.monotonic() >= self._retry_at
 
     def come_back(self) -> None:
-        """The disk can be seen; what is written next tries whether it can be written too."""
+        """The folder can be read again: the next record tries whether it can be written too."""
         if self.is_away:
             self.is_away, self._retry_at = False, 0.0
 

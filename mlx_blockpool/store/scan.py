@@ -146,10 +146,12 @@ class Listing:
 
 @dataclass
 class FolderChanges:
-    """What others have done.
+    """What other processes changed in the folder.
 
-    found:    files that they wrote or used, the one used longest ago first; gone: names that are no more.
-    records:  what new files of our own model say of themselves; unread: those of them that cannot be read at present.
+    found     files that they wrote or used, the one used longest ago first.
+    gone      names of files that are not there any more.
+    records   headers of new files of our own model.
+    unread    keys of new files of our own model that cannot be read at present.
     """
 
     found: list[ChangedFile]
@@ -160,7 +162,7 @@ class FolderChanges:
 
 @dataclass(frozen=True)
 class RecordChanges:
-    """The same for whoever knows the records of our model: new ones, and keys of those that are not there any more."""
+    """Records of our own model that other processes wrote, and keys of those that are not there any more."""
 
     found: list[Record]
     lost: list[Key]
@@ -179,7 +181,7 @@ class FolderScanner:
         self._namespace = namespace
 
     def first(self) -> FolderChanges:
-        """All that there is; headers that are not noted are read, several at a time. Raises OSError where nothing can be seen."""
+        """Every file; headers that are not noted are read, several at a time. Raises OSError if the folder cannot be read."""
         return self._seen(self._noted_or_read)
 
     def _noted_or_read(self, names: list[str]) -> list[HeaderRead]:
@@ -192,14 +194,14 @@ class FolderScanner:
         return [found[name] for name in names]
 
     def note(self) -> None:
-        """Note what the first look had to read, for the next start."""
+        """Note the headers that first() had to read, for the next start."""
         for record, stamp in self._unnoted:
             self._headers.add(record, stamp)
         self._unnoted = []
         self._headers.write()
 
     def use(self, names: Sequence[str]) -> None:
-        """These were used just now, the last of them last: so that others know, and the next start."""
+        """Set the times of files used just now, the last of them last, for other processes and for the next start."""
         self._folder.touch(names)
         for name in names:
             stamp = self._folder.stamp_of(name)
@@ -208,7 +210,7 @@ class FolderScanner:
         self._headers.write()
 
     def again(self, used: Sequence[str]) -> FolderChanges:
-        """What has changed since. `used`: what was used here meanwhile, the last of them last, so that others know."""
+        """What has changed since the last scan. `used`: files that this process used meanwhile, the last of them last."""
         self.use(used)
         with suppress(OSError):
             self._describe()
@@ -235,11 +237,10 @@ class FolderScanner:
 
 
 class FolderWatcher:
-    """When it is time to look again, and which names have changed hands since the last look was asked for. Asked by the
-    generation thread.
+    """Decides when the folder is scanned again, and which results of a scan are out of date. Owned by the generation thread.
 
-    A look is due once `look_bytes` were handed to the writer since, or `seconds` after anything was written or used. No more
-    than `look_bytes` are handed over while one is under way.
+    A scan is due once `look_bytes` were passed to the writer since the last one, or `seconds` after anything was written or used.
+    While one is under way, at most `look_bytes` are passed on.
     """
 
     def __init__(self, look_bytes: int, seconds: float) -> None:
@@ -258,7 +259,7 @@ class FolderWatcher:
         return not self.is_looking or not self._handed or self._handed + size <= self.look_bytes
 
     def is_due(self, has_news: bool, at_once: bool) -> bool:
-        """`has_news`: there is something to tell the others; `at_once`: nothing was seen yet."""
+        """Whether to scan now. `has_news`: files were used here since; `at_once`: the folder was never read yet."""
         waited = time.monotonic() - self._asked_at >= self.seconds
         wrote = 0 < self._handed >= self.look_bytes
         return not self.is_looking and (at_once or wrote or (waited and (has_news or self._handed > 0)))
@@ -268,6 +269,6 @@ class FolderWatcher:
         self.names = set()
 
     def sift(self, seen: FolderChanges) -> FolderChanges:
-        """What was seen, without what changed hands since."""
+        """The changes, without files that were passed to the writer since the scan was asked for."""
         found = [found for found in seen.found if found.name not in self.names]
         return replace(seen, found=found, gone=[name for name in seen.gone if name not in self.names])

@@ -1,6 +1,6 @@
-"""The writer thread: records written and removed behind the generation thread, and looks at the folder, in order, within a bound.
+"""The writer thread: writes and removes records behind the generation thread, and scans the folder, in order, within a bound.
 
-Whoever hands work over polls for what became of it.
+The generation thread passes jobs to it and polls for their results.
 """
 
 from __future__ import annotations
@@ -33,23 +33,25 @@ class Job:
 
 @dataclass(frozen=True)
 class Look:
-    """See what others did. Raises OSError where nothing can be seen."""
+    """Scan the folder for what other processes changed. `take` raises OSError if it cannot be read."""
 
     take: Callable[[], FolderChanges]
 
 
 @dataclass(frozen=True)
 class Chore:
-    """Something else that is to be done on this thread, and that nobody misses if it fails."""
+    """Other work for this thread. A failure is logged and has no further effect."""
 
     act: Callable[[], None]
 
 
 @dataclass(frozen=True)
 class Done:
-    """What became of a job. `error` None: it is on disk, or gone from it; an OSError is the disk's, any other a fault of ours.
+    """The result of a job.
 
-    left:  with an error, bytes of what lies under its name now; None: nothing. seen: what a look has found.
+    error   None: the file is on disk, or removed. An OSError is the disk's fault, any other error our own.
+    left    after an error, bytes of the file under its name now; None: there is none.
+    seen    what a scan has found.
     """
 
     job: Job | Look | Chore
@@ -59,7 +61,7 @@ class Done:
 
 
 class Writer:
-    """At most `queue_bytes` wait to be written; more is refused, so that nobody ever waits for the disk.
+    """A queue of at most `queue_bytes`, and its thread. More is rejected, so that generation never waits for the disk.
 
     A file system that would have less than `min_free_bytes` left is full.
     """

@@ -23,7 +23,7 @@ class TieredPrefixCache(PrefixCache):
     """A PrefixCache over `store`, which names what its keys and values are computed with. None: memory is all it has.
 
     What is inserted is written behind by `stored.write_behind()`. acquire() brings back what is on disk and waits for it;
-    acquire_resident() does not, for callers that have run the restore of wanted() themselves.
+    acquire_resident() does not, for callers that run the restore of plan_restore() themselves.
     """
 
     def __init__(self, slabs: KVArena, namespace: str = "", store: PromptStore | None = None, config: PoolConfig = USUAL) -> None:
@@ -40,10 +40,10 @@ class TieredPrefixCache(PrefixCache):
     ) -> Acquired:
         """PrefixCache.acquire() after what is worth reading has come back from disk, as far as there is room for it."""
         start = self.match(tokens, salt, start)
-        wanted = self.wanted(start, len(tokens) - 1 if at_most is None else at_most) if len(tokens) else None
-        if wanted is not None and self.stored is not None:
+        plan = self.plan_restore(start, len(tokens) - 1 if at_most is None else at_most) if len(tokens) else None
+        if plan is not None and self.stored is not None:
             with suppress(PoolExhaustedError):
-                self.stored.restore_now(wanted)
+                self.stored.restore_now(plan)
         return self.acquire_resident(tokens, max_tokens, at_most, salt, start)
 
     def acquire_resident(
@@ -59,25 +59,25 @@ class TieredPrefixCache(PrefixCache):
 
     def resident(self, match: PrefixRef, at_most: int) -> PrefixRef:
         if self.stored is not None:
-            wanted = self._on_disk(match, at_most)
-            self.stored.num_cheaper += wanted is not None and not self.stored.is_worth_reading(wanted)
+            plan = self._on_disk(match, at_most)
+            self.stored.num_cheaper += plan is not None and not self.stored.is_worth_reading(plan)
             self.stored.touch(match.path)
         return super().resident(match, at_most)
 
-    def wanted(self, match: PrefixRef, at_most: int) -> RestorePlan | None:
+    def plan_restore(self, match: PrefixRef, at_most: int) -> RestorePlan | None:
         """The restore that a match is worth waiting for; None where disk adds nothing, or computing it is faster."""
-        wanted = self._on_disk(match, at_most)
-        return wanted if wanted is not None and self.stored and self.stored.is_worth_reading(wanted) else None
+        plan = self._on_disk(match, at_most)
+        return plan if plan is not None and self.stored and self.stored.is_worth_reading(plan) else None
 
     def _on_disk(self, match: PrefixRef, most: int) -> RestorePlan | None:
         if self.stored is None:
             return None
-        return self.stored.wanted(match, most, resumable(self.slabs, match.in_memory(), most)[0])
+        return self.stored.plan_restore(match, most, resumable(self.slabs, match.in_memory(), most)[0])
 
     def within_reach(self, tokens: Tokens[int], salt: bytes = SHARED) -> int:
         """How many tokens of a prompt are in memory, or on disk and worth reading."""
-        wanted = self.wanted(self.match(tokens, salt), len(tokens) - 1)
-        return super().within_reach(tokens, salt) if wanted is None else wanted.have + wanted.tokens
+        plan = self.plan_restore(self.match(tokens, salt), len(tokens) - 1)
+        return super().within_reach(tokens, salt) if plan is None else plan.have + plan.tokens
 
     def remember(self, tokens: Tokens[int], caches: list[Any], kind: str, terms: RetentionPolicy, goes_on: bool) -> PrefixRef:
         ref = super().remember(tokens, caches, kind, terms, goes_on)

@@ -1,8 +1,8 @@
-"""Which checkpoints are on disk as well, and where they can be put back. Owned by the generation thread.
+"""StoredCheckpoints: which checkpoints are on disk, what of them is to be written, and where they can be resumed from.
 
-Of the rings of a checkpoint each piece is written once: whole blocks behind the next steps, and the piece between the last block
-and the checkpoint once the conversation has rested, or at once where nothing near it could be resumed otherwise. A state is one
-piece, and rests likewise.
+The rings of a checkpoint are written in segments along the blocks of the trie, each once: whole blocks behind the next steps, the
+one between the last block and the checkpoint once the conversation has rested, or at once where nothing near it could be resumed
+otherwise. A state is one record and rests likewise. Owned by the generation thread.
 """
 
 from __future__ import annotations
@@ -53,10 +53,10 @@ class CheckpointWrite:
 
 
 class StoredCheckpoints:
-    """The checkpoints of `known` that `store` can put back: those of which every piece of the rings and the state are there."""
+    """The checkpoints of `index` that `store` can bring back: every segment of their rings, and the state, is on disk."""
 
-    def __init__(self, known: KVIndex, slabs: KVArena, store: PromptStore) -> None:
-        self.known = known
+    def __init__(self, index: KVIndex, slabs: KVArena, store: PromptStore) -> None:
+        self.index = index
         self.slabs = slabs
         self.rings = WindowCheckpoint(slabs, store.config.bits)
         self.store = store
@@ -72,25 +72,25 @@ class StoredCheckpoints:
 
     @property
     def num_pending(self) -> int:
-        """How many have something to write now."""
+        """Checkpoints with a record that may be written now."""
         return len(self._pending)
 
     @property
     def num_resting(self) -> int:
-        """How many have something to write once it is their time."""
+        """Checkpoints whose last record waits for its time."""
         return len(self._resting)
 
     # -- at start ------------------------------------------------------------------------------------------------------
 
     def load(self, records: Iterable[Record], nodes: dict[bytes, Node]) -> None:
-        """Take note of what is on disk. `nodes`: the stored ones by hash; what belongs to none of them is unreachable."""
-        self.known.unreachable += [record.key for record in records if not self.place(record, nodes)]
+        """Note records found on disk. `nodes`: the stored ones by hash; records of none of them become `index.unreachable`."""
+        self.index.unreachable += [record.key for record in records if not self.place(record, nodes)]
 
     def place(self, record: Record, nodes: dict[bytes, Node]) -> bool:
-        """Take note of one record. Whether it belongs to any of the nodes."""
-        first = self.known.trie.begin_of(record.parent, record.extra.get(SALT)) if record.start == 0 else None
+        """Note one record found on disk. Returns whether it belongs to any of the nodes."""
+        first = self.index.trie.begin_of(record.parent, record.extra.get(SALT)) if record.start == 0 else None
         parent = first or nodes.get(record.parent)
-        node = None if parent is None else self.known.trie.child(parent, encode(record.tokens))
+        node = None if parent is None else self.index.trie.child(parent, encode(record.tokens))
         cut = _cut_of(record)
         if node is None or node.start != record.start or (record.kind == WINDOW and cut is None):
             return False
@@ -100,7 +100,7 @@ class StoredCheckpoints:
     # -- writing -------------------------------------------------------------------------------------------------------
 
     def note(self, node: Node, checkpoint: Checkpoint) -> None:
-        """A checkpoint that may be written when there is time."""
+        """Queue a checkpoint for writing."""
         checkpoint.noted = True
         if self.rings.can_be_cut:
             self._pending[checkpoint] = node
@@ -162,7 +162,7 @@ class StoredCheckpoints:
         return True
 
     def _unwritten(self, node: Node, checkpoint: Checkpoint) -> CheckpointWrite | None:
-        """The first record of a checkpoint, if it is still known, that is not on disk."""
+        """The first record of a checkpoint, if the trie still has it, that is not on disk."""
         position = checkpoint.position
         if node.checkpoints.get(position) is not checkpoint:
             return None
@@ -201,7 +201,7 @@ class StoredCheckpoints:
         self._places[key] = (node, end)
 
     def lose(self, key: Key, again: bool = False) -> None:
-        """This record is not on disk any more; `again`: it could not be written, and is to be tried once more."""
+        """Follow a record that is not on disk any more. `again`: writing it has failed, and its checkpoint is queued again."""
         found: tuple[Node | None, int] = self._places.pop(key, (None, 0))
         node, end = found
         while node is not None:

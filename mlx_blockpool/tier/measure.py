@@ -60,7 +60,7 @@ def resumes_from_disk(prefix: TieredPrefixCache, match: PrefixRef) -> int:
     tokens = min(match.tokens, sum(node.end - node.start for node in whole))
     if not prefix.slabs.spec.needs_checkpoints or not whole:
         return tokens
-    found = stored.placed.find(whole, tokens)
+    found = stored.checkpoints.find(whole, tokens)
     return 0 if found is None else found[1]
 
 

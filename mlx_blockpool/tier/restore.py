@@ -1,4 +1,4 @@
-"""RestoreJob: brings one path back from disk, and the rings at its end; read ahead of the copy into the pool.
+"""Restores as data and as a job: what to bring back from disk, the blocks that it goes into, and reading it step by step.
 
 Owned by the generation thread.
 """
@@ -35,9 +35,11 @@ MOST_AHEAD = 16
 
 @dataclass(frozen=True)
 class RestorePlan:
-    """A path whose `missing` nodes are on disk only, and the position in `node` whose rings are; None: no rings are needed.
+    """A path to bring back.
 
-    `tokens`: how many need not be computed with it, behind the `have` that are in memory.
+    missing          nodes of it that are on disk only.
+    have             tokens that can be resumed from memory; `tokens` more can be once the plan is carried out.
+    node, position   where a checkpoint is brought back too; None: the model needs none.
     """
 
     path: Sequence[Node]
@@ -49,7 +51,7 @@ class RestorePlan:
 
     @property
     def arriving(self) -> set[Node]:
-        """What nobody else needs to bring back meanwhile."""
+        """Nodes that no other restore needs to bring back meanwhile."""
         return {*self.missing} | ({self.node} if self.node is not None else set())
 
 
@@ -137,22 +139,22 @@ class RestoreJob:
 
     @property
     def have(self) -> int:
-        """Tokens that are in memory without it."""
+        """Tokens that could be resumed without it."""
         return self.plan.have
 
     @property
     def tokens(self) -> int:
-        """What is brought back need not be computed."""
+        """Tokens that need not be computed once all records are in memory."""
         return self.plan.tokens
 
     @property
     def done(self) -> int:
-        """How many of `tokens` are there."""
+        """How many of `tokens` are in memory, by the share of records."""
         return self.tokens * (self._total - self._left) // self._total
 
     @property
     def has_ended(self) -> bool:
-        """Whether no more will come: all is there, or the rest could not be read."""
+        """Whether every record is in memory, or one could not be read."""
         return not self._left
 
     def advance(self, wait: float = 0.0, seconds: float = 0.0) -> bool:
@@ -202,7 +204,7 @@ class RestoreJob:
             self._tier.rates.restored(self._busy.amount, self._busy.seconds)
 
     def release(self) -> None:
-        """Let the blocks go: from now on they are known like any others."""
+        """Release the blocks: from now on they are evictable like any others."""
         self._held.release()
         self._tier.released(self)
 

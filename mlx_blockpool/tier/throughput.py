@@ -1,4 +1,4 @@
-"""How fast this model computes prompts and this disk gives them back, as measured here. Knows tokens, bytes and seconds alone.
+"""Measured throughput of prefill and of reading from disk, and which of the two is faster. Knows tokens, bytes and seconds.
 
 Owned by the generation thread.
 """

@@ -1,7 +1,6 @@
-"""Which known prefixes are on disk as well: writes them behind, brings them back. Owned by the generation thread.
+"""StoredPrefixes: writes the prefixes of a trie behind to a prompt store, and brings them back. Owned by the generation thread.
 
-Ties the trie to the prompt store. A node is written once its block is full and whole, parents first, so that what is on disk
-can be reached from its beginning.
+A node is written once its block is full, parents first, so that every record on disk can be reached from the beginning.
 """
 
 from __future__ import annotations
@@ -30,25 +29,28 @@ from .checkpoint_records import StoredCheckpoints, salted
 from .restore import HeldBlocks, RestoreJob, RestorePlan, RestoreStep
 from .throughput import Rates
 
-# A restore that somebody waits for looks this often whether the disk hangs.
+# restore_now() checks this often whether the disk hangs, in seconds.
 WAIT_SECONDS = 0.1
 
 
 class StoredPrefixes:
-    """The nodes of `known` that `store` has, and in `placed` the checkpoints.
+    """The nodes of `index` that `store` has on disk; `checkpoints` are the checkpoints that it has.
 
-    `num_restored` counts tokens brought back, `num_unread` records that could not be, `num_cheaper` prompts that were rather
-    computed, by what `rates` has measured. `restoring`: what is on its way. `num_arrived` counts records that came, and
-    `num_released` restores that let their blocks go, whoever began them: what waits for one of them looks again then.
+    rates          how fast prompts are computed and records read, as measured here.
+    restoring      restores under way; `arriving` are the nodes that they bring back.
+    num_restored   tokens brought back.            num_unread     records that could not be read.
+    num_cheaper    prompts that were computed because reading them would have taken longer.
+    num_arrived    records read and put into the pool.
+    num_released   restores that released their blocks: requests that wait for room are tried again when it changes.
     """
 
-    def __init__(self, known: KVIndex, slabs: KVArena, room: Admission, store: PromptStore) -> None:
-        self.known = known
+    def __init__(self, index: KVIndex, slabs: KVArena, admission: Admission, store: PromptStore) -> None:
+        self.index = index
         self.slabs = slabs
-        self.room = room
+        self.admission = admission
         self.store = store
         self.bits = store.config.bits
-        self.placed = StoredCheckpoints(known, slabs, store)
+        self.checkpoints = StoredCheckpoints(index, slabs, store)
         self.num_restored = self.num_unread = self.num_cheaper = 0
         self.rates = Rates()
         self.restoring: list[RestoreJob] = []
@@ -63,7 +65,7 @@ class StoredPrefixes:
         # Partial blocks, in the order in which their time comes, in seconds of time.monotonic().
         self._resting: WeakKeyDictionary[Node, float] = WeakKeyDictionary()
         self._by_hash: dict[bytes, Node] = {}
-        self._scanner = RecordScanner(known, self.placed, store, self._by_hash)
+        self._scanner = RecordScanner(index, self.checkpoints, store, self._by_hash)
         # The nodes that a RestoreJob is bringing back.
         self.arriving: set[Node] = set()
         records = store.open()
@@ -74,7 +76,7 @@ class StoredPrefixes:
     # -- writing -------------------------------------------------------------------------------------------------------
 
     def note(self, node: Node) -> None:
-        """A known node that may be written when there is time; a partial block once its conversation has rested."""
+        """Queue a node for writing; a partial block waits until its conversation has rested for `idle_seconds`."""
         if node.stored or not node.resident:
             return
         if node.is_full:
@@ -84,17 +86,18 @@ class StoredPrefixes:
             self._resting[node] = time.monotonic() + self.store.config.idle_seconds
 
     def note_path(self, path: Sequence[Node], tokens: int) -> None:
-        """A path of `tokens` that may be written when there is time, and those of its checkpoints that nobody noted."""
+        """Queue a path of `tokens` tokens for writing, and those of its checkpoints that are not queued yet."""
         for node in path:
             self.note(node)
             for checkpoint in list(node.checkpoints.values()):
                 if not checkpoint.noted and checkpoint.position <= tokens:
-                    self.placed.note(node, checkpoint)
+                    self.checkpoints.note(node, checkpoint)
 
     def write_behind(self, limit: int | None = None, at_once: bool = False) -> None:
-        """Copy what is pending out of the pool for the writer, `limit` bytes (None: step_bytes) and at most a block more.
+        """Copy queued nodes out of the pool and pass them to the store's writer.
 
-        `at_once`: the ends of conversations too.
+        `limit`: stop after so many bytes, at most one record later; None: the store's `step_bytes`. `at_once`: the ends of
+        conversations do not wait for their time.
         """
         left = self.store.config.step_bytes if limit is None else limit
         self._settle()
@@ -110,8 +113,8 @@ class StoredPrefixes:
 
     def _write_checkpoints(self, limit: int, now: float) -> None:
         """write_behind() for the records of checkpoints that are due at `now`."""
-        while limit > 0 and self.placed.is_due(now) and self.store.takes():
-            write = self.placed.next_write(now)
+        while limit > 0 and self.checkpoints.is_due(now) and self.store.takes():
+            write = self.checkpoints.next_write(now)
             reached = write is not None and self._leads_on(write.of)
             if write is None or reached is None:
                 return
@@ -119,27 +122,27 @@ class StoredPrefixes:
             if written is None:
                 return
             if written:
-                self.placed.written(write)
+                self.checkpoints.written(write)
             else:
-                self.placed.give_up(write)
+                self.checkpoints.give_up(write)
             limit -= written
 
     def write_tails(self) -> None:
-        """Hand over all that is pending, and the ends of conversations: for a server that stops."""
+        """Pass everything queued to the writer, ends of conversations too, as a server does that stops."""
         self.write_behind(1 << 62, at_once=True)
 
     def report(self) -> dict[str, Any]:
         """Figures of the store and of what was brought back from it; sizes in bytes."""
         pending = {
-            "pending": len(self._pending) + self.placed.num_pending,
-            "resting": len(self._resting) + self.placed.num_resting,
+            "pending": len(self._pending) + self.checkpoints.num_pending,
+            "resting": len(self._resting) + self.checkpoints.num_resting,
         }
         restored = {"restored_tokens": self.num_restored, "unread": self.num_unread, "cheaper_to_compute": self.num_cheaper}
         restoring = [{"tokens": restore.tokens, "done": restore.done} for restore in self.restoring]
         return pending | restored | {"restoring": restoring} | self.rates.report() | self.store.report()
 
     def close(self) -> bool:
-        """Write what is left, within the store's time for it. Whether all is on disk."""
+        """Write what is queued, within the store's `flush_seconds`, and close the store. Returns whether all of it is on disk."""
         until = time.monotonic() + self.store.config.flush_seconds
         left, before = self._num_unwritten(), -1
         # The queue takes a part at a time.
@@ -152,11 +155,11 @@ class StoredPrefixes:
         return self.store.close(_seconds_until(until))
 
     def _num_unwritten(self) -> int:
-        unwritten = sum(1 for node in self.known.trie if not node.stored)
-        return unwritten + self.placed.num_pending + self.placed.num_resting
+        unwritten = sum(1 for node in self.index.trie if not node.stored)
+        return unwritten + self.checkpoints.num_pending + self.checkpoints.num_resting
 
     def _due(self, at_once: bool) -> Node | None:
-        """A full block, or a partial one whose time has come."""
+        """The next queued node: a full block, or a partial one whose time has come."""
         node = next(iter(self._pending), None)
         if node is None and (first := next(iter(self._resting.items()), None)) is not None:
             return first[0] if at_once or first[1] <= time.monotonic() else None
@@ -168,25 +171,25 @@ class StoredPrefixes:
         return node.resident and not node.stored and (parent.parent is None or parent.stored) and node in parent.children
 
     def _leads_on(self, node: Node) -> bool | None:
-        """Whether a checkpoint in this node could be reached on disk; a partial block is written now for it. None: not now."""
+        """Whether a checkpoint in this node can be reached on disk, writing its partial block if need be. None: not now."""
         if self._is_writable(node) and self._write(node) is None:
             return None
         return node.stored
 
     def _write(self, node: Node) -> int | None:
-        """Bytes handed over; None if the store does not take them now, 0 if the budget has no room for them."""
+        """Write one node. Returns the bytes passed on; 0 if the budget has no room for them, None if the store is busy."""
         assert node.parent is not None
         tokens, parts = tuple(decode(node.tokens)), self._parts(node.end - node.start)
         extra = {"kind": node.kind, "bits": str(self.bits or 0)} | salted(node)
         record = Record(BLOCK, self.store.namespace, node.hash, node.parent.hash, node.start, tokens, parts, extra)
         written = self._put(record, lambda: self._copied(node), node)
         if written:
-            self.known.written(node)
+            self.index.written(node)
             self._by_hash[node.hash] = node
         return written
 
     def _put(self, record: Record, copy: Callable[[], list[memoryview]], node: Node) -> int | None:
-        """_write() for any record of a node: what the node stands on does not make room for it, and outlives it."""
+        """_write() for any record of a node. Records of the blocks before it are not dropped for it, and outlive it."""
         path = [Key(BLOCK, n.hash) for n in node.path()]
         spared = {*path, *(Key(BLOCK, n.hash) for n in self.arriving)}
         put = self.store.put(record, copy, spared, anew=record.kind != BLOCK)
@@ -200,7 +203,7 @@ class StoredPrefixes:
         return [as_bytes(a) for a in copy_out(self.slabs, self._places(node), 0, node.end - node.start, self.bits)]
 
     def _settle(self) -> None:
-        """Take note of what could not be written, and try it again; of files that nothing leads to; of what others did."""
+        """Queue failed writes again, remove files that nothing leads to, and follow what other processes did."""
         failed = self.store.poll()
         again = [self._by_hash[key.hash] for key in failed if key.kind == BLOCK and key.hash in self._by_hash]
         self._lose(failed, again=True)
@@ -209,36 +212,36 @@ class StoredPrefixes:
         news = self.store.news()
         self._lose(news.lost)
         self._scanner.expect(news.found)
-        gone, self.known.unreachable = self.known.unreachable, []
+        gone, self.index.unreachable = self.index.unreachable, []
         for key in gone:
             if key.kind == BLOCK:
                 self._by_hash.pop(key.hash, None)
             else:
-                self.placed.lose(key)
+                self.checkpoints.lose(key)
         self.store.forget(gone)
         self._scanner.learn()
 
     def _lose(self, keys: Sequence[Key], again: bool = False) -> None:
-        """These are not on disk any more: what is not in memory either is forgotten."""
+        """Follow records that are not on disk any more: nodes that are not in memory either are forgotten."""
         for key in keys:
             if key.kind != BLOCK:
-                self.placed.lose(key, again)
+                self.checkpoints.lose(key, again)
                 continue
             node = self._by_hash.pop(key.hash, None)
             if node is None:
                 continue
             node.stored = False
             if not node.resident and node.parent is not None and node in node.parent.children:
-                self.known.drop(node)
+                self.index.drop(node)
 
     # -- reading -------------------------------------------------------------------------------------------------------
 
-    def wanted(self, match: PrefixRef, at_most: int, have: int) -> RestorePlan | None:
-        """What would have to be brought back to resume at more than `have` tokens of a match; None: nothing of it is here."""
+    def plan_restore(self, match: PrefixRef, at_most: int, have: int) -> RestorePlan | None:
+        """What to bring back to resume a match beyond `have` tokens, at `at_most` at most; None: disk has nothing for it."""
         if self.clock() < self._left_alone_until:
             return None
         if self.slabs.spec.needs_checkpoints:
-            found = self.placed.find(match.path, min(match.tokens, at_most), have)
+            found = self.checkpoints.find(match.path, min(match.tokens, at_most), have)
             if found is None:
                 return None
             node, position = found
@@ -250,65 +253,69 @@ class StoredPrefixes:
         missing = [n for n in path if not n.resident]
         return RestorePlan(match.path, missing, have, min(path[-1].end, match.tokens, at_most) - have) if missing else None
 
-    def is_worth_reading(self, wanted: RestorePlan) -> bool:
-        """Whether it comes back before it would be computed."""
-        keys = [Key(BLOCK, node.hash) for node in wanted.missing]
-        keys += [] if wanted.node is None else self.placed.keys(wanted.node, wanted.position)
-        return self.rates.is_worth_reading(sum(map(self.store.size, keys)), wanted.tokens)
+    def is_worth_reading(self, plan: RestorePlan) -> bool:
+        """Whether reading it takes less time than computing its tokens, as far as both were measured."""
+        return self.rates.is_worth_reading(self.size_of(plan), plan.tokens)
+
+    def size_of(self, plan: RestorePlan) -> int:
+        """Bytes of the files that a plan reads."""
+        keys = [Key(BLOCK, node.hash) for node in plan.missing]
+        keys += [] if plan.node is None else self.checkpoints.keys(plan.node, plan.position)
+        return sum(map(self.store.size, keys))
 
     def _is_at_hand(self, node: Node) -> bool:
         return node.resident or (node.stored and not self.store.is_put_off(Key(BLOCK, node.hash)))
 
     def touch(self, path: Sequence[Node]) -> None:
-        """A path was used: its records outlive those that were not."""
+        """Note a path as used now: the budget drops records that were used longer ago first."""
         keys = [Key(BLOCK, node.hash) for node in path if node.stored]
         checkpoints = path and self.slabs.spec.needs_checkpoints
-        found = self.placed.find(path, path[-1].end) if checkpoints else None
-        self.store.touch(keys if found is None else [*keys, *self.placed.keys(*found)])
+        found = self.checkpoints.find(path, path[-1].end) if checkpoints else None
+        self.store.touch(keys if found is None else [*keys, *self.checkpoints.keys(*found)])
 
-    def restore(self, wanted: RestorePlan) -> RestoreJob:
-        """Begin to bring it back. Raises PoolExhaustedError if there is no room for it."""
-        self.touch(wanted.path)
+    def restore(self, plan: RestorePlan) -> RestoreJob:
+        """Begin to bring a plan's records back. Raises PoolExhaustedError if the pool has no room for them."""
+        self.touch(plan.path)
         if not self._is_waiting:
-            # From now on the disk is expected to answer.
+            # The disk's time to answer begins now.
             self.last_arrival = self.clock()
-        held = HeldBlocks(self.room, self.known.full_groups, self.placed.rings, wanted)
+        held = HeldBlocks(self.admission, self.index.full_groups, self.checkpoints.rings, plan)
         block = sum(self.slabs.spec.bytes_per_block(group) for group in self.slabs.spec.groups)
-        restore = RestoreJob(self, wanted, held, self._steps(wanted, held), max(1, block))
-        self.arriving |= wanted.arriving
+        restore = RestoreJob(self, plan, held, self._steps(plan, held), max(1, block))
+        self.arriving |= plan.arriving
         self.restoring.append(restore)
         restore.read_ahead()
         return restore
 
-    def _steps(self, wanted: RestorePlan, held: HeldBlocks) -> list[RestoreStep]:
+    def _steps(self, plan: RestorePlan, held: HeldBlocks) -> list[RestoreStep]:
         """The records of a plan, in the order in which they are of use."""
-        steps = [RestoreStep(Key(BLOCK, n.hash), n, block=b) for n, b in zip(wanted.missing, held.blocks, strict=True)]
-        if wanted.node is not None:
-            pieces = self.placed.pieces(wanted.node, wanted.position)
+        steps = [RestoreStep(Key(BLOCK, n.hash), n, block=b) for n, b in zip(plan.missing, held.blocks, strict=True)]
+        if plan.node is not None:
+            pieces = self.checkpoints.pieces(plan.node, plan.position)
             steps += [RestoreStep(Key(WINDOW, p.node.hash_at(p.end)), p.node, segment=p) for p in pieces]
             if self.slabs.state_leaves:
-                steps += [RestoreStep(Key(STATE, wanted.node.hash_at(wanted.position)), wanted.node)]
+                steps += [RestoreStep(Key(STATE, plan.node.hash_at(plan.position)), plan.node)]
         return steps
 
-    def restore_now(self, wanted: RestorePlan) -> None:
+    def restore_now(self, plan: RestorePlan) -> None:
         """restore(), and wait for it."""
-        restore = self.restore(wanted)
+        restore = self.restore(plan)
         while not restore.advance(wait=WAIT_SECONDS, seconds=math.inf):
             pass
         restore.release()
 
     @property
     def is_stuck(self) -> bool:
-        """Whether something is on its way, and nothing has arrived for longer than a disk may take to answer."""
+        """Whether restores wait for records and none has arrived for the store's `answer_seconds`."""
         return self._is_waiting and self.clock() - self.last_arrival > self.store.config.answer_seconds
 
     @property
     def _is_waiting(self) -> bool:
-        """Whether the disk has something to give: a restore that has ended holds its blocks until its request starts."""
+        """Whether any restore waits for records. One that has ended only holds its blocks until its request starts."""
         return not all(restore.has_ended for restore in self.restoring)
 
     def disk_hangs(self) -> TimeoutError:
-        """Leave the disk alone for a while: what is on it is computed until then. Returns the reason."""
+        """Plan no restores for the store's `retry_seconds`. Returns the error to report."""
         self._left_alone_until = self.clock() + self.store.config.retry_seconds
         return TimeoutError(f"the disk has given nothing for {self.store.config.answer_seconds:g} seconds")
 
@@ -318,14 +325,14 @@ class StoredPrefixes:
             node = step.node
             return self.store.read(Expected(self.store.namespace, BLOCK, node.hash, self._parts(node.end - node.start)), into)
         # States stay where they are read: arrays may be made where the bytes are.
-        return self.placed.read(step.key, into if step.key.kind == WINDOW else None)
+        return self.checkpoints.read(step.key, into if step.key.kind == WINDOW else None)
 
     def put_in(self, step: RestoreStep, found: RecordData, plan: RestorePlan, held: HeldBlocks) -> None:
         """Put what was read for a step where it belongs. Raises BadRecordError if it is not what the plan needs."""
         if step.segment is not None:
-            self.placed.lay(step.segment, found, plan.position, held.rings)
+            self.checkpoints.lay(step.segment, found, plan.position, held.rings)
         elif step.key.kind == STATE:
-            held.states.update(self.placed.states(found))
+            held.states.update(self.checkpoints.states(found))
         else:
             self._put_block_in(step.node, step.block, found[1])
         self.num_arrived += 1
@@ -335,8 +342,8 @@ class StoredPrefixes:
         if node.resident or node.parent is None or node not in node.parent.children:
             return
         arrays = [c.array(v) for c, v in zip(self._contents(node.end - node.start), views, strict=True)]
-        copy_in(self.slabs, list(zip(self.known.full_groups, block, strict=True)), 0, arrays, self.bits)
-        self.known.revive(node, block)
+        copy_in(self.slabs, list(zip(self.index.full_groups, block, strict=True)), 0, arrays, self.bits)
+        self.index.revive(node, block)
         self.num_restored += node.end - node.start
 
     def unread(self, key: Key, error: Exception) -> None:
@@ -356,9 +363,9 @@ class StoredPrefixes:
         if node is None or node.parent is None or node not in node.parent.children or position in node.checkpoints:
             return
         with suppress(PoolExhaustedError):
-            self.room.need_states(self.slabs.spec.fixed_bytes_per_agent())
-            rings = self.placed.rings.indices(position, held.rings)
-            self.known.add_checkpoint(node, Checkpoint(position, rings, held.states, noted=True))
+            self.admission.need_states(self.slabs.spec.fixed_bytes_per_agent())
+            rings = self.checkpoints.rings.indices(position, held.rings)
+            self.index.add_checkpoint(node, Checkpoint(position, rings, held.states, noted=True))
 
     def released(self, restore: RestoreJob) -> None:
         """A restore has let its blocks go."""
@@ -368,7 +375,7 @@ class StoredPrefixes:
             self.restoring.remove(restore)
 
     def _places(self, node: Node) -> list[tuple[int, int]]:
-        return list(zip(self.known.full_groups, node.blocks, strict=True))
+        return list(zip(self.index.full_groups, node.blocks, strict=True))
 
     def _parts(self, tokens: int) -> tuple[Part, ...]:
         if tokens not in self._known_parts:
@@ -377,7 +384,7 @@ class StoredPrefixes:
 
     def _contents(self, tokens: int) -> list[Content]:
         if tokens not in self._known_contents:
-            self._known_contents[tokens] = contents(self.slabs, self.known.full_groups, tokens, self.bits)
+            self._known_contents[tokens] = contents(self.slabs, self.index.full_groups, tokens, self.bits)
         return self._known_contents[tokens]
 
 

@@ -89,7 +89,7 @@ def test_windows_and_states_are_weighed_too(tmp_path: Path, name: str) -> None:
     drive(machine.engine)
     assert machine.prefix.close()
     machine = start(tmp_path, name=name)
-    wanted = machine.prefix.wanted(machine.prefix.match((*LONG, 3)), len(LONG))
+    wanted = machine.prefix.plan_restore(machine.prefix.match((*LONG, 3)), len(LONG))
     assert wanted is not None
     assert (wanted.have, wanted.tokens) == (0, 4 * BLOCK + 7)
     files = sum(path.stat().st_size for path in tmp_path.rglob("*.safetensors"))
@@ -99,10 +99,10 @@ def test_windows_and_states_are_weighed_too(tmp_path: Path, name: str) -> None:
     assert machine.stored.is_worth_reading(wanted)
     slow = Rates()
     slow.computed(wanted.tokens, 1)
-    slow.restored(sum(map(machine.store.size, machine.stored.placed.keys(wanted.node, wanted.position))), 1)
+    slow.restored(sum(map(machine.store.size, machine.stored.checkpoints.keys(wanted.node, wanted.position))), 1)
     machine.stored.rates = slow
     assert not machine.stored.is_worth_reading(wanted)
-    assert machine.prefix.wanted(machine.prefix.match((*LONG, 3)), len(LONG)) is None
+    assert machine.prefix.plan_restore(machine.prefix.match((*LONG, 3)), len(LONG)) is None
 
 
 # -- progress ----------------------------------------------------------------------------------------------------------

@@ -43,7 +43,7 @@ def disk(monkeypatch: pytest.MonkeyPatch) -> GatedDisk:
 
 def by_somebody_else(machine: Machine) -> RestoreJob:
     """What an agent's owner asks for, outside of the engine."""
-    wanted = machine.prefix.wanted(machine.prefix.match(LONG), len(LONG) - 1)
+    wanted = machine.prefix.plan_restore(machine.prefix.match(LONG), len(LONG) - 1)
     assert wanted is not None
     return machine.stored.restore(wanted)
 

@@ -73,7 +73,7 @@ class Life:
 
 def wanted(life: Life, tokens: Sequence[int]) -> RestorePlan:
     """What a prompt that begins with these tokens would bring back."""
-    found = life.prefix.wanted(life.prefix.match([*tokens, 1]), len(tokens))
+    found = life.prefix.plan_restore(life.prefix.match([*tokens, 1]), len(tokens))
     assert found is not None
     return found
 

@@ -108,7 +108,7 @@ def _note(prefix: TieredPrefixCache, path: PrefixRef) -> int:
     stored.note_path(match.path, match.tokens)
     for node in match.path:
         for checkpoint in node.checkpoints.values():
-            stored.placed.note(node, checkpoint)
+            stored.checkpoints.note(node, checkpoint)
     return stored.store.counts[OVER_BUDGET]
 
 
@@ -184,12 +184,10 @@ def _begin_restore(prefix: TieredPrefixCache, path: PrefixRef) -> list[tuple[Res
         return []
     match = prefix.index.trie.find(path)
     have = resumable(prefix.slabs, match.in_memory(), match.tokens)[0]
-    wanted = stored.wanted(match, match.tokens, have)
+    wanted = stored.plan_restore(match, match.tokens, have)
     if wanted is None:
         return []
-    keys = [Key(BLOCK, node.hash) for node in wanted.missing]
-    keys += [] if wanted.node is None else stored.placed.keys(wanted.node, wanted.position)
-    return [(stored.restore(wanted), sum(map(stored.store.size, keys)))]
+    return [(stored.restore(wanted), stored.size_of(wanted))]
 
 
 def _end_restore(service: AgentService, home: Home, held: list[tuple[RestoreJob, int]], view: AgentView) -> None:
