@@ -19,7 +19,7 @@ from .trie import Checkpoint, Node
 CUT = "cut"
 
 
-class Piece(NamedTuple):
+class WindowSegment(NamedTuple):
     """The tokens [node.start, end) of a node."""
 
     node: Node
@@ -43,32 +43,34 @@ class WindowCheckpoint:
         # A ring that always keeps its first tokens is not the last ones alone.
         self.can_be_cut = not any(layer.keep for _, layer in layers if isinstance(layer, WindowLayer))
 
-    def pieces(self, node: Node, position: int) -> Iterator[Piece]:
-        """Where the tokens lie that the rings at `position`, which is in `node`, hold: the last piece first."""
+    def segments(self, node: Node, position: int) -> Iterator[WindowSegment]:
+        """Where the tokens lie that the rings at `position`, which is in `node`, hold: the last segment first."""
         end = position
         while node.parent is not None:
-            yield Piece(node, end)
+            yield WindowSegment(node, end)
             if node.start <= position - self.widest:
                 return
             node, end = node.parent, node.start
 
-    def covers(self, piece: Piece, cut: int, position: int) -> bool:
-        """Whether a record of `piece` that was cut at `cut` has all that the rings at `position` hold of it."""
-        return all(max(piece.node.start, cut - size) <= max(piece.node.start, position - size) for size in self.sizes.values())
+    def covers(self, segment: WindowSegment, cut: int, position: int) -> bool:
+        """Whether a record of `segment` that was cut at `cut` has all that the rings at `position` hold of it."""
+        return all(
+            max(segment.node.start, cut - size) <= max(segment.node.start, position - size) for size in self.sizes.values()
+        )
 
-    def contents(self, piece: Piece, cut: int) -> list[Content]:
-        """What a record of `piece` holds, array by array."""
+    def contents(self, segment: WindowSegment, cut: int) -> list[Content]:
+        """What a record of `segment` holds, array by array."""
         found = []
-        for group, start in self._starts(piece, cut):
-            found += contents(self.slabs, [group], piece.end - start, self.bits)
+        for group, start in self._starts(segment, cut):
+            found += contents(self.slabs, [group], segment.end - start, self.bits)
         return found
 
-    def cut(self, piece: Piece, checkpoint: Checkpoint) -> list[memoryview]:
-        """The bytes of `piece` out of the rings of a checkpoint, in the order of contents()."""
+    def cut(self, segment: WindowSegment, checkpoint: Checkpoint) -> list[memoryview]:
+        """The bytes of `segment` out of the rings of a checkpoint, in the order of contents()."""
         found: list[mx.array] = []
-        for group, start in self._starts(piece, checkpoint.position):
+        for group, start in self._starts(segment, checkpoint.position):
             ids, index = checkpoint.rings[group]
-            places = self._places(group, index - (checkpoint.position - start), piece.end - start)
+            places = self._places(group, index - (checkpoint.position - start), segment.end - start)
             parts = [self._copy(group, ids, place, count) for place, count in places]
             found += [mx.concatenate(list(same), axis=1) if len(same) > 1 else same[0] for same in zip(*parts, strict=True)]
         mx.eval(found)
@@ -82,15 +84,17 @@ class WindowCheckpoint:
         """Blocks of each ring at `position`."""
         return [blocks_for(min(position, size)) for size in self.sizes.values()]
 
-    def put_back(self, piece: Piece, cut: int, views: Sequence[memoryview], position: int, ids: dict[int, list[int]]) -> None:
-        """Lay what a record has of `piece` into held blocks, where rings at `position` in temporal order have it."""
-        arrays = iter([c.array(view) for c, view in zip(self.contents(piece, cut), views, strict=True)])
-        for group, start in self._starts(piece, cut):
+    def put_back(
+        self, segment: WindowSegment, cut: int, views: Sequence[memoryview], position: int, ids: dict[int, list[int]]
+    ) -> None:
+        """Lay what a record has of `segment` into held blocks, where rings at `position` in temporal order have it."""
+        arrays = iter([c.array(view) for c, view in zip(self.contents(segment, cut), views, strict=True)])
+        for group, start in self._starts(segment, cut):
             size = self.sizes[group]
             mine = [next(arrays) for _ in contents(self.slabs, [group], 1, self.bits)]
             first = max(start, position - size)
             done = first - start
-            for place, count in self._places(group, first - max(0, position - size), piece.end - first):
+            for place, count in self._places(group, first - max(0, position - size), segment.end - first):
                 part = [array[:, done : done + count] for array in mine]
                 copy_in(self.slabs, [(group, ids[group][place // BLOCK_TOKENS])], place % BLOCK_TOKENS, part, self.bits)
                 done += count
@@ -99,11 +103,11 @@ class WindowCheckpoint:
         """The rings of a checkpoint as put_back() has laid them out."""
         return {g: (tuple(ids[g]), min(position, size)) for g, size in self.sizes.items()}
 
-    def _starts(self, piece: Piece, cut: int) -> Iterator[tuple[int, int]]:
-        """(group, first token) where the rings at `cut` still hold any token of a piece."""
+    def _starts(self, segment: WindowSegment, cut: int) -> Iterator[tuple[int, int]]:
+        """(group, first token) where the rings at `cut` still hold any token of a segment."""
         for group, size in self.sizes.items():
-            start = max(piece.node.start, cut - size)
-            if start < piece.end:
+            start = max(segment.node.start, cut - size)
+            if start < segment.end:
                 yield group, start
 
     def _places(self, group: int, place: int, count: int) -> Iterator[tuple[int, int]]:

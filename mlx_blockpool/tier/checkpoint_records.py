@@ -20,7 +20,7 @@ from ..dtypes import numpy_name, safetensors_name
 from ..errors import BadRecordError
 from ..kv.block_bytes import as_bytes, contents
 from ..kv.slabs import KVArena
-from ..prefix.checkpoints import CUT, Piece, WindowCheckpoint
+from ..prefix.checkpoints import CUT, WindowCheckpoint, WindowSegment
 from ..prefix.residency import KVIndex, is_superseded
 from ..prefix.trie import Checkpoint, Node, decode, encode
 from ..spec import BLOCK_TOKENS, StateLayer
@@ -65,7 +65,7 @@ class StoredCheckpoints:
         window_bytes = sum(Part(c.name, c.safetensors_dtype, c.shape).nbytes for c in whole)
         self._max_bytes = {WINDOW: window_bytes, STATE: STATE_SLACK * slabs.spec.fixed_bytes_per_agent()}
         self._pending: WeakKeyDictionary[Checkpoint, Node] = WeakKeyDictionary()
-        # Those whose last piece waits for its time.
+        # Those whose last segment waits for its time.
         self._resting: WeakKeyDictionary[Checkpoint, tuple[Node, float]] = WeakKeyDictionary()
         self._places: dict[Key, tuple[Node, int]] = {}
         self._sources: dict[Key, tuple[Node, ref[Checkpoint]]] = {}
@@ -166,18 +166,18 @@ class StoredCheckpoints:
         position = checkpoint.position
         if node.checkpoints.get(position) is not checkpoint:
             return None
-        for piece in reversed(list(self._pieces(node, position))):
-            if not self._has(piece, position):
+        for segment in reversed(list(self._segments(node, position))):
+            if not self._has(segment, position):
                 extra = {CUT: str(position), "kind": checkpoint.kind}
-                record = self._record(WINDOW, piece, self._parts(piece, position), extra)
-                return CheckpointWrite(record, partial(self.rings.cut, piece, checkpoint), piece.node, node, checkpoint)
+                record = self._record(WINDOW, segment, self._parts(segment, position), extra)
+                return CheckpointWrite(record, partial(self.rings.cut, segment, checkpoint), segment.node, node, checkpoint)
         if checkpoint.states and position not in node.state_records:
-            record = self._record(STATE, Piece(node, position), state_parts(checkpoint.states), {"kind": checkpoint.kind})
+            record = self._record(STATE, WindowSegment(node, position), state_parts(checkpoint.states), {"kind": checkpoint.kind})
             return CheckpointWrite(record, partial(state_bytes, checkpoint.states), node, node, checkpoint)
         return None
 
-    def _record(self, kind: str, piece: Piece, parts: tuple[Part, ...], extra: dict[str, str]) -> Record:
-        node, end = piece
+    def _record(self, kind: str, segment: WindowSegment, parts: tuple[Part, ...], extra: dict[str, str]) -> Record:
+        node, end = segment
         assert node.parent is not None
         tokens = tuple(decode(node.tokens)[: end - node.start])
         extra = extra | salted(node)
@@ -226,8 +226,10 @@ class StoredCheckpoints:
             kin = ((node, min(at_most, alike)) for node, alike in on_path.near_siblings())
             ends = ((end, node) for node, limit in kin for end in self._ends(node) if more_than < end <= limit)
             for end, node in sorted(ends, key=lambda found: -found[0]):
-                pieces = self._pieces(node, end)
-                if all(self._has(piece, end) for piece in pieces) and not any(map(self.store.is_put_off, self.keys(node, end))):
+                segments = self._segments(node, end)
+                if all(self._has(segment, end) for segment in segments) and not any(
+                    map(self.store.is_put_off, self.keys(node, end))
+                ):
                     return node, end
         return None
 
@@ -236,7 +238,7 @@ class StoredCheckpoints:
 
     def keys(self, node: Node, position: int) -> list[Key]:
         """The records that a position stands on, those of its last tokens first."""
-        windows = [Key(WINDOW, piece.node.hash_at(piece.end)) for piece in self._pieces(node, position)]
+        windows = [Key(WINDOW, segment.node.hash_at(segment.end)) for segment in self._segments(node, position)]
         return windows + ([Key(STATE, node.hash_at(position))] if self.slabs.state_leaves else [])
 
     def read(self, key: Key, into: Into | None = None) -> Reading:
@@ -244,31 +246,31 @@ class StoredCheckpoints:
         expected = Expected(self.store.namespace, key.kind, key.hash, max_bytes=self._max_bytes[key.kind])
         return self.store.read(expected, into)
 
-    def lay(self, piece: Piece, found: RecordData, position: int, ids: dict[int, list[int]]) -> None:
+    def lay(self, segment: WindowSegment, found: RecordData, position: int, ids: dict[int, list[int]]) -> None:
         """Put what was read into held blocks. Raises BadRecordError if it is not what rings at `position` need."""
         record, views = found
         cut = _cut_of(record)
-        if cut is None or not self.rings.covers(piece, cut, position) or record.parts != self._parts(piece, cut):
+        if cut is None or not self.rings.covers(segment, cut, position) or record.parts != self._parts(segment, cut):
             raise BadRecordError(f"{record.file_name}: found what was cut at {cut}, needed what windows hold at {position}.")
-        self.rings.put_back(piece, cut, views, position, ids)
+        self.rings.put_back(segment, cut, views, position, ids)
 
     def states(self, found: RecordData) -> dict[int, list[Any]]:
         """The states in what was read. Raises BadRecordError if they are not this model's."""
         return states_in(*found, self.slabs)
 
-    def pieces(self, node: Node, position: int) -> list[Piece]:
+    def segments(self, node: Node, position: int) -> list[WindowSegment]:
         """Where the tokens lie that windows hold at `position`; none for a model without windows."""
-        return list(self._pieces(node, position))
+        return list(self._segments(node, position))
 
-    def _pieces(self, node: Node, position: int) -> Iterable[Piece]:
-        return self.rings.pieces(node, position) if self.rings.sizes else ()
+    def _segments(self, node: Node, position: int) -> Iterable[WindowSegment]:
+        return self.rings.segments(node, position) if self.rings.sizes else ()
 
-    def _has(self, piece: Piece, position: int) -> bool:
-        cut = piece.node.window_records.get(piece.end)
-        return cut is not None and self.rings.covers(piece, cut, position)
+    def _has(self, segment: WindowSegment, position: int) -> bool:
+        cut = segment.node.window_records.get(segment.end)
+        return cut is not None and self.rings.covers(segment, cut, position)
 
-    def _parts(self, piece: Piece, cut: int) -> tuple[Part, ...]:
-        return tuple(Part(c.name, c.safetensors_dtype, c.shape) for c in self.rings.contents(piece, cut))
+    def _parts(self, segment: WindowSegment, cut: int) -> tuple[Part, ...]:
+        return tuple(Part(c.name, c.safetensors_dtype, c.shape) for c in self.rings.contents(segment, cut))
 
 
 def salted(node: Node) -> dict[str, str]:

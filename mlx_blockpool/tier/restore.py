@@ -10,20 +10,18 @@ from collections import deque
 from collections.abc import Iterator, Sequence
 from concurrent import futures
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+from typing import Any, Protocol
 
 import numpy as np
 
 from ..errors import BadRecordError, PoolExhaustedError
 from ..prefix.admission import Admission
-from ..prefix.checkpoints import Piece, WindowCheckpoint
+from ..prefix.checkpoints import WindowCheckpoint, WindowSegment
 from ..prefix.trie import Node
-from ..store.reader import READERS, Reading
+from ..store.fs import Into
+from ..store.reader import READERS, Reading, RecordData
 from ..store.record import Key
 from .throughput import Busy
-
-if TYPE_CHECKING:
-    from .write_behind import StoredPrefixes
 
 # While nobody computes, so many records are on their way: one in each thread that reads, and one that is copied. More are no
 # faster, for their memory is not in a cache of the processor.
@@ -66,7 +64,32 @@ class RestoreStep:
     key: Key
     node: Node
     block: tuple[int, ...] = ()
-    segment: Piece | None = None
+    segment: WindowSegment | None = None
+
+
+class RestoreOwner(Protocol):
+    """What a RestoreJob needs of the one that planned it."""
+
+    def begin_read(self, step: RestoreStep, into: Into) -> Reading:
+        """Have a thread read the record of a step into what `into` gives."""
+
+    def put_in(self, step: RestoreStep, found: RecordData, plan: RestorePlan, held: HeldBlocks) -> None:
+        """Put what was read for a step where it belongs. Raises BadRecordError if it is not what the plan needs."""
+
+    def answered(self) -> None:
+        """The disk has given a record, or an error, just now."""
+
+    def hang(self) -> TimeoutError | None:
+        """The error to report if the disk has not answered for too long."""
+
+    def unread(self, key: Key, error: Exception) -> None:
+        """A record could not be read."""
+
+    def restored(self, plan: RestorePlan, held: HeldBlocks, busy: Busy) -> None:
+        """All records of a plan are in memory. `busy`: bytes, and the seconds that reading and copying them took."""
+
+    def released(self, restore: RestoreJob) -> None:
+        """A restore has released its blocks."""
 
 
 class HeldBlocks:
@@ -125,10 +148,10 @@ class RestoreJob:
     """
 
     def __init__(
-        self, tier: StoredPrefixes, plan: RestorePlan, held: HeldBlocks, steps: Sequence[RestoreStep], block_bytes: int
+        self, owner: RestoreOwner, plan: RestorePlan, held: HeldBlocks, steps: Sequence[RestoreStep], block_bytes: int
     ) -> None:
         self.plan = plan
-        self._tier = tier
+        self._owner = owner
         self._held = held
         self._unasked: Iterator[RestoreStep] = iter(steps)
         self._total = self._left = len(steps)
@@ -169,8 +192,8 @@ class RestoreJob:
             self.read_ahead(AT_ONCE if wait else self._ahead)
             if time.perf_counter() >= until:
                 break
-        if self._left and self._tier.is_stuck and not self._reading[0][1].done():
-            self._fail(self._reading[0][0].key, self._tier.disk_hangs())
+        if self._left and not self._reading[0][1].done() and (error := self._owner.hang()) is not None:
+            self._fail(self._reading[0][0].key, error)
         return not self._left
 
     def _has_come(self, wait: float) -> bool:
@@ -180,19 +203,19 @@ class RestoreJob:
         return reading.done()
 
     def _fail(self, key: Key, error: Exception) -> None:
-        self._tier.unread(key, error)
+        self._owner.unread(key, error)
         self._reading.clear()
         self._left = 0
 
     def _take(self) -> None:
         """Put the next record where it belongs. One that cannot be read is the last."""
-        self._tier.last_arrival = self._tier.clock()
+        self._owner.answered()
         step, reading, scratch = self._reading.popleft()
         try:
             found = reading.result()
             self._busy.between(reading.begun, reading.ended)
             begun = time.perf_counter()
-            self._tier.put_in(step, found, self.plan, self._held)
+            self._owner.put_in(step, found, self.plan, self._held)
             self._busy.between(begun, time.perf_counter(), found[0].nbytes)
         except (BadRecordError, OSError, MemoryError) as error:
             self._fail(step.key, error)
@@ -200,16 +223,15 @@ class RestoreJob:
         self._unused.append(scratch)
         self._left -= 1
         if not self._left:
-            self._tier.restored(self.plan, self._held)
-            self._tier.rates.restored(self._busy.amount, self._busy.seconds)
+            self._owner.restored(self.plan, self._held, self._busy)
 
     def release(self) -> None:
         """Release the blocks: from now on they are evictable like any others."""
         self._held.release()
-        self._tier.released(self)
+        self._owner.released(self)
 
     def read_ahead(self, most: int = AT_ONCE) -> None:
         """Have records read until `most` are on their way."""
         while self._left and len(self._reading) < most and (step := next(self._unasked, None)) is not None:
             scratch = self._unused.pop() if self._unused else _Scratch()
-            self._reading.append((step, self._tier.begin_read(step, scratch.take), scratch))
+            self._reading.append((step, self._owner.begin_read(step, scratch.take), scratch))

@@ -27,7 +27,7 @@ from ..store.record import BLOCK, STATE, WINDOW, Expected, Key, Part, Record
 from .catalog import RecordScanner
 from .checkpoint_records import StoredCheckpoints, salted
 from .restore import HeldBlocks, RestoreJob, RestorePlan, RestoreStep
-from .throughput import Rates
+from .throughput import Busy, Rates
 
 # restore_now() checks this often whether the disk hangs, in seconds.
 WAIT_SECONDS = 0.1
@@ -291,8 +291,8 @@ class StoredPrefixes:
         """The records of a plan, in the order in which they are of use."""
         steps = [RestoreStep(Key(BLOCK, n.hash), n, block=b) for n, b in zip(plan.missing, held.blocks, strict=True)]
         if plan.node is not None:
-            pieces = self.checkpoints.pieces(plan.node, plan.position)
-            steps += [RestoreStep(Key(WINDOW, p.node.hash_at(p.end)), p.node, segment=p) for p in pieces]
+            segments = self.checkpoints.segments(plan.node, plan.position)
+            steps += [RestoreStep(Key(WINDOW, p.node.hash_at(p.end)), p.node, segment=p) for p in segments]
             if self.slabs.state_leaves:
                 steps += [RestoreStep(Key(STATE, plan.node.hash_at(plan.position)), plan.node)]
         return steps
@@ -314,8 +314,14 @@ class StoredPrefixes:
         """Whether any restore waits for records. One that has ended only holds its blocks until its request starts."""
         return not all(restore.has_ended for restore in self.restoring)
 
-    def disk_hangs(self) -> TimeoutError:
-        """Plan no restores for the store's `retry_seconds`. Returns the error to report."""
+    def answered(self) -> None:
+        """The disk has given a record, or an error, just now."""
+        self.last_arrival = self.clock()
+
+    def hang(self) -> TimeoutError | None:
+        """The error to report if the disk is stuck: then nothing is planned for the store's `retry_seconds`."""
+        if not self.is_stuck:
+            return None
         self._left_alone_until = self.clock() + self.store.config.retry_seconds
         return TimeoutError(f"the disk has given nothing for {self.store.config.answer_seconds:g} seconds")
 
@@ -355,8 +361,9 @@ class StoredPrefixes:
         self.store.gone(key)
         self._lose([key])
 
-    def restored(self, plan: RestorePlan, held: HeldBlocks) -> None:
+    def restored(self, plan: RestorePlan, held: HeldBlocks, busy: Busy) -> None:
         """All records of a plan are in memory: its position can be resumed, unless it was forgotten or computed meanwhile."""
+        self.rates.restored(busy.amount, busy.seconds)
         node, position = plan.node, plan.position
         while node is not None and node.merged_into is not None:
             node = node.merged_into
