@@ -25,11 +25,6 @@ class WindowSegment(NamedTuple):
     node: Node
     end: int
 
-    @property
-    def is_block(self) -> bool:
-        """Whether it is a whole block, which never changes any more."""
-        return self.end == self.node.end and self.node.is_full
-
 
 class WindowCheckpoint:
     """The window layers of one model. A record that was cut from the rings at `cut` has what they still held then."""
