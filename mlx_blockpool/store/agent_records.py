@@ -17,7 +17,7 @@ from . import fsck
 from .agent_files import Agents, AgentsFound
 from .fs import safe_name
 from .manifest import Agent, shown
-from .reachability import Share, Sharing
+from .reachability import PathRecords, Sharing
 from .record import Naming
 from .scan import File, Listing
 
@@ -57,7 +57,7 @@ class AgentRecords:
                 return self._agents.rename(name, new) if act == "rename" else self._agents.fork(name, new)
             return self._agents.pin(name) if act == "pin" else self._agents.unpin(name)
 
-    def share(self, name: str) -> Share:
+    def share(self, name: str) -> PathRecords:
         """The records that deleting the agent removes, and those of its path that stay for others.
 
         An agent file that cannot be read is an error: its records are not known.
@@ -72,7 +72,7 @@ class AgentRecords:
             raise StoreError(f"Agent {shown(name)} was replaced by another of the same name meanwhile. Try again.")
         return sharing[namespace].share(agent)
 
-    def delete(self, name: str, share: Share) -> Report:
+    def delete(self, name: str, share: PathRecords) -> Report:
         """Remove an agent with the records that only its path stands on, and read the folder again to prove it: `clean`."""
         with _disk_errors():
             # Ends first: wherever this stops, the remaining records can be reached and the agent can be deleted again.
@@ -80,7 +80,7 @@ class AgentRecords:
             self._agents.remove(name)
         return {"folder": str(self.root), "agent": shown(name), "deleted": True, "removed": sizes(gone)} | self.proof(share)
 
-    def proof(self, share: Share) -> Report:
+    def proof(self, share: PathRecords) -> Report:
         """Whether the files of `share.own` are gone and those of `share.stays` are whole, by reading the folder again."""
         with _disk_errors():
             there = {file.path for file in Listing(self.root).records}

@@ -30,7 +30,7 @@ class Put:
         return self.refusal is None
 
 
-class Limits:
+class WriteLimits:
     """`problem`: why the disk is left alone at present. `is_away`: it could not be seen at all yet, and is not written before."""
 
     def __init__(self, config: StoreConfig) -> None:

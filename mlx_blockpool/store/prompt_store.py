@@ -17,13 +17,13 @@ from .folder import Folder
 from .fs import Buffer, Disk, Into
 from .headers import Headers
 from .index import Index
-from .limits import Limits, Put
+from .limits import Put, WriteLimits
 from .paths import default_folder, describe, folder_of, keys_in, name_of
 from .quarantine import Quarantine
 from .reader import Reader, Reading
 from .record import Expected, Key, Naming, Record, file_size
 from .scan import FolderChanges, FolderScanner, FolderWatcher, RecordChanges
-from .writer import Chore, Done, Job, Look, Writer
+from .writer import Chore, JobResult, ScanJob, WriteJob, Writer
 
 
 class PromptStore:
@@ -49,7 +49,7 @@ class PromptStore:
         self._unread: dict[Key, float] = {}
         self._news = RecordChanges([], [])
         # The last job of each name that nothing was heard of yet.
-        self._jobs: dict[str, Job] = {}
+        self._jobs: dict[str, WriteJob] = {}
         disk, look_bytes = disk or Disk(), config.store_bytes // 32 if config.look_bytes is None else config.look_bytes
         self._describe = partial(describe, disk, self.root, namespace, about)
         self._folder = Folder(disk, self.root)
@@ -59,7 +59,7 @@ class PromptStore:
         self._scanner = FolderScanner(self._folder, self._reader, headers, namespace, self._describe)
         self._watcher = FolderWatcher(look_bytes, config.look_seconds)
         self._writer = Writer(self._folder, headers, config.queue_bytes, config.min_free_bytes)
-        self._limits = Limits(config)
+        self._limits = WriteLimits(config)
 
     # -- at start ------------------------------------------------------------------------------------------------------
 
@@ -128,7 +128,7 @@ class PromptStore:
         dropped = self.drop(victims or ())
         self._limits.charge(size)
         self._unread.pop(record.key, None)
-        self._hand(Job(name, record, copy(), size))
+        self._hand(WriteJob(name, record, copy(), size))
         self._index.add(name, size)
         return Put(None, dropped)
 
@@ -163,13 +163,13 @@ class PromptStore:
                 self._limits.suspend(done.error)
             elif done.error is not None:
                 self.counts["faults"] += 1
-            if isinstance(done.job, Job):
+            if isinstance(done.job, WriteJob):
                 failed += self._done(done.job, done)
             else:
                 self._looked(done.seen)
         return failed
 
-    def _done(self, job: Job, done: Done) -> list[Key]:
+    def _done(self, job: WriteJob, done: JobResult) -> list[Key]:
         """The key of a record that could not be written, unless something else is to be done under its name."""
         is_last = self._jobs.get(job.name) is job
         if is_last:
@@ -192,13 +192,13 @@ class PromptStore:
             self._index.put_back(job.name, job.size)
         return []
 
-    def _hand(self, job: Job) -> None:
+    def _hand(self, job: WriteJob) -> None:
         self._watcher.hand(job.name, 0 if job.record is None else job.size)
         self._jobs[job.name] = job
         self._writer.put(job)
 
     def _remove(self, name: str) -> None:
-        self._hand(Job(name, size=self._index.remove(name)))
+        self._hand(WriteJob(name, size=self._index.remove(name)))
 
     # -- what has to stay ----------------------------------------------------------------------------------------------
 
@@ -229,7 +229,7 @@ class PromptStore:
         self._watcher.ask()
         if self._limits.is_away:
             self._limits.wait()
-        self._writer.put(Look(lambda: self._scanner.again(used)))
+        self._writer.put(ScanJob(lambda: self._scanner.again(used)))
 
     def _looked(self, seen: FolderChanges | None) -> None:
         self._watcher.is_looking = False

@@ -31,7 +31,7 @@ class Stay:
 
 
 @dataclass(frozen=True)
-class Share:
+class PathRecords:
     """The records that an agent's path stands on: `own` only for it, ends first, and those that stay without it."""
 
     own: list[File]
@@ -80,11 +80,11 @@ class Sharing:
                 return index * BLOCK_TOKENS
         return agent.tokens
 
-    def share(self, agent: Agent) -> Share:
+    def share(self, agent: Agent) -> PathRecords:
         """What would go with an agent, and what would stay."""
         own, stays = self._split(agent)
         own_files = [file for digest in own for file in self._files[digest]]
-        return Share(own_files, [stay for digest, behind in stays for stay in self._stays(agent, digest, behind)])
+        return PathRecords(own_files, [stay for digest, behind in stays for stay in self._stays(agent, digest, behind)])
 
     def files(self, agent: Agent) -> tuple[list[File], list[File]]:
         """The same as files alone: those that would go, and those that would stay."""

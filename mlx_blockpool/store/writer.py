@@ -22,7 +22,7 @@ log = logging.getLogger(__name__)
 
 
 @dataclass(frozen=True)
-class Job:
+class WriteJob:
     """A record to write under `name`, or without one: a file to remove. `size`: bytes of the file."""
 
     name: str
@@ -32,7 +32,7 @@ class Job:
 
 
 @dataclass(frozen=True)
-class Look:
+class ScanJob:
     """Scan the folder for what other processes changed. `take` raises OSError if it cannot be read."""
 
     take: Callable[[], FolderChanges]
@@ -46,7 +46,7 @@ class Chore:
 
 
 @dataclass(frozen=True)
-class Done:
+class JobResult:
     """The result of a job.
 
     error   None: the file is on disk, or removed. An OSError is the disk's fault, any other error our own.
@@ -54,7 +54,7 @@ class Done:
     seen    what a scan has found.
     """
 
-    job: Job | Look | Chore
+    job: WriteJob | ScanJob | Chore
     error: BaseException | None = None
     left: int | None = None
     seen: FolderChanges | None = None
@@ -72,9 +72,9 @@ class Writer:
         self.queue_bytes = queue_bytes
         self.min_free_bytes = min_free_bytes
         self.queued_bytes = 0
-        self._jobs: deque[Job | Look | Chore] = deque()
-        self._done: deque[Done] = deque()
-        self._writing: dict[str, Job] = {}
+        self._jobs: deque[WriteJob | ScanJob | Chore] = deque()
+        self._done: deque[JobResult] = deque()
+        self._writing: dict[str, WriteJob] = {}
         self._changed = threading.Condition()
         self._busy = False
         self._closing = False
@@ -86,10 +86,10 @@ class Writer:
         with self._changed:
             return not self.queued_bytes or self.queued_bytes + size <= self.queue_bytes
 
-    def put(self, job: Job | Look | Chore) -> bool:
+    def put(self, job: WriteJob | ScanJob | Chore) -> bool:
         """Hand a job over. False, and nothing happens, if it is a record and too much is waiting."""
         with self._changed:
-            if isinstance(job, Job) and job.record is not None:
+            if isinstance(job, WriteJob) and job.record is not None:
                 if self.queued_bytes and self.queued_bytes + job.size > self.queue_bytes:
                     return False
                 self.queued_bytes += job.size
@@ -98,12 +98,12 @@ class Writer:
             self._changed.notify_all()
         return True
 
-    def waiting(self, name: str) -> Job | None:
+    def waiting(self, name: str) -> WriteJob | None:
         """The record that is to be written under a name, as long as it is not."""
         with self._changed:
             return self._writing.get(name)
 
-    def poll(self) -> list[Done]:
+    def poll(self) -> list[JobResult]:
         """What became of jobs since the last call."""
         found = []
         while self._done:
@@ -142,7 +142,7 @@ class Writer:
                     self._changed.wait()
                 job, self._busy = self._jobs.popleft(), True
             done = self._do(job)
-            if isinstance(job, Job):
+            if isinstance(job, WriteJob):
                 with self._changed:
                     if job.record is not None:
                         self.queued_bytes -= job.size
@@ -150,10 +150,10 @@ class Writer:
                         del self._writing[job.name]
             self._done.append(done)
 
-    def _do(self, job: Job | Look | Chore) -> Done:
+    def _do(self, job: WriteJob | ScanJob | Chore) -> JobResult:
         try:
-            if isinstance(job, Look):
-                return Done(job, seen=job.take())
+            if isinstance(job, ScanJob):
+                return JobResult(job, seen=job.take())
             if isinstance(job, Chore):
                 job.act()
             elif job.record is None:
@@ -166,12 +166,12 @@ class Writer:
         except BaseException as error:
             # The top of the thread: whatever a job raises fails that job alone.
             if not isinstance(error, OSError):
-                what = job.name if isinstance(job, Job) else "a look at the folder or its notes"
+                what = job.name if isinstance(job, WriteJob) else "a look at the folder or its notes"
                 log.error("prompt store: %s failed by a fault that is not the disk's", what, exc_info=error)
-            return Done(job, error, self.folder.size_of(job.name) if isinstance(job, Job) else None)
-        return Done(job)
+            return JobResult(job, error, self.folder.size_of(job.name) if isinstance(job, WriteJob) else None)
+        return JobResult(job)
 
-    def _write(self, job: Job, buffers: Sequence[Buffer]) -> None:
+    def _write(self, job: WriteJob, buffers: Sequence[Buffer]) -> None:
         try:
             self.folder.write(job.name, buffers, job.size, self.min_free_bytes)
         except FileNotFoundError:

@@ -17,7 +17,7 @@ from mlx_blockpool.prefix.trie import naming
 from mlx_blockpool.store.agent_files import Agents
 from mlx_blockpool.store.fs import Disk
 from mlx_blockpool.store.fsck import judge
-from mlx_blockpool.store.reachability import Share, Sharing
+from mlx_blockpool.store.reachability import PathRecords, Sharing
 from mlx_blockpool.store.record import BLOCK, STATE, WINDOW, Expected, Record
 from mlx_blockpool.store.scan import Listing
 from mlx_blockpool.store.verify import read
@@ -31,7 +31,7 @@ def sharing(root: Path) -> Sharing:
     return Sharing(judge(Listing(root).records, naming), Agents(root).all(), naming)
 
 
-def share(root: Path, name: str) -> Share:
+def share(root: Path, name: str) -> PathRecords:
     return sharing(root).share(Agents(root).need(name))
 
 
@@ -141,7 +141,7 @@ def test_an_agent_that_has_nothing_yet_has_nothing_on_disk(tmp_path: Path) -> No
     keep(tmp_path, FIRST)
     note(tmp_path, "a", [])
     assert on_disk(tmp_path, "a") == 0
-    assert share(tmp_path, "a") == Share([], [])
+    assert share(tmp_path, "a") == PathRecords([], [])
 
 
 def test_what_an_earlier_end_left_behind_goes_along(tmp_path: Path) -> None:

@@ -1,4 +1,4 @@
-"""FolderWatcher: when it is time to scan again, and what is not believed of a scan. Limits: what may be written at present."""
+"""FolderWatcher: when to scan again, and what is not believed of a scan. WriteLimits: what may be written at present."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from store.clock import Clock
 
 from mlx_blockpool.config import StoreConfig
 from mlx_blockpool.store.folder import ChangedFile
-from mlx_blockpool.store.limits import Limits
+from mlx_blockpool.store.limits import WriteLimits
 from mlx_blockpool.store.scan import FolderChanges, FolderWatcher
 
 
@@ -82,7 +82,7 @@ def test_what_changed_hands_after_the_look_is_not_believed(watch: FolderWatcher)
 
 
 def test_what_was_refused_is_refused_until_it_would_be_taken(clock: Clock) -> None:
-    limits = Limits(StoreConfig())
+    limits = WriteLimits(StoreConfig())
     assert limits.still(queue_takes=False) is None
     assert limits.refusal(11, queue_takes=False) == "queue full"
     assert limits.refused == 11
@@ -92,7 +92,7 @@ def test_what_was_refused_is_refused_until_it_would_be_taken(clock: Clock) -> No
 
 
 def test_a_disk_that_failed_refuses_before_anything_is_made(clock: Clock) -> None:
-    limits = Limits(StoreConfig(retry_seconds=30))
+    limits = WriteLimits(StoreConfig(retry_seconds=30))
     limits.suspend(OSError(errno.EIO, "broken"))
     assert limits.still(queue_takes=True) == "disk failed"
     clock.now += 30

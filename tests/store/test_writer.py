@@ -17,7 +17,7 @@ from mlx_blockpool.store.fs import Buffer, Disk
 from mlx_blockpool.store.headers import Headers
 from mlx_blockpool.store.record import encode, file_size
 from mlx_blockpool.store.scan import FolderChanges
-from mlx_blockpool.store.writer import Job, Look, Writer
+from mlx_blockpool.store.writer import ScanJob, WriteJob, Writer
 
 
 class SlowDisk(QuickDisk):
@@ -44,13 +44,13 @@ def open_writer(folder: Path, disk: Disk, queue_bytes: int = 10**9, min_free_byt
     return Writer(Folder(disk, folder), Headers(QuickDisk(), folder, "none", naming), queue_bytes, min_free_bytes)
 
 
-def job(number: int) -> Job:
+def job(number: int) -> WriteJob:
     record = make_record((number, number + 1))
-    return Job(f"aa/{record.file_name}", record, make_buffers(record), file_size(record))
+    return WriteJob(f"aa/{record.file_name}", record, make_buffers(record), file_size(record))
 
 
-def removal(job: Job) -> Job:
-    return Job(job.name, size=job.size)
+def removal(job: WriteJob) -> WriteJob:
+    return WriteJob(job.name, size=job.size)
 
 
 def test_records_are_written_whole_and_told_in_order(tmp_path: Path) -> None:
@@ -139,7 +139,7 @@ def test_flush_and_close_end_in_time_where_the_disk_does_not(tmp_path: Path, dis
     assert is_whole(tmp_path, jobs[0])
 
 
-def is_whole(folder: Path, j: Job) -> bool:
+def is_whole(folder: Path, j: WriteJob) -> bool:
     assert j.record is not None
     return (folder / j.name).read_bytes() == b"".join(bytes(b) for b in encode(j.record, j.buffers))
 
@@ -210,7 +210,7 @@ def test_a_look_is_taken_after_what_was_handed_over_before_it(tmp_path: Path, di
     def fail() -> FolderChanges:
         raise OSError(errno.EIO, "blind")
 
-    for j in (first, Look(take), second, Look(fail)):
+    for j in (first, ScanJob(take), second, ScanJob(fail)):
         assert writer.put(j)
     disk.gate.set()
     assert writer.flush(30)
@@ -269,7 +269,7 @@ def test_whatever_a_job_raises_fails_that_job_alone(
     def fail() -> FolderChanges:
         raise error
 
-    failing, look, after = job(1), Look(fail), job(2)
+    failing, look, after = job(1), ScanJob(fail), job(2)
     writer.put(failing)
     assert writer.flush(30)
     writer.put(look)

@@ -25,7 +25,7 @@ from ...store.fs import safe_name
 from ...store.manifest import Agent, shown
 from ...store.paths import KINDS
 from ...store.prompt_store import PromptStore
-from ...store.reachability import Share
+from ...store.reachability import PathRecords
 from ...store.record import Key
 from ...store.scan import File
 from ...store.spool import Spool
@@ -257,7 +257,7 @@ class AgentService:
             deleted = self.records.delete(view.name, self.records.share(view.name))
             return _below(self.root, {name: value for name, value in deleted.items() if name != "folder"})
         # Its records can be named only while its file is there.
-        share = self.records.share(view.name) if on_disk and self.records is not None else Share([], [])
+        share = self.records.share(view.name) if on_disk and self.records is not None else PathRecords([], [])
         shared = shared_with(view.home, views)
         freed, kept = self.at(view.home, lambda served, prefix: self._forget(served, prefix, view, shared))
         report: Report = {
@@ -268,7 +268,7 @@ class AgentService:
         }
         if on_disk and self.records is not None:
             mine = [file for file in share.own if _hash_of(file) not in kept]
-            disk = self._remove(view, view.home, self.records, Share(mine, share.stays))
+            disk = self._remove(view, view.home, self.records, PathRecords(mine, share.stays))
             report |= disk | {"clean": report["clean"] and disk["clean"]}
         return _below(self.root, report)
 
@@ -286,7 +286,7 @@ class AgentService:
             prefix.stored.write_behind(0)
         return freed, kept_hashes(prefix.index, view.path)
 
-    def _remove(self, view: AgentView, home: Home, records: AgentRecords, share: Share) -> Report:
+    def _remove(self, view: AgentView, home: Home, records: AgentRecords, share: PathRecords) -> Report:
         """Remove the agent's own records from disk, then its file."""
         keys = [Key(KINDS[file.path.parents[1].name], _hash_of(file)) for file in share.own]
 

@@ -29,7 +29,6 @@ from ...store.digests import Digests
 from ...store.identity import check_unchanged
 from ...store.limits import OVER_BUDGET
 from ...store.manifest import shown
-from ...store.record import BLOCK, Key
 from ...store.signing import KEY_BYTES, export_key, sign
 from ...tier.cache import TieredPrefixCache
 from ...tier.measure import Measure, measure
