@@ -1,4 +1,4 @@
-"""Room in the pool for sequences, made by evicting known blocks that nobody uses. Owned by the generation thread."""
+"""Room in the pool for sequences, made by evicting cached blocks that no sequence holds. Owned by the generation thread."""
 
 from __future__ import annotations
 
@@ -18,9 +18,9 @@ from .trie import Node, Pin
 
 
 class Admission:
-    """Promises blocks of `slabs` to sequences, and takes them from what `known` remembers.
+    """Reserves blocks of `slabs` for sequences, and evicts cached prefixes for them.
 
-    What is pinned for a time gives way to requests, that which ends soonest first, but not to what would only be remembered.
+    Timed pins give way to requests, the one that ends soonest first, but not to an insert.
     """
 
     def __init__(self, slabs: KVArena, known: KVIndex, pins: Pins) -> None:
@@ -42,7 +42,7 @@ class Admission:
                 raise
 
     def can_reserve(self, tables: list[BlockTable], counts: list[int]) -> bool:
-        """promise() where there is room without what is pinned; whether there was."""
+        """reserve() without unpinning anything. Returns whether there was room."""
         try:
             self._promise(tables, counts)
         except PoolExhaustedError:
@@ -54,7 +54,7 @@ class Admission:
         self.pool.reserve(tables, counts)
 
     def _promise_without_pins(self, tables: list[BlockTable], counts: list[int]) -> bool:
-        """can_promise() with as few pins as need be; whether there was room. Where not, the pins are as they were."""
+        """reserve() with as few timed pins released as possible. Returns whether there was room; without, the pins stay."""
         released = []
         while (pin := self.pins.release_soonest()) is not None:
             released.append(pin)
@@ -74,7 +74,7 @@ class Admission:
         return needed <= usable + self.pool.pool_bytes - self.pool.nbytes
 
     def ensure_next_blocks(self, batch: Iterable[list[Any]]) -> None:
-        """Promise each sequence, given by its layer caches, the blocks of its next token. Raises PoolExhaustedError."""
+        """Reserve the blocks of each sequence's next token; a sequence is its layer caches. Raises PoolExhaustedError."""
         tables = []
         for caches in batch:
             leaves = leaves_of(caches)
@@ -145,7 +145,7 @@ class Admission:
         return self.can_reserve(tables, [max(0, (table.max_blocks or 0) - table.reserved) for table in tables])
 
     def trim_to(self, n_bytes: int) -> None:
-        """Evict, in every group in turn, until at most `n_bytes` are known."""
+        """Evict, in every group in turn, until at most `n_bytes` are cached."""
         went = True
         while went and self.known.nbytes > max(0, n_bytes):
             victims = [v for group in range(len(self.slabs.spec.groups)) for v in self.pool.evict(group, 1)]

@@ -1,4 +1,4 @@
-"""Which known prefix reads which block: keeps trie and pool in step.
+"""Which cached prefix reads which block: keeps trie and pool in step.
 
 A block of a full layer group belongs to one node; a block of a window group to every checkpoint whose ring it is part of.
 Knows tokens and block ids; no arrays. Owned by the generation thread.
@@ -71,18 +71,18 @@ class KVIndex:
         self.state_bytes = 0
         # How often a longer edge has taken the place of shorter ones.
         self.num_merged = 0
-        # Records of what cannot be reached any more; whoever has their files takes them.
+        # Records that nothing leads to any more: the tier removes their files.
         self.unreachable: list[Key] = []
 
     @property
     def nbytes(self) -> int:
-        """Bytes of all known blocks, each counted once, and of states."""
+        """Bytes of all cached blocks, each counted once, and of states."""
         return sum(self._sizes[group] for group, _ in self._owners) + self.state_bytes
 
     def add(self, node: Node, edge: bytes, blocks: tuple[int, ...], kind: str, account: str | None = None) -> Node:
         """A new child edge in held blocks, one for each full group. Shorter edges that it contains are merged into it.
 
-        A block that one of these has begun stays charged to whoever it was charged to.
+        A block that one of these has begun keeps its owner.
         """
         new, shorter = self.trie.add(node, edge, blocks, kind)
         self.num_merged += bool(shorter)
@@ -104,13 +104,13 @@ class KVIndex:
         return new
 
     def written(self, node: Node) -> None:
-        """A node is on disk: what it covers need not be any more."""
+        """A node is on disk: the shorter edges that it supersedes need not be any more."""
         node.stored = True
         self.unreachable += [Key(BLOCK, old.hash) for old in node.superseded]
         node.superseded = []
 
     def revive(self, node: Node, blocks: tuple[int, ...], account: str | None = None) -> None:
-        """A node whose blocks were on disk only has these held blocks now; `account` has computed them, None: they were read."""
+        """A node whose blocks were on disk only has these held blocks now; computed by `account`, or read from disk (None)."""
         node.blocks, node.resident = blocks, True
         self._take_in(node, node.owner if account is None else account)
         self._pin_blocks(node)
@@ -132,13 +132,13 @@ class KVIndex:
         self._pin_blocks(node)
 
     def use(self, checkpoint: Checkpoint) -> None:
-        """A checkpoint was resumed: others go before it."""
+        """A checkpoint was resumed: it is now the last to be evicted."""
         self.accounting.use(checkpoint)
         if checkpoint in self._states:
             self._states.move_to_end(checkpoint)
 
     def evict_state(self) -> bool:
-        """Forget the checkpoint with states that was used longest ago. Whether there was one that is not pinned."""
+        """Evict the checkpoint with states that was used longest ago. Returns whether there was one that is not pinned."""
         for checkpoint, node in self._states.items():
             if not is_pinned(node.latest, checkpoint):
                 self.drop_checkpoint(node.latest, checkpoint)
@@ -146,7 +146,7 @@ class KVIndex:
         return False
 
     def drop_checkpoint(self, node: Node, checkpoint: Checkpoint) -> None:
-        """Forget one checkpoint of a node."""
+        """Uncache one checkpoint of a node."""
         self._drop_checkpoint(node, checkpoint, ())
         self.prune(node)
 
@@ -185,7 +185,7 @@ class KVIndex:
                     self._drop_checkpoints(node, victim, gone)
 
     def let_go(self, node: Node, gone: Collection[Owned] = ()) -> None:
-        """Take a node out of memory, and if it is not on disk forget it and all below it; `gone` blocks are free already."""
+        """Take a node out of memory, and if it is not on disk uncache it and all below it; `gone` blocks are free already."""
         if not node.stored:
             self.drop(node, gone)
             return
@@ -194,7 +194,7 @@ class KVIndex:
         self._disown(node, owned, gone)
 
     def drop(self, node: Node, gone: Collection[Owned] = ()) -> None:
-        """Forget a node and all below it; `gone` blocks are free already. What it covers is known again."""
+        """Uncache a node and all below it; `gone` blocks are free already. What it superseded is cached again."""
         covers, cuts, saved = node.superseded, node.window_records, node.state_records
         node.superseded, node.window_records, node.state_records = [], {}, set()
         for old in self.trie.remove(node):
@@ -204,7 +204,7 @@ class KVIndex:
             for checkpoint in list(old.checkpoints.values()):
                 self._drop_checkpoint(old, checkpoint, gone)
             self._disown(old, self._blocks(old), gone)
-            # Whoever still refers to it must not read its blocks, which are somebody else's soon.
+            # References to the node remain, and its blocks are about to be reused.
             old.blocks, old.resident, old.stored, old.children = (), False, False, []
             old.window_records, old.state_records, old.superseded, old.pins = {}, set(), [], frozenset()
         node.window_records, node.state_records = cuts, saved
@@ -214,14 +214,14 @@ class KVIndex:
             self._evicted.popitem(last=False)
 
     def prune(self, node: Node) -> None:
-        """Take a node out that has nothing to give, as in a model without full layers, and the likes of it above."""
+        """Remove a node that holds nothing, as in a model without full layers, and the empty ones above it."""
         while node.parent is not None and not (node.blocks or node.children or node.checkpoints or node.stored):
             self.trie.remove(node)
             self._uncover(node, node.superseded)
             node = node.parent
 
     def _uncover(self, node: Node, covers: list[Node]) -> None:
-        """The longest of what a node that has gone covered is known again, or covered by another node, if it is on disk still."""
+        """Cache the longest edge that a removed node superseded again, or merge it into another node, if it is on disk."""
         covers = [covered for covered in covers if covered.stored]
         longest = max(covers, key=lambda covered: covered.end, default=None)
         last = 0 if longest is None else longest.end
@@ -244,13 +244,13 @@ class KVIndex:
             self.written(other)
 
     def clear(self) -> None:
-        """Forget everything."""
+        """Uncache everything."""
         for root in self.trie.roots():
             while root.children:
                 self.drop(root.children[0])
 
     def was_evicted(self, parent: Node, edge: bytes) -> bool:
-        """Whether this edge was known before and had to go."""
+        """Whether this edge was cached before and was evicted."""
         return Node.name(parent, edge) in self._evicted
 
     def ends(self) -> list[Node]:

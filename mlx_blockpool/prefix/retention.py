@@ -19,7 +19,7 @@ from .salts import SHARED
 from .trie import Checkpoint, Node, Pin
 
 DAY_SECONDS = 86400.0
-# The largest accounts are told, so many.
+# How many of the largest owners report() names.
 SHOWN = 50
 
 
@@ -27,7 +27,7 @@ SHOWN = 50
 class RetentionPolicy:
     """How what a request computes is kept.
 
-    agent:      whose account it is on; None: the one of all that name no agent.
+    agent:      the owner of what is computed; None: the one owner of all that name no agent.
     retention:  "memory": it is not written to disk. "day": the disk's budget spares it for a day after each use.
     salt:       only requests with the same salt find it; SHARED: all do.
     """
@@ -46,7 +46,7 @@ class RetentionPolicy:
 
 
 class Retention:
-    """The terms on which `known` keeps what it knows. `pool_bytes` and `state_bytes`: what there is for blocks and for states."""
+    """How long the prefixes of `known` are kept, and for whom. `pool_bytes`, `state_bytes`: room for blocks and for states."""
 
     def __init__(self, known: KVIndex, pool_bytes: int, state_bytes: int, config: PoolConfig) -> None:
         share = config.pinned_share
@@ -72,12 +72,12 @@ class Retention:
             self.days.add(pin, DAY_SECONDS)
 
     def expire(self) -> None:
-        """Let go of what has been kept for long enough. Cheap."""
+        """Unpin what has been kept for long enough. Cheap."""
         self.pins.expire()
         self.days.expire()
 
     def spare_on(self, store: PromptStore) -> None:
-        """Tell the disk's budget what it is to spare for now: up to half of it, and of more that which ends last. Cheap."""
+        """Pass the store the records that its budget spares: up to half of it, and of more that which ends last. Cheap."""
         changes = self.pins.timed.changes + self.days.changes + self.known.num_merged
         if changes == self._told or not (self.pins or self.days or self._has_told):
             return

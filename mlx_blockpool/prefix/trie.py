@@ -1,4 +1,7 @@
-"""Known prefixes: a tree whose edges are blocks of 256 tokens. Knows tokens and hashes; no arrays, no pool, no disk.
+"""Cached prefixes: a tree whose edges are blocks of 256 tokens.
+
+The tree itself compares tokens and hashes alone. A node also has fields for its blocks, records, checkpoints and pins, which
+residency.py and the tier fill in and read.
 
 The last edge of a sequence may be shorter than a block. Siblings may start alike: matching inside a block is by token.
 A salt has a root of its own: prefixes under different salts never share a hash, an edge or a block.
@@ -30,13 +33,13 @@ _FULL_EDGE = struct.Struct(f"{BLOCK_TOKENS}q")
 
 @dataclass(eq=False)
 class Checkpoint:
-    """What layers that forget held at one token position.
+    """What window and state layers held at one token position.
 
     rings:   per window group the ring's block ids and its ring index.
     states:  per state leaf its arrays, copies; `nbytes` of all of them.
     kind:    what ends here: system, user or assistant.
-    owner: whom it is charged to; None: nobody.
-    noted:   whether whoever writes to disk was told of it.
+    owner:   the agent it is accounted to; None: no agent.
+    noted:   whether it was handed to the tier to be written.
     """
 
     position: int
@@ -56,10 +59,10 @@ class Node:
     """One edge: up to 256 tokens, and the block of each full layer group that holds them.
 
     `hash` names the whole prefix up to here. `checkpoints` are by absolute token position. `resident`: its blocks are in the
-    pool. `stored`: they are on disk, or about to be. `cuts`: up to which tokens what windows held of them is there too, and at
-    which position it was cut; `saved`: behind which tokens the states are. `covers`: shorter edges whose records serve until this
-    one is on disk itself. `account`: whom its blocks are charged to; None: nobody. `salt`: that of a root. `removed`: it is no
-    longer in the trie.
+    pool. `stored`: its block record is on disk, or about to be. `window_records`: the token positions at which window records
+    end, each with the position of the checkpoint that it was cut from. `state_records`: the positions of state records.
+    `superseded`: shorter edges whose records serve until this one is on disk itself. `owner`: the agent its blocks are accounted
+    to; None: no agent. `salt`: that of a root. `removed`: it is no longer in the trie.
     """
 
     parent: Node | None = field(repr=False)
@@ -91,7 +94,7 @@ class Node:
 
     @property
     def latest(self) -> Node:
-        """This node, or the longer one that has taken its place."""
+        """This node, or the longer one that it was merged into."""
         node = self
         while node.merged_into is not None:
             node = node.merged_into
@@ -323,7 +326,7 @@ class Trie:
     def add(self, node: Node, edge: bytes, blocks: tuple[int, ...], kind: str) -> tuple[Node, list[Node]]:
         """A new child. Returns it and the shorter siblings that it makes superfluous, already out of the tree.
 
-        Their checkpoints and pins have moved to the new child; what they know of blocks is the caller's to forget.
+        Their checkpoints and pins have moved to the new child; the caller uncaches their blocks.
         """
         new = Node(node, node.end, edge, Node.name(node, edge), blocks, kind)
         shorter = [c for c in node.children if len(c.tokens) < len(edge) and edge.startswith(c.tokens)]
@@ -339,7 +342,7 @@ class Trie:
         return new, shorter
 
     def put_back(self, node: Node) -> None:
-        """A node that was merged into a longer one, which has gone."""
+        """Put a node back that was merged into a longer one, which was removed."""
         assert node.parent is not None
         node.merged_into, node.children, node.checkpoints, node.removed = None, [], {}, False
         insort(node.parent.children, node, key=_tokens)
