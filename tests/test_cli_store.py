@@ -19,6 +19,8 @@ from mlx_lm.generate import generate_step
 from mlx_lm.models.cache import load_prompt_cache, make_prompt_cache, save_prompt_cache
 from mlx_lm.utils import load
 from models import save_model
+from platformdirs.macos import MacOS
+from platformdirs.unix import Unix
 
 from mlx_blockpool.cli import main
 from mlx_blockpool.config import StoreConfig
@@ -129,6 +131,17 @@ def test_path_prints_the_folder_that_need_not_be_there(capsys: pytest.CaptureFix
     assert said(capsys, tmp_path / "none", "path") == f"{tmp_path / 'none'}\n"
     assert main(["store", "path"]) == 0
     assert capsys.readouterr().out == f"{default_folder()}\n"
+
+
+@pytest.mark.parametrize(("system", "below"), [(MacOS, "Library/Caches"), (Unix, ".cache")])
+def test_the_default_folder_is_in_the_users_caches(
+    system: type, below: str, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    monkeypatch.setattr("platformdirs.PlatformDirs", system)
+    monkeypatch.setenv("HOME", str(tmp_path))
+    assert default_folder() == Path(os.environ["XDG_CACHE_HOME"]) / "mlx-blockpool"
+    monkeypatch.delenv("XDG_CACHE_HOME")
+    assert default_folder() == tmp_path / below / "mlx-blockpool"
 
 
 def test_stats_of_two_models(capsys: pytest.CaptureFixture[str], root: Path, tmp_path: Path) -> None:

@@ -10,11 +10,11 @@ weights.json                                      as in digests.py
 from __future__ import annotations
 
 import json
-import os
-import sys
 from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
+
+from platformdirs import user_cache_path
 
 from ..errors import BadRecordError
 from .fs import Disk, write_whole
@@ -36,9 +36,8 @@ KINDS = {folder: kind for kind, folder in FOLDERS.items()}
 
 
 def default_folder() -> Path:
-    """Where this user's caches belong: $XDG_CACHE_HOME if it is set, else ~/Library/Caches on macOS and ~/.cache elsewhere."""
-    own = Path.home() / ("Library/Caches" if sys.platform == "darwin" else ".cache")
-    return Path(os.environ.get("XDG_CACHE_HOME") or own) / "mlx-blockpool"
+    """The user's cache folder: in $XDG_CACHE_HOME if that is a whole path, else ~/Library/Caches (macOS) or ~/.cache."""
+    return user_cache_path("mlx-blockpool", appauthor=False)
 
 
 def folder_of(namespace: str) -> str:
