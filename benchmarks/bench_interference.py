@@ -44,6 +44,8 @@ def cases(scale: int) -> dict[str, tuple[str, bytes]]:
         "10,000 stop strings": (completions, chat("x", stop=[f"stop {i}" for i in range(10_000)])),
         "a message of five megabytes": (completions, chat("word " * megabyte)),
         "tokens of five megabytes": (counting, chat("word " * megabyte)),
+        "64k tokens counted": (counting, chat("word " * 65_536)),
+        "64k tokens, too long for the model": (completions, chat("word " * 65_536)),
         "a body of numbers": (completions, b'{"messages": [' + b"1," * (7 * megabyte) + b"1]}"),
         "a body of empty lists": (completions, b'{"messages": [' + b"[]," * (5 * megabyte) + b"1]}"),
         "an integer of a megabyte": (completions, b'{"max_tokens": ' + b"1" * megabyte + b"}"),
