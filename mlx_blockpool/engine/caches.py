@@ -6,9 +6,9 @@ The engine asks for caches, for room before each step, and gives back what it co
 from __future__ import annotations
 
 import time
-from collections.abc import Sequence
+from collections.abc import Collection
 from dataclasses import dataclass, replace
-from typing import Any
+from typing import Any, Protocol
 
 from ..errors import PoolExhaustedError
 from ..kv.parts import tokens_held
@@ -19,7 +19,8 @@ from ..prefix.trie import PrefixRef
 from ..spec import BLOCK_TOKENS
 from ..tier.cache import TieredPrefixCache
 from ..tier.restore import RestoreJob
-from .request import KIND, Restoring, Running
+from .request import KIND, Restoring
+from .sequence import Sequence
 
 # A long prompt is kept behind so many tokens, and behind twice, four times.. as many.
 LATTICE_TOKENS = 2048
@@ -27,7 +28,7 @@ LATTICE_TOKENS = 2048
 RESTORE_SECONDS = 0.02
 # While there is nothing to compute, records that are on their way are waited for so long at a time.
 WAIT_SECONDS = 0.02
-TELL_SECONDS = 1.0
+REPORT_SECONDS = 1.0
 
 
 @dataclass(frozen=True)
@@ -37,6 +38,50 @@ class Opened:
     caches: list[Any]
     cached: int
     lookup: Lookup | None
+
+
+class Caches(Protocol):
+    """What the engine needs of PooledCaches, PaddedCaches and StockCaches.
+
+    ragged:       batches need no padding, and members keep their own caches while they decode.
+    merges:       several sequences may decode together.
+    pads_prompts: prompts of several lengths may be computed together.
+    needs_marks:  a prompt can be resumed only where something was kept.
+    keeps_chunks: keeping costs nothing and serves at any token, so that every chunk is kept.
+    is_restoring: records are on their way that advance() takes in; num_arrived counts those that have arrived.
+    is_room_coming: blocks are held by a restore that ends by itself.
+    """
+
+    ragged: bool
+    merges: bool
+
+    @property
+    def pads_prompts(self) -> bool: ...
+    @property
+    def needs_marks(self) -> bool: ...
+    @property
+    def keeps_chunks(self) -> bool: ...
+    @property
+    def num_arrived(self) -> int: ...
+    @property
+    def is_restoring(self) -> bool: ...
+    @property
+    def is_room_coming(self) -> bool: ...
+    def capacity(self) -> int | None: ...
+    def is_ready(self, sequence: Sequence) -> bool: ...
+    def open(self, sequence: Sequence, others: Collection[Sequence]) -> Opened: ...
+    def ensure_next_blocks(self, batch: Collection[Sequence]) -> None: ...
+    def insert(self, sequence: Sequence, kind: str) -> None: ...
+    def take_in(self, sequence: Sequence, caches: list[Any]) -> None: ...
+    def release(self, sequence: Sequence, kind: str) -> None: ...
+    def discard(self, sequence: Sequence) -> None: ...
+    def release_all(self) -> None: ...
+    def advance(self, idle: bool) -> bool: ...
+    def restoring(self) -> list[Restoring]: ...
+    def stop_restoring(self) -> bool: ...
+    def abandon(self, sequence: Sequence) -> int: ...
+    def computed(self, tokens: int, seconds: float) -> None: ...
+    def cached_tokens(self, tokens: list[int], salt: bytes = SHARED) -> int: ...
 
 
 class PooledCaches:
@@ -50,8 +95,8 @@ class PooledCaches:
         # Where each agent's last turn ended, until the server has noted it.
         self.turns: dict[str, PrefixRef] = {}
         self._restores: dict[int, RestoreJob] = {}
-        # When each was last told of, in seconds of time.monotonic().
-        self._told: dict[int, float] = {}
+        # When the progress of each was last reported, in seconds of time.monotonic().
+        self._reported: dict[int, float] = {}
         # Restores that had let their blocks go when it was last looked, those of others included.
         self._released = 0
 
@@ -90,69 +135,69 @@ class PooledCaches:
         """The most tokens that one sequence can have; None: no limit."""
         return self.prefix.pool.sequence_capacity()
 
-    def open(self, running: Running, others: Sequence[Running]) -> Opened:
+    def open(self, sequence: Sequence, others: Collection[Sequence]) -> Opened:
         """Caches for a request beside `others`, with room to begin with: the rest is secured step by step.
 
         Raises PoolExhaustedError if there is no room now. Who was swapped out needs a block to spare for each of the others, or
         it would soon have to go again.
         """
-        restored = self.abandon(running)
-        room = min(running.left_to_produce(), BLOCK_TOKENS)
+        restored = self.abandon(sequence)
+        room = min(sequence.left_to_produce(), BLOCK_TOKENS)
         try:
-            fetched = self.prefix.acquire_resident(running.tokens, room, salt=running.terms.salt, start=running.prefix)
+            fetched = self.prefix.acquire_resident(sequence.tokens, room, salt=sequence.terms.salt, start=sequence.prefix)
         except PoolExhaustedError:
             if not self.stop_restoring():
                 raise
-            fetched = self.prefix.acquire_resident(running.tokens, room, salt=running.terms.salt, start=running.prefix)
+            fetched = self.prefix.acquire_resident(sequence.tokens, room, salt=sequence.terms.salt, start=sequence.prefix)
         try:
-            self.prefix.admission.need_spare(len(others) if running.swaps else 0)
+            self.prefix.admission.need_spare(len(others) if sequence.swaps else 0)
         except PoolExhaustedError:
             self.prefix.discard(fetched.caches)
             raise
         if self.needs_marks:
-            self._mark(running, fetched.lookup)
-        running.prefix = self.prefix.ref_of(fetched.caches)
-        self._pin(running, fetched.lookup.hit)
+            self._mark(sequence, fetched.lookup)
+        sequence.prefix = self.prefix.ref_of(fetched.caches)
+        self._pin(sequence, fetched.lookup.hit)
         lookup = replace(fetched.lookup, restored=min(restored, fetched.lookup.hit))
         return Opened(fetched.caches, lookup.hit, lookup)
 
-    def _mark(self, running: Running, lookup: Lookup) -> None:
+    def _mark(self, sequence: Sequence, lookup: Lookup) -> None:
         """Beside what the request marks: where known prompts part from it, and a few places of a long prompt."""
         places = [lookup.known] if lookup.known > lookup.hit else []
         place = LATTICE_TOKENS
-        while place < running.prefill_end:
+        while place < sequence.prefill_end:
             places.append(place)
             place *= 2
         for place in places:
-            if lookup.hit < place <= running.prefill_end:
-                running.marks.setdefault(place, KIND)
+            if lookup.hit < place <= sequence.prefill_end:
+                sequence.marks.setdefault(place, KIND)
 
-    def _pin(self, running: Running, known: int) -> None:
+    def _pin(self, sequence: Sequence, known: int) -> None:
         """Pin those of the beginnings that the request marks which are known now."""
-        for pin in [pin for pin in running.pins if pin[0] <= known]:
-            running.pins.remove(pin)
-            self.prefix.pin_for(running.tokens[: pin[0]], pin[1], running.terms.salt, running.prefix)
+        for pin in [pin for pin in sequence.pins if pin[0] <= known]:
+            sequence.pins.remove(pin)
+            self.prefix.pin_for(sequence.tokens[: pin[0]], pin[1], sequence.terms.salt, sequence.prefix)
 
-    def is_ready(self, running: Running) -> bool:
+    def is_ready(self, sequence: Sequence) -> bool:
         """Whether open() would not have to wait for the disk; what is missing is read from now on, see advance()."""
         stored = self.prefix.stored
         if stored is None:
             return True
-        if running.uid not in self._restores:
-            running.prefix = self.prefix.match(running.tokens, running.terms.salt, running.prefix)
-            wanted = self.prefix.plan_restore(running.prefix, running.prefill_end)
+        if sequence.uid not in self._restores:
+            sequence.prefix = self.prefix.match(sequence.tokens, sequence.terms.salt, sequence.prefix)
+            wanted = self.prefix.plan_restore(sequence.prefix, sequence.prefill_end)
             if wanted is None:
                 return True
             if not stored.arriving.isdisjoint(wanted.arriving):
                 # Another request, or an agent's restore, brings back the same. Where that has stopped, this one computes it.
                 return stored.is_stuck
             try:
-                self._restores[running.uid] = stored.restore(wanted)
-                self._told[running.uid] = time.monotonic()
+                self._restores[sequence.uid] = stored.restore(wanted)
+                self._reported[sequence.uid] = time.monotonic()
             except PoolExhaustedError:
                 # Those that are on their way start first. Else it starts from what is in memory, once there is room for that.
                 return not self._restores
-        return self._restores[running.uid].advance()
+        return self._restores[sequence.uid].advance()
 
     def advance(self, idle: bool) -> bool:
         """Between two steps: write behind, and go on reading. Returns whether requests that wait are to be looked at again.
@@ -170,10 +215,10 @@ class PooledCaches:
         return any(done) or released != stored.num_released or stored.is_stuck
 
     def restoring(self) -> list[Restoring]:
-        """What is on its way, of each every TELL_SECONDS: few take as long."""
+        """The progress of each restore, every REPORT_SECONDS: few take as long."""
         now = time.monotonic()
-        due = [uid for uid in self._restores if now - self._told[uid] >= TELL_SECONDS]
-        self._told.update(dict.fromkeys(due, now))
+        due = [uid for uid in self._restores if now - self._reported[uid] >= REPORT_SECONDS]
+        self._reported.update(dict.fromkeys(due, now))
         found = [(uid, self._restores[uid]) for uid in due]
         return [Restoring(uid, restore.have + restore.done, restore.have + restore.tokens) for uid, restore in found]
 
@@ -182,10 +227,10 @@ class PooledCaches:
         if self.prefix.stored is not None:
             self.prefix.stored.rates.computed(tokens, seconds)
 
-    def abandon(self, running: Running) -> int:
+    def abandon(self, sequence: Sequence) -> int:
         """A request that has started, or never will: what was read for it is known like anything else. Returns its tokens."""
-        restore = self._restores.pop(running.uid, None)
-        self._told.pop(running.uid, None)
+        restore = self._restores.pop(sequence.uid, None)
+        self._reported.pop(sequence.uid, None)
         if restore is None:
             return 0
         restore.release()
@@ -195,47 +240,47 @@ class PooledCaches:
         """Give up the blocks of what is being read: who can go on now goes first. Returns whether there were any."""
         stopped = list(self._restores.values())
         self._restores.clear()
-        self._told.clear()
+        self._reported.clear()
         for restore in stopped:
             restore.release()
         return bool(stopped)
 
-    def known(self, tokens: Sequence[int], salt: bytes = SHARED) -> int:
+    def cached_tokens(self, tokens: list[int], salt: bytes = SHARED) -> int:
         """How many tokens of a prompt open() would find now, once it is ready."""
         return self.prefix.within_reach(tokens, salt)
 
-    def ensure_next_blocks(self, batch: Sequence[Running]) -> None:
+    def ensure_next_blocks(self, batch: Collection[Sequence]) -> None:
         """Promise each member the blocks of its next token, or raise PoolExhaustedError and promise nothing."""
-        self.prefix.admission.ensure_next_blocks([running.caches or [] for running in batch])
+        self.prefix.admission.ensure_next_blocks([sequence.caches or [] for sequence in batch])
 
-    def insert(self, running: Running, kind: str) -> None:
+    def insert(self, sequence: Sequence, kind: str) -> None:
         """Let others share what is computed of a sequence that goes on."""
-        caches = running.caches or []
-        known = self.prefix.insert(running.tokens[: running.computed], caches, kind, running.terms)
-        running.prefix = self.prefix.ref_of(caches)
-        self._pin(running, known)
+        caches = sequence.caches or []
+        known = self.prefix.insert(sequence.tokens[: sequence.computed], caches, kind, sequence.terms)
+        sequence.prefix = self.prefix.ref_of(caches)
+        self._pin(sequence, known)
 
-    def take_in(self, running: Running, caches: list[Any]) -> None:
+    def take_in(self, sequence: Sequence, caches: list[Any]) -> None:
         """Know what given caches hold of a prompt."""
-        self.prefix.insert(running.tokens[: tokens_held(caches)], caches, KIND, running.terms)
+        self.prefix.insert(sequence.tokens[: tokens_held(caches)], caches, KIND, sequence.terms)
 
-    def release(self, running: Running, kind: str) -> None:
+    def release(self, sequence: Sequence, kind: str) -> None:
         """Keep what is computed of a sequence and take its caches back."""
-        tokens = running.tokens[: running.computed]
-        caches = running.caches or []
-        known = self.prefix.release(tokens, caches, kind, running.terms)
-        running.prefix, running.caches = self.prefix.ref_of(caches), None
-        self._pin(running, known)
-        self.prefix.retention.end(running.terms)
-        name = running.request.noted_as or running.request.agent
-        if name is not None and running.terms.is_written:
-            self.turns[name] = self.prefix.match(tokens, running.terms.salt, running.prefix).detached()
+        tokens = sequence.tokens[: sequence.computed]
+        caches = sequence.caches or []
+        known = self.prefix.release(tokens, caches, kind, sequence.terms)
+        sequence.prefix, sequence.caches = self.prefix.ref_of(caches), None
+        self._pin(sequence, known)
+        self.prefix.retention.end(sequence.terms)
+        name = sequence.request.noted_as or sequence.request.agent
+        if name is not None and sequence.terms.is_written:
+            self.turns[name] = self.prefix.match(tokens, sequence.terms.salt, sequence.prefix).detached()
 
-    def discard(self, running: Running) -> None:
+    def discard(self, sequence: Sequence) -> None:
         """Take its caches back and keep nothing."""
-        if running.caches is not None:
-            self.prefix.discard(running.caches)
-            running.caches = None
+        if sequence.caches is not None:
+            self.prefix.discard(sequence.caches)
+            sequence.caches = None
 
     def release_all(self) -> None:
         """After a failure: no caches that were handed out are in use any more."""
@@ -256,20 +301,20 @@ class PaddedCaches(PooledCaches):
         self.merges = merges
         self.batch_bytes = batch_bytes
 
-    def open(self, running: Running, others: Sequence[Running]) -> Opened:
+    def open(self, sequence: Sequence, others: Collection[Sequence]) -> Opened:
         if others:
-            self._fit([*others, running])
-        return super().open(running, others)
+            self._fit([*others, sequence])
+        return super().open(sequence, others)
 
-    def ensure_next_blocks(self, batch: Sequence[Running]) -> None:
+    def ensure_next_blocks(self, batch: Collection[Sequence]) -> None:
         if not self.merges:
             super().ensure_next_blocks(batch)
         elif len(batch) > 1:
             self._fit(batch)
 
-    def _fit(self, batch: Sequence[Running]) -> None:
+    def _fit(self, batch: Collection[Sequence]) -> None:
         """Raises PoolExhaustedError if a padded batch would be too large. One sequence alone is never."""
-        needed = batch_memory(self.prefix.slabs.spec, [len(running.tokens) + 1 for running in batch]).bytes.grown.allocated
+        needed = batch_memory(self.prefix.slabs.spec, [len(sequence.tokens) + 1 for sequence in batch]).bytes.grown.allocated
         if needed > self.batch_bytes:
             hint = f"The padded batch would take {needed} bytes and has {self.batch_bytes}. Raise --pool-bytes."
             raise PoolExhaustedError(len(batch), len(batch) - 1, 0, "batch", hint)

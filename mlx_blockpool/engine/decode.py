@@ -16,15 +16,15 @@ from mlx_lm.models.cache import TokenBuffer
 from mlx_lm.sample_utils import greedy_sampler
 
 from ..kv.parts import batch_of, member_of
-from .request import Running
+from .sequence import Sequence
 
 
 @dataclass
 class Stepped:
-    """What a step found: (member, token, logprobs) of each token, and (member, error) of each that cannot go on."""
+    """A step's results: (member, token, logprobs) of each token emitted, and (member, error) of each that cannot go on."""
 
-    told: list[tuple[Running, int, mx.array]] = field(default_factory=list)
-    failed: list[tuple[Running, Exception]] = field(default_factory=list)
+    emitted: list[tuple[Sequence, int, mx.array]] = field(default_factory=list)
+    failed: list[tuple[Sequence, Exception]] = field(default_factory=list)
 
 
 class DecodeBatch:
@@ -36,42 +36,42 @@ class DecodeBatch:
     def __init__(self, model: Any, merges: bool) -> None:
         self.model = model
         self.merges = merges
-        self.members: list[Running] = []
+        self.members: list[Sequence] = []
         self._layers: list[Any] = []
-        # The next token to be computed of each member; its logprobs where it was drawn and not told yet.
+        # The next token to be computed of each member; its logprobs where it was drawn and not emitted yet.
         self._inputs: mx.array | None = None
         self._logprobs: list[mx.array | None] = []
         self._contexts: list[TokenBuffer | None] = []
         # A request fails once, also where both its processor and its sampler do.
-        self._failed: dict[Running, Exception] = {}
+        self._failed: dict[Sequence, Exception] = {}
 
     def __len__(self) -> int:
         return len(self.members)
 
     @property
-    def has_new(self) -> bool:
-        """Whether somebody has not been told a first token."""
+    def has_first_token_pending(self) -> bool:
+        """Whether a member's first token is computed and not emitted yet."""
         return any(member.is_new for member in self.members)
 
-    def join(self, running: Running) -> None:
+    def join(self, sequence: Sequence) -> None:
         """Take in a sequence of which all tokens but the last are computed."""
-        assert running.caches is not None
-        assert running.computed == running.prefill_end, f"{running.computed} tokens computed of {running.prefill_end}"
+        assert sequence.caches is not None
+        assert sequence.computed == sequence.prefill_end, f"{sequence.computed} tokens computed of {sequence.prefill_end}"
         assert self.merges or not self.members, "these caches cannot be merged"
-        own = batch_of([running.caches]) if self.merges else running.caches
+        own = batch_of([sequence.caches]) if self.merges else sequence.caches
         if self.members:
             for layer, joining in zip(self._layers, own, strict=True):
                 layer.extend(joining)
         else:
             self._layers = own
-        following = mx.array(running.tokens[-1:], mx.uint32)
+        following = mx.array(sequence.tokens[-1:], mx.uint32)
         self._inputs = following if self._inputs is None else mx.concatenate([self._inputs, following])
-        self._logprobs.append(running.logprobs)
-        self._contexts.append(TokenBuffer(running.tokens[:-1]) if running.request.processors else None)
-        self.members.append(running)
-        running.logprobs = None
+        self._logprobs.append(sequence.logprobs)
+        self._contexts.append(TokenBuffer(sequence.tokens[:-1]) if sequence.request.processors else None)
+        self.members.append(sequence)
+        sequence.logprobs = None
 
-    def leave(self, leaving: Collection[Running]) -> None:
+    def leave(self, leaving: Collection[Sequence]) -> None:
         """Let members go, each with its caches."""
         if not leaving:
             return
@@ -88,24 +88,24 @@ class DecodeBatch:
         self._contexts = [self._contexts[i] for i in keep]
         self.members = [self.members[i] for i in keep]
 
-    def extract(self, running: Running) -> list[Any]:
+    def extract(self, sequence: Sequence) -> list[Any]:
         """Caches with what a member has computed, which go on by themselves."""
-        i = self.members.index(running)
+        i = self.members.index(sequence)
         return [layer.extract(i) for layer in self._layers] if self.merges else copy.deepcopy(self._layers)
 
-    def suspend(self, running: Running) -> None:
-        """Let a member go in such a way that it can join again: with the token that was drawn and not told yet."""
-        i = self.members.index(running)
+    def suspend(self, sequence: Sequence) -> None:
+        """Let a member go in such a way that it can join again: with the token that was drawn and not emitted yet."""
+        i = self.members.index(sequence)
         assert self._inputs is not None
-        if running.computed == len(running.tokens):
-            running.tokens.append(_ids(self._inputs)[i])
-        running.logprobs = self._logprobs[i]
-        if running.logprobs is not None:
-            mx.eval(running.logprobs)
-        self.leave([running])
+        if sequence.computed == len(sequence.tokens):
+            sequence.tokens.append(_ids(self._inputs)[i])
+        sequence.logprobs = self._logprobs[i]
+        if sequence.logprobs is not None:
+            mx.eval(sequence.logprobs)
+        self.leave([sequence])
 
     def step(self) -> Stepped:
-        """Compute one token of each member, and tell those that the step before has drawn."""
+        """Compute one token of each member, and emit the tokens that the step before has drawn."""
         inputs, logprobs = self._inputs, self._logprobs
         assert inputs is not None
         logits = self.model(inputs[:, None], cache=self._layers)[:, -1, :]
@@ -123,7 +123,7 @@ class DecodeBatch:
                 member.tokens.append(token)
             member.computed = len(member.tokens)
             if row is not None:
-                result.told.append((member, token, row))
+                result.emitted.append((member, token, row))
         return result
 
     def _process(self, logits: mx.array, inputs: mx.array, contexts: list[mx.array]) -> mx.array:
@@ -139,7 +139,7 @@ class DecodeBatch:
                 for processor in member.request.processors:
                     rows[i] = processor(context, rows[i])
             except Exception as error:
-                # Somebody else's code: its error is this request's own.
+                # A processor is the request's own code: its error fails this request alone.
                 self._failed[member] = error
                 rows[i] = logits[i : i + 1]
         return mx.concatenate(rows)

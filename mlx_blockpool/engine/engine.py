@@ -10,7 +10,7 @@ import copy
 import logging
 import time
 from collections import Counter
-from collections.abc import Collection, Iterator, Sequence
+from collections.abc import Collection, Iterator
 from contextlib import contextmanager
 from dataclasses import asdict
 from typing import Any
@@ -23,12 +23,12 @@ from ..config import EngineConfig
 from ..errors import PoolExhaustedError, RequestTooLargeError
 from ..kv.parts import tokens_held
 from ..spec import BLOCK_TOKENS
-from .caches import PooledCaches
+from .caches import Caches
 from .decode import DecodeBatch
 from .opening import open_caches
 from .prefill import choose, chunk_end, compute, still_shared
-from .request import KIND, Event, Failed, Progress, Request, Running, Started, Token
-from .stock import StockCaches
+from .request import KIND, Event, Failed, Progress, Request, Started, Token
+from .sequence import Sequence
 
 log = logging.getLogger(__name__)
 
@@ -40,9 +40,9 @@ Extracted = tuple[list[Any], list[int]]
 
 
 def _wire(n_bytes: int | None) -> int | None:
-    """Let Metal wire so many bytes; None: what the device recommends, as mlx-lm does, 0: leave the limit alone.
+    """Let Metal wire so many bytes; None: what the device recommends, as mlx-lm does; 0: leave the limit alone.
 
-    Returns the limit before, for whoever sets it back; None: nothing was set.
+    Returns the limit before, which close() restores; None where nothing was set.
     """
     if n_bytes is None:
         previous: int | None = maybe_set_recommended_wired_limit()
@@ -59,19 +59,19 @@ class BlockPoolBatchEngine:
     that waited for a prefix in prefill.
     """
 
-    def __init__(self, model: Any, caches: PooledCaches | StockCaches, config: EngineConfig | None = None) -> None:
+    def __init__(self, model: Any, caches: Caches, config: EngineConfig | None = None) -> None:
         self.model = model
         self.caches = caches
         self.config = config or EngineConfig()
         self.counts: Counter[str] = Counter()
         self._work = BatchCounters()
         self._uids = 0
-        self._waiting: list[Running] = []
-        self._prefilling: list[Running] = []
+        self._waiting: list[Sequence] = []
+        self._prefilling: list[Sequence] = []
         self._batch = DecodeBatch(model, caches.merges)
         self._events: list[Event] = []
         self._may_admit = True
-        self._owed_to_decode = 0.0
+        self._decode_debt = 0.0
         self._long_first = False
         self._wired_limit = _wire(self.config.wired_bytes)
 
@@ -96,21 +96,21 @@ class BlockPoolBatchEngine:
         """
         return self.insert_all([request], None if caches is None else [caches])[0]
 
-    def insert_all(self, requests: Sequence[Request], caches: Sequence[list[Any] | None] | None = None) -> list[int]:
+    def insert_all(self, requests: Collection[Request], caches: Collection[list[Any] | None] | None = None) -> list[int]:
         """insert() of several requests: all of them, or none where one raises."""
         given = [None] * len(requests) if caches is None else list(caches)
         if len(given) != len(requests):
             raise ValueError(f"Found caches for {len(given)} requests; needed one entry for each of {len(requests)}, or None.")
         for request, own in zip(requests, given, strict=True):
             self._check(request, own)
-        inserted = [Running(self._uids + i, request) for i, request in enumerate(requests, 1)]
-        for running, own in zip(inserted, given, strict=True):
+        inserted = [Sequence(self._uids + i, request) for i, request in enumerate(requests, 1)]
+        for sequence, own in zip(inserted, given, strict=True):
             if own is not None:
-                self.caches.take_in(running, own)
+                self.caches.take_in(sequence, own)
         self._uids += len(inserted)
         self._waiting += inserted
         self._may_admit = True
-        return [running.uid for running in inserted]
+        return [sequence.uid for sequence in inserted]
 
     def _check(self, request: Request, caches: list[Any] | None) -> None:
         capacity = self.caches.capacity()
@@ -125,10 +125,10 @@ class BlockPoolBatchEngine:
             raise ValueError(f"The given caches hold {held} tokens; needed the first of the {total} prompt tokens and not all.")
 
     def cancel(self, uid: int) -> None:
-        """End a request. What was computed of it stays known."""
-        for running in [r for r in (*self._waiting, *self.live) if r.uid == uid]:
-            self._withdraw(running)
-            self._waiting = [r for r in self._waiting if r is not running]
+        """End a request. What it computed stays cached."""
+        for sequence in [r for r in (*self._waiting, *self.live) if r.uid == uid]:
+            self._withdraw(sequence)
+            self._waiting = [r for r in self._waiting if r is not sequence]
 
     def remove(self, uids: Collection[int], return_prompt_caches: bool = False) -> dict[int, Extracted]:
         """cancel() of several requests, also in the middle of a prompt. Returns what extract_cache() does, if it is asked for."""
@@ -139,12 +139,12 @@ class BlockPoolBatchEngine:
 
     def extract_cache(self, uids: Collection[int]) -> dict[int, Extracted]:
         """Caches of these requests, which go on by themselves, and the tokens that they hold; none of those that wait."""
-        found: dict[int, Extracted] = {running.uid: ([], []) for running in self._waiting}
-        for running in self.live:
-            if running.uid in uids:
-                in_batch = running in self._batch.members
-                caches = self._batch.extract(running) if in_batch else copy.deepcopy(running.caches or [])
-                found[running.uid] = (caches, running.tokens[: running.computed])
+        found: dict[int, Extracted] = {sequence.uid: ([], []) for sequence in self._waiting}
+        for sequence in self.live:
+            if sequence.uid in uids:
+                in_batch = sequence in self._batch.members
+                caches = self._batch.extract(sequence) if in_batch else copy.deepcopy(sequence.caches or [])
+                found[sequence.uid] = (caches, sequence.tokens[: sequence.computed])
         return {uid: extracted for uid, extracted in found.items() if uid in uids}
 
     @contextmanager
@@ -157,29 +157,29 @@ class BlockPoolBatchEngine:
         finally:
             stats += BatchCountersSnapshot.between(start, BatchCountersSnapshot(**asdict(self._work)))
 
-    def suspend(self) -> list[Running]:
-        """Take all requests out, in the order of their arrival. What was computed of them stays known.
+    def suspend(self) -> list[Sequence]:
+        """Take all requests out, in the order of their arrival. What they computed stays cached.
 
-        resume() takes them in again, here or in a later engine of the same model; nothing is told twice.
+        resume() takes them in again, here or in a later engine of the same model; no token is emitted twice.
         """
-        suspended = sorted([*self._waiting, *self.live], key=lambda running: running.uid)
-        for running in self.live:
-            self._swap_out(running)
-        for running in self._waiting:
-            self.caches.abandon(running)
+        suspended = sorted([*self._waiting, *self.live], key=lambda sequence: sequence.uid)
+        for sequence in self.live:
+            self._preempt(sequence)
+        for sequence in self._waiting:
+            self.caches.abandon(sequence)
         self._waiting = []
         return suspended
 
-    def resume(self, running: Running) -> int:
+    def resume(self, sequence: Sequence) -> int:
         """Take in a request that suspend() took out. Returns its new uid."""
         self._uids += 1
-        running.uid = self._uids
-        self._waiting.append(running)
+        sequence.uid = self._uids
+        self._waiting.append(sequence)
         self._may_admit = True
-        return running.uid
+        return sequence.uid
 
     @property
-    def live(self) -> list[Running]:
+    def live(self) -> list[Sequence]:
         """The requests that have caches."""
         return [*self._prefilling, *self._batch.members]
 
@@ -202,14 +202,14 @@ class BlockPoolBatchEngine:
         return self.counts["chunks"] + self.counts["decode_steps"] + self.caches.num_arrived
 
     def reset(self) -> list[int]:
-        """After next() has raised: drop the live requests, whose caches cannot be trusted, and what was not told yet.
+        """After next() has raised: drop the live requests, whose caches cannot be trusted, and the events not returned yet.
 
         Where none was live, those that wait would meet the same error, and go too. Returns the uids of all that have ended.
         """
-        dropped = sorted({running.uid for running in self.live} | {event.uid for event in self._events})
+        dropped = sorted({sequence.uid for sequence in self.live} | {event.uid for event in self._events})
         if not dropped:
-            dropped = [running.uid for running in self._waiting]
-        self._waiting = [running for running in self._waiting if running.uid not in dropped]
+            dropped = [sequence.uid for sequence in self._waiting]
+        self._waiting = [sequence for sequence in self._waiting if sequence.uid not in dropped]
         self._prefilling = []
         self._batch = DecodeBatch(self.model, self.caches.merges)
         self._events = []
@@ -229,191 +229,206 @@ class BlockPoolBatchEngine:
     # -- one step ------------------------------------------------------------------------------------------------------
 
     def next(self) -> list[Event]:
-        """Start whom there is room for, then compute one chunk of a prefill or one token of each sequence.
+        """One step: admit sequences, then compute a chunk of prompts or a token of each decoding sequence.
 
-        Where both wait, decode gets `decode_share` of the time. Returns what there is to tell; raises what the model raised.
+        Returns the events of the step. Raises what the model raised: call reset() then.
         """
         self._may_admit |= self.caches.advance(idle=not self.live)
         self._admit()
+        is_prefill = self._is_prefill_next()
         start = time.perf_counter()
-        share = self.config.decode_share
-        if self._prefilling and not (len(self._batch) and (self._owed_to_decode > 0 or self._batch.has_new)):
+        if is_prefill:
             self._prefill()
-            if len(self._batch):
-                self._owed_to_decode += (time.perf_counter() - start) * share / (1 - share)
-        elif len(self._batch):
+        elif self._batch.members:
             self._decode()
-            self._owed_to_decode -= time.perf_counter() - start
-        if not (self._prefilling and len(self._batch)):
-            self._owed_to_decode = 0.0
+        self._account(is_prefill, time.perf_counter() - start)
         events, self._events = [*self._events, *self.caches.restoring()], []
         return events
 
+    def _is_prefill_next(self) -> bool:
+        """Prefill goes first, until it owes decode its share of the time, or a first token is computed and not emitted."""
+        decode_is_due = len(self._batch) and (self._decode_debt > 0 or self._batch.has_first_token_pending)
+        return bool(self._prefilling) and not decode_is_due
+
+    def _account(self, is_prefill: bool, seconds: float) -> None:
+        """While both wait, decode gets `decode_share` of the time: each chunk adds to its debt, each decode step pays it."""
+        share = self.config.decode_share
+        self._decode_debt += seconds * share / (1 - share) if is_prefill else -seconds
+        if not (self._prefilling and len(self._batch)):
+            self._decode_debt = 0.0
+
     def _prefill(self) -> None:
+        """Schedule a chunk, compute it, and let the sequences whose prompts are complete join the batch."""
         config = self.config
         rows = config.prefill_rows if self.caches.pads_prompts else 1
         chosen = choose(self._prefilling, config.prefill_tokens, rows, self._long_first)
-        ends = [chunk_end(running, config.prefill_tokens) for running in chosen]
+        ends = [chunk_end(sequence, config.prefill_tokens) for sequence in chosen]
         self._long_first = len(chosen) > 1 or ends[0] == chosen[0].prefill_end
         tokens, seconds = compute(self.model, chosen, ends, self.caches.ragged)
+        self._count_chunk(tokens, seconds)
+        for sequence in chosen:
+            kind = sequence.marks.pop(sequence.computed, None)
+            if kind is not None or (self.caches.keeps_chunks and sequence.in_prefill):
+                self.caches.insert(sequence, kind or KIND)
+                self._may_admit = True
+            self._events.append(Progress(sequence.uid, sequence.computed + (not sequence.in_prefill), len(sequence.tokens)))
+            if not sequence.in_prefill:
+                self._prefilling.remove(sequence)
+                self._join(sequence)
+
+    def _count_chunk(self, tokens: int, seconds: float) -> None:
         self.counts.update(chunks=1, prompt_tokens=tokens)
         self._work.prompt_tokens += tokens
         self._work.prompt_time += seconds
         self.caches.computed(tokens, seconds)
-        for running in chosen:
-            kind = running.marks.pop(running.computed, None)
-            if kind is not None or (self.caches.keeps_chunks and running.in_prefill):
-                self.caches.insert(running, kind or KIND)
-                self._may_admit = True
-            self._events.append(Progress(running.uid, running.computed + (not running.in_prefill), len(running.tokens)))
-            if not running.in_prefill:
-                self._prefilling.remove(running)
-                self._join(running)
 
     def _decode(self) -> None:
+        """Reserve the batch's next blocks, compute a token of each member, and emit the tokens of the step before."""
         self._ensure_next_blocks()
         if not self._batch.members:
             return
         start = time.perf_counter()
         stepped = self._batch.step()
-        self._work.decode_time += time.perf_counter() - start
+        self._count_decode_step(len(stepped.emitted), time.perf_counter() - start)
+        failed = {sequence.uid: error for sequence, error in stepped.failed}
+        ended = [sequence for sequence, _ in stepped.failed]
+        for sequence, token, logprobs in stepped.emitted:
+            if sequence.uid in failed:
+                continue
+            reason = sequence.append_token(token)
+            self._events.append(Token(sequence.uid, token, logprobs, reason))
+            if reason is not None:
+                ended.append(sequence)
+            elif self.caches.keeps_chunks and sequence.computed % BLOCK_TOKENS == 0:
+                self.caches.insert(sequence, "assistant")
+        self._batch.leave(ended)
+        for sequence in ended:
+            self._end(sequence, failed.get(sequence.uid))
+
+    def _count_decode_step(self, tokens: int, seconds: float) -> None:
+        self.counts.update(decode_steps=1, tokens=tokens)
+        self._work.decode_time += seconds
         self._work.generation_steps += 1
-        self._work.generation_tokens += len(stepped.told)
-        self.counts["decode_steps"] += 1
-        self.counts["tokens"] += len(stepped.told)
+        self._work.generation_tokens += tokens
         if self.counts["decode_steps"] % CLEAR_STEPS == 0:
             mx.clear_cache()
-        failed = {running.uid: error for running, error in stepped.failed}
-        ended = [running for running, _ in stepped.failed]
-        for running, token, logprobs in stepped.told:
-            if running.uid in failed:
-                continue
-            reason = running.tell(token)
-            self._events.append(Token(running.uid, token, logprobs, reason))
-            if reason is not None:
-                ended.append(running)
-            elif self.caches.keeps_chunks and running.computed % BLOCK_TOKENS == 0:
-                self.caches.insert(running, "assistant")
-        self._batch.leave(ended)
-        for running in ended:
-            self._end(running, failed.get(running.uid))
 
     # -- room ----------------------------------------------------------------------------------------------------------
 
     def _admit(self) -> None:
-        """Start waiting requests, first come first served; who waits for its agent or for a prefix lets others pass."""
+        """Start waiting sequences, first come first served; those that wait for their agent or for a prefix let others pass."""
         if not self._may_admit:
             return
         self._may_admit = False
-        busy = {running.request.agent for running in self.live} - {None}
+        busy = {sequence.request.agent for sequence in self.live} - {None}
         most = self.config.max_members if self.caches.merges else 1
-        for running in list(self._waiting):
+        for sequence in list(self._waiting):
             if len(self._prefilling) + len(self._batch) >= most:
                 break
-            agent = running.request.agent
+            agent = sequence.request.agent
             if agent in busy:
                 continue
             if agent is not None:
                 busy.add(agent)
-            if self._waits_for_prefix(running) or not self.caches.is_ready(running):
+            if self._waits_for_prefix(sequence) or not self.caches.is_ready(sequence):
                 continue
-            if not self._start(running):
+            if not self._start(sequence):
                 break
 
-    def _waits_for_prefix(self, running: Running) -> bool:
-        """Whether a live prefill is about to compute much of this prompt; that one is to keep it where they part."""
+    def _waits_for_prefix(self, sequence: Sequence) -> bool:
+        """Whether a live prefill is about to compute much of this prompt; if so, it gets a mark where the two part."""
         least = self.config.shared_tokens
-        ahead = [(still_shared(running, other), other) for other in self._prefilling]
+        ahead = [(still_shared(sequence, other), other) for other in self._prefilling]
         for shared, other in ahead:
             if shared >= least and (
-                shared in other.marks or shared - self.caches.known(running.tokens, running.terms.salt) >= least
+                shared in other.marks or shared - self.caches.cached_tokens(sequence.tokens, sequence.terms.salt) >= least
             ):
                 other.marks.setdefault(shared, KIND)
-                self.counts["shared"] += not running.has_waited
-                running.has_waited = True
+                self.counts["shared"] += not sequence.has_waited
+                sequence.has_waited = True
                 return True
         return False
 
-    def _start(self, running: Running) -> bool:
+    def _start(self, sequence: Sequence) -> bool:
         """Give a request its caches. Returns False if it has to wait for room."""
         try:
-            opened = self.caches.open(running, self.live)
+            opened = self.caches.open(sequence, self.live)
         except PoolExhaustedError as error:
             if self.live or self.caches.is_room_coming:
                 return False
-            self._fail(running, error)
+            self._fail(sequence, error)
             return True
-        self._waiting.remove(running)
-        running.caches, running.computed = opened.caches, opened.cached
-        if running.swaps:
+        self._waiting.remove(sequence)
+        sequence.caches, sequence.computed = opened.caches, opened.cached
+        if sequence.swaps:
             self.counts["swapped_in"] += 1
         else:
-            self._events.append(Started(running.uid, opened.cached, opened.lookup))
-        if running.in_prefill:
-            self._prefilling.append(running)
+            self._events.append(Started(sequence.uid, opened.cached, opened.lookup))
+        if sequence.in_prefill:
+            self._prefilling.append(sequence)
         else:
-            self._join(running)
+            self._join(sequence)
         return True
 
-    def _join(self, running: Running) -> None:
-        self._batch.join(running)
+    def _join(self, sequence: Sequence) -> None:
+        self._batch.join(sequence)
         if not self.caches.ragged and self.caches.merges:
             # The batch has copied them.
-            self.caches.discard(running)
+            self.caches.discard(sequence)
 
     def _ensure_next_blocks(self) -> None:
-        """Blocks for the next token of everybody: of the youngest, where there are not enough."""
+        """Reserve every sequence's next block, preempting the youngest until the pool has room."""
         while self._batch.members:
             try:
                 self.caches.ensure_next_blocks(self._batch.members)
                 return
             except PoolExhaustedError:
-                # A padded batch has nothing from those that are not in it.
+                # A padded batch holds no blocks of the sequences outside of it.
                 live = self.live if self.caches.ragged else self._batch.members
-                # Also the only one: it may find room where it starts anew, as bytes in its own checkpoints.
+                # Preempt even a lone sequence: on readmission it can evict its own checkpoints.
                 if not self.caches.stop_restoring():
-                    self._swap_out(max(live, key=lambda running: running.uid))
+                    self._preempt(max(live, key=lambda sequence: sequence.uid))
 
-    def _swap_out(self, running: Running) -> None:
-        """Its blocks stay known as long as nobody needs them; the request waits in its old place."""
-        self._withdraw(running)
-        running.swaps += 1
-        running.computed = 0
-        self._waiting.append(running)
+    def _preempt(self, sequence: Sequence) -> None:
+        """Take its caches back and queue it in its old place. Its blocks stay cached until the pool needs them."""
+        self._withdraw(sequence)
+        sequence.swaps += 1
+        sequence.computed = 0
+        self._waiting.append(sequence)
         self._waiting.sort(key=lambda waiting: waiting.uid)
         self.counts["swapped_out"] += 1
 
-    def _withdraw(self, running: Running) -> None:
-        """Take a request out of prefill or batch; what was computed of it stays known."""
-        if running in self._prefilling:
-            self._prefilling.remove(running)
-        elif running in self._batch.members:
-            self._batch.suspend(running)
-        self.caches.abandon(running)
-        if running.caches is not None:
-            self._keep(running)
+    def _withdraw(self, sequence: Sequence) -> None:
+        """Take a request out of prefill or batch; what it computed stays cached."""
+        if sequence in self._prefilling:
+            self._prefilling.remove(sequence)
+        elif sequence in self._batch.members:
+            self._batch.suspend(sequence)
+        self.caches.abandon(sequence)
+        if sequence.caches is not None:
+            self._keep(sequence)
         self._may_admit = True
 
-    def _end(self, running: Running, error: Exception | None) -> None:
-        """A request that has left the batch is through."""
+    def _end(self, sequence: Sequence, error: Exception | None) -> None:
+        """Finish a sequence that has left the batch."""
         self._may_admit = True
         if error is not None:
-            self.caches.discard(running)
-            self._fail(running, error)
+            self.caches.discard(sequence)
+            self._fail(sequence, error)
             return
-        self._keep(running)
+        self._keep(sequence)
 
-    def _keep(self, running: Running) -> None:
-        """Take the caches of a request back, with what was computed. If it cannot be kept, no request fails for that."""
+    def _keep(self, sequence: Sequence) -> None:
+        """Cache what a sequence has computed and take its caches back. A failure is logged and fails no request."""
         try:
-            self.caches.release(running, "assistant")
+            self.caches.release(sequence, "assistant")
         except Exception:
             # The code of models and the prefix cache may raise anything, and the reply does not depend on it.
-            log.exception("request %d could not be kept", running.uid)
-            self.caches.discard(running)
+            log.exception("request %d could not be kept", sequence.uid)
+            self.caches.discard(sequence)
 
-    def _fail(self, running: Running, error: Exception) -> None:
+    def _fail(self, sequence: Sequence, error: Exception) -> None:
         # Without its traceback, whose frames hold caches and with them blocks.
-        self._events.append(Failed(running.uid, error.with_traceback(None)))
+        self._events.append(Failed(sequence.uid, error.with_traceback(None)))
         self._may_admit = True
-        self._waiting = [r for r in self._waiting if r is not running]
+        self._waiting = [r for r in self._waiting if r is not sequence]

@@ -7,23 +7,23 @@ prompt.
 from __future__ import annotations
 
 import time
-from collections.abc import Sequence
+from collections.abc import Collection
 from typing import Any
 
 import mlx.core as mx
 
 from ..kv.parts import batch_of, member_of
 from ..prefix.trie import common_prefix
-from .request import Running
+from .sequence import Sequence
 
 
-def chunk_end(running: Running, step: int) -> int:
+def chunk_end(sequence: Sequence, step: int) -> int:
     """Where the next chunk of a prompt ends: on the grid of `step` tokens, at a mark, or where the prompt ends."""
-    grid = (running.computed // step + 1) * step
-    return min(running.prefill_end, grid, *(mark for mark in running.marks if mark > running.computed))
+    grid = (sequence.computed // step + 1) * step
+    return min(sequence.prefill_end, grid, *(mark for mark in sequence.marks if mark > sequence.computed))
 
 
-def choose(prefilling: Sequence[Running], step: int, rows: int, long_first: bool) -> list[Running]:
+def choose(prefilling: Collection[Sequence], step: int, rows: int, long_first: bool) -> list[Sequence]:
     """The prompts of the next chunk: the oldest long one, or short ones together.
 
     A prompt is short if one chunk is left of it. Short ones go first, so that nobody waits for a long prompt; where both wait
@@ -34,25 +34,25 @@ def choose(prefilling: Sequence[Running], step: int, rows: int, long_first: bool
     short = [r for r in prefilling if r not in long]
     if long and (long_first or not short):
         return [min(long, key=lambda r: r.uid)]
-    chosen: list[Running] = []
+    chosen: list[Sequence] = []
     longest = 0
-    for running in short:
-        longer = max(longest, running.prefill_end - running.computed)
+    for sequence in short:
+        longer = max(longest, sequence.prefill_end - sequence.computed)
         if not chosen or (len(chosen) < rows and (len(chosen) + 1) * longer <= step):
-            chosen.append(running)
+            chosen.append(sequence)
             longest = longer
     return chosen
 
 
-def still_shared(running: Running, other: Running) -> int:
+def still_shared(sequence: Sequence, other: Sequence) -> int:
     """The tokens that two prompts have in common, if the prefill of `other` has not come to their end; else 0."""
-    if running.terms.salt != other.terms.salt:
+    if sequence.terms.salt != other.terms.salt:
         return 0
-    shared = min(common_prefix(running.tokens, other.tokens), running.prefill_end, other.prefill_end)
+    shared = min(common_prefix(sequence.tokens, other.tokens), sequence.prefill_end, other.prefill_end)
     return shared if shared > other.computed else 0
 
 
-def compute(model: Any, rows: Sequence[Running], ends: Sequence[int], merges: bool) -> tuple[int, float]:
+def compute(model: Any, rows: Collection[Sequence], ends: list[int], merges: bool) -> tuple[int, float]:
     """Compute tokens [computed, ends[i]) of each row. Returns how many, and the seconds that it took.
 
     Several rows are padded on the right; caches ignore the padding.

@@ -1,4 +1,4 @@
-"""What the engine is asked for, what it tells, and how far a request has come. Knows token ids; no caches of its own."""
+"""What goes into the engine and what comes out: requests and events. Knows token ids; no caches and no text."""
 
 from __future__ import annotations
 
@@ -9,9 +9,7 @@ from typing import Any
 import mlx.core as mx
 from mlx_lm.generate import StopSequences
 
-from ..prefix.retention import RetentionPolicy
 from ..prefix.salts import SHARED
-from ..prefix.trie import PrefixRef
 
 Sampler = Callable[[mx.array], mx.array]
 LogitsProcessor = Callable[[mx.array, mx.array], mx.array]
@@ -95,57 +93,3 @@ class Failed:
 
 
 Event = Restoring | Started | Progress | Token | Failed
-
-
-class Running:
-    """A request on its way. `uid` is also its place in the order of arrival.
-
-    tokens:    the prompt and what was generated, the next token to be computed included where it is known.
-    computed:  how many of them the caches hold, once the step in flight has run.
-    caches:    the layer caches; None while it waits, or while a padded batch has them.
-    prefix:    the cached beginning of `tokens` that was found last; lookups go on from its end.
-    logprobs:  of tokens[-1] where that was drawn and not told yet.
-    terms:     how what is computed of it is kept.
-    swaps, has_waited: how often it was swapped out, and whether it waited for another's prefill.
-    """
-
-    def __init__(self, uid: int, request: Request) -> None:
-        self.uid = uid
-        self.request = request
-        self.tokens = list(request.tokens)
-        self.computed = 0
-        self.caches: list[Any] | None = None
-        self.prefix: PrefixRef | None = None
-        self.logprobs: mx.array | None = None
-        self.marks = {min(position, self.prefill_end): kind for position, kind in request.marks if position > 0}
-        self.terms = RetentionPolicy(request.agent, request.retention, request.salt)
-        # Those that are not pinned yet.
-        self.pins = list(request.pins)
-        self.swaps = 0
-        self.has_waited = False
-        self._produced = 0
-        self._matcher = request.stop.matcher()
-
-    @property
-    def prefill_end(self) -> int:
-        """All tokens but the last are computed in chunks; the last one goes into the batch."""
-        return len(self.tokens) - 1
-
-    @property
-    def in_prefill(self) -> bool:
-        return self.computed < self.prefill_end
-
-    @property
-    def is_new(self) -> bool:
-        """Whether nothing was generated yet."""
-        return self._produced == 0
-
-    def tell(self, token: int) -> str | None:
-        """Count a generated token. Returns why it is the last one, None if it is not."""
-        self._produced += 1
-        stopped = self._matcher.advance(token)
-        return "stop" if stopped else "length" if self._produced >= self.request.max_tokens else None
-
-    def left_to_produce(self) -> int:
-        """Tokens that may still follow `tokens`, of which the last may be drawn and not told yet."""
-        return len(self.request.tokens) + self.request.max_tokens - len(self.tokens)

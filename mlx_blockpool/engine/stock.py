@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import copy
-from collections.abc import Sequence
+from collections.abc import Collection
 from typing import Any
 
 import mlx.core as mx
@@ -13,7 +13,8 @@ from mlx_lm.models.cache import make_prompt_cache as stock_prompt_cache
 from ..kv.parts import tokens_held
 from ..prefix.salts import SHARED
 from .caches import Opened
-from .request import KIND, Restoring, Running
+from .request import KIND, Restoring
+from .sequence import Sequence
 
 
 class StockCaches:
@@ -33,13 +34,13 @@ class StockCaches:
     def capacity(self) -> int | None:
         return None
 
-    def open(self, running: Running, others: Sequence[Running]) -> Opened:
-        caches, rest = self._known.fetch_nearest_cache(self._key_of(running.terms.salt), running.tokens)
+    def open(self, sequence: Sequence, others: Collection[Sequence]) -> Opened:
+        caches, rest = self._known.fetch_nearest_cache(self._key_of(sequence.terms.salt), sequence.tokens)
         if caches is None:
-            caches, rest = stock_prompt_cache(self._model), running.tokens
-        return Opened(caches, len(running.tokens) - len(rest), None)
+            caches, rest = stock_prompt_cache(self._model), sequence.tokens
+        return Opened(caches, len(sequence.tokens) - len(rest), None)
 
-    def is_ready(self, running: Running) -> bool:
+    def is_ready(self, sequence: Sequence) -> bool:
         return True
 
     def advance(self, idle: bool) -> bool:
@@ -54,47 +55,48 @@ class StockCaches:
     is_restoring = is_room_coming = False
 
     def computed(self, tokens: int, seconds: float) -> None:
-        """Nobody asks how fast that was."""
+        """The speed matters only beside a disk."""
 
     def stop_restoring(self) -> bool:
         """Nothing is on its way."""
         return False
 
-    def abandon(self, running: Running) -> None:
+    def abandon(self, sequence: Sequence) -> int:
         """Nothing is on its way."""
+        return 0
 
-    def known(self, tokens: Sequence[int], salt: bytes = SHARED) -> int:
+    def cached_tokens(self, tokens: list[int], salt: bytes = SHARED) -> int:
         return self._known.known_tokens(self._key_of(salt), list(tokens))
 
-    def ensure_next_blocks(self, batch: Sequence[Running]) -> None:
+    def ensure_next_blocks(self, batch: Collection[Sequence]) -> None:
         """There is no limit."""
 
-    def insert(self, running: Running, kind: str) -> None:
-        self._insert(running, copy.deepcopy(running.caches), kind)
+    def insert(self, sequence: Sequence, kind: str) -> None:
+        self._insert(sequence, copy.deepcopy(sequence.caches), kind)
 
-    def take_in(self, running: Running, caches: list[Any]) -> None:
-        """Know what given caches hold of a prompt."""
-        tokens = running.tokens[: tokens_held(caches)]
-        self._known.insert_cache(self._key_of(running.terms.salt), tokens, copy.deepcopy(caches), cache_type=KIND)
+    def take_in(self, sequence: Sequence, caches: list[Any]) -> None:
+        """Cache what given caches hold of a prompt."""
+        tokens = sequence.tokens[: tokens_held(caches)]
+        self._known.insert_cache(self._key_of(sequence.terms.salt), tokens, copy.deepcopy(caches), cache_type=KIND)
 
-    def release(self, running: Running, kind: str) -> None:
-        self._insert(running, running.caches, kind)
-        running.caches = None
+    def release(self, sequence: Sequence, kind: str) -> None:
+        self._insert(sequence, sequence.caches, kind)
+        sequence.caches = None
 
-    def discard(self, running: Running) -> None:
-        running.caches = None
+    def discard(self, sequence: Sequence) -> None:
+        sequence.caches = None
 
     def release_all(self) -> None:
-        """Nobody counts them."""
+        """mlx-lm's caches are not counted."""
 
     def _key_of(self, salt: bytes) -> Any:
-        """What is kept under a salt is another model's to mlx-lm."""
+        """To mlx-lm's cache, prompts under a salt belong to another model."""
         return (self._key, salt) if salt else self._key
 
-    def _insert(self, running: Running, caches: Any, kind: str) -> None:
-        if running.computed:
-            tokens = running.tokens[: running.computed]
-            self._known.insert_cache(self._key_of(running.terms.salt), tokens, caches, cache_type=kind)
+    def _insert(self, sequence: Sequence, caches: Any, kind: str) -> None:
+        if sequence.computed:
+            tokens = sequence.tokens[: sequence.computed]
+            self._known.insert_cache(self._key_of(sequence.terms.salt), tokens, caches, cache_type=kind)
 
 
 class GuardedPromptCache(LRUPromptCache):  # type: ignore[misc]

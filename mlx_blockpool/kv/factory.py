@@ -16,7 +16,7 @@ from ..plugins import spec_of_model
 from ..spec import ChunkLayer, CompositeLayer, LayerSpec, ModelCacheSpec, StateLayer, WindowLayer
 from .layer_caches import PooledKVCache, PooledRotatingKVCache
 from .parts import PooledCacheList, PooledChunkedKVCache, UnusedKVCache, leaves_of
-from .sequence import Sequence
+from .sequence import SequenceBlocks
 from .slabs import KVArena
 from .state_caches import PooledArraysCache
 
@@ -26,9 +26,9 @@ log = logging.getLogger(__name__)
 KEPT_TOKENS = 4
 
 
-def pooled_caches(slabs: KVArena, sequence: Sequence | None = None) -> list[Any]:
+def pooled_caches(slabs: KVArena, sequence: SequenceBlocks | None = None) -> list[Any]:
     """Layer caches of one sequence, one for each that mlx-lm makes; empty, without `sequence` a new one."""
-    sequence = sequence or Sequence(slabs)
+    sequence = sequence or SequenceBlocks(slabs)
     leaves = count()
     return [_pooled(sequence, layer, leaves) for layer in slabs.spec.layers]
 
@@ -131,7 +131,7 @@ def default_pool_bytes() -> int:
     return max(0, int(total) - mx.get_active_memory()) // 2
 
 
-def _pooled(sequence: Sequence, layer: LayerSpec, leaves: Iterator[int]) -> Any:
+def _pooled(sequence: SequenceBlocks, layer: LayerSpec, leaves: Iterator[int]) -> Any:
     """The cache of one layer; `leaves` counts what is made."""
     if isinstance(layer, CompositeLayer):
         return PooledCacheList(*(_pooled(sequence, part, leaves) for part in layer.parts))

@@ -18,7 +18,7 @@ from mlx_lm.models.cache import BatchKVCache, BatchRotatingKVCache, KVCache, Rot
 from ..mlx_lm_compat import saved_as
 from ..spec import WindowLayer
 from .runs import attend_runs
-from .sequence import Sequence, fork_once, join
+from .sequence import SequenceBlocks, fork_once, join
 from .slabs import View
 from .state_caches import copied
 
@@ -34,7 +34,7 @@ class PooledLayer:
     _stock: Any
     _stock_batch: Any
 
-    def __init__(self, sequence: Sequence, layer: int) -> None:
+    def __init__(self, sequence: SequenceBlocks, layer: int) -> None:
         self.sequence = sequence
         self.place = sequence.slabs.places[layer]
         self.layer = layer
@@ -50,7 +50,7 @@ class PooledLayer:
     def __deepcopy__(self, memo: dict[int, Any]) -> Any:
         return self._on(fork_once(self.sequence, self.layer, memo))
 
-    def _on(self, sequence: Sequence) -> Any:
+    def _on(self, sequence: SequenceBlocks) -> Any:
         copy = self.__class__.__new__(self.__class__)
         copy.__dict__.update(self.__dict__)
         copy.sequence = sequence
@@ -297,7 +297,7 @@ class PooledRotatingKVCache(PooledLayer, RotatingKVCache):  # type: ignore[misc]
     _stock = RotatingKVCache
     _stock_batch = BatchRotatingKVCache
 
-    def __init__(self, sequence: Sequence, layer: int) -> None:
+    def __init__(self, sequence: SequenceBlocks, layer: int) -> None:
         super().__init__(sequence, layer)
         assert isinstance(self.place.layer, WindowLayer)
         self.max_size = self.place.layer.max_size

@@ -14,7 +14,7 @@ from ..mlx_lm_compat import BaseCache, saved_as
 from ..spec import ChunkLayer
 from .batch_cache import PooledBatchCache
 from .layer_caches import PooledKVCache, PooledLayer
-from .sequence import Sequence
+from .sequence import SequenceBlocks
 from .slabs import View
 from .state_caches import PooledArraysCache, StateBatch
 
@@ -51,7 +51,7 @@ class PooledChunkedKVCache(PooledKVCache, ChunkedKVCache):  # type: ignore[misc]
 
     _stock = ChunkedKVCache
 
-    def __init__(self, sequence: Sequence, layer: int) -> None:
+    def __init__(self, sequence: SequenceBlocks, layer: int) -> None:
         super().__init__(sequence, layer)
         assert isinstance(self.place.layer, ChunkLayer)
         self.chunk_size = self.place.layer.chunk_size
@@ -194,7 +194,7 @@ def _as_stock(cache: Any) -> Any:
     return KVCache() if isinstance(cache, UnusedKVCache) else type(cache).from_state(cache.state)
 
 
-def sequence_of(caches: Iterable[Any]) -> Sequence | None:
+def sequence_of(caches: Iterable[Any]) -> SequenceBlocks | None:
     """The sequence that pooled caches belong to; None for mlx-lm's own.
 
     Raises ValueError for layer caches of several sequences: they were copied one by one, with something written between.

@@ -1,6 +1,7 @@
-"""One sequence: its block tables, and reading and writing through them. Owned by the generation thread.
+"""SequenceBlocks: the block tables of one sequence, and reading and writing through them. Owned by the generation thread.
 
-All layer caches of a sequence share one Sequence; the blocks go back to the pool when the last of them is gone.
+The engine's Sequence is a request that runs; SequenceBlocks is the memory behind its layer caches, which all share one. The
+blocks go back to the pool when the last of these caches is gone.
 """
 
 from __future__ import annotations
@@ -20,7 +21,7 @@ from .slabs import KVArena, Place, Slab, View
 Piece = tuple[Slab, int, int]
 
 
-class Sequence:
+class SequenceBlocks:
     """Block tables of one sequence, one for each layer group.
 
     Where a step reads and writes is worked out by the first layer of a group and remembered for the others. `released_by`:
@@ -40,7 +41,7 @@ class Sequence:
         self.released_by: str | None = None
         # Forks of what is in the blocks now; and of this one, if it is such a fork: the leaves that have a cache in it, and
         # whether it is as it was made.
-        self._forks: list[weakref.ref[Sequence]] = []
+        self._forks: list[weakref.ref[SequenceBlocks]] = []
         self._last_leaf = 0
         self._claimed: set[int] = set()
         self._is_new = True
@@ -57,17 +58,17 @@ class Sequence:
             # Finalizers run on any thread.
             self.slabs.give_back_states(self.state_bytes)
 
-    def __deepcopy__(self, memo: dict[int, Any]) -> Sequence:
+    def __deepcopy__(self, memo: dict[int, Any]) -> SequenceBlocks:
         return self.fork()
 
-    def fork(self) -> Sequence:
+    def fork(self) -> SequenceBlocks:
         """A second sequence on the same blocks; the first write of either into a shared block copies that block."""
-        copy = Sequence.__new__(Sequence)
+        copy = SequenceBlocks.__new__(SequenceBlocks)
         copy._set_up(self.slabs, [self.pool.fork(table) for table in self.tables])
         copy.count_states(self.state_bytes)
         return copy
 
-    def fork_for(self, leaf: int) -> Sequence:
+    def fork_for(self, leaf: int) -> SequenceBlocks:
         """The fork that the layer cache of `leaf` goes on in: that of the layers before it, unless somebody has written since.
 
         mlx-lm merges, extracts and copies layer by layer; what it makes of one sequence in one go belongs together. A leaf
@@ -85,7 +86,7 @@ class Sequence:
         self._forks = [made for made in self._forks if made() is not None] + [weakref.ref(fork)]
         return fork
 
-    def hand_over(self, group: int, heir: Sequence) -> None:
+    def hand_over(self, group: int, heir: SequenceBlocks) -> None:
         """What was promised to this sequence of a group, or taken and is still empty, is that of its fork `heir` from now on."""
         self.cut(group)
         self.pool.hand_over(self.tables[group], heir.tables[group])
@@ -243,9 +244,9 @@ class _Released(list[BlockTable]):
         raise ReleasedCacheError(self._released_by)
 
 
-def fork_once(sequence: Sequence, leaf: int, memo: dict[int, Any]) -> Sequence:
+def fork_once(sequence: SequenceBlocks, leaf: int, memo: dict[int, Any]) -> SequenceBlocks:
     """The fork in which the copy of a layer cache goes on: one for all layers that a deepcopy() with this `memo` copies."""
-    fork: Sequence | None = memo.get(id(sequence))
+    fork: SequenceBlocks | None = memo.get(id(sequence))
     if fork is None or not fork.claim(leaf):
         fork = memo[id(sequence)] = sequence.fork_for(leaf)
     return fork

@@ -11,14 +11,14 @@ import mlx.core as mx
 from mlx_lm.models.cache import ArraysCache
 
 from ..mlx_lm_compat import saved_as
-from .sequence import Sequence, fork_once
+from .sequence import SequenceBlocks, fork_once
 
 
 @saved_as(ArraysCache)
 class PooledArraysCache(ArraysCache):  # type: ignore[misc]
     """Stands in for ArraysCache: `size` arrays that each step replaces. Knows the sequence that it belongs to, as its `leaf`."""
 
-    def __init__(self, sequence: Sequence, size: int, leaf: int = 0) -> None:
+    def __init__(self, sequence: SequenceBlocks, size: int, leaf: int = 0) -> None:
         super().__init__(size)
         self.cache: list[Any] = [None] * size
         self.sequence = sequence
@@ -41,7 +41,7 @@ class PooledArraysCache(ArraysCache):  # type: ignore[misc]
     def __deepcopy__(self, memo: dict[int, Any]) -> PooledArraysCache:
         return self._on(fork_once(self.sequence, self.leaf, memo))
 
-    def _on(self, sequence: Sequence) -> PooledArraysCache:
+    def _on(self, sequence: SequenceBlocks) -> PooledArraysCache:
         copy = PooledArraysCache(sequence, 0, self.leaf)
         copy.cache = list(self.cache)
         copy.left_padding, copy.lengths = self.left_padding, self.lengths

@@ -9,7 +9,7 @@ from ..errors import PoolExhaustedError
 from ..kv.blocks import BlockTable
 from ..kv.layer_caches import PooledLayer
 from ..kv.parts import leaves_of
-from ..kv.sequence import Sequence
+from ..kv.sequence import SequenceBlocks
 from ..kv.slabs import KVArena
 from ..spec import BLOCK_TOKENS, blocks_for
 from .pins import Pins
@@ -114,7 +114,7 @@ class Admission:
             released.append(pin)
         self.pins.num_gave_way += len(released)
 
-    def take(self, sequence: Sequence, hit: int, prompt: int, total: int) -> None:
+    def take(self, sequence: SequenceBlocks, hit: int, prompt: int, total: int) -> None:
         """Room for `total` tokens behind a hit of `hit`; the prompt's blocks are taken at once, so that they are neighbours.
 
         Raises PoolExhaustedError.
@@ -139,7 +139,7 @@ class Admission:
             table = sequence.tables[group]
             self.pool.extend(table, blocks_for(prompt) - len(table))
 
-    def for_second_rings(self, sequence: Sequence) -> bool:
+    def for_second_rings(self, sequence: SequenceBlocks) -> bool:
         """Promise a sequence that goes on the copies of a checkpoint's blocks that it writes to; whether there was room."""
         tables = [sequence.tables[g] for g in self.slabs.window_groups]
         return self.can_reserve(tables, [max(0, (table.max_blocks or 0) - table.reserved) for table in tables])
@@ -183,7 +183,7 @@ class Admission:
     def _first_block(self, node: Node) -> Owned:
         return (self.slabs.full_groups[0], node.blocks[0]) if node.blocks else (-1, -1)
 
-    def _ends_in_shared_block(self, sequence: Sequence, group: int, hit: int) -> bool:
+    def _ends_in_shared_block(self, sequence: SequenceBlocks, group: int, hit: int) -> bool:
         index, token = divmod(hit, BLOCK_TOKENS)
         return token > 0 and self.pool.is_shared(sequence.tables[group], index, token)
 

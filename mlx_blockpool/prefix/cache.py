@@ -18,7 +18,7 @@ from ..config import PoolConfig
 from ..errors import PoolExhaustedError, RequestTooLargeError
 from ..kv.layer_caches import PooledLayer, PooledRotatingKVCache
 from ..kv.parts import as_stock, leaves_of, sequence_of, state_caches
-from ..kv.sequence import Sequence
+from ..kv.sequence import SequenceBlocks
 from ..kv.slabs import KVArena
 from ..kv.state_caches import copied
 from ..spec import BLOCK_TOKENS, ModelCacheSpec
@@ -60,7 +60,7 @@ class PrefixCache:
         self.admission = Admission(slabs, self.index, self.retention.pins)
         slabs.evict_with(self.admission)
         # Of each sequence that was handed out, the prefix whose blocks it holds: insert() goes on from there.
-        self._refs: WeakKeyDictionary[Sequence, PrefixRef] = WeakKeyDictionary()
+        self._refs: WeakKeyDictionary[SequenceBlocks, PrefixRef] = WeakKeyDictionary()
         self._pinned: dict[tuple[int, ...], list[Pin]] = {}
         self._max_tokens = config.max_tokens
         # What mlx-lm's methods were given as the model: the first one, in a tuple, and the last other one.
@@ -201,14 +201,16 @@ class PrefixCache:
         self.index.prune(node)
         return ref
 
-    def _has_room(self, sequence: Sequence, goes_on: bool) -> bool:
+    def _has_room(self, sequence: SequenceBlocks, goes_on: bool) -> bool:
         """Whether a checkpoint of a sequence can be kept; its states take the place of the sequence's own where that ends."""
         if not goes_on:
             sequence.count_states(0)
         states = self.slabs.spec.fixed_bytes_per_agent()
         return (not states or self.admission.for_states(states)) and (not goes_on or self.admission.for_second_rings(sequence))
 
-    def _place(self, node: Node, position: int, sequence: Sequence, leaves: list[Any], kind: str, terms: RetentionPolicy) -> None:
+    def _place(
+        self, node: Node, position: int, sequence: SequenceBlocks, leaves: list[Any], kind: str, terms: RetentionPolicy
+    ) -> None:
         rings = {
             leaf.place.group: (tuple(sequence.tables[leaf.place.group].ids), leaf.ring_index)
             for leaf in leaves
@@ -217,7 +219,7 @@ class PrefixCache:
         states = {i: copied(leaf.cache) for i, leaf in state_caches(leaves).items()}
         self.index.add_checkpoint(node, Checkpoint(position, rings, states, kind, terms.owner))
 
-    def _insert(self, tokens: Tokens[int], sequence: Sequence, kind: str, terms: RetentionPolicy) -> list[Node]:
+    def _insert(self, tokens: Tokens[int], sequence: SequenceBlocks, kind: str, terms: RetentionPolicy) -> list[Node]:
         """Add the path of `tokens`; blocks that are cached already replace the sequence's own."""
         path = self._held_path(sequence, terms.salt)[: len(tokens) // BLOCK_TOKENS]
         node = path[-1] if path else self.index.trie.begin(terms.salt)
@@ -238,7 +240,7 @@ class PrefixCache:
             node = child
         return path
 
-    def _held_path(self, sequence: Sequence, salt: bytes) -> list[Node]:
+    def _held_path(self, sequence: SequenceBlocks, salt: bytes) -> list[Node]:
         """The whole edges whose blocks a sequence still holds.
 
         A block that the trie refers to is copied before it is written to: where the ids are the same, so are the tokens.
@@ -372,7 +374,7 @@ class PrefixCache:
         self.index.check()
 
 
-def _sequence(caches: list[Any]) -> Sequence:
+def _sequence(caches: list[Any]) -> SequenceBlocks:
     sequence = sequence_of(caches)
     assert sequence is not None, "caches of a model that has none"
     return sequence

@@ -10,7 +10,7 @@ from mlx_lm.models.cache import ArraysCache, ChunkedKVCache, KVCache, RotatingKV
 from ..kv.factory import pooled_caches
 from ..kv.layer_caches import PooledLayer
 from ..kv.parts import leaves_of
-from ..kv.sequence import Sequence
+from ..kv.sequence import SequenceBlocks
 from ..kv.slabs import KVArena
 from ..kv.state_caches import PooledArraysCache
 from .admission import Admission
@@ -22,7 +22,7 @@ _STOCK = (ChunkedKVCache, RotatingKVCache, KVCache, ArraysCache)
 class Intake:
     """Pooled caches `pooled` that take over what `theirs` hold, leaf by leaf; the room for it is promised to `sequence`."""
 
-    def __init__(self, slabs: KVArena, sequence: Sequence, theirs: list[Any]) -> None:
+    def __init__(self, slabs: KVArena, sequence: SequenceBlocks, theirs: list[Any]) -> None:
         self.sequence = sequence
         self.pooled = pooled_caches(slabs, sequence)
         self._leaves = list(zip(leaves_of(self.pooled), leaves_of(theirs), strict=True))[::-1]
@@ -73,7 +73,7 @@ def _why_not_leaf(slabs: KVArena, mine: Any, their: Any) -> str | None:
 
 def begin_intake(slabs: KVArena, room: Admission, theirs: list[Any]) -> Intake | None:
     """None where there is no room."""
-    sequence = Sequence(slabs)
+    sequence = SequenceBlocks(slabs)
     held = max([0, *(leaf.offset for leaf in leaves_of(theirs) if hasattr(leaf, "offset"))])
     counts = [slabs.spec.blocks(held, group.layer) for group in slabs.spec.groups]
     return Intake(slabs, sequence, theirs) if room.can_reserve(sequence.tables, counts) else None

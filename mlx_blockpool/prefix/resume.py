@@ -8,7 +8,7 @@ from ..errors import PoolExhaustedError
 from ..kv.factory import pooled_caches
 from ..kv.layer_caches import PooledLayer, PooledRotatingKVCache
 from ..kv.parts import leaves_of, state_caches
-from ..kv.sequence import Sequence
+from ..kv.sequence import SequenceBlocks
 from ..kv.slabs import KVArena
 from ..spec import WindowLayer, blocks_for
 from .admission import Admission
@@ -44,7 +44,7 @@ def _unwrapped(slabs: KVArena, node: Node, known: int) -> Checkpoint | None:
 
 def lay_out(room: Admission, match: PrefixRef, hit: int, checkpoint: Checkpoint | None, prompt: int, total: int) -> list[Any]:
     """Caches that hold `hit` tokens of a match, with room for `total`. Raises PoolExhaustedError and holds nothing then."""
-    sequence = Sequence(room.slabs)
+    sequence = SequenceBlocks(room.slabs)
     try:
         _adopt(sequence, match, hit, checkpoint)
         room.take(sequence, hit, prompt, total)
@@ -56,12 +56,12 @@ def lay_out(room: Admission, match: PrefixRef, hit: int, checkpoint: Checkpoint 
 
 def lay_out_to_read(slabs: KVArena, match: PrefixRef, hit: int, checkpoint: Checkpoint | None) -> list[Any]:
     """Caches that hold `hit` tokens of a match and are not written to: they need no room."""
-    sequence = Sequence(slabs)
+    sequence = SequenceBlocks(slabs)
     _adopt(sequence, match, hit, checkpoint)
     return _caches(slabs, sequence, hit, checkpoint)
 
 
-def _caches(slabs: KVArena, sequence: Sequence, hit: int, checkpoint: Checkpoint | None) -> list[Any]:
+def _caches(slabs: KVArena, sequence: SequenceBlocks, hit: int, checkpoint: Checkpoint | None) -> list[Any]:
     caches = pooled_caches(slabs, sequence)
     for cache in leaves_of(caches):
         if isinstance(cache, PooledLayer):
@@ -74,7 +74,7 @@ def _caches(slabs: KVArena, sequence: Sequence, hit: int, checkpoint: Checkpoint
     return caches
 
 
-def _adopt(sequence: Sequence, match: PrefixRef, hit: int, checkpoint: Checkpoint | None) -> None:
+def _adopt(sequence: SequenceBlocks, match: PrefixRef, hit: int, checkpoint: Checkpoint | None) -> None:
     """Hold the blocks of the hit, before anything is evicted for the rest."""
     path = [*match.nodes, match.partial][: blocks_for(hit)]
     for index, group in enumerate(sequence.slabs.full_groups):

@@ -324,7 +324,7 @@ class LoadedModel:
     def resume(self, suspended: Suspended) -> None:
         """Go on with a request that suspend() took out."""
         assert self.engine is not None
-        self.live[self.engine.resume(suspended.running)] = suspended.live
+        self.live[self.engine.resume(suspended.sequence)] = suspended.live
 
     @property
     def is_blocked(self) -> bool:

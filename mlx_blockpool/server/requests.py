@@ -9,7 +9,8 @@ from typing import Any
 from mlx_lm.generate import StopSequences
 
 from ..config import WHAT_FITS, EngineConfig
-from ..engine.request import KIND, Request, Running, Token
+from ..engine.request import KIND, Request, Token
+from ..engine.sequence import Sequence
 from ..errors import RequestTooLargeError, TooManyPositionsError
 from ..mlx_lm_compat import GenerationContext, Response, format_top_logprobs, make_logits_processors
 from .breakpoints import pins_of
@@ -118,7 +119,7 @@ class Live:
 class Suspended:
     """A request whose model had to go before its reply has ended: it goes on once the model is there again."""
 
-    running: Running
+    sequence: Sequence
     live: Live
 
     def fail(self, error: Exception) -> None:

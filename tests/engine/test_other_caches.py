@@ -87,7 +87,7 @@ def test_on_mlx_lms_own_caches_a_second_turn_reuses_the_first(name: str) -> None
     first = engine.insert(Request(COMMON, 5))
     told = drive(engine)
     turn = (*COMMON, *told.tokens[first], *words(9, 20))
-    assert engine.caches.known(turn) == 305
+    assert engine.caches.cached_tokens(turn) == 305
     second = engine.insert(Request(turn, 5))
     told = drive(engine)
     assert told.started[second].cached == 305
@@ -122,7 +122,7 @@ def test_on_mlx_lms_own_caches_cancel_keeps_what_was_computed(name: str, steps: 
     (computed,) = [r.computed for r in engine.live if r.uid == uid]
     engine.cancel(uid)
     question = (*COMMON, *expected(name, COMMON).tokens(20), 9)
-    assert engine.caches.known(question) == computed
+    assert engine.caches.cached_tokens(question) == computed
     drive(engine, told)
     check(name, words(3, 40), told.tokens[other], 4)
     again = engine.insert(Request(question, 4))

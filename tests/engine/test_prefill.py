@@ -10,11 +10,12 @@ from engine.engines import Told, assert_nothing_held, assert_stock, drive, make_
 
 from mlx_blockpool.engine import engine as engine_module
 from mlx_blockpool.engine.prefill import choose, chunk_end
-from mlx_blockpool.engine.request import Request, Running
+from mlx_blockpool.engine.request import Request
+from mlx_blockpool.engine.sequence import Sequence
 
 
-def running(uid: int, tokens: int, computed: int = 0, marks: tuple[int, ...] = ()) -> Running:
-    found = Running(uid, Request([0] * tokens, marks=[(mark, "user") for mark in marks]))
+def running(uid: int, tokens: int, computed: int = 0, marks: tuple[int, ...] = ()) -> Sequence:
+    found = Sequence(uid, Request([0] * tokens, marks=[(mark, "user") for mark in marks]))
     found.computed = computed
     return found
 
@@ -38,7 +39,7 @@ def test_a_chunk_ends_on_the_grid_at_a_mark_or_with_the_prompt(tokens: int, comp
     assert chunk_end(running(1, tokens, computed, marks), 128) == expected
 
 
-def chosen(prefilling: list[Running], rows: int = 8, long_first: bool = False) -> list[int]:
+def chosen(prefilling: list[Sequence], rows: int = 8, long_first: bool = False) -> list[int]:
     return [r.uid for r in choose(prefilling, 128, rows, long_first)]
 
 

@@ -118,7 +118,7 @@ def begun(machine: Machine) -> int:
 def test_whoever_waits_for_the_disk_is_told_how_far_it_has_come(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     stored(tmp_path)
     monkeypatch.setattr(caches_module, "RESTORE_SECONDS", 0)
-    monkeypatch.setattr(caches_module, "TELL_SECONDS", 0)
+    monkeypatch.setattr(caches_module, "REPORT_SECONDS", 0)
     machine = start(tmp_path)
     read_at_once(machine.store)
     late = begun(machine)
@@ -139,7 +139,7 @@ def test_whoever_waits_for_the_disk_is_told_how_far_it_has_come(tmp_path: Path, 
 def test_nobody_is_told_of_a_restore_that_takes_a_moment(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     stored(tmp_path)
     monkeypatch.setattr(caches_module, "RESTORE_SECONDS", 0)
-    monkeypatch.setattr(caches_module, "TELL_SECONDS", 1e9)
+    monkeypatch.setattr(caches_module, "REPORT_SECONDS", 1e9)
     machine = start(tmp_path)
     read_at_once(machine.store)
     late = begun(machine)

@@ -121,7 +121,7 @@ def test_who_waits_starts_by_itself_when_the_other_is_swapped_out() -> None:
     first, second = (engine.insert(Request(branch(i, 60), 4)) for i in range(2))
     told = drive(engine, after=lambda _: engine.counts["chunks"] == 2)
     (live,) = engine.live
-    engine._swap_out(live)
+    engine._preempt(live)
     prefix.trim_to(0)
     drive(engine, told)
     check("llama", [branch(0, 60), branch(1, 60)], [first, second], told)

@@ -6,13 +6,13 @@ import threading
 
 from prefix.test_states import SPECS
 
-from mlx_blockpool.kv.sequence import Sequence
+from mlx_blockpool.kv.sequence import SequenceBlocks
 from mlx_blockpool.kv.slabs import KVArena
 
 
 def test_states_of_sequences_that_other_threads_let_go_are_subtracted_by_the_owner() -> None:
     slabs = KVArena(SPECS["hybrid"], 4_000_000)
-    sequence = Sequence(slabs)
+    sequence = SequenceBlocks(slabs)
     sequence.count_states(1000)
     kept = sequence.fork()
     before = vars(slabs)["_running_bytes"]

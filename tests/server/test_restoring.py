@@ -39,7 +39,7 @@ def test_a_streaming_client_is_told_while_its_prompt_comes_from_disk(tmp_path: P
         server.settle()
     assert computed[-1] == (length, length)
     monkeypatch.setattr(caches_module, "RESTORE_SECONDS", 0)
-    monkeypatch.setattr(caches_module, "TELL_SECONDS", 0)
+    monkeypatch.setattr(caches_module, "REPORT_SECONDS", 0)
     shown = []
     tell = model_module.LoadedModel._deliver
 

@@ -23,7 +23,7 @@ from mlx_blockpool.errors import SpecError
 from mlx_blockpool.kv.factory import KEPT_TOKENS, config_of, make_prompt_cache, pooled_caches, try_out
 from mlx_blockpool.kv.layer_caches import PooledKVCache, PooledRotatingKVCache
 from mlx_blockpool.kv.parts import PooledCacheList, PooledChunkedKVCache
-from mlx_blockpool.kv.sequence import Sequence
+from mlx_blockpool.kv.sequence import SequenceBlocks
 from mlx_blockpool.kv.slabs import KVArena
 from mlx_blockpool.kv.state_caches import PooledArraysCache
 from mlx_blockpool.plugins import spec_of_model
@@ -51,7 +51,7 @@ def fitting(cls: type) -> type:
 
     def __init__(self: Any, layer: Any, *sizes: int) -> None:  # noqa: N807
         self.make_layer = functools.partial(_layer, layer, sizes)
-        cls.__init__(self, Sequence(own_pool(self.make_layer(*SHAPE[-1][:3]), SHAPE[-1][3])), 0)  # type: ignore[misc]
+        cls.__init__(self, SequenceBlocks(own_pool(self.make_layer(*SHAPE[-1][:3]), SHAPE[-1][3])), 0)  # type: ignore[misc]
 
     def update_and_fetch(self: Any, keys: Any, values: Any) -> Any:
         if mx.issubdtype(keys.dtype, mx.integer):
@@ -60,7 +60,7 @@ def fitting(cls: type) -> type:
         needed = (keys.shape[1], keys.shape[3], values.shape[3], str(keys.dtype).rpartition(".")[2])
         place = self.place.layer
         if self.empty() and needed != (place.kv_heads, place.key_dim, place.value_dim, self.sequence.slabs.spec.dtype):
-            cls.__init__(self, Sequence(own_pool(self.make_layer(*needed[:3]), needed[3])), 0)  # type: ignore[misc]
+            cls.__init__(self, SequenceBlocks(own_pool(self.make_layer(*needed[:3]), needed[3])), 0)  # type: ignore[misc]
         return cls.update_and_fetch(self, keys, values)  # type: ignore[attr-defined]
 
     members = {"__init__": __init__, "update_and_fetch": update_and_fetch, "__module__": cls.__module__}
@@ -106,7 +106,7 @@ def states(size: int, left_padding: Any) -> Any:
     if left_padding is not None:
         # A batch of its own, as models make it for padded prompts.
         return stock.ArraysCache(size, left_padding)
-    return PooledArraysCache(Sequence(own_pool(FullLayer(1, 4, 4), "float32")), size)
+    return PooledArraysCache(SequenceBlocks(own_pool(FullLayer(1, 4, 4), "float32")), size)
 
 
 class Pools:

@@ -9,7 +9,7 @@ from typing import Any
 
 from ... import plugins
 from ...config import PoolConfig
-from ...engine.request import Running
+from ...engine.sequence import Sequence
 from ...errors import PluginError, SpecError
 from ...kv.parts import sequence_of
 from ...kv.slabs import KVArena
@@ -89,7 +89,7 @@ def pool_report(prefix: TieredPrefixCache) -> dict[str, Any]:
     }
 
 
-def batch_report(prefix: TieredPrefixCache | None, batch: list[Running]) -> dict[str, Any] | None:
+def batch_report(prefix: TieredPrefixCache | None, batch: list[Sequence]) -> dict[str, Any] | None:
     """Bytes of the running batch in the pool, and what the batch would take padded; None where it is not in the pool."""
     batch = [running for running in batch if running.caches and running.computed]
     if prefix is None or not prefix.slabs.ragged or not batch:
