@@ -167,6 +167,9 @@ class BlockPoolBatchEngine:
             self._preempt(sequence)
         for sequence in self._waiting:
             self.caches.abandon(sequence)
+        for sequence in suspended:
+            # It refers to this trie, and the sequence may go on beside another one.
+            sequence.prefix = None
         self._waiting = []
         return suspended
 
