@@ -289,6 +289,18 @@ def test_a_folder_with_spaces_is_its_id_in_messages(tmp_path: Path) -> None:
     assert found.hide(f"cannot read {model}: no", key(found, None)) == "cannot read one: no"
 
 
+def test_a_model_that_came_after_the_last_scan_is_found_by_its_path(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(catalog, "SCAN_REST", 1e9)
+    found = make(None, "--allow-models", str(save_model(tmp_path / "allowed" / "old", "llama").parent))
+    assert list(found.ids()) == ["old"]
+    places = ("allowed/new", "allowed/new/in a model", "allowed/a/b/deep", "beside")
+    come = [save_model(tmp_path / place, "llama") for place in places]
+    assert key(found, str(come[0])) == ModelKey(str(come[0]))
+    for elsewhere in come[1:]:
+        with pytest.raises(ModelNotFoundError):
+            key(found, str(elsewhere))
+
+
 def test_what_is_looked_at_stays_bounded(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(catalog, "MOST_FOLDERS", 3)
     for i in range(5):

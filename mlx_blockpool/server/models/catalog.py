@@ -158,12 +158,17 @@ class Catalog:
         if name in known:
             return known[name]
         path = _path_of(name)
-        if path is not None and path in known.values():
+        if path is not None and (path in known.values() or self._has_come(Path(path))):
             return path
         on_hub = self._config.allowed is None and HUB_ID.fullmatch(name) is not None
         if on_hub and (is_downloaded(name) or ("/" in name and self._config.downloads)):
             return name
         raise ModelNotFoundError(f"Found no {what} {name[:200]!r} that requests may name; {self._instead(on_hub)}")
+
+    def _has_come(self, path: Path) -> bool:
+        """Whether a folder is one of an allowed folder's models now, also where that was scanned too lately to know it."""
+        allowed = (canonical(model_path(name)) for name in self._config.allowed or ())
+        return any(_is_found_in(Path(folder), path) for folder in allowed if is_folder(folder))
 
     def _instead(self, on_hub: bool) -> str:
         there = f"there are {', '.join(self.listed()) or 'none'}."
@@ -241,7 +246,7 @@ def _path_of(name: str) -> str | None:
 
 def _folders_in(folder: Path, depth: int) -> Iterator[str]:
     """The folder itself where it is a model's, or else those in it that are."""
-    if any((folder / name).is_file() for name in FOLDER_FILES):
+    if _is_model(folder):
         yield str(folder)
         return
     if not depth:
@@ -255,6 +260,17 @@ def _folders_in(folder: Path, depth: int) -> Iterator[str]:
     models = [[canonical(found) for found in _folders_in(path, depth - 1)] for path in inside]
     direct = {canonical(str(path)) for path in inside}
     yield from sorted((found for own in models for found in own), key=lambda found: found not in direct)
+
+
+def _is_found_in(folder: Path, path: Path) -> bool:
+    """Whether _folders_in() finds `path` in a folder."""
+    if not path.is_relative_to(folder) or len(path.relative_to(folder).parts) > FOLDER_DEPTH:
+        return False
+    return _is_model(path) and not any(_is_model(above) for above in path.parents if above.is_relative_to(folder))
+
+
+def _is_model(folder: Path) -> bool:
+    return any((folder / name).is_file() for name in FOLDER_FILES)
 
 
 def _named_apart(models: Mapping[str, Any]) -> dict[str, str]:
