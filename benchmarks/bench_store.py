@@ -197,7 +197,7 @@ def bench_start(args: Any, model: Any, count: int, folder: Path) -> None:
         wall, cpu = time.perf_counter(), time.process_time()
         engine = opened(model, folder)
         figures |= {f"{name}_s": round(time.perf_counter() - wall, 2), f"{name}_cpu_s": round(time.process_time() - cpu, 2)}
-        known = sum(1 for _ in stored(engine).known.trie)
+        known = sum(1 for _ in stored(engine).index.trie)
         assert known == count, f"{known} prefixes are known, not {count}"
         stored(engine).store.close()
     ratio = round(figures["read_cpu_s"] / figures["noted_cpu_s"], 1)
