@@ -48,7 +48,7 @@ class Acquired:
 class PrefixCache:
     """The prefix cache of one model in the pool `slabs`. `namespace` names what its keys and values are computed with;
     the fingerprint of the spec does where it is empty.
-    `room` makes and promises room in the pool; `keeping`: what is kept for whom, and how long. With the methods of mlx-lm's
+    `admission` evicts and reserves blocks; `retention` decides what is kept for whom, and how long. With the methods of mlx-lm's
     LRUPromptCache it stands in for one of a single model.
     """
 

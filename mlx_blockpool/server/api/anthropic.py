@@ -11,7 +11,6 @@ from urllib.parse import parse_qs, unquote, urlsplit
 
 from ..fields import InvalidRequestError
 from ..models.admin import MODELS, Admin
-from ..prompts.preparation import Counted
 from .anthropic_reply import PING, MessageRenderer
 from .anthropic_request import MessagesRequest, parse
 from .endpoint import Endpoint
@@ -53,7 +52,7 @@ class MessagesEndpoint(Endpoint):
         if self._path == PATH:
             self._create()
         elif self._path == PATH + "/count_tokens":
-            self._send(200, {"input_tokens": self._count()})
+            self._send(200, {"input_tokens": self._count(self._parsed(counts=True))})
         else:
             self.refuse_path()
 
@@ -88,14 +87,6 @@ class MessagesEndpoint(Endpoint):
             context.stop()
         if parsed.max_tokens and not parsed.request.begin:
             self._remember(parsed.request, renderer.reader)
-
-    def _count(self) -> int:
-        parsed = self._parsed(counts=True)
-        try:
-            self._scope.generate(parsed.request, parsed.arguments)
-        except Counted as counted:
-            return counted.tokens
-        raise AssertionError("a request that only counts was served")
 
     def _parsed(self, counts: bool = False) -> MessagesRequest:
         """The request's body and headers. Raises what anthropic_status() answers."""

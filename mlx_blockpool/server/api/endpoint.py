@@ -13,6 +13,7 @@ from urllib.parse import urlsplit
 
 from ..bodies import parse_json
 from ..fields import checked
+from ..prompts.preparation import Counted
 from ..request import ChatRequest
 from ..scope import RequestScope
 from .errors import StatusError
@@ -47,6 +48,14 @@ class Endpoint:
         if length is None:
             raise StatusError(411, "Content-Length header is required")
         return checked(parse_json(self._handler.rfile.read(int(length))), dict, "body")  # type: ignore[no-any-return]
+
+    def _count(self, parsed: Any) -> int:
+        """The tokens of the prompt of a request that was parsed to be counted."""
+        try:
+            self._scope.generate(parsed.request, parsed.arguments)
+        except Counted as counted:
+            return counted.tokens
+        raise AssertionError("a request that only counts was served")
 
     def _send(self, status: int, content: Any) -> None:
         self._handler.send_json(status, content)

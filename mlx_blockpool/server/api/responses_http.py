@@ -10,7 +10,6 @@ import logging
 from typing import Any
 from urllib.parse import unquote, urlsplit
 
-from ..prompts.preparation import Counted
 from ..scope import retention_of
 from .endpoint import Endpoint
 from .errors import StatusError, openai_answer
@@ -47,7 +46,7 @@ class ResponsesEndpoint(Endpoint):
 
     def _post(self) -> None:
         if self._name == COUNT:
-            self._send(200, {"object": "response.input_tokens", "input_tokens": self._count()})
+            self._send(200, {"object": "response.input_tokens", "input_tokens": self._count(self._parsed(counts=True))})
         elif self._name:
             raise StatusError(404, f"Unknown path {self._handler.path[:80]} for POST; there are {PATH} and {PATH}/{COUNT}")
         else:
@@ -85,14 +84,6 @@ class ResponsesEndpoint(Endpoint):
         finally:
             context.stop()
         self._remember(parsed.request, renderer.reader)
-
-    def _count(self) -> int:
-        parsed = self._parsed(counts=True)
-        try:
-            self._scope.generate(parsed.request, parsed.arguments)
-        except Counted as counted:
-            return counted.tokens
-        raise AssertionError("a request that only counts was served")
 
     def _parsed(self, counts: bool = False) -> ResponsesRequest:
         """The request's body and headers. Raises what openai_answer() answers."""
