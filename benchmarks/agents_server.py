@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 import socket
 import subprocess
 import sys
@@ -11,6 +12,7 @@ import time
 import urllib.error
 import urllib.request
 from collections.abc import Callable
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
@@ -18,7 +20,7 @@ from typing import Any
 class Server:
     """A running server. `life`: how often it was started; `gone` is set while it is not there."""
 
-    def __init__(self, model: Path, folder: Path, pool_bytes: str) -> None:
+    def __init__(self, model: Path, folder: Path, pool_bytes: str, *options: str) -> None:
         with socket.socket() as free:
             free.bind(("127.0.0.1", 0))
             self.port = free.getsockname()[1]
@@ -26,7 +28,7 @@ class Server:
         self.gone = threading.Event()
         self._log = folder / "server.log"
         self._command = [sys.executable, "-m", "mlx_blockpool.cli", "serve", "--model", str(model), "--port", str(self.port)]
-        self._command += ["--pool-bytes", pool_bytes, "--store-dir", str(folder / "store"), "--log-level", "WARNING"]
+        self._command += ["--pool-bytes", pool_bytes, "--store-dir", str(folder / "store"), "--log-level", "WARNING", *options]
         self._back = threading.Condition()
         self._resident: list[int] = []
         self._start()
@@ -87,6 +89,23 @@ class Server:
         with self._back:
             assert self._back.wait_for(lambda: not self.gone.is_set(), 120), "the server did not come back"
 
+    def pin(self) -> bool:
+        """Keep the server's workers, this process and its children off the first core: only the server's own process may use it.
+
+        Returns whether the system can.
+        """
+        if not hasattr(os, "sched_setaffinity") or len(cores := sorted(os.sched_getaffinity(1))) < 2:
+            return False
+        _pin_threads(self.pid, cores)
+        for process in {os.getpid(), *_descendants(os.getpid())} - {self.pid}:
+            _pin_threads(process, cores[1:])
+        return True
+
+    def keep_apart(self, goes_on: Callable[[], bool]) -> None:
+        """Pin what is started meanwhile too."""
+        while goes_on() and self.pin():
+            time.sleep(0.2)
+
     def watch(self, kills: list[float], until: float, goes_on: Callable[[], bool]) -> None:
         """Kill it at these times, and look at its memory meanwhile."""
         left = list(kills)
@@ -126,3 +145,17 @@ class Server:
                 break
             time.sleep(0.1)
         return found
+
+
+def _pin_threads(process: int, cores: list[int]) -> None:
+    with suppress(OSError):
+        for thread in Path(f"/proc/{process}/task").iterdir():
+            os.sched_setaffinity(int(thread.name), cores)
+
+
+def _descendants(process: int) -> list[int]:
+    """The processes that a process has started, and that those have."""
+    with suppress(OSError):
+        children = [int(pid) for path in Path(f"/proc/{process}/task").glob("*/children") for pid in path.read_text().split()]
+        return children + [pid for child in children for pid in _descendants(child)]
+    return []

@@ -54,6 +54,9 @@ class Run:
         self.tokens: Counter[str] = Counter()
         self._changing = threading.Lock()
 
+    def goes_on(self) -> bool:
+        return time.monotonic() < self.until and not self.failures
+
     def count(self, counter: Counter[str], **figures: int) -> None:
         with self._changing:
             counter.update(figures)
@@ -78,7 +81,7 @@ class Agent:
 
     def work(self) -> None:
         """Until the time is over, or something has gone wrong."""
-        while time.monotonic() < self._run.until and not self._run.failures:
+        while self._run.goes_on():
             if len(rendered(self._messages)) > LONGEST or not self._messages:
                 self._messages, self._known = [{"role": "system", "content": SYSTEM}], 0
             asked = [*self._messages, {"role": "user", "content": self._words()}]

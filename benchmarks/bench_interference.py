@@ -1,15 +1,14 @@
 """The longest decode step of eight streams while hostile requests arrive, beside the median step and a quiet run.
 
 The server is a process of its own; a step is the time between two tokens of a stream as its client sees it. Where the system
-can, the server has one core to itself, and its workers and the clients share the others: what is longer then, the server's
-process did itself. The counters of the server prove that prompts and large bodies went to its workers.
+can, one core is the server process's alone, and its workers and the clients share the others: what is longer then, the
+server's process did itself. The counters of the server prove that prompts and large bodies went to its workers.
 """
 
 from __future__ import annotations
 
 import http.client
 import json
-import os
 import statistics
 import tempfile
 import threading
@@ -136,24 +135,6 @@ def run(server: Server, path: str, body: bytes, tokens: int, attackers: int) -> 
     }
 
 
-def pin(server: int) -> bool:
-    """Give the server's process the first core and all its workers and this process the others; whether the system can."""
-    if not hasattr(os, "sched_setaffinity") or len(cores := sorted(os.sched_getaffinity(0))) < 2:
-        return False
-    for thread in Path(f"/proc/{server}/task").iterdir():
-        os.sched_setaffinity(int(thread.name), cores[:1])
-    for process in [os.getpid(), *descendants(server)]:
-        for thread in Path(f"/proc/{process}/task").iterdir():
-            os.sched_setaffinity(int(thread.name), cores[1:])
-    return True
-
-
-def descendants(process: int) -> list[int]:
-    """The processes that a process has started, and that those have."""
-    children = [int(pid) for path in Path(f"/proc/{process}/task").glob("*/children") for pid in path.read_text().split()]
-    return children + [pid for child in children for pid in descendants(child)]
-
-
 def main() -> None:
     args = options(__doc__ or "")
     scale, tokens, attackers = (1, 60, 1) if args.quick else (10, 300, 1)
@@ -161,7 +142,7 @@ def main() -> None:
         model = Path(folder) / "model"
         make_model(model)
         with Server(model, Path(folder), "400MB") as server:
-            pinned = pin(server.pid)
+            pinned = server.pin()
             for name, (path, body) in cases(scale).items():
                 figures = run(server, path, body, tokens, attackers)
                 report(args, "interference", name, **figures, pinned=pinned, prompts=server.get("/v1/cache").get("prompts"))

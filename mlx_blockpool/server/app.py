@@ -7,6 +7,7 @@ import logging
 import os
 import signal
 import sys
+import time
 import types
 from collections.abc import Callable, Sequence
 from http.server import ThreadingHTTPServer
@@ -51,7 +52,14 @@ class BlockpoolHTTPServer(ThreadingHTTPServer):
     request_queue_size = GuardConfig.backlog
     daemon_threads = True
 
+    def process_request(self, request: Any, client_address: Any) -> None:
+        """Start the connection's thread, and give it a moment: a hundred that parse at once would hold up a decode step."""
+        super().process_request(request, client_address)
+        time.sleep(ACCEPT_SECONDS)
 
+
+# The least time between two connections that are accepted.
+ACCEPT_SECONDS = 0.002
 # How long a Python thread goes on while others wait.
 SWITCH_SECONDS = 0.001
 
