@@ -4,7 +4,8 @@ Run it with python -m benchmarks.bench_hostile, from the repository's folder. Th
 checks: no reply with another's letters, every prompt counted right, replies equal to mlx-lm's. Beside them a process of its own
 reads one stream: the attackers rest in every other window of a few seconds, and the longest time between two of its tokens with
 attacks may be STALL_SECONDS more than without, where only the agents' own prefill chunks stand between them. Where the system
-can, one core is the server process's alone. Prefill chunks are small, so that 50 ms would show. Prints one JSON line; exit status 1 if something did not hold.
+can, one core is the server process's alone. Prefill chunks are small, so that 50 ms would show. Prints one JSON line; exit
+status 1 if something did not hold.
 """
 
 from __future__ import annotations
