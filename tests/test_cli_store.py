@@ -401,10 +401,10 @@ def test_export_of_what_is_not_stored_is_refused(
 ) -> None:
     out = tmp_path / "out.safetensors"
     assert refusal(capsys, root, "export", "--model", str(llama), "--tokens", "89,88", str(out)).startswith(
-        f"Found nothing of these 2 tokens in {root} under alpha;"
+        f"{root} has nothing of these 2 tokens under alpha."
     )
     other = save_model(tmp_path / "other", "llama", seed=3)
-    assert "Found nothing of these 700 tokens" in refusal(
+    assert "has nothing of these 700 tokens" in refusal(
         capsys, root, "export", "--model", str(other), "--tokens", ids(FIRST), str(out)
     )
     assert not out.exists()
@@ -483,7 +483,7 @@ def test_a_quantised_store_is_its_own(capsys: pytest.CaptureFixture[str], llama:
     root, out = tmp_path / "store", tmp_path / "out.safetensors"
     fill(root, llama, FIRST, bits=8)
     arguments = ("export", "--model", str(llama), "--tokens", ids(FIRST), str(out))
-    assert "Found nothing" in refusal(capsys, root, *arguments)
+    assert "has nothing of these" in refusal(capsys, root, *arguments)
     assert store(capsys, root, *arguments, "--store-bits", "8")["tokens"] == 700
     assert refusal(capsys, root, "import", "--model", str(llama), str(out)).endswith("Give --store-bits 8.\n")
     assert store(capsys, root, "import", "--model", str(llama), "--store-bits", "8", str(out))["private"] is False
@@ -507,7 +507,7 @@ def test_models_that_cannot_be_loaded_are_refused(capsys: pytest.CaptureFixture[
     assert refusal(capsys, root, "export", "--model", str(tmp_path), "--tokens", "1", out).startswith(
         "Found no model*.safetensors"
     )
-    assert refusal(capsys, root, "export", "--model", str(window), "--tokens", "1,x", out).startswith("Found '1,x' as tokens;")
+    assert refusal(capsys, root, "export", "--model", str(window), "--tokens", "1,x", out).startswith("'1,x' are no token ids.")
 
 
 @pytest.mark.parametrize("module", ["commands.store", "store.fsck"])

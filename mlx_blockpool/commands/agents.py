@@ -39,7 +39,8 @@ def _listing(args: argparse.Namespace) -> Outcome:
 
 
 def _change(args: argparse.Namespace) -> Outcome:
-    return change(folder_at(args.store_dir), args.change, args.name, getattr(args, "new", "")), describe_change, 0
+    new = [args.new] if "new" in args else []
+    return change(folder_at(args.store_dir), args.change, args.name, *new), describe_change, 0
 
 
 def _delete(args: argparse.Namespace) -> Outcome:
@@ -50,11 +51,11 @@ def _delete(args: argparse.Namespace) -> Outcome:
 # -- actions -----------------------------------------------------------------------------------------------------------
 
 
-def change(root: Path, act: str, name: str, new: str = "") -> Report:
+def change(root: Path, act: str, name: str, *new: str) -> Report:
     """Pin, unpin, rename or fork an agent. Raises StoreError."""
     records = AgentRecords(root, naming)
     old = records.resolve(name)
-    return {"folder": str(root), "act": act, "of": shown(old), "agent": fields(records.change(act, old, new))}
+    return {"folder": str(root), "act": act, "of": shown(old), "agent": fields(records.change(act, old, *new))}
 
 
 def delete(root: Path, name: str, yes: bool = False) -> Report:
@@ -70,7 +71,9 @@ def delete(root: Path, name: str, yes: bool = False) -> Report:
             return {"folder": str(root), "agent": shown(real), "deleted": False, "clean": True}
         # Others may have come to need some of it since the question.
         share = records.share(real)
-    return records.delete(real, share)
+    records.remove(real, share)
+    proof = records.proof(share)
+    return {"folder": str(root), "agent": shown(real), "deleted": True, "removed": proof["gone"]} | proof
 
 
 # -- words -------------------------------------------------------------------------------------------------------------

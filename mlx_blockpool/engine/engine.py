@@ -187,6 +187,11 @@ class BlockPoolBatchEngine:
         return [*self._prefilling, *self._batch.members]
 
     @property
+    def waiting(self) -> list[Sequence]:
+        """The requests that have no caches yet, or none any more."""
+        return list(self._waiting)
+
+    @property
     def num_waiting(self) -> int:
         return len(self._waiting)
 

@@ -32,7 +32,7 @@ from ..errors import BlockpoolError
 from ..mlx_lm_compat import rebind, run_http_server, server_main
 from ..plugins import make_plugin_manager
 from .access import ANY_ORIGIN, AccessPolicy, add_safety_options, guard_config
-from .agents.warm_up import begin_warm_up, read_prompts
+from .agents.warm_up import WarmUp, read_prompts
 from .ending import end_on_signals
 from .generator import BlockpoolGenerator
 from .health import Watchdog
@@ -156,7 +156,7 @@ def make_generator(model_provider: BlockpoolModelProvider) -> BlockpoolGenerator
     for description in normalisers.descriptions():
         logging.info("prompts are normalised by %s (--normalise none: by nothing)", description)
     guard = AccessPolicy(guard_config(args))
-    prompts = [] if args.warm_up is None else read_prompts(args.warm_up)
+    prompts = {} if args.warm_up is None else read_prompts(args.warm_up)
     generator = BlockpoolGenerator(
         model_provider,
         engine,
@@ -169,7 +169,7 @@ def make_generator(model_provider: BlockpoolModelProvider) -> BlockpoolGenerator
         images=ImageConfig(args.allow_image_hosts),
     )
     generator.registry.catalog.log_names()
-    generator.warm_up = begin_warm_up(generator, prompts)
+    generator.warm_up = WarmUp(generator, prompts) if prompts else None
     return generator
 
 

@@ -135,6 +135,11 @@ class BlockpoolGenerator(ResponseGenerator):  # type: ignore[misc]
                     raise shutting_down() from None
 
     @property
+    def waiting(self) -> ModelQueue:
+        """What waits for its model. Owned by the generation thread."""
+        return self._waiting
+
+    @property
     def has_waiting(self) -> bool:
         """Whether a request waits or is served."""
         return bool(self.requests.qsize() or len(self._waiting) or any(served.live for served in self._models))

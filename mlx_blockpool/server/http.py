@@ -274,7 +274,7 @@ class BlockpoolHandler(APIHandler):  # type: ignore[misc]
         elif is_responses(self.path):
             ResponsesEndpoint(self).get()
         elif is_agents(self.path):
-            AgentsEndpoint(self).get()
+            AgentsEndpoint(self).answer()
         elif self.route in ("/v1/models", "/health") or is_model(self.route):
             self.path = self.route
             super().do_GET()
@@ -283,7 +283,7 @@ class BlockpoolHandler(APIHandler):  # type: ignore[misc]
 
     def _delete(self) -> None:
         if is_agents(self.path):
-            AgentsEndpoint(self).delete()
+            AgentsEndpoint(self).answer()
         elif is_messages(self.path):
             MessagesEndpoint(self).refuse_path()
         else:
@@ -295,7 +295,7 @@ class BlockpoolHandler(APIHandler):  # type: ignore[misc]
         elif is_responses(self.path):
             ResponsesEndpoint(self).post()
         elif is_agents(self.path):
-            AgentsEndpoint(self).post()
+            AgentsEndpoint(self).answer()
         elif self.route in ORDERS:
             self._order()
         elif self.route in GENERATES:

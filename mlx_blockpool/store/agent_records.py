@@ -50,12 +50,11 @@ class AgentRecords:
                 return name
             return next((a.name for a in self._agents.all() if name in (safe_name(a.name), shown(a.name))), name)
 
-    def change(self, act: str, name: str, new: str = "") -> Agent:
-        """The agent after 'pin', 'unpin', or 'rename' or 'fork' to `new`."""
+    def change(self, act: str, name: str, *new: str) -> Agent:
+        """The agent after 'pin', 'unpin', or 'rename' or 'fork' to a `new` name."""
         with _disk_errors():
-            if act in ("rename", "fork"):
-                return self._agents.rename(name, new) if act == "rename" else self._agents.fork(name, new)
-            return self._agents.pin(name) if act == "pin" else self._agents.unpin(name)
+            changed: Agent = getattr(self._agents, act)(name, *new)
+        return changed
 
     def share(self, name: str) -> PathRecords:
         """The records that deleting the agent removes, and those of its path that stay for others.
@@ -72,16 +71,15 @@ class AgentRecords:
             raise StoreError(f"Agent {shown(name)} was replaced by another of the same name meanwhile. Try again.")
         return sharing[namespace].share(agent)
 
-    def delete(self, name: str, share: PathRecords) -> Report:
-        """Remove an agent with the records that only its path stands on, and read the folder again to prove it: `clean`."""
+    def remove(self, name: str, share: PathRecords) -> None:
+        """Remove an agent with the records that only its path stands on; proof() reads the folder again."""
         with _disk_errors():
             # Ends first: wherever this stops, the remaining records can be reached and the agent can be deleted again.
-            gone = fsck.remove(share.own)
+            fsck.remove(share.own)
             self._agents.remove(name)
-        return {"folder": str(self.root), "agent": shown(name), "deleted": True, "removed": sizes(gone)} | self.proof(share)
 
     def proof(self, share: PathRecords) -> Report:
-        """Whether the files of `share.own` are gone and those of `share.stays` are whole, by reading the folder again."""
+        """Whether the files of `share.own` are gone and those of `share.stays` are whole: `clean`."""
         with _disk_errors():
             there = {file.path for file in Listing(self.root).records}
             stays = [stay.file for stay in share.stays]

@@ -12,20 +12,23 @@ from .cache import TieredPrefixCache
 
 
 @dataclass(frozen=True)
-class Measure:
-    """How much of a path is where: tokens without a gap from the first on, and how far a prompt would be resumed from there.
+class Size:
+    """Bytes of what only one path stands on, and of what others need as well."""
 
-    Bytes are of what only this path stands on, and of what others need as well.
-    """
+    own_bytes: int
+    shared_bytes: int
+
+
+@dataclass(frozen=True)
+class Measure:
+    """How much of a path is where: tokens without a gap from the first on, and how far a prompt would be resumed from there."""
 
     tokens_in_memory: int
     tokens_on_disk: int
     resumes_from_memory: int
     resumes_from_disk: int
-    own_bytes: int
-    shared_bytes: int
-    own_disk_bytes: int
-    shared_disk_bytes: int
+    memory: Size
+    disk: Size
 
 
 def measure(prefix: TieredPrefixCache, path: PrefixRef, own: int, sizes: dict[Node, tuple[int, int]] | None = None) -> Measure:
@@ -44,10 +47,8 @@ def measure(prefix: TieredPrefixCache, path: PrefixRef, own: int, sizes: dict[No
         tokens_on_disk=0 if stored is None else min(match.tokens, sum(node.end - node.start for node in on_disk)),
         resumes_from_memory=resumable(prefix.slabs, match.in_memory(), match.tokens)[0],
         resumes_from_disk=resumes_from_disk(prefix, match),
-        own_bytes=sum(memory[own:]),
-        shared_bytes=sum(memory[:own]),
-        own_disk_bytes=sum(disk[own:]),
-        shared_disk_bytes=sum(disk[:own]),
+        memory=Size(sum(memory[own:]), sum(memory[:own])),
+        disk=Size(sum(disk[own:]), sum(disk[:own])),
     )
 
 

@@ -31,8 +31,9 @@ from mlx_lm.models.cache import (
 from ..dtypes import ITEM_BYTES, safetensors_name
 from ..errors import StoreError
 from ..formatting import Report
-from ..kv.parts import as_stock, leaves_of
+from ..kv.parts import as_stock, leaves_of, sequence_of
 from ..mlx_lm_compat import rebind
+from ..prefix.salts import is_of_import
 from ..spec import ChunkLayer, FullLayer, LayerSpec, ModelCacheSpec, StateLayer, WindowLayer
 from ..store.manifest import shown
 from ..store.signing import UNSIGNED, head_of, is_signed
@@ -51,27 +52,41 @@ def privacy_report(private: bool) -> Report:
     return {"private": private, "why": UNPROVEN if private else "this store has signed the file, and it is as it was"}
 
 
-def name_taken(agent: str) -> str:
-    """Why an agent whose path was computed here does not go on from a file of another store."""
-    return (
-        f"Found an agent {shown(agent)} already; needed a name that is free, for {UNPROVEN}. Import it under another name, or "
-        "delete that agent first."
-    )
+def check_agent(agent: str, salt: bytes | None) -> None:
+    """Raises StoreError if a file of another store would replace what this one has computed for an agent.
+
+    `salt`: of the agent's path; None: there is no such agent.
+    """
+    if salt is not None and not is_of_import(salt):
+        raise StoreError(
+            f"An agent {shown(agent)} exists already, and {UNPROVEN}. Import it under another name, or delete that agent first."
+        )
 
 
 # -- writing -----------------------------------------------------------------------------------------------------------
 
 
 class CacheFileWriter:
-    """A safetensors file of `nbytes` bytes: `head`, then each of `count` pieces. The caches must not change until the last one.
+    """A safetensors file of `nbytes` bytes, in pieces. The caches must not change until close() gives their blocks back.
 
-    `caches`: pooled ones, of one sequence. A piece is one head of one array, so that no view of a slab outlives the call that
-    copies it. Owned by the generation thread.
+    `caches`: pooled ones, of one sequence that holds `tokens`. A piece is one head of one array, so that no view of a slab
+    outlives the step that copies it. Owned by the generation thread.
     """
 
-    def __init__(self, caches: list[Any], metadata: dict[str, str]) -> None:
+    def __init__(self, caches: list[Any], model: str, weights: str, bits: int | None, tokens: Sequence[int]) -> None:
         self._caches = caches
-        arrays, texts = _as_saved(caches, metadata)
+        arrays, texts = _as_saved(
+            caches,
+            {
+                # mlx-lm's generate reads the first two; the others prove later whose keys and values these are.
+                "model": model,
+                "tokenizer_config": "{}",
+                "tokens": ",".join(map(str, tokens)),
+                "weights": weights,
+                "bits": str(bits or 0),
+                "signature": UNSIGNED,
+            },
+        )
         described: dict[str, Any] = {"__metadata__": texts}
         end = 0
         self._pieces: list[tuple[str, int | None]] = []
@@ -82,36 +97,25 @@ class CacheFileWriter:
             self._pieces += [(name, head) for head in range(array.shape[1])] if by_head else [(name, None)]
         text = json.dumps(described).encode()
         text += b" " * (math.ceil(len(text) / ALIGNMENT) * ALIGNMENT - len(text))
-        self.head = len(text).to_bytes(8, "little") + text
-        self.nbytes = len(self.head) + end
+        self._head = len(text).to_bytes(8, "little") + text
+        self.nbytes = len(self._head) + end
 
     def __iter__(self) -> Iterator[bytes]:
         """The bytes of the file, in order."""
-        yield self.head
-        yield from (self.piece(index) for index in range(self.count))
+        yield self._head
+        yield from (self._piece(name, head) for name, head in self._pieces)
 
-    @property
-    def count(self) -> int:
-        return len(self._pieces)
+    def close(self) -> None:
+        """Give the blocks of the caches back. May be called again."""
+        sequence = sequence_of(self._caches)
+        if sequence is not None:
+            sequence.release()
+        self._caches = []
 
-    def piece(self, index: int) -> bytes:
-        """The bytes of one piece, copied."""
-        name, head = self._pieces[index]
+    def _piece(self, name: str, head: int | None) -> bytes:
         array = _as_saved(self._caches, {})[0][name]
         part = mx.contiguous(array if head is None else array[:, head])
         return np.asarray(part.view(mx.uint16) if part.dtype == mx.bfloat16 else part).tobytes()
-
-
-def metadata_of(model: str, weights: str, bits: int | None, tokens: Sequence[int]) -> dict[str, str]:
-    """What mlx-lm's generate needs, and what proves later whose keys and values these are."""
-    return {
-        "model": model,
-        "tokenizer_config": "{}",
-        "tokens": ",".join(map(str, tokens)),
-        "weights": weights,
-        "bits": str(bits or 0),
-        "signature": UNSIGNED,
-    }
 
 
 def _as_saved(caches: list[Any], metadata: dict[str, str]) -> tuple[dict[str, mx.array], dict[str, str]]:

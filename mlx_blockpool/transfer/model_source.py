@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 import os
-from dataclasses import dataclass
+from collections.abc import Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeAlias
 
 import mlx.core as mx
 from mlx_lm.utils import load
@@ -17,7 +17,7 @@ from ..errors import BadModelError, StoreError
 from ..kv.slabs import KVArena
 from ..modelfile import local_folder
 from ..plugins import spec_of_model
-from ..spec import ModelCacheSpec, blocks_for
+from ..spec import blocks_for
 from ..store.scan import Listing
 from ..tier.cache import TieredPrefixCache
 from ..tier.opening import digests_of, open_store, weights_in
@@ -26,19 +26,15 @@ from .cache_file import ids_in, line_of
 # A command waits for the disk as long as it takes.
 FLUSH_SECONDS = 3600.0
 
-
-@dataclass(frozen=True)
-class Prompt:
-    """Token ids, or the text that the model's tokenizer makes them of; both None: those in the file's metadata."""
-
-    ids: tuple[int, ...] | None = None
-    text: str | None = None
+# Token ids, or the text that the model's tokenizer makes them of; None: those in a file's metadata.
+Prompt: TypeAlias = Sequence[int] | str | None
 
 
 class Source:
     """A model, and the store in `root` that has its prefixes.
 
-    `store_bytes` None: the default, or what is there already if that is more.
+    `store_bytes` None: the default, or what the store holds already if that is more. Raises StoreError for a model that is not
+    there or cannot be loaded.
     """
 
     def __init__(
@@ -54,11 +50,12 @@ class Source:
         self.root = root
         self.adapter = adapter
         self._check()
-        there = sum(file.size for file in Listing(root).records)
-        limit = max(StoreConfig.store_bytes, there) if store_bytes is None else store_bytes
+        held = sum(file.size for file in Listing(root).records)
+        limit = max(StoreConfig.store_bytes, held) if store_bytes is None else store_bytes
         self.config = StoreConfig(root, limit, bits, flush_seconds=FLUSH_SECONDS)
         self.weights = weights_in(self.folder, adapter, digests_of(self.config))
-        self.model, self.tokenizer, self.spec = self._load()
+        self.model, self.tokenizer, config = self._load()
+        self.spec = spec_of_model(self.model, config, Path(self.name).name)
 
     def open(self, tokens: int) -> TieredPrefixCache:
         """The prefixes in the store, and a pool for one sequence of so many tokens and one block more."""
@@ -67,7 +64,7 @@ class Source:
         states = 4 * self.spec.fixed_bytes_per_agent()
         pool_bytes = blocks * sum(self.spec.bytes_per_block(group) for group in self.spec.groups) + states
         slabs = KVArena(self.spec, pool_bytes, PoolConfig(slabs=1, slab_blocks=blocks, state_bytes=states))
-        # Runs are joined when they are saved; no fetch needs to copy them into one.
+        # Runs are joined when they are saved; no lookup needs to copy them into one.
         slabs.ragged = True
         store = open_store(self.config, self.folder, self.adapter, self.spec, Path(self.name).name, self.weights)
         prefix = TieredPrefixCache(slabs, store=store)
@@ -81,14 +78,14 @@ class Source:
         return int(self.model(mx.zeros((1, 1), mx.int32)).shape[-1])
 
     def tokens(self, prompt: Prompt) -> list[int] | None:
-        if prompt.text is None:
-            return None if prompt.ids is None else list(prompt.ids)
+        if not isinstance(prompt, str):
+            return None if prompt is None else list(prompt)
         # As mlx-lm does it with a prompt that may have its first special token already.
         bos = self.tokenizer.bos_token
-        return list(self.tokenizer.encode(prompt.text, add_special_tokens=bos is None or not prompt.text.startswith(bos)))
+        return list(self.tokenizer.encode(prompt, add_special_tokens=bos is None or not prompt.startswith(bos)))
 
     def _check(self) -> None:
-        """Raises StoreError for a folder that claims more than it holds: nothing is made of it then."""
+        """Refuse a folder that claims more than it holds, before anything is made of it."""
         try:
             claims.check_folder(self.folder)
             config = claims.read_json(self.folder / "config.json", claims.MAX_CONFIG_BYTES)
@@ -98,50 +95,47 @@ class Source:
             if config.get("model_file") is None:
                 claims.try_to_build(config, self.name, ModelsConfig.build_seconds)
         except FileNotFoundError:
-            # What is missing is named by whoever looks for it.
+            # weights_in() and load() name the file.
             return
         except (BadModelError, OSError, ValueError) as error:
-            raise StoreError(f"Cannot load {self.name}: {line_of(error)}. Needed a model folder that mlx-lm loads.") from error
+            raise self._cannot_load(error) from error
 
-    def _load(self) -> tuple[Any, Any, ModelCacheSpec]:
-        adapter = None if self.adapter is None else str(self.adapter)
+    def _load(self) -> tuple[Any, Any, dict[str, Any]]:
         try:
-            # Code in the folder is not run.
-            trusted = {"trust_remote_code": False}
-            model, tokenizer, config = load(
-                str(self.folder), adapter_path=adapter, tokenizer_config=trusted, lazy=True, return_config=True
+            return load(  # type: ignore[no-any-return]
+                str(self.folder),
+                adapter_path=None if self.adapter is None else str(self.adapter),
+                # Code in the folder is not run.
+                tokenizer_config={"trust_remote_code": False},
+                lazy=True,
+                return_config=True,
             )
         except (OSError, ValueError, KeyError, TypeError, ImportError) as error:
-            raise StoreError(f"Cannot load {self.name}: {line_of(error)}. Needed a model folder that mlx-lm loads.") from error
-        spec = spec_of_model(model, config, Path(self.name).name)
-        return model, tokenizer, spec
+            raise self._cannot_load(error) from error
+
+    def _cannot_load(self, error: Exception) -> StoreError:
+        return StoreError(f"Cannot load {self.name}: {line_of(error)}. Needed a model folder that mlx-lm loads.")
 
 
 def prompt_of(ids: str | None, file: Path | None) -> Prompt:
     """From '1,2,3' or a text file. Raises StoreError."""
     if ids is not None:
         try:
-            return Prompt(ids=ids_in(ids))
+            return ids_in(ids)
         except ValueError as error:
-            raise StoreError(f"Found {ids!r} as tokens; needed whole numbers such as --tokens 1,2,3.") from error
-    if file is None:
-        return Prompt()
+            raise StoreError(f"{ids!r} are no token ids. Write whole numbers such as --tokens 1,2,3.") from error
     try:
-        return Prompt(text=file.read_text(encoding="utf-8"))
+        return None if file is None else file.read_text(encoding="utf-8")
     except (OSError, ValueError) as error:
         raise StoreError(f"Cannot read {file}: {line_of(error)}. Needed a text file for --prompt-file.") from error
 
 
 def _model_folder(name: str) -> Path:
-    """A folder, or where the hub keeps a model that mlx-lm has downloaded."""
+    """A folder, or where the hub's cache has the model of an id."""
     try:
-        folder = Path(name) if os.path.isdir(name) else local_folder(name)
-    except (OSError, ValueError) as error:
-        raise StoreError(_no_model(name)) from error
-    if not folder.is_dir():
-        raise StoreError(_no_model(name))
-    return folder
-
-
-def _no_model(name: str) -> str:
-    return f"Found no folder {name}; needed one with a model, or the id of a model that was downloaded."
+        folder = local_folder(os.path.abspath(name) if os.path.isdir(name) else name)
+        if folder.is_dir():
+            return folder
+    except (OSError, ValueError):
+        pass
+    raise StoreError(f"Found no folder {name}; needed one with a model, or the id of a model that was downloaded.")

@@ -116,8 +116,8 @@ def test_what_is_said_of_agents(served: Served, tmp_path: Path) -> None:
         assert "Found no agent three" in ask(client, "GET", "/three", status=404)["error"]
         assert "printable" in ask(client, "GET", "/%00", status=400)["error"]
         assert "UTF-8" in ask(client, "GET", "/%ff", status=400)["error"]
-        assert "Found no POST" in ask(client, "POST", "/one/dance", {}, status=404)["error"]
-        assert "Found no DELETE" in ask(client, "DELETE", "/one/pin", status=404)["error"]
+        assert "Unknown request POST" in ask(client, "POST", "/one/dance", {}, status=404)["error"]
+        assert "Unknown request DELETE" in ask(client, "DELETE", "/one/pin", status=404)["error"]
     with served.server("--store-dir", str(tmp_path)) as client:
         found = listed(client)["one"]
         assert (found["tokens_in_memory"], found["tokens_on_disk"]) == (0, agents["one"]["tokens"])
@@ -253,7 +253,7 @@ def test_fork_and_rename(served: Served, tmp_path: Path) -> None:
         assert {name: found["tokens"] for name, found in listed(client).items()} == {"eins/1": tokens, "two": tokens}
         assert "already" in ask(client, "POST", "/two/rename", {"to": "eins/1"}, status=409)["error"]
         assert '"to"' in ask(client, "POST", "/two/fork", {}, status=400)["error"]
-        assert "needed another" in ask(client, "POST", "/two/fork", {"to": "content-" + "0" * 32}, status=400)["error"]
+        assert "Choose another" in ask(client, "POST", "/two/fork", {"to": "content-" + "0" * 32}, status=400)["error"]
         assert agent.turn(client, "two")[:2] == served.needed("one", "birds", 2)[1]
         assert {name: found["tokens"] > tokens for name, found in listed(client).items()} == {"eins/1": False, "two": True}
         # The one's path is a beginning of the other's: nothing goes with it.

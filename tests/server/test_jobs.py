@@ -12,6 +12,7 @@ from models import save_model
 from mlx_blockpool.errors import PoolExhaustedError
 from mlx_blockpool.server.agents.service import AgentService, RefusedError
 from mlx_blockpool.server.jobs import run_on_generation_thread
+from mlx_blockpool.server.scope import RequestScope
 from server.serving import Client, blockpool_server
 
 
@@ -50,7 +51,7 @@ def test_what_they_raise_is_for_who_asked_and_refers_to_no_frames(client: Client
 
 def test_they_run_while_a_model_is_loaded_and_fail_for_one_that_has_gone(client: Client, folder: Path) -> None:
     client.chat([{"role": "user", "content": "Are you there?"}], max_tokens=2, prompt_cache_key="one")
-    service, registry = AgentService(client.generator), client.generator.registry
+    service, registry = AgentService(RequestScope(client.generator)), client.generator.registry
     (home,) = service.homes()
     assert service.at(home, lambda served, _: served.key) == home.key
     registry.piece_bytes = 1

@@ -72,13 +72,13 @@ def test_the_first_request_finds_what_was_computed(model: Path, tmp_path: Path) 
 @pytest.mark.parametrize(
     ("text", "problem"),
     [
-        ('"good"\n{"messages": []}', "line 2: found nothing"),
+        ('"good"\n{"messages": []}', 'line 2: needed "messages" or "prompt"'),
         ('{"prompt": "x"}\n\nnonsense', "line 3: found no JSON"),
-        ('["good", 5]', "item 2: found int"),
+        ('["good", 5]', "item 2: Input should be a valid dictionary"),
         ('{"messages": [{"content": "x"}]}', "line 1: found a message without a role"),
-        ('{"messages": [{"role": "user"}], "prompt": "x"}', r"line 1: found \['messages', 'prompt'\]"),
-        ('{"prompt": "x", "pin": "yes"}', "line 1: found pin 'yes'; needed a bool"),
-        ('{"prompt": "x", "agent": ""}', "line 1, agent: Found ''"),
+        ('{"messages": [{"role": "user"}], "prompt": "x"}', "line 1: needed .*, one of them"),
+        ('{"prompt": "x", "pin": "yes"}', "line 1: pin: Input should be a valid boolean"),
+        ('{"prompt": "x", "agent": ""}', "line 1: '' cannot be an agent's name"),
         ('[{"prompt": "x"', "found no JSON"),
     ],
 )
@@ -97,5 +97,5 @@ def test_a_file_that_cannot_be_read(tmp_path: Path) -> None:
     with pytest.raises(BlockpoolError, match="cannot read"):
         read_prompts(tmp_path / "nothing")
     (tmp_path / "list").write_text(json.dumps([{"messages": [SYSTEM], "tools": TOOLS}, "text"]))
-    prompts = read_prompts(tmp_path / "list")
+    prompts = read_prompts(tmp_path / "list").values()
     assert [(prompt.tools, prompt.prompt) for prompt in prompts] == [(TOOLS, ""), (None, "text")]

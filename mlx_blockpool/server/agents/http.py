@@ -21,6 +21,7 @@ from ..access import without_folders
 from ..bodies import parse_json
 from ..incoming import file_deadline
 from ..owners import as_told, noted_name
+from ..scope import RequestScope
 from . import transfer
 from .listing import listing
 from .service import AgentService, RefusedError, checked_name
@@ -53,63 +54,60 @@ class AgentsEndpoint:
 
     def __init__(self, handler: Any) -> None:
         self._handler = handler
-        self._generator = handler.response_generator
-        self._parts: list[str] = []
-        # Bytes of the request's file that were not received yet.
-        self._unread = 0
+        self._scope: RequestScope = handler.scope
+        self._service = AgentService(handler.scope)
 
-    def get(self) -> None:
-        """The list, one agent, or its file."""
-        self._answer(self._get)
+    def answer(self) -> None:
+        """Send the report of the request's method and path, or its error as JSON."""
+        try:
+            report = self._report(_parts_of(self._handler.path))
+            if report is not None:
+                self._handler.send_json(200, as_told(self._scope.owner, report))
+        except ConnectionError:
+            raise
+        except RefusedError as error:
+            self._fail(error.status, error)
+        except (OSError, NoRoomError, PoolExhaustedError, RuntimeError) as error:
+            self._fail(503, error)
+        except StoreError as error:
+            self._fail(409, error)
 
-    def post(self) -> None:
-        """One of ACTS or MOVES, or an import."""
-        self._answer(self._post)
+    def _report(self, parts: list[str]) -> Report | None:
+        """Carry the request out. None: a file was sent. `parts`: of the path behind /v1/agents."""
+        service, method = self._service, self._handler.command.replace("HEAD", "GET")
+        match method, parts:
+            case "GET", []:
+                return self._list()
+            case "GET", [name]:
+                views = service.look()
+                return listing(service, views, [service.need_in(views, self._noted(name)).name])[0]
+            case "GET", [name, "export"]:
+                self._export(self._noted(name))
+                return None
+            case "POST", [name, "import"]:
+                return self._import(self._noted(name))
+            case "POST", [name, act] if act in ACTS:
+                return ACTS[act](service, self._noted(name))
+            case "POST", [name, act] if act in MOVES:
+                return MOVES[act](service, self._noted(name), self._new_name())
+            case "DELETE", [name]:
+                return service.delete(self._noted(name))
+        asked, acts = "/".join([PATH, "...", *parts[1:]]), ", ".join([*ACTS, *MOVES, "import"])
+        raise RefusedError(404, f"Unknown request {method} {asked}. There are POST {acts} and GET export.")
 
-    def delete(self) -> None:
-        self._answer(self._delete)
-
-    # -- what is asked -------------------------------------------------------------------------------------------------
-
-    def _get(self) -> Report | None:
-        service = AgentService(self._generator)
-        if len(self._parts) == 2 and self._parts[1] == "export":
-            self._export(service, self._parts[0])
-            return None
-        if len(self._parts) > 1:
-            raise self._unknown()
+    def _list(self) -> Report:
+        service, warm_up = self._service, self._scope.warm_up
         views = service.look()
-        if self._parts:
-            view = service.need_in(views, self._noted(self._parts[0]))
-            return listing(service, views, [view.name])[0]
-        warm_up = getattr(self._generator, "warm_up", None)
+        is_all = self._scope.owner is None
         return {
             "agents": listing(service, views, list(service.mine(views))),
-            "bad": [] if service.owner is not None else _bad(service.bad),
-            "warm_up": None if warm_up is None or service.owner is not None else warm_up.report(),
+            "bad": _bad(service.bad) if is_all else [],
+            "warm_up": warm_up.report() if is_all and warm_up is not None else None,
         }
-
-    def _post(self) -> Report:
-        if len(self._parts) != 2:
-            raise self._unknown()
-        name, act = self._noted(self._parts[0]), self._parts[1]
-        service = AgentService(self._generator)
-        if act in ACTS:
-            return ACTS[act](service, name)
-        if act in MOVES:
-            return MOVES[act](service, name, self._new_name())
-        if act == "import":
-            return self._import(service, name)
-        raise self._unknown()
-
-    def _delete(self) -> Report:
-        if len(self._parts) != 1:
-            raise self._unknown()
-        return AgentService(self._generator).delete(self._noted(self._parts[0]))
 
     def _noted(self, name: Any) -> str:
         """The name that an agent is noted under. Raises RefusedError for what cannot be one's."""
-        return noted_name(getattr(self._generator, "owner", None), checked_name(name))
+        return noted_name(self._scope.owner, checked_name(name))
 
     def _new_name(self) -> str:
         length = self._length()
@@ -118,25 +116,20 @@ class AgentsEndpoint:
         except ValueError as error:
             raise RefusedError(400, f'The body is not JSON: {error}. Needed an object such as {{"to": "a name"}}.') from error
         if not isinstance(body, dict) or "to" not in body:
-            raise RefusedError(400, 'Found no "to" in the body; needed an object such as {"to": "a name"}.')
+            raise RefusedError(400, 'The body needs a "to": send an object such as {"to": "a name"}.')
         return self._noted(body["to"])
 
     def _length(self) -> int:
         length = self._handler.headers.get("Content-Length", "")
         if not (length.isascii() and length.isdecimal()):
-            raise RefusedError(411, "Found no Content-Length; needed that of a body.")
+            raise RefusedError(411, "The request needs a body with a Content-Length.")
         return int(length)
-
-    def _unknown(self) -> RefusedError:
-        acts = ", ".join([*ACTS, *MOVES, "import"])
-        return RefusedError(
-            404, f"Found no {self._handler.command} {PATH}/.../{'/'.join(self._parts[1:])}; there are POST {acts} and GET export."
-        )
 
     # -- files ---------------------------------------------------------------------------------------------------------
 
-    def _export(self, service: AgentService, name: str) -> None:
-        with transfer.export(service, self._noted(name)) as path, path.open("rb") as file:
+    def _export(self, name: str) -> None:
+        """Send an agent's prompt-cache file."""
+        with transfer.export(self._service, name) as path, path.open("rb") as file:
             n_bytes, handler = os.fstat(file.fileno()).st_size, self._handler
             handler._set_completion_headers(200)
             # mlx-lm's headers say JSON, and are not sent yet.
@@ -150,46 +143,21 @@ class AgentsEndpoint:
                     raise ConnectionAbortedError("the client takes too long to read its file")
                 handler.wfile.write(piece)
 
-    def _import(self, service: AgentService, name: str) -> Report:
+    def _import(self, name: str) -> Report:
         """Spool the body to a file of at most the pools' size, then import it."""
-        length, most = self._length(), _pool_bytes(self._generator)
-        self._unread = length
+        length = unread = self._length()
+        pools = [served.pool_bytes for served in self._scope.registry.loaded.values()]
+        most = max(pools, default=0) + HEADER_BYTES
         if length > most:
-            raise RefusedError(
-                413, f"Found a file of {length} bytes; needed at most {most}, as the pool has. Raise --pool-bytes."
-            )
-        with service.spool.file(length) as file:
-            self._receive(file)
-            try:
-                return transfer.import_file(service, name, file)
-            except StoreError as error:
-                raise RefusedError(400, str(error).replace(str(file), "the body")) from error
-
-    def _receive(self, file: Path) -> None:
-        with file.open("wb") as out:
-            while self._unread and (data := self._handler.rfile.read(min(self._unread, READ_BYTES))):
-                out.write(data)
-                self._unread -= len(data)
-        if self._unread:
-            raise RefusedError(400, f"The body ended {self._unread} bytes before its Content-Length; needed all of it.")
-
-    # -- answers -------------------------------------------------------------------------------------------------------
-
-    def _answer(self, act: Callable[[], Report | None]) -> None:
-        """Send the report of `act`, or its error as JSON."""
-        try:
-            self._parts = _parts_of(self._handler.path)
-            report = act()
-            if report is not None:
-                self._handler.send_json(200, as_told(self._generator.owner, report))
-        except ConnectionError:
-            raise
-        except RefusedError as error:
-            self._fail(error.status, error)
-        except (OSError, NoRoomError, PoolExhaustedError, RuntimeError) as error:
-            self._fail(503, error)
-        except StoreError as error:
-            self._fail(409, error)
+            raise RefusedError(413, f"The file has {length} bytes, and the pool has room for {most}. Raise --pool-bytes.")
+        with self._scope.spool.file(length) as file:
+            with file.open("wb") as out:
+                while unread and (data := self._handler.rfile.read(min(unread, READ_BYTES))):
+                    out.write(data)
+                    unread -= len(data)
+            if unread:
+                raise RefusedError(400, f"The body ended {unread} bytes before its Content-Length.")
+            return transfer.import_file(self._service, name, file)
 
     def _fail(self, status: int, error: Exception) -> None:
         if self._handler.answered:
@@ -198,9 +166,9 @@ class AgentsEndpoint:
             self._handler.close_connection = True
             return
         text = os.strerror(error.errno) if isinstance(error, OSError) and error.errno else str(error)
-        owner = self._generator.owner
-        told = text if owner is None else text.replace(f"{owner}/", "")
-        self._handler.send_json(status, {"error": without_folders(told)})
+        owner = self._scope.owner
+        shown = text if owner is None else text.replace(f"{owner}/", "")
+        self._handler.send_json(status, {"error": without_folders(shown)})
 
 
 def _bad(found: list[tuple[Path, str]]) -> list[Report]:
@@ -214,9 +182,4 @@ def _parts_of(path: str) -> list[str]:
     try:
         return [unquote(part, errors="strict") for part in rest.split("/")] if rest else []
     except UnicodeDecodeError as error:
-        raise RefusedError(400, "Found a name that is not UTF-8; needed one percent-encoded as UTF-8.") from error
-
-
-def _pool_bytes(generator: Any) -> int:
-    """The most that one file can bring into a pool, with its header."""
-    return max([served.pool_bytes for served in generator.registry.loaded.values()], default=0) + HEADER_BYTES
+        raise RefusedError(400, "The agent's name is not UTF-8. Percent-encode it as UTF-8.") from error

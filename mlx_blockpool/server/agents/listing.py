@@ -6,17 +6,17 @@ On the socket's thread; memory is measured on the generation thread, a few agent
 from __future__ import annotations
 
 import time
-from collections import Counter, deque
+from collections import deque
 from collections.abc import Sequence
 from dataclasses import asdict
-from functools import partial
 
 from ...formatting import Report
-from ...prefix.ref import SharedPaths, own_from
+from ...prefix.ref import own_from
 from ...prefix.trie import Node
 from ...store.agent_records import utc
 from ...store.manifest import shown
-from ...tier.measure import Measure, measure
+from ...tier.cache import TieredPrefixCache
+from ...tier.measure import measure
 from .by_content import is_by_content
 from .service import AgentService, AgentView, Home, shared_with
 
@@ -28,64 +28,56 @@ def listing(service: AgentService, views: dict[str, AgentView], names: Sequence[
     """Figures of the agents `names` among all `views`; sizes in bytes, times in UTC."""
     chosen = [views[name] for name in names]
     running, waiting = service.requests()
-    measured: dict[str, Report] = {}
-    for home in {id(s.home): s.home for s in chosen if s.home is not None}.values():
-        shared = shared_with(home, views)
-        left = deque(view for view in chosen if view.home is home)
-        sizes: dict[Node, tuple[int, int]] = {}
-        while left:
-            measured |= service.do(partial(_measured, service, home, left, shared, sizes))
-    measured |= _on_disk(service, [view for view in chosen if view.home is None])
-    return [_about(s, running, waiting) | measured.get(s.name, {}) for s in chosen]
+    measured = _on_disk(service, {view.agent.namespace for view in chosen if view.home is None})
+    for home in {id(view.home): view.home for view in chosen if view.home is not None}.values():
+        measured |= _in_memory(service, home, views, [view for view in chosen if view.home is home])
+    return [
+        _about(view) | {"running": running[view.name], "waiting": waiting[view.name]} | measured.get(view.name, {})
+        for view in chosen
+    ]
 
 
-def _about(view: AgentView, running: Counter[str], waiting: Counter[str]) -> Report:
+def _about(view: AgentView) -> Report:
+    agent, home = view.agent, view.home
     return {
         "name": view.name,
         "shown": shown(view.name),
         "by": "content" if is_by_content(view.name) else "name",
         "model": view.model,
-        "namespace": view.namespace,
-        "loaded": view.home is not None,
-        "tokens": view.path.tokens,
-        "created": utc(view.noted.created),
-        "used": utc(view.noted.used),
-        "pinned": view.is_pinned,
-        "pinned_in_memory": view.home is not None and view.name in view.home.in_memory,
-        "running": running[view.name],
-        "waiting": waiting[view.name],
+        "namespace": agent.namespace or None,
+        "loaded": home is not None,
+        "tokens": agent.tokens,
+        "created": utc(agent.created),
+        "used": utc(agent.used),
+        "pinned": agent.pinned,
+        "pinned_in_memory": home is not None and home.pinned.get(view.name, False),
     }
 
 
-def _measured(
-    service: AgentService, home: Home, left: deque[AgentView], shared: SharedPaths, sizes: dict[Node, tuple[int, int]]
-) -> dict[str, Report]:
-    """On the generation thread. Takes agents from `left`. Blocks that only a running request shares count as the agent's own."""
-    _, prefix = service.served(home)
-    until = time.monotonic() + STEP_SECONDS
+def _in_memory(service: AgentService, home: Home, views: dict[str, AgentView], chosen: list[AgentView]) -> dict[str, Report]:
+    """Figures of some agents of a loaded model. Blocks that only a running request shares count as the agent's own."""
+    shared, left = shared_with(home, views), deque(chosen)
+    sizes: dict[Node, tuple[int, int]] = {}
     measured: dict[str, Report] = {}
-    while left and (not measured or time.monotonic() < until):
-        view = left.popleft()
-        own = own_from(prefix.index, view.path, shared)
-        measured[view.name] = in_words(measure(prefix, view.path, own, sizes))
+
+    def measure_some(prefix: TieredPrefixCache) -> None:
+        until = time.monotonic() + STEP_SECONDS
+        while left:
+            view = left.popleft()
+            own = own_from(prefix.index, view.path, shared)
+            measured[view.name] = asdict(measure(prefix, view.path, own, sizes))
+            if time.monotonic() > until:
+                return
+
+    while left:
+        service.at(home, lambda _, prefix: measure_some(prefix))
     return measured
 
 
-def in_words(found: Measure) -> Report:
-    """A measure as reports show it: own and shared bytes in memory and on disk."""
-    figures = asdict(found)
-    sizes = {where: {whose: figures.pop(f"{whose}_{key}") for whose in ("own", "shared")} for where, key in _PLACES}
-    return figures | {where: {f"{whose}_bytes": size for whose, size in own.items()} for where, own in sizes.items()}
-
-
-_PLACES = (("memory", "bytes"), ("disk", "disk_bytes"))
-
-
-def _on_disk(service: AgentService, views: list[AgentView]) -> dict[str, Report]:
-    """Of models that are not loaded, from the headers of their records."""
-    if not views or service.records is None:
+def _on_disk(service: AgentService, namespaces: set[str]) -> dict[str, Report]:
+    """Figures of the agents of models that are not loaded, from the headers of their records."""
+    if not namespaces or service.records is None:
         return {}
-    listed: list[Report] = service.records.listing({s.namespace for s in views if s.namespace})["agents"]
     return {
         found["name"]: {
             "tokens_in_memory": 0,
@@ -94,5 +86,5 @@ def _on_disk(service: AgentService, views: list[AgentView]) -> dict[str, Report]
             "memory": {"own_bytes": 0, "shared_bytes": 0},
             "disk": {"own_bytes": found["own"]["bytes"], "shared_bytes": found["shared"]["bytes"]},
         }
-        for found in listed
+        for found in service.records.listing(namespaces)["agents"]
     }

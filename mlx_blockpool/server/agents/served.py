@@ -12,7 +12,7 @@ from collections import OrderedDict
 from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
-from dataclasses import dataclass
+from dataclasses import replace
 from typing import TypeVar
 
 from ...config import StoreConfig
@@ -35,32 +35,24 @@ LOOK_SECONDS = 1.0
 NOTED_AT_ONCE = 64
 
 
-@dataclass(frozen=True)
-class Noted:
-    """The path of an agent's last turn, and when it was first and last noted, in seconds since the epoch."""
-
-    path: PrefixRef
-    created: int
-    used: int
-
-
 class ServedAgents:
     """Agents of the model `model_id`, in memory and, with a `store`, in its folder.
 
-    `noted`: by name, the one used longest ago first. `pinned`: names, and what keeps each path in memory; None: nothing does.
-    `failures` counts turns that could not be noted on disk; the replies themselves are not touched by that.
+    noted:     each with its last turn, by name, the one used longest ago first; the pins of the files are in `pinned`.
+    pinned:    names, and what keeps each path in memory; None: nothing does.
+    failures:  how many turns could not be noted on disk; the replies themselves are not touched by that.
     """
 
     def __init__(self, model_id: str, store: PromptStore | None) -> None:
         self.model_id = model_id
-        self.noted: OrderedDict[str, Noted] = OrderedDict()
+        self.noted: OrderedDict[str, Agent] = OrderedDict()
         self.pinned: dict[str, Pin | None] = {}
         self.failures = 0
         self.files = None if store is None else Agents(store.root)
         self._store = store
         self._config = StoreConfig() if store is None else store.config
         self._prefix: TieredPrefixCache | None = None
-        self._pending: dict[str, PrefixRef] = {}
+        self._pending: dict[str, Agent] = {}
         self._changing = threading.Lock()
         self._writer = ThreadPoolExecutor(1, "agents")
         self._seen: list[Agent] = []
@@ -94,8 +86,8 @@ class ServedAgents:
 
     def note(self, name: str, path: PrefixRef) -> None:
         """Note an agent's turn. Of several turns that wait for the disk only the last is written."""
-        before, now = self.noted.pop(name, None), int(time.time())
-        self.noted[name] = Noted(path, now if before is None else before.created, now)
+        turn, before = self._turn(name, path), self.noted.pop(name, None)
+        self.noted[name] = turn if before is None else replace(turn, created=before.created)
         self._bound_memory()
         if name in self.pinned:
             self._pin_in_memory(name, path)
@@ -103,16 +95,14 @@ class ServedAgents:
             return
         with self._changing:
             is_first = not self._pending
-            self._pending[name] = path
+            self._pending[name] = turn
         if is_first:
             self._writer.submit(self._write_pending)
 
     def path_of(self, name: str) -> PrefixRef | None:
         """The path of an agent's last turn, from memory or else from its file as last read; None: no such agent."""
-        noted = self.noted.get(name)
-        if noted is not None:
-            return noted.path
-        return next((at(agent).path for agent in self._seen if agent.name == name), None)
+        noted = self.noted.get(name) or next((agent for agent in self._seen if agent.name == name), None)
+        return None if noted is None else path_of(noted)
 
     def salt_of_import(self, name: str) -> bytes:
         """The salt of an agent whose path was imported without proof; SHARED for all others."""
@@ -132,18 +122,18 @@ class ServedAgents:
     def pinned_hashes(self) -> set[bytes]:
         """The hashes of all pinned paths, from the files as last read and from the last turns."""
         hashes = {digest for agent in self._seen if agent.pinned for digest in agent.hashes}
-        return hashes | {digest for name in self.pinned if name in self.noted for digest in self.noted[name].path.hashes}
+        return hashes | {digest for name in self.pinned if name in self.noted for digest in self.noted[name].hashes}
 
     def rename(self, old: str, new: str) -> None:
         """The same agent under a name that is free."""
         if old in self.noted:
-            self.noted[new] = self.noted.pop(old)
+            self.noted[new] = replace(self.noted.pop(old), name=new)
         if old in self.pinned:
             self.pinned[new] = self.pinned.pop(old)
 
     def fork(self, new: str, path: PrefixRef) -> None:
-        now = int(time.time())
-        self.noted[new] = Noted(path, now, now)
+        """A second agent that goes on from the end of a path."""
+        self.noted[new] = self._turn(new, path)
 
     def forget(self, name: str) -> None:
         """Forget an agent in memory. Its file and records stay."""
@@ -152,8 +142,11 @@ class ServedAgents:
         with self._changing:
             self._pending.pop(name, None)
 
+    def _turn(self, name: str, path: PrefixRef) -> Agent:
+        return turn_of(name, self.namespace or "", self.model_id, path.hashes, path.tokens, path.salt)
+
     def _pin_in_memory(self, name: str, path: PrefixRef) -> None:
-        """In place of what was pinned for this agent before."""
+        """Pin the path, in place of what was pinned for this agent before."""
         assert self._prefix is not None
         pins = self._prefix.retention.pins
         before, pin = self.pinned.get(name), pin_of(self._prefix.slabs, self._prefix.index.trie.find(path))
@@ -167,11 +160,11 @@ class ServedAgents:
         """Apply the pins that the files have."""
         if self.files is None or self._prefix is None:
             return
-        pinned = {agent.name: at(agent).path for agent in seen if agent.pinned}
+        pinned = {agent.name: agent for agent in seen if agent.pinned}
         for name in self.pinned.keys() - pinned.keys():
             self.unpin(name)
         for name in pinned.keys() - self.pinned.keys():
-            self._pin_in_memory(name, self.noted[name].path if name in self.noted else pinned[name])
+            self._pin_in_memory(name, path_of(self.noted.get(name, pinned[name])))
 
     def _bound_memory(self) -> None:
         limits = ((True, self._config.conversations), (False, self._config.agents))
@@ -189,8 +182,8 @@ class ServedAgents:
 
         Raises LoadError once the model has been unloaded.
         """
-        assert self.files is not None
         files = self.files
+        assert files is not None
 
         def done() -> T:
             try:
@@ -202,7 +195,7 @@ class ServedAgents:
         try:
             future = self._writer.submit(done)
         except RuntimeError as error:
-            raise LoadError(f"{self.model_id} was unloaded meanwhile; needed it loaded. Try again.") from error
+            raise LoadError(f"{self.model_id} was unloaded meanwhile. Try again.") from error
         return future.result()
 
     def settle(self) -> None:
@@ -225,11 +218,9 @@ class ServedAgents:
     def _write_pending(self) -> None:
         """Note every turn that has ended since the last time, in one batch."""
         assert self.files is not None
-        assert self.namespace is not None
         with self._changing:
             pending, self._pending = self._pending, {}
-        turns = [turn_of(n, self.namespace, self.model_id, p.hashes, p.tokens, p.salt) for n, p in pending.items()]
-        has_new = False
+        turns, has_new = list(pending.values()), False
         for start in range(0, len(turns), NOTED_AT_ONCE):
             batch = turns[start : start + NOTED_AT_ONCE]
             agents: list[Agent] = []
@@ -250,14 +241,14 @@ class ServedAgents:
         if self.files is not None:
             try:
                 seen = [agent for agent in self.files.all() if agent.namespace == self.namespace]
-                if seen != self._seen:
-                    self._seen = seen
+                # The same list as long as nothing changes, so that follow() has nothing to apply.
+                self._seen = self._seen if seen == self._seen else seen
             except OSError as error:
                 log.warning("agents: %s", error)
         self._looked, self._is_looking = time.monotonic(), False
 
 
-def bound_notes(files: Agents, config: StoreConfig, noted: dict[str, Noted]) -> None:
+def bound_notes(files: Agents, config: StoreConfig, noted: dict[str, Agent]) -> None:
     """Remove the least recently used agents' files beyond the limits. `noted` has later times of use than the files."""
     try:
         # The generation thread goes on with it meanwhile.
@@ -268,6 +259,6 @@ def bound_notes(files: Agents, config: StoreConfig, noted: dict[str, Noted]) -> 
         log.warning("agents: %s", error)
 
 
-def at(agent: Agent) -> Noted:
-    """An agent as its file has it."""
-    return Noted(PrefixRef(agent.hashes, agent.tokens, agent.salt), agent.created, agent.used)
+def path_of(agent: Agent) -> PrefixRef:
+    """The path of an agent's last turn, by its hashes alone."""
+    return PrefixRef(agent.hashes, agent.tokens, agent.salt)

@@ -10,8 +10,7 @@ import secrets
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass
-from functools import partial
+from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
@@ -19,27 +18,28 @@ import mlx.core as mx
 
 from ...errors import PoolExhaustedError, StoreError
 from ...formatting import Report
-from ...kv.parts import leaves_of, sequence_of
+from ...kv.parts import leaves_of
 from ...prefix.intake import Intake, begin_intake
 from ...prefix.resume import lay_out_to_read, pin_of, resumable
 from ...prefix.retention import RetentionPolicy
-from ...prefix.salts import is_of_import, salt_of_import
+from ...prefix.salts import SHARED, is_of_import, salt_of_import
 from ...prefix.trie import PrefixRef
 from ...store.digests import Digests
 from ...store.identity import check_unchanged
 from ...store.limits import OVER_BUDGET
 from ...store.manifest import shown
+from ...store.prompt_store import PromptStore
 from ...store.signing import KEY_BYTES, export_key, sign
 from ...tier.cache import TieredPrefixCache
 from ...tier.measure import Measure, measure
 from ...tier.opening import weights_in
 from ...tier.restore import RestoreJob
 from ...tier.write_behind import StoredPrefixes
-from ...transfer.cache_file import CacheFile, CacheFileWriter, metadata_of, name_taken, privacy_report
+from ...transfer.cache_file import CacheFile, CacheFileWriter, check_agent, privacy_report
 from ..model import LoadedModel
 from ..models.provider import BlockpoolModelProvider
 from .by_content import is_by_content
-from .listing import in_words
+from .served import path_of
 from .service import AgentService, AgentView, Home, RefusedError, agents_of
 
 # Records are copied into the pool for so long between two decode steps.
@@ -56,7 +56,7 @@ def _measure(service: AgentService, home: Home, path: PrefixRef) -> Measure:
 def _stored(prefix: TieredPrefixCache) -> StoredPrefixes:
     """The store's side of a model's prefixes. Raises RefusedError if there is no store."""
     if prefix.stored is None:
-        raise RefusedError(503, "Found no store for this model; needed one. Start the server without --no-store.")
+        raise RefusedError(503, "This server has no store for the model. Start it without --no-store.")
     return prefix.stored
 
 
@@ -65,74 +65,68 @@ def _stored(prefix: TieredPrefixCache) -> StoredPrefixes:
 
 @dataclass(frozen=True)
 class _Saved:
-    """How far a path is on disk. `left`: records that wait for the writer; `refused`: records that the budget has rejected."""
+    """How far a path is on disk.
 
-    tokens: int
-    resumes: int
-    wanted: int
+    position:  of the last checkpoint that is in memory.
+    left:      records that wait for the writer, or for a rest.
+    written, refused: how many records the store has written so far, and how many its budget has rejected.
+    """
+
+    measure: Measure
+    position: int
     left: int
     written: int
     refused: int
-    problem: str | None
-
-    def is_whole(self, tokens: int) -> bool:
-        return self.tokens == tokens and self.resumes >= self.wanted
 
 
 def save(service: AgentService, name: str) -> Report:
     """Write all of an agent's path to disk, with its partial last block, windows and states. Raises RefusedError."""
     view, home = service.need_home(name)
     path, start = view.path, time.monotonic()
-    before: _Saved | None = None
-    store = service.at(home, lambda _, prefix: _stored(prefix).store)
-    refused = service.at(home, lambda _, prefix: _note(prefix, path))
-    while True:
-        now = service.at(home, lambda _, prefix: _saved(prefix, path))
-        if now.problem is not None:
-            raise RefusedError(503, f"Cannot write: {now.problem}. Needed a disk that works, with room. Try again later.")
-        if now == before:
-            break
-        before = now
+    store, refused = service.at(home, lambda _, prefix: _begin_save(prefix, path))
+    before, now = None, service.at(home, lambda _, prefix: _saved(prefix, path))
+    while now != before:
+        if store.problem is not None:
+            raise RefusedError(503, f"Cannot write: {store.problem}. Needed a disk that works, with room. Try again later.")
         # Waits for the writer's thread, which any thread may do.
         store.flush()
-    found = _measure(service, home, path)
-    if found.tokens_on_disk < path.tokens or (now.refused > refused and not now.is_whole(path.tokens)):
-        raise RefusedError(503, _why_not(found, now, path, store.config.store_bytes, now.refused > refused))
-    return {"agent": view.name, "saved": True, "seconds": _since(start), "tokens": path.tokens} | in_words(found)
+        before, now = now, service.at(home, lambda _, prefix: _saved(prefix, path))
+    found, is_full = now.measure, now.refused > refused
+    is_whole = found.tokens_on_disk == path.tokens
+    if not is_whole or (is_full and found.resumes_from_disk < now.position):
+        raise RefusedError(503, _why_not(now, path, store.config.store_bytes if is_full else None))
+    return {"agent": view.name, "saved": True, "seconds": _since(start), "tokens": path.tokens} | asdict(found)
 
 
-def _note(prefix: TieredPrefixCache, path: PrefixRef) -> int:
-    """Queue what is not on disk yet. Returns how many records the budget has rejected so far."""
+def _begin_save(prefix: TieredPrefixCache, path: PrefixRef) -> tuple[PromptStore, int]:
+    """Queue what is not on disk yet. Returns the store, and how many records its budget has rejected so far."""
     stored, match = _stored(prefix), prefix.index.trie.find(path)
     stored.note_path(match.path, match.tokens)
     for node in match.path:
         for checkpoint in node.checkpoints.values():
             stored.checkpoints.note(node, checkpoint)
-    return stored.store.counts[OVER_BUDGET]
+    return stored.store, stored.store.counts[OVER_BUDGET]
 
 
 def _saved(prefix: TieredPrefixCache, path: PrefixRef) -> _Saved:
     stored = _stored(prefix)
     stored.write_behind(at_once=True)
-    match = prefix.index.trie.find(path)
-    found, report = measure(prefix, path, len(match.path)), stored.report()
-    at = pin_of(prefix.slabs, match.in_memory()).position
-    counts = stored.store.counts
-    left = report["pending"] + report["resting"]
+    position = pin_of(prefix.slabs, prefix.index.trie.find(path).in_memory()).position
+    report, counts = stored.report(), stored.store.counts
     return _Saved(
-        found.tokens_on_disk, found.resumes_from_disk, at, left, counts["written"], counts[OVER_BUDGET], stored.store.problem
+        measure(prefix, path, 0), position, report["pending"] + report["resting"], counts["written"], counts[OVER_BUDGET]
     )
 
 
-def _why_not(found: Measure, saved: _Saved, path: PrefixRef, store_bytes: int, is_full: bool) -> str:
-    there = f"{found.tokens_on_disk} of {path.tokens} tokens on disk and {found.tokens_in_memory} in memory"
-    if is_full:
-        return (
-            f"Found {there}, and no room in the store's {store_bytes} bytes; needed room for all. Raise --store-bytes or unpin."
-        )
+def _why_not(saved: _Saved, path: PrefixRef, full: int | None) -> str:
+    """Why a path is not whole on disk. `full`: the bytes of a store that has no room."""
+    found = saved.measure
+    there = f"{found.tokens_on_disk} of {path.tokens} tokens are on disk and {found.tokens_in_memory} in memory"
+    if full is not None:
+        return f"{there}, and the store's {full} bytes have no room for the rest. Raise --store-bytes or unpin agents."
     if found.tokens_in_memory < path.tokens:
-        return f"Found {there}; needed all in one of them. The agent's next turn computes what is missing."
-    return f"Found {there}, {saved.left} records waiting; needed a store that takes them. Try again later."
+        return f"{there}. The agent's next turn computes the missing ones."
+    return f"{there}, and {saved.left} records still wait for the disk. Try again later."
 
 
 # -- restore -----------------------------------------------------------------------------------------------------------
@@ -148,53 +142,49 @@ def restore(service: AgentService, name: str) -> Report:
     if found.tokens_in_memory < max(before.tokens_on_disk, 1) or found.resumes_from_memory < before.resumes_from_disk:
         raise RefusedError(
             503,
-            f"Found {found.tokens_in_memory} of {view.path.tokens} tokens in memory and {found.tokens_on_disk} on disk; "
-            "needed those on disk to be readable. The agent's next turn computes what is missing.",
+            f"Only {found.tokens_in_memory} of {view.path.tokens} tokens are in memory and {found.tokens_on_disk} on disk: "
+            "some records cannot be read. The agent's next turn computes the missing tokens.",
         )
     brought = {"restored_tokens": found.tokens_in_memory - before.tokens_in_memory, "restored_bytes": n_bytes}
-    return (
-        {"agent": view.name, "restored": True, "seconds": _since(start), "tokens": view.path.tokens} | brought | in_words(found)
-    )
+    report = {"agent": view.name, "restored": True, "seconds": _since(start), "tokens": view.path.tokens}
+    return report | brought | asdict(found)
 
 
 def bring_back(service: AgentService, home: Home, view: AgentView) -> int:
     """Bring records that are only on disk into memory. Returns their bytes."""
-    # Held here for the finally clause; used on the generation thread alone.
-    held: list[tuple[RestoreJob, int]] = []
     try:
-        service.at(home, lambda _, prefix: held.extend(_begin_restore(prefix, view.path)))
-        while held and not service.at(home, lambda served, _: _advance(served, held[0][0])):
-            time.sleep(PAUSE_SECONDS)
-        return held[0][1] if held else 0
+        job, n_bytes = service.at(home, lambda _, prefix: _begin_restore(prefix, view.path))
+        if job is None:
+            return 0
+        try:
+            while not service.at(home, lambda served, _: _advance(served, job)):
+                time.sleep(PAUSE_SECONDS)
+        finally:
+            service.do(lambda: _end_restore(service, home, view, job))
     except PoolExhaustedError as error:
         raise RefusedError(503, f"No room to bring agent {shown(view.name)} back: {error}") from error
-    finally:
-        service.do(lambda: _end_restore(service, home, held, view))
+    return n_bytes
 
 
-def _advance(served: LoadedModel, restore: RestoreJob) -> bool:
-    is_computing = served.engine is not None and bool(served.engine.live)
-    return restore.advance(0.0 if is_computing else RESTORE_SECONDS, RESTORE_SECONDS)
-
-
-def _begin_restore(prefix: TieredPrefixCache, path: PrefixRef) -> list[tuple[RestoreJob, int]]:
-    stored = prefix.stored
-    if stored is None:
-        return []
-    match = prefix.index.trie.find(path)
+def _begin_restore(prefix: TieredPrefixCache, path: PrefixRef) -> tuple[RestoreJob | None, int]:
+    """The job that brings back what is missing in memory, and its bytes; None: there is nothing to do."""
+    stored, match = prefix.stored, prefix.index.trie.find(path)
     have = resumable(prefix.slabs, match.in_memory(), match.tokens)[0]
-    wanted = stored.plan_restore(match, match.tokens, have)
-    if wanted is None:
-        return []
-    return [(stored.restore(wanted), stored.size_of(wanted))]
+    plan = None if stored is None else stored.plan_restore(match, match.tokens, have)
+    return (None, 0) if stored is None or plan is None else (stored.restore(plan), stored.size_of(plan))
 
 
-def _end_restore(service: AgentService, home: Home, held: list[tuple[RestoreJob, int]], view: AgentView) -> None:
-    while held:
-        held.pop()[0].release()
-        served, _ = service.served(home)
-        if view.name in agents_of(served).pinned:
-            agents_of(served).pin(view.name, agents_of(served).noted.get(view.name, view.noted).path)
+def _advance(served: LoadedModel, job: RestoreJob) -> bool:
+    is_computing = served.engine is not None and bool(served.engine.live)
+    return job.advance(0.0 if is_computing else RESTORE_SECONDS, RESTORE_SECONDS)
+
+
+def _end_restore(service: AgentService, home: Home, view: AgentView, job: RestoreJob) -> None:
+    """Release the blocks, which a pinned agent keeps in memory from now on."""
+    job.release()
+    agents = agents_of(service.served(home)[0])
+    if view.name in agents.pinned:
+        agents.pin(view.name, path_of(agents.noted.get(view.name, view.agent)))
 
 
 # -- export ------------------------------------------------------------------------------------------------------------
@@ -202,62 +192,40 @@ def _end_restore(service: AgentService, home: Home, held: list[tuple[RestoreJob,
 
 @contextmanager
 def export(service: AgentService, name: str) -> Iterator[Path]:
-    """A prompt-cache file of mlx-lm with as much of an agent's path as can be resumed. It is removed when the block ends.
-
-    Raises RefusedError, StoreError and OSError.
-    """
+    """A prompt-cache file of mlx-lm with an agent's longest prefix that can be resumed; it is gone behind the block."""
     view, home = service.need_home(name)
     bring_back(service, home, view)
-    provider = service.at(home, lambda served, _: served.provider)
-    weights = _weights(service, provider)
-    held: list[tuple[CacheFileWriter, list[Any]]] = []
+    weights = _weights(service, service.at(home, lambda served, _: served.provider))
+    writer = service.at(home, lambda served, prefix: _begin_export(served, prefix, view, weights))
     try:
-        service.at(home, lambda served, prefix: held.append(_begin_export(served, prefix, view, weights)))
-        with service.spool.file(held[0][0].nbytes) as file:
+        with service.scope.spool.file(writer.nbytes) as file:
             with file.open("wb") as out:
-                for piece in _pieces(service, home, held):
+                pieces = iter(writer)
+                while (piece := service.at(home, lambda *_: next(pieces, None))) is not None:
                     out.write(piece)
-            service.do(lambda: _end_export(held))
-            if not is_of_import(view.path.salt):
+            service.do(writer.close)
+            if not is_of_import(view.agent.salt):
                 sign(file, _key(service))
             yield file
     finally:
-        service.do(lambda: _end_export(held))
+        service.do(writer.close)
 
 
 def _key(service: AgentService) -> bytes:
     return _OWN_KEY if service.root is None else export_key(service.root)
 
 
-def _begin_export(
-    served: LoadedModel, prefix: TieredPrefixCache, view: AgentView, weights: str
-) -> tuple[CacheFileWriter, list[Any]]:
+def _begin_export(served: LoadedModel, prefix: TieredPrefixCache, view: AgentView, weights: str) -> CacheFileWriter:
     match = prefix.index.trie.find(view.path).in_memory()
     hit, checkpoint = resumable(prefix.slabs, match, match.tokens)
     if not hit:
-        raise RefusedError(409, f"Found nothing of agent {shown(view.name)} in memory or on disk; needed some of its path.")
+        raise RefusedError(409, f"Nothing of agent {shown(view.name)} is in memory or on disk. Its next turn computes it anew.")
     caches = lay_out_to_read(prefix.slabs, match, hit, checkpoint)
-    bits = None if prefix.stored is None else prefix.stored.bits
-    metadata = metadata_of(served.provider.public_name, weights, bits, match.token_ids()[:hit])
-    return CacheFileWriter(caches, metadata), caches
+    return CacheFileWriter(caches, served.provider.public_name, weights, _bits(prefix), match.token_ids()[:hit])
 
 
-def _pieces(service: AgentService, home: Home, held: list[tuple[CacheFileWriter, list[Any]]]) -> Iterator[bytes]:
-    yield held[0][0].head
-    for index in range(held[0][0].count):
-        yield service.do(partial(_piece, service, home, held, index))
-
-
-def _piece(service: AgentService, home: Home, held: list[tuple[CacheFileWriter, list[Any]]], index: int) -> bytes:
-    service.served(home)
-    return held[0][0].piece(index)
-
-
-def _end_export(held: list[tuple[CacheFileWriter, list[Any]]]) -> None:
-    while held:
-        sequence = sequence_of(held.pop()[1])
-        if sequence is not None:
-            sequence.release()
+def _bits(prefix: TieredPrefixCache) -> int | None:
+    return None if prefix.stored is None else prefix.stored.bits
 
 
 def _weights(service: AgentService, provider: BlockpoolModelProvider) -> str:
@@ -277,39 +245,34 @@ def _weights(service: AgentService, provider: BlockpoolModelProvider) -> str:
 def import_file(service: AgentService, name: str, path: Path) -> Report:
     """Make an agent of a prompt-cache file of mlx-lm, in the memory of the loaded model whose caches the file holds.
 
-    All agents share a prefix that this store has signed; any other is this agent's alone. Raises RefusedError, and StoreError for
-    a file of another format.
+    All agents share a prefix that this store has signed; any other is this agent's alone. Raises RefusedError and StoreError.
     """
     start = time.monotonic()
     service.do(lambda: service.refuse_if_busy(name))
-    found = CacheFile.read(path)
+    try:
+        found = CacheFile.read(path)
+    except StoreError as error:
+        raise RefusedError(400, str(error).replace(str(path), "the body")) from error
     home, names_weights = _home_of(service, found)
     private = found.is_private(names_weights, _key(service))
     if private:
-        _check_free(service, name)
-    salt = salt_of_import() if private else service.salt
-    held: list[Intake] = []
+        before = service.look().get(name)
+        # A name that chats get by their content is nobody's to give.
+        check_agent(name, SHARED if is_by_content(name) else None if before is None else before.agent.salt)
+    salt = salt_of_import() if private else service.scope.salt
+    intake = service.at(home, lambda _, prefix: _begin_import(prefix, found.caches))
     try:
-        service.at(home, lambda _, prefix: held.append(_begin_import(prefix, found.caches)))
         leaves = leaves_of(found.caches)[::-1]
         found.caches.clear()
         while leaves:
             # Read from the file here: what is evaluated may cross threads.
             mx.eval(leaves.pop().state)
-            service.at(home, lambda *_: held[0].advance())
-        noted = service.at(home, lambda served, prefix: _end_import(served, prefix, found.tokens, held[0], name, salt))
+            service.at(home, lambda *_: intake.advance())
+        noted = service.at(home, lambda served, prefix: _end_import(served, prefix, found.tokens, intake, name, salt))
     finally:
-        service.do(lambda: _give_back(held))
-    measured = service.at(home, lambda _, prefix: measure(prefix, noted, 0))
+        service.do(intake.sequence.release)
     report = {"agent": name, "imported": True, "seconds": _since(start), "tokens": noted.tokens}
-    return report | privacy_report(private) | in_words(measured)
-
-
-def _check_free(service: AgentService, name: str) -> None:
-    """Raise RefusedError if unproven keys and values would replace a path that was computed here."""
-    before = service.look().get(name)
-    if is_by_content(name) or (before is not None and not is_of_import(before.path.salt)):
-        raise RefusedError(409, name_taken(name))
+    return report | privacy_report(private) | asdict(_measure(service, home, noted))
 
 
 def _home_of(service: AgentService, file: CacheFile) -> tuple[Home, bool]:
@@ -317,9 +280,10 @@ def _home_of(service: AgentService, file: CacheFile) -> tuple[Home, bool]:
     homes = service.homes()
     refusals = []
     for home in homes:
-        provider, spec, bits = service.at(home, lambda served, prefix: (served.provider, prefix.slabs.spec, _bits(prefix)))
+        provider, vocab_size = service.at(home, lambda served, _: (served.provider, served.vocab_size))
+        spec, bits = service.at(home, lambda _, prefix: (prefix.slabs.spec, _bits(prefix)))
         try:
-            file.check(spec, service.at(home, lambda served, _: served.vocab_size))
+            file.check(spec, vocab_size)
             names_weights = file.names_weights(provider.name, _weights(service, provider), bits)
             if not names_weights:
                 mx.eval([leaf.state for leaf in leaves_of(file.caches)])
@@ -328,21 +292,14 @@ def _home_of(service: AgentService, file: CacheFile) -> tuple[Home, bool]:
         except StoreError as error:
             refusals.append(str(error))
     raise RefusedError(
-        409 if homes else 503, " ".join(refusals) or "Found no loaded model with a pool; needed the file's. Load it."
+        409 if homes else 503, " ".join(refusals) or "No model with a pool is loaded. Load the file's model first."
     )
-
-
-def _bits(prefix: TieredPrefixCache) -> int | None:
-    return None if prefix.stored is None else prefix.stored.bits
 
 
 def _begin_import(prefix: TieredPrefixCache, caches: list[Any]) -> Intake:
     intake = begin_intake(prefix.slabs, prefix.admission, caches)
     if intake is None:
-        pool = prefix.pool
-        raise RefusedError(
-            503, f"Found no room for the file in the pool's {pool.pool_bytes} bytes; needed some. Try again later."
-        )
+        raise RefusedError(503, f"The pool's {prefix.pool.pool_bytes} bytes have no room for the file now. Try again later.")
     return intake
 
 
@@ -350,21 +307,16 @@ def _end_import(
     served: LoadedModel, prefix: TieredPrefixCache, tokens: list[int], intake: Intake, name: str, salt: bytes
 ) -> PrefixRef:
     before = agents_of(served).path_of(name)
-    if is_of_import(salt) and before is not None and not is_of_import(before.salt):
-        # It has had a turn since _check_free().
-        raise RefusedError(409, name_taken(name))
+    if is_of_import(salt) and before is not None:
+        # It may have had a turn since import_file() has looked.
+        check_agent(name, before.salt)
     prefix.release(tokens, intake.pooled, terms=RetentionPolicy(salt=salt))
     path = prefix.index.trie.match(tokens, salt).detached()
     hit = resumable(prefix.slabs, prefix.index.trie.find(path).in_memory(), path.tokens)[0]
     if hit < len(tokens):
-        raise RefusedError(503, f"Found room for {hit} of {len(tokens)} tokens; needed all. Raise --pool-bytes or unpin agents.")
+        raise RefusedError(503, f"The pool has room for {hit} of the file's {len(tokens)} tokens. Raise --pool-bytes or unpin.")
     agents_of(served).note(name, path)
     return path
-
-
-def _give_back(held: list[Intake]) -> None:
-    while held:
-        held.pop().sequence.release()
 
 
 def _since(start: float) -> float:

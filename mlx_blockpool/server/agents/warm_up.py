@@ -1,6 +1,6 @@
 """Prompts that are computed when a server starts, so that the first real request finds them: what --warm-up names.
 
-Reads a file before the server listens; then asks for one prompt after the other, on a thread of its own, by the ordinary door.
+Reads a file before the server listens. Then a thread of its own sends one prompt after the other, as a socket's thread would.
 """
 
 from __future__ import annotations
@@ -9,61 +9,59 @@ import json
 import logging
 import threading
 import time
-from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
+from pydantic import Field, model_validator
+
 from ...errors import BlockpoolError
 from ..arguments import generation_arguments
+from ..fields import InvalidRequestError
 from ..request import PromptRequest
 from ..scope import RequestScope
+from ..validation import Body, Text, dotted, validated
 from . import by_content
 from .service import AgentService, RefusedError, checked_name
 
 log = logging.getLogger(__name__)
 
-KINDS = {
-    "messages": list,
-    "tools": list,
-    "prompt": str,
-    "model": str,
-    "agent": str,
-    "pin": bool,
-    "chat_template_kwargs": dict,
-    "role_mapping": dict,
-}
-# Failures that are told one by one.
+# Failures that the report names.
 SHOWN = 20
 
 
-@dataclass(frozen=True)
-class Prompt:
-    """One thing to compute: `place` says where in the file it stands. Without messages it is the text `prompt`."""
+class Prompt(Body):
+    """A chat to compute or, without messages, the text `prompt`."""
 
-    place: str
-    messages: list[dict[str, Any]] = field(default_factory=list)
+    messages: list[dict[str, Any]] = Field(default_factory=list)
     tools: list[Any] | None = None
-    prompt: str = ""
-    model: str = "default_model"
-    agent: str | None = None
+    prompt: Text = ""
+    model: Text = "default_model"
+    agent: Text | None = None
     pin: bool = False
     chat_template_kwargs: dict[str, Any] | None = None
     role_mapping: dict[str, Any] | None = None
 
+    @model_validator(mode="after")
+    def _check(self) -> Prompt:
+        if bool(self.messages) == bool(self.prompt) or {"messages", "prompt"} <= self.model_fields_set:
+            raise ValueError('needed "messages" or "prompt", one of them and not empty')
+        if not all(isinstance(message.get("role"), str) for message in self.messages):
+            raise ValueError("found a message without a role")
+        return self
 
-# -- the file ----------------------------------------------------------------------------------------------------------
 
-
-def read_prompts(file: Path) -> list[Prompt]:
-    """The prompts of a file: a JSON list, or one JSON value on each line. Raises BlockpoolError with the place of a bad one."""
+def read_prompts(file: Path) -> dict[str, Prompt]:
+    """The prompts of a file, a JSON list or one JSON value on each line, by their places. Raises BlockpoolError for a bad one."""
     try:
         text = file.read_text(encoding="utf-8")
     except (OSError, ValueError) as error:
         raise BlockpoolError(f"--warm-up: cannot read {file}: {error}. Needed a text file.") from error
     if text.lstrip().startswith("["):
-        return [_prompt(item, f"{file}, item {number}") for number, item in enumerate(_json(text, str(file)), 1)]
-    lines = [(f"{file}, line {number}", line) for number, line in enumerate(text.splitlines(), 1) if line.strip()]
-    return [_prompt(_json(line, place), place) for place, line in lines]
+        items = {f"{file}, item {number}": item for number, item in enumerate(_json(text, str(file)), 1)}
+    else:
+        lines = {f"{file}, line {number}": line for number, line in enumerate(text.splitlines(), 1) if line.strip()}
+        items = {place: _json(line, place) for place, line in lines.items()}
+    return {place: _prompt(item, place) for place, item in items.items()}
 
 
 def _json(text: str, place: str) -> Any:
@@ -74,35 +72,19 @@ def _json(text: str, place: str) -> Any:
 
 
 def _prompt(item: Any, place: str) -> Prompt:
-    if isinstance(item, str):
-        item = {"prompt": item}
-    if not isinstance(item, dict) or ("messages" in item) == ("prompt" in item):
-        found = sorted(item) if isinstance(item, dict) else type(item).__name__
-        raise BlockpoolError(f'--warm-up {place}: found {found}; needed an object with "messages" or with "prompt", or a text.')
-    for name, kind in KINDS.items():
-        if item.get(name) is not None and not isinstance(item[name], kind):
-            raise BlockpoolError(f"--warm-up {place}: found {name} {str(item[name])[:40]!r}; needed a {kind.__name__}.")
-    messages = item.get("messages") or []
-    bad = [m for m in messages if not isinstance(m, dict) or not isinstance(m.get("role"), str)]
-    if bad or not (messages or item.get("prompt")):
-        raise BlockpoolError(
-            f"--warm-up {place}: found {'a message without a role' if bad else 'nothing to compute'}; needed text."
-        )
     try:
-        if item.get("agent") is not None:
-            checked_name(item["agent"])
-    except RefusedError as error:
-        raise BlockpoolError(f"--warm-up {place}, agent: {error}") from error
-    return Prompt(place, **{name: item[name] for name in KINDS if item.get(name) is not None})
-
-
-# -- the thread --------------------------------------------------------------------------------------------------------
+        prompt = validated(Prompt, {"prompt": item} if isinstance(item, str) else item, dotted)
+        if prompt.agent is not None:
+            checked_name(prompt.agent)
+    except (InvalidRequestError, RefusedError) as error:
+        raise BlockpoolError(f"--warm-up {place}: {error}") from error
+    return prompt
 
 
 class WarmUp:
-    """Computes `prompts` with a server's generator. report() may be called from any thread."""
+    """Computes `prompts`, by their places, with a server's generator. report() may be called from any thread."""
 
-    def __init__(self, generator: Any, prompts: list[Prompt]) -> None:
+    def __init__(self, generator: Any, prompts: dict[str, Prompt]) -> None:
         self._generator = generator
         self._prompts = prompts
         self._done = self._tokens = self._cached = 0
@@ -110,11 +92,7 @@ class WarmUp:
         self._began = time.monotonic()
         self._seconds: float | None = None
         # Nobody waits for it: a server stops in the middle.
-        self._thread = threading.Thread(target=self._run, name="warm-up", daemon=True)
-
-    def start(self) -> None:
-        """The first prompt waits for the model like any other request."""
-        self._thread.start()
+        threading.Thread(target=self._run, name="warm-up", daemon=True).start()
 
     def report(self) -> dict[str, Any]:
         """How far it is: prompts, tokens of them, and how many of these were known already, in memory or on disk."""
@@ -130,13 +108,13 @@ class WarmUp:
         }
 
     def _run(self) -> None:
-        for number, prompt in enumerate(self._prompts, 1):
+        for number, (place, prompt) in enumerate(self._prompts.items(), 1):
             try:
-                tokens, cached = self._compute(prompt)
+                tokens, cached = self._compute(place, prompt)
             except Exception as error:
                 # The top of a prompt: whatever is wrong with it, the others go on.
-                self._failures = [*self._failures, f"{prompt.place}: {error}"]
-                log.warning("warm-up %d of %d failed: %s: %s", number, len(self._prompts), prompt.place, error)
+                self._failures = [*self._failures, f"{place}: {error}"]
+                log.warning("warm-up %d of %d failed: %s: %s", number, len(self._prompts), place, error)
                 if not self._generator.generation_available():
                     break
                 continue
@@ -144,14 +122,14 @@ class WarmUp:
             log.info("warm-up %d of %d: %d tokens, %d of them known", number, len(self._prompts), tokens, cached)
         self._seconds = time.monotonic() - self._began
 
-    def _compute(self, prompt: Prompt) -> tuple[int, int]:
-        """Tokens of the prompt, and how many of them were known. Raises whatever a request's client would be told."""
+    def _compute(self, place: str, prompt: Prompt) -> tuple[int, int]:
+        """Tokens of the prompt, and how many of them were known. Raises what RequestScope.generate() raises."""
         scope = RequestScope(self._generator)
         scope.options.agent = prompt.agent
         scope.normalisers = scope.known_normalisers.default
-        chat = bool(prompt.messages)
-        request = PromptRequest("chat" if chat else "text", prompt.prompt, prompt.messages, prompt.tools, prompt.role_mapping)
-        if prompt.agent is None and not chat:
+        kind = "chat" if prompt.messages else "text"
+        request = PromptRequest(kind, prompt.prompt, prompt.messages, prompt.tools, prompt.role_mapping)
+        if prompt.agent is None and not prompt.messages:
             text = [{"role": "user", "content": prompt.prompt}]
             scope.options.conversation = by_content.name_of([prompt.model], text, scope.known_normalisers)
         options = self._generator.cli_args
@@ -160,17 +138,6 @@ class WarmUp:
         for _ in responses:
             pass
         name = scope.options.agent or scope.options.conversation
-        if prompt.pin and name is not None:
-            report = AgentService(self._generator).pin(name)
-            if not report["pinned_in_memory"]:
-                log.warning("warm-up: %s: no more can be pinned in memory", prompt.place)
+        if prompt.pin and name is not None and not AgentService(scope).pin(name)["pinned_in_memory"]:
+            log.warning("warm-up: %s: no more can be pinned in memory", place)
         return len(context.prompt), context.prompt_cache_count
-
-
-def begin_warm_up(generator: Any, prompts: list[Prompt]) -> WarmUp | None:
-    """None where there is nothing to compute."""
-    if not prompts:
-        return None
-    warm_up = WarmUp(generator, prompts)
-    warm_up.start()
-    return warm_up

@@ -26,7 +26,7 @@ class Admin:
         self._generator = generator
 
     def figures(self) -> dict[str, Any]:
-        return listing.figures(self._generator.registry, self._generator._waiting)
+        return listing.figures(self._generator.registry, self._generator.waiting)
 
     def models(self, path: str, created: int) -> dict[str, Any]:
         """The list of /v1/models, or one of it for /v1/models/ID. Raises ModelNotFoundError for one that is not there."""
