@@ -9,14 +9,14 @@ from ..formatting import Report, count, human_bytes, table
 from ..prefix.trie import naming
 from ..store.agent_records import AgentRecords, fields, sizes
 from ..store.manifest import shown
-from .store import SHOWN, Actions, Outcome, add_action, confirm, folder_at, records_text
+from .store import SHOWN, Actions, add_action, confirm, folder_at, records_text
 
 # -- options -----------------------------------------------------------------------------------------------------------
 
 
 def add_options(actions: Actions) -> None:
     """Add `agents` and `agent` to the actions of `store`."""
-    add_action(actions, "agents", _listing, "what is stored for each agent")
+    add_action(actions, "agents", "what is stored for each agent", _listing, describe_listing)
     agent = actions.add_parser("agent", help="pin, rename, fork or delete one agent")
     changes = agent.add_subparsers(dest="change", required=True, metavar="CHANGE")
     for name, text in (
@@ -26,7 +26,8 @@ def add_options(actions: Actions) -> None:
         ("fork", "let a second agent go on from where it is"),
         ("delete", "remove it with the records that only it stands on; status 1 if they are still there or others are bad"),
     ):
-        change = add_action(changes, name, _delete if name == "delete" else _change, text)
+        run, describe = (_delete, describe_delete) if name == "delete" else (_change, describe_change)
+        change = add_action(changes, name, text, run, describe)
         change.add_argument("name", metavar="NAME", help="the agent, as `store agents` shows it")
         if name in ("rename", "fork"):
             change.add_argument("new", metavar="NEW", help="a name that is free")
@@ -34,28 +35,23 @@ def add_options(actions: Actions) -> None:
             change.add_argument("--yes", action="store_true", help="do not ask")
 
 
-def _listing(args: argparse.Namespace) -> Outcome:
-    return AgentRecords(folder_at(args.store_dir), naming).listing(), describe_listing, 0
-
-
-def _change(args: argparse.Namespace) -> Outcome:
-    new = [args.new] if "new" in args else []
-    return change(folder_at(args.store_dir), args.change, args.name, *new), describe_change, 0
-
-
-def _delete(args: argparse.Namespace) -> Outcome:
-    report = delete(folder_at(args.store_dir), args.name, args.yes)
-    return report, describe_delete, int(not report["clean"])
-
-
 # -- actions -----------------------------------------------------------------------------------------------------------
 
 
-def change(root: Path, act: str, name: str, *new: str) -> Report:
+def _listing(args: argparse.Namespace) -> Report:
+    return AgentRecords(folder_at(args.store_dir), naming).listing()
+
+
+def _change(args: argparse.Namespace) -> Report:
     """Pin, unpin, rename or fork an agent. Raises StoreError."""
-    records = AgentRecords(root, naming)
-    old = records.resolve(name)
-    return {"folder": str(root), "act": act, "of": shown(old), "agent": fields(records.change(act, old, *new))}
+    records = AgentRecords(folder_at(args.store_dir), naming)
+    old = records.resolve(args.name)
+    agent = records.change(args.change, old, *([args.new] if "new" in args else []))
+    return {"folder": str(records.root), "act": args.change, "of": shown(old), "agent": fields(agent)}
+
+
+def _delete(args: argparse.Namespace) -> Report:
+    return delete(folder_at(args.store_dir), args.name, args.yes)
 
 
 def delete(root: Path, name: str, yes: bool = False) -> Report:

@@ -25,8 +25,7 @@ from typing import Literal
 
 from ..errors import PatchError
 
-State = Literal["stock", "patched", "changed", "unsupported"]
-FileState = Literal["stock", "patched", "changed", "missing"]
+State = Literal["stock", "patched", "changed", "missing", "unsupported"]
 
 _FOLDER_PREFIX = "mlx-lm-"
 _HUNK_HEADER = re.compile(rb"@@ -(\d+)(?:,\d+)? \+(\d+)(?:,\d+)? @@")
@@ -48,33 +47,40 @@ class PatchStatus:
     version: str
     folder: Path
     state: State
-    files: Mapping[str, FileState]
-
-
-@dataclass(frozen=True)
-class _Hunk:
-    """Lines to find at `old_start` and lines to put there; the starts count from 0."""
-
-    old_start: int
-    old: tuple[bytes, ...]
-    new_start: int
-    new: tuple[bytes, ...]
-
-    def reversed(self) -> _Hunk:
-        return _Hunk(self.new_start, self.new, self.old_start, self.old)
+    files: Mapping[str, State]
 
 
 @dataclass(frozen=True)
 class _FilePatch:
-    """One file's way from the sha256 `before` to the sha256 `after`."""
+    """One file's way from the sha256 `before` to the sha256 `after`; `removed` and `added` mark the lines of its diff."""
 
     name: str
     before: str
     after: str
-    hunks: tuple[_Hunk, ...]
+    diff: bytes
+    removed: bytes = b"-"
+    added: bytes = b"+"
 
     def reversed(self) -> _FilePatch:
-        return _FilePatch(self.name, self.after, self.before, tuple(hunk.reversed() for hunk in self.hunks))
+        return _FilePatch(self.name, self.after, self.before, self.diff, self.added, self.removed)
+
+    def apply(self, source: bytes) -> bytes:
+        """The source with every hunk applied where its header says, without fuzz. Raises PatchError if a line differs.
+
+        The diff is a unified one of one file whose two sides end with a newline.
+        """
+        lines, result, done = list(io.BytesIO(source)), list[bytes](), 0
+        for header, hunk in _hunks(self.diff):
+            old = [line[1:] for line in hunk if line[:1] in (b" ", self.removed)]
+            # A side without lines is numbered by the line before it.
+            start = int(header[1] if self.removed == b"-" else header[2]) - bool(old)
+            if lines[start : start + len(old)] != old:
+                raise PatchError(
+                    f"{self.name} has other text than the patch expects at line {start + 1}. Reinstall mlx-blockpool."
+                )
+            result += lines[done:start] + [line[1:] for line in hunk if line[:1] in (b" ", self.added)]
+            done = start + len(old)
+        return b"".join(result + lines[done:])
 
 
 def status(mlx_lm_dir: str | Path | None = None) -> PatchStatus:
@@ -85,7 +91,8 @@ def status(mlx_lm_dir: str | Path | None = None) -> PatchStatus:
     if patches is None:
         return PatchStatus(version, folder, "unsupported", {})
     files = {patch.name: _file_state(folder / patch.name, patch) for patch in patches}
-    return PatchStatus(version, folder, _joint_state(files), files)
+    is_one_state = set(files.values()) in ({"stock"}, {"patched"})
+    return PatchStatus(version, folder, files[patches[0].name] if is_one_state else "changed", files)
 
 
 def apply(mlx_lm_dir: str | Path | None = None) -> PatchStatus:
@@ -156,7 +163,7 @@ def _load_patches(version: str) -> list[_FilePatch] | None:
     manifest = json.loads((folder / "manifest.json").read_text("utf-8"))
     assert manifest["mlx_lm"] == version, f"manifest {manifest['mlx_lm']} != folder {version}"
     return [
-        _FilePatch(name, item["before"], item["after"], _parse_hunks((folder / item["patch"]).read_bytes()))
+        _FilePatch(name, item["before"], item["after"], (folder / item["patch"]).read_bytes())
         for name, item in manifest["files"].items()
     ]
 
@@ -168,53 +175,26 @@ def _patches_for(found: PatchStatus) -> list[_FilePatch]:
     return patches
 
 
-def _parse_hunks(diff: bytes) -> tuple[_Hunk, ...]:
-    """The hunks of a unified diff of one file whose two sides end with a newline."""
-    # Split at b"\n" alone, so that any other line ending counts as text and survives.
+def _hunks(diff: bytes) -> list[tuple[re.Match[bytes], list[bytes]]]:
+    """The headers of a unified diff, each with its lines: split at b"\\n" alone, so that other line endings survive as text."""
     parts: list[tuple[re.Match[bytes], list[bytes]]] = []
     for line in io.BytesIO(diff):
         if header := _HUNK_HEADER.match(line):
             parts.append((header, []))
         elif parts:
             parts[-1][1].append(line)
-    return tuple(_make_hunk(header, lines) for header, lines in parts)
-
-
-def _make_hunk(header: re.Match[bytes], lines: Sequence[bytes]) -> _Hunk:
-    old = tuple(line[1:] for line in lines if line[:1] in b" -")
-    new = tuple(line[1:] for line in lines if line[:1] in b" +")
-    # A side without lines is numbered by the line before it.
-    return _Hunk(int(header[1]) - bool(old), old, int(header[2]) - bool(new), new)
-
-
-def _apply_hunks(source: bytes, hunks: Sequence[_Hunk]) -> bytes:
-    """The source with every hunk applied where its header says, without fuzz. Raises PatchError if a line differs."""
-    lines = list(io.BytesIO(source))
-    # From the last to the first, so that the line numbers of those still to come stay true.
-    for hunk in reversed(hunks):
-        end = hunk.old_start + len(hunk.old)
-        if tuple(lines[hunk.old_start : end]) != hunk.old:
-            line = hunk.old_start + 1
-            raise PatchError(f"Found other text than the patch expects at line {line}. Reinstall mlx-blockpool.")
-        lines[hunk.old_start : end] = hunk.new
-    return b"".join(lines)
+    return parts
 
 
 def _sha256(data: bytes) -> str:
     return hashlib.sha256(data).hexdigest()
 
 
-def _file_state(path: Path, patch: _FilePatch) -> FileState:
+def _file_state(path: Path, patch: _FilePatch) -> State:
     if not path.is_file():
         return "missing"
-    known: dict[str, FileState] = {patch.before: "stock", patch.after: "patched"}
+    known: dict[str, State] = {patch.before: "stock", patch.after: "patched"}
     return known.get(_sha256(path.read_bytes()), "changed")
-
-
-def _joint_state(files: Mapping[str, FileState]) -> State:
-    if all(state == "stock" for state in files.values()):
-        return "stock"
-    return "patched" if all(state == "patched" for state in files.values()) else "changed"
 
 
 def _rewrite(found: PatchStatus, patches: Sequence[_FilePatch]) -> None:
@@ -242,7 +222,7 @@ def _patched(found: PatchStatus, patch: _FilePatch) -> bytes | None:
         raise PatchError(
             f"Found {path} with sha256 {digest}; needed {patch.before} (mlx-lm {found.version}). {_reinstall(found.version)}"
         )
-    result = _apply_hunks(source, patch.hunks)
+    result = patch.apply(source)
     if _sha256(result) != patch.after:
         raise PatchError(f"The patch gave {path} sha256 {_sha256(result)}; needed {patch.after}. Reinstall mlx-blockpool.")
     return result

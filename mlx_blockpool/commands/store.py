@@ -25,8 +25,6 @@ from ..store.scan import File, Listing
 
 # Paths that a report for people names one by one.
 SHOWN = 20
-# A report, the function that words it, and the exit status.
-Outcome = tuple[Report, Callable[[Report], str], int]
 Actions = Any  # argparse._SubParsersAction
 
 # -- options -----------------------------------------------------------------------------------------------------------
@@ -35,47 +33,51 @@ Actions = Any  # argparse._SubParsersAction
 def add_options(parser: argparse.ArgumentParser) -> Actions:
     """Add the actions of this file. Returns the group, to which agents.py and transfer.py add theirs."""
     actions = parser.add_subparsers(dest="action", required=True, metavar="ACTION")
-    add_action(actions, "path", _path, "print the folder of the store")
-    add_action(actions, "stats", _stats, "what is stored for each model")
+    add_action(actions, "path", "print the folder of the store", _path, lambda report: str(report["folder"]))
+    add_action(actions, "stats", "what is stored for each model", lambda args: stats(folder_at(args.store_dir)), describe_stats)
     fix = "bad records to quarantine; leftovers, and records that nothing leads to, removed"
     for name, what in (("check", "the name, length and header of every record"), ("scrub", "every record to its last byte")):
-        action = add_action(actions, name, _check, f"check {what}; status 1 if something is wrong")
+        action = add_action(actions, name, f"check {what}; status 1 if something is wrong", _check, describe_check)
         action.add_argument("--fix", action="store_true", help=fix)
-    clearing = add_action(actions, "clear", _clear, "remove records")
+    clearing = add_action(actions, "clear", "remove records", _clear, describe_clear)
     clearing.add_argument("--model", metavar="ID", help="only those of this model, by its id or namespace (default: all)")
     clearing.add_argument("--yes", action="store_true", help="do not ask")
     return actions
 
 
-def add_action(actions: Actions, name: str, run: Callable[[argparse.Namespace], Outcome], text: str) -> argparse.ArgumentParser:
-    """Add one action with --store-dir and --json; the result takes further options."""
+def add_action(
+    actions: Actions,
+    name: str,
+    text: str,
+    run: Callable[[argparse.Namespace], Report],
+    describe: Callable[[Report], str],
+) -> argparse.ArgumentParser:
+    """Add one action with --store-dir and --json; the result takes further options.
+
+    `describe`: words the report of `run`. The exit status is 1 for a report that says it is not `clean`.
+    """
+
+    def printed(args: argparse.Namespace) -> tuple[str, int]:
+        report = run(args)
+        return json.dumps(report, indent=2) if args.json else describe(report), int(not report.get("clean", True))
+
     action: argparse.ArgumentParser = actions.add_parser(name, help=text, description=f"{text[0].upper()}{text[1:]}.")
     action.add_argument("--store-dir", type=Path, metavar="DIR", help="where the store is (default: the user's cache folder)")
     action.add_argument("--json", action="store_true", help="everything as JSON")
-    action.set_defaults(run=lambda args: _printed(args, run(args)))
+    action.set_defaults(run=printed)
     return action
 
 
-def _printed(args: argparse.Namespace, outcome: Outcome) -> tuple[str, int]:
-    report, describe, status = outcome
-    return json.dumps(report, indent=2) if args.json else describe(report), status
+def _path(args: argparse.Namespace) -> Report:
+    return {"folder": str(args.store_dir or default_folder())}
 
 
-def _path(args: argparse.Namespace) -> Outcome:
-    return {"folder": str(args.store_dir or default_folder())}, lambda report: str(report["folder"]), 0
+def _check(args: argparse.Namespace) -> Report:
+    return check(folder_at(args.store_dir), args.action == "scrub", args.fix)
 
 
-def _stats(args: argparse.Namespace) -> Outcome:
-    return stats(folder_at(args.store_dir)), describe_stats, 0
-
-
-def _check(args: argparse.Namespace) -> Outcome:
-    report = check(folder_at(args.store_dir), args.action == "scrub", args.fix)
-    return report, describe_check, int(not report["clean"])
-
-
-def _clear(args: argparse.Namespace) -> Outcome:
-    return clear(folder_at(args.store_dir), args.model, args.yes), describe_clear, 0
+def _clear(args: argparse.Namespace) -> Report:
+    return clear(folder_at(args.store_dir), args.model, args.yes)
 
 
 # -- the files ---------------------------------------------------------------------------------------------------------

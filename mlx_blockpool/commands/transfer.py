@@ -11,14 +11,15 @@ from ..formatting import Report
 from ..spec import BLOCK_TOKENS
 from ..store.manifest import shown
 from ..store.paths import default_folder
-from .store import Actions, Outcome, add_action, folder_at
+from .store import Actions, add_action, folder_at
 
 
 def add_options(actions: Actions) -> None:
     """Add `export` and `import` to the actions of `store`."""
     text = "write the longest stored prefix of a prompt as a prompt-cache file of mlx-lm"
-    _add_common(add_action(actions, "export", _export, text), "OUT", prompt_required=True)
-    importing = add_action(actions, "import", _import, "put the prefix in a prompt-cache file of mlx-lm into the store")
+    _add_common(add_action(actions, "export", text, _export, describe_export), "OUT", prompt_required=True)
+    text = "put the prefix in a prompt-cache file of mlx-lm into the store"
+    importing = add_action(actions, "import", text, _import, describe_import)
     _add_common(importing, "FILE", prompt_required=False)
     importing.add_argument("--store-bytes", type=_size, metavar="SIZE", help="hard limit for what is on disk, as the server's")
 
@@ -44,21 +45,21 @@ def _size(text: str) -> int:
 # mlx is imported when they run: the other commands start without it.
 
 
-def _export(args: argparse.Namespace) -> Outcome:
+def _export(args: argparse.Namespace) -> Report:
     from ..transfer import model_source, offline
 
     prompt = model_source.prompt_of(args.tokens, args.prompt_file)
     source = model_source.Source(args.model, folder_at(args.store_dir), args.adapter_path, args.store_bits)
-    return offline.export(source, prompt, args.file, args.agent), describe_export, 0
+    return offline.export(source, prompt, args.file, args.agent)
 
 
-def _import(args: argparse.Namespace) -> Outcome:
+def _import(args: argparse.Namespace) -> Report:
     from ..transfer import model_source, offline
 
     prompt = model_source.prompt_of(args.tokens, args.prompt_file)
     root = args.store_dir or default_folder()
     source = model_source.Source(args.model, root, args.adapter_path, args.store_bits, args.store_bytes)
-    return offline.import_file(source, prompt, args.file, args.agent), describe_import, 0
+    return offline.import_file(source, prompt, args.file, args.agent)
 
 
 # -- words -------------------------------------------------------------------------------------------------------------

@@ -20,11 +20,12 @@ import numpy as np
 from tokenizers import AddedToken, Tokenizer
 
 from . import model_path
-from .tokenizer import END_OF_TEXT, IM_END, IM_START, train_tokenizer
+from .tokenizer import IM_END, save_tokenizer, train_tokenizer
 
 VOCAB_SIZE = 4096
 HIDDEN = 160
 HEAD_DIM = 64
+LONGEST = 131072
 # So small a base makes every pair of dimensions turn fast enough to tell a token from its neighbours.
 ROPE_THETA = 10.0
 # Where the head looks. Its score there is ahead of that of any other token by more than 25.
@@ -170,7 +171,7 @@ def model_config(tokenizer: Tokenizer) -> dict[str, Any]:
         "attention_bias": True,
         "rms_norm_eps": 1e-5,
         "vocab_size": tokenizer.get_vocab_size(),
-        "max_position_embeddings": 131072,
+        "max_position_embeddings": LONGEST,
         "rope_theta": ROPE_THETA,
         "tie_word_embeddings": False,
         "torch_dtype": "float32",
@@ -185,19 +186,8 @@ def save(folder: Path) -> None:
     folder.mkdir(parents=True, exist_ok=True)
     mx.save_safetensors(str(folder / "model.safetensors"), make_weights(tokenizer, script), metadata={"format": "mlx"})
     (folder / "config.json").write_text(json.dumps(model_config(tokenizer), indent=1) + "\n", encoding="utf-8")
-    tokenizer.save(str(folder / "tokenizer.json"), pretty=False)
     template = CHAT_TEMPLATE.replace("SHELLS", json.dumps(list(script["shells"]))).replace("STEPS", str(len(script["steps"])))
-    config = {
-        "tokenizer_class": "PreTrainedTokenizerFast",
-        "bos_token": None,
-        "eos_token": IM_END,
-        "pad_token": END_OF_TEXT,
-        "additional_special_tokens": [IM_START],
-        "clean_up_tokenization_spaces": False,
-        "model_max_length": 131072,
-        "chat_template": template,
-    }
-    (folder / "tokenizer_config.json").write_text(json.dumps(config, indent=1) + "\n", encoding="utf-8")
+    save_tokenizer(tokenizer, folder, template, LONGEST)
 
 
 def main() -> None:

@@ -56,8 +56,8 @@ def encode(tokenizer: Tokenizer, messages: Iterable[tuple[str, str]]) -> tuple[l
     return tokens, learned
 
 
-def save_tokenizer(tokenizer: Tokenizer, folder: Path) -> None:
-    tokenizer.save(str(folder / "tokenizer.json"))
+def save_tokenizer(tokenizer: Tokenizer, folder: Path, template: str = CHAT_TEMPLATE, longest: int = 8192) -> None:
+    tokenizer.save(str(folder / "tokenizer.json"), pretty=False)
     config = {
         "tokenizer_class": "PreTrainedTokenizerFast",
         "bos_token": None,
@@ -65,7 +65,7 @@ def save_tokenizer(tokenizer: Tokenizer, folder: Path) -> None:
         "pad_token": END_OF_TEXT,
         "additional_special_tokens": [IM_START],
         "clean_up_tokenization_spaces": False,
-        "model_max_length": 8192,
-        "chat_template": CHAT_TEMPLATE,
+        "model_max_length": longest,
+        "chat_template": template,
     }
     (folder / "tokenizer_config.json").write_text(json.dumps(config, indent=1) + "\n", encoding="utf-8")

@@ -6,7 +6,7 @@ from typing import Any, ClassVar
 
 import pytest
 
-from .kit import run_check
+from .kit import CHECKS, run_check
 from .outcome import NotCheckedError
 from .subject import Subject
 
@@ -44,32 +44,14 @@ class Conformance:
         except NotCheckedError as reason:
             pytest.skip(str(reason))
 
-    def test_provider(self) -> None:
-        self.run_check("provider")
 
-    def test_others(self) -> None:
-        self.run_check("others")
+def _add_test(check: str) -> None:
+    def test(self: Conformance) -> None:
+        self.run_check(check)
 
-    def test_spec(self) -> None:
-        self.run_check("spec")
+    test.__name__, test.__doc__ = f"test_{check}", CHECKS[check].__doc__
+    setattr(Conformance, test.__name__, test)
 
-    def test_config(self) -> None:
-        self.run_check("config")
 
-    def test_logits(self) -> None:
-        self.run_check("logits")
-
-    def test_wrap(self) -> None:
-        self.run_check("wrap")
-
-    def test_warm(self) -> None:
-        self.run_check("warm")
-
-    def test_batch(self) -> None:
-        self.run_check("batch")
-
-    def test_restart(self) -> None:
-        self.run_check("restart")
-
-    def test_damage(self) -> None:
-        self.run_check("damage")
+for _check in CHECKS:
+    _add_test(_check)
