@@ -126,9 +126,9 @@ def parse_memory(text: str) -> int:
 
 
 def _length(text: str) -> int:
-    digits = text.lstrip("0") if text.isascii() and text.isdigit() else ""
-    if not digits or len(digits) > len(str(LONGEST)) or int(digits) > LONGEST:
+    found = re.fullmatch(r"0*([1-9][0-9]{0,9})", text)
+    if found is None or int(found[1]) > LONGEST:
         raise BlockpoolError(
             f"Found {text!r} among the lengths; needed tokens as whole numbers from 1 to {LONGEST:,}. Write {LENGTHS_EXAMPLE}."
         )
-    return int(digits)
+    return int(found[1])

@@ -50,7 +50,7 @@ def _words(layer: LayerSpec, indices: tuple[int, ...]) -> str:
 
 
 def _cost_rows(plan: ModelPlan) -> list[list[str]]:
-    shown = _shown(plan)
+    shown = list(dict.fromkeys((None, 8, plan.bits)))
     costs = [plan.costs[bits] for bits in shown]
     rows = [["", *(f"{plan.spec.bits_per_value(bits)}-bit" for bits in shown)]]
     rows.append(["one more token", *(_size(cost.per_token) for cost in costs)])
@@ -117,7 +117,9 @@ def _notes(plans: Sequence[ModelPlan]) -> list[str]:
     notes = [_verdict(plans[0])] if len(plans) == 1 else []
     if len(plans) > 1 and any(plan.weights.source == "estimate" for plan in plans):
         notes.append("~ is an estimate from config.json.")
-    return [*notes, *_kv_notes(plans), *filter(None, map(_context_note, plans))]
+    too_long = [plan for plan in plans if plan.longest is not None and plan.tokens > plan.longest]
+    notes += _kv_notes(plans)
+    return notes + [f"{plan.spec.model_id}: its config.json says {plan.longest:,} tokens at most." for plan in too_long]
 
 
 def _verdict(plan: ModelPlan) -> str:
@@ -133,27 +135,15 @@ def _verdict(plan: ModelPlan) -> str:
 
 
 def _kv_notes(plans: Sequence[ModelPlan]) -> list[str]:
-    bits = plans[0].bits or KV_BITS[0]
-    if all(plan.costs[bits].agent == plan.costs[None].agent for plan in plans):
-        notes = []
-    else:
-        notes = [f"{bits}-bit counts the scale and the bias of each {GROUP_SIZE} values."]
+    bits, notes = plans[0].bits or KV_BITS[0], []
+    if any(plan.costs[bits].agent != plan.costs[None].agent for plan in plans):
+        notes.append(f"{bits}-bit counts the scale and the bias of each {GROUP_SIZE} values.")
     odd = sorted({dim for plan in plans for dim in unquantisable(plan.spec)})
     if odd:
         notes.append(f"Heads of {', '.join(map(str, odd))} values are no multiple of {GROUP_SIZE}: mlx does not quantise them.")
     if any(leaf.kind == "window" for plan in plans for leaf in plan.spec.leaves):
         notes.append("It counts windows too; mlx-lm's own --kv-bits does not quantise those.")
     return notes
-
-
-def _context_note(plan: ModelPlan) -> str | None:
-    if plan.longest is None or plan.tokens <= plan.longest:
-        return None
-    return f"{plan.spec.model_id}: its config.json says {plan.longest:,} tokens at most."
-
-
-def _shown(plan: ModelPlan) -> list[int | None]:
-    return [None, 8] if plan.bits in (None, 8) else [None, 8, plan.bits]
 
 
 def _size(of: int) -> str:

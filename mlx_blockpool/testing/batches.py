@@ -28,67 +28,63 @@ def check_batch(subject: Subject) -> str:
     engine = BlockPoolBatchEngine(subject.model, caches, EngineConfig(prefill_tokens=CHUNK))
     try:
         reach = max([AROUND, *subject.short_sizes])
-        table = _Table(subject, engine)
-        table.seat(subject.tokens(1, reach + 13), 16)
-        table.seat(subject.tokens(2, 9), 5)
-        table.seat(subject.tokens(3, reach - 3), 11)
-        leaves = table.seat(subject.tokens(4, 30), 40)
-        table.go_on(until=leaves, count=4)
-        table.seat(subject.tokens(5, 41), 8)
-        table.go_on(until=leaves, count=7)
-        said = table.send_away(leaves)
-        back = table.seat([*table.prompts[leaves], *said, *subject.tokens(6, 12)], 6)
-        table.go_on()
-        held = len(table.prompts[leaves]) + len(said) - 1
-        if table.cached[back] < held:
-            raise ConformanceError(f"{table.cached[back]} tokens of a cancelled request known", f"{held} at least", HINT)
-        gap = max(map(table.compared, table.prompts))
+        requests = _Requests(subject, engine)
+        requests.insert(subject.tokens(1, reach + 13), 16)
+        requests.insert(subject.tokens(2, 9), 5)
+        requests.insert(subject.tokens(3, reach - 3), 11)
+        leaves = requests.insert(subject.tokens(4, 30), 40)
+        requests.step(until=leaves, count=4)
+        requests.insert(subject.tokens(5, 41), 8)
+        requests.step(until=leaves, count=7)
+        engine.cancel(leaves)
+        known = [*requests.prompts[leaves], *(token for token, _ in requests.emitted[leaves])]
+        back = requests.insert([*known, *subject.tokens(6, 12)], 6)
+        requests.step()
+        if requests.cached[back] < len(known) - 1:
+            found = f"{requests.cached[back]} tokens of a cancelled request known"
+            raise ConformanceError(found, f"{len(known) - 1} at least", HINT)
+        gap = max(map(requests.compare, requests.prompts))
     finally:
         engine.close()
         detach(subject.model)
-    return f"{len(table.prompts)} sequences, {_how(caches)}; within {gap:.0e} of the largest logprob"
+    return f"{len(requests.prompts)} sequences, {_how(caches)}; within {gap:.0e} of the largest logprob"
 
 
-class _Table:
+class _Requests:
     """Requests in an engine, by uid, with the events that it emitted for them."""
 
     def __init__(self, subject: Subject, engine: BlockPoolBatchEngine) -> None:
         self.subject = subject
         self.engine = engine
         self.prompts: dict[int, list[int]] = {}
-        self.told: dict[int, list[tuple[int, mx.array]]] = {}
+        self.emitted: dict[int, list[tuple[int, mx.array]]] = {}
         self.cached: dict[int, int] = {}
 
-    def seat(self, tokens: Sequence[int], count: int) -> int:
+    def insert(self, tokens: Sequence[int], count: int) -> int:
         uid = self.engine.insert(Request(list(tokens), count))
-        self.prompts[uid], self.told[uid] = list(tokens), []
+        self.prompts[uid], self.emitted[uid] = list(tokens), []
         return uid
 
-    def go_on(self, until: int | None = None, count: int = 0) -> None:
+    def step(self, until: int | None = None, count: int = 0) -> None:
         """Step until the request `until` has received `count` tokens, or until all requests have ended."""
-        while len(self.engine) and (until is None or len(self.told[until]) < count):
+        while len(self.engine) and (until is None or len(self.emitted[until]) < count):
             for event in self.engine.next():
                 if isinstance(event, Failed):
                     raise event.error
                 if isinstance(event, Token):
-                    self.told[event.uid].append((event.token, event.logprobs))
+                    self.emitted[event.uid].append((event.token, event.logprobs))
                 elif isinstance(event, Started):
                     self.cached[event.uid] = event.cached
 
-    def send_away(self, uid: int) -> list[int]:
-        """Cancel a request and return what it had received."""
-        self.engine.cancel(uid)
-        return [token for token, _ in self.told[uid]]
-
-    def compared(self, uid: int) -> float:
+    def compare(self, uid: int) -> float:
         """The distance of a request's logprobs from those that it gets alone on mlx-lm's caches. Raises ConformanceError."""
-        prompt, told = self.prompts[uid], self.told[uid]
+        prompt, emitted = self.prompts[uid], self.emitted[uid]
         ends = [self.cached[uid], *range(CHUNK, len(prompt) - 1, CHUNK)]
-        parts = [*cut(prompt[:-1], ends), prompt[-1:], *([token] for token, _ in told[:-1])]
+        parts = [*cut(prompt[:-1], ends), prompt[-1:], *([token] for token, _ in emitted[:-1])]
         tolerance = allowed(self.subject, cut(prompt, [*ends, len(prompt) - 1]), TOLERANCE)
-        alone = cold(self.subject, parts)[len(parts) - len(told) :]
+        alone = cold(self.subject, parts)[len(parts) - len(emitted) :]
         needed = [row - mx.logsumexp(row) for row in alone]
-        apart = distance(needed, [row.astype(mx.float32) for _, row in told])
+        apart = distance(needed, [row.astype(mx.float32) for _, row in emitted])
         for step, gap in enumerate(apart):
             if not gap <= tolerance:
                 found = f"logprobs of step {step} behind a prompt of {len(prompt)} tokens that differ by {gap:.1e}"

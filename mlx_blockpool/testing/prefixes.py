@@ -4,54 +4,128 @@ from __future__ import annotations
 
 import logging
 import shutil
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 from tempfile import TemporaryDirectory
 
-from ..spec import WindowLayer
+import mlx.core as mx
+
+from ..config import StoreConfig
+from ..prefix.trie import naming
+from ..spec import BLOCK_TOKENS, WindowLayer
+from ..store.fs import Disk
 from ..store.paths import FOLDERS
+from ..store.prompt_store import PromptStore
 from ..store.record import BLOCK, STATE, SUFFIX, WINDOW
-from .lives import Conversation, Life
+from ..tier.cache import TieredPrefixCache
 from .outcome import ConformanceError, NotCheckedError
-from .runs import allowed, cold, cut, exactly, same
+from .runs import allowed, cold, content, cut, exactly, run, same
 from .subject import Subject
 
 # Of each kind: so many records, and in each a bit of the header, one in the middle and one of the last byte.
 RECORDS = 3
+ROOM = 16
 HINT = "A layer whose spec is right may have a cache class that keeps more than its arrays; describe it with another kind."
+
+
+class Unsynced(Disk):
+    """A disk without syncs: its folder is deleted after the check, so it need not survive a power loss."""
+
+    def sync(self, fd: int) -> None:
+        """Does nothing."""
+
+
+class Life:
+    """What a server does with its prefix cache from start to stop, without the server."""
+
+    def __init__(self, subject: Subject, folder: Path | None = None) -> None:
+        self.subject = subject
+        store = None
+        if folder is not None:
+            config = StoreConfig(folder=folder, min_free_bytes=0)
+            store = PromptStore(config, "conformance", naming, {"model_id": subject.model_id}, Unsynced())
+        self.prefix = TieredPrefixCache(subject.slabs(), store=store)
+
+    def serve(self, tokens: Sequence[int], places: Iterable[int] = ()) -> tuple[int, list[mx.array]]:
+        """Resume from the longest cached prefix, and insert the prompt at `places` and at its end.
+
+        Returns the hit, and the logits behind the first token beyond it, each place and the prompt.
+        """
+        fetched = self.prefix.acquire(list(tokens), ROOM)
+        hit = done = fetched.lookup.hit
+        found = []
+        for part in cut(fetched.rest, (place - hit for place in (hit + 1, *places))):
+            found += run(self.subject.model, fetched.caches, [part])
+            done += len(part)
+            if done in places:
+                self.prefix.insert(list(tokens[:done]), fetched.caches, "system")
+        self.prefix.release(list(tokens), fetched.caches)
+        self.prefix.check()
+        return hit, found
+
+    def find(self, tokens: Sequence[int], at_most: int | None = None) -> tuple[int, list[bytes]]:
+        """Look a prompt up; its hit, and the content of the caches that it receives."""
+        fetched = self.prefix.acquire(list(tokens), ROOM, at_most)
+        found = fetched.lookup.hit, content(fetched.caches)
+        self.prefix.discard(fetched.caches)
+        return found
+
+
+class Conversation:
+    """A prompt whose beginning is kept by itself, at `system` tokens, and where one that has it in common can be resumed."""
+
+    def __init__(self, subject: Subject) -> None:
+        self.subject = subject
+        self.system = max([BLOCK_TOKENS, *subject.short_sizes]) + 14
+        self.tokens = subject.tokens(11, self.system + 30)
+        self.forked = [*self.tokens[: self.system + 10], *subject.tokens(12, 7)]
+        self.longer = [*self.tokens, *subject.tokens(13, 9)]
+
+    def resumed_at(self, known: int, places: Sequence[int]) -> int:
+        """The token at which a prompt with `known` common tokens is resumed by its spec: any, or one with a checkpoint."""
+        spec = self.subject.spec
+        windows = [leaf.max_size for leaf in spec.leaves if isinstance(leaf, WindowLayer)]
+        later = [place for place in places if place >= known]
+        unwrapped = not self.subject.has_states and bool(later) and min(later) < min(windows, default=0)
+        if not spec.needs_checkpoints or unwrapped:
+            return known
+        return max((place for place in places if place <= known), default=0)
+
+
+# -- the checks --------------------------------------------------------------------------------------------------------
 
 
 def check_warm(subject: Subject) -> str:
     """A prompt that extends a cached one gives the logits of a cold run, and is resumed as far as its layers allow."""
-    told, life = Conversation(subject), Life(subject)
-    places = [told.system]
-    gap = _goes_on(life, told.tokens, 0, places)
-    places.append(len(told.tokens))
-    fork = told.resumed_at(told.system + 10, places)
-    gap = max(gap, _goes_on(life, told.forked, fork))
-    gap = max(gap, _goes_on(life, told.longer, len(told.tokens)))
-    places.append(len(told.longer))
-    again = told.resumed_at(len(told.tokens) - 1, places)
-    gap = max(gap, _goes_on(life, told.tokens, again))
-    gap = max(gap, _goes_on(life, [told.tokens[1], told.tokens[0], *told.tokens], 0))
-    return f"resumed at {len(told.tokens)}, {fork} and {again} of {len(told.longer)} tokens; {exactly(gap)}"
+    chat, life = Conversation(subject), Life(subject)
+    places = [chat.system]
+    gap = _continue(life, chat.tokens, 0, places)
+    places.append(len(chat.tokens))
+    fork = chat.resumed_at(chat.system + 10, places)
+    gap = max(gap, _continue(life, chat.forked, fork))
+    gap = max(gap, _continue(life, chat.longer, len(chat.tokens)))
+    places.append(len(chat.longer))
+    again = chat.resumed_at(len(chat.tokens) - 1, places)
+    gap = max(gap, _continue(life, chat.tokens, again))
+    gap = max(gap, _continue(life, [chat.tokens[1], chat.tokens[0], *chat.tokens], 0))
+    return f"resumed at {len(chat.tokens)}, {fork} and {again} of {len(chat.longer)} tokens; {exactly(gap)}"
 
 
 def check_restart(subject: Subject) -> str:
     """Records are restored bit for bit, at the same positions, and give the logits of a cold run."""
     _must_be_storable(subject)
-    told = Conversation(subject)
-    with _written(subject, told) as (folder, before):
+    chat = Conversation(subject)
+    with _written(subject, chat) as (folder, before):
         life = Life(subject, folder)
         hits = []
-        for prompt in (told.longer, told.forked):
+        for prompt in (chat.longer, chat.forked):
             needed, found = before.find(prompt), life.find(prompt)
             if needed != found:
                 what = f"{found[0]} tokens" if needed[0] != found[0] else f"other bits in {_differing(needed[1], found[1])}"
                 raise ConformanceError(f"{what} after a restart", f"the {needed[0]} that were known before, bit for bit", HINT)
             hits.append(found[0])
-        gap = _goes_on(life, told.longer, hits[0])
+        gap = _continue(life, chat.longer, hits[0])
         _close(life)
     return f"{hits[0]} and {hits[1]} tokens, bit for bit; {exactly(gap)}"
 
@@ -59,8 +133,8 @@ def check_restart(subject: Subject) -> str:
 def check_damage(subject: Subject) -> str:
     """A flipped bit in a record of any kind is a miss: never a wrong key, a wrong state or a crash."""
     _must_be_storable(subject)
-    told = Conversation(subject)
-    with _written(subject, told) as (folder, before), _quiet():
+    chat = Conversation(subject)
+    with _written(subject, chat) as (folder, before), _quiet():
         _close(before)
         truth = Life(subject, folder)
         kinds = {kind: records for kind in FOLDERS if (records := _records(folder, kind))}
@@ -71,17 +145,17 @@ def check_damage(subject: Subject) -> str:
         for records in kinds.values():
             for record in records[:RECORDS]:
                 for place in (lambda n: 16, lambda n: n // 2, lambda n: n - 1):
-                    _survives(subject, told, folder, [record], place, truth)
+                    _survives(subject, chat, folder, [record], place, truth)
                     trials += 1
-            hit = _survives(subject, told, folder, records, lambda n: n - 1, truth)
-            if hit >= len(told.tokens):
+            hit = _survives(subject, chat, folder, records, lambda n: n - 1, truth)
+            if hit >= len(chat.tokens):
                 needed = "less: none of them proves itself"
                 raise ConformanceError(f"{hit} tokens over records that each have a bit flipped", needed, HINT)
         _close(truth)
     return f"{trials} flipped bits in {', '.join(kinds)} records"
 
 
-def _goes_on(life: Life, prompt: Sequence[int], hit: int, places: Sequence[int] = ()) -> float:
+def _continue(life: Life, prompt: Sequence[int], hit: int, places: Sequence[int] = ()) -> float:
     """Serve a prompt and return the distance of its logits from a cold run in the same parts."""
     found, logits = life.serve(prompt, places)
     if found != hit:
@@ -95,13 +169,13 @@ def _goes_on(life: Life, prompt: Sequence[int], hit: int, places: Sequence[int] 
 
 
 @contextmanager
-def _written(subject: Subject, told: Conversation) -> Iterator[tuple[Path, Life]]:
+def _written(subject: Subject, chat: Conversation) -> Iterator[tuple[Path, Life]]:
     """A folder with the records of a conversation, and the life that has written them and still has them in memory."""
     with TemporaryDirectory(prefix="mlx-blockpool-conformance-") as name:
         folder = Path(name, "whole")
         life = Life(subject, folder)
-        life.serve(told.tokens, [told.system])
-        life.serve(told.tokens[: told.system])
+        life.serve(chat.tokens, [chat.system])
+        life.serve(chat.tokens[: chat.system])
         if not life.prefix.close():
             raise ConformanceError(f"records that could not be written to {folder}", "a folder that takes them", "Set TMPDIR.")
         yield folder, life
@@ -120,7 +194,7 @@ def _quiet() -> Iterator[None]:
 
 
 def _survives(
-    subject: Subject, told: Conversation, folder: Path, records: Sequence[Path], place: Callable[[int], int], truth: Life
+    subject: Subject, chat: Conversation, folder: Path, records: Sequence[Path], place: Callable[[int], int], truth: Life
 ) -> int:
     """Flip one bit in each of `records` in a copy of the folder, and serve prompts from it. Returns the hit of the longer one."""
     copy = folder.with_name("flipped")
@@ -132,7 +206,7 @@ def _survives(
         path.write_bytes(data)
     life = Life(subject, copy)
     hits = []
-    for prompt in (told.longer, told.forked):
+    for prompt in (chat.longer, chat.forked):
         hit, held = life.find(prompt)
         hits.append(hit)
         if hit and (hit, held) != truth.find(prompt, hit):

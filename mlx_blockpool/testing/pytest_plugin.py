@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Iterator
+from functools import cached_property
 from pathlib import Path
 from typing import Any
 
@@ -38,21 +39,18 @@ def pytest_collect_file(file_path: Path, parent: pytest.Collector) -> pytest.Col
 class ConfigFile(pytest.File):
     """Collects one test for each check of the model of a config.json."""
 
-    subject: Any = None
-
     def collect(self) -> Iterator[pytest.Item]:
         from .kit import CHECKS
 
         for check in CHECKS:
             yield CheckItem.from_parent(self, name=check)
 
-    def described(self) -> Any:
+    @cached_property
+    def subject(self) -> Any:
         """The Subject, made once for all checks."""
         from .subject import Subject
 
-        if self.subject is None:
-            self.subject = Subject(_read(self.path))
-        return self.subject
+        return Subject(_read(self.path))
 
 
 class CheckItem(pytest.Item):
@@ -64,7 +62,7 @@ class CheckItem(pytest.Item):
 
         assert isinstance(self.parent, ConfigFile)
         try:
-            self.add_report_section("call", "looked at", run_check(self.name, self.parent.described()))
+            self.add_report_section("call", "looked at", run_check(self.name, self.parent.subject))
         except NotCheckedError as reason:
             pytest.skip(str(reason))
 
@@ -88,10 +86,8 @@ def _configs(config: pytest.Config) -> list[Path]:
 def _read(path: Path) -> dict[str, Any]:
     try:
         found = json.loads(path.read_text(encoding="utf-8"))
+        if not isinstance(found, dict):
+            raise ValueError(f"it holds a {type(found).__name__}")
+        return found
     except (OSError, ValueError) as error:
-        raise pytest.UsageError(f"Cannot read {path}: {error}. Needed the config.json of a tiny model.") from error
-    if not isinstance(found, dict):
-        raise pytest.UsageError(
-            f"Found a {type(found).__name__} in {path}; needed the config.json of a tiny model, a JSON object."
-        )
-    return found
+        raise pytest.UsageError(f"Cannot read {path}: {error}. It has to be the config.json of a tiny model.") from error
