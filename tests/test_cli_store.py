@@ -464,7 +464,7 @@ def test_what_cannot_be_the_prefix_of_the_model_is_refused(
 
     assert refused(wide, tokens).startswith("Layer 0: found ('float32', 1, 4,")
     assert refused(deep, tokens) == "Found a file of 3 layers; needed 2 as alpha has.\n"
-    assert refused(llama, tokens[:299]).startswith("Layer 0: found 300 tokens in the file and were told of 299;")
+    assert refused(llama, tokens[:299]).startswith("Layer 0: the file holds 300 tokens, and its prompt has 299.")
     assert refused(other, tokens).startswith("Layer 0: found keys and values that are off by")
     assert "off by" in refused(llama, [1, *tokens[:299]])
     path.write_bytes(b"none")

@@ -57,7 +57,7 @@ def _delete(args: argparse.Namespace) -> Report:
 def delete(root: Path, name: str, yes: bool = False) -> Report:
     """Remove an agent with the records that only its path stands on, and prove it: `clean`. Asks unless `yes`.
 
-    Raises StoreError if there is no such agent, no terminal to ask on, or an agent that cannot be read.
+    Raises StoreError if there is no such agent, no terminal for the question, or an agent that cannot be read.
     """
     records = AgentRecords(root, naming)
     real = records.resolve(name)

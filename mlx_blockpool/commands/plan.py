@@ -25,7 +25,7 @@ LARGEST = 10**15
 
 @dataclass(frozen=True)
 class Report:
-    """A plan for each model, and a batch for each; one of them may not have been asked for."""
+    """A plan for each model, and a batch for each; one of the two may be empty."""
 
     models: tuple[ModelPlan, ...]
     batches: tuple[BatchMemory, ...]
@@ -74,9 +74,9 @@ def join_lengths(arguments: Sequence[str]) -> list[str]:
 
 
 def plan(models: Sequence[str], lengths: str | None, context: str | None, memory: str | None, bits: int | None = None) -> Report:
-    """What was asked of each model: the batch of `lengths`, how many agents fit, or both; the agents where nothing says which.
+    """For each model the batch of `lengths`, how many agents fit, or both; the agents where no option says which.
 
-    Raises BlockpoolError for what cannot be read, and for models that nobody can describe.
+    Raises BlockpoolError for options and files that cannot be read, and for models that no plugin describes.
     """
     batch = None if lengths is None else parse_lengths(lengths)
     tokens = parse_context(CONTEXT if context is None else context)

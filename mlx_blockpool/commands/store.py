@@ -23,7 +23,7 @@ from ..store.fsck import Judged
 from ..store.paths import HEADERS_FILE, MODEL_FILE, default_folder
 from ..store.scan import File, Listing
 
-# Paths that a report for people names one by one.
+# Paths that a report in words names one by one.
 SHOWN = 20
 Actions = Any  # argparse._SubParsersAction
 
@@ -279,7 +279,7 @@ def describe_check(report: Report) -> str:
 def clear(root: Path, model: str | None = None, yes: bool = False) -> Report:
     """Remove the records of one model, by its namespace or id, or of all with what is in quarantine. Asks unless `yes`.
 
-    Raises StoreError if there is no such model or nobody to ask.
+    Raises StoreError if there is no such model, or no terminal for the question.
     """
     listing = Listing(root)
     names = _namespaces(listing, model)

@@ -1,6 +1,6 @@
 """Build the demo agent, a model that calls tools: python -m mlx_blockpool.demo.agent [--out DIR].
 
-A real llama model whose weights are written instead of trained: it follows agent_script.json, whatever it is asked. The chat
+A real llama model whose weights are written instead of trained: it follows agent_script.json, whatever the prompt. The chat
 template opens each reply with a token for the step and the client's shell tool, and phrases of the script are tokens of their
 own. Each next token follows from the last one and, by one attention head that looks two tokens back, from the step. So its
 replies are known and cost next to nothing, while prompts, tools, templates and caches are those of any other model.

@@ -69,7 +69,7 @@ class Conversations:
         return messages
 
     def _reworded(self, question: str) -> str:
-        """The same question as somebody else might type it: words added, lost or mistaken, no capitals or no mark."""
+        """The same question as another person might type it: words added, lost or mistaken, no capitals or no mark."""
         chance = self._random.random
         words = question.split(" ")
         if chance() < 0.25:

@@ -33,7 +33,7 @@ def check_provider(subject: Subject) -> str:
     config = copy.deepcopy(subject.config)
     try:
         found = subject.spec
-        subject.asked(subject.model, config)
+        subject.describe(subject.model, config)
     except SpecError as error:
         raise ConformanceError(f"SpecError: {error}", "a spec of the loaded model", "Read its shapes from `model`.") from error
     except BlockpoolError as error:
@@ -50,7 +50,7 @@ def check_others(subject: Subject) -> str:
     """The provider returns None for models of other types, whatever their config.json contains."""
     for config in STRANGERS:
         try:
-            found = subject.asked(None, copy.deepcopy(config))
+            found = subject.describe(None, copy.deepcopy(config))
         except SpecError:
             continue
         except BlockpoolError as error:
@@ -77,7 +77,7 @@ def check_spec_of_model(subject: Subject) -> str:
 def check_config(subject: Subject) -> str:
     """config.json alone gives the same spec, or an error that says the weights are needed."""
     try:
-        found = subject.asked(None, copy.deepcopy(subject.config))
+        found = subject.describe(None, copy.deepcopy(subject.config))
     except SpecError as error:
         found, reason = None, f": {error}"
     except BlockpoolError as error:

@@ -33,9 +33,9 @@ ROOM = 12
 class Subject:
     """A tiny model in float32, to which a loaded one is cast, and its provider.
 
-    `model`: a loaded mlx-lm model, the config.json of one as a dict, or a function that returns either. `provider`: a module or
-    object with the hook, asked alone; None: all that are installed, as the server asks them. `config`: the config.json of a model
-    that was loaded; None: what its args say.
+    model:     a loaded mlx-lm model, the config.json of one as a dict, or a function that returns either.
+    provider:  a module or object with the hook, the only one that is called; None: all that are installed, as in the server.
+    config:    the config.json of a model that was loaded; None: what its args say.
     """
 
     def __init__(self, model: Any, provider: Any = None, config: dict[str, Any] | None = None) -> None:
@@ -55,7 +55,7 @@ class Subject:
         self.provider = provider
         self.manager = make_plugin_manager() if provider is None else _manager_of(provider)
 
-    def asked(self, model: Any, config: dict[str, Any]) -> ModelCacheSpec | None:
+    def describe(self, model: Any, config: dict[str, Any]) -> ModelCacheSpec | None:
         """The provider's spec; None: it does not describe this model. Raises PluginError for an invalid answer, and SpecError."""
         if self.provider is not None:
             hook = self.manager.hook.model_cache_spec
@@ -68,7 +68,7 @@ class Subject:
     @cached_property
     def spec(self) -> ModelCacheSpec:
         """The provider's spec of the model. Raises ConformanceError if it has none."""
-        found = self.asked(self.model, copy.deepcopy(self.config))
+        found = self.describe(self.model, copy.deepcopy(self.config))
         if found is None:
             raise ConformanceError(
                 f"None for a model of type {self.config.get('model_type', self.model_id)!r}",

@@ -133,7 +133,7 @@ def _as_saved(caches: list[Any], metadata: dict[str, str]) -> tuple[dict[str, mx
 class CacheFile:
     """The caches of one sequence in a file, not evaluated; its metadata, and the token ids that the caches hold.
 
-    Every method raises StoreError for a file that cannot be the one that it is said to be.
+    Every method raises StoreError for a file that is not of the model and tokens that it names.
     """
 
     path: Path
@@ -213,7 +213,7 @@ def line_of(error: BaseException) -> str:
 def _check_header(file: Path) -> None:
     """Raises StoreError unless each array lies in the file and is as long as its shape says, and every text is one.
 
-    mlx makes lists as long as a number in a name is large: a few bytes could ask for all memory.
+    mlx makes lists as long as a number in a name is large: a few bytes could take all memory.
     """
     try:
         with file.open("rb") as opened:
@@ -274,7 +274,9 @@ def _class_of(leaf: LayerSpec) -> type:
 
 def _check_keys(spec: ModelCacheSpec, index: int, cache: Any, leaf: FullLayer, tokens: int) -> None:
     if cache.offset != tokens:
-        raise StoreError(f"Layer {index}: found {cache.offset} tokens in the file and were told of {tokens}; needed as many.")
+        raise StoreError(
+            f"Layer {index}: the file holds {cache.offset} tokens, and its prompt has {tokens}. Give its own prompt."
+        )
     if getattr(cache, "start_position", 0):
         raise StoreError(f"Layer {index}: found a chunk from token {cache.start_position} on in the file; needed all tokens.")
     held = min(tokens, leaf.max_size) if isinstance(leaf, WindowLayer) else tokens

@@ -1,4 +1,4 @@
-"""Names for agents that do not give one: a chat is known again by how it begins.
+"""Names for conversations whose clients give none: a chat is recognised by how it begins.
 
 Such a name stands for the model, the system messages and the first user message, without what volatile.py's normalisers take out.
 So the turns of one conversation have one name, on any server at any time; one that was edited keeps it unless its first message
@@ -11,6 +11,7 @@ import hashlib
 import json
 import re
 from collections.abc import Sequence
+from contextlib import suppress
 from itertools import takewhile
 from typing import Any
 
@@ -22,12 +23,12 @@ from ..owners import own_name
 NAME = re.compile("content-[0-9a-f]{32}")
 VOLATILE = ("vendor-header", "bookkeeping", "date")
 INSTRUCTIONS = ("system", "developer")
-# Characters of a message in which volatile lines are looked for. What a client adds of its own stands at the beginning.
+# Volatile lines are searched in so many characters of a message: what a client adds stands at the beginning.
 LOOKED_AT = 1 << 16
 
 
 def is_by_content(name: str) -> bool:
-    """Whether nobody gave this name."""
+    """Whether a name was made by name_of()."""
     return NAME.fullmatch(own_name(name)) is not None
 
 
@@ -35,20 +36,17 @@ def name_of(model: Sequence[str | None], messages: Sequence[Message], normaliser
     """The name of the conversation that a chat goes on. `messages` as the client sent them; they stay as they are."""
     system = list(takewhile(lambda message: message.get("role") in INSTRUCTIONS, messages))
     first = next((message for message in messages if message.get("role") not in INSTRUCTIONS), {})
-    # All as instructions, for from those alone the normalisers take something out; dates go to the first user message.
-    asked: list[Message] = [map_text({"role": "system", "content": m.get("content")}, _shortened) for m in (*system, first)]
-    asked.append({"role": "user", "content": ""})
+    # All as instructions, for from those alone the normalisers take something out; dates go to the last message, a user's.
+    shortened = [map_text({"role": "system", "content": m.get("content")}, _shortened) for m in (*system, first)]
     names = [name for name in VOLATILE if name in normalisers.by_name]
-    try:
-        seen = normalisers.apply(names, asked)[:-1]
-    except PluginError:
-        seen = asked[:-1]
-    parts = [list(model), [_content(message.get("content")) for message in seen], first.get("role")]
+    with suppress(PluginError):
+        shortened = normalisers.apply(names, [*shortened, {"role": "user", "content": ""}])[:-1]
+    parts = [list(model), [_content(message.get("content")) for message in shortened], first.get("role")]
     return f"content-{hashlib.blake2b(json.dumps(parts).encode(), digest_size=16).hexdigest()}"
 
 
 def _shortened(text: str) -> str:
-    """A long text as its beginning and a digest of the rest: replies of others wait while a pattern is looked for."""
+    """A long text as its beginning and a digest of the rest: other threads wait while a pattern is searched."""
     if len(text) <= LOOKED_AT:
         return text
     rest = text[LOOKED_AT:].strip().encode("utf-8", "surrogatepass")
@@ -56,7 +54,7 @@ def _shortened(text: str) -> str:
 
 
 def _content(content: Any) -> list[Any]:
-    """What a message says, however its text is split and marked: the text, and parts that are none."""
+    """A message's text, however it is split and marked, and its other parts."""
     if not isinstance(content, list):
         return [str(content or "").strip(), []]
     texts = [str(part.get("text") or "") for part in content if isinstance(part, dict) and part.get("type", "text") == "text"]
