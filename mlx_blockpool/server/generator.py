@@ -136,7 +136,6 @@ class BlockpoolGenerator(ResponseGenerator):  # type: ignore[misc]
 
     @property
     def waiting(self) -> ModelQueue:
-        """What waits for its model. Owned by the generation thread."""
         return self._waiting
 
     @property
@@ -306,7 +305,6 @@ class BlockpoolGenerator(ResponseGenerator):  # type: ignore[misc]
             self.health.doing("loading a model")
         change = self.registry.advance(self._waiting)
         if is_changing:
-            # A piece of it is done.
             self.health.mark()
         if change is None:
             return
@@ -340,7 +338,7 @@ class BlockpoolGenerator(ResponseGenerator):  # type: ignore[misc]
                     continue
                 self.health.mark()
             except (Exception, SystemExit) as error:
-                # A client's input met a template, tokenizer or model that could not take it. (Some model files call exit().)
+                # A client's input met a template or model that could not take it. (Some model files call exit().)
                 log.debug("request refused: %s: %s", type(error).__name__, error)
                 item.fail(error if isinstance(error, Exception) else RuntimeError(f"The model's code asked to exit: {error}"))
             self._waiting.remove(place)

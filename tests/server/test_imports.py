@@ -123,7 +123,7 @@ def test_an_agent_that_is_there_is_not_overwritten_by_what_cannot_be_proven(
     with served.server("--store-dir", str(tmp_path)) as client:
         Agent("one", "birds").turn(client)
         status, answer = call(client, "POST", "/one/import", noise(exported[1]))
-        assert (status, "name that is free" in json.loads(answer)["error"]) == (409, True)
+        assert (status, "under another name" in json.loads(answer)["error"]) == (409, True)
         assert call(client, "POST", f"/content-{'0' * 32}/import", noise(exported[1]))[0] == 409
         for _ in range(2):
             # The one that goes on from such a file already may have another.
