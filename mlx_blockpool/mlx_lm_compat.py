@@ -55,9 +55,6 @@ STOCK: dict[str, StockName] = {
     "server._format_top_logprobs": StockName("the shape of top_logprobs in a response", "(logprobs, top_n, tokenizer)"),
     "server._image_parts": StockName("finds the images of a chat", "(messages)"),
     "server._image_url": StockName("reads the URL of an image part", "(part)"),
-    "server._inline_image_urls": StockName(
-        "would fetch images on the socket's thread; a copy of its caller does not call it", "(messages)"
-    ),
     "server.process_message_content": StockName(
         "joins the text parts of messages as templates see them", "(messages, *, keep_images)"
     ),
@@ -125,24 +122,24 @@ STOCK: dict[str, StockName] = {
     # APIHandler, which our handler extends.
     "server.APIHandler": StockName("mlx-lm's endpoints", "(response_generator, *args, system_fingerprint, **kwargs)"),
     "server.APIHandler.do_GET": StockName("GET of models and health", "(self)"),
-    "server.APIHandler.do_POST": StockName("its copy gets a body that was parsed by our rules", "(self)", ("json",)),
-    "server.APIHandler.handle_chat_completions": StockName("its copy fetches no images", "(self)", ("_inline_image_urls",)),
-    "server.APIHandler.handle_completion": StockName("answers completions; ours answers chats", "(self, request, stop_words)"),
+    "server.APIHandler.do_POST": StockName("ours knows more paths", "(self)"),
+    "server.APIHandler.handle_completion": StockName("writes the reply of a completion", "(self, request, stop_words)"),
+    "server.APIHandler.generate_response": StockName(
+        "makes the packets of a chat's reply",
+        "(self, text, finish_reason, prompt_token_count, completion_token_count, prompt_cache_count, token_logprobs, top_tokens, "
+        "tokens, tool_calls, reasoning_text)",
+    ),
+    "server.APIHandler.completion_usage_response": StockName(
+        "makes the last packet of a chat's stream", "(self, prompt_token_count, completion_token_count, prompt_cache_count)"
+    ),
     "server.APIHandler.handle_health_check": StockName("ours says what stalls", "(self)"),
     "server.APIHandler.handle_models_request": StockName("ours lists what may be loaded", "(self)"),
-    "server.APIHandler.validate_model_parameters": StockName("ours checks what would fail later as well", "(self)"),
-    "server.APIHandler._validate": StockName(
-        "checks one parameter of a body", "(self, name, expected_type, min_val, max_val, optional, whitelist)"
-    ),
-    "server.APIHandler._set_completion_headers": StockName("ours corrects the status", "(self, status_code)"),
+    "server.APIHandler._set_completion_headers": StockName("begins a response", "(self, status_code)"),
     "server.APIHandler._set_stream_headers": StockName("begins a stream", "(self, status_code)"),
     "server.APIHandler._set_cors_headers": StockName("headers of our own endpoints", "(self)"),
     "server.APIHandler.response_generator": StockName("replaced for each request of a connection"),
-    "server.APIHandler.body": StockName("the parsed body"),
     "server.APIHandler.created": StockName("set anew for each request of a connection"),
-    "server.APIHandler.max_tokens": StockName("the default where a body has null"),
     "server.APIHandler.stream": StockName("whether an error goes into a stream"),
-    "server.APIHandler.stream_options": StockName("completed where a body has only some"),
     # ModelProvider, which BlockpoolModelProvider extends.
     "server.ModelProvider": StockName("holds one loaded model", "(cli_args)"),
     "server.ModelProvider._load": StockName(

@@ -9,8 +9,6 @@ import json
 import threading
 from typing import Any
 
-from .fields import InvalidRequestError
-
 # Larger bodies are checked in a worker process before they are parsed here.
 UNCHECKED_BYTES = 256 << 10
 MOST_VALUES = 200_000
@@ -20,6 +18,14 @@ DEEPEST = 200
 
 # One large body at a time: each stops all threads while it is parsed.
 _reading = threading.Lock()
+
+
+class InvalidRequestError(ValueError):
+    """A request that breaks the protocol at a `place` such as `messages.1.content.0.text`."""
+
+    def __init__(self, place: str, what: str) -> None:
+        self.place = place
+        super().__init__(f"{place}: {what}" if place else what)
 
 
 def parse_json(data: bytes) -> Any:

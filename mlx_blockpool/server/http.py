@@ -11,7 +11,6 @@ import json
 import logging
 import math
 import time
-import types
 from collections.abc import Mapping
 from email.message import Message
 from http import HTTPStatus
@@ -19,24 +18,20 @@ from typing import Any
 from urllib.parse import urlsplit
 
 from ..errors import BlockpoolError, ModelNotFoundError, PromptError, UnavailableError
-from ..mlx_lm_compat import APIHandler, rebind
+from ..mlx_lm_compat import APIHandler
 from .access import FILES, HELLO, AccessPolicy, BudgetShare, Rejected, cause_of, is_model
 from .agents.http import AgentsEndpoint, is_agents
 from .api.anthropic import MessagesEndpoint, is_messages, is_models
-from .api.chat import ChatEndpoint, chat_request, choice_of
-from .api.completions import check_body, check_logit_bias, check_numbers
-from .api.errors import ErrorFile, anthropic_error, in_shape, is_openai, openai_code, openai_error, openai_status
-from .api.responses_http import ResponsesEndpoint, is_responses
-from .bodies import parse_json
+from .api.completions import CompletionsEndpoint
+from .api.errors import anthropic_error, in_shape, is_openai, openai_error, openai_status
+from .api.responses import ResponsesEndpoint, is_responses
 from .explained import answer_about, is_explain
-from .fields import InvalidRequestError
 from .incoming import TimedReader, WireBody, buffer_body, drain, file_deadline
 from .models.admin import ORDERS, Admin
 from .models.listing import cache_report
 from .outgoing import OnlyHeaders, Outgoing
 from .owners import own_figures
-from .request import ChatRequest
-from .scope import GENERATES, RequestScope, retention_of
+from .scope import GENERATES, RequestScope
 
 log = logging.getLogger(__name__)
 
@@ -89,7 +84,6 @@ class BlockpoolHandler(APIHandler):  # type: ignore[misc]
         self._headers_buffer: list[bytes] = []
         self.created = int(time.time())
         self.stream = self.answered = False
-        self._failure = 0
 
     def handle(self) -> None:
         self.close_connection = False
@@ -247,7 +241,7 @@ class BlockpoolHandler(APIHandler):  # type: ignore[misc]
             if not self.answered:
                 self.send_json(status, content)
             elif self.stream:
-                self.wfile.write(b"data: " + in_shape(status, json.dumps(content).encode()) + b"\n\n")
+                self.wfile.write(f"data: {json.dumps(in_shape(status, content))}\n\n".encode())
 
     def _failure_of(self, error: Exception) -> tuple[int, dict[str, str]]:
         if self.command == "POST" and isinstance(error, UnicodeDecodeError | RecursionError):
@@ -299,8 +293,7 @@ class BlockpoolHandler(APIHandler):  # type: ignore[misc]
         elif self.route in ORDERS:
             self._order()
         elif self.route in GENERATES:
-            self.path = self.route
-            self._complete()
+            CompletionsEndpoint(self).post()
         else:
             self._unknown_path()
 
@@ -325,66 +318,13 @@ class BlockpoolHandler(APIHandler):  # type: ignore[misc]
             answer = openai_status(error), {"error": str(error)}
         self.send_json(*answer)
 
-    # -- mlx-lm's completions ------------------------------------------------------------------------------------------
-
-    def _complete(self) -> None:
-        """mlx-lm's do_POST, with a body that parse_json() has read."""
-        if self.headers.get("Content-Length") is None:
-            super().do_POST()
-            return
-        try:
-            body = parse_json(self.rfile.read())
-        except InvalidRequestError as error:
-            self.send_json(400, {"error": str(error)})
-            return
-        self.rfile = io.BytesIO()
-        parsed = types.SimpleNamespace(loads=lambda _: body, dumps=json.dumps, JSONDecodeError=json.JSONDecodeError)
-        rebind(APIHandler.do_POST, json=parsed)(self)
-
-    def validate_model_parameters(self) -> None:
-        """mlx-lm's checks and ours. Raises ValueError, which mlx-lm answers with 400."""
-        try:
-            self._validate_all()
-        except ValueError as error:
-            self.scope.fail(error)
-            raise
-
-    def _validate_all(self) -> None:
-        scope = self.scope
-        if self.body.get("max_completion_tokens") is None and self.body.get("max_tokens") is None:
-            # The client leaves a null to the server.
-            self.max_tokens: Any = scope.cli_args.max_tokens
-        check_logit_bias(self.body)
-        super().validate_model_parameters()
-        check_numbers(self)
-        check_body(self.body)
-        if self.body.get("stream_options") is not None:
-            self.stream_options = {"include_usage": False, **self.body["stream_options"]}
-        if "messages" in self.body:
-            self._choice = choice_of(self.body)
-        scope.parse_headers(self.headers, self.body)
-        scope.options.retention = retention_of(self.body)
-
-    def handle_chat_completions(self) -> ChatRequest:
-        # Images are fetched, if at all, once it is known that the model takes any.
-        handle = rebind(APIHandler.handle_chat_completions, _inline_image_urls=lambda messages: None)
-        return chat_request(self.body, handle(self), self._choice)
-
-    def handle_completion(self, request: Any, stop_words: list[str]) -> None:
-        if isinstance(request, ChatRequest):
-            ChatEndpoint(self, request, stop_words, self._choice.one_call).answer()
-        else:
-            super().handle_completion(request, stop_words)
-
     # -- the response --------------------------------------------------------------------------------------------------
 
     def send_json(self, status: int, content: Any, headers: Mapping[str, str] | None = None) -> None:
         """Write a whole response; an error of OpenAI's endpoints in its shape."""
-        body = json.dumps(content).encode()
-        if status >= 400 and is_openai(self.path):
-            body = in_shape(status, body)
+        body = json.dumps(in_shape(status, content) if status >= 400 and is_openai(self.path) else content).encode()
         self._headers_buffer = []
-        super()._set_completion_headers(status)
+        self._set_completion_headers(status)
         for name, value in (headers or {}).items():
             self.send_header(name, value)
         self.send_header("Content-Length", str(len(body)))
@@ -409,8 +349,6 @@ class BlockpoolHandler(APIHandler):  # type: ignore[misc]
             if name.lower().encode() not in sent:
                 self.send_header(name, value)
         self._add_framing(status, sent.get(b"content-length"))
-        if self._failure and is_openai(self.path):
-            self.wfile = ErrorFile(self.wfile, self._failure, openai_code(self.scope.error))
 
     def _add_framing(self, status: int, length: bytes | None) -> None:
         has_body = self.command != "HEAD" and status not in (204, 304)
@@ -434,12 +372,3 @@ class BlockpoolHandler(APIHandler):  # type: ignore[misc]
         status, *lines = b"".join(self._headers_buffer).split(b"\r\n")
         split = (line.partition(b":") for line in lines)
         return int((status.split() or [b"", b"0"])[1]), {name.lower(): value.strip() for name, _, value in split}
-
-    def _set_completion_headers(self, status_code: int = 200) -> None:
-        error = self.scope.error
-        if isinstance(error, ConnectionError):
-            raise error
-        # mlx-lm answers 404 to whatever generate() raises.
-        status = openai_status(error) if status_code == 404 and error is not None else status_code
-        self._failure = status if status >= 400 else 0
-        super()._set_completion_headers(status)

@@ -18,7 +18,7 @@ from mlx_lm.processors import PROCESSORS
 from ..config import ImageConfig
 from ..messages import Message
 from ..mlx_lm_compat import get_classes, image_parts, image_url
-from .fields import InvalidRequestError
+from .bodies import InvalidRequestError
 
 READ_BYTES = 64 << 10
 

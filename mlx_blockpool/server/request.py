@@ -117,7 +117,6 @@ class ParsedRequest:
 
     request: ChatRequest
     arguments: GenerationArguments
-    model: str
     stream: bool
     one_call: bool
 

@@ -1,20 +1,83 @@
-"""Request bodies as pydantic models. Errors name their field by its place in the body, such as `messages.1.content.0.text`."""
+"""Request bodies as pydantic models: the types that several protocols share, and errors that name the field that is wrong.
+
+An error says where the field is, such as `messages[1].content`, what is needed, and what was found. Lists fail fast: collecting
+every error of a large body would hold up other threads.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+import dataclasses
+import logging
+from collections.abc import Callable, Collection, Iterable, Sequence
+from itertools import pairwise
 from typing import Annotated, Any, TypeVar
 
-from pydantic import BaseModel, ConfigDict, Discriminator, FailFast, Field, InstanceOf, Tag, ValidationError, model_validator
+from pydantic import (
+    AfterValidator,
+    BaseModel,
+    ConfigDict,
+    Discriminator,
+    FailFast,
+    Field,
+    InstanceOf,
+    Tag,
+    ValidationError,
+    model_validator,
+)
 
-from .fields import LARGEST, InvalidRequestError
+from ..config import RequestConfig
+from ..mlx_lm_compat import GenerationArguments, LogitsProcessorArguments, ModelDescription, SamplingArguments
+from .bodies import InvalidRequestError
 
-M = TypeVar("M", bound="Body")
+log = logging.getLogger(__name__)
+
+B = TypeVar("B", bound="Body")
+T = TypeVar("T")
+
+# mlx takes integers of 64 bits; Python's may be larger.
+LARGEST = 2**63 - 1
+
+
+class _FailFast(FailFast):
+    """With a hash, which unions need of their members."""
+
+    __hash__ = object.__hash__
+
 
 # Text as JSON has it: pydantic's own strings must be UTF-8, and a client's may have half of a surrogate pair.
 Text = InstanceOf[str]
+Object = InstanceOf[dict[str, Any]]
 Int = Annotated[int, Field(ge=-LARGEST, le=LARGEST)]
-KINDS = {"str": "string", "dict": "dictionary"}
+Count = Annotated[Int, Field(ge=0)]
+Number = Annotated[float, Field(ge=-LARGEST, le=LARGEST, allow_inf_nan=False)]
+Share = Annotated[Number, Field(ge=0, le=1)]
+List = Annotated[list[T], _FailFast()]
+# The tags of a union have brackets, which no field's name in the places of errors has.
+IS_TEXT = Discriminator(lambda value: "<text>" if isinstance(value, str) else "<other>")
+TextOr = Annotated[Annotated[Text, Tag("<text>")] | Annotated[T, Tag("<other>")], IS_TEXT]
+
+
+def only(*values: Any, why: str) -> AfterValidator:
+    """Rejects all other values of a field: `why` the reply cannot honour them."""
+
+    def check(value: Any) -> Any:
+        if value not in values:
+            raise ValueError(f"found {_short(value)}; {why}")
+        return value
+
+    return AfterValidator(check)
+
+
+def known(values: Collection[str], place: str) -> AfterValidator:
+    """Other values, which newer versions of the protocol may have, are logged and count as None."""
+
+    def check(value: str) -> str | None:
+        if value in values:
+            return value
+        log.info("%s: %r is not known here and has no effect", place, value[:50])
+        return None
+
+    return AfterValidator(check)
 
 
 class Body(BaseModel):
@@ -28,59 +91,133 @@ class Body(BaseModel):
         return {name: item for name, item in value.items() if item is not None} if isinstance(value, dict) else value
 
 
-def tag(name: str) -> Tag:
-    """A member of a union. The brackets tell it from a field's name in the places of errors."""
-    return Tag(f"<{name}>")
+class Sampling(Body):
+    """What every protocol may say of the model and of how tokens are drawn. None: the server's options hold."""
+
+    model: Text = "default_model"
+    temperature: Annotated[Number, Field(ge=0)] | None = None
+    top_p: Share | None = None
+    top_k: Count | None = None
 
 
-def by(field: str, default: str) -> Discriminator:
-    """Tells the objects of a union apart by a field, whose values are the tags. `default`: the member that rejects the rest."""
-
-    def name_of(value: Any) -> str | None:
-        if not isinstance(value, dict):
-            return f"<{default}>"
-        return None if value.get(field) is None else f"<{value[field]}>"
-
-    # pydantic's errors name the function.
-    name_of.__name__ = field
-    return Discriminator(name_of)
+def _is_text(value: Any) -> Any:
+    if value.type != "text":
+        why = "mlx-lm cannot hold a reply to a format; describe it in the prompt, or use a tool"
+        raise ValueError(f"found {_short(value.type)}; {why}")
+    return value
 
 
-class _FailFast(FailFast):
-    """With a hash, which unions ask of their members."""
-
-    __hash__ = object.__hash__
+class _Format(Body):
+    type: Text = "text"
 
 
-# Of a list: report its first error only.
-FAIL_FAST = _FailFast()
-# For a union of text and a list, with these tags.
-TEXT_OR_LIST = Discriminator(lambda value: "<text>" if isinstance(value, str) else "<list>")
+# The format of a reply in both of OpenAI's protocols.
+ReplyFormat = Annotated[_Format, AfterValidator(_is_text)]
 
 
-def validated(model: type[M], value: Any, place: Callable[[Sequence[Any]], str]) -> M:
+def validated(model: type[B], value: Any, place: Callable[[Sequence[Any]], str]) -> B:
     """The model of a body. `place`: writes the path of a field. Raises InvalidRequestError for the first thing that is wrong."""
     try:
         return model.model_validate(value)
     except ValidationError as error:
-        first = error.errors(include_url=False)[0]
-    path = [part for part in first["loc"] if not str(part).startswith("<")]
-    context, message = first.get("ctx", {}), str(first["msg"])
-    if first["type"] in ("union_tag_not_found", "union_tag_invalid"):
+        first: Any = error.errors(include_url=False)[0]
+    path = _path(first["loc"], value)
+    context, kind, message = first.get("ctx", {}), first["type"], str(first["msg"])
+    if kind in ("union_tag_not_found", "union_tag_invalid"):
         path.append(context["discriminator"].strip("'()"))
         message = "Field required"
         if "tag" in context:
-            names = context["expected_tags"].replace("<", "").replace(">", "").replace(", ", " or ")
-            message = f"Input should be {names}; found {context['tag'][1:-1][:50]!r}"
-    elif first["type"] == "value_error":
+            names = " or ".join(context["expected_tags"].split(", "))
+            message = f"Input should be {names}; found {_short(context['tag'])}"
+    elif kind == "value_error":
         message = str(context["error"])
-    elif first["type"] == "model_type":
-        message = "Input should be a valid dictionary"
-    elif first["type"] == "is_instance_of":
-        message = f"Input should be a valid {KINDS.get(context['class'], context['class'])}"
+    elif kind == "too_short":
+        message = "Input should not be empty"
+    elif kind != "missing":
+        if kind in ("is_instance_of", "model_type", "model_attributes_type"):
+            message = f"Input should be a valid {'string' if context.get('class') == 'str' else 'dictionary'}"
+        message = f"{message}; found {_short(first['input'])}"
     raise InvalidRequestError(place(path), message)
+
+
+def _path(places: Sequence[Any], value: Any) -> list[Any]:
+    """The way to a field of the body `value`, without the tags of unions and keys that pydantic's `places` have."""
+    path = []
+    for part, after in pairwise(places):
+        is_key = part in value if isinstance(value, dict) else isinstance(value, list) and isinstance(part, int)
+        is_tag = isinstance(value, dict) and part == value.get("type") and after in value
+        if is_key and not is_tag:
+            path.append(part)
+            value = value[part]
+    return [*path, *(part for part in places[-1:] if not str(part).startswith(("<", "[")))]
+
+
+def _short(value: Any) -> str:
+    """A value as an error shows it."""
+    if isinstance(value, dict | list):
+        return "a dictionary" if isinstance(value, dict) else "a list"
+    return repr(value[:50] if isinstance(value, str) else value)[:60]
 
 
 def dotted(path: Sequence[Any]) -> str:
     """`messages.1.content`, as Anthropic writes the place of a field."""
     return ".".join(map(str, path))
+
+
+def indexed(path: Sequence[Any]) -> str:
+    """`messages[1].content`, as OpenAI writes the place of a field."""
+    return "".join(f"[{part}]" if isinstance(part, int) else f".{part}" for part in path).removeprefix(".")
+
+
+# What mlx-lm's server takes where a request says nothing and no option does.
+DEFAULTS: dict[str, Any] = {
+    "draft_model": "default_model",
+    "adapters": None,
+    "xtc_probability": 0.0,
+    "xtc_threshold": 0.1,
+    "logit_bias": None,
+    "repetition_penalty": 0.0,
+    "repetition_context_size": 20,
+    "presence_penalty": 0.0,
+    "presence_context_size": 20,
+    "frequency_penalty": 0.0,
+    "frequency_context_size": 20,
+    "logprobs": False,
+    "top_logprobs": -1,
+    "seed": None,
+}
+
+
+def generation_arguments(
+    given: Iterable[tuple[str, Any]], options: Any, max_tokens: int, stop_words: list[str], template: dict[str, Any] | None
+) -> GenerationArguments:
+    """mlx-lm's arguments from a body's fields, and from the server's `options` for those that are None or not among them.
+
+    `template`: arguments of the chat template.
+    """
+    values = {name: getattr(options, name) for name in ("top_p", "top_k", "min_p", "num_draft_tokens")}
+    values |= {**DEFAULTS, "temperature": options.temp} | {name: value for name, value in given if value is not None}
+
+    def part(kind: Any) -> Any:
+        return kind(**{field.name: values[field.name] for field in dataclasses.fields(kind)})
+
+    values |= {"max_tokens": max_tokens, "stop_words": stop_words, "chat_template_kwargs": template or None}
+    model = ModelDescription(values["model"], values["draft_model"], values["adapters"])
+    values |= {"model": model, "sampling": part(SamplingArguments), "logits": part(LogitsProcessorArguments)}
+    return part(GenerationArguments)
+
+
+def check_bounds(request: Any, args: Any, config: RequestConfig) -> None:
+    """Raises InvalidRequestError with the field that has so much that working on it would hold up other requests."""
+    counts = {
+        "messages": (request.messages, config.messages),
+        "tools": (request.tools or (), config.tools),
+        "logit_bias": (args.logits.logit_bias or (), config.logit_bias),
+        "stop": (args.stop_words, config.stop_words),
+    }
+    for place, (values, most) in counts.items():
+        if len(values) > most:
+            raise InvalidRequestError(place, f"there may be {most:,} of them in a request; found {len(values):,}")
+    longest = max(map(len, args.stop_words), default=0)
+    if longest > config.stop_characters:
+        raise InvalidRequestError("stop", f"a stop string may have {config.stop_characters:,} characters; found {longest:,}")

@@ -21,7 +21,7 @@ from mlx_blockpool.config import ImageConfig
 from mlx_blockpool.server.api.anthropic_request import MessagesRequest, parse
 from mlx_blockpool.server.api.errors import anthropic_status
 from mlx_blockpool.server.api.thinking import signature_of, thinking_in
-from mlx_blockpool.server.fields import InvalidRequestError
+from mlx_blockpool.server.bodies import InvalidRequestError
 from mlx_blockpool.server.models.provider import ModelKey
 from mlx_blockpool.server.prompts.preparation import Counted, PromptPreparation
 from mlx_blockpool.server.prompts.renderer import PromptRenderer
@@ -376,14 +376,14 @@ USED = {"type": "tool_use", "id": "a", "name": "b", "input": {}}
 BAD: list[tuple[dict[str, Any], str]] = [
     ({}, "messages: Field required"),
     ({"messages": {}}, "messages: Input should be a valid list"),
-    ({"messages": []}, "messages: at least one message is required"),
+    ({"messages": []}, "messages: Input should not be empty"),
     ({"messages": ["x"]}, "messages.0: Input should be a valid dictionary"),
     ({"messages": [{"content": "x"}]}, "messages.0.role: Field required"),
     ({"messages": [{"role": "tool"}]}, "messages.0.role: Input should be 'user' or 'assistant' or 'system'; found 'tool'"),
     ({"messages": [{"role": "user"}]}, "messages.0.content: Field required"),
     ({"messages": [{"role": "user", "content": 7}]}, "messages.0.content: Input should be a valid list"),
     ({"messages": [{"role": "assistant", "content": "x"}]}, "messages: at least one user message is required"),
-    (said(), "messages.1.content: user messages must have non-empty content"),
+    (said(), "messages.1.content: Input should not be empty"),
     (said("x"), "messages.1.content.0: Input should be a valid dictionary"),
     (said({}), "messages.1.content.0.type: Field required"),
     (said({}, role="assistant"), "messages.1.content.0.type: Field required"),
@@ -403,20 +403,20 @@ BAD: list[tuple[dict[str, Any], str]] = [
     (asked(max_tokens=True), "max_tokens: Input should be a valid integer"),
     (asked(max_tokens=None), "max_tokens: Field required"),
     (asked(max_tokens=-1), "max_tokens: Input should be greater than or equal to 0"),
-    (asked(temperature=float("nan")), "temperature: Input should be a valid number"),
-    (asked(top_p=2), "top_p: Input should be between 0 and 1"),
+    (asked(temperature=float("nan")), "temperature: Input should be a finite number"),
+    (asked(top_p=2), "top_p: Input should be less than or equal to 1; found 2"),
     (asked(top_k=1.5), "top_k: Input should be a valid integer"),
-    (asked(stop_sequences=["x", ""]), "stop_sequences.1: String should have at least 1 character"),
+    (asked(stop_sequences=["x", ""]), "stop_sequences.1: Input should not be empty"),
     (asked(stream="yes"), "stream: Input should be a valid boolean"),
     (asked(metadata={"user_id": 7}), "metadata.user_id: Input should be a valid string"),
     (asked(tools=[{"name": "a"}]), "tools.0.input_schema: Field required"),
-    (asked(tools=[{"name": "", "input_schema": {}}]), "tools.0.name: String should have at least 1 character"),
+    (asked(tools=[{"name": "", "input_schema": {}}]), "tools.0.name: Input should not be empty"),
     (asked(tools=[ADD, ADD]), "tools: Tool names must be unique; found 'add' twice"),
     (asked(tools=[{"type": "web_search_20250305", "name": "w"}]), "tools.0.type: found 'web_search_20250305'; only tools"),
-    (asked(tool_choice={"type": "any"}), "tool_choice: 'any' needs tools, and there are none"),
-    (asked(tools=[ADD], tool_choice={"type": "tool", "name": "b"}), "tool_choice.name: Tool 'b' not found in provided tools"),
+    (asked(tool_choice={"type": "any"}), "tool_choice: 'any' needs tools that are functions, and there are none"),
+    (asked(tools=[ADD], tool_choice={"type": "tool", "name": "b"}), "tool_choice.name: Tool 'b' not found in tools"),
     (asked(thinking={"type": ["deep"]}), "thinking.type: Input should be a valid string"),
-    (asked(mcp_servers=[{"type": "url"}]), "mcp_servers: this server reaches no other"),
+    (asked(mcp_servers=[{"type": "url"}]), "mcp_servers: found a list; this server reaches no other"),
     (asked(output_config={"effort": 7}), "output_config.effort: Input should be a valid string"),
 ]
 

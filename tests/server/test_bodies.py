@@ -11,9 +11,16 @@ from mlx_lm.server import CompletionRequest, LogitsProcessorArguments
 from models import save_model
 
 from mlx_blockpool.config import RequestConfig
-from mlx_blockpool.server.bodies import MOST_DIGITS, MOST_ESCAPES, MOST_VALUES, UNCHECKED_BYTES, check_json, parse_json
-from mlx_blockpool.server.bounds import check_bounds
-from mlx_blockpool.server.fields import InvalidRequestError
+from mlx_blockpool.server.bodies import (
+    MOST_DIGITS,
+    MOST_ESCAPES,
+    MOST_VALUES,
+    UNCHECKED_BYTES,
+    InvalidRequestError,
+    check_json,
+    parse_json,
+)
+from mlx_blockpool.server.validation import check_bounds
 from server.serving import Client, blockpool_server
 
 HELLO = [{"role": "user", "content": "Hello"}]

@@ -13,7 +13,7 @@ import pytest
 from models import save_model
 
 from mlx_blockpool.config import ImageConfig
-from mlx_blockpool.server.fields import InvalidRequestError
+from mlx_blockpool.server.bodies import InvalidRequestError
 from mlx_blockpool.server.images import sees, take_images
 from server.serving import blockpool_server
 

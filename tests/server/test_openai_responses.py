@@ -420,7 +420,7 @@ def test_both_protocols_and_all_roles_make_one_prompt(server: Client, gpt: opena
     [
         ({"input": None}, "input", "Field required"),
         ({"input": []}, "input", "Field required"),
-        ({"input": 7}, "input", "valid string or list"),
+        ({"input": 7}, "input", "valid list; found 7"),
         ({"input": [7]}, "input[0]", "valid dictionary"),
         ({"input": [{"type": "web_search_call", "id": "x"}]}, "input[0].type", "function_call_output"),
         ({"input": [{"type": "item_reference", "id": "x"}]}, "input[0].id", "is not known"),
@@ -448,7 +448,7 @@ def test_both_protocols_and_all_roles_make_one_prompt(server: Client, gpt: opena
         ({"tools": [{"type": "web_search"}], "tool_choice": "required"}, "tool_choice", "that are functions"),
         ({"tools": [{"type": "function"}]}, "tools[0].name", "Field required"),
         ({"tool_choice": "required"}, "tool_choice", "needs tools"),
-        ({"tool_choice": "any"}, "tool_choice", "'auto' or 'none' or 'required'"),
+        ({"tool_choice": "any"}, "tool_choice", "'auto', 'none' or 'required'; found 'any'"),
         ({"tool_choice": {"type": "function", "name": "x"}}, "tool_choice.name", "not found"),
         ({"text": {"format": {"type": "json_schema", "name": "x", "schema": {}}}}, "text.format", "use a tool"),
         ({"reasoning": {"effort": 7}}, "reasoning.effort", "valid string"),

@@ -17,7 +17,7 @@ from models import save_model
 
 from mlx_blockpool.config import PromptConfig
 from mlx_blockpool.errors import PromptError, RequestTooLargeError
-from mlx_blockpool.server.fields import InvalidRequestError
+from mlx_blockpool.server.bodies import InvalidRequestError
 from mlx_blockpool.server.prompts.job import PreparedPrompt, PromptJob, TokenizerSource, pack_error, unpack
 from mlx_blockpool.server.prompts.preparation import AgentOrder
 from mlx_blockpool.server.prompts.renderer import PromptRenderer, longest_token

@@ -15,11 +15,10 @@ from typing import Any
 from pydantic import Field, model_validator
 
 from ...errors import BlockpoolError
-from ..arguments import generation_arguments
-from ..fields import InvalidRequestError
+from ..bodies import InvalidRequestError
 from ..request import PromptRequest
 from ..scope import RequestScope
-from ..validation import Body, Text, dotted, validated
+from ..validation import Body, Text, dotted, generation_arguments, validated
 from . import by_content
 from .service import AgentService, RefusedError, checked_name
 
@@ -133,7 +132,7 @@ class WarmUp:
             text = [{"role": "user", "content": prompt.prompt}]
             scope.options.conversation = by_content.name_of([prompt.model], text, scope.known_normalisers)
         options = self._generator.cli_args
-        arguments = generation_arguments({}, options, prompt.model, 1, [], prompt.chat_template_kwargs or {})
+        arguments = generation_arguments([("model", prompt.model)], options, 1, [], prompt.chat_template_kwargs)
         context, responses = scope.generate(request, arguments)
         for _ in responses:
             pass

@@ -5,39 +5,33 @@ Works for one request of a BlockpoolHandler, on the socket's thread.
 
 from __future__ import annotations
 
-import logging
+from collections.abc import Iterable
 from typing import Any
 from urllib.parse import parse_qs, unquote, urlsplit
 
-from ..fields import InvalidRequestError
+from ..bodies import InvalidRequestError
 from ..models.admin import MODELS, Admin
 from .anthropic_reply import PING, MessageRenderer
 from .anthropic_request import MessagesRequest, parse
-from .endpoint import Endpoint
+from .endpoint import Endpoint, is_below
 from .errors import StatusError, anthropic_error, anthropic_status
-
-log = logging.getLogger(__name__)
+from .reply import Json
 
 PATH = "/v1/messages"
 
 
 def is_messages(path: str) -> bool:
     """Whether a path, with its query, belongs to the Messages API."""
-    path = urlsplit(path).path.rstrip("/")
-    return path == PATH or path.startswith(PATH + "/")
+    return is_below(path, PATH)
 
 
 def is_models(path: str, headers: Any) -> bool:
     """Whether a client of this protocol asks for models; others ask under the same path."""
-    path = urlsplit(path).path.rstrip("/")
-    return "anthropic-version" in headers and (path == MODELS or path.startswith(MODELS + "/"))
+    return "anthropic-version" in headers and is_below(path, MODELS)
 
 
 class MessagesEndpoint(Endpoint):
     """Answers one request of `handler`. Only a client that is gone lets it raise: ConnectionError."""
-
-    def post(self) -> None:
-        self._serve(self._post)
 
     def refuse_path(self) -> None:
         """Answer a request for what the protocol has and this server does not, such as batches."""
@@ -50,7 +44,7 @@ class MessagesEndpoint(Endpoint):
 
     def _post(self) -> None:
         if self._path == PATH:
-            self._create()
+            self._reply(self._parsed())
         elif self._path == PATH + "/count_tokens":
             self._send(200, {"input_tokens": self._count(self._parsed(counts=True))})
         else:
@@ -70,24 +64,6 @@ class MessagesEndpoint(Endpoint):
 
     # -- a message -----------------------------------------------------------------------------------------------------
 
-    def _create(self) -> None:
-        parsed = self._parsed()
-        context, responses = self._scope.generate(parsed.request, parsed.arguments, progress_callback=self._progress)
-        renderer = MessageRenderer(parsed, context)
-        try:
-            if parsed.stream:
-                self._start_stream()
-                for event in renderer.events(responses):
-                    self._write(event)
-            else:
-                for _ in renderer.events(responses):
-                    pass
-                self._send(200, renderer.message)
-        finally:
-            context.stop()
-        if parsed.max_tokens and not parsed.request.begin:
-            self._remember(parsed.request, renderer.reader)
-
     def _parsed(self, counts: bool = False) -> MessagesRequest:
         """The request's body and headers. Raises what anthropic_status() answers."""
         headers, body = self._handler.headers, self._body()
@@ -96,26 +72,25 @@ class MessagesEndpoint(Endpoint):
         self._scope.parse_headers(headers, body, ("session_id", "agent_id"))
         return parsed
 
-    # -- the wire ------------------------------------------------------------------------------------------------------
+    def _renderer(self, parsed: MessagesRequest, context: Any) -> MessageRenderer:
+        return MessageRenderer(parsed, context)
 
-    def _progress(self, done: int, total: int) -> None:
-        log.info("Prompt processing progress: %d/%d", done, total)
-        if self._streams:
-            self._write(PING)
+    def _keepalive(self, done: int, total: int) -> Iterable[Json]:
+        return [PING]
 
-    def _error(self, error: Exception) -> tuple[int, dict[str, Any]]:
+    def _error(self, error: Exception) -> tuple[int, Json]:
         status, message = anthropic_status(error)
         if status >= 500:
             message = " ".join(message.split())
         return status, anthropic_error(status, message, self._scope.options.id)
 
 
-def _model(name: str) -> dict[str, Any]:
+def _model(name: str) -> Json:
     released = "1970-01-01T00:00:00Z"  # the protocol's way to say that it is not known
     return {"type": "model", "id": name, "display_name": name, "created_at": released, "lifecycle": "active"}
 
 
-def _page(models: list[dict[str, Any]], query: dict[str, list[str]]) -> dict[str, Any]:
+def _page(models: list[Json], query: dict[str, list[str]]) -> Json:
     """The part of a list that limit, after_id and before_id choose. Raises InvalidRequestError."""
     limit = query.get("limit", ["20"])[0]
     if not limit.isdecimal() or not 1 <= int(limit) <= 1000:

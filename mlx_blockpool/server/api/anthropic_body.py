@@ -1,28 +1,24 @@
-"""The body of Anthropic's Messages API: its fields and their types, and which blocks may stand where.
-
-Lists fail fast: to collect every error of a large body would hold up other threads.
-"""
+"""The body of Anthropic's Messages API: its fields and their types, and which blocks may stand where."""
 
 from __future__ import annotations
 
 from typing import Annotated, Any, Literal, TypeAlias
 
-from pydantic import AfterValidator, Discriminator, Field, InstanceOf, field_validator
+from pydantic import Field
 
-from ..validation import FAIL_FAST, TEXT_OR_LIST, Body, Int, Text, by, tag
+from ..request import SECONDS
+from ..validation import Body, Count, List, Object, Sampling, Text, TextOr, known, only
 
-Object = InstanceOf[dict[str, Any]]
+DISPLAYS = ("summarized", "omitted")
+THINKING = {"enabled": True, "adaptive": True, "between_tools": True, "disabled": False}
+EFFORTS = {"low": "low", "medium": "medium", "high": "high", "xhigh": "high", "max": "high"}
 
-
-def _not_blank(text: str) -> str:
-    if not text:
-        raise ValueError("String should have at least 1 character")
-    return text
+FilledText: TypeAlias = Annotated[Text, Field(min_length=1)]
 
 
 class CacheControl(Body):
-    type: Text
-    ttl: Text | None = None
+    type: Annotated[Text, known(("ephemeral",), "cache_control.type")]
+    ttl: Annotated[Text, known(SECONDS, "cache_control.ttl")] | None = None
 
 
 class Block(Body):
@@ -30,24 +26,24 @@ class Block(Body):
 
 
 class TextBlock(Block):
+    type: Literal["text"]
     text: Text
 
 
 class UrlSource(Body):
+    type: Literal["url"]
     url: Text
 
 
 class Base64Source(Body):
-    type: Literal["base64", "url"]
+    type: Literal["base64"]
     media_type: Text
     data: Text
 
 
 class ImageBlock(Block):
-    source: Annotated[
-        Annotated[UrlSource, tag("url")] | Annotated[Base64Source, tag("base64")],
-        Discriminator(lambda value: "<url>" if isinstance(value, dict) and value.get("type") == "url" else "<base64>"),
-    ]
+    type: Literal["image"]
+    source: Annotated[Base64Source | UrlSource, Field(discriminator="type")]
 
 
 class TextSource(Body):
@@ -58,119 +54,90 @@ class TextSource(Body):
 class DocumentBlock(Block):
     """A document of plain text, which is all that templates can show."""
 
+    type: Literal["document"]
     source: TextSource
     title: Text = ""
 
 
 class ReferenceBlock(Block):
+    type: Literal["tool_reference"]
     tool_name: Text
 
 
-ResultPart: TypeAlias = Annotated[
-    Annotated[TextBlock, tag("text")]
-    | Annotated[ImageBlock, tag("image")]
-    | Annotated[DocumentBlock, tag("document")]
-    | Annotated[ReferenceBlock, tag("tool_reference")],
-    by("type", "text"),
-]
+ResultPart: TypeAlias = Annotated[TextBlock | ImageBlock | DocumentBlock | ReferenceBlock, Field(discriminator="type")]
 
 
 class ResultBlock(Block):
+    type: Literal["tool_result"]
     tool_use_id: Text
-    content: Annotated[Annotated[Text, tag("text")] | Annotated[list[ResultPart], FAIL_FAST, tag("list")], TEXT_OR_LIST] = ""
+    content: TextOr[List[ResultPart]] = ""
     is_error: bool = False
 
 
 class ThinkingBlock(Body):
+    type: Literal["thinking"]
     thinking: Text
     signature: Text = ""
 
 
 class RedactedBlock(Body):
-    pass
+    type: Literal["redacted_thinking"]
 
 
 class UseBlock(Block):
+    type: Literal["tool_use"]
     id: Text
     name: Text
     input: Object
 
 
-SystemBlock: TypeAlias = Annotated[Annotated[TextBlock, tag("text")], by("type", "text")]
-UserBlock: TypeAlias = Annotated[
-    Annotated[TextBlock, tag("text")]
-    | Annotated[ImageBlock, tag("image")]
-    | Annotated[DocumentBlock, tag("document")]
-    | Annotated[ResultBlock, tag("tool_result")],
-    by("type", "text"),
-]
-AssistantBlock: TypeAlias = Annotated[
-    Annotated[TextBlock, tag("text")]
-    | Annotated[ThinkingBlock, tag("thinking")]
-    | Annotated[RedactedBlock, tag("redacted_thinking")]
-    | Annotated[UseBlock, tag("tool_use")],
-    by("type", "text"),
-]
-SystemText: TypeAlias = Annotated[
-    Annotated[Text, tag("text")] | Annotated[list[SystemBlock], FAIL_FAST, tag("list")], TEXT_OR_LIST
-]
+UserBlock: TypeAlias = Annotated[TextBlock | ImageBlock | DocumentBlock | ResultBlock, Field(discriminator="type")]
+AssistantBlock: TypeAlias = Annotated[TextBlock | ThinkingBlock | RedactedBlock | UseBlock, Field(discriminator="type")]
 
 
 class UserTurn(Body):
-    content: Annotated[Annotated[Text, tag("text")] | Annotated[list[UserBlock], FAIL_FAST, tag("list")], TEXT_OR_LIST]
-
-    @field_validator("content")
-    @classmethod
-    def _not_empty(cls, content: Any) -> Any:
-        if len(content) == 0:
-            raise ValueError("user messages must have non-empty content")
-        return content
+    role: Literal["user"]
+    content: Annotated[TextOr[List[UserBlock]], Field(min_length=1)]
 
 
 class AssistantTurn(Body):
-    content: Annotated[Annotated[Text, tag("text")] | Annotated[list[AssistantBlock], FAIL_FAST, tag("list")], TEXT_OR_LIST]
+    role: Literal["assistant"]
+    content: TextOr[List[AssistantBlock]]
 
 
 class SystemTurn(Body):
-    content: SystemText
+    role: Literal["system"]
+    content: TextOr[List[TextBlock]]
 
 
-Turn: TypeAlias = Annotated[
-    Annotated[UserTurn, tag("user")] | Annotated[AssistantTurn, tag("assistant")] | Annotated[SystemTurn, tag("system")],
-    by("role", "user"),
-]
+Turn: TypeAlias = Annotated[UserTurn | AssistantTurn | SystemTurn, Field(discriminator="role")]
 
 
 class Tool(Block):
-    type: Text = "custom"
-    name: Annotated[Text, AfterValidator(_not_blank)]
+    type: Annotated[Text, only("custom", why="only tools that bring an input_schema are supported")] = "custom"
+    name: FilledText
     description: Text | None = None
     input_schema: Object
 
-    @field_validator("type")
-    @classmethod
-    def _is_custom(cls, kind: str) -> str:
-        if kind != "custom":
-            raise ValueError(f"found {kind[:50]!r}; only tools that bring an input_schema are supported")
-        return kind
-
 
 class Choice(Body):
-    type: Literal["auto", "any", "tool", "none"]
+    type: Literal["auto", "any", "none"]
     disable_parallel_tool_use: bool = False
 
 
-class NamedChoice(Choice):
+class NamedChoice(Body):
+    type: Literal["tool"]
+    disable_parallel_tool_use: bool = False
     name: Text
 
 
 class ThinkingConfig(Body):
-    type: Text
-    display: Text | None = None
+    type: Annotated[Text, known(THINKING, "thinking.type")]
+    display: Annotated[Text, known(DISPLAYS, "thinking.display")] | None = None
 
 
 class OutputConfig(Body):
-    effort: Text | None = None
+    effort: Annotated[Text, known(EFFORTS, "output_config.effort")] | None = None
     format: Any = None
 
 
@@ -178,32 +145,21 @@ class Metadata(Body):
     user_id: Text | None = None
 
 
-class MessagesBody(Body):
-    system: SystemText = ""
-    tools: Annotated[list[Tool], FAIL_FAST] = Field(default=[])
-    messages: Annotated[list[Turn], FAIL_FAST]
+Elsewhere: TypeAlias = Annotated[Any, only([], why="this server reaches no other; offer what it does as tools")]
+
+
+class MessagesBody(Sampling):
+    system: TextOr[List[TextBlock]] = ""
+    tools: List[Tool] = Field(default=[])
+    messages: Annotated[List[Turn], Field(min_length=1)]
     cache_control: CacheControl | None = None
-    tool_choice: (
-        Annotated[
-            Annotated[NamedChoice, tag("tool")] | Annotated[Choice, tag("others")],
-            Discriminator(lambda value: "<tool>" if isinstance(value, dict) and value.get("type") == "tool" else "<others>"),
-        ]
-        | None
-    ) = None
+    tool_choice: Annotated[Choice | NamedChoice, Field(discriminator="type")] | None = None
     thinking: ThinkingConfig | None = None
     output_config: OutputConfig = OutputConfig()
     output_format: Any = None
-    mcp_servers: Any = None
-    container: Any = None
+    mcp_servers: Elsewhere = None
+    container: Elsewhere = None
     metadata: Metadata | None = None
-    max_tokens: Annotated[Int, Field(ge=0)] | None = None
-    model: Text = "default_model"
-    stop_sequences: Annotated[list[Annotated[Text, AfterValidator(_not_blank)]], FAIL_FAST] = Field(default=[])
+    max_tokens: Count
+    stop_sequences: List[FilledText] = Field(default=[])
     stream: bool = False
-
-    @field_validator("messages")
-    @classmethod
-    def _has_messages(cls, messages: list[Any]) -> list[Any]:
-        if not messages:
-            raise ValueError("at least one message is required")
-        return messages

@@ -10,10 +10,8 @@ from collections.abc import Iterable, Iterator
 from typing import Any
 
 from .anthropic_request import MessagesRequest
-from .reply import BlockEnd, Call, Done, Event, ReplyParser, ReplyReader, Silence, Text, Thinking
+from .reply import BlockEnd, Call, Done, Json, Renderer, Silence, Text, Thinking
 from .thinking import signature_of
-
-Json = dict[str, Any]
 
 PING: Json = {"type": "ping"}
 
@@ -69,23 +67,19 @@ class ContentBlocks:
         return {"type": "content_block_stop", "index": len(self.content) - 1}
 
 
-class MessageRenderer:
-    """Renders one reply. `message`: the whole message, once all events are read. `reader`: the reply's."""
+class MessageRenderer(Renderer):
+    """Renders one reply."""
 
     def __init__(self, parsed: MessagesRequest, context: Any) -> None:
-        self.reader = ReplyReader(ReplyParser(context, parsed.request, parsed.arguments.stop_words, parsed.one_call))
-        self.message: Json = {}
-        self._parsed = parsed
-        self._context = context
+        super().__init__(parsed, context)
         self._blocks = ContentBlocks(parsed.shows_thinking)
 
-    def events(self, responses: Iterable[Any]) -> Iterator[Json]:
-        """All events; `responses` are read on the way."""
+    def packets(self, responses: Iterable[Any]) -> Iterator[Json]:
         message: Json = {
             "id": f"msg_{uuid.uuid4().hex[:24]}",
             "type": "message",
             "role": "assistant",
-            "model": self._parsed.model,
+            "model": self._parsed.arguments.model.model,
             "content": [],
             "stop_reason": None,
             "stop_sequence": None,
@@ -100,21 +94,17 @@ class MessageRenderer:
                 pass
         else:
             for event in self.reader.events(responses):
-                if isinstance(event, Done):
+                if isinstance(event, Silence):
+                    yield PING
+                elif isinstance(event, Done):
                     done = event
                 else:
-                    yield from self._render(event)
+                    yield from self._blocks.render(event)
         delta = {"stop_reason": self._stop_reason(done), "stop_sequence": done.stop_word}
         usage = {**self._input_usage(), **_output_usage(done)}
-        self.message = {**message, "content": self._blocks.content, **delta, "usage": usage}
+        self.whole = {**message, "content": self._blocks.content, **delta, "usage": usage}
         yield {"type": "message_delta", "delta": delta, "usage": usage}
         yield {"type": "message_stop"}
-
-    def _render(self, event: Event) -> Iterator[Json]:
-        if isinstance(event, Silence):
-            yield PING
-        elif not isinstance(event, Done):
-            yield from self._blocks.render(event)
 
     def _stop_reason(self, done: Done) -> str:
         if done.reason == "length":
@@ -123,8 +113,7 @@ class MessageRenderer:
         return {"stop_word": "stop_sequence", "calls": "tool_use", "stop": "end_turn"}[done.reason]
 
     def _input_usage(self) -> Json:
-        cached = max(self._context.prompt_cache_count, 0)
-        return input_usage(len(self._context.prompt), cached, self._parsed.request.rendered.marks or [])
+        return input_usage(len(self._context.prompt), self._cached, self._parsed.request.rendered.marks or [])
 
 
 def _output_usage(done: Done) -> Json:

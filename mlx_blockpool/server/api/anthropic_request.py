@@ -1,4 +1,4 @@
-"""A body of Anthropic's Messages API as what mlx-lm's ResponseGenerator takes: a chat request and generation arguments.
+"""A body of Anthropic's Messages API as a chat request and generation arguments.
 
 A field that cannot be honoured is rejected by its place. Fields that change nothing here (service tiers, betas, budgets) are
 ignored, and unknown values of optional fields are logged.
@@ -10,22 +10,37 @@ import logging
 from dataclasses import dataclass
 from typing import Any
 
-from ...config import RequestConfig
-from ..arguments import generation_arguments
-from ..bounds import check_count
-from ..fields import InvalidRequestError, known
+from ..bodies import InvalidRequestError
 from ..request import SECONDS, ChatRequest, Mark, ParsedRequest
-from ..validation import dotted, validated
-from .anthropic_body import Choice, MessagesBody, NamedChoice, Tool
-from .anthropic_messages import Conversation
+from ..validation import dotted, generation_arguments, validated
+from .anthropic_body import (
+    EFFORTS,
+    THINKING,
+    AssistantBlock,
+    Base64Source,
+    CacheControl,
+    DocumentBlock,
+    ImageBlock,
+    MessagesBody,
+    NamedChoice,
+    ReferenceBlock,
+    ResultBlock,
+    SystemTurn,
+    ThinkingBlock,
+    Tool,
+    Turn,
+    UseBlock,
+    UserBlock,
+    UserTurn,
+)
+from .conversation import Calls, Conversation, Part, calls_of, function_tool, tools_named
+from .thinking import thinking_in
 
 log = logging.getLogger(__name__)
 
-Json = dict[str, Any]
-
-DISPLAYS = ("summarized", "omitted")
-THINKING = {"enabled": True, "adaptive": True, "between_tools": True, "disabled": False}
-EFFORTS = {"low": "low", "medium": "medium", "high": "high", "xhigh": "high", "max": "high"}
+MAX_MARKS = 4
+# Between messages of one role that follow each other: to the protocol they are one turn.
+SEAM: Part = {"type": "text", "text": "\n\n"}
 
 
 @dataclass(frozen=True)
@@ -40,98 +55,178 @@ class MessagesRequest(ParsedRequest):
     shows_thinking: bool
 
 
-def parse(body: Json, options: Any, counts: bool = False) -> MessagesRequest:
+def parse(body: dict[str, Any], options: Any, counts: bool = False) -> MessagesRequest:
     """Parse a body. `options`: the server's, for what the body leaves open; `counts`: only the prompt is of interest.
 
     Raises InvalidRequestError.
     """
     # A request that only counts has no use for max_tokens.
     given = validated(MessagesBody, body | {"max_tokens": 1} if counts else body, dotted)
-    if given.max_tokens is None:
-        raise InvalidRequestError("max_tokens", "Field required")
-    conversation = Conversation()
-    conversation.add_system(given.system)
-    tools, tool_marks = _tools(given.tools, conversation)
-    conversation.add_turns(given.messages)
+    turns = MessageTurns()
+    turns.add_system(given.system)
+    tools, marks = _tools(given.tools, turns)
+    turns.add(given.messages)
     if given.cache_control is not None:
-        conversation.mark_end(given.cache_control)
-    calls, tools, tool_marks = _choice(given.tool_choice, tools, tool_marks)
-    kwargs, shows_thinking = _thinking(given, answers_at_once=bool(conversation.begin) or calls == "must")
-    _refuse(given)
-    request = ChatRequest(
-        "chat", "", conversation.messages, tools or None, None,
-        tool_marks=tool_marks,
-        calls=calls,
-        begin=conversation.begin,
-        only_count=counts,
-        image_at=conversation.image_at,
-    )  # fmt: skip
-    stop_words = list(dict.fromkeys(given.stop_sequences))
-    return MessagesRequest(
-        request,
-        generation_arguments(body, options, given.model, max(given.max_tokens, 1), stop_words, kwargs),
-        given.model,
-        given.stream,
-        given.tool_choice is not None and given.tool_choice.disable_parallel_tool_use,
-        given.max_tokens,
-        shows_thinking,
-    )
-
-
-def _tools(given: list[Tool], conversation: Conversation) -> tuple[list[Any], tuple[Mark, ...]]:
-    """Tools in OpenAI's shape, and the marks on them."""
-    check_count("tools", given, RequestConfig.tools)
-    tools: list[Any] = []
-    marks = []
-    for i, tool in enumerate(given):
-        if any(other["function"]["name"] == tool.name for other in tools):
-            raise InvalidRequestError("tools", f"Tool names must be unique; found {tool.name[:50]!r} twice")
-        described = {} if tool.description is None else {"description": tool.description}
-        function = {"name": tool.name, **described, "parameters": tool.input_schema}
-        tools.append({"type": "function", "function": function})
-        if marked := conversation.mark(tool.cache_control, f"tools.{i}.cache_control"):
-            marks.append(Mark(None, len(tools), SECONDS[marked["cache_control"]["ttl"]]))
-    return tools, tuple(marks)
-
-
-def _choice(choice: Choice | None, tools: list[Any], marks: tuple[Mark, ...]) -> tuple[Any, list[Any], tuple[Mark, ...]]:
-    """(ChatRequest.calls, the tools to show, their marks).
-
-    To force one certain tool, no other is shown and the reply begins with a call.
-    """
-    if choice is None:
-        return "may", tools, marks
-    if choice.type in ("any", "tool") and not tools:
-        raise InvalidRequestError("tool_choice", f"{choice.type!r} needs tools, and there are none")
-    if isinstance(choice, NamedChoice):
-        tools = [tool for tool in tools if tool["function"]["name"] == choice.name]
-        if not tools:
-            raise InvalidRequestError("tool_choice.name", f"Tool {choice.name[:50]!r} not found in provided tools")
-        marks = tuple(Mark(None, 1, mark.seconds) for mark in marks[-1:])
-    return {"auto": "may", "none": "never"}.get(choice.type, "must"), tools, marks
-
-
-def _thinking(given: MessagesBody, answers_at_once: bool) -> tuple[Json, bool]:
-    """Arguments for the template, and whether thinking is shown. The template decides what the body leaves open."""
-    kwargs: Json = {}
-    shown = True
-    if given.thinking is not None:
-        kind = known(given.thinking.type, THINKING, "thinking.type")
-        if kind is not None:
-            kwargs["enable_thinking"] = THINKING[kind]
-        shown = known(given.thinking.display, DISPLAYS, "thinking.display") != "omitted"
-    if answers_at_once:
-        kwargs["enable_thinking"] = False
-    if (effort := known(given.output_config.effort, EFFORTS, "output_config.effort")) is not None:
-        kwargs["reasoning_effort"] = EFFORTS[effort]
-    return kwargs, shown
-
-
-def _refuse(given: MessagesBody) -> None:
-    """Raises InvalidRequestError for what the reply would need and cannot have. A schema is a wish: clients parse any reply."""
+        turns.messages[-1].update(turns.mark(given.cache_control, "cache_control"))
+    calls, tools, tool_marks = _choice(given, tools, marks)
+    shown = given.thinking is None or given.thinking.display != "omitted"
     for place, schema in (("output_config.format", given.output_config.format), ("output_format", given.output_format)):
         if schema is not None:
+            # A schema is a wish: clients parse any reply.
             log.info("%s has no effect: mlx-lm cannot hold a reply to a schema", place)
-    for place, value in (("mcp_servers", given.mcp_servers), ("container", given.container)):
-        if value not in (None, []):
-            raise InvalidRequestError(place, "this server reaches no other; offer what it does as tools")
+    request = ChatRequest(
+        "chat", "", turns.end(), tools or None, None,
+        tool_marks=tool_marks,
+        calls=calls,
+        begin=turns.begin,
+        only_count=counts,
+        image_at=turns.image_at,
+    )  # fmt: skip
+    template = _template_arguments(given, answers_at_once=bool(turns.begin) or calls == "must")
+    stop_words = list(dict.fromkeys(given.stop_sequences))
+    arguments = generation_arguments(given, options, max(given.max_tokens, 1), stop_words, template)
+    one_call = given.tool_choice is not None and given.tool_choice.disable_parallel_tool_use
+    return MessagesRequest(request, arguments, given.stream, one_call, given.max_tokens, shown)
+
+
+def _tools(given: list[Tool], turns: MessageTurns) -> tuple[list[Any], list[Mark]]:
+    """Tools in OpenAI's shape, and the marks on them."""
+    tools, marks = {}, []
+    for i, tool in enumerate(given):
+        if tool.name in tools:
+            raise InvalidRequestError("tools", f"Tool names must be unique; found {tool.name[:50]!r} twice")
+        tools[tool.name] = function_tool(tool.name, tool.description, tool.input_schema)
+        if marked := turns.mark(tool.cache_control, f"tools.{i}.cache_control"):
+            marks.append(Mark(None, i + 1, SECONDS[marked["cache_control"]["ttl"]]))
+    return list(tools.values()), marks
+
+
+def _choice(given: MessagesBody, tools: list[Any], marks: list[Mark]) -> tuple[Calls, list[Any], tuple[Mark, ...]]:
+    """(ChatRequest.calls, the tools to show, their marks)."""
+    if isinstance(given.tool_choice, NamedChoice):
+        tools = tools_named(given.tool_choice.name, tools, "tool_choice.name")
+        return "must", tools, tuple(Mark(None, 1, mark.seconds) for mark in marks[-1:])
+    return calls_of("auto" if given.tool_choice is None else given.tool_choice.type, tools), tools, tuple(marks)
+
+
+def _template_arguments(given: MessagesBody, answers_at_once: bool) -> dict[str, Any]:
+    """The template decides what the body leaves open."""
+    kwargs: dict[str, Any] = {}
+    if given.thinking is not None and given.thinking.type is not None:
+        kwargs["enable_thinking"] = THINKING[given.thinking.type]
+    if answers_at_once:
+        kwargs["enable_thinking"] = False
+    if given.output_config.effort is not None:
+        kwargs["reasoning_effort"] = EFFORTS[given.output_config.effort]
+    return kwargs
+
+
+class MessageTurns(Conversation):
+    """The turns of a conversation as messages. Its methods raise InvalidRequestError.
+
+    `begin`: the text of a last assistant message, which the reply continues. `marks`: how many cache_control were found.
+    """
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.begin = ""
+        self.marks = 0
+
+    def add_system(self, system: str | list[Any]) -> None:
+        """The system prompt."""
+        if system:
+            self.messages.append({"role": "system", "content": self._content(system, "system")})
+
+    def add(self, turns: list[Turn]) -> None:
+        """All turns."""
+        for i, turn in enumerate(turns):
+            place = f"messages.{i}.content"
+            if isinstance(turn, SystemTurn):
+                self.messages.append({"role": "system", "content": self._content(turn.content, place)})
+            elif isinstance(turn.content, str):
+                self._add(turn.role, turn.content)
+            elif isinstance(turn, UserTurn):
+                self._user(turn.content, place)
+            else:
+                self._assistant(turn.content, place)
+        self._take_beginning()
+
+    def mark(self, control: CacheControl | None, at: str) -> Part:
+        """A cache_control in the shape that messages have it in; empty without one."""
+        if control is None:
+            return {}
+        self.marks += 1
+        if self.marks > MAX_MARKS:
+            found = f"A maximum of {MAX_MARKS} blocks with cache_control may be provided. Found {self.marks}."
+            raise InvalidRequestError(at, found)
+        return {"cache_control": {"type": "ephemeral", "ttl": control.ttl or "5m"}}
+
+    def _user(self, blocks: list[UserBlock], place: str) -> None:
+        parts: list[Part] = []
+        for j, block in enumerate(blocks):
+            at = f"{place}.{j}"
+            if isinstance(block, ResultBlock):
+                if parts:
+                    self._add("user", parts)
+                    parts = []
+                content = self._content(block.content, f"{at}.content") or ""
+                if block.is_error:
+                    content = [{"type": "text", "text": "Error: "}, *_as_parts(content)]
+                self._result(block.tool_use_id, content).update(self.mark(block.cache_control, f"{at}.cache_control"))
+            else:
+                parts.append(self._part(block, at))
+        if parts:
+            self._add("user", parts)
+
+    def _assistant(self, blocks: list[AssistantBlock], place: str) -> None:
+        places = [(block, f"{place}.{j}") for j, block in enumerate(blocks)]
+        parts = [self._part(block, at) for block, at in places if block.type == "text"]
+        message = self._add("assistant", parts or "")
+        for block, at in places:
+            if isinstance(block, ThinkingBlock):
+                self._think(message, thinking_in(block.thinking, block.signature))
+            elif isinstance(block, UseBlock):
+                self._call(message, block.id, block.name, block.input)
+                message.update(self.mark(block.cache_control, f"{at}.cache_control"))
+
+    def _add(self, role: str, content: str | list[Part]) -> dict[str, Any]:
+        """Add content to the last message if that has the same role, or else as a message. Returns the message."""
+        if not self.messages or self.messages[-1]["role"] != role:
+            self.messages.append({"role": role, "content": content})
+        else:
+            before, added = _as_parts(self.messages[-1]["content"]), _as_parts(content)
+            self.messages[-1]["content"] = [*before, *([SEAM] if before and added else []), *added] or ""
+        return self.messages[-1]
+
+    def _take_beginning(self) -> None:
+        """If the last message is the assistant's, the reply continues it: its text is the beginning."""
+        if self.messages[-1]["role"] != "assistant":
+            return
+        last = self.messages.pop()
+        if "tool_calls" in last or "reasoning" in last:
+            what = "the last message is the assistant's, and has tool_use or thinking; a reply can only continue text"
+            raise InvalidRequestError("messages", what)
+        if all(message["role"] == "system" for message in self.messages):
+            raise InvalidRequestError("messages", "at least one user message is required")
+        self.begin = "".join(part["text"] for part in _as_parts(last["content"]))
+
+    def _content(self, content: str | list[Any], place: str) -> str | list[Part]:
+        return content if isinstance(content, str) else [self._part(block, f"{place}.{j}") for j, block in enumerate(content)]
+
+    def _part(self, block: Any, at: str) -> Part:
+        mark = self.mark(block.cache_control, f"{at}.cache_control")
+        if isinstance(block, ImageBlock):
+            source = block.source
+            url = f"data:{source.media_type};base64,{source.data}" if isinstance(source, Base64Source) else source.url
+            return {**self._image(url, at), **mark}
+        if isinstance(block, DocumentBlock):
+            text = f"{block.title}\n{block.source.data}" if block.title else block.source.data
+        else:
+            text = block.tool_name if isinstance(block, ReferenceBlock) else block.text
+        return {"type": "text", "text": text, **mark}
+
+
+def _as_parts(content: str | list[Part]) -> list[Part]:
+    if isinstance(content, str):
+        return [{"type": "text", "text": content}] if content else []
+    return list(content)

@@ -1,68 +1,264 @@
-"""Bodies of mlx-lm's own endpoints: the checks beside mlx-lm's, for values that would only fail later or fail others."""
+"""POST /v1/chat/completions and /v1/completions: chats have tool_choice, and text that is cut as in the other protocols.
+
+Space around calls and thinking belongs to the template: a client that sends it back would have it twice in the next prompt.
+mlx-lm's handler makes the packets of both, and serves the reply of a completion. For one request, on the socket's thread.
+"""
 
 from __future__ import annotations
 
-from typing import Any
+import types
+import uuid
+from collections.abc import Iterable, Iterator
+from typing import Annotated, Any, Literal, TypeVar
+
+from pydantic import AfterValidator, BeforeValidator, Field
 
 from ...config import RequestConfig
-from ..bounds import check_count
-from ..fields import is_number
-
-# Fields of mlx-lm's handler that must be finite numbers.
-NUMBERS = (
-    "max_tokens",
-    "temperature",
-    "top_p",
-    "top_k",
-    "min_p",
-    "num_draft_tokens",
-    "repetition_penalty",
-    "repetition_context_size",
-    "presence_penalty",
-    "presence_context_size",
-    "frequency_penalty",
-    "frequency_context_size",
-    "top_logprobs",
-    "xtc_probability",
-    "xtc_threshold",
+from ...mlx_lm_compat import GenerationArguments, image_parts
+from ..bodies import InvalidRequestError
+from ..request import ChatRequest, ParsedRequest, PromptRequest
+from ..scope import retention_of
+from ..validation import (
+    Body,
+    Count,
+    Int,
+    List,
+    Number,
+    Object,
+    ReplyFormat,
+    Sampling,
+    Share,
+    Text,
+    TextOr,
+    generation_arguments,
+    indexed,
+    only,
+    validated,
 )
+from .conversation import ToolChoice, calls_of, tools_named
+from .endpoint import Endpoint
+from .errors import StatusError, openai_answer
+from .reply import Call, Done, Event, Json, Packet, Renderer, Silence, Thinking, call_id
+from .reply import Text as TextEvent
+
+FINISH_REASONS = {"stop": "stop", "stop_word": "stop", "length": "length", "calls": "tool_calls"}
+AT_LEAST_0 = Field(ge=0)
+B = TypeVar("B", bound="CompletionBody")
 
 
-def check_logit_bias(body: dict[str, Any]) -> None:
-    """Raises ValueError for biases that mlx-lm's own conversion cannot take."""
-    bias = body.get("logit_bias")
-    bias = bias if isinstance(bias, dict) else {}
-    check_count("logit_bias", bias, RequestConfig.logit_bias)
-    if not all(isinstance(value, int | float) and is_number(value) for value in bias.values()):
-        raise ValueError("logit_bias must be a dict of int to float")
+def _has_role(message: dict[str, Any]) -> dict[str, Any]:
+    if not isinstance(message.get("role"), str):
+        raise ValueError("Input should have a role, which is a string")
+    return message
 
 
-def check_numbers(handler: Any) -> None:
-    """Raises ValueError for a field of the handler that mlx-lm takes and mlx cannot compute with."""
-    for name in NUMBERS:
-        value = getattr(handler, name)
-        if isinstance(value, bool) or not is_number(value):
-            raise ValueError(f"{name} must be a finite number")
+def _few(biases: Any) -> Any:
+    if isinstance(biases, dict) and len(biases) > RequestConfig.logit_bias:
+        raise ValueError(f"there may be {RequestConfig.logit_bias:,} of them in a request; found {len(biases):,}")
+    return biases
 
 
-def check_body(body: dict[str, Any]) -> None:
-    """Raises ValueError for fields that mlx-lm does not check."""
-    stop = body.get("stop")
-    if not (stop is None or isinstance(stop, str) or (isinstance(stop, list) and all(isinstance(s, str) for s in stop))):
-        raise ValueError("stop must be a string or a list of strings")
-    if not isinstance(body.get("stream_options"), dict | None):
-        raise ValueError("stream_options must be a dict")
-    if not isinstance(body.get("chat_template_kwargs"), dict | None):
-        raise ValueError("chat_template_kwargs must be of type dict")
-    if "messages" in body:
-        _check_messages(body["messages"])
-    if "prompt" in body and not isinstance(body["prompt"], str):
-        raise ValueError("prompt must be a string")
+class StreamOptions(Body):
+    include_usage: bool = False
 
 
-def _check_messages(messages: Any) -> None:
-    if not isinstance(messages, list) or not messages:
-        raise ValueError("messages must be a list with at least one message")
-    for i, message in enumerate(messages):
-        if not isinstance(message, dict) or not isinstance(message.get("role"), str):
-            raise ValueError(f"messages[{i}] must be a dict with a role")
+class CompletionBody(Sampling):
+    """What both endpoints read. Where a field is None, an option of the server or mlx-lm's default holds."""
+
+    draft_model: Text | None = None
+    adapters: Text | None = None
+    stream: bool = False
+    stream_options: StreamOptions = StreamOptions()
+    max_tokens: Annotated[Int, Field(ge=1)] | None = None
+    max_completion_tokens: Annotated[Int, Field(ge=1)] | None = None
+    stop: TextOr[List[Text]] = ""
+    num_draft_tokens: Count | None = None
+    min_p: Share | None = None
+    xtc_probability: Share | None = None
+    xtc_threshold: Share | None = None
+    repetition_penalty: Annotated[Number, AT_LEAST_0] | None = None
+    repetition_context_size: Count | None = None
+    presence_penalty: Number | None = None
+    presence_context_size: Count | None = None
+    frequency_penalty: Number | None = None
+    frequency_context_size: Count | None = None
+    logit_bias: Annotated[dict[Annotated[Int, Field(strict=False)], Number], BeforeValidator(_few)] | None = None
+    logprobs: bool | None = None
+    top_logprobs: Annotated[Int, Field(ge=-1, le=11)] | None = None
+    seed: Int | None = None
+    chat_template_kwargs: Object | None = None
+
+
+class TextBody(CompletionBody):
+    prompt: Text
+
+
+class Function(Body):
+    name: Text
+
+
+class NamedTool(Body):
+    type: Literal["function"]
+    function: Function
+
+
+class ChatBody(CompletionBody):
+    messages: Annotated[List[Annotated[Object, AfterValidator(_has_role)]], Field(min_length=1)]
+    tools: list[Any] = Field(default=[])
+    tool_choice: ToolChoice[NamedTool] = "auto"
+    parallel_tool_calls: bool = True
+    role_mapping: Any = None
+    n: Annotated[Int, only(1, why="this server gives one choice. Ask several times instead.")] = 1
+    response_format: ReplyFormat | None = None
+
+
+class ChatRenderer(Renderer):
+    """Renders a chat by the packets of mlx-lm's `handler`."""
+
+    def __init__(self, handler: Any, parsed: ParsedRequest, context: Any) -> None:
+        super().__init__(parsed, context, keeps_space=True)
+        self._handler = handler
+        self._arguments = parsed.arguments
+        # Of the tokens, for a client that asks for them: numbers, log probabilities, and those of others.
+        self._tokens: list[int] = []
+        self._logprobs: list[float] = []
+        self._others: list[Any] = []
+
+    def packets(self, responses: Iterable[Any]) -> Iterator[Packet]:
+        events = self.reader.events(self._collected(responses))
+        if self._handler.stream:
+            yield from self._chunks(events)
+        else:
+            self.whole = self._whole(list(events))
+
+    def _collected(self, responses: Iterable[Any]) -> Iterator[Any]:
+        for response in responses:
+            self._tokens.append(response.token)
+            if self._arguments.logprobs:
+                self._logprobs.append(response.logprob)
+            if self._arguments.top_logprobs > 0:
+                self._others.append(response.top_tokens)
+            yield response
+
+    def _chunks(self, events: Iterator[Event]) -> Iterator[Packet]:
+        handler, calls = self._handler, 0
+        for event in events:
+            if isinstance(event, Silence):
+                yield b": keepalive\n\n"
+            elif isinstance(event, TextEvent) and event.text:
+                yield handler.generate_response(event.text, None)
+            elif isinstance(event, Thinking):
+                yield handler.generate_response("", None, reasoning_text=event.text)
+            elif isinstance(event, Call):
+                yield handler.generate_response("", None, tool_calls=[_call(event) | {"index": calls}])
+                calls += 1
+            elif isinstance(event, Done):
+                yield handler.generate_response("", FINISH_REASONS[event.reason])
+        if handler.stream_options["include_usage"]:
+            yield handler.completion_usage_response(*self._counts())
+        yield b"data: [DONE]\n\n"
+
+    def _whole(self, events: list[Event]) -> Json:
+        response: Json = self._handler.generate_response(
+            self.reader.message[0],
+            FINISH_REASONS[self.reader.done().reason],
+            *self._counts(),
+            token_logprobs=self._logprobs,
+            top_tokens=self._others,
+            tokens=self._tokens,
+            tool_calls=[_call(event) for event in events if isinstance(event, Call)],
+            reasoning_text="".join(event.text for event in events if isinstance(event, Thinking)),
+        )
+        return response
+
+    def _counts(self) -> tuple[int, int, int]:
+        return len(self._context.prompt), len(self._tokens), self._context.prompt_cache_count
+
+
+def _call(call: Call) -> Json:
+    return {"function": {"name": call.name, "arguments": call.written}, "type": "function", "id": call_id(call)}
+
+
+class CompletionsEndpoint(Endpoint):
+    """Answers one request of `handler`, which answers itself where a reply fails."""
+
+    def __init__(self, handler: Any) -> None:
+        super().__init__(handler)
+        self._replies = False
+
+    def _post(self) -> None:
+        if self._path.endswith("/chat/completions"):
+            given = self._given(ChatBody)
+            parsed = ParsedRequest(self._chat(given), self._arguments(given), given.stream, not given.parallel_tool_calls)
+            self._show(given, "chatcmpl", "chat.completion.chunk" if given.stream else "chat.completion")
+            self._reply(parsed)
+        else:
+            self._complete(self._given(TextBody))
+
+    def _given(self, model: type[B]) -> B:
+        """The request's body, whose names of the agent and the like are the scope's from now on."""
+        body = self._body()
+        try:
+            given = validated(model, body, indexed)
+        except InvalidRequestError as error:
+            raise _without_param(error) from error
+        self._scope.parse_headers(self._handler.headers, body)
+        self._scope.options.retention = retention_of(body)
+        return given
+
+    def _chat(self, given: ChatBody) -> ChatRequest:
+        choice, tools = given.tool_choice, given.tools
+        try:
+            if isinstance(choice, NamedTool):
+                tools = tools_named(choice.function.name, tools, "tool_choice.function.name")
+            calls = calls_of(choice, tools) if isinstance(choice, str) else "must"
+        except InvalidRequestError as error:
+            raise _without_param(error) from error
+        image_at = next((f"messages[{i}]" for i, message in enumerate(given.messages) if any(image_parts([message]))), None)
+        return ChatRequest("chat", "", given.messages, tools or None, given.role_mapping, calls=calls, image_at=image_at)
+
+    def _arguments(self, given: CompletionBody) -> GenerationArguments:
+        options = self._scope.cli_args
+        most = given.max_completion_tokens or given.max_tokens or options.max_tokens
+        stop_words = [given.stop] if isinstance(given.stop, str) else given.stop
+        return generation_arguments(given, options, most, stop_words if given.stop else [], given.chat_template_kwargs)
+
+    def _show(self, given: CompletionBody, prefix: str, kind: str) -> None:
+        """Set what the packets of mlx-lm's handler have."""
+        vars(self._handler).update(
+            requested_model=given.model,
+            request_id=f"{prefix}-{uuid.uuid4()}",
+            object_type=kind,
+            stream=given.stream,
+            stream_options=given.stream_options.model_dump(),
+        )
+
+    def _renderer(self, parsed: ParsedRequest, context: Any) -> ChatRenderer:
+        self._replies = True
+        return ChatRenderer(self._handler, parsed, context)
+
+    def _complete(self, given: TextBody) -> None:
+        """A completion by mlx-lm's handler, which gets the reply where it would ask for it."""
+        handler, arguments = self._handler, self._arguments(given)
+        self._show(given, "cmpl", "text_completion")
+        request = PromptRequest("text", given.prompt, [], None, None)
+        reply = self._scope.generate(request, arguments, progress_callback=self._progress)
+        self._replies, self._streams = True, given.stream
+        handler.response_generator = types.SimpleNamespace(generate=lambda *_, **__: reply, cli_args=self._scope.cli_args)
+        model = arguments.model
+        vars(handler).update(requested_draft_model=model.draft, adapter=model.adapter)
+        vars(handler).update(**vars(arguments.sampling), **vars(arguments.logits), **vars(arguments))
+        handler.handle_completion(request, arguments.stop_words)
+
+    def _keepalive(self, done: int, total: int) -> Iterable[Packet]:
+        return [f": keepalive {done}/{total}\n\n".encode()]
+
+    def _error(self, error: Exception) -> tuple[int, Json]:
+        if self._replies:
+            raise error
+        return openai_answer(error)
+
+
+def _without_param(error: InvalidRequestError) -> StatusError:
+    """As mlx-lm's own errors, which name no param."""
+    return StatusError(400, str(error))

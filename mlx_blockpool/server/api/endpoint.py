@@ -1,4 +1,4 @@
-"""What the endpoints of every protocol do alike: read a JSON body, answer it whole or as a stream, fail in the protocol's shape.
+"""What the endpoints of every protocol do alike: read a JSON body, reply whole or as a stream, fail in the protocol's shape.
 
 For one request, on the socket's thread.
 """
@@ -7,19 +7,24 @@ from __future__ import annotations
 
 import json
 import logging
-from collections.abc import Callable
+from collections.abc import Callable, Iterable, Iterator
 from typing import Any
 from urllib.parse import urlsplit
 
-from ..bodies import parse_json
-from ..fields import checked
+from ..bodies import InvalidRequestError, parse_json
 from ..prompts.preparation import Counted
-from ..request import ChatRequest
+from ..request import ParsedRequest
 from ..scope import RequestScope
 from .errors import StatusError
-from .reply import ReplyReader
+from .reply import Packet, Renderer
 
 log = logging.getLogger(__name__)
+
+
+def is_below(path: str, root: str) -> bool:
+    """Whether a path, with its query, is `root` or below it."""
+    path = urlsplit(path).path.rstrip("/")
+    return path == root or path.startswith(root + "/")
 
 
 class Endpoint:
@@ -29,6 +34,12 @@ class Endpoint:
         self._handler = handler
         self._scope: RequestScope = handler.scope
         self._streams = False
+
+    def post(self) -> None:
+        self._serve(self._post)
+
+    def _post(self) -> None:
+        raise NotImplementedError
 
     @property
     def _path(self) -> str:
@@ -43,19 +54,65 @@ class Endpoint:
         except Exception as error:
             self._fail(error)
 
+    # -- the request ---------------------------------------------------------------------------------------------------
+
     def _body(self) -> dict[str, Any]:
         length = self._handler.headers.get("Content-Length")
         if length is None:
             raise StatusError(411, "Content-Length header is required")
-        return checked(parse_json(self._handler.rfile.read(int(length))), dict, "body")  # type: ignore[no-any-return]
+        body = parse_json(self._handler.rfile.read(int(length)))
+        if not isinstance(body, dict):
+            raise InvalidRequestError("body", "Input should be a valid dictionary")
+        log.debug("request body: %s", body)
+        return body
 
-    def _count(self, parsed: Any) -> int:
+    def _count(self, parsed: ParsedRequest) -> int:
         """The tokens of the prompt of a request that was parsed to be counted."""
         try:
             self._scope.generate(parsed.request, parsed.arguments)
         except Counted as counted:
             return counted.tokens
         raise AssertionError("a request that only counts was served")
+
+    # -- the reply -----------------------------------------------------------------------------------------------------
+
+    def _reply(self, parsed: ParsedRequest) -> None:
+        """Generate the reply, and send it as a stream or whole."""
+        context, responses = self._scope.generate(parsed.request, parsed.arguments, progress_callback=self._progress)
+        try:
+            renderer = self._renderer(parsed, context)
+            packets = self._packets(renderer, responses)
+            if parsed.stream:
+                self._start_stream()
+                for packet in packets:
+                    self._write(packet)
+            else:
+                for _ in packets:
+                    pass
+                self._send(200, renderer.whole)
+        finally:
+            context.stop()
+        # A forced call and a given beginning are text that was not sampled.
+        if parsed.request.calls != "must" and not parsed.request.begin and renderer.reader.is_whole:
+            self._scope.remember(*renderer.reader.message)
+
+    def _renderer(self, parsed: Any, context: Any) -> Renderer:
+        raise NotImplementedError
+
+    def _packets(self, renderer: Any, responses: Iterable[Any]) -> Iterator[Packet]:
+        return renderer.packets(responses)  # type: ignore[no-any-return]
+
+    def _keepalive(self, done: int, total: int) -> Iterable[Packet]:
+        """What a stream says while `done` of `total` tokens of the prompt are computed."""
+        raise NotImplementedError
+
+    # -- the wire ------------------------------------------------------------------------------------------------------
+
+    def _progress(self, done: int, total: int) -> None:
+        log.info("Prompt processing progress: %d/%d", done, total)
+        if self._streams:
+            for packet in self._keepalive(done, total):
+                self._write(packet)
 
     def _send(self, status: int, content: Any) -> None:
         self._handler.send_json(status, content)
@@ -64,15 +121,12 @@ class Endpoint:
         self._handler.start_stream()
         self._streams = True
 
-    def _write(self, event: dict[str, Any]) -> None:
-        self._handler.wfile.write(f"event: {event['type']}\ndata: {json.dumps(event)}\n\n".encode())
+    def _write(self, packet: Packet) -> None:
+        if not isinstance(packet, bytes):
+            name = f"event: {packet['type']}\n" if "type" in packet else ""
+            packet = f"{name}data: {json.dumps(packet)}\n\n".encode()
+        self._handler.wfile.write(packet)
         self._handler.wfile.flush()
-
-    def _remember(self, request: ChatRequest, reader: ReplyReader) -> None:
-        """Note a whole reply, so that it can be put back as it was sampled."""
-        if request.calls != "must" and reader.is_whole:
-            # A forced call begins with text that was not sampled.
-            self._scope.remember(*reader.message)
 
     def _fail(self, error: Exception) -> None:
         self._scope.fail(error)

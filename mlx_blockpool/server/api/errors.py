@@ -6,11 +6,10 @@ Anthropic's clients read {"type": "error", "error": {"type", "message"}, "reques
 
 from __future__ import annotations
 
-import json
 from typing import Any
 
 from ...errors import LoadError, PoolExhaustedError, RequestTooLargeError, UnavailableError
-from ..fields import InvalidRequestError
+from ..bodies import InvalidRequestError
 
 ANTHROPIC_TYPES = {
     400: "invalid_request_error",
@@ -107,29 +106,7 @@ def openai_answer(error: Exception) -> tuple[int, dict[str, Any]]:
     return status, openai_error(status, message, param, openai_code(error))
 
 
-def in_shape(status: int, body: bytes, code: str | None = None) -> bytes:
-    """mlx-lm's body of an error in OpenAI's shape: {"error": text}, or the text alone. Any other stays as it is."""
-    try:
-        content = json.loads(body)
-    except ValueError:
-        content = {"error": body.decode(errors="replace")}
-    if isinstance(content, dict) and isinstance(content.get("error"), str):
-        return json.dumps(openai_error(status, content["error"], code=code)).encode()
-    return body
-
-
-class ErrorFile:
-    """A socket's file behind the headers of a response with `status`: its body, which is one write, gets OpenAI's shape."""
-
-    def __init__(self, wfile: Any, status: int, code: str | None) -> None:
-        self._wfile = wfile
-        self._shape = status, code
-
-    def write(self, data: bytes) -> int:
-        """As a file's; the count is that of `data`, whatever is sent for it."""
-        status, code = self._shape
-        self._wfile.write(in_shape(status, data, code))
-        return len(data)
-
-    def __getattr__(self, name: str) -> Any:
-        return getattr(self._wfile, name)
+def in_shape(status: int, content: dict[str, Any]) -> dict[str, Any]:
+    """{"error": text} in OpenAI's shape. Any other body stays as it is."""
+    text = content.get("error")
+    return openai_error(status, text) if isinstance(text, str) else content

@@ -15,7 +15,7 @@ from typing import Any, Literal
 
 from mlx_lm.generate import TextStateMachine
 
-from ..request import ChatRequest
+from ..request import ChatRequest, ParsedRequest
 
 log = logging.getLogger(__name__)
 
@@ -78,6 +78,29 @@ class Done:
 
 Piece = Text | Thinking | Call | Silence
 Event = Text | Thinking | BlockEnd | Call | Silence | Done
+Json = dict[str, Any]
+# One event of a stream: JSON, or the bytes themselves.
+Packet = Json | bytes
+
+
+class Renderer:
+    """Renders one reply for the clients of a protocol. `whole`: the whole response, once all packets are made."""
+
+    def __init__(self, parsed: ParsedRequest, context: Any, keeps_space: bool = False) -> None:
+        parser = ReplyParser(context, parsed.request, parsed.arguments.stop_words, parsed.one_call)
+        self.reader = ReplyReader(parser, keeps_space)
+        self.whole: Json = {}
+        self._parsed: Any = parsed
+        self._context = context
+
+    def packets(self, responses: Iterable[Any]) -> Iterator[Packet]:
+        """The events of a stream; `responses` are read on the way."""
+        raise NotImplementedError
+
+    @property
+    def _cached(self) -> int:
+        """Tokens of the prompt that were not computed again."""
+        return max(int(self._context.prompt_cache_count), 0)
 
 
 def call_id(call: Call) -> str:

@@ -8,7 +8,7 @@ from collections import OrderedDict
 from dataclasses import dataclass
 from typing import Any
 
-from .responses_items import Item
+Item = dict[str, Any]
 
 MAX_RESPONSES = 1_000
 # Of all conversations together, each counted anew with every response of it.
@@ -26,16 +26,12 @@ class Kept:
 
 
 class KeptResponses:
-    """The last responses by their ids; the oldest are dropped."""
+    """The last responses by their ids; the oldest are dropped. Nobody finds those of another owner."""
 
     def __init__(self) -> None:
         self._kept: OrderedDict[str, Kept] = OrderedDict()
         self._characters = 0
         self._changing = threading.Lock()
-
-    def of(self, owner: str | None) -> OwnResponses:
-        """Those of one owner."""
-        return OwnResponses(self, owner)
 
     def keep(self, response: dict[str, Any], items: list[Item], owner: str | None = None) -> None:
         kept = Kept(response, items, len(json.dumps([response, items])), owner)
@@ -55,21 +51,3 @@ class KeptResponses:
         with self._changing:
             outputs = [kept.response["output"] for kept in reversed(self._kept.values()) if kept.owner == owner]
         return next((item for output in outputs for item in output if item["id"] == name), None)
-
-
-@dataclass(frozen=True)
-class OwnResponses:
-    """The responses of one owner."""
-
-    kept: KeptResponses
-    owner: str | None
-
-    def keep(self, response: dict[str, Any], items: list[Item]) -> None:
-        self.kept.keep(response, items, self.owner)
-
-    def get(self, name: str) -> Kept | None:
-        return self.kept.get(name, self.owner)
-
-    def item(self, name: str) -> Item | None:
-        """An output item of one of them."""
-        return self.kept.item(name, self.owner)

@@ -11,13 +11,9 @@ from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from typing import Any
 
-from .reply import BlockEnd, Call, Done, ReplyParser, ReplyReader, Silence, Text, Thinking, call_id
-from .responses import ResponsesRequest
-from .responses_items import Item
-from .responses_tools import Name
+from .reply import BlockEnd, Call, Done, Json, Renderer, Silence, Text, Thinking, call_id
+from .responses_request import Name, ResponsesRequest
 from .thinking import signature_of
-
-Json = dict[str, Any]
 
 # While nothing can be shown, a client is sent an event at most this often: the event has the whole response in it.
 PROGRESS_SECONDS = 1.0
@@ -39,13 +35,13 @@ SUMMARY = Kind("reasoning", "rs", "reasoning_summary_text", "summary_index")
 CALL = Kind("function_call", "fc", "function_call_arguments")
 
 
-class Items:
+class OutputItems:
     """Output items as events without numbers, one after the other. `output`: the items that have ended."""
 
     def __init__(self, parsed: ResponsesRequest) -> None:
-        self.output: list[Item] = []
+        self.output: list[Json] = []
         self._parsed = parsed
-        self._item: Item = {}
+        self._item: Json = {}
         self._kind: Kind | None = None
 
     def render(self, event: Text | Thinking | Call | BlockEnd) -> Iterator[Json]:
@@ -122,23 +118,22 @@ class Items:
         return {"logprobs": []} if self._kind == TEXT else {}
 
 
-class ResponseRenderer:
-    """Renders one reply. `response`: the response as it is now; `finished`: whether all of it was rendered."""
+class ResponseRenderer(Renderer):
+    """Renders one reply. `whole`: the response as it is now."""
 
     def __init__(self, parsed: ResponsesRequest, context: Any) -> None:
-        self.reader = ReplyReader(ReplyParser(context, parsed.request, parsed.arguments.stop_words, parsed.one_call))
-        self.finished = False
-        self._context = context
-        self._items = Items(parsed)
+        super().__init__(parsed, context)
+        self._has_ended = False
+        self._items = OutputItems(parsed)
         self._number = 0
         self._sent = 0.0
-        self.response: Json = {
+        self.whole = {
             "id": f"resp_{uuid.uuid4().hex}",
             "object": "response",
             "created_at": int(time.time()),
             "completed_at": None,
             "status": "in_progress",
-            "model": parsed.model,
+            "model": parsed.arguments.model.model,
             "output": [],
             "usage": None,
             "error": None,
@@ -146,9 +141,18 @@ class ResponseRenderer:
             **parsed.echo,
         }
 
-    def events(self, responses: Iterable[Any]) -> Iterator[Json]:
-        """All events; `responses` are read on the way."""
-        yield self._numbered({"type": "response.created", "response": self.response})
+    @property
+    def is_kept(self) -> bool:
+        """Whether all of the response was rendered, and the client lets it be stored."""
+        return self._has_ended and self._parsed.store
+
+    @property
+    def conversation(self) -> list[Json]:
+        """The items that the response was made for, and its own."""
+        return [*self._parsed.items, *self._items.output]
+
+    def packets(self, responses: Iterable[Any]) -> Iterator[Json]:
+        yield self._numbered({"type": "response.created", "response": self.whole})
         yield self._in_progress()
         for event in self.reader.events(responses):
             if isinstance(event, Silence):
@@ -170,17 +174,17 @@ class ResponseRenderer:
 
     def _in_progress(self) -> Json:
         self._sent = time.monotonic()
-        return self._numbered({"type": "response.in_progress", "response": self.response})
+        return self._numbered({"type": "response.in_progress", "response": self.whole})
 
     def _finish(self, done: Done) -> Json:
-        self.finished = True
+        self._has_ended = True
         if done.reason == "length":
             return self._end("incomplete", {"incomplete_details": {"reason": "max_output_tokens"}})
         return self._end("completed", {"completed_at": int(time.time())})
 
     def _end(self, status: str, change: Json) -> Json:
-        self.response = {**self.response, "status": status, "output": self._items.output, "usage": self._usage(), **change}
-        return self._numbered({"type": f"response.{status}", "response": self.response})
+        self.whole = {**self.whole, "status": status, "output": self._items.output, "usage": self._usage(), **change}
+        return self._numbered({"type": f"response.{status}", "response": self.whole})
 
     def _numbered(self, event: Json) -> Json:
         self._number += 1
@@ -189,10 +193,9 @@ class ResponseRenderer:
     def _usage(self) -> Json:
         """Tokens of the prompt, of them those that were cached and those that are from now on; and of the reply."""
         prompt, reply = len(self._context.prompt), self.reader.done()
-        cached = max(self._context.prompt_cache_count, 0)
         return {
             "input_tokens": prompt,
-            "input_tokens_details": {"cached_tokens": cached, "cache_write_tokens": prompt - cached},
+            "input_tokens_details": {"cached_tokens": self._cached, "cache_write_tokens": prompt - self._cached},
             "output_tokens": reply.num_tokens,
             "output_tokens_details": {"reasoning_tokens": reply.num_thinking},
             "total_tokens": prompt + reply.num_tokens,

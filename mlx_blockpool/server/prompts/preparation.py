@@ -17,11 +17,11 @@ from mlx_lm.utils import load_config
 from ...config import ImageConfig, RequestConfig
 from ...errors import RequestTooLargeError, TooManyPositionsError
 from ...modelfile import local_folder
-from ..bounds import check_bounds
 from ..images import has_images, sees, take_images
 from ..models.provider import BlockpoolModelProvider, ModelKey
 from ..models.registry import ModelRegistry
 from ..request import ChatRequest, Rendered
+from ..validation import check_bounds
 from .job import PreparedPrompt, PromptJob, TokenizerSource
 from .renderer import beginning, begun
 from .template_options import check_template_options

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from typing import Any
 
-from ..fields import InvalidRequestError
+from ..bodies import InvalidRequestError
 
 # Characters of a switch that is text.
 LONGEST = 4096

@@ -1,0 +1,86 @@
+"""What the translations of all protocols do alike: messages of OpenAI's shape, which mlx-lm's templates take, and tool choices.
+
+Knows no tokens, no sockets.
+"""
+
+from __future__ import annotations
+
+from typing import Annotated, Any, Literal, TypeVar
+
+from pydantic import Tag
+
+from ...messages import Message
+from ..bodies import InvalidRequestError
+from ..validation import IS_TEXT
+
+Part = dict[str, Any]
+Calls = Literal["may", "must", "never"]
+T = TypeVar("T")
+
+CALLS: dict[str, Calls] = {"auto": "may", "none": "never", "any": "must", "required": "must"}
+# A tool choice of OpenAI's protocols: a word, or the one tool that the reply has to call.
+ToolChoice = Annotated[Annotated[Literal["auto", "none", "required"], Tag("<text>")] | Annotated[T, Tag("<other>")], IS_TEXT]
+
+
+def calls_of(choice: str, tools: list[Any]) -> Calls:
+    """ChatRequest.calls for a choice that names no tool. Raises InvalidRequestError."""
+    if CALLS[choice] == "must" and not tools:
+        raise InvalidRequestError("tool_choice", f"{choice!r} needs tools that are functions, and there are none")
+    return CALLS[choice]
+
+
+def tools_named(name: str, tools: list[Any], place: str) -> list[Any]:
+    """The tools of a name. To force a tool, no other is shown and the reply begins with a call. Raises InvalidRequestError."""
+    found = [tool for tool in tools if _name_of(tool) == name]
+    if not found:
+        raise InvalidRequestError(place, f"Tool {name[:50]!r} not found in tools")
+    return found
+
+
+def _name_of(tool: Any) -> Any:
+    function = tool.get("function") if isinstance(tool, dict) else None
+    return function.get("name") if isinstance(function, dict) else None
+
+
+def function_tool(name: str, description: str | None, parameters: dict[str, Any]) -> dict[str, Any]:
+    """A tool in OpenAI's shape."""
+    described = {} if description is None else {"description": description}
+    return {"type": "function", "function": {"name": name, **described, "parameters": parameters}}
+
+
+class Conversation:
+    """Collects `messages`. `image_at`: where the first image is."""
+
+    def __init__(self) -> None:
+        self.messages: list[Message] = []
+        self.image_at: str | None = None
+        self._tools_called: dict[str, str] = {}
+
+    def end(self) -> list[Message]:
+        """The messages, once all are added."""
+        for message in self.messages:
+            if "reasoning" in message and not (message.get("tool_calls") and message["content"]):
+                # gpt-oss's template refuses text and thinking in one message with calls.
+                message["thinking"] = message["reasoning"]
+        return self.messages
+
+    def _image(self, url: str, at: str) -> Part:
+        self.image_at = self.image_at or at
+        return {"type": "image_url", "image_url": {"url": url}}
+
+    def _think(self, message: Message, thinking: str) -> None:
+        """Add thinking under the names by which templates of mlx-lm's models look for it."""
+        if thinking:
+            thinking = "\n\n".join(filter(None, (message.get("reasoning"), thinking)))
+            message.update(reasoning_content=thinking, reasoning=thinking)
+
+    def _call(self, message: Message, called: str, name: str, arguments: dict[str, Any]) -> None:
+        self._tools_called[called] = name
+        call = {"id": called, "type": "function", "function": {"name": name, "arguments": arguments}}
+        message.setdefault("tool_calls", []).append(call)
+
+    def _result(self, called: str, content: str | list[Part]) -> Message:
+        """The message of a tool's result, which is added."""
+        name = {"name": self._tools_called[called]} if called in self._tools_called else {}
+        self.messages.append({"role": "tool", "tool_call_id": called, **name, "content": content})
+        return self.messages[-1]
