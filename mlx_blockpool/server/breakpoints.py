@@ -1,7 +1,7 @@
-"""Where a chat prompt is worth a checkpoint: behind the system prompt and tools, and behind the last message.
+"""Cache breakpoints of a chat's prompt: those that its client marks, and the checkpoints of models with windows or states.
 
-For models with windows or states; what they held at other tokens is gone. Positions are found by rendering the template again, so
-that they are right for any template, also where the last message is a tool's result.
+Such models can resume only at a checkpoint: behind the system prompt and tools, and behind the last message. Positions are found
+by rendering the template again, so that they are right for any template, also where the last message is a tool's result.
 """
 
 from __future__ import annotations
@@ -21,6 +21,9 @@ from .request import Mark, PromptRequest
 log = logging.getLogger(__name__)
 
 SYSTEM = ("system", "developer")
+NOBODY: Message = {"role": "user", "content": ""}
+# What templates raise over messages that they do not take.
+REFUSED = (TemplateError, ValueError, TypeError, KeyError, IndexError)
 
 
 def checkpoint_positions(
@@ -28,7 +31,7 @@ def checkpoint_positions(
 ) -> list[tuple[int, str]]:
     """(tokens, kind) of the beginnings of a chat's prompt that other prompts will have too.
 
-    `options`: what is given to the template beside messages and tools. A prompt without a template has none.
+    `options`: arguments of the template beside messages and tools. A prompt without a template has no such beginnings.
     """
     if not tokenizer.has_chat_template:
         return []
@@ -36,7 +39,7 @@ def checkpoint_positions(
     leading = next((i for i, m in enumerate(messages) if m.get("role") not in SYSTEM), len(messages))
     beginnings = [("user", messages)]
     if leading or tools:
-        beginnings.append(("system", [*messages[:leading], {"role": "user", "content": ""}]))
+        beginnings.append(("system", [*messages[:leading], NOBODY]))
     marks = {}
     for kind, beginning in beginnings:
         end = _end_of(tokenizer, prompt, beginning, options)
@@ -54,15 +57,10 @@ def _end_of(tokenizer: Any, prompt: list[int], beginning: list[dict[str, Any]], 
     """How many tokens a rendered beginning has in common with the prompt; 0 where the template does not take it."""
     try:
         tokens = tokenizer.apply_chat_template(beginning, add_generation_prompt=False, tokenize=True, **options)
-    except (TemplateError, ValueError, TypeError, KeyError, IndexError) as error:
-        log.debug("no mark: the template does not take %d messages: %s", len(beginning), error)
+    except REFUSED as error:
+        log.debug("no breakpoint: the template does not take %d messages: %s", len(beginning), error)
         return 0
     return common_prefix(list(tokens), prompt)
-
-
-log = logging.getLogger(__name__)
-
-NOBODY: Message = {"role": "user", "content": ""}
 
 
 def mark_positions(
@@ -73,19 +71,17 @@ def mark_positions(
     marks: list[Mark],
     options: dict[str, Any],
 ) -> list[tuple[int, int]]:
-    """(tokens, seconds) of each mark that the template lets one find, in order of the tokens.
+    """(tokens, seconds) of each mark whose place the rendered text shows, in order of the tokens.
 
-    `messages`: as the client gave them, parts not joined. `options`: what is given to the template beside them and `tools`.
+    `messages`: as the client gave them, parts not joined. `options`: arguments of the template beside them and `tools`.
     """
     chat = _Chat(tokenizer, messages, tools or [], options)
     found: dict[int, int] = {}
     text = chat.text(messages, tools or [], add_generation_prompt=True)
-    ends = [(chat.end_of(mark, text), mark.seconds) for mark in marks]
     count = _counter(tokenizer, prompt, text)
-    for end, seconds in ends:
-        tokens = count(end)
-        if tokens:
-            found[tokens] = max(seconds, found.get(tokens, 0))
+    for mark in marks:
+        if tokens := count(chat.end_of(mark, text)):
+            found[tokens] = max(mark.seconds, found.get(tokens, 0))
     return sorted(found.items())
 
 
@@ -121,12 +117,12 @@ class _Chat:
 
     def _common(self, beginning: list[Message], tools: list[Any], text: str) -> int:
         if not beginning or beginning[-1]["role"] == "system":
-            # Some templates refuse a chat in which nobody asks.
+            # Some templates refuse a chat without a user's message.
             beginning = [*beginning, NOBODY]
         try:
             return common_prefix(text, self.text(beginning, tools))
-        except (TemplateError, ValueError, TypeError, KeyError, IndexError) as error:
-            log.debug("no mark: the template does not take %d messages: %s", len(beginning), error)
+        except REFUSED as error:
+            log.debug("no breakpoint: the template does not take %d messages: %s", len(beginning), error)
             return 0
 
     def text(self, messages: list[Message], tools: list[Any], add_generation_prompt: bool = False) -> str:
@@ -148,5 +144,5 @@ def _counter(tokenizer: Any, prompt: list[int], text: str) -> Callable[[int], in
     if ids is not None and list(prompt[: len(ids)]) == list(ids):
         behind = [end for _, end in offsets]
         return lambda chars: bisect_right(behind, chars)
-    # A tokenizer that does not say where its tokens stand.
+    # The tokenizer reports no offsets.
     return lambda chars: common_prefix(tokenizer.encode(text[:chars], add_special_tokens=False), prompt)

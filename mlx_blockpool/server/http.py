@@ -259,13 +259,13 @@ class BlockpoolHandler(APIHandler):  # type: ignore[misc]
             self.send_json(*answer_about(self.route, scope.explanations, scope.asker(self.headers)))
         elif self.route == "/admin/models":
             self.send_json(200, Admin(scope).figures())
-        elif is_models(self.path, self.headers):
+        elif is_models(self.route, self.headers):
             MessagesEndpoint(self).get_models()
-        elif is_messages(self.path):
+        elif is_messages(self.route):
             MessagesEndpoint(self).refuse_path()
         elif self.route == HELLO:
             self.send_json(200, {"message": "hello"})
-        elif is_responses(self.path):
+        elif is_responses(self.route):
             ResponsesEndpoint(self).get()
         elif is_agents(self.path):
             AgentsEndpoint(self).answer()
@@ -278,15 +278,15 @@ class BlockpoolHandler(APIHandler):  # type: ignore[misc]
     def _delete(self) -> None:
         if is_agents(self.path):
             AgentsEndpoint(self).answer()
-        elif is_messages(self.path):
+        elif is_messages(self.route):
             MessagesEndpoint(self).refuse_path()
         else:
             self._unknown_path()
 
     def _post(self) -> None:
-        if is_messages(self.path):
+        if is_messages(self.route):
             MessagesEndpoint(self).post()
-        elif is_responses(self.path):
+        elif is_responses(self.route):
             ResponsesEndpoint(self).post()
         elif is_agents(self.path):
             AgentsEndpoint(self).answer()

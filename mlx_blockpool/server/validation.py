@@ -121,10 +121,9 @@ def validated(model: type[B], value: Any, place: Callable[[Sequence[Any]], str])
         return model.model_validate(value)
     except ValidationError as error:
         first: Any = error.errors(include_url=False)[0]
-    path = _path(first["loc"], value)
-    context, kind, message = first.get("ctx", {}), first["type"], str(first["msg"])
+    places, context, kind, message = first["loc"], first.get("ctx", {}), first["type"], str(first["msg"])
     if kind in ("union_tag_not_found", "union_tag_invalid"):
-        path.append(context["discriminator"].strip("'()"))
+        places += (context["discriminator"].strip("'()"),)
         message = "Field required"
         if "tag" in context:
             names = " or ".join(context["expected_tags"].split(", "))
@@ -137,7 +136,7 @@ def validated(model: type[B], value: Any, place: Callable[[Sequence[Any]], str])
         if kind in ("is_instance_of", "model_type", "model_attributes_type"):
             message = f"Input should be a valid {'string' if context.get('class') == 'str' else 'dictionary'}"
         message = f"{message}; found {_short(first['input'])}"
-    raise InvalidRequestError(place(path), message)
+    raise InvalidRequestError(place(_path(places, value)), message)
 
 
 def _path(places: Sequence[Any], value: Any) -> list[Any]:

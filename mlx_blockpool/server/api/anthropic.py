@@ -20,14 +20,14 @@ from .reply import Json
 PATH = "/v1/messages"
 
 
-def is_messages(path: str) -> bool:
-    """Whether a path, with its query, belongs to the Messages API."""
-    return is_below(path, PATH)
+def is_messages(route: str) -> bool:
+    """Whether a path belongs to the Messages API."""
+    return is_below(route, PATH)
 
 
-def is_models(path: str, headers: Any) -> bool:
+def is_models(route: str, headers: Any) -> bool:
     """Whether a client of this protocol asks for models; others ask under the same path."""
-    return "anthropic-version" in headers and is_below(path, MODELS)
+    return "anthropic-version" in headers and is_below(route, MODELS)
 
 
 class MessagesEndpoint(Endpoint):
@@ -35,7 +35,7 @@ class MessagesEndpoint(Endpoint):
 
     def refuse_path(self) -> None:
         """Answer a request for what the protocol has and this server does not, such as batches."""
-        path = self._path[:80]
+        path = self._handler.route[:80]
         self._fail(StatusError(404, f"{self._handler.command} {path}: there are only POST {PATH} and {PATH}/count_tokens"))
 
     def get_models(self) -> None:
@@ -43,24 +43,24 @@ class MessagesEndpoint(Endpoint):
         self._serve(self._get_models)
 
     def _post(self) -> None:
-        if self._path == PATH:
+        if self._handler.route == PATH:
             self._reply(self._parsed())
-        elif self._path == PATH + "/count_tokens":
-            self._send(200, {"input_tokens": self._count(self._parsed(counts=True))})
+        elif self._handler.route == PATH + "/count_tokens":
+            self._handler.send_json(200, {"input_tokens": self._count(self._parsed(counts=True))})
         else:
             self.refuse_path()
 
     def _get_models(self) -> None:
         query = parse_qs(urlsplit(self._handler.path.rstrip("/")).query)
         models = [_model(model["id"]) for model in Admin(self._scope).models(MODELS, 0)["data"]]
-        name = unquote(self._path.removeprefix(MODELS).removeprefix("/"))
+        name = unquote(self._handler.route.removeprefix(MODELS).removeprefix("/"))
         if not name:
-            self._send(200, _page(models, query))
+            self._handler.send_json(200, _page(models, query))
             return
         found = next((model for model in models if model["id"] == name), None)
         if found is None:
             raise StatusError(404, f"model: {name}")
-        self._send(200, found)
+        self._handler.send_json(200, found)
 
     # -- a message -----------------------------------------------------------------------------------------------------
 

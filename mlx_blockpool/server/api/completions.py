@@ -14,7 +14,7 @@ from typing import Annotated, Any, Literal, TypeVar
 from pydantic import AfterValidator, BeforeValidator, Field
 
 from ...config import RequestConfig
-from ...mlx_lm_compat import GenerationArguments, image_parts
+from ...mlx_lm_compat import image_parts
 from ..bodies import InvalidRequestError
 from ..request import ChatRequest, ParsedRequest, PromptRequest
 from ..scope import retention_of
@@ -88,9 +88,16 @@ class CompletionBody(Sampling):
     seed: Int | None = None
     chat_template_kwargs: Object | None = None
 
+    def request(self) -> PromptRequest:
+        """Raises InvalidRequestError for fields that do not go together."""
+        raise NotImplementedError
+
 
 class TextBody(CompletionBody):
     prompt: Text
+
+    def request(self) -> PromptRequest:
+        return PromptRequest("text", self.prompt, [], None, None)
 
 
 class Function(Body):
@@ -110,6 +117,14 @@ class ChatBody(CompletionBody):
     role_mapping: Any = None
     n: Annotated[Int, only(1, why="this server gives one choice. Ask several times instead.")] = 1
     response_format: ReplyFormat | None = None
+
+    def request(self) -> ChatRequest:
+        tools, choice = self.tools, self.tool_choice
+        if isinstance(choice, NamedTool):
+            tools = tools_named(choice.function.name, tools, "tool_choice.function.name")
+        image_at = next((f"messages[{i}]" for i, message in enumerate(self.messages) if any(image_parts([message]))), None)
+        calls = calls_of(choice if isinstance(choice, str) else "required", tools)
+        return ChatRequest("chat", "", self.messages, tools or None, self.role_mapping, calls=calls, image_at=image_at)
 
 
 class ChatRenderer(Renderer):
@@ -187,68 +202,53 @@ class CompletionsEndpoint(Endpoint):
         self._replies = False
 
     def _post(self) -> None:
-        if self._path.endswith("/chat/completions"):
-            given = self._given(ChatBody)
-            parsed = ParsedRequest(self._chat(given), self._arguments(given), given.stream, not given.parallel_tool_calls)
-            self._show(given, "chatcmpl", "chat.completion.chunk" if given.stream else "chat.completion")
-            self._reply(parsed)
-        else:
-            self._complete(self._given(TextBody))
-
-    def _given(self, model: type[B]) -> B:
-        """The request's body, whose names of the agent and the like are the scope's from now on."""
         body = self._body()
         try:
-            given = validated(model, body, indexed)
+            parsed = self._parsed(body)
         except InvalidRequestError as error:
-            raise _without_param(error) from error
+            # As the errors of mlx-lm's own endpoints, these name no param.
+            raise StatusError(400, str(error)) from error
         self._scope.parse_headers(self._handler.headers, body)
         self._scope.options.retention = retention_of(body)
-        return given
+        if isinstance(parsed.request, ChatRequest):
+            self._reply(parsed)
+        else:
+            self._complete(parsed)
 
-    def _chat(self, given: ChatBody) -> ChatRequest:
-        choice, tools = given.tool_choice, given.tools
-        try:
-            if isinstance(choice, NamedTool):
-                tools = tools_named(choice.function.name, tools, "tool_choice.function.name")
-            calls = calls_of(choice, tools) if isinstance(choice, str) else "must"
-        except InvalidRequestError as error:
-            raise _without_param(error) from error
-        image_at = next((f"messages[{i}]" for i, message in enumerate(given.messages) if any(image_parts([message]))), None)
-        return ChatRequest("chat", "", given.messages, tools or None, given.role_mapping, calls=calls, image_at=image_at)
-
-    def _arguments(self, given: CompletionBody) -> GenerationArguments:
+    def _parsed(self, body: Json) -> ParsedRequest:
+        """The request, after what its packets have is set in mlx-lm's handler. Raises InvalidRequestError."""
+        is_chat = self._handler.route.endswith("/chat/completions")
+        given = validated(ChatBody if is_chat else TextBody, body, indexed)
         options = self._scope.cli_args
         most = given.max_completion_tokens or given.max_tokens or options.max_tokens
         stop_words = [given.stop] if isinstance(given.stop, str) else given.stop
-        return generation_arguments(given, options, most, stop_words if given.stop else [], given.chat_template_kwargs)
-
-    def _show(self, given: CompletionBody, prefix: str, kind: str) -> None:
-        """Set what the packets of mlx-lm's handler have."""
+        template = given.chat_template_kwargs
+        arguments = generation_arguments(given, options, most, stop_words if given.stop else [], template)
+        kind = ("chat.completion.chunk" if given.stream else "chat.completion") if is_chat else "text_completion"
         vars(self._handler).update(
             requested_model=given.model,
-            request_id=f"{prefix}-{uuid.uuid4()}",
+            request_id=f"{'chatcmpl' if is_chat else 'cmpl'}-{uuid.uuid4()}",
             object_type=kind,
             stream=given.stream,
             stream_options=given.stream_options.model_dump(),
         )
+        one_call = isinstance(given, ChatBody) and not given.parallel_tool_calls
+        return ParsedRequest(given.request(), arguments, given.stream, one_call)
 
     def _renderer(self, parsed: ParsedRequest, context: Any) -> ChatRenderer:
         self._replies = True
         return ChatRenderer(self._handler, parsed, context)
 
-    def _complete(self, given: TextBody) -> None:
+    def _complete(self, parsed: ParsedRequest) -> None:
         """A completion by mlx-lm's handler, which gets the reply where it would ask for it."""
-        handler, arguments = self._handler, self._arguments(given)
-        self._show(given, "cmpl", "text_completion")
-        request = PromptRequest("text", given.prompt, [], None, None)
-        reply = self._scope.generate(request, arguments, progress_callback=self._progress)
-        self._replies, self._streams = True, given.stream
+        handler, arguments = self._handler, parsed.arguments
+        reply = self._scope.generate(parsed.request, arguments, progress_callback=self._progress)
+        self._replies, self._streams = True, parsed.stream
         handler.response_generator = types.SimpleNamespace(generate=lambda *_, **__: reply, cli_args=self._scope.cli_args)
         model = arguments.model
         vars(handler).update(requested_draft_model=model.draft, adapter=model.adapter)
         vars(handler).update(**vars(arguments.sampling), **vars(arguments.logits), **vars(arguments))
-        handler.handle_completion(request, arguments.stop_words)
+        handler.handle_completion(parsed.request, arguments.stop_words)
 
     def _keepalive(self, done: int, total: int) -> Iterable[Packet]:
         return [f": keepalive {done}/{total}\n\n".encode()]
@@ -257,8 +257,3 @@ class CompletionsEndpoint(Endpoint):
         if self._replies:
             raise error
         return openai_answer(error)
-
-
-def _without_param(error: InvalidRequestError) -> StatusError:
-    """As mlx-lm's own errors, which name no param."""
-    return StatusError(400, str(error))

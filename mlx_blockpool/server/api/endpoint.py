@@ -9,7 +9,6 @@ import json
 import logging
 from collections.abc import Callable, Iterable, Iterator
 from typing import Any
-from urllib.parse import urlsplit
 
 from ..bodies import InvalidRequestError, parse_json
 from ..prompts.preparation import Counted
@@ -21,10 +20,8 @@ from .reply import Packet, Renderer
 log = logging.getLogger(__name__)
 
 
-def is_below(path: str, root: str) -> bool:
-    """Whether a path, with its query, is `root` or below it."""
-    path = urlsplit(path).path.rstrip("/")
-    return path == root or path.startswith(root + "/")
+def is_below(route: str, root: str) -> bool:
+    return route == root or route.startswith(root + "/")
 
 
 class Endpoint:
@@ -40,10 +37,6 @@ class Endpoint:
 
     def _post(self) -> None:
         raise NotImplementedError
-
-    @property
-    def _path(self) -> str:
-        return str(urlsplit(self._handler.path).path).rstrip("/")
 
     def _serve(self, serve: Callable[[], None]) -> None:
         """The top of the request's thread: whatever `serve` raises is the request's failure."""
@@ -83,13 +76,14 @@ class Endpoint:
             renderer = self._renderer(parsed, context)
             packets = self._packets(renderer, responses)
             if parsed.stream:
-                self._start_stream()
+                self._handler.start_stream()
+                self._streams = True
                 for packet in packets:
                     self._write(packet)
             else:
                 for _ in packets:
                     pass
-                self._send(200, renderer.whole)
+                self._handler.send_json(200, renderer.whole)
         finally:
             context.stop()
         # A forced call and a given beginning are text that was not sampled.
@@ -114,13 +108,6 @@ class Endpoint:
             for packet in self._keepalive(done, total):
                 self._write(packet)
 
-    def _send(self, status: int, content: Any) -> None:
-        self._handler.send_json(status, content)
-
-    def _start_stream(self) -> None:
-        self._handler.start_stream()
-        self._streams = True
-
     def _write(self, packet: Packet) -> None:
         if not isinstance(packet, bytes):
             name = f"event: {packet['type']}\n" if "type" in packet else ""
@@ -136,7 +123,7 @@ class Endpoint:
         if self._streams:
             self._write(self._failed(body))
         else:
-            self._send(status, body)
+            self._handler.send_json(status, body)
 
     def _error(self, error: Exception) -> tuple[int, dict[str, Any]]:
         """Status and body for an exception, in the protocol's shape."""

@@ -22,9 +22,9 @@ PATH = "/v1/responses"
 COUNT = "input_tokens"
 
 
-def is_responses(path: str) -> bool:
-    """Whether a path, with its query, belongs to the Responses API."""
-    return is_below(path, PATH)
+def is_responses(route: str) -> bool:
+    """Whether a path belongs to the Responses API."""
+    return is_below(route, PATH)
 
 
 class ResponsesEndpoint(Endpoint):
@@ -41,7 +41,9 @@ class ResponsesEndpoint(Endpoint):
 
     def _post(self) -> None:
         if self._name == COUNT:
-            self._send(200, {"object": "response.input_tokens", "input_tokens": self._count(self._parsed(counts=True))})
+            self._handler.send_json(
+                200, {"object": "response.input_tokens", "input_tokens": self._count(self._parsed(counts=True))}
+            )
         elif self._name:
             raise StatusError(404, f"Unknown path {self._handler.path[:80]} for POST; there are {PATH} and {PATH}/{COUNT}")
         else:
@@ -52,11 +54,11 @@ class ResponsesEndpoint(Endpoint):
         if kept is None:
             why = "this server keeps the last ones only, and none over a restart"
             raise StatusError(404, f"Response with id {self._name[:80]!r} not found; {why}.")
-        self._send(200, kept.response)
+        self._handler.send_json(200, kept.response)
 
     @property
     def _name(self) -> str:
-        return unquote(self._path.removeprefix(PATH).removeprefix("/"))
+        return unquote(self._handler.route.removeprefix(PATH).removeprefix("/"))
 
     def _parsed(self, counts: bool = False) -> ResponsesRequest:
         """The request's body and headers. Raises what openai_answer() answers."""
