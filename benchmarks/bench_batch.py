@@ -17,9 +17,9 @@ from mlx_lm.models.cache import make_prompt_cache as stock_prompt_cache
 
 from mlx_blockpool.kv.attach import bind
 from mlx_blockpool.kv.batch_cache import PooledBatchCache
+from mlx_blockpool.kv.decode_policy import default_streams
 from mlx_blockpool.kv.factory import make_prompt_cache, open_pool
 from mlx_blockpool.kv.parts import batch_of
-from mlx_blockpool.kv.slabs import default_streams
 
 MIXED = [500, 600, 1024, 1500, 2048, 300, 4000, 800]
 
@@ -58,19 +58,19 @@ class System:
     def step_seconds(self, steps: int, streams: int | None = None) -> float:
         """Seconds of one decode step of the whole batch; its path is checked."""
         if self.pool is not None:
-            self.pool.decode_streams = streams or default_streams()
+            self.pool.decode.streams = streams or default_streams()
         generator = self.batch(self.contexts)
         found = isinstance(generator._generation_batch.prompt_cache[0], PooledBatchCache)
         assert found == (self.pool is not None), "the other path ran"
         if self.pool is not None:
-            self.pool.path_counts.clear()
+            self.pool.decode.path_counts.clear()
         start = time.perf_counter()
         for _ in range(steps):
             generator.next_generated()
         taken = (time.perf_counter() - start) / steps
         if self.pool is not None:
             needed = {"ragged": steps * self.layers}
-            assert self.pool.path_counts == needed, f"{self.pool.path_counts} != {needed}: another path ran"
+            assert self.pool.decode.path_counts == needed, f"{self.pool.decode.path_counts} != {needed}: another path ran"
         return taken
 
     def stall_seconds(self) -> float:
@@ -91,7 +91,7 @@ def bench(args: Any, case: str, contexts: list[int], size: tuple[int, int, int, 
     assert ours.pool is not None
     runs = {"ours": ours.step_seconds, "one": lambda steps: ours.step_seconds(steps, streams=1), "stock": stock.step_seconds}
     step = interleave({name: functools.partial(run, steps) for name, run in runs.items()}, rounds)
-    counts = dict(ours.pool.path_counts)
+    counts = dict(ours.pool.decode.path_counts)
     stall = interleave({"ours": ours.stall_seconds, "stock": stock.stall_seconds}, rounds)
     report(
         args, "batch", case, sequences=len(contexts), utilisation=round(sum(contexts) / len(contexts) / max(contexts), 2),

@@ -98,12 +98,14 @@ def bench_steps(args: Any, model: Any, stock: Any, case: str, lengths: list[int]
     # Without a share for decode: nobody grows much while the last prompts are computed.
     ours = Ours(model, 10**9, EngineConfig(decode_share=0))
     runs = {name: functools.partial(filled(s, lengths), steps) for name, s in (("ours", ours), ("stock", Stock(stock)))}
-    ours.slabs.path_counts.clear()
+    ours.slabs.decode.path_counts.clear()
     found = interleave(runs, rounds)
-    counted = sum(ours.slabs.path_counts.values())
+    counted = sum(ours.slabs.decode.path_counts.values())
     assert counted == steps * rounds * len(model.layers), f"{counted} attends of a batch: another path ran"
     figures = {f"{name}_ms": round(seconds * 1e3, 2) for name, seconds in found.items()}
-    report(args, "engine", case, **figures, ratio=round(found["stock"] / found["ours"], 3), paths=dict(ours.slabs.path_counts))
+    report(
+        args, "engine", case, **figures, ratio=round(found["stock"] / found["ours"], 3), paths=dict(ours.slabs.decode.path_counts)
+    )
 
 
 def bench_together(args: Any, model: Any, stock: Any, agents: int, system: int, rounds: int) -> None:

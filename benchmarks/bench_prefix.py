@@ -86,7 +86,7 @@ def script_fetch(length: int, attach: bool) -> tuple[Callable[[], float], dict[s
         prefix.discard(fetched.caches)
         return spent
 
-    before = {block for node in prefix.index.trie for block in node.blocks}
+    before = {block for node in prefix.index.trie for block in node.residency.blocks}
     fetched = prefix.acquire(prompt, 1)
     copied = len(set(fetched.caches[0].sequence.tables[0].ids[: blocks_for(length)]) - before)
     prefix.discard(fetched.caches)

@@ -82,8 +82,8 @@ class System:
     def seconds(self, work: Callable[[System], mx.array], steps: int, path: str = "auto", expected: str = "") -> float:
         """Seconds of one step on `path`; fails if any layer took another than `expected`."""
         if self.pool is not None:
-            self.pool.decode_path = path
-            self.pool.path_counts.clear()
+            self.pool.decode.path = path
+            self.pool.decode.path_counts.clear()
         start = time.perf_counter()
         waiting = None
         for _ in range(steps):
@@ -95,7 +95,9 @@ class System:
         mx.eval(waiting)
         taken = (time.perf_counter() - start) / steps
         if self.pool is not None:
-            assert self.pool.path_counts == {expected: steps * self.layers}, f"{self.pool.path_counts}, expected {expected}"
+            assert self.pool.decode.path_counts == {expected: steps * self.layers}, (
+                f"{self.pool.decode.path_counts}, expected {expected}"
+            )
         return taken
 
 
@@ -118,7 +120,7 @@ def bench(args: Any, dtype: str, prefix: int, layers: int, steps: int, rounds: i
     assert ours.pool is not None
     found, needed = (s.step().astype(mx.float32) for s in (ours, stock))
     assert mx.abs(found - needed).max() < (1e-3 if dtype == "float32" else 5e-2) * mx.abs(needed).max(), "other logits"
-    (picked,) = ours.pool.path_counts
+    (picked,) = ours.pool.decode.path_counts
     content = ours.tokens() * ours.pool.spec.bytes_per_token()
     held = ours.held_bytes() / content
     assert held <= 1.2, f"{held:.2f} of one prefix and the tails held"
@@ -128,7 +130,7 @@ def bench(args: Any, dtype: str, prefix: int, layers: int, steps: int, rounds: i
         taken = interleave({**runs, "stock": functools.partial(stock.seconds, work, steps)}, rounds)
         report(
             args, "shared", f"{case}, {dtype}", sequences=SEQUENCES, prefix=prefix, own=OWN, layers=layers, path=picked,
-            streams=ours.pool.decode_streams, counts={picked: steps * layers},
+            streams=ours.pool.decode.streams, counts={picked: steps * layers},
             **{f"{name}_ms": round(seconds * 1e3, 2) for name, seconds in taken.items()},
             ratio=round(taken["stock"] / taken["auto"], 2), needed=NEEDED[dtype],
             held=round(held, 2), arrays=round(ours.pool.nbytes / content, 2), stock_held=round(stock.held_bytes() / content, 2),

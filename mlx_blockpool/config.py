@@ -29,7 +29,7 @@ class PoolConfig:
     slabs:           an ordinary slab takes at most 1/slabs of the budget, ...
     slab_blocks:     ... and at most this many blocks. Larger slabs give longer runs, smaller ones are allocated later.
     max_tokens:      room that acquire() reserves behind a prompt in scripts that pass no other number.
-    decode_path:     how a batch reads its keys and values; auto: by a measured rule (kv/decode_attention.py).
+    decode_path:     how a batch reads its keys and values; auto: by a measured rule (kv/decode_policy.py).
     state_bytes:     limit within pool_bytes for a hybrid model's states, running and cached; None: a quarter, ...
     states:          ... or up to half where a quarter would hold fewer than this many.
     pinned_share:    the fraction of the blocks, and of the states, that clients may pin with a TTL.

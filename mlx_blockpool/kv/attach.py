@@ -1,7 +1,7 @@
 """Lets a model's own attention read blocks where they lie.
 
 attach() gives each attention submodule of one model instance a derived class whose __call__ is mlx-lm's code with
-`scaled_dot_product_attention` bound to ours, which asks the cache. mlx-lm's modules and classes stay as they are.
+`scaled_dot_product_attention` bound to ours, which lets the cache attend. mlx-lm's modules and classes stay as they are.
 """
 
 from __future__ import annotations
@@ -103,7 +103,7 @@ def attach(model: Any, slabs: KVArena) -> bool:
         )
     finally:
         slabs.ragged = agrees
-        slabs.path_counts.clear()
+        slabs.decode.path_counts.clear()
         if not agrees and not was_attached:
             detach(model)
     return agrees
@@ -143,7 +143,7 @@ def _agrees(model: Any, make_caches: Callable[[], list[Any]], pads: bool, max_kv
                 model(mx.array([prompt]), cache=own)
         batch = [type(layer[0]).merge(list(layer)) for layer in zip(*caches, strict=True)]
         found = _batch_logits(model, batch, prompts if pads else [])
-    # What a model that was not made for such a cache runs into; its own errors come back on the padded path.
+    # Errors of a model that was not made for such a cache; its other errors come back on the padded path.
     except (AttributeError, IndexError, NotImplementedError, TypeError, ValueError) as error:
         log.info("%s does not batch this way: %s", type(model).__module__, error)
         return False
@@ -178,7 +178,7 @@ def step_synchronously_if_copied(model: Any, slabs: KVArena, caches: list[Any] |
     """Find out whether a decode step that is encoded while the one before still runs copies whole slabs, and forbid it then.
 
     mlx writes in place only where nothing else reads the buffer; how far it encodes ahead differs by device and model. Sets and
-    returns slabs.synchronous.
+    returns slabs.decode.synchronous.
     """
     caches = caches or make_prompt_cache(model, slabs)
     token = mx.zeros((1, 1), mx.int32)
@@ -193,5 +193,5 @@ def step_synchronously_if_copied(model: Any, slabs: KVArena, caches: list[Any] |
         mx.eval(previous)
         previous = following
     mx.eval(previous)
-    slabs.synchronous = mx.get_peak_memory() - before > max(largest, MEASURABLE_BYTES)
-    return slabs.synchronous
+    slabs.decode.synchronous = mx.get_peak_memory() - before > max(largest, MEASURABLE_BYTES)
+    return slabs.decode.synchronous

@@ -1,6 +1,6 @@
 """PooledBatchCache: several sequences side by side in one layer, each read where it lies. No padding, no copies.
 
-Needs a model that was attached (cache/attention.py): attention comes to attend() instead of reading padded arrays.
+Needs an attached model (kv/attach.py), whose attention calls attend() instead of reading padded arrays.
 Owned by the generation thread.
 """
 
@@ -73,12 +73,12 @@ class PooledBatchCache(BaseCache):  # type: ignore[misc]
             return self._attend_prompts(queries, values, scale, sinks)
         step, self._step = self._step, None
         first = self.members[0]
-        first.sequence.slabs.path_counts[step.path] += 1
+        first.sequence.slabs.decode.path_counts[step.path] += 1
         return step.attend(first.place.index, queries, scale, sinks)
 
     def _decode(self, keys: mx.array, values: mx.array) -> None:
         first = self.members[0]
-        if first.layer == first.sequence.slabs.first and any(m.sequence.slabs.synchronous for m in self.members):
+        if first.layer == first.sequence.slabs.first and any(m.sequence.slabs.decode.synchronous for m in self.members):
             # A step in flight still reads the slabs; writing now would copy them.
             mx.synchronize()
         self._step = step_of(self.members)
@@ -109,7 +109,7 @@ class PooledBatchCache(BaseCache):  # type: ignore[misc]
 
     def prepare(self, *, left_padding: Any = None, lengths: Any = None, right_padding: Any = None) -> None:
         if left_padding is not None and max(left_padding) > 0:
-            raise ValueError("A pooled batch takes right-padded prompts only; found left_padding.")
+            raise ValueError("A pooled batch takes no left_padding. Pad prompts on the right.")
         if right_padding is not None and max(right_padding) > 0:
             self._lengths = list(lengths)
 
@@ -132,7 +132,7 @@ class PooledBatchCache(BaseCache):  # type: ignore[misc]
         return self.members[idx].fork()
 
     def member(self, idx: int) -> Any:
-        """The cache of one member itself, for whoever takes it out of the batch."""
+        """The cache of one member itself, for the owner of a sequence that leaves the batch."""
         return self.members[idx]
 
     def size(self) -> int:

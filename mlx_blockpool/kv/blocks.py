@@ -5,9 +5,10 @@ Ids are slab_index * stride + position; a run never crosses from one slab into t
 
 from __future__ import annotations
 
-from collections import OrderedDict
-from collections.abc import Iterable, Iterator
+from collections import Counter, OrderedDict
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
+from itertools import islice
 
 from ..spec import LayerGroup
 
@@ -55,7 +56,7 @@ class FreeRuns:
         while len(ids) < count:
             start = max(self._ends, key=lambda s: (self._ends[s] - s, -s))
             room = self._ends[start] - start - (count - len(ids))
-            # A run that starts behind somebody's block leaves that neighbour half of the room.
+            # A run that starts behind a block in use leaves that neighbour half of the room.
             begin = start + room // 2 if room > 0 and start % self.stride else start
             ids += self._cut(start, begin, count - len(ids))
         return ids
@@ -113,13 +114,17 @@ class BlockCounts:
 
 
 class GroupBlocks:
-    """Every block of one layer group.
+    """Every block of one layer group, the `index`-th of its model.
 
-    stride: the most blocks that a slab can have. share: those of an ordinary slab. sharing: counts what may have made a
-    block shared.
+    stride:       the most blocks that a slab can have; `share`: those of an ordinary slab.
+    slabs:        slab index -> blocks in it.
+    evictable:    the least recently used first.
+    reserved:     how many free blocks are promised to tables.
+    share_epoch:  counts what may have made a block shared.
     """
 
-    def __init__(self, group: LayerGroup, bytes_per_block: int, stride: int, share: int) -> None:
+    def __init__(self, index: int, group: LayerGroup, bytes_per_block: int, stride: int, share: int) -> None:
+        self.index = index
         self.group = group
         self.bytes_per_block = bytes_per_block
         self.stride = stride
@@ -135,19 +140,18 @@ class GroupBlocks:
     def available(self) -> int:
         return self.free.count - self.reserved
 
+    @property
+    def fragmentation(self) -> float:
+        """0.0 where all free blocks are one run, towards 1.0 where they are scattered."""
+        return 1.0 - self.free.longest / self.free.count if self.free.count else 0.0
+
     def counts(self) -> BlockCounts:
         pinned = sum(1 for b in list(self.blocks.values()) if b.pins)
         held = len(self.blocks) - self.free.count - len(self.evictable)
-        return BlockCounts(
-            self.group.name,
-            len(self.blocks),
-            self.free.count,
-            held,
-            len(self.evictable),
-            pinned,
-            self.reserved,
-            self.bytes_per_block,
-        )
+        figures = len(self.blocks), self.free.count, held, len(self.evictable), pinned, self.reserved
+        return BlockCounts(self.group.name, *figures, self.bytes_per_block)
+
+    # -- slabs ---------------------------------------------------------------------------------------------------------
 
     def add_slab(self, blocks: int) -> None:
         index = next(i for i in range(len(self.slabs) + 1) if i not in self.slabs)
@@ -166,6 +170,13 @@ class GroupBlocks:
     def slab_ids(self, index: int) -> range:
         start = index * self.stride
         return range(start, start + self.slabs[index])
+
+    def can_drop(self, index: int, evicting: bool) -> bool:
+        """Whether no block of this slab is in use, or with `evicting` none that is held or pinned."""
+        states = (self.blocks[i] for i in self.slab_ids(index))
+        return all(s.ref_count == 0 and (s.cached_refs == 0 or (evicting and not s.pins)) for s in states)
+
+    # -- references ----------------------------------------------------------------------------------------------------
 
     def hold(self, ids: Iterable[int]) -> None:
         for i in ids:
@@ -188,14 +199,14 @@ class GroupBlocks:
 
     def cache(self, i: int, tokens: int) -> None:
         block = self.blocks[i]
-        assert block.ref_count > 0 or block.cached_refs > 0, f"block {i} of {self.group.name} is free and cannot be known"
+        assert block.ref_count > 0 or block.cached_refs > 0, f"block {i} of {self.group.name} is free and cannot be cached"
         self.share_epoch += 1
         block.cached_refs += 1
         block.cached_tokens = max(block.cached_tokens, tokens)
 
     def uncache(self, i: int) -> None:
         block = self.blocks[i]
-        assert block.cached_refs > 0, f"block {i} of {self.group.name} forgotten but not known"
+        assert block.cached_refs > 0, f"block {i} of {self.group.name} uncached but not cached"
         block.cached_refs -= 1
         if block.cached_refs == 0:
             block.cached_tokens = block.pins = 0
@@ -203,22 +214,43 @@ class GroupBlocks:
                 del self.evictable[i]
                 self._set_free(i)
 
-    def victims(self) -> Iterable[int]:
-        return (i for i in self.evictable if not self.blocks[i].pins)
-
-    def can_drop(self, index: int, evicting: bool) -> bool:
-        """Whether no block of this slab is in use, or with `evicting` none that is held or pinned."""
-        states = (self.blocks[i] for i in self.slab_ids(index))
-        return all(s.ref_count == 0 and (s.cached_refs == 0 or (evicting and not s.pins)) for s in states)
-
-    def evict(self, i: int) -> None:
-        block = self.blocks[i]
-        block.cached_refs = 1
-        self.uncache(i)
-
     def _set_free(self, i: int) -> None:
         self.blocks[i].pins = 0
         self.free.add(i, i + 1)
+
+    # -- eviction ------------------------------------------------------------------------------------------------------
+
+    def victims(self) -> Iterator[int]:
+        """The blocks that evict() would free, in its order."""
+        return (i for i in self.evictable if not self.blocks[i].pins)
+
+    def evict(self, count: int) -> list[tuple[int, int]]:
+        """Free the `count` least recently used evictable blocks, fewer if there are fewer. Returns (group, block) of each."""
+        return [self._evict(i) for i in list(islice(self.victims(), max(0, count)))]
+
+    def evict_slab(self, index: int) -> list[tuple[int, int]]:
+        """Free the cached blocks of a slab that nobody holds or pins."""
+        return [self._evict(i) for i in self.slab_ids(index) if self.blocks[i].cached_refs]
+
+    def _evict(self, i: int) -> tuple[int, int]:
+        self.blocks[i].cached_refs = 1
+        self.uncache(i)
+        return self.index, i
+
+    def check(self, tables: Iterable[BlockTable]) -> None:
+        """The invariant, given every live table of the group. Raises AssertionError with the figures."""
+        name, tables = self.group.name, list(tables)
+        refs = Counter(block for table in tables for block in table.ids)
+        free = {i for start, end in self.free for i in range(start, end)}
+        assert len(free) == self.free.count, f"{name}: {len(free)} blocks in free runs != {self.free.count} counted"
+        for i, state in self.blocks.items():
+            assert state.ref_count == refs[i], f"{name} block {i}: ref_count {state.ref_count} != {refs[i]} tables"
+            is_held, is_cached = state.ref_count > 0, state.cached_refs > 0
+            assert (i in free) == (not is_held and not is_cached), f"{name} block {i}: free={i in free}, {state}"
+            assert (i in self.evictable) == (not is_held and is_cached), f"{name} block {i}: {state}"
+        promised = sum(t.reserved for t in tables)
+        assert self.reserved == promised, f"{name}: {self.reserved} reserved != {promised} in tables"
+        assert self.available >= 0, f"{name}: {self.free.count} free < {self.reserved} reserved"
 
 
 class BlockTable:
@@ -227,13 +259,12 @@ class BlockTable:
     `reserved` blocks are promised to this table and not yet taken; `promised`: the most that it was ever promised to hold.
     """
 
-    def __init__(self, group: int, stride: int, max_blocks: int | None, generation: int = 0) -> None:
+    def __init__(self, group: int, stride: int, max_blocks: int | None) -> None:
         self.group = group
         self.max_blocks = max_blocks
         self.ids: list[int] = []
         self.reserved = 0
         self.promised = 0
-        self.generation = generation
         self._stride = stride
         self.version = 0
         self._runs: list[tuple[int, int]] | None = None
@@ -257,3 +288,11 @@ class BlockTable:
                     runs.append((block, 1))
             self._runs = runs
         return self._runs
+
+
+def by_group(tables: Sequence[BlockTable], counts: Sequence[int]) -> Counter[int]:
+    """counts[i] blocks for tables[i], summed by layer group."""
+    needed: Counter[int] = Counter()
+    for table, count in zip(tables, counts, strict=True):
+        needed[table.group] += count
+    return needed

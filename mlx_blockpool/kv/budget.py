@@ -14,7 +14,7 @@ Victims = list[tuple[int, int]]
 
 
 class Budget:
-    """`groups` under the hard limit `pool_bytes`. `layout` counts the changes of slabs."""
+    """`groups` under the hard limit `pool_bytes`. `layout_version` counts the changes of slabs."""
 
     def __init__(self, pool_bytes: int, groups: list[GroupBlocks]) -> None:
         self.pool_bytes = pool_bytes
@@ -36,12 +36,12 @@ class Budget:
         for group, count in counts.items():
             blocks = self.groups[group]
             missing = max(0, self._missing(counts, evicting=False))
-            victims += evict(blocks, group, min(count - blocks.available, -(-missing // blocks.bytes_per_block)))
+            victims += blocks.evict(min(count - blocks.available, -(-missing // blocks.bytes_per_block)))
         for group, index in self._slabs(evicting=True):
             if self._missing(counts, evicting=False) > 0:
-                victims += self._empty(group, index)
-        for group, blocks in enumerate(self.groups):
-            while self._missing(counts, evicting=False) > 0 and (victim := evict(blocks, group, 1)):
+                victims += self.groups[group].evict_slab(index)
+        for blocks in self.groups:
+            while self._missing(counts, evicting=False) > 0 and (victim := blocks.evict(1)):
                 victims += victim
         return victims
 
@@ -107,18 +107,3 @@ class Budget:
             left += dropped * blocks.bytes_per_block
             needed += max(0, counts.get(group, 0) + blocks.reserved - usable) * blocks.bytes_per_block
         return needed - left
-
-    def _empty(self, group: int, index: int) -> Victims:
-        blocks = self.groups[group]
-        known = [i for i in blocks.slab_ids(index) if blocks.blocks[i].cached_refs]
-        for i in known:
-            blocks.evict(i)
-        return [(group, i) for i in known]
-
-
-def evict(blocks: GroupBlocks, group: int, count: int) -> Victims:
-    """Free the `count` least recently used blocks of a group that nobody holds or pins, fewer if there are fewer."""
-    victims = [i for i, _ in zip(blocks.victims(), range(count), strict=False)]
-    for i in victims:
-        blocks.evict(i)
-    return [(group, i) for i in victims]

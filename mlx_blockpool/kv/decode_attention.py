@@ -1,8 +1,5 @@
 """One decode step of one layer group: what all its layers do alike, worked out by the first of them.
 
-Which way it goes is a rule over counts and block ids. ragged: each member reads its own runs. shared: members whose tables begin
-with the same blocks read those once, together. padded: keys and values of all members are gathered into one padded array.
-
 Knows where members write and read; holds positions, never views of a slab. Owned by the generation thread.
 """
 
@@ -10,13 +7,12 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from contextlib import nullcontext
-from dataclasses import dataclass, replace
-from itertools import pairwise, takewhile
 from typing import Any
 
 import mlx.core as mx
 
 from ..spec import BLOCK_TOKENS, WindowLayer
+from .decode_policy import Cluster, Share, device, divide, find_clusters
 from .layer_caches import PooledLayer
 from .runs import attend_cluster, attend_grouped, group_queries
 from .sequence import Piece
@@ -49,7 +45,7 @@ def _key(slabs: KVArena, group: int, members: Sequence[PooledLayer]) -> tuple[An
     tables = [m.sequence.tables[group] for m in members]
     state = [(id(t), t.version, m.next_place(), m.offset) for t, m in zip(tables, members, strict=True)]
     sharing = tuple(pool.share_epoch(group) for pool in {m.sequence.pool: None for m in members})
-    return slabs.decode_path, slabs.decode_streams, sharing, state
+    return slabs.decode.path, slabs.decode.streams, sharing, state
 
 
 class Step:
@@ -64,17 +60,17 @@ class Step:
         self.order: mx.array | None = None
         # On CPU mlx's own attention is the same two products, with more operations around them and, for 16-bit numbers, one
         # pass over the keys for each query head.
-        self._products = _device() == "cpu"
+        self._products = device() == "cpu"
         self._targets = _targets(places)
         clusters = self._clusters(slabs)
-        self.path = self._choose(slabs, clusters)
+        self.path = slabs.decode.choose(self.sizes, clusters)
         pieces = [m.sequence.pieces(group, size) for m, size in zip(members, self.sizes, strict=True)]
         if self.path == "padded":
             self._pieces = pieces
             self._mask = _padding_mask(self.sizes)
             return
         self._readings = _readings(pieces, clusters if self.path == "shared" else [])
-        self._loads = self._divide(min(slabs.decode_streams, 1 + len(_helpers)))
+        self._loads = self._divide(min(slabs.decode.streams, 1 + len(_helpers)))
         # The others get their work before the stream that waits for them.
         self._streams = (*_helpers[: len(self._loads) - 1], None)
         shares = [share for load in self._loads for share in load]
@@ -116,22 +112,13 @@ class Step:
 
     def _clusters(self, slabs: KVArena) -> list[Cluster]:
         """Windows go on writing in every block of their ring, so that they share nothing for long."""
-        if slabs.decode_path == "ragged" or len(self.tables) == 1 or isinstance(self.layer, WindowLayer):
+        if slabs.decode.path == "ragged" or len(self.tables) == 1 or isinstance(self.layer, WindowLayer):
             return []
         # An id is a block of its own pool: those of the second one follow those of the first.
         pools = {pool: i for i, pool in enumerate(dict.fromkeys(self.pools))}
         starts = [pools[pool] * MOST_BLOCKS for pool in self.pools]
         full = [t.ids[: size // BLOCK_TOKENS] for t, size in zip(self.tables, self.sizes, strict=True)]
         return find_clusters([[start + i for i in ids] if start else ids for start, ids in zip(starts, full, strict=True)])
-
-    def _choose(self, slabs: KVArena, clusters: list[Cluster]) -> str:
-        saved = sum(c.saved for c in clusters) * BLOCK_TOKENS
-        path = slabs.decode_path
-        if path == "auto" and len(self.sizes) == 1:
-            return "ragged"
-        if path == "auto":
-            path = choose_path(_device(), slabs.spec.dtype, max(self.sizes), saved)
-        return "ragged" if path == "shared" and not clusters else path
 
     def _divide(self, streams: int) -> list[list[Share]]:
         heads = (0, self.layer.kv_heads)
@@ -170,7 +157,7 @@ def _targets(places: list[Piece]) -> list[tuple[Slab, slice, mx.array | int]]:
 
 
 def _readings(pieces: list[list[Piece]], clusters: list[Cluster]) -> dict[tuple[int, ...], tuple[list[Piece], list[list[Piece]]]]:
-    """Members -> what they read together and what each reads alone; who is in no cluster reads everything alone."""
+    """Members -> what they read together and what each reads alone; a member of no cluster reads everything alone."""
     readings: dict[tuple[int, ...], tuple[list[Piece], list[list[Piece]]]] = {
         c.members: _cut([pieces[i] for i in c.members], c.blocks * BLOCK_TOKENS) for c in clusters
     }
@@ -221,101 +208,3 @@ def _is_range(rows: tuple[int, ...]) -> bool:
 
 def _join(arrays: list[mx.array], axis: int) -> mx.array:
     return arrays[0] if len(arrays) == 1 else mx.concatenate(arrays, axis=axis)
-
-
-def _device() -> str:
-    if mx.default_device() == mx.cpu:
-        return "cpu"
-    return "metal" if mx.metal.is_available() else "cuda"
-
-
-PATHS = ("ragged", "shared", "padded")
-
-
-@dataclass(frozen=True)
-class Cluster:
-    """Members, by their place in the batch, whose block tables begin with the same `blocks` full blocks."""
-
-    members: tuple[int, ...]
-    blocks: int
-
-    @property
-    def saved(self) -> int:
-        """Blocks that are not read again if these members read theirs together."""
-        return (len(self.members) - 1) * self.blocks
-
-
-@dataclass(frozen=True)
-class Share:
-    """A part of one layer's attention that waits for no other: some members and their kv heads [start, end)."""
-
-    members: tuple[int, ...]
-    cost: float
-    heads: tuple[int, int]
-
-
-def find_clusters(tables: Sequence[list[int]]) -> list[Cluster]:
-    """The clusters, each member in one at most, that save the most blocks; `tables` are the ids of each member's full blocks.
-
-    Where some members of a cluster share more with each other, either all stay together on what all share, or they part and
-    each smaller cluster reads its own longer prefix.
-    """
-    return _part(tables, range(len(tables)), 0)
-
-
-def _part(tables: Sequence[list[int]], members: Sequence[int], depth: int) -> list[Cluster]:
-    by_block: dict[int, list[int]] = {}
-    for i in members:
-        if len(tables[i]) > depth:
-            by_block.setdefault(tables[i][depth], []).append(i)
-    return [c for together in by_block.values() if len(together) > 1 for c in _best(tables, together)]
-
-
-def _best(tables: Sequence[list[int]], members: list[int]) -> list[Cluster]:
-    # Whatever the smallest and the largest begin with, all that lie between them begin with.
-    low, high = min(tables[i] for i in members), max(tables[i] for i in members)
-    whole = Cluster(tuple(members), sum(1 for _ in takewhile(lambda pair: pair[0] == pair[1], zip(low, high, strict=False))))
-    parts = _part(tables, members, whole.blocks)
-    return parts if sum(p.saved for p in parts) > whole.saved else [whole]
-
-
-# Fitted on two cores of an AMD EPYC (benchmarks/LOG.md, "Three decode paths").
-SAVED_TOKENS = {"float32": 768, "float16": 256, "bfloat16": 256}
-PADDED_TOKENS = {"float32": 16, "float16": 0, "bfloat16": 16}
-
-
-def choose_path(device: str, dtype: str, longest: int, saved: int) -> str:
-    """The path of a decode step of several members, by the same answer every time.
-
-    device: cpu, metal or cuda. longest: tokens of the longest member. saved: tokens that the shared path does not read again.
-    Metal and CUDA were not measured: there the ragged path, whose kernels are those of a single sequence, is the safe one.
-    """
-    if device != "cpu":
-        return "ragged"
-    if saved >= SAVED_TOKENS[dtype]:
-        return "shared"
-    return "padded" if longest <= PADDED_TOKENS[dtype] else "ragged"
-
-
-def divide(shares: Sequence[Share], streams: int) -> list[list[Share]]:
-    """The shares for each of `streams` streams that run at the same time, nearly equal in cost.
-
-    What is larger than one stream's part is divided by its heads first.
-    """
-    fair = sum(s.cost for s in shares) / streams
-    pieces = [p for s in shares for p in (_by_heads(s, streams) if s.cost > 1.2 * fair else [s])]
-    loads: list[list[Share]] = [[] for _ in range(streams)]
-    costs = [0.0] * streams
-    for piece in sorted(pieces, key=lambda p: -p.cost):
-        least = costs.index(min(costs))
-        loads[least].append(piece)
-        costs[least] += piece.cost
-    return [sorted(load, key=lambda p: (p.members, p.heads)) for load in loads]
-
-
-def _by_heads(share: Share, parts: int) -> list[Share]:
-    first, last = share.heads
-    heads = last - first
-    parts = min(parts, heads)
-    cuts = [first + heads * i // parts for i in range(parts + 1)]
-    return [replace(share, heads=(a, b), cost=share.cost * (b - a) / heads) for a, b in pairwise(cuts)]

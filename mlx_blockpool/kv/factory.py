@@ -77,7 +77,7 @@ def open_pool(
     """A pool for a loaded model, `pool_bytes` at most (default: half of the memory that the model leaves free).
 
     attach: let the model's attention read blocks where they lie, if a few random tokens give the same logits that way.
-    slabs.ragged says whether they did. If not, or with attach=False, each fetch copies the known prefix to one piece, and
+    slabs.ragged says whether they did. If not, or with attach=False, each acquire() copies the cached prefix to one piece, and
     batches are padded. max_kv_size: what mlx-lm's make_prompt_cache means by it.
     """
     spec = with_windows(spec_of_model(model, config_of(model), type(model).__module__.rpartition(".")[2]), model, max_kv_size)
@@ -99,11 +99,8 @@ def with_windows(spec: ModelCacheSpec, model: Any, max_kv_size: int | None) -> M
 
 
 def try_out(model: Any, slabs: KVArena, attach_it: bool) -> None:
-    """What open_pool() finds out about a model with a few random tokens, and attaching it if that agrees.
-
-    Where that cannot be tried, the model is left as it is.
-    """
-    # attention.py tries the caches that this module makes.
+    """Attach a model if a few random tokens give the same logits that way. Where they cannot be computed, it stays as it is."""
+    # attach.py tries the caches that this module makes.
     from .attach import attach, leaves_padding_out, step_synchronously_if_copied
 
     try:
@@ -112,12 +109,12 @@ def try_out(model: Any, slabs: KVArena, attach_it: bool) -> None:
             attach(model, slabs)
             step_synchronously_if_copied(model, slabs)
     except (PoolExhaustedError, RuntimeError) as error:
-        # A pool too small to try it, or a model that this device cannot run: what comes of that comes when it is used.
+        # The pool is too small to try it, or the device cannot run the model: its use will say so.
         log.info("%s is not attached: %s", type(model).__module__, error)
 
 
 def config_of(model: Any) -> dict[str, Any]:
-    """What of config.json the model still knows."""
+    """The fields of config.json that the model still has."""
     args = getattr(model, "args", None)
     return {**vars(args)} if args is not None and hasattr(args, "__dict__") else {}
 

@@ -18,20 +18,20 @@ from mlx_lm.models.cache import BatchKVCache, BatchRotatingKVCache, KVCache, Rot
 from ..mlx_lm_compat import saved_as
 from ..spec import WindowLayer
 from .runs import attend_runs
-from .sequence import SequenceBlocks, fork_once, join
+from .sequence import SequenceBlocks, SequenceCache, join
 from .slabs import View
 from .state_caches import copied
 
 
-class PooledLayer:
-    """What both have in common. Subclasses say where tokens go (write) and how many places are read (size)."""
+class PooledLayer(SequenceCache):
+    """What both have in common. Subclasses say where tokens go (write) and how many places are read (size).
+
+    first_held:    tokens before it are in no block: the state that was assigned lacks them.
+    _stock_batch:  mlx-lm's class of a batch.
+    """
 
     offset: int
-    state: Any
-    # Tokens before it are in no block: whoever gave the rest had let them go.
     first_held = 0
-    # mlx-lm's classes in the place of this one and of a batch.
-    _stock: Any
     _stock_batch: Any
 
     def __init__(self, sequence: SequenceBlocks, layer: int) -> None:
@@ -41,19 +41,8 @@ class PooledLayer:
         self.offset = 0
         sequence.add_layer(self)
 
-    def fork(self) -> Any:
-        """A second cache with this content, which goes on by itself; with those of the other layers it is one sequence."""
-        return self._on(self.sequence.fork_for(self.layer))
-
-    __copy__ = fork
-
-    def __deepcopy__(self, memo: dict[int, Any]) -> Any:
-        return self._on(fork_once(self.sequence, self.layer, memo))
-
     def _on(self, sequence: SequenceBlocks) -> Any:
-        copy = self.__class__.__new__(self.__class__)
-        copy.__dict__.update(self.__dict__)
-        copy.sequence = sequence
+        copy = super()._on(sequence)
         sequence.add_layer(copy)
         return copy
 
@@ -71,7 +60,7 @@ class PooledLayer:
         slabs = self.sequence.slabs
         if self.layer == slabs.first:
             slabs.check_dtype(keys)
-            if keys.shape[2] > 1 or slabs.synchronous:
+            if keys.shape[2] > 1 or slabs.decode.synchronous:
                 # A decode step in flight still reads the slabs; writing now would copy them.
                 mx.synchronize()
         return self._write(keys, values)
@@ -193,16 +182,12 @@ class PooledLayer:
             raise ValueError(f"A batch of {cls._stock.__name__}s cannot take in a {type(wrong).__name__}.")
         pooled = [c for c in caches if isinstance(c, PooledLayer)]
         for cache in pooled:
-            # mlx-lm's batch asks an empty cache for nothing.
+            # mlx-lm's batch never reads an empty cache, whose blocks may have been released.
             cache.sequence.need_blocks()
         return len(pooled) == len(caches) and all(cache.sequence.slabs.ragged for cache in pooled)
 
-    def __reduce__(self) -> tuple[Any, ...]:
-        """A pool cannot be pickled: what comes back is mlx-lm's own cache with this content."""
-        return self._stock.from_state, (tuple(self.state),)
-
     def _state(self, views: list[View], *rest: Any) -> Any:
-        """(keys, values, *rest) as mlx-lm has them; of several runs they are gathered when somebody asks for them."""
+        """(keys, values, *rest) as mlx-lm has them; of several runs they are gathered when they are read."""
         if self.empty():
             self.sequence.need_blocks()
             return None, None, *rest
@@ -210,7 +195,7 @@ class PooledLayer:
 
 
 class GatheredState:
-    """(keys, values, *rest) of a layer that lies in several runs, each one array as soon as somebody reads it.
+    """(keys, values, *rest) of a layer that lies in several runs; reading one gathers it into one array.
 
     To isinstance() it is a tuple, so that mlx.utils and mlx-lm look into it. mx.eval() does not, and gathers nothing: the runs
     were evaluated where they lie.
@@ -279,11 +264,6 @@ class PooledKVCache(PooledLayer, KVCache):  # type: ignore[misc]
             self._write_over(keys, values, offset)
         self.offset = offset
         self.sequence.cut(self.place.group, self.size())
-
-    @classmethod
-    def from_state(cls, state: tuple[Any, ...]) -> KVCache:
-        """mlx-lm's own cache with this content: a saved state has no pool to go back to."""
-        return KVCache.from_state(state)
 
 
 @saved_as(RotatingKVCache)
@@ -392,11 +372,6 @@ class PooledRotatingKVCache(PooledLayer, RotatingKVCache):  # type: ignore[misc]
         self.offset, self._idx = offset, min(index, max_size)
         self.sequence.cut(self.place.group, self.size())
 
-    @classmethod
-    def from_state(cls, state: tuple[Any, ...]) -> RotatingKVCache:
-        """mlx-lm's own cache with this content."""
-        return RotatingKVCache.from_state(state)
-
     def _assign(self, keys: mx.array | None, values: mx.array | None) -> None:
         self._attended = None
         super()._assign(keys, values)
@@ -411,6 +386,6 @@ class PooledRotatingKVCache(PooledLayer, RotatingKVCache):  # type: ignore[misc]
 
 
 def _is_put_back(caller: FrameType) -> bool:
-    """Whether a model of mlx-lm assigns what it has just read, to say when it is to be evaluated: blocks are written at once."""
+    """Whether a model of mlx-lm assigns back what it has just read, to order its evaluation: blocks are written at once."""
     module: str = caller.f_globals.get("__name__", "")
     return module.startswith("mlx_lm.models.") and module != "mlx_lm.models.cache"

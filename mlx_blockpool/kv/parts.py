@@ -1,4 +1,4 @@
-"""Caches of several parts, caches of chunks, and caches that nobody uses. Owned by the generation thread."""
+"""Caches of several parts, of chunks, and of layers without attention; lists of layer caches. Owned by the generation thread."""
 
 from __future__ import annotations
 
@@ -12,16 +12,17 @@ from mlx_lm.models.cache import CacheList, ChunkedKVCache, KVCache
 
 from ..mlx_lm_compat import BaseCache, saved_as
 from ..spec import ChunkLayer
-from .batch_cache import PooledBatchCache
-from .layer_caches import PooledKVCache, PooledLayer
-from .sequence import SequenceBlocks
+from .layer_caches import PooledKVCache
+from .sequence import SequenceBlocks, StandIn
 from .slabs import View
-from .state_caches import PooledArraysCache, StateBatch
+from .state_caches import PooledArraysCache
 
 
 @saved_as(CacheList)
-class PooledCacheList(CacheList):  # type: ignore[misc]
+class PooledCacheList(StandIn, CacheList):  # type: ignore[misc]
     """Stands in for CacheList: its parts are pooled caches of one sequence, or of one batch."""
+
+    _stock = CacheList
 
     def __deepcopy__(self, memo: dict[int, Any]) -> PooledCacheList:
         return PooledCacheList(*(deepcopy(part, memo) for part in self.caches))
@@ -29,17 +30,15 @@ class PooledCacheList(CacheList):  # type: ignore[misc]
     def __copy__(self) -> PooledCacheList:
         return PooledCacheList(*(copy(part) for part in self.caches))
 
-    def __reduce__(self) -> tuple[Any, ...]:
-        """As PooledLayer."""
-        return CacheList.from_state, ([(part.state, type(part).__name__) for part in self.caches],)
-
-    @classmethod
-    def from_state(cls, state: list[Any]) -> CacheList:
-        """mlx-lm's own cache with this content."""
-        return CacheList.from_state(state)
-
     def extract(self, idx: int) -> PooledCacheList:
         return PooledCacheList(*(part.extract(idx) for part in self.caches))
+
+    @classmethod
+    def join(cls, caches: list[Any]) -> PooledCacheList:
+        return PooledCacheList(*batch_of(cache.caches for cache in caches))
+
+    def member(self, idx: int) -> PooledCacheList:
+        return PooledCacheList(*member_of(self.caches, idx))
 
 
 @saved_as(ChunkedKVCache)
@@ -97,12 +96,10 @@ class PooledChunkedKVCache(PooledKVCache, ChunkedKVCache):  # type: ignore[misc]
         self.sequence.cut(self.place.group, self.size())
 
     @classmethod
-    def from_state(cls, state: tuple[Any, ...]) -> ChunkedKVCache:
-        return ChunkedKVCache.from_state(state)
-
-    @classmethod
     def merge(cls, caches: list[Any]) -> Any:
-        raise NotImplementedError("A model that cuts its own chunks asks its cache for one position; it takes no batch.")
+        raise NotImplementedError(
+            "A model that cuts its own chunks reads one position from its cache. Its sequences run one at a time."
+        )
 
 
 @saved_as(KVCache)
@@ -121,16 +118,16 @@ class UnusedKVCache(KVCache):  # type: ignore[misc]
 
 
 class UnusedBatch(BaseCache):  # type: ignore[misc]
-    """As many UnusedKVCaches as anybody asks for."""
+    """A batch of UnusedKVCaches."""
 
     def extract(self, idx: int) -> UnusedKVCache:
         return UnusedKVCache()
 
     def filter(self, batch_indices: Any) -> None:
-        """Nothing is kept of anybody."""
+        """A batch of empty caches has no rows."""
 
     def extend(self, other: UnusedBatch) -> None:
-        """Nothing is kept of anybody."""
+        """A batch of empty caches has no rows."""
 
     def prepare(self, **_: Any) -> None:
         """There is nothing to pad."""
@@ -155,27 +152,17 @@ class UnusedBatch(BaseCache):  # type: ignore[misc]
 
 def batch_of(caches: Iterable[list[Any]]) -> list[Any]:
     """Batch caches of sequences whose own caches are given up for them: what merge() does, without its forks."""
-    return [_joined(list(layer)) for layer in zip(*caches, strict=True)]
+    return [_join(list(layer)) for layer in zip(*caches, strict=True)]
 
 
-def _joined(layer: list[Any]) -> Any:
-    first = layer[0]
-    if isinstance(first, PooledCacheList):
-        return PooledCacheList(*batch_of(cache.caches for cache in layer))
-    if isinstance(first, PooledLayer | PooledArraysCache):
-        return type(first).join(layer)
-    return type(first).merge(layer)
+def _join(layer: list[Any]) -> Any:
+    cls = type(layer[0])
+    return cls.join(layer) if hasattr(cls, "join") else cls.merge(layer)
 
 
 def member_of(batch: Iterable[Any], idx: int) -> list[Any]:
     """The caches of a sequence that leaves a batch for good: what extract() does, without its forks."""
-    return [_member(layer, idx) for layer in batch]
-
-
-def _member(layer: Any, idx: int) -> Any:
-    if isinstance(layer, PooledCacheList):
-        return PooledCacheList(*member_of(layer.caches, idx))
-    return layer.member(idx) if isinstance(layer, PooledBatchCache | StateBatch) else layer.extract(idx)
+    return [layer.member(idx) if hasattr(layer, "member") else layer.extract(idx) for layer in batch]
 
 
 def leaves_of(caches: Iterable[Any]) -> list[Any]:

@@ -7,14 +7,15 @@ Owned by the generation thread, with two exceptions that any thread may call: re
 from __future__ import annotations
 
 import weakref
+from bisect import bisect_right
 from collections import deque
 from collections.abc import Iterable, Mapping, Sequence
 
 from ..config import PoolConfig
 from ..errors import PoolExhaustedError
 from ..spec import BLOCK_TOKENS, ModelCacheSpec, blocks_for
-from .blocks import BlockCounts, BlockTable, GroupBlocks
-from .budget import Budget, evict
+from .blocks import BlockCounts, BlockTable, GroupBlocks, by_group
+from .budget import Budget
 
 # Blocks of a sequence that nothing limits.
 UNBOUNDED = 2**23
@@ -23,55 +24,40 @@ UNBOUNDED = 2**23
 class BlockPool:
     """Blocks for every layer group of one model, under one hard byte budget.
 
-    Memory is taken slab by slab; whoever owns the arrays follows `layout` and slabs().
+    Memory is taken slab by slab; the owner of the arrays follows `layout_version` and slabs().
     """
 
     def __init__(self, spec: ModelCacheSpec, pool_bytes: int, config: PoolConfig | None = None) -> None:
-        self.pool_bytes = pool_bytes
-        self._config = config or PoolConfig()
-        self._returned: deque[tuple[int, list[int], int, int]] = deque()
-        self._generation = 0
-        self.reconfigure(spec)
-
-    def reconfigure(self, spec: ModelCacheSpec) -> None:
-        """Start anew for another model. Every table and every known block of the old one is void.
-
-        Raises PoolExhaustedError, before anything is changed, if the pool cannot hold one block of each group.
-        """
-        groups = []
-        for group in spec.groups:
-            size = spec.bytes_per_block(group)
-            share = min(self.pool_bytes // self._config.slabs // size, self._config.slab_blocks)
-            groups.append(GroupBlocks(group, size, max(1, self.pool_bytes // size), max(1, share)))
-        minimum = sum(g.bytes_per_block for g in groups)
-        if self.pool_bytes < minimum:
-            hint = (
-                f"Room for one block of each group is {minimum} bytes. The pool has {self.pool_bytes} bytes. Raise --pool-bytes."
-            )
-            raise PoolExhaustedError(len(groups), 0, 0, spec.model_id, hint)
+        """Raises PoolExhaustedError if the pool cannot hold one block of each group."""
+        config = config or PoolConfig()
+        sizes = [spec.bytes_per_block(group) for group in spec.groups]
+        if pool_bytes < sum(sizes):
+            hint = f"One block of each group takes {sum(sizes)} bytes. The pool has {pool_bytes} bytes. Raise --pool-bytes."
+            raise PoolExhaustedError(len(sizes), 0, 0, spec.model_id, hint)
         self.spec = spec
-        self._generation += 1
+        self.pool_bytes = pool_bytes
+        self._groups = []
+        for index, (group, size) in enumerate(zip(spec.groups, sizes, strict=True)):
+            share = min(pool_bytes // config.slabs // size, config.slab_blocks)
+            self._groups.append(GroupBlocks(index, group, size, max(1, pool_bytes // size), max(1, share)))
         self._tables: weakref.WeakSet[BlockTable] = weakref.WeakSet()
-        self._groups = groups
-        self._budget = Budget(self.pool_bytes, groups)
-        if self._config.preallocate:
+        self._returned: deque[tuple[int, list[int], int]] = deque()
+        self._budget = Budget(pool_bytes, self._groups)
+        if config.preallocate:
             self._budget.grow_all(self._largest_sequence())
 
     # -- tables --------------------------------------------------------------------------------------------------------
 
     def open_table(self, group: int) -> BlockTable:
         blocks = self._groups[group]
-        table = BlockTable(group, blocks.stride, blocks.group.layer.max_blocks, self._generation)
+        table = BlockTable(group, blocks.stride, blocks.group.layer.max_blocks)
         self._tables.add(table)
         return table
 
     def reserve(self, tables: Sequence[BlockTable], counts: Sequence[int]) -> None:
         """Promise counts[i] more blocks to tables[i]: all or nothing. Later extends of these tables cannot fail."""
         self._drain()
-        needed: dict[int, int] = {}
-        for table, count in zip(tables, counts, strict=True):
-            needed[table.group] = needed.get(table.group, 0) + count
-        self._budget.grow_for(needed)
+        self._budget.grow_for(by_group(tables, counts))
         for table, count in zip(tables, counts, strict=True):
             table.reserved += count
             table.promised = max(table.promised, len(table) + table.reserved)
@@ -90,14 +76,14 @@ class BlockPool:
         table.changed()
 
     def append_shared(self, table: BlockTable, ids: Sequence[int]) -> None:
-        """Append blocks that others hold or know, by reference."""
+        """Append blocks that are held or cached already, by reference."""
         self._check_cap(table, len(ids))
         self._groups[table.group].hold(ids)
         table.ids += ids
         table.changed()
 
     def replace_shared(self, table: BlockTable, index: int, block: int) -> None:
-        """Hold `block` at ids[index] instead of the one that is there."""
+        """Hold `block` at ids[index] in place of the present one."""
         blocks = self._groups[table.group]
         blocks.hold([block])
         old, table.ids[index] = table.ids[index], block
@@ -122,7 +108,7 @@ class BlockPool:
         return old
 
     def is_shared(self, table: BlockTable, index: int, token: int) -> bool:
-        """Whether writing from `token` (its place in the block, 0 to 255) on would change what somebody else reads."""
+        """Whether writing from `token` (its place in the block, 0 to 255) on would change what another reader sees."""
         self._drain()
         block = self._groups[table.group].blocks[table.ids[index]]
         return block.ref_count > 1 or token < block.cached_tokens
@@ -140,7 +126,7 @@ class BlockPool:
         table.reserved = 0
 
     def cut(self, table: BlockTable, length: int) -> None:
-        """Let go of all blocks but the first `length`. Those that were promised to the table once, and are free now, stay so."""
+        """Release all blocks but the first `length`. What becomes free of those promised to the table stays promised to it."""
         blocks = self._groups[table.group]
         free = blocks.free.count
         blocks.release(reversed(table.ids[length:]))
@@ -151,24 +137,24 @@ class BlockPool:
         blocks.reserved += again
 
     def release(self, table: BlockTable) -> None:
-        """Let go of all blocks and promises of a table; its first block becomes the most recently used."""
+        """Release all blocks and promises of a table; its first block becomes the most recently used."""
         self.release_deferred(table)
         self._drain()
 
     def release_deferred(self, table: BlockTable) -> None:
         """release() for any thread and for finalizers: takes effect at the pool's next operation."""
-        self._returned.append((table.group, table.ids, table.reserved, table.generation))
+        self._returned.append((table.group, table.ids, table.reserved))
         table.ids, table.reserved, table.promised = [], 0, 0
         table.changed()
 
-    # -- known blocks --------------------------------------------------------------------------------------------------
+    # -- cached blocks --------------------------------------------------------------------------------------------------
 
     def cache(self, group: int, block: int, tokens: int) -> None:
-        """A trie entry reads the first `tokens` tokens of a held block from now on."""
+        """A trie entry may read the first `tokens` tokens of a held block from now on."""
         self._groups[group].cache(block, tokens)
 
     def uncache(self, group: int, block: int) -> None:
-        """A trie entry is gone; a block that nobody holds or knows is free."""
+        """A trie entry is gone; a block that is neither held nor cached is free."""
         self._groups[group].uncache(block)
 
     def touch(self, group: int, ids: Iterable[int]) -> None:
@@ -191,7 +177,7 @@ class BlockPool:
     def evict(self, group: int, count: int) -> list[tuple[int, int]]:
         """Free the `count` least recently used evictable blocks, fewer if there are fewer. Returns (group, block) of each."""
         self._drain()
-        return evict(self._groups[group], group, count)
+        return self._groups[group].evict(count)
 
     def evictable(self, group: int) -> list[int]:
         """The blocks that evict() would free, in its order."""
@@ -201,7 +187,7 @@ class BlockPool:
     def make_room(self, counts: Mapping[int, int]) -> list[tuple[int, int]]:
         """Evict what reserve() of these counts needs, or nothing if that would not be enough.
 
-        Returns the victims; whoever knew them must forget them.
+        Returns the victims, which the caller takes out of its trie.
         """
         self._drain()
         return self._budget.make_room(counts)
@@ -244,11 +230,9 @@ class BlockPool:
         growing = [g for g in self._groups if g.group.layer.max_blocks is None]
         if not growing and self._bytes_of_sequence(UNBOUNDED) <= self.pool_bytes:
             return UNBOUNDED * BLOCK_TOKENS
-        low, high = 0, self.pool_bytes // min(g.bytes_per_block for g in self._groups)
-        while low < high:
-            middle = (low + high + 1) // 2
-            low, high = (middle, high) if self._bytes_of_sequence(middle) <= self.pool_bytes else (low, middle - 1)
-        return low * BLOCK_TOKENS
+        most = self.pool_bytes // min(g.bytes_per_block for g in self._groups)
+        fits = bisect_right(range(most + 1), self.pool_bytes, key=self._bytes_of_sequence) - 1
+        return fits * BLOCK_TOKENS
 
     def _bytes_of_sequence(self, blocks: int) -> int:
         limits = ((g.bytes_per_block, g.group.layer.max_blocks) for g in self._groups)
@@ -260,19 +244,14 @@ class BlockPool:
         return {g: blocks_for(tokens) if limit is None else limit for g, limit in enumerate(limits)}
 
     def fragmentation(self, group: int) -> float:
-        """0.0 where all free blocks of a group are one run, towards 1.0 where they are scattered."""
-        return fragmentation(self._groups[group])
-
-    def block_map(self, width: int = 64) -> str:
-        """The pool as text: one line per slab; . free, # held, o evictable, * pinned."""
-        return "\n".join(line for blocks in self._groups for line in block_map(blocks, width))
+        return self._groups[group].fragmentation
 
     def check(self) -> None:
         """The invariant, with figures. Raises AssertionError: a broken pool is our own bug."""
         self._drain()
         assert self.nbytes <= self.pool_bytes, f"{self.nbytes} bytes > {self.pool_bytes} allowed"
-        for g, blocks in enumerate(self._groups):
-            check(blocks, [t for t in self._tables if t.group == g])
+        for blocks in self._groups:
+            blocks.check(t for t in self._tables if t.group == blocks.index)
 
     # -- inside --------------------------------------------------------------------------------------------------------
 
@@ -296,47 +275,6 @@ class BlockPool:
 
     def _drain(self) -> None:
         while self._returned:
-            group, ids, reserved, generation = self._returned.popleft()
-            if generation == self._generation:
-                self._groups[group].release(reversed(ids))
-                self._groups[group].reserved -= reserved
-
-
-def fragmentation(blocks: GroupBlocks) -> float:
-    free = blocks.free
-    return 1.0 - free.longest / free.count if free.count else 0.0
-
-
-def block_map(blocks: GroupBlocks, width: int) -> list[str]:
-    lines = [f"{blocks.group.name}: {blocks.free.count} of {len(blocks.blocks)} free"]
-    for index in sorted(blocks.slabs):
-        row = "".join(_letter(blocks, i) for i in blocks.slab_ids(index))
-        lines += [f"  {index}: {row[i : i + width]}" for i in range(0, len(row), width)]
-    return lines
-
-
-def _letter(blocks: GroupBlocks, block: int) -> str:
-    state = blocks.blocks[block]
-    if state.pins:
-        return "*"
-    if state.ref_count:
-        return "#"
-    return "o" if state.cached_refs else "."
-
-
-def check(blocks: GroupBlocks, tables: list[BlockTable]) -> None:
-    """The invariant of one group, given every live table of it. Raises AssertionError with the figures."""
-    name = blocks.group.name
-    refs: dict[int, int] = {}
-    for table in tables:
-        for block in table.ids:
-            refs[block] = refs.get(block, 0) + 1
-    free = {i for start, end in blocks.free for i in range(start, end)}
-    assert len(free) == blocks.free.count, f"{name}: {len(free)} blocks in free runs != {blocks.free.count} counted"
-    for i, state in blocks.blocks.items():
-        assert state.ref_count == refs.get(i, 0), f"{name} block {i}: ref_count {state.ref_count} != {refs.get(i, 0)} tables"
-        assert (i in free) == (state.ref_count == 0 and state.cached_refs == 0), f"{name} block {i}: free={i in free}, {state}"
-        assert (i in blocks.evictable) == (state.ref_count == 0 and state.cached_refs > 0), f"{name} block {i}: {state}"
-    promised = sum(t.reserved for t in tables)
-    assert blocks.reserved == promised, f"{name}: {blocks.reserved} reserved != {promised} in tables"
-    assert blocks.available >= 0, f"{name}: {blocks.free.count} free < {blocks.reserved} reserved"
+            group, ids, reserved = self._returned.popleft()
+            self._groups[group].release(reversed(ids))
+            self._groups[group].reserved -= reserved

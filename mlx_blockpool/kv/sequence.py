@@ -69,7 +69,7 @@ class SequenceBlocks:
         return copy
 
     def fork_for(self, leaf: int) -> SequenceBlocks:
-        """The fork that the layer cache of `leaf` goes on in: that of the layers before it, unless somebody has written since.
+        """The fork that the layer cache of `leaf` goes on in: that of the layers before it, unless one has been written since.
 
         mlx-lm merges, extracts and copies layer by layer; what it makes of one sequence in one go belongs together. A leaf
         before the last one begins another go.
@@ -87,7 +87,7 @@ class SequenceBlocks:
         return fork
 
     def hand_over(self, group: int, heir: SequenceBlocks) -> None:
-        """What was promised to this sequence of a group, or taken and is still empty, is that of its fork `heir` from now on."""
+        """Pass the blocks of a group that are reserved for this sequence, or taken and still empty, on to its fork `heir`."""
         self.cut(group)
         self.pool.hand_over(self.tables[group], heir.tables[group])
 
@@ -113,12 +113,12 @@ class SequenceBlocks:
             self.pool.cut(self.tables[group], length)
 
     def _changed(self) -> None:
-        """Forks that were made before are no forks of this any more, and no further layer goes on in this one."""
+        """Forks made before differ from this sequence now, and no further layer goes on in it."""
         self._forks.clear()
         self._is_new = False
 
     def count_states(self, n_bytes: int) -> None:
-        """So much are its states counted with from now on."""
+        """Count its states with so many bytes from now on."""
         self.slabs.count_states(n_bytes - self.state_bytes)
         self.state_bytes = n_bytes
 
@@ -174,7 +174,7 @@ class SequenceBlocks:
         return self._masks[key]
 
     def needs_block(self, group: int, place: int) -> bool:
-        """Whether a write at token `place` of a table takes a block, and none is promised to it."""
+        """Whether a write at token `place` of a table takes a block that is not reserved for it."""
         table = self.tables[group]
         index, token = divmod(place, BLOCK_TOKENS)
         return not table.reserved and (index >= len(table) or self.pool.is_shared(table, index, token))
@@ -210,7 +210,7 @@ class SequenceBlocks:
         return pieces
 
     def _make_room(self, group: int, blocks: int) -> None:
-        """Evict for what was not promised: a fork in a batch of mlx-lm's takes blocks that nobody has asked for before."""
+        """Evict for blocks that were not reserved, as a fork in one of mlx-lm's batches takes them."""
         unpromised = blocks - self.tables[group].reserved
         if unpromised > 0:
             self.slabs.make_room({group: unpromised})
@@ -244,12 +244,45 @@ class _Released(list[BlockTable]):
         raise ReleasedCacheError(self._released_by)
 
 
-def fork_once(sequence: SequenceBlocks, leaf: int, memo: dict[int, Any]) -> SequenceBlocks:
-    """The fork in which the copy of a layer cache goes on: one for all layers that a deepcopy() with this `memo` copies."""
-    fork: SequenceBlocks | None = memo.get(id(sequence))
-    if fork is None or not fork.claim(leaf):
-        fork = memo[id(sequence)] = sequence.fork_for(leaf)
-    return fork
+class StandIn:
+    """A cache in the place of one of mlx-lm's class `_stock`. A pool cannot be saved: saved and pickled it is mlx-lm's own."""
+
+    _stock: Any
+    state: Any
+
+    @classmethod
+    def from_state(cls, state: Any) -> Any:
+        """mlx-lm's own cache with this content."""
+        return cls._stock.from_state(state)
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return self._stock.from_state, (tuple(self.state),)
+
+
+class SequenceCache(StandIn):
+    """The cache of one leaf of a sequence, `layer`. Its copies are forks; those of all leaves together are one sequence."""
+
+    sequence: SequenceBlocks
+    layer: int
+
+    def fork(self) -> Any:
+        """A second cache with this content, which goes on by itself."""
+        return self._on(self.sequence.fork_for(self.layer))
+
+    __copy__ = fork
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> Any:
+        """fork(), in one sequence with all layers that a deepcopy() with this `memo` copies."""
+        fork: SequenceBlocks | None = memo.get(id(self.sequence))
+        if fork is None or not fork.claim(self.layer):
+            fork = memo[id(self.sequence)] = self.sequence.fork_for(self.layer)
+        return self._on(fork)
+
+    def _on(self, sequence: SequenceBlocks) -> Any:
+        copy = self.__class__.__new__(self.__class__)
+        copy.__dict__.update(self.__dict__)
+        copy.sequence = sequence
+        return copy
 
 
 def join(views: list[View]) -> View:

@@ -6,9 +6,9 @@ No view of a slab may outlive the step that made it: a write would copy the whol
 
 from __future__ import annotations
 
-import os
 import weakref
-from collections import Counter, deque
+from collections import deque
+from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any, Protocol
 
@@ -17,15 +17,16 @@ import mlx.core as mx
 from ..config import PoolConfig
 from ..errors import PoolExhaustedError
 from ..spec import BLOCK_TOKENS, FullLayer, ModelCacheSpec, StateLayer, WindowLayer
+from .decode_policy import DecodePolicy
 from .pool import BlockPool
 
 View = tuple[mx.array, mx.array]
 
 
 class Evictor(Protocol):
-    """Who knows which blocks may be evicted: a prefix cache's Room."""
+    """Evicts cached blocks: a prefix cache's Admission."""
 
-    def make(self, counts: dict[int, int]) -> None: ...
+    def make_room(self, counts: Mapping[int, int]) -> None: ...
 
 
 @dataclass(frozen=True)
@@ -76,27 +77,23 @@ class Slab:
 class KVArena:
     """`pool` says which blocks there are; this holds what is in them.
 
-    `ragged`: the model was attached and its attention reads the slabs where they lie. `synchronous`: a step must have ended
-    before the next one writes, or it would copy slabs (both cache/attention.py). `pads_states`: prompts of a model
-    with states may be padded, as its states leave the padding out. `decode_path`: auto, or the one path that a
-    batch decodes on; `path_counts` counts each attend of a batch, per layer and step, under the path that it took.
-    `decode_streams`: how many streams the attention of a batch is divided between, more than one on a CPU with several cores.
-    `steps`: the last decode step of each layer group. `first`: the first leaf that lives in blocks. `state_bytes`: what states
-    of running sequences and checkpoints may take of `pool_bytes`; `running_bytes`: what the running ones are counted with.
+    ragged:       whether the model was attached and its attention reads the slabs where they lie.
+    pads_states:  whether prompts of a model with states may be padded: its states leave the padding out.
+    decode:       how decode steps run; `steps` has the last one of each layer group.
+    first:        the first leaf that lives in blocks.
+    state_bytes:  what states of running sequences and checkpoints may take of `pool_bytes`.
     """
 
     def __init__(self, spec: ModelCacheSpec, pool_bytes: int, config: PoolConfig | None = None) -> None:
-        self.state_bytes = state_share(spec, pool_bytes, config or PoolConfig())
+        config = config or PoolConfig()
+        self.state_bytes = state_share(spec, pool_bytes, config)
         self._running_bytes = 0
-        # Bytes that finalizers gave back and nobody has subtracted yet.
+        # Bytes that finalizers gave back and that are not subtracted yet.
         self._returned_states: deque[int] = deque()
         self.pool = BlockPool(spec, pool_bytes - self.state_bytes, config)
         self.ragged = False
-        self.synchronous = False
         self.pads_states = False
-        self.decode_path = (config or PoolConfig()).decode_path
-        self.path_counts: Counter[str] = Counter()
-        self.decode_streams = default_streams()
+        self.decode = DecodePolicy(config.decode_path, spec.dtype)
         self.steps: dict[int, Any] = {}
         self.spec = spec
         self.dtype = getattr(mx, self.spec.dtype)
@@ -123,13 +120,13 @@ class KVArena:
 
     @property
     def running_bytes(self) -> int:
-        """What the states of running sequences are counted with. For the owner's thread alone."""
+        """Bytes that the states of running sequences are counted with. Generation thread only."""
         while self._returned_states:
             self._running_bytes -= self._returned_states.popleft()
         return self._running_bytes
 
     def count_states(self, change: int) -> None:
-        """Running sequences are counted with so many bytes more. For the owner's thread alone."""
+        """Count running sequences with so many bytes more. Generation thread only."""
         self._running_bytes += change
 
     def give_back_states(self, n_bytes: int) -> None:
@@ -140,7 +137,7 @@ class KVArena:
         """Give arrays back and make new ones until they match the pool's layout."""
         if self._layout == self.pool.layout_version:
             return
-        # They know slabs, which would not be given back.
+        # Steps hold slabs, whose memory would stay taken.
         self.steps.clear()
         wanted = {(g, i): n for g in range(len(self.strides)) for i, n in self.pool.slabs(g).items()}
         for key in [k for k, slab in self._slabs.items() if wanted.get(k) != slab.blocks]:
@@ -153,14 +150,14 @@ class KVArena:
         self._layout = self.pool.layout_version
 
     def evict_with(self, evictor: Evictor) -> None:
-        """Room that nobody made before is made by `evictor` from now on, as long as it lives."""
+        """Let make_room() evict through `evictor` as long as it lives."""
         self._evictor = weakref.ref(evictor)
 
-    def make_room(self, counts: dict[int, int]) -> None:
+    def make_room(self, counts: Mapping[int, int]) -> None:
         """Evict what is needed for counts[group] more blocks, where there is an evictor and that is enough."""
         evictor = self._evictor() if self._evictor is not None else None
         if evictor is not None:
-            evictor.make(counts)
+            evictor.make_room(counts)
 
     def check_dtype(self, keys: mx.array) -> None:
         """Raises ValueError for keys of the first layer that the pool cannot hold as they are."""
@@ -203,8 +200,3 @@ def state_share(spec: ModelCacheSpec, pool_bytes: int, config: PoolConfig) -> in
         hint = f"The states of one sequence take {own} bytes, and {share} of {pool_bytes} are theirs. Raise --pool-bytes."
         raise PoolExhaustedError(1, 0, 0, spec.model_id, hint)
     return share if own else 0
-
-
-def default_streams() -> int:
-    """Two where mlx runs on a CPU that has them: it uses one core for each stream. More than two were not measured."""
-    return min(2, os.cpu_count() or 1) if mx.default_device() == mx.cpu else 1

@@ -11,18 +11,20 @@ import mlx.core as mx
 from mlx_lm.models.cache import ArraysCache
 
 from ..mlx_lm_compat import saved_as
-from .sequence import SequenceBlocks, fork_once
+from .sequence import SequenceBlocks, SequenceCache, StandIn
 
 
 @saved_as(ArraysCache)
-class PooledArraysCache(ArraysCache):  # type: ignore[misc]
-    """Stands in for ArraysCache: `size` arrays that each step replaces. Knows the sequence that it belongs to, as its `leaf`."""
+class PooledArraysCache(SequenceCache, ArraysCache):  # type: ignore[misc]
+    """Stands in for ArraysCache: `size` arrays that each step replaces."""
 
-    def __init__(self, sequence: SequenceBlocks, size: int, leaf: int = 0) -> None:
+    _stock = ArraysCache
+
+    def __init__(self, sequence: SequenceBlocks, size: int, layer: int = 0) -> None:
         super().__init__(size)
         self.cache: list[Any] = [None] * size
         self.sequence = sequence
-        self.leaf = leaf
+        self.layer = layer
 
     def __getitem__(self, idx: int) -> Any:
         self.sequence.need_blocks()
@@ -32,24 +34,10 @@ class PooledArraysCache(ArraysCache):  # type: ignore[misc]
         self.sequence.need_blocks()
         self.cache[idx] = value
 
-    def fork(self) -> PooledArraysCache:
-        """As PooledLayer.fork()."""
-        return self._on(self.sequence.fork_for(self.leaf))
-
-    __copy__ = fork
-
-    def __deepcopy__(self, memo: dict[int, Any]) -> PooledArraysCache:
-        return self._on(fork_once(self.sequence, self.leaf, memo))
-
-    def _on(self, sequence: SequenceBlocks) -> PooledArraysCache:
-        copy = PooledArraysCache(sequence, 0, self.leaf)
+    def _on(self, sequence: SequenceBlocks) -> Any:
+        copy = super()._on(sequence)
         copy.cache = list(self.cache)
-        copy.left_padding, copy.lengths = self.left_padding, self.lengths
         return copy
-
-    def __reduce__(self) -> tuple[Any, ...]:
-        """As PooledLayer."""
-        return ArraysCache.from_state, (self.state,)
 
     @property
     def state(self) -> tuple[Any, ...]:
@@ -61,11 +49,6 @@ class PooledArraysCache(ArraysCache):  # type: ignore[misc]
         self.sequence.need_blocks()
         cache, self.left_padding, self.lengths = state
         self.cache = list(cache)
-
-    @classmethod
-    def from_state(cls, state: tuple[Any, ...]) -> ArraysCache:
-        """mlx-lm's own cache with this content: a saved state has no pool to go back to."""
-        return ArraysCache.from_state(state)
 
     @classmethod
     def merge(cls, caches: list[Any]) -> ArraysCache:
@@ -84,11 +67,13 @@ class PooledArraysCache(ArraysCache):  # type: ignore[misc]
 
 
 @saved_as(ArraysCache)
-class StateBatch(ArraysCache):  # type: ignore[misc]
+class StateBatch(StandIn, ArraysCache):  # type: ignore[misc]
     """The states of several sequences, one row each.
 
-    As in mlx-lm's own, a sequence without a state has zeros beside those that have one. Saved and pickled it is mlx-lm's own.
+    As in mlx-lm's own, a sequence without a state has zeros beside those that have one.
     """
+
+    _stock = ArraysCache
 
     def __init__(self, members: list[PooledArraysCache]) -> None:
         super().__init__(len(members[0].cache))
@@ -112,14 +97,6 @@ class StateBatch(ArraysCache):  # type: ignore[misc]
     def __copy__(self) -> StateBatch:
         return self.__deepcopy__({})
 
-    def __reduce__(self) -> tuple[Any, ...]:
-        return ArraysCache.from_state, (self.state,)
-
-    @classmethod
-    def from_state(cls, state: tuple[Any, ...]) -> ArraysCache:
-        """mlx-lm's own batch with these rows."""
-        return ArraysCache.from_state(state)
-
     def __getitem__(self, idx: int) -> Any:
         self._need_members()
         return self.cache[idx]
@@ -141,7 +118,7 @@ class StateBatch(ArraysCache):  # type: ignore[misc]
         return self._with_row(self.members[idx].fork(), idx)
 
     def member(self, idx: int) -> PooledArraysCache:
-        """The cache of one member itself, with its row, for whoever takes it out of the batch."""
+        """The cache of one member itself, with its row, for the owner of a sequence that leaves the batch."""
         return self._with_row(self.members[idx], idx)
 
     def _with_row(self, member: PooledArraysCache, idx: int) -> PooledArraysCache:
@@ -183,10 +160,10 @@ class StateBatch(ArraysCache):  # type: ignore[misc]
 
 def _rows(rows: list[Any]) -> mx.array | None:
     """One array of the rows [1, ..] of several sequences, zeros for those that have none; None: none has one."""
-    known = next((row for row in rows if row is not None), None)
-    if known is None or len(rows) == 1:
-        return known
-    return mx.concatenate([mx.zeros_like(known) if row is None else row for row in rows])
+    found = next((row for row in rows if row is not None), None)
+    if found is None or len(rows) == 1:
+        return found
+    return mx.concatenate([mx.zeros_like(found) if row is None else row for row in rows])
 
 
 def copied(arrays: list[Any]) -> list[Any]:

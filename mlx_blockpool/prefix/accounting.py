@@ -16,51 +16,49 @@ class Accounting:
     """Bytes by owner. What came from disk has no owner: None."""
 
     def __init__(self) -> None:
-        # In the order of use: (account, bytes).
-        self._borne: dict[Hashable, tuple[str | None, int]] = {}
+        # In the order of use: (owner, bytes).
+        self._charges: dict[Hashable, tuple[str | None, int]] = {}
         self._sums: Counter[str | None] = Counter()
 
-    def bear(self, what: Hashable, n_bytes: int, account: str | None) -> None:
+    def charge(self, item: Hashable, n_bytes: int, owner: str | None) -> None:
         """Account for something new; what has an owner already keeps it."""
-        if what not in self._borne:
-            self._borne[what] = account, n_bytes
-            self._sums[account] += n_bytes
+        if item not in self._charges:
+            self._charges[item] = owner, n_bytes
+            self._sums[owner] += n_bytes
 
-    def use(self, what: Hashable) -> None:
-        """It was used: it is the last of its owner's in the order of use."""
-        if what in self._borne:
-            self._borne[what] = self._borne.pop(what)
+    def use(self, item: Hashable) -> None:
+        """Make it the last of its owner's in the order of use."""
+        if item in self._charges:
+            self._charges[item] = self._charges.pop(item)
 
-    def drop(self, what: Hashable) -> None:
+    def release(self, item: Hashable) -> None:
         """It is not cached any more."""
-        account, n_bytes = self._borne.pop(what)
-        self._sums[account] -= n_bytes
-        if not self._sums[account]:
-            del self._sums[account]
+        owner, n_bytes = self._charges.pop(item)
+        self._sums[owner] -= n_bytes
+        if not self._sums[owner]:
+            del self._sums[owner]
 
-    def owner_of(self, what: Hashable) -> str | None:
+    def owner_of(self, item: Hashable) -> str | None:
         """The owner; None also for what is not accounted for."""
-        return self._borne.get(what, (None, 0))[0]
+        return self._charges.get(item, (None, 0))[0]
 
-    def of(self, account: str) -> Iterator[Hashable]:
+    def of(self, owner: str) -> Iterator[Hashable]:
         """All that an owner has, the one used longest ago first."""
-        return (what for what, (whose, _) in self._borne.items() if whose == account)
+        return (item for item, (found, _) in self._charges.items() if found == owner)
 
-    def nbytes(self, account: str) -> int:
-        return self._sums[account]
+    def nbytes(self, owner: str) -> int:
+        return self._sums[owner]
 
     def largest(self, count: int) -> dict[str, int]:
         """Bytes of the `count` owners that have most, the largest first."""
-        named = ((account, n_bytes) for account, n_bytes in self._sums.items() if account is not None)
+        named = ((owner, n_bytes) for owner, n_bytes in self._sums.items() if owner is not None)
         return dict(sorted(named, key=lambda item: (-item[1], item[0]))[:count])
 
     def check(self, sizes: Mapping[Hashable, int]) -> None:
         """Everything in `sizes` is accounted for, once. Raises AssertionError."""
-        borne = {what: n_bytes for what, (_, n_bytes) in self._borne.items()}
-        assert borne == dict(sizes), (
-            f"{len(borne)} things are accounted for; {len(sizes)} are cached; {sum(borne.values())} bytes"
-        )
+        charged = {item: n_bytes for item, (_, n_bytes) in self._charges.items()}
+        assert charged == dict(sizes), f"{len(charged)} items are accounted for; {len(sizes)} are cached"
         sums: Counter[str | None] = Counter()
-        for account, n_bytes in self._borne.values():
-            sums[account] += n_bytes
-        assert +sums == +self._sums, f"owners add up to {dict(sums)}, found {dict(self._sums)}"
+        for owner, n_bytes in self._charges.values():
+            sums[owner] += n_bytes
+        assert +sums == +self._sums, f"owners add up to {dict(sums)}; {dict(self._sums)} are counted"

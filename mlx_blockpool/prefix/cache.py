@@ -1,6 +1,6 @@
-"""PrefixCache: computes each prefix once and hands it to whoever starts with it.
+"""PrefixCache: each prefix is computed once, and every prompt that begins with it shares its blocks.
 
-Ties tokens to layer caches. What it hands out is held by the layer caches themselves and goes back to the pool with them.
+Ties tokens to layer caches, which hold their blocks themselves and give them back to the pool.
 Owned by the generation thread.
 """
 
@@ -21,19 +21,23 @@ from ..kv.parts import as_stock, leaves_of, sequence_of, state_caches
 from ..kv.sequence import SequenceBlocks
 from ..kv.slabs import KVArena
 from ..kv.state_caches import copied
-from ..spec import BLOCK_TOKENS, ModelCacheSpec
+from ..spec import BLOCK_TOKENS
 from .admission import Admission
+from .index import KVIndex, Pin
 from .intake import begin_intake, why_not
 from .lookup import Lookup, explain
-from .residency import KVIndex
-from .resume import lay_out, pin_of, resumable
+from .residency import Checkpoint
+from .resume import in_memory, lay_out, pin_of, resumable
 from .retention import Retention, RetentionPolicy
 from .salts import SHARED
-from .trie import Checkpoint, Node, Pin, PrefixRef, encode
+from .trie import Node, PrefixRef, encode
 
 log = logging.getLogger(__name__)
 
 ORDINARY, USUAL = RetentionPolicy(), PoolConfig()
+# The alarm needs so many known tokens, of which less than this part was reused.
+ALARM_TOKENS = 20_000
+ALARM_SHARE = 0.05
 
 
 @dataclass(frozen=True)
@@ -46,10 +50,11 @@ class Acquired:
 
 
 class PrefixCache:
-    """The prefix cache of one model in the pool `slabs`. `namespace` names what its keys and values are computed with;
-    the fingerprint of the spec does where it is empty.
-    `admission` evicts and reserves blocks; `retention` decides what is kept for whom, and how long. With the methods of mlx-lm's
-    LRUPromptCache it stands in for one of a single model.
+    """The prefix cache of one model in the pool `slabs`. It stands in for mlx-lm's LRUPromptCache of a single model.
+
+    namespace:  names what the keys and values are computed with; empty: the fingerprint of the spec does.
+    admission:  evicts and reserves blocks.
+    retention:  decides what is kept for whom, and how long.
     """
 
     def __init__(self, slabs: KVArena, namespace: str = "", config: PoolConfig = USUAL) -> None:
@@ -59,7 +64,7 @@ class PrefixCache:
         self.retention = Retention(self.index, self.pool.pool_bytes, slabs.state_bytes, config)
         self.admission = Admission(slabs, self.index, self.retention.pins)
         slabs.evict_with(self.admission)
-        # Of each sequence that was handed out, the prefix whose blocks it holds: insert() goes on from there.
+        # The cached prefix whose blocks each acquired sequence holds: insert() goes on from there.
         self._refs: WeakKeyDictionary[SequenceBlocks, PrefixRef] = WeakKeyDictionary()
         self._pinned: dict[tuple[int, ...], list[Pin]] = {}
         self._max_tokens = config.max_tokens
@@ -68,7 +73,7 @@ class PrefixCache:
         self._refused: Any = None
         self.num_lookups = self.num_prompt_tokens = self.num_known_tokens = self.num_hit_tokens = self.num_skipped = 0
 
-    # -- fetch ---------------------------------------------------------------------------------------------------------
+    # -- acquire ---------------------------------------------------------------------------------------------------------
 
     def acquire(
         self,
@@ -85,7 +90,7 @@ class PrefixCache:
         """
         tokens = _ids(tokens)
         if not tokens:
-            raise ValueError("Found an empty prompt; needed at least one token.")
+            raise ValueError("The prompt is empty. Give at least one token.")
         total = len(tokens) + max_tokens
         if total > self.pool.sequence_capacity():
             raise RequestTooLargeError(total, self.pool.sequence_capacity())
@@ -129,22 +134,22 @@ class PrefixCache:
 
     def resident(self, match: PrefixRef, at_most: int) -> PrefixRef:
         """As much of a match as is in memory; up to `at_most` tokens of it are about to be acquired."""
-        return match.in_memory()
+        return in_memory(match)
 
     def within_reach(self, tokens: Tokens[int], salt: bytes = SHARED) -> int:
         """How many tokens of a prompt need not be computed if it is acquired now."""
-        return resumable(self.slabs, self.match(tokens, salt).in_memory(), len(tokens) - 1)[0]
+        return resumable(self.slabs, in_memory(self.match(tokens, salt)), len(tokens) - 1)[0]
 
     def look(self, tokens: Tokens[int], salt: bytes = SHARED) -> Lookup:
-        """What a fetch of these tokens would find. Changes nothing."""
+        """What acquire() of these tokens would find. Changes nothing."""
         tokens = _ids(tokens)
         match = self.match(tokens, salt)
         return explain(self.index, tokens, match, resumable(self.slabs, match, len(tokens) - 1)[0], salt)
 
-    # -- keep ----------------------------------------------------------------------------------------------------------
+    # -- insert ----------------------------------------------------------------------------------------------------------
 
     def insert(self, tokens: Tokens[int], caches: list[Any], kind: str = "assistant", terms: RetentionPolicy = ORDINARY) -> int:
-        """Remember what `caches` hold of `tokens`; the sequence may go on. Returns how many tokens are known now.
+        """Cache what `caches` hold of `tokens`; the sequence may go on. Returns how many tokens are cached now.
 
         Takes pooled caches by reference and mlx-lm's own by copy. Where there is no room it skips, and counts num_skipped.
         """
@@ -152,12 +157,12 @@ class PrefixCache:
 
     def release(self, tokens: Tokens[int], caches: list[Any], kind: str = "assistant", terms: RetentionPolicy = ORDINARY) -> int:
         """insert(), and give the blocks back to the pool, evictable. Using the caches again raises ReleasedCacheError."""
-        known = self.remember(tokens, caches, kind, terms, goes_on=False).tokens
+        count = self.remember(tokens, caches, kind, terms, goes_on=False).tokens
         self._release(caches, "release()")
         if terms.retention == "day":
-            ref = self.match(_ids(tokens)[:known], terms.salt, self.ref_of(caches))
+            ref = self.match(_ids(tokens)[:count], terms.salt, self.ref_of(caches))
             self.retention.spare_for_a_day(pin_of(self.slabs, ref))
-        return known
+        return count
 
     def discard(self, caches: list[Any]) -> None:
         """Give the blocks back and keep nothing. Using the caches again raises ReleasedCacheError."""
@@ -181,7 +186,7 @@ class PrefixCache:
             return self._refs[_sequence(imported)]
         leaves = leaves_of(caches)
         if any(isinstance(leaf, PooledLayer) and leaf.first_held for leaf in leaves):
-            # Others would go on from blocks that nobody has written.
+            # Nobody has written the first blocks, which others would read.
             self.num_skipped += 1
             return PrefixRef()
         offsets = [leaf.offset for leaf in leaves if isinstance(leaf, PooledLayer)]
@@ -195,7 +200,7 @@ class PrefixCache:
         path = self._insert(_ids(tokens)[:count], sequence, kind, terms)
         ref = self._refs[sequence] = PrefixRef.of(path, count, terms.salt)
         node = path[-1]
-        if room and count not in node.checkpoints:
+        if room and count not in node.residency.checkpoints:
             self._place(node, count, sequence, leaves, kind, terms)
         self.num_skipped += places and not room
         self.index.prune(node)
@@ -206,7 +211,9 @@ class PrefixCache:
         if not goes_on:
             sequence.count_states(0)
         states = self.slabs.spec.fixed_bytes_per_agent()
-        return (not states or self.admission.for_states(states)) and (not goes_on or self.admission.for_second_rings(sequence))
+        if states and not self.admission.make_room_for_states(states):
+            return False
+        return not goes_on or self.admission.reserve_second_rings(sequence)
 
     def _place(
         self, node: Node, position: int, sequence: SequenceBlocks, leaves: list[Any], kind: str, terms: RetentionPolicy
@@ -229,11 +236,11 @@ class PrefixCache:
             if child is None:
                 blocks = tuple(sequence.tables[g].ids[index] for g in self.slabs.full_groups)
                 child = self.index.add(node, edge, blocks, kind, terms.owner)
-            elif len(edge) == len(child.tokens) and not child.resident:
+            elif len(edge) == len(child.tokens) and not child.residency.in_memory:
                 blocks = tuple(sequence.tables[g].ids[index] for g in self.slabs.full_groups)
                 self.index.revive(child, blocks, terms.owner)
             elif len(edge) == len(child.tokens) and child.is_full:
-                for group, block in zip(self.slabs.full_groups, child.blocks, strict=True):
+                for group, block in zip(self.slabs.full_groups, child.residency.blocks, strict=True):
                     if sequence.tables[group].ids[index] != block:
                         self.pool.replace_shared(sequence.tables[group], index, block)
             path.append(child)
@@ -250,15 +257,15 @@ class PrefixCache:
             return []
         held = zip(*(sequence.tables[group].ids for group in self.slabs.full_groups), strict=False)
         pairs = zip(ref.cached_nodes(), held, strict=False)
-        return [node for node, _ in takewhile(lambda pair: pair[0].blocks == pair[1], pairs)]
+        return [node for node, _ in takewhile(lambda pair: pair[0].residency.blocks == pair[1], pairs)]
 
     # -- in place of mlx-lm's LRUPromptCache -----------------------------------------------------------------------------
 
     def fetch_nearest_cache(self, model: Any, tokens: list[int]) -> tuple[list[Any] | None, list[int]]:
-        """acquire() under mlx-lm's name: (caches, tokens left to compute), or (None, tokens) where nothing is known.
+        """acquire() under mlx-lm's name: (caches, tokens left to compute), or (None, tokens) where nothing is cached.
 
         At least one token is left. A prompt that the pool has no room for is a miss, and so is one of another model than the
-        first that was asked for: a PrefixCache is of one.
+        first call named.
         """
         tokens = list(_ids(tokens))
         room = self.pool.sequence_capacity() - len(tokens)
@@ -282,13 +289,13 @@ class PrefixCache:
             self.insert(tokens, prompt_cache, cache_type)
 
     def _is_own(self, model: Any) -> bool:
-        """Whether this is the name of the model that was first asked for."""
+        """Whether `model` is the one that the first call named."""
         if self._model is None:
             self._model = (model,)
         own: bool = self._model == (model,)
         if not own and model != self._refused:
             self._refused = model
-            log.warning("This PrefixCache is of the model %s and keeps nothing of %s; open one for each.", self._model[0], model)
+            log.warning("This PrefixCache is of the model %s and caches nothing of %s. Open one for each.", self._model[0], model)
         return own
 
     def _import(self, caches: list[Any]) -> list[Any] | None:
@@ -304,10 +311,10 @@ class PrefixCache:
             pass
         return intake.pooled
 
-    # -- what stays -------------------------------------------------------------------------------------------------------
+    # -- evict and pin -------------------------------------------------------------------------------------------------------
 
     def trim_to(self, n_bytes: int | None = None, *, n_sequences: int | None = None) -> None:
-        """Evict until at most `n_bytes` of known blocks in at most `n_sequences` are left, or all the rest is held or pinned."""
+        """Evict until at most `n_bytes` in at most `n_sequences` are cached, or all the rest is held or pinned."""
         if n_sequences is not None:
             self.admission.trim_to_sequences(n_sequences)
         if n_bytes is not None:
@@ -334,17 +341,17 @@ class PrefixCache:
         self.retention.pins.pin(pin_of(self.slabs, self.match(tokens, salt, start)), seconds)
 
     def keep_up(self) -> None:
-        """Between two steps: let go of what has been kept for long enough. Cheap."""
+        """Between two steps: unpin what has been kept for long enough. Cheap."""
         self.retention.expire()
 
     def release_all(self) -> None:
-        """Take the blocks of all handed out caches back, whoever still refers to them. None may be used again."""
+        """Take the blocks of all acquired caches back. Using one of them again raises ReleasedCacheError."""
         for sequence in list(self._refs):
             sequence.release("release_all()")
         self._refs.clear()
 
     def clear(self) -> None:
-        """Forget everything. What live sequences hold stays with them."""
+        """Remove everything. What live sequences hold stays with them."""
         self._pinned.clear()
         self.retention.clear()
         self.index.clear()
@@ -354,11 +361,15 @@ class PrefixCache:
     @property
     def alarm(self) -> str | None:
         """What is wrong if prompts are known again and again and next to nothing of them can be resumed."""
-        return alarm_of(self.num_known_tokens, self.num_hit_tokens, self.slabs.spec)
+        if self.num_known_tokens < ALARM_TOKENS or self.num_hit_tokens > self.num_known_tokens * ALARM_SHARE:
+            return None
+        found = f"{self.num_hit_tokens} of {self.num_known_tokens} known tokens were reused"
+        own = self.slabs.spec.bytes_per_checkpoint()
+        return f"{found}: checkpoints are evicted before they are used. One takes {own} bytes; raise --pool-bytes."
 
     @property
     def nbytes(self) -> int:
-        """Bytes of all known blocks, each counted once however many sequences share it."""
+        """Bytes of all cached blocks, each counted once however many sequences share it."""
         return self.index.nbytes
 
     def __len__(self) -> int:
@@ -367,7 +378,9 @@ class PrefixCache:
 
     def stats_by_type(self) -> dict[str, dict[str, int]]:
         """Sequences and bytes in memory by what they end with: system, user or assistant. They add up to len() and nbytes."""
-        return by_type(self.index)
+        sequences = Counter(node.residency.kind for node in self.index.ends())
+        sizes = self.index.bytes_by_type()
+        return {kind: {"n_sequences": sequences[kind], "n_bytes": sizes[kind]} for kind in ("assistant", "user", "system")}
 
     def check(self) -> None:
         """The invariants of trie and pool together. Raises AssertionError: a broken one is our own bug."""
@@ -384,24 +397,3 @@ def _ids(tokens: Any) -> Tokens[int]:
     """Token ids as a sequence of ints, also where they come as an mlx or numpy array."""
     ids: Tokens[int] = tokens.tolist() if hasattr(tokens, "tolist") else tokens
     return ids
-
-
-# So many known tokens are enough to tell, and less than this part of them reused is an alarm.
-ALARM_TOKENS = 20_000
-ALARM_SHARE = 0.05
-
-
-def alarm_of(known_tokens: int, hit_tokens: int, spec: ModelCacheSpec) -> str | None:
-    """What is wrong if prompts are known again and again and next to nothing of them can be resumed."""
-    if known_tokens < ALARM_TOKENS or hit_tokens > known_tokens * ALARM_SHARE:
-        return None
-    found = f"{hit_tokens} of {known_tokens} known tokens were reused"
-    own = spec.bytes_per_checkpoint()
-    return f"{found}: checkpoints are gone before they are asked for. One takes {own} bytes; raise --pool-bytes."
-
-
-def by_type(known: KVIndex) -> dict[str, dict[str, int]]:
-    """Sequences and bytes in memory by what they end with: assistant, user or system."""
-    sequences = Counter(node.kind for node in known.ends())
-    sizes = known.bytes_by_type()
-    return {kind: {"n_sequences": sequences[kind], "n_bytes": sizes[kind]} for kind in ("assistant", "user", "system")}

@@ -14,7 +14,8 @@ import mlx.core as mx
 from ..kv.block_bytes import Content, as_bytes, contents, copy_in, copy_out
 from ..kv.slabs import KVArena
 from ..spec import BLOCK_TOKENS, WindowLayer, blocks_for
-from .trie import Checkpoint, Node
+from .residency import Checkpoint
+from .trie import Node
 
 CUT = "cut"
 

@@ -20,7 +20,7 @@ _STOCK = (ChunkedKVCache, RotatingKVCache, KVCache, ArraysCache)
 
 
 class Intake:
-    """Pooled caches `pooled` that take over what `theirs` hold, leaf by leaf; the room for it is promised to `sequence`."""
+    """Pooled caches `pooled` that take over what `theirs` hold, leaf by leaf; room for it is reserved for `sequence`."""
 
     def __init__(self, slabs: KVArena, sequence: SequenceBlocks, theirs: list[Any]) -> None:
         self.sequence = sequence
@@ -28,7 +28,7 @@ class Intake:
         self._leaves = list(zip(leaves_of(self.pooled), leaves_of(theirs), strict=True))[::-1]
 
     def advance(self) -> bool:
-        """Take over one leaf, of which nothing is needed from then on. Whether there are more."""
+        """Take over one leaf; the original may be freed afterwards. Returns whether there are more."""
         if self._leaves:
             mine, their = self._leaves.pop()
             if isinstance(mine, PooledArraysCache):
@@ -40,7 +40,7 @@ class Intake:
 
 
 def why_not(slabs: KVArena, theirs: list[Any]) -> str | None:
-    """Why the pool cannot take over such caches; None: it can."""
+    """Why the pool cannot take over these caches, or None."""
     mine = leaves_of(pooled_caches(slabs))
     leaves = leaves_of(theirs)
     if len(mine) != len(leaves):
@@ -71,9 +71,9 @@ def _why_not_leaf(slabs: KVArena, mine: Any, their: Any) -> str | None:
     return None if found == needed else f"found keys and values of (batch, heads, dim, dtype) {found}; needed {needed}."
 
 
-def begin_intake(slabs: KVArena, room: Admission, theirs: list[Any]) -> Intake | None:
-    """None where there is no room."""
+def begin_intake(slabs: KVArena, admission: Admission, theirs: list[Any]) -> Intake | None:
+    """Reserve room for `theirs`. Returns None where there is none."""
     sequence = SequenceBlocks(slabs)
     held = max([0, *(leaf.offset for leaf in leaves_of(theirs) if hasattr(leaf, "offset"))])
     counts = [slabs.spec.blocks(held, group.layer) for group in slabs.spec.groups]
-    return Intake(slabs, sequence, theirs) if room.can_reserve(sequence.tables, counts) else None
+    return Intake(slabs, sequence, theirs) if admission.can_reserve(sequence.tables, counts) else None

@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
 from ..spec import BLOCK_TOKENS
-from .residency import KVIndex
+from .index import KVIndex
 from .salts import SHARED
 from .trie import Node, PrefixRef, decode, encode
 
@@ -45,9 +45,9 @@ class Lookup:
         return f"{self.hit} of {self.tokens} tokens cached ({self.cause}: {CAUSES[self.cause]})"
 
 
-def explain(known: KVIndex, tokens: Sequence[int], match: PrefixRef, hit: int, salt: bytes = SHARED) -> Lookup:
+def explain(index: KVIndex, tokens: Sequence[int], match: PrefixRef, hit: int, salt: bytes = SHARED) -> Lookup:
     """The lookup of `tokens` under a salt whose match could be taken over up to `hit`."""
-    cause = _cause(known, tokens, match, hit, salt)
+    cause = _cause(index, tokens, match, hit, salt)
     expected = _ahead(match)[:SHOWN] if cause in ("differs", "no checkpoint") and match.tokens < len(tokens) - 1 else []
     given = tokens[match.tokens : match.tokens + SHOWN] if expected else ()
     return Lookup(len(tokens), match.tokens, hit, cause, tuple(given), tuple(expected))
@@ -61,17 +61,17 @@ def beside(lookup: Lookup, tokens: Sequence[int], own: Sequence[int]) -> tuple[L
     return replace(lookup, expected=tuple(own[at : at + SHOWN])), True
 
 
-def _cause(known: KVIndex, tokens: Sequence[int], match: PrefixRef, hit: int, salt: bytes) -> str:
+def _cause(index: KVIndex, tokens: Sequence[int], match: PrefixRef, hit: int, salt: bytes) -> str:
     most = len(tokens) - 1
     if hit >= most:
         return "all"
     if hit < min(match.tokens, most):
         return "no checkpoint"
-    parent = match.nodes[-1] if match.nodes else known.trie.begin(salt)
-    if known.was_evicted(parent, encode(tokens[parent.end : parent.end + BLOCK_TOKENS])):
+    parent = match.nodes[-1] if match.nodes else index.trie.begin(salt)
+    if index.was_evicted(parent, encode(tokens[parent.end : parent.end + BLOCK_TOKENS])):
         return "evicted"
-    beside = match.partial is None and any(not child.resident for child in parent.children)
-    if beside and known.trie.match(tokens, salt).tokens > match.tokens:
+    beside = match.partial is None and any(not child.residency.in_memory for child in parent.children)
+    if beside and index.trie.match(tokens, salt).tokens > match.tokens:
         return "on disk"
     if _ahead(match):
         return "differs"

@@ -1,7 +1,8 @@
-"""Where a known prefix can be resumed, and the layer caches that resume it. Owned by the generation thread."""
+"""Where a cached prefix can be resumed, and the layer caches that resume it. Owned by the generation thread."""
 
 from __future__ import annotations
 
+from itertools import takewhile
 from typing import Any
 
 from ..errors import PoolExhaustedError
@@ -10,48 +11,65 @@ from ..kv.layer_caches import PooledLayer, PooledRotatingKVCache
 from ..kv.parts import leaves_of, state_caches
 from ..kv.sequence import SequenceBlocks
 from ..kv.slabs import KVArena
-from ..spec import WindowLayer, blocks_for
+from ..spec import BLOCK_TOKENS, WindowLayer, blocks_for
 from .admission import Admission
-from .trie import Checkpoint, Node, Pin, PrefixRef
+from .index import Pin
+from .residency import Checkpoint
+from .trie import Node, PrefixRef
+
+
+def in_memory(ref: PrefixRef) -> PrefixRef:
+    """As much of a prefix as has its blocks in the pool, without a gap from the first token on."""
+    count = sum(1 for _ in takewhile(lambda node: node.residency.in_memory, ref.path))
+    return ref if count == len(ref.path) else ref.first(count * BLOCK_TOKENS)
+
+
+def last_checkpoint(ref: PrefixRef, at_most: int) -> tuple[Node | None, int]:
+    """The position of the last checkpoint in the first `at_most` tokens, and the node that has it; (None, 0): none."""
+    near = ((node, min(at_most, alike)) for on_path in ref.path for node, alike in on_path.near_siblings())
+    placed = ((node, position) for node, limit in near for position in node.residency.checkpoints if position <= limit)
+    return max(placed, key=lambda found: found[1], default=(None, 0))
 
 
 def resumable(slabs: KVArena, match: PrefixRef, most: int) -> tuple[int, Checkpoint | None]:
     """How many of the matched tokens can be taken over, `most` at most, and from which checkpoint where one is needed."""
-    known = max(0, min(match.tokens, most))
-    if not slabs.spec.needs_checkpoints or not known:
-        return known, None
-    node, position = match.last_checkpoint(known)
-    if position < known:
-        later = _unwrapped(slabs, match.path[-1], known)
+    count = max(0, min(match.tokens, most))
+    if not slabs.spec.needs_checkpoints or not count:
+        return count, None
+    node, position = last_checkpoint(match, count)
+    if position < count:
+        later = _unwrapped(slabs, match.path[-1], count)
         if later is not None:
-            return known, later
-    return position, None if node is None else node.checkpoints[position]
+            return count, later
+    return position, None if node is None else node.residency.checkpoints[position]
 
 
 def pin_of(slabs: KVArena, ref: PrefixRef) -> Pin:
     """A pin of all that the whole of a prefix is resumed from."""
-    return Pin(ref, *(ref.last_checkpoint() if slabs.spec.needs_checkpoints else ()))
+    return Pin(ref, *(last_checkpoint(ref, ref.tokens) if slabs.spec.needs_checkpoints else ()))
 
 
-def _unwrapped(slabs: KVArena, node: Node, known: int) -> Checkpoint | None:
-    """A later checkpoint whose rings still hold every token: it can be cut back to `known`. A state cannot."""
+def _unwrapped(slabs: KVArena, node: Node, count: int) -> Checkpoint | None:
+    """A later checkpoint whose rings still hold every token: it can be cut back to `count`. A state cannot."""
     if slabs.state_leaves:
         return None
     sizes = [g.layer.max_size for g in slabs.spec.groups if isinstance(g.layer, WindowLayer)]
     near = [node, *node.children[:64]]
-    return next((c for n in near for c in n.checkpoints.values() if known <= c.position < min(sizes)), None)
+    return next((c for n in near for c in n.residency.checkpoints.values() if count <= c.position < min(sizes)), None)
 
 
-def lay_out(room: Admission, match: PrefixRef, hit: int, checkpoint: Checkpoint | None, prompt: int, total: int) -> list[Any]:
+def lay_out(
+    admission: Admission, match: PrefixRef, hit: int, checkpoint: Checkpoint | None, prompt: int, total: int
+) -> list[Any]:
     """Caches that hold `hit` tokens of a match, with room for `total`. Raises PoolExhaustedError and holds nothing then."""
-    sequence = SequenceBlocks(room.slabs)
+    sequence = SequenceBlocks(admission.slabs)
     try:
         _adopt(sequence, match, hit, checkpoint)
-        room.take(sequence, hit, prompt, total)
+        admission.admit(sequence, hit, prompt, total)
     except PoolExhaustedError:
         sequence.release()
         raise
-    return _caches(room.slabs, sequence, hit, checkpoint)
+    return _caches(admission.slabs, sequence, hit, checkpoint)
 
 
 def lay_out_to_read(slabs: KVArena, match: PrefixRef, hit: int, checkpoint: Checkpoint | None) -> list[Any]:
@@ -78,7 +96,7 @@ def _adopt(sequence: SequenceBlocks, match: PrefixRef, hit: int, checkpoint: Che
     """Hold the blocks of the hit, before anything is evicted for the rest."""
     path = [*match.nodes, match.partial][: blocks_for(hit)]
     for index, group in enumerate(sequence.slabs.full_groups):
-        sequence.pool.append_shared(sequence.tables[group], [node.blocks[index] for node in path if node is not None])
+        sequence.pool.append_shared(sequence.tables[group], [node.residency.blocks[index] for node in path if node is not None])
     if checkpoint is not None:
         for group, (ids, _) in checkpoint.rings.items():
             sequence.pool.append_shared(sequence.tables[group], ids[: blocks_for(hit)])

@@ -1,11 +1,12 @@
-"""What is kept for whom, and how long: pins for a time, beginnings that the disk spares for a day, quotas of agents.
+"""What is kept for whom, and how long: pins, beginnings that the disk spares for a day, quotas of agents.
 
-Owned by the generation thread.
+Knows prefixes, sizes and the time; no arrays. Owned by the generation thread.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+import time
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -13,10 +14,10 @@ from ..config import PoolConfig
 from ..store.prompt_store import PromptStore
 from ..store.record import BLOCK, STATE, WINDOW, Key
 from .accounting import ANONYMOUS
-from .pins import Pins, TimedPins
-from .residency import KVIndex, is_pinned, is_superseded, rings_of
+from .index import KVIndex, Pin, is_superseded
+from .residency import Checkpoint
 from .salts import SHARED
-from .trie import Checkpoint, Node, Pin
+from .trie import Node
 
 DAY_SECONDS = 86400.0
 # How many of the largest owners report() names.
@@ -46,18 +47,19 @@ class RetentionPolicy:
 
 
 class Retention:
-    """How long the prefixes of `known` are kept, and for whom. `pool_bytes`, `state_bytes`: room for blocks and for states."""
+    """How long the prefixes of `index` are kept, and for whom. `pool_bytes`, `state_bytes`: room for blocks and for states."""
 
-    def __init__(self, known: KVIndex, pool_bytes: int, state_bytes: int, config: PoolConfig) -> None:
+    def __init__(self, index: KVIndex, pool_bytes: int, state_bytes: int, config: PoolConfig) -> None:
         share = config.pinned_share
-        self.known = known
-        self.pins = Pins(known, int(pool_bytes * share), int(state_bytes * share))
+        self.index = index
+        self.pins = Pins(index, int(pool_bytes * share), int(state_bytes * share))
         self.days = TimedPins()
-        self.quotas = Quotas(known, config.agent_bytes, config.anonymous_bytes)
-        self._told, self._has_told = 0, False
-        spec = known.pool.spec
+        self.quotas = Quotas(index, config.agent_bytes, config.anonymous_bytes)
+        # The changes of pins that were passed to the store, and whether it spares any record for them.
+        self._passed_on, self._spares = 0, False
+        spec = index.pool.spec
         sizes = [spec.bytes_per_block(group) for group in spec.groups]
-        full = sum(sizes[group] for group in known.full_groups)
+        full = sum(sizes[group] for group in index.full_groups)
         # Of records that are not written yet, about.
         self._record_bytes = {BLOCK: full, WINDOW: sum(sizes) - full, STATE: spec.fixed_bytes_per_agent()}
 
@@ -78,18 +80,27 @@ class Retention:
 
     def spare_on(self, store: PromptStore) -> None:
         """Pass the store the records that its budget spares: up to half of it, and of more that which ends last. Cheap."""
-        changes = self.pins.timed.changes + self.days.changes + self.known.num_merged
-        if changes == self._told or not (self.pins or self.days or self._has_told):
+        changes = self.pins.changes + self.days.changes + self.index.num_merged
+        if changes == self._passed_on or not (self.pins or self.days or self._spares):
             return
-        self._told, self._has_told = changes, bool(self.pins or self.days)
-        left, kept = store.config.own_bytes // 2, set[Key]()
-        for pin in sorted([*self.pins.timed, *self.days], key=lambda pin: -(pin.until or 0.0)):
-            added = set(_records_of(pin)) - kept
+        self._passed_on, self._spares = changes, bool(self.pins or self.days)
+        left, spared = store.config.own_bytes // 2, set[Key]()
+        for pin in sorted([*self.pins, *self.days], key=_end, reverse=True):
+            added = self._records_of(pin) - spared
             left -= sum(store.size(key) or self._record_bytes[key.kind] for key in added)
             if left < 0:
                 break
-            kept |= added
-        store.keep(kept)
+            spared |= added
+        store.keep(spared)
+
+    def _records_of(self, pin: Pin) -> set[Key]:
+        """The records that a pinned prefix is resumed from, on disk or not."""
+        found = {Key(BLOCK, each.hash) for node in pin.nodes for each in self.index.with_superseded(node)}
+        found |= {Key(WINDOW, node.hash) for node in pin.nodes if node.end in node.residency.window_records}
+        last = pin.node and pin.node.latest
+        if last is not None and last.start < pin.position <= last.end:
+            found |= {Key(kind, last.hash_at(pin.position)) for kind in (WINDOW, STATE)}
+        return found
 
     def end(self, terms: RetentionPolicy) -> None:
         """A request has ended: what is over its agent's quota goes."""
@@ -101,93 +112,230 @@ class Retention:
 
     def report(self) -> dict[str, Any]:
         """Figures for people; sizes in bytes."""
-        quotas = self.quotas
         return {
-            "agents": self.known.accounting.largest(SHOWN),
-            "agent_bytes": quotas.agent_bytes,
-            "anonymous_bytes": quotas.anonymous_bytes,
-            "forgotten_for_quotas": quotas.num_forgotten,
+            "agents": self.index.accounting.largest(SHOWN),
+            "agent_bytes": self.quotas.agent_bytes,
+            "anonymous_bytes": self.quotas.anonymous_bytes,
+            "forgotten_for_quotas": self.quotas.num_evicted,
             "pinned": self.pins.report(),
             "kept_for_a_day": len(self.days),
         }
 
 
-def _records_of(pin: Pin) -> list[Key]:
-    """The records that a pinned prefix is resumed from, on disk or not."""
-    found = [Key(BLOCK, each.hash) for node in pin.nodes for each in (node, *node.superseded)]
-    found += [Key(WINDOW, node.hash) for node in pin.nodes if node.end in node.window_records]
-    last = pin.node and pin.node.latest
-    if last is not None and last.start < pin.position <= last.end:
-        found += [Key(kind, last.hash_at(pin.position)) for kind in (WINDOW, STATE)]
-    return found
-
-
 class Quotas:
-    """The most bytes of `known` for each agent, and for all together that name none; None: no limit.
+    """The most bytes of `index` for each agent, and for all requests together that name none; None: no limit.
 
     What is over goes from memory, and stays on disk where it is: first checkpoints that a conversation has left behind, then the
     ends of sequences, the one used longest ago first, then other checkpoints. Nothing of another agent goes, nothing that is
-    pinned, in use, or what others of its blocks lead on from.
+    pinned or in use, and no block that others lead on from.
     """
 
-    def __init__(self, known: KVIndex, agent_bytes: int | None, anonymous_bytes: int | None) -> None:
-        self.known = known
+    def __init__(self, index: KVIndex, agent_bytes: int | None, anonymous_bytes: int | None) -> None:
+        self.index = index
         self.agent_bytes = agent_bytes
         self.anonymous_bytes = anonymous_bytes
-        self.num_forgotten = 0
+        self.num_evicted = 0
 
-    def limit(self, account: str) -> int | None:
-        return self.anonymous_bytes if account == ANONYMOUS else self.agent_bytes
+    def limit(self, owner: str) -> int | None:
+        return self.anonymous_bytes if owner == ANONYMOUS else self.agent_bytes
 
-    def enforce(self, account: str) -> None:
-        """Forget what is over the limit of an account, as far as it may go."""
-        if not self._is_over(account):
-            return
-        self._forget_checkpoints(account, only_left_behind=True)
-        self._forget_ends(account)
-        self._forget_checkpoints(account)
+    def enforce(self, owner: str) -> None:
+        """Evict what is over the limit of an owner, as far as it may go."""
+        if self._is_over(owner):
+            self._evict_checkpoints(owner, only_left_behind=True)
+            self._evict_ends(owner)
+            self._evict_checkpoints(owner)
 
-    def _is_over(self, account: str) -> bool:
-        limit = self.limit(account)
-        return limit is not None and self.known.accounting.nbytes(account) > limit
+    def _is_over(self, owner: str) -> bool:
+        limit = self.limit(owner)
+        return limit is not None and self.index.accounting.nbytes(owner) > limit
 
-    def _forget_ends(self, account: str) -> None:
+    def _evict_ends(self, owner: str) -> None:
         went = True
-        # Where an end has gone, what it stood on may be one.
-        while went and self._is_over(account):
+        # Where an end has gone, the node before it may be one.
+        while went and self._is_over(owner):
             went = False
-            for node in self._ends(account):
-                if self._is_over(account):
-                    self.known.let_go(node)
-                    self.num_forgotten, went = self.num_forgotten + 1, True
+            for node in self._ends(owner):
+                if self._is_over(owner):
+                    self.index.evict(node)
+                    self.num_evicted, went = self.num_evicted + 1, True
 
-    def _ends(self, account: str) -> Iterator[Node]:
-        """Nodes of this account that nothing in memory stands on."""
-        known = self.known
-        for group in known.full_groups[:1]:
-            for block in known.pool.evictable(group):
-                node = known.owner_of((group, block))
-                if node is not None and known.accounting.owner_of((group, block)) == account and _is_alone(node, account):
+    def _ends(self, owner: str) -> Iterator[Node]:
+        """The owner's nodes with nothing in memory below them, and no other agent's checkpoint in them."""
+        index = self.index
+        for group in index.full_groups[:1]:
+            for block in index.pool.evictable(group):
+                node = index.node_of((group, block))
+                if node is None or index.accounting.owner_of((group, block)) != owner:
+                    continue
+                others = any(checkpoint.owner not in (owner, None) for checkpoint in node.residency.checkpoints.values())
+                if not others and not any(c.residency.in_memory or c.residency.checkpoints for c in node.children):
                     yield node
 
-    def _forget_checkpoints(self, account: str, only_left_behind: bool = False) -> None:
-        if not self._is_over(account):
+    def _evict_checkpoints(self, owner: str, only_left_behind: bool = False) -> None:
+        if not self._is_over(owner):
             return
-        nodes = {checkpoint: node for node in self.known.trie for checkpoint in node.checkpoints.values()}
-        for checkpoint in [what for what in self.known.accounting.of(account) if isinstance(what, Checkpoint)]:
+        nodes = {checkpoint: node for node in self.index.trie for checkpoint in node.residency.checkpoints.values()}
+        for checkpoint in [item for item in self.index.accounting.of(owner) if isinstance(item, Checkpoint)]:
             node = nodes[checkpoint]
-            may_go = not only_left_behind or is_superseded(node, checkpoint)
-            if self._is_over(account) and may_go and not is_pinned(node, checkpoint) and self._frees(account, checkpoint):
-                self.known.drop_checkpoint(node, checkpoint)
-                self.num_forgotten += 1
+            may_go = not self.index.is_pinned(node, checkpoint) and (not only_left_behind or is_superseded(node, checkpoint))
+            if self._is_over(owner) and may_go and self._frees(owner, checkpoint):
+                self.index.remove_checkpoint(node, checkpoint)
+                self.num_evicted += 1
 
-    def _frees(self, account: str, checkpoint: Checkpoint) -> bool:
-        """Whether anything of the account is in it."""
-        charges = self.known.accounting
-        return checkpoint.nbytes > 0 or any(charges.owner_of(owned) == account for owned in rings_of([checkpoint]))
+    def _frees(self, owner: str, checkpoint: Checkpoint) -> bool:
+        """Whether anything of the owner's is in it."""
+        return checkpoint.nbytes > 0 or any(self.index.accounting.owner_of(o) == owner for o in checkpoint.ring_blocks)
 
 
-def _is_alone(node: Node, account: str) -> bool:
-    """Whether no block in memory and no other agent's checkpoint goes with a node."""
-    others = any(checkpoint.owner not in (account, None) for checkpoint in node.checkpoints.values())
-    return not others and not any(child.resident or child.checkpoints for child in node.children)
+class TimedPins:
+    """Pins that end by `clock`, the one that ends soonest first. `changes` counts those that were added and removed."""
+
+    def __init__(self) -> None:
+        self.clock = time.monotonic
+        self.changes = 0
+        self._all: dict[bytes, Pin] = {}
+        self._soonest = 0.0
+
+    def __iter__(self) -> Iterator[Pin]:
+        return iter(sorted(self._all.values(), key=_end))
+
+    def __len__(self) -> int:
+        return len(self._all)
+
+    def add(self, pin: Pin, seconds: float) -> None:
+        """Let a pin last for `seconds` from now, in place of its old self and of shorter ones that end no later."""
+        pin.seconds, pin.until = seconds, self.clock() + seconds
+        old = self._all.get(pin.name)
+        if old is not None and _end(old) > pin.until:
+            pin.seconds, pin.until = old.seconds, old.until
+        nodes = {node.latest for node in pin.ref.path}
+        for other in [other for other in self._all.values() if other is old or _is_covered(other, pin, nodes)]:
+            self.remove(other)
+        self.put(pin)
+
+    def put(self, pin: Pin) -> None:
+        self._all[pin.name] = pin
+        self._soonest = min(self._soonest, _end(pin))
+        self.changes += 1
+
+    def remove(self, pin: Pin) -> None:
+        del self._all[pin.name]
+        self.changes += 1
+
+    def use(self, path: Sequence[Node], hit: int) -> None:
+        """The first `hit` tokens of a path were used: the longest pin that ends among them stays for its time again."""
+        nodes = set(path)
+        used = [pin for pin in self._all.values() if pin.is_in(nodes, hit)]
+        longest = max(used, key=lambda pin: pin.ref.tokens, default=None)
+        if longest is not None:
+            longest.until = max(_end(longest), self.clock() + longest.seconds)
+
+    def expire(self) -> None:
+        """Remove the pins whose time is over. Cheap where there are none."""
+        now = self.clock()
+        if now < self._soonest or not self._all:
+            return
+        for pin in [pin for pin in self._all.values() if _end(pin) <= now]:
+            self.remove(pin)
+        self._soonest = min(map(_end, self._all.values()), default=0.0)
+
+    def clear(self) -> None:
+        for pin in list(self._all.values()):
+            self.remove(pin)
+
+
+class Pins(TimedPins):
+    """What is pinned in memory: of each kind of pin at most `most_bytes` of blocks and `most_state_bytes` of states.
+
+    Pins that end give way, the one that ends soonest first: to later ones beyond the limits, and to requests. Pins without an end
+    give way to nothing, and are refused beyond the limits. `num_gave_way` counts pins that made room for requests, `num_refused`
+    timed ones that are too large by themselves. Iteration and len() are of those that end.
+    """
+
+    def __init__(self, index: KVIndex, most_bytes: int, most_state_bytes: int) -> None:
+        super().__init__()
+        self.index = index
+        self.most_bytes = most_bytes
+        self.most_state_bytes = most_state_bytes
+        self._endless: set[Pin] = set()
+        self.num_gave_way = self.num_refused = 0
+
+    def pin(self, pin: Pin, seconds: float) -> None:
+        """Keep a prefix in memory for `seconds` after each use. Beyond the limits, those that end soonest go."""
+        if not pin.ref.path:
+            return
+        self.add(pin, seconds)
+        if self._is_too_much([pin]):
+            self.remove(pin)
+            self.num_refused += 1
+        self._limit()
+
+    def put(self, pin: Pin) -> None:
+        super().put(pin)
+        self.index.pin(pin)
+
+    def remove(self, pin: Pin) -> None:
+        super().remove(pin)
+        self.index.unpin(pin)
+
+    def hold(self, pin: Pin) -> bool:
+        """Keep a prefix in memory until unpin(). Returns False, and keeps nothing, where that is beyond the limits."""
+        self.index.pin(pin)
+        if self._is_too_much([*self._endless, pin]):
+            self.index.unpin(pin)
+            return False
+        self._endless.add(pin)
+        return True
+
+    def unpin(self, pin: Pin) -> None:
+        """Take back hold()."""
+        self._endless.discard(pin)
+        self.index.unpin(pin)
+
+    def use(self, path: Sequence[Node], hit: int) -> None:
+        if self:
+            super().use(path, hit)
+            # What came back from disk for it counts again.
+            self._limit()
+
+    def release_soonest(self) -> Pin | None:
+        """Unpin the one that ends soonest, and return it; None: there is none."""
+        soonest = next(iter(self), None)
+        if soonest is not None:
+            self.remove(soonest)
+        return soonest
+
+    def report(self) -> dict[str, int]:
+        """Figures of those that end; sizes in bytes."""
+        return {
+            "pins": len(self),
+            "pinned_bytes": sum(self.index.pinned_bytes(self)),
+            "most_pinned_bytes": self.most_bytes + self.most_state_bytes,
+            "gave_way": self.num_gave_way,
+            "refused": self.num_refused,
+        }
+
+    def check(self) -> None:
+        """Pins that end are within the limits. Raises AssertionError."""
+        blocks, states = self.index.pinned_bytes(self)
+        assert blocks <= self.most_bytes, f"{blocks} bytes of blocks are pinned; {self.most_bytes} may be"
+        assert states <= self.most_state_bytes, f"{states} bytes of states are pinned; {self.most_state_bytes} may be"
+
+    def _limit(self) -> None:
+        while self._is_too_much(self):
+            self.release_soonest()
+
+    def _is_too_much(self, pins: Iterable[Pin]) -> bool:
+        blocks, states = self.index.pinned_bytes(pins)
+        return blocks > self.most_bytes or states > self.most_state_bytes
+
+
+def _end(pin: Pin) -> float:
+    assert pin.until is not None, "a pin without an end"
+    return pin.until
+
+
+def _is_covered(other: Pin, pin: Pin, nodes: set[Node]) -> bool:
+    """Whether `pin`, in these nodes, keeps for as long all that `other` keeps."""
+    return other.position == pin.position and _end(other) <= _end(pin) and other.is_in(nodes, pin.ref.tokens)

@@ -1,10 +1,13 @@
 """Cached prefixes: a tree whose edges are blocks of 256 tokens.
 
-The tree itself compares tokens and hashes alone. A node also has fields for its blocks, records, checkpoints and pins, which
-residency.py and the tier fill in and read.
+    match(tokens)      the longest cached prefix of a prompt
+    find(ref)          the same for a prefix that is known by its hashes
+    add(node, edge)    a new edge; shorter siblings that it contains are merged into it
+    remove(node)       a node and all below it
 
 The last edge of a sequence may be shorter than a block. Siblings may start alike: matching inside a block is by token.
 A salt has a root of its own: prefixes under different salts never share a hash, an edge or a block.
+Knows tokens and hashes; what is kept of an edge is its `residency`, which this module never looks at.
 Owned by the generation thread.
 """
 
@@ -15,12 +18,12 @@ import struct
 from bisect import bisect_left, insort
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
-from functools import cached_property
 from itertools import takewhile
-from typing import Any, TypeVar
+from typing import TypeVar
 from weakref import WeakValueDictionary
 
 from ..spec import BLOCK_TOKENS, blocks_for
+from .residency import Residency
 from .salts import SALT_BYTES, SHARED
 
 # Token ids as 64-bit integers: image patches have negative ids of 60 bits.
@@ -32,56 +35,22 @@ _FULL_EDGE = struct.Struct(f"{BLOCK_TOKENS}q")
 
 
 @dataclass(eq=False)
-class Checkpoint:
-    """What window and state layers held at one token position.
-
-    rings:   per window group the ring's block ids and its ring index.
-    states:  per state leaf its arrays, copies; `nbytes` of all of them.
-    kind:    what ends here: system, user or assistant.
-    owner:   the agent it is accounted to; None: no agent.
-    noted:   whether it was handed to the tier to be written.
-    """
-
-    position: int
-    rings: dict[int, tuple[tuple[int, ...], int]]
-    states: dict[int, list[Any]] = field(default_factory=dict, repr=False)
-    kind: str = "assistant"
-    owner: str | None = None
-    noted: bool = False
-
-    @cached_property
-    def nbytes(self) -> int:
-        return sum(a.nbytes for arrays in self.states.values() for a in arrays if a is not None)
-
-
-@dataclass(eq=False)
 class Node:
-    """One edge: up to 256 tokens, and the block of each full layer group that holds them.
+    """One edge: up to 256 tokens. `hash` names the whole prefix up to its end.
 
-    `hash` names the whole prefix up to here. `checkpoints` are by absolute token position. `resident`: its blocks are in the
-    pool. `stored`: its block record is on disk, or about to be. `window_records`: the token positions at which window records
-    end, each with the position of the checkpoint that it was cut from. `state_records`: the positions of state records.
-    `superseded`: shorter edges whose records serve until this one is on disk itself. `owner`: the agent its blocks are accounted
-    to; None: no agent. `salt`: that of a root. `removed`: it is no longer in the trie.
+    salt:         that of a root.
+    merged_into:  the longer edge that has taken its place.
+    removed:      whether it is no longer in the trie.
     """
 
     parent: Node | None = field(repr=False)
     start: int
     tokens: bytes = field(repr=False)
     hash: bytes
-    blocks: tuple[int, ...] = ()
-    kind: str = "assistant"
-    resident: bool = True
-    stored: bool = False
-    owner: str | None = None
-    pins: frozenset[Pin] = frozenset()
-    merged_into: Node | None = field(default=None, repr=False)
-    children: list[Node] = field(default_factory=list, repr=False)
-    checkpoints: dict[int, Checkpoint] = field(default_factory=dict)
-    window_records: dict[int, int] = field(default_factory=dict)
-    state_records: set[int] = field(default_factory=set)
-    superseded: list[Node] = field(default_factory=list, repr=False)
     salt: bytes = SHARED
+    children: list[Node] = field(default_factory=list, repr=False)
+    residency: Residency = field(default_factory=Residency, repr=False)
+    merged_into: Node | None = field(default=None, repr=False)
     removed: bool = False
 
     @property
@@ -99,10 +68,6 @@ class Node:
         while node.merged_into is not None:
             node = node.merged_into
         return node
-
-    @staticmethod
-    def name(parent: Node, edge: bytes) -> bytes:
-        return name_of(parent.hash, edge)
 
     def hash_at(self, end: int) -> bytes:
         """The hash of the prefix that ends with the token before `end`, which is one of this edge."""
@@ -185,53 +150,12 @@ class PrefixRef:
     def token_ids(self) -> list[int]:
         return [token for node in self.path for token in decode(node.tokens)][: self.tokens]
 
-    def last_checkpoint(self, at_most: int | None = None) -> tuple[Node | None, int]:
-        """The position of its last checkpoint, or of the last in its first tokens, and the node that has it; (None, 0): none."""
-        last = self.tokens if at_most is None else at_most
-        near = ((node, min(last, alike)) for on_path in self.path for node, alike in on_path.near_siblings())
-        placed = ((node, position) for node, limit in near for position in node.checkpoints if position <= limit)
-        return max(placed, key=lambda found: found[1], default=(None, 0))
-
-    def in_memory(self) -> PrefixRef:
-        """As much of it as has its blocks in the pool, without a gap from the first token on."""
-        resident = sum(1 for _ in takewhile(lambda node: node.resident, self.path))
-        return self if resident == len(self.path) else self.first(resident * BLOCK_TOKENS)
-
     def cached_nodes(self) -> tuple[Node, ...]:
         """Its whole edges that are still in the trie."""
         nodes = self.nodes
         while nodes and nodes[-1].removed:
             nodes = nodes[:-1]
         return nodes
-
-
-@dataclass(eq=False)
-class Pin:
-    """A prefix that is to stay: the blocks of its edges and, of their checkpoints, the one at `position`, which `node` has.
-
-    `until`: a time of the clock it is measured by, `seconds` after the last use. None: it stays until it is unpinned.
-    """
-
-    ref: PrefixRef
-    node: Node | None = None
-    position: int = 0
-    seconds: float = 0.0
-    until: float | None = None
-
-    @property
-    def name(self) -> bytes:
-        """The hash of its tokens."""
-        return self.ref.hashes[-1]
-
-    @property
-    def nodes(self) -> set[Node]:
-        """The edges that it keeps, as they are in the trie now."""
-        own = set() if self.node is None else {self.node.latest}
-        return own.union(node.latest for node in self.ref.path)
-
-    def is_in(self, nodes: set[Node], end: int) -> bool:
-        """Whether it is a beginning of `end` tokens that lie in these nodes. Its last edge may be part of a longer one now."""
-        return self.ref.tokens <= end and self.ref.path[-1].latest in nodes
 
 
 class Trie:
@@ -323,28 +247,23 @@ class Trie:
         at = bisect_left(parent.children, found.tokens, key=_tokens)
         return found if at < len(parent.children) and parent.children[at] is found else None
 
-    def add(self, node: Node, edge: bytes, blocks: tuple[int, ...], kind: str) -> tuple[Node, list[Node]]:
-        """A new child. Returns it and the shorter siblings that it makes superfluous, already out of the tree.
-
-        Their checkpoints and pins have moved to the new child; the caller uncaches their blocks.
-        """
-        new = Node(node, node.end, edge, Node.name(node, edge), blocks, kind)
+    def add(self, node: Node, edge: bytes) -> tuple[Node, list[Node]]:
+        """A new child. Returns it and the shorter siblings that it contains: they are merged into it and out of the tree."""
+        new = Node(node, node.end, edge, name_of(node.hash, edge))
         shorter = [c for c in node.children if len(c.tokens) < len(edge) and edge.startswith(c.tokens)]
         for old in shorter:
-            new.checkpoints.update(old.checkpoints)
-            new.window_records.update(old.window_records)
-            new.state_records.update(old.state_records)
-            new.pins, old.pins = new.pins | old.pins, frozenset()
             old.merged_into = new
             node.children.remove(old)
-        insort(node.children, new, key=_tokens)
-        self._named[new.hash] = new
+        self._insert(new)
         return new, shorter
 
     def put_back(self, node: Node) -> None:
         """Put a node back that was merged into a longer one, which was removed."""
+        node.merged_into, node.children, node.removed = None, [], False
+        self._insert(node)
+
+    def _insert(self, node: Node) -> None:
         assert node.parent is not None
-        node.merged_into, node.children, node.checkpoints, node.removed = None, [], {}, False
         insort(node.parent.children, node, key=_tokens)
         self._named[node.hash] = node
 
@@ -368,10 +287,8 @@ class Trie:
             assert edges == sorted(edges), f"children at token {node.start} are out of order"
             covered = [e for e in edges if len(e) > len(node.tokens) and e.startswith(node.tokens)]
             assert not covered, f"the edge at token {node.start} is part of a longer one"
-            assert node.hash == Node.name(parent, node.tokens), f"hash at {node.start}"
+            assert node.hash == name_of(parent.hash, node.tokens), f"hash at {node.start}"
             assert not node.removed, f"the edge at token {node.start} is marked as removed"
-            outside = [p for p in node.checkpoints if not node.start < p <= node.end]
-            assert not outside, f"checkpoints {outside} outside of ({node.start}, {node.end}]"
 
 
 def name_of(parent: bytes, edge: bytes) -> bytes:

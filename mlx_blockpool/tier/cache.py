@@ -10,7 +10,7 @@ from ..config import PoolConfig
 from ..errors import PoolExhaustedError
 from ..kv.slabs import KVArena
 from ..prefix.cache import USUAL, Acquired, PrefixCache
-from ..prefix.resume import resumable
+from ..prefix.resume import in_memory, resumable
 from ..prefix.retention import RetentionPolicy
 from ..prefix.salts import SHARED
 from ..prefix.trie import PrefixRef
@@ -72,7 +72,7 @@ class TieredPrefixCache(PrefixCache):
     def _on_disk(self, match: PrefixRef, most: int) -> RestorePlan | None:
         if self.stored is None:
             return None
-        return self.stored.plan_restore(match, most, resumable(self.slabs, match.in_memory(), most)[0])
+        return self.stored.plan_restore(match, most, resumable(self.slabs, in_memory(match), most)[0])
 
     def within_reach(self, tokens: Tokens[int], salt: bytes = SHARED) -> int:
         """How many tokens of a prompt are in memory, or on disk and worth reading."""

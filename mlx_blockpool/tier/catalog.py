@@ -8,7 +8,7 @@ from __future__ import annotations
 from collections import deque
 from collections.abc import Iterable, Iterator, Sequence
 
-from ..prefix.residency import KVIndex
+from ..prefix.index import KVIndex
 from ..prefix.trie import Node, encode
 from ..store.prompt_store import PromptStore
 from ..store.record import BLOCK, SALT, Key, Record
@@ -93,7 +93,7 @@ class RecordScanner:
     def _add(self, record: Record) -> None:
         first = self._index.trie.begin_of(record.parent, record.extra.get(SALT)) if record.start == 0 else None
         parent = first or self._nodes.get(record.parent)
-        if parent is None or parent.end != record.start or not (parent.stored or parent.parent is None):
+        if parent is None or parent.end != record.start or not (parent.residency.on_disk or parent.parent is None):
             return
         edge = encode(record.tokens)
         child = self._index.trie.child(parent, edge)

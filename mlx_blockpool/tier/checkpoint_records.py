@@ -21,8 +21,9 @@ from ..errors import BadRecordError
 from ..kv.block_bytes import as_bytes, contents
 from ..kv.slabs import KVArena
 from ..prefix.checkpoints import CUT, WindowCheckpoint, WindowSegment
-from ..prefix.residency import KVIndex, is_superseded
-from ..prefix.trie import Checkpoint, Node, decode, encode
+from ..prefix.index import KVIndex, is_superseded
+from ..prefix.residency import Checkpoint
+from ..prefix.trie import Node, decode, encode
 from ..spec import BLOCK_TOKENS, StateLayer
 from ..store.fs import Into
 from ..store.prompt_store import PromptStore
@@ -113,8 +114,7 @@ class StoredCheckpoints:
         """The next record to write at `now`; None: nothing is due any more. The same again until written() or give_up()."""
         while (found := next(self._due(now), None)) is not None:
             checkpoint, node = found
-            while node.merged_into is not None:
-                node = node.merged_into
+            node = node.latest
             write = self._unwritten(node, checkpoint)
             if write is None:
                 self._settle(checkpoint)
@@ -164,14 +164,14 @@ class StoredCheckpoints:
     def _unwritten(self, node: Node, checkpoint: Checkpoint) -> CheckpointWrite | None:
         """The first record of a checkpoint, if the trie still has it, that is not on disk."""
         position = checkpoint.position
-        if node.checkpoints.get(position) is not checkpoint:
+        if node.residency.checkpoints.get(position) is not checkpoint:
             return None
         for segment in reversed(list(self._segments(node, position))):
             if not self._has(segment, position):
                 extra = {CUT: str(position), "kind": checkpoint.kind}
                 record = self._record(WINDOW, segment, self._parts(segment, position), extra)
                 return CheckpointWrite(record, partial(self.rings.cut, segment, checkpoint), segment.node, node, checkpoint)
-        if checkpoint.states and position not in node.state_records:
+        if checkpoint.states and position not in node.residency.state_records:
             record = self._record(STATE, WindowSegment(node, position), state_parts(checkpoint.states), {"kind": checkpoint.kind})
             return CheckpointWrite(record, partial(state_bytes, checkpoint.states), node, node, checkpoint)
         return None
@@ -195,9 +195,9 @@ class StoredCheckpoints:
 
     def _add(self, key: Key, node: Node, end: int, cut: int) -> None:
         if key.kind == WINDOW:
-            node.window_records[end] = cut
+            node.residency.window_records[end] = cut
         else:
-            node.state_records.add(end)
+            node.residency.state_records.add(end)
         self._places[key] = (node, end)
 
     def lose(self, key: Key, again: bool = False) -> None:
@@ -205,11 +205,11 @@ class StoredCheckpoints:
         found: tuple[Node | None, int] = self._places.pop(key, (None, 0))
         node, end = found
         while node is not None:
-            for knows in (node, *node.superseded):
+            for knows in self.index.with_superseded(node):
                 if key.kind == WINDOW:
-                    knows.window_records.pop(end, None)
+                    knows.residency.window_records.pop(end, None)
                 else:
-                    knows.state_records.discard(end)
+                    knows.residency.state_records.discard(end)
             node = node.merged_into
         source = self._sources.pop(key, None)
         checkpoint = source[1]() if source else None
@@ -234,7 +234,7 @@ class StoredCheckpoints:
         return None
 
     def _ends(self, node: Node) -> Iterable[int]:
-        return node.state_records if self.slabs.state_leaves else node.window_records
+        return node.residency.state_records if self.slabs.state_leaves else node.residency.window_records
 
     def keys(self, node: Node, position: int) -> list[Key]:
         """The records that a position stands on, those of its last tokens first."""
@@ -266,7 +266,7 @@ class StoredCheckpoints:
         return self.rings.segments(node, position) if self.rings.sizes else ()
 
     def _has(self, segment: WindowSegment, position: int) -> bool:
-        cut = segment.node.window_records.get(segment.end)
+        cut = segment.node.residency.window_records.get(segment.end)
         return cut is not None and self.rings.covers(segment, cut, position)
 
     def _parts(self, segment: WindowSegment, cut: int) -> tuple[Part, ...]:

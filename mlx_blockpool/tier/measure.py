@@ -5,9 +5,9 @@ from __future__ import annotations
 from dataclasses import dataclass
 from itertools import takewhile
 
-from ..prefix.ref import records_of
-from ..prefix.resume import resumable
+from ..prefix.resume import in_memory, resumable
 from ..prefix.trie import Node, PrefixRef
+from ..prefix.uncache import records_of
 from .cache import TieredPrefixCache
 
 
@@ -35,17 +35,17 @@ def measure(prefix: TieredPrefixCache, path: PrefixRef, own: int, sizes: dict[No
     """Figures of a path whose edges from `own` on are its own. `sizes` keeps those of edges for other paths."""
     match, stored = prefix.index.trie.find(path), prefix.stored
     nodes = match.path
-    in_memory = takewhile(lambda node: node.resident, nodes)
-    on_disk = takewhile(lambda node: node.stored, nodes)
+    here = takewhile(lambda node: node.residency.in_memory, nodes)
+    on_disk = takewhile(lambda node: node.residency.on_disk, nodes)
     sizes = {} if sizes is None else sizes
     for node in nodes:
         if node not in sizes:
             sizes[node] = _memory_bytes(prefix, node), _disk_bytes(prefix, node)
     memory, disk = [sizes[node][0] for node in nodes], [sizes[node][1] for node in nodes]
     return Measure(
-        tokens_in_memory=min(match.tokens, sum(node.end - node.start for node in in_memory)),
+        tokens_in_memory=min(match.tokens, sum(node.end - node.start for node in here)),
         tokens_on_disk=0 if stored is None else min(match.tokens, sum(node.end - node.start for node in on_disk)),
-        resumes_from_memory=resumable(prefix.slabs, match.in_memory(), match.tokens)[0],
+        resumes_from_memory=resumable(prefix.slabs, in_memory(match), match.tokens)[0],
         resumes_from_disk=resumes_from_disk(prefix, match),
         memory=Size(sum(memory[own:]), sum(memory[:own])),
         disk=Size(sum(disk[own:]), sum(disk[:own])),
@@ -57,7 +57,7 @@ def resumes_from_disk(prefix: TieredPrefixCache, match: PrefixRef) -> int:
     stored = prefix.stored
     if stored is None:
         return 0
-    whole = list(takewhile(lambda node: node.stored, match.path))
+    whole = list(takewhile(lambda node: node.residency.on_disk, match.path))
     tokens = min(match.tokens, sum(node.end - node.start for node in whole))
     if not prefix.slabs.spec.needs_checkpoints or not whole:
         return tokens
@@ -68,8 +68,9 @@ def resumes_from_disk(prefix: TieredPrefixCache, match: PrefixRef) -> int:
 def _memory_bytes(prefix: TieredPrefixCache, node: Node) -> int:
     spec = prefix.slabs.spec
     sizes = [spec.bytes_per_block(group) for group in spec.groups]
-    return sum(sizes[group] for group, _ in set(prefix.index.blocks_of(node))) + sum(c.nbytes for c in node.checkpoints.values())
+    blocks = sum(sizes[group] for group, _ in set(prefix.index.blocks_of(node)))
+    return blocks + sum(checkpoint.nbytes for checkpoint in node.residency.checkpoints.values())
 
 
 def _disk_bytes(prefix: TieredPrefixCache, node: Node) -> int:
-    return 0 if prefix.stored is None else sum(map(prefix.stored.store.size, records_of(node)))
+    return 0 if prefix.stored is None else sum(map(prefix.stored.store.size, records_of(prefix.index, node)))

@@ -106,7 +106,7 @@ class HeldBlocks:
         self._ring_tables = [pool.open_table(group) for group in windows.sizes] if plan.node is not None else []
         self.states: dict[int, list[Any]] = {}
         for index, table in enumerate(self._tables):
-            pool.append_shared(table, [node.blocks[index] for node in plan.path if node.resident])
+            pool.append_shared(table, [node.residency.blocks[index] for node in plan.path if node.residency.in_memory])
         counts = [len(plan.missing)] * len(full_groups) + (windows.counts(plan.position) if self._ring_tables else [])
         first = [len(table) for table in self._tables]
         try:

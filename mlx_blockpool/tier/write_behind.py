@@ -17,8 +17,9 @@ from ..errors import PoolExhaustedError
 from ..kv.block_bytes import Content, as_bytes, contents, copy_in, copy_out
 from ..kv.slabs import KVArena
 from ..prefix.admission import Admission
-from ..prefix.residency import KVIndex
-from ..prefix.trie import Checkpoint, Node, PrefixRef, decode
+from ..prefix.index import KVIndex
+from ..prefix.residency import Checkpoint
+from ..prefix.trie import Node, PrefixRef, decode
 from ..store.fs import Into
 from ..store.limits import OVER_BUDGET
 from ..store.prompt_store import PromptStore
@@ -77,7 +78,7 @@ class StoredPrefixes:
 
     def note(self, node: Node) -> None:
         """Queue a node for writing; a partial block waits until its conversation has rested for `idle_seconds`."""
-        if node.stored or not node.resident:
+        if node.residency.on_disk or not node.residency.in_memory:
             return
         if node.is_full:
             self._pending[node] = None
@@ -89,7 +90,7 @@ class StoredPrefixes:
         """Queue a path of `tokens` tokens for writing, and those of its checkpoints that are not queued yet."""
         for node in path:
             self.note(node)
-            for checkpoint in list(node.checkpoints.values()):
+            for checkpoint in list(node.residency.checkpoints.values()):
                 if not checkpoint.noted and checkpoint.position <= tokens:
                     self.checkpoints.note(node, checkpoint)
 
@@ -155,7 +156,7 @@ class StoredPrefixes:
         return self.store.close(_seconds_until(until))
 
     def _num_unwritten(self) -> int:
-        unwritten = sum(1 for node in self.index.trie if not node.stored)
+        unwritten = sum(1 for node in self.index.trie if not node.residency.on_disk)
         return unwritten + self.checkpoints.num_pending + self.checkpoints.num_resting
 
     def _due(self, at_once: bool) -> Node | None:
@@ -168,19 +169,20 @@ class StoredPrefixes:
     def _is_writable(self, node: Node) -> bool:
         parent = node.parent
         assert parent is not None
-        return node.resident and not node.stored and (parent.parent is None or parent.stored) and node in parent.children
+        is_reachable = parent.parent is None or parent.residency.on_disk
+        return node.residency.in_memory and not node.residency.on_disk and is_reachable and node in parent.children
 
     def _leads_on(self, node: Node) -> bool | None:
         """Whether a checkpoint in this node can be reached on disk, writing its partial block if need be. None: not now."""
         if self._is_writable(node) and self._write(node) is None:
             return None
-        return node.stored
+        return node.residency.on_disk
 
     def _write(self, node: Node) -> int | None:
         """Write one node. Returns the bytes passed on; 0 if the budget has no room for them, None if the store is busy."""
         assert node.parent is not None
         tokens, parts = tuple(decode(node.tokens)), self._parts(node.end - node.start)
-        extra = {"kind": node.kind, "bits": str(self.bits or 0)} | salted(node)
+        extra = {"kind": node.residency.kind, "bits": str(self.bits or 0)} | salted(node)
         record = Record(BLOCK, self.store.namespace, node.hash, node.parent.hash, node.start, tokens, parts, extra)
         written = self._put(record, lambda: self._copied(node), node)
         if written:
@@ -230,9 +232,9 @@ class StoredPrefixes:
             node = self._by_hash.pop(key.hash, None)
             if node is None:
                 continue
-            node.stored = False
-            if not node.resident and node.parent is not None and node in node.parent.children:
-                self.index.drop(node)
+            node.residency.on_disk = False
+            if not node.residency.in_memory and node.parent is not None and node in node.parent.children:
+                self.index.remove(node)
 
     # -- reading -------------------------------------------------------------------------------------------------------
 
@@ -246,11 +248,11 @@ class StoredPrefixes:
                 return None
             node, position = found
             path = [n for n in match.path if n.start < position]
-            missing = [n for n in path if not n.resident]
+            missing = [n for n in path if not n.residency.in_memory]
             whole = all(map(self._is_at_hand, path))
             return RestorePlan(path, missing, have, position - have, node, position) if whole else None
         path = list(takewhile(self._is_at_hand, match.path))
-        missing = [n for n in path if not n.resident]
+        missing = [n for n in path if not n.residency.in_memory]
         return RestorePlan(match.path, missing, have, min(path[-1].end, match.tokens, at_most) - have) if missing else None
 
     def is_worth_reading(self, plan: RestorePlan) -> bool:
@@ -264,11 +266,11 @@ class StoredPrefixes:
         return sum(map(self.store.size, keys))
 
     def _is_at_hand(self, node: Node) -> bool:
-        return node.resident or (node.stored and not self.store.is_put_off(Key(BLOCK, node.hash)))
+        return node.residency.in_memory or (node.residency.on_disk and not self.store.is_put_off(Key(BLOCK, node.hash)))
 
     def touch(self, path: Sequence[Node]) -> None:
         """Note a path as used now: the budget drops records that were used longer ago first."""
-        keys = [Key(BLOCK, node.hash) for node in path if node.stored]
+        keys = [Key(BLOCK, node.hash) for node in path if node.residency.on_disk]
         checkpoints = path and self.slabs.spec.needs_checkpoints
         found = self.checkpoints.find(path, path[-1].end) if checkpoints else None
         self.store.touch(keys if found is None else [*keys, *self.checkpoints.keys(*found)])
@@ -345,7 +347,7 @@ class StoredPrefixes:
 
     def _put_block_in(self, node: Node, block: tuple[int, ...], views: list[memoryview]) -> None:
         """Put what was read into held blocks, and let everybody share it, unless it was computed meanwhile."""
-        if node.resident or node.parent is None or node not in node.parent.children:
+        if node.residency.in_memory or node.parent is None or node not in node.parent.children:
             return
         arrays = [c.array(v) for c, v in zip(self._contents(node.end - node.start), views, strict=True)]
         copy_in(self.slabs, list(zip(self.index.full_groups, block, strict=True)), 0, arrays, self.bits)
@@ -364,10 +366,8 @@ class StoredPrefixes:
     def restored(self, plan: RestorePlan, held: HeldBlocks, busy: Busy) -> None:
         """All records of a plan are in memory: its position can be resumed, unless it was forgotten or computed meanwhile."""
         self.rates.restored(busy.amount, busy.seconds)
-        node, position = plan.node, plan.position
-        while node is not None and node.merged_into is not None:
-            node = node.merged_into
-        if node is None or node.parent is None or node not in node.parent.children or position in node.checkpoints:
+        node, position = plan.node and plan.node.latest, plan.position
+        if node is None or node.parent is None or node not in node.parent.children or position in node.residency.checkpoints:
             return
         with suppress(PoolExhaustedError):
             self.admission.need_states(self.slabs.spec.fixed_bytes_per_agent())
@@ -382,7 +382,7 @@ class StoredPrefixes:
             self.restoring.remove(restore)
 
     def _places(self, node: Node) -> list[tuple[int, int]]:
-        return list(zip(self.index.full_groups, node.blocks, strict=True))
+        return list(zip(self.index.full_groups, node.residency.blocks, strict=True))
 
     def _parts(self, tokens: int) -> tuple[Part, ...]:
         if tokens not in self._known_parts:

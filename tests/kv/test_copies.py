@@ -134,7 +134,7 @@ def test_two_pools_of_one_model_in_one_batch(path: str) -> None:
     other.ragged = True
     prompts = [[(i * step + 1) % 131 for i in range(600)] for step in (7, 11, 13)]
     expected = [replies(model, [p], [stock_prompt_cache(model)])[0] for p in prompts]
-    slabs.decode_path = other.decode_path = path
+    slabs.decode.path = other.decode.path = path
     caches = [make_prompt_cache(model, pool) for pool in (slabs, other, slabs)]
     assert replies(model, prompts, caches) == expected
 

@@ -20,7 +20,7 @@ from thorough import tried
 from mlx_blockpool.errors import PoolExhaustedError
 from mlx_blockpool.kv.attach import bind
 from mlx_blockpool.kv.batch_cache import PooledBatchCache
-from mlx_blockpool.kv.decode_attention import PATHS, SAVED_TOKENS, Cluster, Share, choose_path, divide, find_clusters
+from mlx_blockpool.kv.decode_policy import PATHS, SAVED_TOKENS, Cluster, Share, choose_path, divide, find_clusters
 from mlx_blockpool.kv.factory import make_prompt_cache, open_pool, pooled_caches
 from mlx_blockpool.kv.runs import attend_cluster, group_queries
 from mlx_blockpool.kv.slabs import KVArena
@@ -128,7 +128,7 @@ class Batch:
         self.model, self.stock = make_model(name), stock_model(name)
         self.slabs = open_pool(self.model, pool_bytes, attach=False)
         self.slabs.ragged = bind(self.model) > 0
-        self.slabs.decode_path, self.slabs.decode_streams = path, streams
+        self.slabs.decode.path, self.slabs.decode.streams = path, streams
         self.caches: list[Any] = []
         self.needed: list[list[Any]] = []
         self.tokens: list[int] = []
@@ -174,8 +174,8 @@ class Batch:
 
     def took(self) -> set[str]:
         """The paths since the last call."""
-        found = set(self.slabs.path_counts)
-        self.slabs.path_counts.clear()
+        found = set(self.slabs.decode.path_counts)
+        self.slabs.decode.path_counts.clear()
         return found
 
 
@@ -208,7 +208,7 @@ def test_a_forced_path_is_the_one_that_ran_in_every_layer(path: str) -> None:
     batch = Batch("llama", path)
     batch.join_forks(prompt(300), 3)
     batch.step()
-    assert batch.slabs.path_counts == {path: 2}, "once for each of two layers"
+    assert batch.slabs.decode.path_counts == {path: 2}, "once for each of two layers"
 
 
 def test_shared_with_nothing_shared_is_ragged_and_counted_so() -> None:
@@ -230,7 +230,7 @@ def test_full_layers_share_and_windows_stay_ragged() -> None:
     batch = Batch("gemma3_text", "shared")
     batch.join_forks(prompt(280), 3)
     batch.step()
-    assert batch.slabs.path_counts == {"shared": 2, "ragged": 2}
+    assert batch.slabs.decode.path_counts == {"shared": 2, "ragged": 2}
 
 
 @pytest.mark.parametrize("streams", [1, 2])

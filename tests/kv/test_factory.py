@@ -23,7 +23,7 @@ def test_a_pool_is_attached_once_that_was_tried(name: str) -> None:
     model = make_model(name)
     slabs = open_pool(model, ROOMY)
     assert slabs.ragged
-    assert not slabs.path_counts, "what was tried is not counted"
+    assert not slabs.decode.path_counts, "what was tried is not counted"
     assert all(count.held == 0 for count in slabs.pool.settle())
     one, two = make_prompt_cache(model, slabs), make_prompt_cache(model, slabs)
     model(mx.array([[1, 2]]), cache=one)
@@ -80,7 +80,7 @@ def test_a_fetch_copies_the_known_prefix_only_where_attention_needs_one_piece(at
     first = prefix.acquire(prompt, 10)
     model(mx.array([prompt]), cache=first.caches)
     prefix.release(prompt, first.caches)
-    known = {block for node in prefix.index.trie for block in node.blocks}
+    known = {block for node in prefix.index.trie for block in node.residency.blocks}
     again = prefix.acquire([*prompt[:768], 5, 6], 10)
     assert again.lookup.hit == 768
     shared = [block for block in again.caches[0].sequence.tables[0].ids if block in known]

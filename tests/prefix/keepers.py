@@ -45,7 +45,7 @@ class Keeper(Life):
         store = None if folder is None else open_store(folder, QuickDisk(), **stored)
         self.prefix = TieredPrefixCache(self.slabs, store=store, config=settings)
         self.now = 1000.0
-        self.pins.timed.clock = self.prefix.retention.days.clock = lambda: self.now
+        self.pins.clock = self.prefix.retention.days.clock = lambda: self.now
 
     @property
     def pins(self) -> Any:

@@ -19,16 +19,16 @@ A, B = RetentionPolicy("a"), RetentionPolicy("b")
 
 def test_what_is_charged_stays_where_it_is_until_it_is_dropped() -> None:
     charges = Accounting()
-    charges.bear("x", 10, "a")
-    charges.bear("x", 10, "b")
-    charges.bear("y", 5, "a")
-    charges.bear("z", 7, None)
+    charges.charge("x", 10, "a")
+    charges.charge("x", 10, "b")
+    charges.charge("y", 5, "a")
+    charges.charge("z", 7, None)
     assert charges.largest(9) == {"a": 15}
     assert (charges.owner_of("x"), charges.owner_of("z"), charges.nbytes("b")) == ("a", None, 0)
     charges.use("x")
     assert list(charges.of("a")) == ["y", "x"]
-    charges.drop("x")
-    charges.bear("x", 10, "b")
+    charges.release("x")
+    charges.charge("x", 10, "b")
     assert charges.largest(9) == {"b": 10, "a": 5}
     assert charges.largest(1) == {"b": 10}
     charges.check({"x": 10, "y": 5, "z": 7})

@@ -290,18 +290,18 @@ def test_whatever_happens_limits_hold_and_what_is_pinned_stays(name: str, seed: 
             prompt = [*choose.choice(systems), *text(choose.randrange(10**6), choose.choice([1, 40, 300, 700]))]
             ends = choose.sample(range(1, len(prompt) + 1), min(2, len(prompt)))
             pins = [(end, choose.choice([MINUTES, HOUR])) for end in sorted(ends)]
-            before = {timed.name: (timed, keeper.pins.num_gave_way) for timed in keeper.pins.timed}
+            before = {timed.name: (timed, keeper.pins.num_gave_way) for timed in keeper.pins}
             try:
                 found = keeper.prefix.acquire(prompt, 20)
             except PoolExhaustedError:
                 assert live, "nothing is in use, and pins were in the way"
-                assert {timed.name for timed in keeper.pins.timed} == set(before)
+                assert {timed.name for timed in keeper.pins} == set(before)
                 continue
             live.append((found, prompt, pins))
         keeper.check()
-        for timed in keeper.pins.timed:
+        for timed in keeper.pins:
             path = [node.latest for node in timed.ref.path]
-            assert all(node.resident for node in path), "a block of what is pinned has gone"
+            assert all(node.residency.in_memory for node in path), "a block of what is pinned has gone"
     for found, prompt, pins in live:
         keeper.compute(found, prompt)  # type: ignore[arg-type]
         keeper.end(found, prompt, pins)  # type: ignore[arg-type]

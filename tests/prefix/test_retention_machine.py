@@ -11,9 +11,9 @@ from thorough import tried
 
 from mlx_blockpool.errors import PoolExhaustedError
 from mlx_blockpool.prefix.cache import Acquired
+from mlx_blockpool.prefix.index import Pin
 from mlx_blockpool.prefix.resume import pin_of
 from mlx_blockpool.prefix.retention import RetentionPolicy
-from mlx_blockpool.prefix.trie import Pin
 
 BLOCKS = 14
 SYSTEMS = [text(1, 256), text(2, 400), text(3, 520)]
@@ -35,16 +35,16 @@ class RetentionMachine(RuleBasedStateMachine):
 
     @property
     def pins(self) -> list[Pin]:
-        return [*self.keeper.pins.timed, *self.held]
+        return [*self.keeper.pins, *self.held]
 
     @rule(prompt=prompts, terms=owners, room=st.sampled_from([1, 700, 1400]))
     def acquire(self, prompt: list[int], terms: RetentionPolicy, room: int) -> None:
-        before = [pin.name for pin in self.keeper.pins.timed]
+        before = [pin.name for pin in self.keeper.pins]
         counts = [group.held for group in self.keeper.prefix.pool.counts()]
         try:
             found = self.keeper.prefix.acquire(prompt, room)
         except PoolExhaustedError:
-            assert [pin.name for pin in self.keeper.pins.timed] == before, "a refusal unpins nothing"
+            assert [pin.name for pin in self.keeper.pins] == before, "a refusal unpins nothing"
             assert [group.held for group in self.keeper.prefix.pool.counts()] == counts, "a refusal holds nothing"
             return
         self.live.append((found, prompt, terms))
@@ -72,7 +72,7 @@ class RetentionMachine(RuleBasedStateMachine):
     @rule(seconds=st.sampled_from([1.0, 400.0]))
     def wait(self, seconds: float) -> None:
         self.keeper.wait(seconds)
-        assert all(pin.until is not None and pin.until > self.keeper.now for pin in self.keeper.pins.timed)
+        assert all(pin.until is not None and pin.until > self.keeper.now for pin in self.keeper.pins)
 
     @rule(prompt=prompts, terms=owners, end=ends)
     def hold(self, prompt: list[int], terms: RetentionPolicy, end: int) -> None:
@@ -113,8 +113,8 @@ class RetentionMachine(RuleBasedStateMachine):
             return
         self.keeper.check()
         for pin in self.pins:
-            assert all(node.resident and not node.removed for node in pin.nodes), "an edge of what is pinned has gone"
-            assert pin.node is None or pin.position in pin.node.latest.checkpoints, "its checkpoint has gone"
+            assert all(node.residency.in_memory and not node.removed for node in pin.nodes), "an edge of what is pinned has gone"
+            assert pin.node is None or pin.position in pin.node.latest.residency.checkpoints, "its checkpoint has gone"
 
     def teardown(self) -> None:
         if not hasattr(self, "keeper"):

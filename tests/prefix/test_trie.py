@@ -9,19 +9,19 @@ from hypothesis import given
 from hypothesis import strategies as st
 from thorough import tried
 
-from mlx_blockpool.prefix.trie import Checkpoint, Node, PrefixRef, Trie, decode, encode
+from mlx_blockpool.prefix.trie import Node, PrefixRef, Trie, decode, encode
 from mlx_blockpool.spec import BLOCK_TOKENS
 
 # Image patches have ids like these.
 PATCH = -(2**60) + 12345
 
 
-def insert(trie: Trie, tokens: list[int], block: int = 0) -> Node:
+def insert(trie: Trie, tokens: list[int]) -> Node:
     """What a prefix cache does: one edge for each block, where it is not known yet. Returns the last node."""
     node = trie.root
     for start in range(0, len(tokens), BLOCK_TOKENS):
         edge = encode(tokens[start : start + BLOCK_TOKENS])
-        node = trie.child(node, edge) or trie.add(node, edge, (block,), "assistant")[0]
+        node = trie.child(node, edge) or trie.add(node, edge)[0]
     return node
 
 
@@ -135,25 +135,12 @@ def test_children_are_found_among_many() -> None:
 def test_a_longer_edge_absorbs_the_shorter_one() -> None:
     trie = trie_of(A[:100])
     (short,) = trie
-    new, gone = trie.add(trie.root, encode(A[:200]), (7,), "user")
+    new, gone = trie.add(trie.root, encode(A[:200]))
     assert gone == [short]
     assert list(trie) == [new]
-    assert (new.blocks, new.kind, new.end) == ((7,), "user", 200)
+    assert new.end == 200
+    assert short.latest is new
     trie.check()
-
-
-def test_a_longer_edge_absorbs_the_checkpoints_of_shorter_ones() -> None:
-    trie = trie_of(A[:300])
-    tail = list(trie)[-1]
-    checkpoint = Checkpoint(300, {1: ((4, 5), 44)})
-    tail.checkpoints[300] = checkpoint
-    new, gone = trie.add(tail.parent or trie.root, encode(A[256:400]), (7,), "assistant")
-    assert gone == [tail]
-    assert new.checkpoints == {300: checkpoint}
-    later = insert(trie, A)
-    trie.check()
-    # Block 1 is full now and its checkpoint is in the middle of it.
-    assert [n.checkpoints for n in later.path()] == [{}, {300: checkpoint}, {}]
 
 
 def test_siblings_that_only_start_alike_are_not_absorbed() -> None:
@@ -270,10 +257,6 @@ def test_check_finds_what_is_wrong() -> None:
     list(trie)[1].hash = b"wrong"
     with pytest.raises(AssertionError, match="hash at 256"):
         trie.check()
-    trie = trie_of(A)
-    list(trie)[1].checkpoints[600] = Checkpoint(600, {})
-    with pytest.raises(AssertionError, match=r"checkpoints \[600\] outside of \(256, 512\]"):
-        trie.check()
 
 
 # -- against brute force -----------------------------------------------------------------------------------------------
@@ -318,7 +301,7 @@ def test_match_is_the_longest_common_prefix_of_what_removal_leaves(data: st.Data
 def salted(trie: Trie, tokens: list[int], salt: bytes) -> Node:
     node = trie.begin(salt)
     for start in range(0, len(tokens), BLOCK_TOKENS):
-        node = trie.add(node, encode(tokens[start : start + BLOCK_TOKENS]), (0,), "assistant")[0]
+        node = trie.add(node, encode(tokens[start : start + BLOCK_TOKENS]))[0]
     return node
 
 

@@ -14,8 +14,8 @@ from store.conversations import hashes_of, keep, note
 from store.disks import QuickDisk
 from store.stores import NAMESPACE
 
-from mlx_blockpool.prefix.ref import SharedPaths
 from mlx_blockpool.prefix.trie import Node, PrefixRef, Trie, encode, naming
+from mlx_blockpool.prefix.uncache import SharedPaths
 from mlx_blockpool.store import reachability
 from mlx_blockpool.store.agent_files import Agents
 from mlx_blockpool.store.agent_records import AgentRecords
@@ -115,7 +115,7 @@ def hashed(monkeypatch: pytest.MonkeyPatch, count: int) -> int:
         tokens, node = conversation(number), known.root
         for start in range(0, len(tokens), 256):
             edge = encode(tokens[start : start + 256])
-            node = known.child(node, edge) or known.add(node, edge, (), "assistant")[0]
+            node = known.child(node, edge) or known.add(node, edge)[0]
         paths.append(PrefixRef(tuple(n.hash for n in node.path()), len(tokens)))
     with monkeypatch.context() as patch:
         calls = counted(patch, [Node], "hash_at")
@@ -123,7 +123,7 @@ def hashed(monkeypatch: pytest.MonkeyPatch, count: int) -> int:
         for path in paths:
             match = known.find(path)
             assert match.tokens == path.tokens
-            assert shared.stood_on(match.path, path) == 2
+            assert shared.num_shared(match.path, path) == 2
         return calls["hash_at"]
 
 
@@ -142,7 +142,7 @@ def test_paths_are_compared_as_one_by_one(tmp_path: Path) -> None:
         node = known.root
         for start in range(0, len(tokens), 256):
             edge = encode(tokens[start : start + 256])
-            node = known.child(node, edge) or known.add(node, edge, (), "assistant")[0]
+            node = known.child(node, edge) or known.add(node, edge)[0]
         hashes = [node.hash for node in node.path()]
         hashes[-1] = node.hash_at(len(tokens))
         return PrefixRef(tuple(hashes), len(tokens))
@@ -151,9 +151,9 @@ def test_paths_are_compared_as_one_by_one(tmp_path: Path) -> None:
     shared = SharedPaths(paths)
     found = [known.find(each) for each in paths]
     assert [match.tokens for match in found] == [552, 612, 552, 512]
-    assert [shared.stood_on(match.path, each) for match, each in zip(found, paths, strict=True)] == [3, 3, 2, 2]
-    assert SharedPaths([paths[1]]).stood_on(found[1].path, paths[1]) == 0
-    assert SharedPaths([paths[1]] * 2).stood_on(found[1].path, paths[1]) == 3
+    assert [shared.num_shared(match.path, each) for match, each in zip(found, paths, strict=True)] == [3, 3, 2, 2]
+    assert SharedPaths([paths[1]]).num_shared(found[1].path, paths[1]) == 0
+    assert SharedPaths([paths[1]] * 2).num_shared(found[1].path, paths[1]) == 3
 
 
 def named(root: Path, count: int) -> int:

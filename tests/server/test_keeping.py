@@ -57,9 +57,9 @@ def keeping(client: Client) -> Any:
 def timed(client: Client) -> Clock:
     """A clock of this server that moves only by hand."""
     kept = keeping(client)
-    if not isinstance(kept.pins.timed.clock, Clock):
-        kept.pins.timed.clock = kept.days.clock = Clock()
-    return kept.pins.timed.clock  # type: ignore[no-any-return]
+    if not isinstance(kept.pins.clock, Clock):
+        kept.pins.clock = kept.days.clock = Clock()
+    return kept.pins.clock  # type: ignore[no-any-return]
 
 
 def message(client: Client, system: Any, text: str, **options: Any) -> dict[str, int]:
@@ -176,7 +176,7 @@ def records(client: Client, text: str) -> list[bool]:
     while stored.report()["pending"] or stored.report()["queued_bytes"]:
         threading.Event().wait(0.02)
     tokens = client.generator.model_provider.tokenizer.encode(text, add_special_tokens=False)
-    return [node.stored for node in stored.index.trie.match(tokens).nodes]
+    return [node.residency.on_disk for node in stored.index.trie.match(tokens).nodes]
 
 
 def chat(client: Client, text: str, **options: Any) -> int:

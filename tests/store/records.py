@@ -19,7 +19,7 @@ PARTS = (Part("layers.0.keys", "F32", (1, 2, 3, 4)), Part("layers.0.values", "BF
 
 
 def naming(parent: bytes, tokens: tuple[int, ...]) -> bytes:
-    """As prefix.trie.Node.name, whose room this test does not need."""
+    """As prefix.trie.name_of, whose room this test does not need."""
     return hashlib.blake2b(parent + struct.pack(f"{len(tokens)}q", *tokens), digest_size=32).digest()
 
 

@@ -32,8 +32,8 @@ from thorough import tried
 
 from mlx_blockpool.dtypes import ITEM_BYTES
 from mlx_blockpool.errors import BadRecordError
-from mlx_blockpool.prefix.trie import Node
 from mlx_blockpool.prefix.trie import encode as edge_of
+from mlx_blockpool.prefix.trie import name_of
 from mlx_blockpool.store.fs import Disk, write_whole
 from mlx_blockpool.store.record import (
     MAX_HEADER_BYTES,
@@ -95,7 +95,7 @@ def test_any_record_is_read_as_it_was_written(
 
 def test_hashes_are_those_of_the_trie() -> None:
     tokens = tuple(range(256))
-    assert naming(PARENT, tokens) == Node.name(Node(None, 0, b"", PARENT), edge_of(tokens))
+    assert naming(PARENT, tokens) == name_of(PARENT, edge_of(tokens))
 
 
 def test_safetensors_reads_the_same_bytes(tmp_path: Path) -> None:

@@ -55,7 +55,7 @@ class Life:
         return [node.hash for node in self.prefix.index.trie.match(tokens).path]
 
     def on_disk(self, tokens: Sequence[int]) -> list[bool]:
-        return [node.stored for node in self.prefix.index.trie.match(tokens).path]
+        return [node.residency.on_disk for node in self.prefix.index.trie.match(tokens).path]
 
     def fetched(self, tokens: Sequence[int]) -> int:
         """A hit whose every key is right."""

@@ -59,7 +59,7 @@ def test_after_a_restart_too(tmp_path: Path, how: str) -> None:
     assert disk.unlinked == ends[: -len(disk.unlinked) - 1 : -1]
     for node in life.prefix.index.trie:
         assert node.parent is not None
-        assert node.parent.parent is None or node.parent.stored
+        assert node.parent.parent is None or node.parent.residency.on_disk
     assert life.fetched([*TWO, 1]) >= 5 * BLOCK
 
 
@@ -120,7 +120,7 @@ def test_a_churn_of_ten_times_the_budget_stays_within_it(tmp_path: Path) -> None
         life.stored.write_tails()
         for node in life.prefix.index.trie:
             assert node.parent is not None
-            assert not node.stored or node.parent.parent is None or node.parent.stored
+            assert not node.residency.on_disk or node.parent.parent is None or node.parent.residency.on_disk
     assert life.prefix.close()
     assert disk.written > 10 * budget
     assert budget // 2 < disk.most <= budget

@@ -11,8 +11,8 @@ from collections.abc import Sequence
 from dataclasses import asdict
 
 from ...formatting import Report
-from ...prefix.ref import own_from
 from ...prefix.trie import Node
+from ...prefix.uncache import exclusive_from
 from ...store.agent_records import utc
 from ...store.manifest import shown
 from ...tier.cache import TieredPrefixCache
@@ -64,7 +64,7 @@ def _in_memory(service: AgentService, home: Home, views: dict[str, AgentView], c
         until = time.monotonic() + STEP_SECONDS
         while left:
             view = left.popleft()
-            own = own_from(prefix.index, view.path, shared)
+            own = exclusive_from(prefix.index, view.path, shared)
             measured[view.name] = asdict(measure(prefix, view.path, own, sizes))
             if time.monotonic() > until:
                 return

@@ -17,9 +17,10 @@ from typing import TypeVar
 
 from ...config import StoreConfig
 from ...errors import BlockpoolError, LoadError
+from ...prefix.index import Pin
 from ...prefix.resume import pin_of
 from ...prefix.salts import SHARED, is_of_import
-from ...prefix.trie import Pin, PrefixRef
+from ...prefix.trie import PrefixRef
 from ...store.agent_files import Agents, turn_of
 from ...store.manifest import Agent
 from ...store.prompt_store import PromptStore

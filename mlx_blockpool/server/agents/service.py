@@ -15,8 +15,8 @@ from typing import Any, TypeVar
 from ...config import StoreConfig
 from ...errors import BlockpoolError, StoreError
 from ...formatting import Report
-from ...prefix.ref import Freed, SharedPaths, forget, kept_hashes, own_from
 from ...prefix.trie import PrefixRef, naming
+from ...prefix.uncache import SharedPaths, Uncached, exclusive_from, kept_hashes, uncache
 from ...store.agent_files import Agents
 from ...store.agent_records import AgentRecords
 from ...store.fs import safe_name
@@ -257,7 +257,7 @@ class AgentService:
 
     def _forget(
         self, served: LoadedModel, prefix: TieredPrefixCache, view: AgentView, shared: SharedPaths
-    ) -> tuple[Freed, set[bytes]]:
+    ) -> tuple[Uncached, set[bytes]]:
         """Forget the path in memory as far as no other agent or request needs it. Returns also the hashes of the rest.
 
         On the generation thread.
@@ -266,7 +266,7 @@ class AgentService:
         agents_of(served).forget(view.name)
         live = [] if served.engine is None else [*served.engine.live, *served.engine.waiting]
         in_use = [(sequence.tokens, sequence.terms.salt) for sequence in live if _name_of(sequence.request) != view.name]
-        freed = forget(prefix.index, view.path, own_from(prefix.index, view.path, shared, in_use))
+        freed = uncache(prefix.index, view.path, exclusive_from(prefix.index, view.path, shared, in_use))
         if prefix.stored is not None:
             prefix.stored.write_behind(0)
         return freed, kept_hashes(prefix.index, view.path)

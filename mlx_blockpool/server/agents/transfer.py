@@ -20,7 +20,7 @@ from ...errors import PoolExhaustedError, StoreError
 from ...formatting import Report
 from ...kv.parts import leaves_of
 from ...prefix.intake import Intake, begin_intake
-from ...prefix.resume import lay_out_to_read, pin_of, resumable
+from ...prefix.resume import in_memory, lay_out_to_read, pin_of, resumable
 from ...prefix.retention import RetentionPolicy
 from ...prefix.salts import SHARED, is_of_import, salt_of_import
 from ...prefix.trie import PrefixRef
@@ -103,7 +103,7 @@ def _begin_save(prefix: TieredPrefixCache, path: PrefixRef) -> tuple[PromptStore
     stored, match = _stored(prefix), prefix.index.trie.find(path)
     stored.note_path(match.path, match.tokens)
     for node in match.path:
-        for checkpoint in node.checkpoints.values():
+        for checkpoint in node.residency.checkpoints.values():
             stored.checkpoints.note(node, checkpoint)
     return stored.store, stored.store.counts[OVER_BUDGET]
 
@@ -111,7 +111,7 @@ def _begin_save(prefix: TieredPrefixCache, path: PrefixRef) -> tuple[PromptStore
 def _saved(prefix: TieredPrefixCache, path: PrefixRef) -> _Saved:
     stored = _stored(prefix)
     stored.write_behind(at_once=True)
-    position = pin_of(prefix.slabs, prefix.index.trie.find(path).in_memory()).position
+    position = pin_of(prefix.slabs, in_memory(prefix.index.trie.find(path))).position
     report, counts = stored.report(), stored.store.counts
     return _Saved(
         measure(prefix, path, 0), position, report["pending"] + report["resting"], counts["written"], counts[OVER_BUDGET]
@@ -169,7 +169,7 @@ def bring_back(service: AgentService, home: Home, view: AgentView) -> int:
 def _begin_restore(prefix: TieredPrefixCache, path: PrefixRef) -> tuple[RestoreJob | None, int]:
     """The job that brings back what is missing in memory, and its bytes; None: there is nothing to do."""
     stored, match = prefix.stored, prefix.index.trie.find(path)
-    have = resumable(prefix.slabs, match.in_memory(), match.tokens)[0]
+    have = resumable(prefix.slabs, in_memory(match), match.tokens)[0]
     plan = None if stored is None else stored.plan_restore(match, match.tokens, have)
     return (None, 0) if stored is None or plan is None else (stored.restore(plan), stored.size_of(plan))
 
@@ -216,7 +216,7 @@ def _key(service: AgentService) -> bytes:
 
 
 def _begin_export(served: LoadedModel, prefix: TieredPrefixCache, view: AgentView, weights: str) -> CacheFileWriter:
-    match = prefix.index.trie.find(view.path).in_memory()
+    match = in_memory(prefix.index.trie.find(view.path))
     hit, checkpoint = resumable(prefix.slabs, match, match.tokens)
     if not hit:
         raise RefusedError(409, f"Nothing of agent {shown(view.name)} is in memory or on disk. Its next turn computes it anew.")
@@ -312,7 +312,7 @@ def _end_import(
         check_agent(name, before.salt)
     prefix.release(tokens, intake.pooled, terms=RetentionPolicy(salt=salt))
     path = prefix.index.trie.match(tokens, salt).detached()
-    hit = resumable(prefix.slabs, prefix.index.trie.find(path).in_memory(), path.tokens)[0]
+    hit = resumable(prefix.slabs, in_memory(prefix.index.trie.find(path)), path.tokens)[0]
     if hit < len(tokens):
         raise RefusedError(503, f"The pool has room for {hit} of the file's {len(tokens)} tokens. Raise --pool-bytes or unpin.")
     agents_of(served).note(name, path)

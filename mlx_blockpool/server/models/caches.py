@@ -83,7 +83,7 @@ def pool_report(prefix: TieredPrefixCache) -> dict[str, Any]:
         "alarm": prefix.alarm,
         "groups": [asdict(c) for c in pool.settle()],
         "fragmentation": [round(pool.fragmentation(g), 3) for g in range(len(prefix.slabs.spec.groups))],
-        "decode_paths": dict(prefix.slabs.path_counts),
+        "decode_paths": dict(prefix.slabs.decode.path_counts),
         "store": None if prefix.stored is None else _without_place(prefix.stored.report()),
         **prefix.retention.report(),
     }

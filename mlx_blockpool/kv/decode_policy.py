@@ -1,0 +1,146 @@
+"""DecodePolicy: how decode steps run, and the measured rules over counts and block ids by which their work is divided.
+
+ragged: each member reads its own runs. shared: members whose tables begin with the same blocks read those once, together.
+padded: keys and values of all members are gathered into one padded array.
+"""
+
+from __future__ import annotations
+
+import os
+from collections import Counter
+from collections.abc import Sequence
+from dataclasses import dataclass, field, replace
+from itertools import pairwise, takewhile
+
+import mlx.core as mx
+
+from ..spec import BLOCK_TOKENS
+
+PATHS = ("ragged", "shared", "padded")
+
+
+@dataclass(frozen=True)
+class Cluster:
+    """Members, by their place in the batch, whose block tables begin with the same `blocks` full blocks."""
+
+    members: tuple[int, ...]
+    blocks: int
+
+    @property
+    def saved(self) -> int:
+        """Blocks that are not read again if these members read theirs together."""
+        return (len(self.members) - 1) * self.blocks
+
+
+@dataclass(frozen=True)
+class Share:
+    """A part of one layer's attention that waits for no other: some members and their kv heads [start, end)."""
+
+    members: tuple[int, ...]
+    cost: float
+    heads: tuple[int, int]
+
+
+def device() -> str:
+    if mx.default_device() == mx.cpu:
+        return "cpu"
+    return "metal" if mx.metal.is_available() else "cuda"
+
+
+def default_streams() -> int:
+    """Two where mlx runs on a CPU that has them: it uses one core for each stream. More than two were not measured."""
+    return min(2, os.cpu_count() or 1) if mx.default_device() == mx.cpu else 1
+
+
+@dataclass
+class DecodePolicy:
+    """How the decode steps of one pool run.
+
+    path:         auto, or the one path that a batch decodes on.
+    dtype:        of the keys and values.
+    streams:      how many streams the attention of a batch is divided between; more than one on a CPU with several cores.
+    synchronous:  whether a step must have ended before the next one writes, or mlx would copy slabs.
+    path_counts:  each attend of a batch, per layer and step, under the path that it took.
+    """
+
+    path: str
+    dtype: str
+    streams: int = field(default_factory=default_streams)
+    synchronous: bool = False
+    path_counts: Counter[str] = field(default_factory=Counter)
+
+    def choose(self, sizes: Sequence[int], clusters: Sequence[Cluster]) -> str:
+        """The path of a step; `sizes` are the tokens that each member reads."""
+        if self.path == "shared" and not clusters:
+            return "ragged"
+        if self.path != "auto":
+            return self.path
+        saved = sum(c.saved for c in clusters) * BLOCK_TOKENS
+        return "ragged" if len(sizes) == 1 else choose_path(device(), self.dtype, max(sizes), saved)
+
+
+def find_clusters(tables: Sequence[list[int]]) -> list[Cluster]:
+    """The clusters, each member in one at most, that save the most blocks; `tables` are the ids of each member's full blocks.
+
+    Where some members of a cluster share more with each other, either all stay together on what all share, or they part and
+    each smaller cluster reads its own longer prefix.
+    """
+    return _part(tables, range(len(tables)), 0)
+
+
+def _part(tables: Sequence[list[int]], members: Sequence[int], depth: int) -> list[Cluster]:
+    by_block: dict[int, list[int]] = {}
+    for i in members:
+        if len(tables[i]) > depth:
+            by_block.setdefault(tables[i][depth], []).append(i)
+    return [c for together in by_block.values() if len(together) > 1 for c in _best(tables, together)]
+
+
+def _best(tables: Sequence[list[int]], members: list[int]) -> list[Cluster]:
+    # Whatever the smallest and the largest begin with, all that lie between them begin with.
+    low, high = min(tables[i] for i in members), max(tables[i] for i in members)
+    whole = Cluster(tuple(members), sum(1 for _ in takewhile(lambda pair: pair[0] == pair[1], zip(low, high, strict=False))))
+    parts = _part(tables, members, whole.blocks)
+    return parts if sum(p.saved for p in parts) > whole.saved else [whole]
+
+
+# Fitted on two cores of an AMD EPYC (benchmarks/LOG.md, "Three decode paths").
+SAVED_TOKENS = {"float32": 768, "float16": 256, "bfloat16": 256}
+PADDED_TOKENS = {"float32": 16, "float16": 0, "bfloat16": 16}
+
+
+def choose_path(device: str, dtype: str, longest: int, saved: int) -> str:
+    """The path of a decode step of several members, by the same answer every time.
+
+    device: cpu, metal or cuda. longest: tokens of the longest member. saved: tokens that the shared path does not read again.
+    Metal and CUDA were not measured: there the ragged path, whose kernels are those of a single sequence, is the safe one.
+    """
+    if device != "cpu":
+        return "ragged"
+    if saved >= SAVED_TOKENS[dtype]:
+        return "shared"
+    return "padded" if longest <= PADDED_TOKENS[dtype] else "ragged"
+
+
+def divide(shares: Sequence[Share], streams: int) -> list[list[Share]]:
+    """The shares for each of `streams` streams that run at the same time, nearly equal in cost.
+
+    What is larger than one stream's part is divided by its heads first.
+    """
+    fair = sum(s.cost for s in shares) / streams
+    pieces = [p for s in shares for p in (_by_heads(s, streams) if s.cost > 1.2 * fair else [s])]
+    loads: list[list[Share]] = [[] for _ in range(streams)]
+    costs = [0.0] * streams
+    for piece in sorted(pieces, key=lambda p: -p.cost):
+        least = costs.index(min(costs))
+        loads[least].append(piece)
+        costs[least] += piece.cost
+    return [sorted(load, key=lambda p: (p.members, p.heads)) for load in loads]
+
+
+def _by_heads(share: Share, parts: int) -> list[Share]:
+    first, last = share.heads
+    heads = last - first
+    parts = min(parts, heads)
+    cuts = [first + heads * i // parts for i in range(parts + 1)]
+    return [replace(share, heads=(a, b), cost=share.cost * (b - a) / heads) for a, b in pairwise(cuts)]

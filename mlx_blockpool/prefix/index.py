@@ -1,0 +1,407 @@
+"""KVIndex: which cached prefix reads which block. Keeps trie and pool in step.
+
+A block of a full layer group belongs to one node; a block of a window group to every checkpoint whose ring it is part of.
+Knows tokens and block ids; no arrays. Owned by the generation thread.
+"""
+
+from __future__ import annotations
+
+from collections import Counter, OrderedDict
+from collections.abc import Collection, Hashable, Iterable
+from dataclasses import dataclass
+
+from ..kv.pool import BlockPool
+from ..spec import BLOCK_TOKENS
+from ..store.record import BLOCK, STATE, WINDOW, Key
+from .accounting import Accounting
+from .residency import Checkpoint, Owned, Residency
+from .trie import Node, PrefixRef, Trie, name_of
+
+MAX_REMEMBERED_EVICTIONS = 100_000
+
+
+@dataclass(eq=False)
+class Pin:
+    """A prefix that is to stay: the blocks of its edges and, of their checkpoints, the one at `position`, which `node` has.
+
+    `until`: a time of the clock it is measured by, `seconds` after the last use. None: it stays until it is unpinned.
+    """
+
+    ref: PrefixRef
+    node: Node | None = None
+    position: int = 0
+    seconds: float = 0.0
+    until: float | None = None
+
+    @property
+    def name(self) -> bytes:
+        """The hash of its tokens."""
+        return self.ref.hashes[-1]
+
+    @property
+    def nodes(self) -> set[Node]:
+        """The edges that it keeps, as they are in the trie now."""
+        own = set() if self.node is None else {self.node.latest}
+        return own.union(node.latest for node in self.ref.path)
+
+    def is_in(self, nodes: set[Node], end: int) -> bool:
+        """Whether it is a beginning of `end` tokens that lie in these nodes. Its last edge may be part of a longer one now."""
+        return self.ref.tokens <= end and self.ref.path[-1].latest in nodes
+
+
+class KVIndex:
+    """The trie of one model and the blocks behind it.
+
+    state_bytes:  bytes of the states of all checkpoints.
+    num_merged:   how often a longer edge has taken the place of shorter ones.
+    unreachable:  records that nothing leads to any more; the tier removes their files.
+    """
+
+    def __init__(self, pool: BlockPool, full_groups: list[int], namespace: str) -> None:
+        self.pool = pool
+        self.full_groups = full_groups
+        self.trie = Trie(namespace)
+        self.accounting = Accounting()
+        self.state_bytes = self.num_merged = 0
+        self.unreachable: list[Key] = []
+        self._readers: dict[Owned, set[Node]] = {}
+        self._pins: dict[Node, set[Pin]] = {}
+        # Of a node that is not on disk, the shorter edges whose records serve until it is.
+        self._superseded: dict[Node, list[Node]] = {}
+        # Checkpoints with states, the one used longest ago first.
+        self._states: OrderedDict[Checkpoint, Node] = OrderedDict()
+        self._evicted: OrderedDict[bytes, None] = OrderedDict()
+        self._sizes = [pool.spec.bytes_per_block(group) for group in pool.spec.groups]
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of all cached blocks, each counted once, and of states."""
+        return sum(self._sizes[group] for group, _ in self._readers) + self.state_bytes
+
+    # -- adding --------------------------------------------------------------------------------------------------------
+
+    def add(self, parent: Node, edge: bytes, blocks: tuple[int, ...], kind: str, owner: str | None = None) -> Node:
+        """A new child edge in held blocks, one for each full group. Shorter edges that it contains are merged into it.
+
+        A block that one of these has begun keeps its owner.
+        """
+        new, shorter = self.trie.add(parent, edge)
+        new.residency = Residency(blocks, kind=kind)
+        self.num_merged += bool(shorter)
+        self._cache_blocks(new, owner)
+        for old in shorter:
+            for owned in old.residency.ring_blocks:
+                self._readers[owned] = self._readers[owned] - {old} | {new}
+            new.residency.take_over(old.residency)
+            if pins := self._pins.pop(old, None):
+                self._pins.setdefault(new, set()).update(pins)
+            if superseded := [*self._superseded.pop(old, ()), *([old] if old.residency.on_disk else [])]:
+                self._superseded.setdefault(new, []).extend(superseded)
+            self._uncache(old, self._blocks(old), ())
+        self._pin_blocks(new)
+        return new
+
+    def add_stored(self, parent: Node, edge: bytes, kind: str) -> Node:
+        """A new child edge whose blocks are on disk only."""
+        new, shorter = self.trie.add(parent, edge)
+        new.residency = Residency(in_memory=not self.full_groups, on_disk=True, kind=kind)
+        for old in shorter:
+            new.residency.take_over(old.residency)
+            self.unreachable.append(Key(BLOCK, old.hash))
+        return new
+
+    def written(self, node: Node) -> None:
+        """A node is on disk: the shorter edges that it supersedes need not be any more."""
+        node.residency.on_disk = True
+        self.unreachable += [Key(BLOCK, old.hash) for old in self._superseded.pop(node, ())]
+
+    def revive(self, node: Node, blocks: tuple[int, ...], owner: str | None = None) -> None:
+        """A node whose blocks were on disk only has these held blocks now; computed by `owner`, or read from disk (None)."""
+        node.residency.blocks, node.residency.in_memory = blocks, True
+        self._cache_blocks(node, node.residency.owner if owner is None else owner)
+        self._pin_blocks(node)
+
+    def add_checkpoint(self, node: Node, checkpoint: Checkpoint) -> None:
+        """A checkpoint whose rings are in held blocks."""
+        node.residency.checkpoints[checkpoint.position] = checkpoint
+        if checkpoint.states:
+            self._states[checkpoint] = node
+            self.state_bytes += checkpoint.nbytes
+        self.accounting.charge(checkpoint, checkpoint.nbytes, checkpoint.owner)
+        for owned in checkpoint.ring_blocks:
+            self._cache(node, owned, BLOCK_TOKENS, checkpoint.owner)
+        self._pin_blocks(node)
+
+    def use(self, checkpoint: Checkpoint) -> None:
+        """A checkpoint was resumed: it is now the last to be evicted."""
+        self.accounting.use(checkpoint)
+        if checkpoint in self._states:
+            self._states.move_to_end(checkpoint)
+
+    # -- pins ----------------------------------------------------------------------------------------------------------
+
+    def pin(self, pin: Pin) -> None:
+        """Keep the blocks of a pin, and its checkpoint, until unpin(), whatever becomes of its edges."""
+        for node in pin.nodes:
+            self._pins.setdefault(node, set()).add(pin)
+            self._pin_blocks(node)
+
+    def unpin(self, pin: Pin) -> None:
+        for node in pin.nodes:
+            pins = self._pins.get(node, set())
+            pins.discard(pin)
+            if not pins:
+                self._pins.pop(node, None)
+            self._pin_blocks(node)
+
+    def pins(self, node: Node) -> Collection[Pin]:
+        """The pins that keep the blocks of a node."""
+        return self._pins.get(node, ())
+
+    def is_pinned(self, node: Node, checkpoint: Checkpoint) -> bool:
+        """Whether a checkpoint of a node must stay."""
+        return any(pin.position == checkpoint.position for pin in self.pins(node))
+
+    def pinned_bytes(self, pins: Iterable[Pin]) -> tuple[int, int]:
+        """Bytes of the blocks, and of the states, that these pins keep, each counted once."""
+        blocks: set[Owned] = set()
+        states: set[Checkpoint] = set()
+        places = {(node, pin.position) for pin in pins for node in pin.nodes}
+        for node in {node for node, _ in places}:
+            blocks.update(self._blocks(node))
+        for node, position in places:
+            if (checkpoint := node.residency.checkpoints.get(position)) is not None:
+                blocks.update(checkpoint.ring_blocks)
+                states.add(checkpoint)
+        return sum(self._sizes[group] for group, _ in blocks), sum(checkpoint.nbytes for checkpoint in states)
+
+    # -- removing ------------------------------------------------------------------------------------------------------
+
+    def uncache_blocks(self, victims: list[Owned]) -> None:
+        """Take blocks that the pool has evicted out of the trie, and what cannot be reached without them."""
+        gone = set(victims)
+        for victim in victims:
+            for node in list(self._readers.get(victim, ())):
+                if victim[0] in self.full_groups:
+                    self.evict(node, gone)
+                    continue
+                for checkpoint in list(node.residency.checkpoints.values()):
+                    if victim in checkpoint.ring_blocks:
+                        self._remove_checkpoint(node, checkpoint, gone)
+                self.prune(node)
+
+    def evict(self, node: Node, gone: Collection[Owned] = ()) -> None:
+        """Take a node out of memory, and remove it where it is not on disk; `gone` blocks are free already."""
+        if not node.residency.on_disk:
+            self.remove(node, gone)
+            return
+        blocks = self._blocks(node)
+        node.residency.blocks, node.residency.in_memory = (), False
+        self._uncache(node, blocks, gone)
+
+    def evict_state(self) -> bool:
+        """Evict the checkpoint with states that was used longest ago. Returns whether there was one that is not pinned."""
+        for checkpoint, node in self._states.items():
+            if not self.is_pinned(node.latest, checkpoint):
+                self.remove_checkpoint(node.latest, checkpoint)
+                return True
+        return False
+
+    def remove_checkpoint(self, node: Node, checkpoint: Checkpoint) -> None:
+        self._remove_checkpoint(node, checkpoint, ())
+        self.prune(node)
+
+    def remove(self, node: Node, gone: Collection[Owned] = ()) -> None:
+        """Remove a node and all below it; `gone` blocks are free already. The longest edge that it superseded comes back."""
+        superseded, was = self._superseded.pop(node, []), node.residency
+        for removed in self.trie.remove(node):
+            self._evicted[removed.hash] = None
+            stored = [*self._superseded.pop(removed, ()), *([removed] if removed.residency.on_disk else [])]
+            self.unreachable += [Key(BLOCK, edge.hash) for edge in stored]
+            self.unreachable += [] if removed is node else _checkpoint_records(removed, removed.residency, 0)
+            for checkpoint in list(removed.residency.checkpoints.values()):
+                self._remove_checkpoint(removed, checkpoint, gone)
+            self._uncache(removed, self._blocks(removed), gone)
+            self._pins.pop(removed, None)
+            # References to the node remain, and its blocks are about to be reused.
+            removed.residency, removed.children = Residency(in_memory=False), []
+        self._bring_back(node, was, superseded)
+        while len(self._evicted) > MAX_REMEMBERED_EVICTIONS:
+            self._evicted.popitem(last=False)
+
+    def remove_for_good(self, node: Node) -> None:
+        """remove(), and what the node superseded too."""
+        self.unreachable += [Key(BLOCK, old.hash) for old in self._superseded.pop(node, ())]
+        parent = node.parent
+        self.remove(node)
+        if parent is not None:
+            self.prune(parent)
+
+    def prune(self, node: Node) -> None:
+        """Remove a node that holds nothing, as in a model without full layers, and the empty ones above it."""
+        while node.parent is not None:
+            residency = node.residency
+            if residency.blocks or node.children or residency.checkpoints or residency.on_disk:
+                return
+            self.trie.remove(node)
+            self._pins.pop(node, None)
+            self._bring_back(node, residency, self._superseded.pop(node, []))
+            node = node.parent
+
+    def clear(self) -> None:
+        """Remove everything."""
+        for root in self.trie.roots():
+            while root.children:
+                self.remove(root.children[0])
+
+    def _bring_back(self, node: Node, was: Residency, superseded: list[Node]) -> None:
+        """Of the edges that a removed node superseded, put the longest back, or merge it into another node that contains it."""
+        superseded = [edge for edge in superseded if edge.residency.on_disk]
+        longest = max(superseded, key=lambda edge: edge.end, default=None)
+        last = 0 if longest is None else longest.end
+        self.unreachable += _checkpoint_records(node, was, last)
+        self.unreachable += [Key(BLOCK, edge.hash) for edge in superseded if edge is not longest]
+        if longest is None or longest.parent is None:
+            return
+        residency = longest.residency
+        residency.blocks, residency.in_memory = (), not self.full_groups
+        residency.window_records = {end: cut for end, cut in was.window_records.items() if end <= last}
+        residency.state_records = {end for end in was.state_records if end <= last}
+        other = self.trie.child(longest.parent, longest.tokens)
+        if other is None:
+            self.trie.put_back(longest)
+            return
+        longest.merged_into = other
+        other.residency.window_records = residency.window_records | other.residency.window_records
+        other.residency.state_records |= residency.state_records
+        self._superseded.setdefault(other, []).append(longest)
+        if other.residency.on_disk:
+            self.written(other)
+
+    # -- questions -----------------------------------------------------------------------------------------------------
+
+    def was_evicted(self, parent: Node, edge: bytes) -> bool:
+        """Whether this edge was cached before and was removed."""
+        return name_of(parent.hash, edge) in self._evicted
+
+    def ends(self) -> list[Node]:
+        """The nodes that have something in memory, and nothing in memory below them."""
+        held = [node for node in self.trie if node.residency.blocks or node.residency.checkpoints]
+        above: set[Node] = set()
+        for node in held:
+            parent = node.parent
+            while parent is not None and parent not in above:
+                above.add(parent)
+                parent = parent.parent
+        return [node for node in held if node not in above]
+
+    def bytes_by_type(self) -> Counter[str]:
+        """Bytes of blocks and of states by what ends where they were kept, each counted once."""
+        found: Counter[str] = Counter()
+        for (group, _), nodes in self._readers.items():
+            found[min(nodes, key=lambda node: node.hash).residency.kind] += self._sizes[group]
+        for checkpoint in self._states:
+            found[checkpoint.kind] += checkpoint.nbytes
+        return found
+
+    def blocks_of(self, node: Node) -> list[Owned]:
+        return [*self._blocks(node), *node.residency.ring_blocks]
+
+    def node_of(self, owned: Owned) -> Node | None:
+        """The node that a block of a full group belongs to."""
+        return next(iter(self._readers.get(owned, ())), None)
+
+    def with_superseded(self, node: Node) -> list[Node]:
+        """A node, and the shorter edges whose records serve until it is on disk."""
+        return [node, *self._superseded.get(node, ())]
+
+    def check(self) -> None:
+        """The invariants of trie, pool and the index between them. Raises AssertionError."""
+        self.trie.check()
+        self.pool.check()
+        readers: dict[Owned, set[Node]] = {}
+        for node in self.trie:
+            outside = [p for p in node.residency.checkpoints if not node.start < p <= node.end]
+            assert not outside, f"checkpoints {outside} outside of ({node.start}, {node.end}]"
+            for owned in self.blocks_of(node):
+                readers.setdefault(owned, set()).add(node)
+        assert readers == self._readers, f"{len(readers)} blocks in the trie != {len(self._readers)} in the index"
+        states = {c for node in self.trie for c in node.residency.checkpoints.values() if c.states}
+        assert states == set(self._states), f"{len(states)} checkpoints with states != {len(self._states)} in the index"
+        assert self.state_bytes == sum(c.nbytes for c in states), f"{self.state_bytes} bytes of states"
+        sizes: dict[Hashable, int] = {owned: self._sizes[owned[0]] for owned in readers}
+        self.accounting.check(sizes | {c: c.nbytes for node in self.trie for c in node.residency.checkpoints.values()})
+        for owned in readers:
+            kept = self._is_kept(owned)
+            assert kept == bool(self.pool.pins(*owned)), f"block {owned} is pinned: {self.pool.pins(*owned)}; needed: {kept}"
+
+    # -- blocks --------------------------------------------------------------------------------------------------------
+
+    def _blocks(self, node: Node) -> list[Owned]:
+        return list(zip(self.full_groups, node.residency.blocks, strict=True)) if node.residency.in_memory else []
+
+    def _is_kept(self, owned: Owned) -> bool:
+        """Whether a pin keeps a block: of a full group with its node, of a window with a checkpoint."""
+        pinned = [node for node in self._readers.get(owned, ()) if node in self._pins]
+        if not pinned or owned[0] in self.full_groups:
+            return bool(pinned)
+        checkpoints = ((node, c) for node in pinned for c in node.residency.checkpoints.values())
+        return any(owned in c.ring_blocks and self.is_pinned(node, c) for node, c in checkpoints)
+
+    def _pin_blocks(self, node: Node) -> None:
+        for owned in self.blocks_of(node):
+            self._pin_block(owned)
+
+    def _pin_block(self, owned: Owned) -> None:
+        kept = self._is_kept(owned)
+        if kept and not self.pool.pins(*owned):
+            self.pool.pin(*owned)
+        elif not kept and self.pool.pins(*owned):
+            self.pool.unpin(*owned)
+
+    def _cache_blocks(self, node: Node, owner: str | None) -> None:
+        for owned in self._blocks(node):
+            self._cache(node, owned, node.end - node.start, owner)
+            node.residency.owner = self.accounting.owner_of(owned)
+
+    def _cache(self, node: Node, owned: Owned, tokens: int, owner: str | None) -> None:
+        self.pool.cache(*owned, tokens)
+        self.accounting.charge(owned, self._sizes[owned[0]], owner)
+        self._readers.setdefault(owned, set()).add(node)
+
+    def _uncache(self, node: Node, blocks: list[Owned], gone: Collection[Owned]) -> None:
+        still = self.blocks_of(node) if node.residency.checkpoints else ()
+        for owned in blocks:
+            if owned not in gone:
+                self.pool.uncache(*owned)
+            if owned in self._readers and owned not in still:
+                self._readers[owned].discard(node)
+                if not self._readers[owned]:
+                    del self._readers[owned]
+                    self.accounting.release(owned)
+                else:
+                    self._pin_block(owned)
+
+    def _remove_checkpoint(self, node: Node, checkpoint: Checkpoint, gone: Collection[Owned]) -> None:
+        del node.residency.checkpoints[checkpoint.position]
+        self.accounting.release(checkpoint)
+        if self._states.pop(checkpoint, None) is not None:
+            self.state_bytes -= checkpoint.nbytes
+        self._uncache(node, checkpoint.ring_blocks, gone)
+
+
+def is_superseded(node: Node, checkpoint: Checkpoint) -> bool:
+    """Whether the conversation has gone on to a later checkpoint of the same kind, and no other has begun here."""
+    if checkpoint.kind == "system":
+        return False
+    while not any(c.kind == checkpoint.kind and c.position > checkpoint.position for c in node.residency.checkpoints.values()):
+        if len(node.children) != 1:
+            return False
+        node = node.children[0]
+    return True
+
+
+def _checkpoint_records(node: Node, residency: Residency, last: int) -> list[Key]:
+    """The records of checkpoints that end in a node, behind `last`."""
+    windows = [Key(WINDOW, node.hash_at(end)) for end in residency.window_records if end > last]
+    return windows + [Key(STATE, node.hash_at(end)) for end in residency.state_records if end > last]
