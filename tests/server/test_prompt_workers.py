@@ -167,7 +167,7 @@ def test_a_worker_that_has_not_said_hello_yet_takes_no_job_once_it_was_ended(fol
         assert worker._pid is None
         lane.close()
         with pytest.raises(WorkerEndedError):
-            worker.ask(b"never read", 600, 1 << 30)
+            worker.run(b"never read", 600, 1 << 30)
     with pytest.raises(RuntimeError, match="shutting down"):
         lane.run(b"")
     workers.close()

@@ -44,7 +44,7 @@ WORN = 0.25
 
 
 class OutOfTimeError(BaseException):
-    """Raised where a job has used up its time; nobody's `except Exception` holds it."""
+    """Raised where a job has used up its time. No `except Exception` of a template's code holds it."""
 
 
 class Tokenizers:

@@ -1,6 +1,6 @@
-"""PromptWorkers: has prompts rendered by worker processes, small ones beside large ones. Any thread may ask.
+"""PromptWorkers: worker processes render prompts, small ones beside large ones. Any thread may call it.
 
-A worker that takes too long, too much memory, or ends is replaced; what others have asked goes on. Workers hold tokenizers and no
+A worker that takes too long or too much memory, or ends, is replaced; the jobs of others go on. Workers hold tokenizers and no
 other state.
 """
 
@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import contextlib
 import functools
-import heapq
 import itertools
 import logging
 import os
@@ -62,14 +61,14 @@ class ForkServer:
                     socket.send_fds(self._control, [b"w"], [theirs.fileno()])
                     break
                 except OSError:
-                    # Somebody has ended it.
+                    # It was ended from outside.
                     self._control.close()
                     self._control = None
         return Connection(ours.detach())
 
 
 def _start(mode: str) -> socket.socket:
-    """A process of the worker's module; what it ends with is this socket, however this process ends."""
+    """A process of the worker's module. It ends when this socket closes, which it does however this process ends."""
     ours, theirs = socket.socketpair()
     with theirs:
         # The same modules as here, wherever they were found, and nothing of the working directory.
@@ -77,7 +76,7 @@ def _start(mode: str) -> socket.socket:
             f"import sys; sys.path[:] = {sys.path!r}; "
             f"from mlx_blockpool.server.prompts.worker import main; main({theirs.fileno()}, {mode!r})"
         )
-        # What a library has to say when it starts, the server has said.
+        # The server has logged what libraries log when they start.
         environment = {**os.environ, "TRANSFORMERS_VERBOSITY": "error", "TOKENIZERS_PARALLELISM": "false"}
         command = [sys.executable, "-c", code]
         process = subprocess.Popen(command, stdin=subprocess.DEVNULL, pass_fds=[theirs.fileno()], env=environment)
@@ -87,19 +86,19 @@ def _start(mode: str) -> socket.socket:
 
 @functools.cache
 def fork_server() -> ForkServer:
-    """The one of this process, which all its servers share."""
+    """This process's own, which all its servers share."""
     return ForkServer()
 
 
 class PromptWorker:
-    """One worker process, as its server sees it. Used by one thread at a time."""
+    """The server's end of one worker process. Used by one thread at a time."""
 
     def __init__(self) -> None:
         self._connection = fork_server().connect() if FORKS else Connection(_start("serve").detach())
         self._pid: int | None = None
 
-    def ask(self, data: bytes, seconds: float, memory_bytes: int) -> bytes:
-        """The answer to a packed job; OUT_OF_TIME if it took too long.
+    def run(self, data: bytes, seconds: float, memory_bytes: int) -> bytes:
+        """The result of a packed job; OUT_OF_TIME if it took too long.
 
         Raises WorkerEndedError, and PromptError for too much memory.
         """
@@ -127,12 +126,12 @@ class PromptWorker:
         return self._connection.closed
 
     def end(self) -> None:
-        """End the process, whatever it is at; it may have ended. Any thread may do this, at any time."""
+        """End the process, which may have ended before. Any thread may do this, at any time."""
         if self.closed:
             return
         has_ended = self._has_ended()
         with contextlib.suppress(OSError), socket.socket(fileno=os.dup(self._connection.fileno())) as pipe:
-            # No job reaches it any more, and no answer comes back.
+            # No job reaches it any more, and no result comes back.
             pipe.shutdown(socket.SHUT_RDWR)
         if self._pid is not None and not has_ended:
             with contextlib.suppress(OSError):
@@ -144,7 +143,7 @@ class PromptWorker:
         self._connection.close()
 
     def _has_ended(self) -> bool:
-        """Whether its end of the pipe is closed; its number may be another process's by then."""
+        """Whether its end of the pipe is closed; its id may be another process's by then."""
         with socket.socket(fileno=os.dup(self._connection.fileno())) as pipe:
             try:
                 return pipe.recv(1, socket.MSG_PEEK | socket.MSG_DONTWAIT) == b""
@@ -161,8 +160,8 @@ def resident_bytes(pid: int) -> int:
     except (OSError, ValueError, IndexError):
         if sys.platform != "darwin":
             return 0
-    said = subprocess.run(["ps", "-o", "rss=", "-p", str(pid)], capture_output=True, text=True, check=False).stdout.strip()
-    return int(said) * 1024 if said.isdecimal() else 0
+    found = subprocess.run(["ps", "-o", "rss=", "-p", str(pid)], capture_output=True, text=True, check=False).stdout.strip()
+    return int(found) * 1024 if found.isdecimal() else 0
 
 
 class Lane:
@@ -180,12 +179,13 @@ class Lane:
         self._closed = False
 
     def run(self, data: bytes) -> bytes | None:
-        """A worker's answer; None if the job took too long. Raises PromptError, and UnavailableError when the server stops."""
+        """A worker's result; None if the job took too long. Raises PromptError, and UnavailableError when the server stops."""
+        patience = PATIENCE * self.seconds + self._config.load_seconds
         for _ in range(2):
             with self._turn(len(data)) as worker:
                 try:
-                    answer = worker.ask(data, self._patience, self._config.memory_bytes)
-                    return None if answer == OUT_OF_TIME else answer
+                    result = worker.run(data, patience, self._config.memory_bytes)
+                    return None if result == OUT_OF_TIME else result
                 except WorkerEndedError:
                     # It was worn out, or this job has ended it: the second time it was the job.
                     log.info("a prompt worker has ended; a new one takes its job")
@@ -194,20 +194,15 @@ class Lane:
             f"The process that rendered the prompt ended twice: it needs more than {limit}, or breaks the tokenizer."
         )
 
-    @property
-    def _patience(self) -> float:
-        return PATIENCE * self.seconds + self._config.load_seconds
-
     @contextlib.contextmanager
     def _turn(self, size: int) -> Iterator[PromptWorker]:
         """A worker, when it is this job's turn."""
         place = time.monotonic() + size / 1e6 * SECONDS_PER_MB, next(self._numbers)
         with self._changed:
-            heapq.heappush(self._waiting, place)
-            while not self._closed and (self._waiting[0] != place or not self._free):
+            self._waiting.append(place)
+            while not self._closed and (min(self._waiting) != place or not self._free):
                 self._changed.wait()
             self._waiting.remove(place)
-            heapq.heapify(self._waiting)
             if self._closed:
                 raise UnavailableError("The server is shutting down.")
             self._free -= 1
@@ -218,7 +213,7 @@ class Lane:
             with self._changed:
                 self._busy.add(worker)
                 if self._closed:
-                    raise RuntimeError("The server is shutting down.")
+                    raise UnavailableError("The server is shutting down.")
             yield worker
         finally:
             self._give_back(worker)
@@ -240,7 +235,7 @@ class Lane:
             self._idle.append(PromptWorker())
 
     def close(self) -> None:
-        """End all workers; whoever waits is told."""
+        """End all workers. The jobs that wait raise UnavailableError."""
         with self._changed:
             self._closed = True
             for worker in self._busy:
@@ -263,14 +258,13 @@ class PromptWorkers:
     def prepare(self, job: PromptJob) -> PreparedPrompt:
         """Raises PromptError for what cannot be rendered, RequestTooLargeError, and UnavailableError when the server stops."""
         self.counts["prompts"] += 1
-        answer = None
         for lane in (self._small, self._large):
             data = self._packed(job, lane.seconds)
             if lane is self._small and len(data) > self.config.small_bytes:
                 continue
-            answer = lane.run(data)
-            if answer is not None:
-                return unpack(answer)
+            result = lane.run(data)
+            if result is not None:
+                return unpack(result)
             self.counts["slow"] += 1
         raise PromptError(f"The prompt takes more than {self.config.seconds:g} seconds to be rendered and tokenized. Shorten it.")
 
@@ -279,10 +273,10 @@ class PromptWorkers:
         if len(data) <= UNCHECKED_BYTES:
             return
         self.counts["bodies"] += 1
-        answer = self._large.run(self._packed(BodyJob(data), self._large.seconds))
-        if answer is None:
+        result = self._large.run(self._packed(BodyJob(data), self._large.seconds))
+        if result is None:
             raise PromptError(f"The body takes more than {self.config.seconds:g} seconds to be read. Shorten it.")
-        unpack(answer)
+        unpack(result)
 
     def close(self) -> None:
         """End all workers."""
