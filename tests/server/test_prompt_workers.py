@@ -21,7 +21,7 @@ from mlx_blockpool.server.bodies import InvalidRequestError
 from mlx_blockpool.server.prompts.job import PreparedPrompt, PromptJob, TokenizerSource, pack_error, unpack
 from mlx_blockpool.server.prompts.preparation import AgentOrder
 from mlx_blockpool.server.prompts.renderer import PromptRenderer, longest_token
-from mlx_blockpool.server.prompts.template_options import SWITCHES, check_template_options
+from mlx_blockpool.server.prompts.template_options import Switches, check_template_options
 from mlx_blockpool.server.prompts.workers import Lane, PromptWorkers, WorkerEndedError
 from server.serving import at_once, blockpool_server
 
@@ -226,6 +226,7 @@ os.kill(os.getpid(), signal.SIGKILL)
         ({"thinking_budget": True}, "chat_template_kwargs.thinking_budget"),
         ({"thinking_budget": 10**400}, "chat_template_kwargs.thinking_budget"),
         ({"reasoning_effort": "x" * 5000}, "chat_template_kwargs.reasoning_effort"),
+        ({"thinking": 1}, "chat_template_kwargs.thinking"),
     ],
 )
 def test_what_requests_may_not_give_to_templates(options: dict[str, Any], place: str) -> None:
@@ -237,9 +238,10 @@ def test_what_requests_may_not_give_to_templates(options: dict[str, Any], place:
 
 
 def test_known_switches_are_given_to_templates() -> None:
-    values: dict[type, Any] = {bool: True, str: "high", int: 5, list: [{}], dict: {}}
-    check_template_options({name: values[kinds[0]] for name, kinds in SWITCHES.items()}, ())
-    check_template_options(dict.fromkeys(SWITCHES), ())
+    values = {"enable_thinking": True, "thinking": "on", "reasoning_effort": "high", "thinking_budget": 5, "documents": [{}]}
+    check_template_options({**values, "controls": {"a": 1}}, ())
+    check_template_options({"thinking": False}, ())
+    check_template_options(dict.fromkeys(Switches.model_fields), ())
     check_template_options(None, ())
 
 
