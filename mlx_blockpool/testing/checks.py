@@ -6,6 +6,7 @@ Each takes a Subject and returns what it looked at, in words. Raises Conformance
 from __future__ import annotations
 
 import copy
+from collections import Counter
 from typing import Any
 
 from ..errors import BlockpoolError, SpecError
@@ -68,26 +69,21 @@ def check_spec_of_model(subject: Subject) -> str:
     except BlockpoolError as error:
         needed = "a spec that says what make_cache and a forward pass show"
         raise ConformanceError(str(error).rstrip("."), needed, "Compare with mlx_blockpool_plugins.default.trace.") from error
-    kinds: dict[str, int] = {}
-    for layer in checked.layers:
-        kinds[layer.kind] = kinds.get(layer.kind, 0) + 1
-    return ", ".join(f"{n} {kind}" for kind, n in kinds.items())
+    return ", ".join(f"{n} {kind}" for kind, n in Counter(layer.kind for layer in checked.layers).items())
 
 
 def check_config(subject: Subject) -> str:
     """config.json alone gives the same spec, or an error that says the weights are needed."""
+    needed = subject.spec
     try:
         found = subject.describe(None, copy.deepcopy(subject.config))
     except SpecError as error:
-        found, reason = None, f": {error}"
+        return f"the model cannot be described without weights: {error}"
     except BlockpoolError as error:
         hint = "Return None, or raise SpecError, where config.json says too little."
         raise ConformanceError(f"with model=None: {error}", "the same spec", hint) from error
-    else:
-        reason = ""
     if found is None:
-        return f"the model cannot be described without weights{reason}"
-    needed = subject.spec
+        return "the model cannot be described without weights"
     if len(found.layers) != len(needed.layers):
         raise ConformanceError(
             f"{len(found.layers)} layers without the model and {len(needed.layers)} with it", "as many", "Read the right key."

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import logging
 import shutil
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 from tempfile import TemporaryDirectory
@@ -137,17 +137,19 @@ def check_damage(subject: Subject) -> str:
     with _written(subject, chat) as (folder, before), _quiet():
         _close(before)
         truth = Life(subject, folder)
-        kinds = {kind: records for kind in FOLDERS if (records := _records(folder, kind))}
+        found = {kind: sorted(folder.glob(f"models/*/{name}/*/*{SUFFIX}")) for kind, name in FOLDERS.items()}
+        kinds = {kind: records for kind, records in found.items() if records}
         missing = _needed_kinds(subject) - set(kinds)
         if missing:
             raise ConformanceError(f"no {' and no '.join(sorted(missing))} records on disk", "some of each kind", HINT)
         trials = 0
         for records in kinds.values():
             for record in records[:RECORDS]:
-                for place in (lambda n: 16, lambda n: n // 2, lambda n: n - 1):
-                    _survives(subject, chat, folder, [record], place, truth)
+                size = record.stat().st_size
+                for place in (16, size // 2, size - 1):
+                    _survives(chat, folder, [record], place, truth)
                     trials += 1
-            hit = _survives(subject, chat, folder, records, lambda n: n - 1, truth)
+            hit = _survives(chat, folder, records, -1, truth)
             if hit >= len(chat.tokens):
                 needed = "less: none of them proves itself"
                 raise ConformanceError(f"{hit} tokens over records that each have a bit flipped", needed, HINT)
@@ -193,18 +195,16 @@ def _quiet() -> Iterator[None]:
         log.setLevel(level)
 
 
-def _survives(
-    subject: Subject, chat: Conversation, folder: Path, records: Sequence[Path], place: Callable[[int], int], truth: Life
-) -> int:
+def _survives(chat: Conversation, folder: Path, records: Sequence[Path], place: int, truth: Life) -> int:
     """Flip one bit in each of `records` in a copy of the folder, and serve prompts from it. Returns the hit of the longer one."""
     copy = folder.with_name("flipped")
     shutil.copytree(folder, copy)
     for record in records:
         path = copy / record.relative_to(folder)
         data = bytearray(path.read_bytes())
-        data[place(len(data))] ^= 1 << 4
+        data[place] ^= 1 << 4
         path.write_bytes(data)
-    life = Life(subject, copy)
+    life = Life(chat.subject, copy)
     hits = []
     for prompt in (chat.longer, chat.forked):
         hit, held = life.find(prompt)
@@ -220,10 +220,6 @@ def _survives(
 def _close(life: Life) -> None:
     assert life.prefix.stored is not None
     life.prefix.stored.store.close()
-
-
-def _records(folder: Path, kind: str) -> list[Path]:
-    return sorted(folder.glob(f"models/*/{FOLDERS[kind]}/*/*{SUFFIX}"))
 
 
 def _needed_kinds(subject: Subject) -> set[str]:

@@ -14,6 +14,7 @@ import mlx.core as mx
 import mlx.nn as nn
 import pluggy
 from mlx.utils import tree_flatten, tree_map
+from mlx_lm.models.cache import make_prompt_cache
 
 from ..errors import BlockpoolError
 from ..kv.factory import config_of
@@ -57,12 +58,10 @@ class Subject:
 
     def describe(self, model: Any, config: dict[str, Any]) -> ModelCacheSpec | None:
         """The provider's spec; None: it does not describe this model. Raises PluginError for an invalid answer, and SpecError."""
-        if self.provider is not None:
-            hook = self.manager.hook.model_cache_spec
-            if not hook.get_hookimpls():
-                raise ConformanceError(
-                    f"no hook in {self.provider!r}", "a function model_cache_spec", "Mark it with mlx_blockpool.hookimpl."
-                )
+        if self.provider is not None and not self.manager.hook.model_cache_spec.get_hookimpls():
+            raise ConformanceError(
+                f"no hook in {self.provider!r}", "a function model_cache_spec", "Mark it with mlx_blockpool.hookimpl."
+            )
         return ask(self.manager, model, config, self.model_id)
 
     @cached_property
@@ -89,8 +88,7 @@ class Subject:
     @cached_property
     def vocabulary(self) -> int:
         """The size of the model's vocabulary."""
-        caches = self.stock()
-        return int(self.model(mx.zeros((1, 1), mx.int32), cache=caches).shape[-1])
+        return int(self.model(mx.zeros((1, 1), mx.int32), cache=self.stock()).shape[-1])
 
     @cached_property
     def sizes(self) -> list[int]:
@@ -109,10 +107,7 @@ class Subject:
 
     def stock(self) -> list[Any]:
         """mlx-lm's own caches of one sequence."""
-        from mlx_lm.models.cache import make_prompt_cache
-
-        found: list[Any] = make_prompt_cache(self.model)
-        return found
+        return make_prompt_cache(self.model)  # type: ignore[no-any-return]
 
     @property
     def pool_bytes(self) -> int:
@@ -149,18 +144,12 @@ def tiny_model(config: dict[str, Any]) -> Any:
         model_class, args_class = get_classes(config)
         model = model_class(args_class.from_dict(config))
     except (KeyError, TypeError, ValueError) as error:
-        raise ConformanceError(
-            f"{type(error).__name__}: {error}",
-            "the config.json of a model that mlx-lm has",
-            "Give a model instead.",
-        ) from error
+        needed = "the config.json of a model that mlx-lm has"
+        raise ConformanceError(f"{type(error).__name__}: {error}", needed, "Give a model instead.") from error
     size = sum(value.size for _, value in tree_flatten(model.parameters()))
     if size > MOST_PARAMETERS:
-        raise ConformanceError(
-            f"a model of {size:,} parameters",
-            f"a tiny one, {MOST_PARAMETERS:,} at most",
-            "Lower hidden_size, intermediate_size, num_hidden_layers and vocab_size in a copy of its config.json.",
-        )
+        hint = "Lower hidden_size, intermediate_size, num_hidden_layers and vocab_size in a copy of its config.json."
+        raise ConformanceError(f"a model of {size:,} parameters", f"a tiny one, {MOST_PARAMETERS:,} at most", hint)
     keys = iter(mx.random.split(mx.random.key(0), len(tree_flatten(model.parameters())) + 1))
     model.update(tree_map(lambda value: _random(value, next(keys)), model.parameters()))
     mx.eval(model.parameters())

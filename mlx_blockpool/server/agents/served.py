@@ -91,7 +91,7 @@ class ServedAgents:
         self.noted[name] = turn if before is None else replace(turn, created=before.created)
         self._bound_memory()
         if name in self.pinned:
-            self._pin_in_memory(name, path)
+            self.pin(name, path)
         if self.files is None:
             return
         with self._changing:
@@ -112,8 +112,16 @@ class ServedAgents:
 
     def pin(self, name: str, path: PrefixRef) -> bool:
         """Keep an agent's path and those of its later turns. Returns whether its blocks are pinned in memory."""
-        self._pin_in_memory(name, path)
-        return self.pinned[name] is not None
+        assert self._prefix is not None
+        pins = self._prefix.retention.pins
+        before, pin = self.pinned.get(name), pin_of(self._prefix.slabs, self._prefix.index.trie.find(path))
+        if before is not None:
+            pins.unpin(before)
+        is_held = pins.hold(pin)
+        self.pinned[name] = pin if is_held else None
+        if not is_held:
+            log.warning("agents: no more blocks or states of the pool can be pinned; one agent's path may leave memory")
+        return is_held
 
     def unpin(self, name: str) -> None:
         pin = self.pinned.pop(name, None)
@@ -146,17 +154,6 @@ class ServedAgents:
     def _turn(self, name: str, path: PrefixRef) -> Agent:
         return turn_of(name, self.namespace or "", self.model_id, path.hashes, path.tokens, path.salt)
 
-    def _pin_in_memory(self, name: str, path: PrefixRef) -> None:
-        """Pin the path, in place of what was pinned for this agent before."""
-        assert self._prefix is not None
-        pins = self._prefix.retention.pins
-        before, pin = self.pinned.get(name), pin_of(self._prefix.slabs, self._prefix.index.trie.find(path))
-        if before is not None:
-            pins.unpin(before)
-        self.pinned[name] = pin if pins.hold(pin) else None
-        if self.pinned[name] is None:
-            log.warning("agents: no more blocks or states of the pool can be pinned; one agent's path may leave memory")
-
     def _take_over(self, seen: list[Agent]) -> None:
         """Apply the pins that the files have."""
         if self.files is None or self._prefix is None:
@@ -165,7 +162,7 @@ class ServedAgents:
         for name in self.pinned.keys() - pinned.keys():
             self.unpin(name)
         for name in pinned.keys() - self.pinned.keys():
-            self._pin_in_memory(name, path_of(self.noted.get(name, pinned[name])))
+            self.pin(name, path_of(self.noted.get(name, pinned[name])))
 
     def _bound_memory(self) -> None:
         limits = ((True, self._config.conversations), (False, self._config.agents))
