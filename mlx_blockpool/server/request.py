@@ -113,11 +113,11 @@ class ChatRequest(PromptRequest):
 
 @dataclass(frozen=True)
 class ParsedRequest:
-    """A request's body, parsed. `one_call`: the reply ends with its first tool call."""
+    """A request's body, parsed. `body`: its model, by which the reply is rendered. `one_call`: a call ends the reply."""
 
     request: ChatRequest
     arguments: GenerationArguments
-    stream: bool
+    body: Any
     one_call: bool
 
 

@@ -92,8 +92,9 @@ class Body(BaseModel):
 
 
 class Sampling(Body):
-    """What every protocol may say of the model and of how tokens are drawn. None: the server's options hold."""
+    """What every protocol may say of the model, and of how tokens are drawn and sent. None: the server's options hold."""
 
+    stream: bool = False
     model: Text = "default_model"
     temperature: Annotated[Number, Field(ge=0)] | None = None
     top_p: Share | None = None

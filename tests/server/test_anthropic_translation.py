@@ -18,14 +18,14 @@ from mlx_lm.tokenizer_utils import load as load_tokenizer
 from thorough import tried
 
 from mlx_blockpool.config import ImageConfig
-from mlx_blockpool.server.api.anthropic_request import MessagesRequest, parse
+from mlx_blockpool.server.api.anthropic_request import parse
 from mlx_blockpool.server.api.errors import anthropic_status
 from mlx_blockpool.server.api.thinking import signature_of, thinking_in
 from mlx_blockpool.server.bodies import InvalidRequestError
 from mlx_blockpool.server.models.provider import ModelKey
 from mlx_blockpool.server.prompts.preparation import Counted, PromptPreparation
 from mlx_blockpool.server.prompts.renderer import PromptRenderer
-from mlx_blockpool.server.request import Mark
+from mlx_blockpool.server.request import Mark, ParsedRequest
 from server.anthropic_agents import ADD, LOOK_UP, TEMPLATE, save_agent
 from server.serving import Client, blockpool_server
 
@@ -57,7 +57,7 @@ class Tokenizing:
         self.prepare(parsed)
         return parsed.request.prepared.tokens, parsed.request
 
-    def prepare(self, parsed: MessagesRequest) -> None:
+    def prepare(self, parsed: ParsedRequest) -> None:
         self.preparation.prepare(parsed.request, replace(parsed.arguments, model=ModelKey(str(self.folder))))
 
     def text(self, body: dict[str, Any], tokens: int | None = None) -> str:
@@ -335,7 +335,7 @@ def test_unknown_values_of_optional_fields_have_no_effect_and_are_logged(caplog:
         with caplog.at_level("INFO"):
             found = parse({"max_tokens": 1, "messages": ASKED, **body}, OPTIONS)
         assert logged in caplog.text
-        assert found.shows_thinking
+        assert found.body.shows_thinking
         assert found.arguments.chat_template_kwargs == ({"enable_thinking": True} if "display" in str(body) else None)
 
 

@@ -5,14 +5,14 @@ Works for one request of a BlockpoolHandler, on the socket's thread.
 
 from __future__ import annotations
 
-from collections.abc import Iterable
 from typing import Any
 from urllib.parse import parse_qs, unquote, urlsplit
 
 from ..bodies import InvalidRequestError
 from ..models.admin import MODELS, Admin
-from .anthropic_reply import PING, MessageRenderer
-from .anthropic_request import MessagesRequest, parse
+from ..request import ParsedRequest
+from .anthropic_reply import MessageRenderer
+from .anthropic_request import parse
 from .endpoint import Endpoint, is_below
 from .errors import StatusError, anthropic_error, anthropic_status
 from .reply import Json
@@ -64,7 +64,7 @@ class MessagesEndpoint(Endpoint):
 
     # -- a message -----------------------------------------------------------------------------------------------------
 
-    def _parsed(self, counts: bool = False) -> MessagesRequest:
+    def _parsed(self, counts: bool = False) -> ParsedRequest:
         """The request's body and headers. Raises what anthropic_status() answers."""
         headers, body = self._handler.headers, self._body()
         parsed = parse(body, self._scope.cli_args, counts)
@@ -72,11 +72,8 @@ class MessagesEndpoint(Endpoint):
         self._scope.parse_headers(headers, body, ("session_id", "agent_id"))
         return parsed
 
-    def _renderer(self, parsed: MessagesRequest, context: Any) -> MessageRenderer:
+    def _render(self, parsed: ParsedRequest, context: Any) -> MessageRenderer:
         return MessageRenderer(parsed, context)
-
-    def _keepalive(self, done: int, total: int) -> Iterable[Json]:
-        return [PING]
 
     def _error(self, error: Exception) -> tuple[int, Json]:
         status, message = anthropic_status(error)

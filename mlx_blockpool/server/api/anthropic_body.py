@@ -6,6 +6,7 @@ from typing import Annotated, Any, Literal, TypeAlias
 
 from pydantic import Field
 
+from ...config import RequestConfig
 from ..request import SECONDS
 from ..validation import Body, Count, List, Object, Sampling, Text, TextOr, known, only
 
@@ -150,7 +151,7 @@ Elsewhere: TypeAlias = Annotated[Any, only([], why="this server reaches no other
 
 class MessagesBody(Sampling):
     system: TextOr[List[TextBlock]] = ""
-    tools: List[Tool] = Field(default=[])
+    tools: Annotated[List[Tool], Field(max_length=RequestConfig.tools)] = Field(default=[])
     messages: Annotated[List[Turn], Field(min_length=1)]
     cache_control: CacheControl | None = None
     tool_choice: Annotated[Choice | NamedChoice, Field(discriminator="type")] | None = None
@@ -162,4 +163,8 @@ class MessagesBody(Sampling):
     metadata: Metadata | None = None
     max_tokens: Count
     stop_sequences: List[FilledText] = Field(default=[])
-    stream: bool = False
+
+    @property
+    def shows_thinking(self) -> bool:
+        """Whether the client sees thinking, or only its signature."""
+        return self.thinking is None or self.thinking.display != "omitted"

@@ -9,11 +9,9 @@ import uuid
 from collections.abc import Iterable, Iterator
 from typing import Any
 
-from .anthropic_request import MessagesRequest
-from .reply import BlockEnd, Call, Done, Json, Renderer, Silence, Text, Thinking
+from ..request import ParsedRequest
+from .reply import BlockEnd, Call, Done, Event, Json, Packet, Renderer, Text, Thinking
 from .thinking import signature_of
-
-PING: Json = {"type": "ping"}
 
 
 class ContentBlocks:
@@ -70,57 +68,54 @@ class ContentBlocks:
 class MessageRenderer(Renderer):
     """Renders one reply."""
 
-    def __init__(self, parsed: MessagesRequest, context: Any) -> None:
+    def __init__(self, parsed: ParsedRequest, context: Any) -> None:
         super().__init__(parsed, context)
-        self._blocks = ContentBlocks(parsed.shows_thinking)
+        self._blocks = ContentBlocks(parsed.body.shows_thinking)
 
-    def packets(self, responses: Iterable[Any]) -> Iterator[Json]:
-        message: Json = {
+    def keepalive(self, progress: str = "") -> Iterable[Packet]:
+        return [{"type": "ping"}]
+
+    def _begin(self) -> Iterable[Packet]:
+        self.whole = {
             "id": f"msg_{uuid.uuid4().hex[:24]}",
             "type": "message",
             "role": "assistant",
-            "model": self._parsed.arguments.model.model,
+            "model": self._parsed.body.model,
             "content": [],
             "stop_reason": None,
             "stop_sequence": None,
             "usage": {**self._input_usage(), "output_tokens": 0},
         }
-        yield {"type": "message_start", "message": message}
-        yield PING
-        done = Done("length", None, 0, 0)
-        if self._parsed.max_tokens == 0:
+        return [{"type": "message_start", "message": self.whole}, *self.keepalive()]
+
+    def _events(self, responses: Iterable[Any]) -> Iterator[Event]:
+        if self._parsed.body.max_tokens:
+            yield from super()._events(responses)
+        else:
             # The engine generates one token at least, which the client has not asked for.
             for _ in responses:
                 pass
-        else:
-            for event in self.reader.events(responses):
-                if isinstance(event, Silence):
-                    yield PING
-                elif isinstance(event, Done):
-                    done = event
-                else:
-                    yield from self._blocks.render(event)
+            yield Done("length", None, 0, 0)
+
+    def _render(self, event: Text | Thinking | Call | BlockEnd) -> Iterable[Packet]:
+        return self._blocks.render(event)
+
+    def _end(self, done: Done) -> Iterable[Packet]:
         delta = {"stop_reason": self._stop_reason(done), "stop_sequence": done.stop_word}
-        usage = {**self._input_usage(), **_output_usage(done)}
-        self.whole = {**message, "content": self._blocks.content, **delta, "usage": usage}
-        yield {"type": "message_delta", "delta": delta, "usage": usage}
-        yield {"type": "message_stop"}
+        usage = {**self._input_usage(), "output_tokens": done.num_tokens}
+        if done.num_thinking:
+            usage["output_tokens_details"] = {"thinking_tokens": done.num_thinking}
+        self.whole = {**self.whole, "content": self._blocks.content, **delta, "usage": usage}
+        return [{"type": "message_delta", "delta": delta, "usage": usage}, {"type": "message_stop"}]
 
     def _stop_reason(self, done: Done) -> str:
         if done.reason == "length":
             # The pool's room behind a prompt may be less than what was asked for.
-            return "max_tokens" if done.num_tokens >= self._parsed.max_tokens else "model_context_window_exceeded"
+            return "max_tokens" if done.num_tokens >= self._parsed.body.max_tokens else "model_context_window_exceeded"
         return {"stop_word": "stop_sequence", "calls": "tool_use", "stop": "end_turn"}[done.reason]
 
     def _input_usage(self) -> Json:
         return input_usage(len(self._context.prompt), self._cached, self._parsed.request.rendered.marks or [])
-
-
-def _output_usage(done: Done) -> Json:
-    usage: Json = {"output_tokens": done.num_tokens}
-    if done.num_thinking:
-        usage["output_tokens_details"] = {"thinking_tokens": done.num_thinking}
-    return usage
 
 
 def input_usage(total: int, cached: int, marks: list[tuple[int, int]]) -> Json:

@@ -7,32 +7,13 @@ ignored, and unknown values of optional fields are logged.
 from __future__ import annotations
 
 import logging
-from dataclasses import dataclass
 from typing import Any
 
 from ..bodies import InvalidRequestError
 from ..request import SECONDS, ChatRequest, Mark, ParsedRequest
 from ..validation import dotted, generation_arguments, validated
-from .anthropic_body import (
-    EFFORTS,
-    THINKING,
-    AssistantBlock,
-    Base64Source,
-    CacheControl,
-    DocumentBlock,
-    ImageBlock,
-    MessagesBody,
-    NamedChoice,
-    ReferenceBlock,
-    ResultBlock,
-    SystemTurn,
-    ThinkingBlock,
-    Tool,
-    Turn,
-    UseBlock,
-    UserBlock,
-    UserTurn,
-)
+from . import anthropic_body as blocks
+from .anthropic_body import EFFORTS, THINKING, MessagesBody
 from .conversation import Calls, Conversation, Part, calls_of, function_tool, tools_named
 from .thinking import thinking_in
 
@@ -43,19 +24,7 @@ MAX_MARKS = 4
 SEAM: Part = {"type": "text", "text": "\n\n"}
 
 
-@dataclass(frozen=True)
-class MessagesRequest(ParsedRequest):
-    """A parsed body of the Messages API.
-
-    max_tokens:      as the client says; 0 only computes the prompt.
-    shows_thinking:  whether the client sees thinking, or only its signature.
-    """
-
-    max_tokens: int
-    shows_thinking: bool
-
-
-def parse(body: dict[str, Any], options: Any, counts: bool = False) -> MessagesRequest:
+def parse(body: dict[str, Any], options: Any, counts: bool = False) -> ParsedRequest:
     """Parse a body. `options`: the server's, for what the body leaves open; `counts`: only the prompt is of interest.
 
     Raises InvalidRequestError.
@@ -69,7 +38,6 @@ def parse(body: dict[str, Any], options: Any, counts: bool = False) -> MessagesR
     if given.cache_control is not None:
         turns.messages[-1].update(turns.mark(given.cache_control, "cache_control"))
     calls, tools, tool_marks = _choice(given, tools, marks)
-    shown = given.thinking is None or given.thinking.display != "omitted"
     for place, schema in (("output_config.format", given.output_config.format), ("output_format", given.output_format)):
         if schema is not None:
             # A schema is a wish: clients parse any reply.
@@ -86,10 +54,10 @@ def parse(body: dict[str, Any], options: Any, counts: bool = False) -> MessagesR
     stop_words = list(dict.fromkeys(given.stop_sequences))
     arguments = generation_arguments(given, options, max(given.max_tokens, 1), stop_words, template)
     one_call = given.tool_choice is not None and given.tool_choice.disable_parallel_tool_use
-    return MessagesRequest(request, arguments, given.stream, one_call, given.max_tokens, shown)
+    return ParsedRequest(request, arguments, given, one_call)
 
 
-def _tools(given: list[Tool], turns: MessageTurns) -> tuple[list[Any], list[Mark]]:
+def _tools(given: list[blocks.Tool], turns: MessageTurns) -> tuple[list[Any], list[Mark]]:
     """Tools in OpenAI's shape, and the marks on them."""
     tools, marks = {}, []
     for i, tool in enumerate(given):
@@ -103,7 +71,7 @@ def _tools(given: list[Tool], turns: MessageTurns) -> tuple[list[Any], list[Mark
 
 def _choice(given: MessagesBody, tools: list[Any], marks: list[Mark]) -> tuple[Calls, list[Any], tuple[Mark, ...]]:
     """(ChatRequest.calls, the tools to show, their marks)."""
-    if isinstance(given.tool_choice, NamedChoice):
+    if isinstance(given.tool_choice, blocks.NamedChoice):
         tools = tools_named(given.tool_choice.name, tools, "tool_choice.name")
         return "must", tools, tuple(Mark(None, 1, mark.seconds) for mark in marks[-1:])
     return calls_of("auto" if given.tool_choice is None else given.tool_choice.type, tools), tools, tuple(marks)
@@ -137,21 +105,21 @@ class MessageTurns(Conversation):
         if system:
             self.messages.append({"role": "system", "content": self._content(system, "system")})
 
-    def add(self, turns: list[Turn]) -> None:
+    def add(self, turns: list[blocks.Turn]) -> None:
         """All turns."""
         for i, turn in enumerate(turns):
             place = f"messages.{i}.content"
-            if isinstance(turn, SystemTurn):
+            if isinstance(turn, blocks.SystemTurn):
                 self.messages.append({"role": "system", "content": self._content(turn.content, place)})
             elif isinstance(turn.content, str):
                 self._add(turn.role, turn.content)
-            elif isinstance(turn, UserTurn):
+            elif isinstance(turn, blocks.UserTurn):
                 self._user(turn.content, place)
             else:
                 self._assistant(turn.content, place)
         self._take_beginning()
 
-    def mark(self, control: CacheControl | None, at: str) -> Part:
+    def mark(self, control: blocks.CacheControl | None, at: str) -> Part:
         """A cache_control in the shape that messages have it in; empty without one."""
         if control is None:
             return {}
@@ -161,11 +129,11 @@ class MessageTurns(Conversation):
             raise InvalidRequestError(at, found)
         return {"cache_control": {"type": "ephemeral", "ttl": control.ttl or "5m"}}
 
-    def _user(self, blocks: list[UserBlock], place: str) -> None:
+    def _user(self, turn: list[blocks.UserBlock], place: str) -> None:
         parts: list[Part] = []
-        for j, block in enumerate(blocks):
+        for j, block in enumerate(turn):
             at = f"{place}.{j}"
-            if isinstance(block, ResultBlock):
+            if isinstance(block, blocks.ResultBlock):
                 if parts:
                     self._add("user", parts)
                     parts = []
@@ -178,14 +146,14 @@ class MessageTurns(Conversation):
         if parts:
             self._add("user", parts)
 
-    def _assistant(self, blocks: list[AssistantBlock], place: str) -> None:
-        places = [(block, f"{place}.{j}") for j, block in enumerate(blocks)]
+    def _assistant(self, turn: list[blocks.AssistantBlock], place: str) -> None:
+        places = [(block, f"{place}.{j}") for j, block in enumerate(turn)]
         parts = [self._part(block, at) for block, at in places if block.type == "text"]
         message = self._add("assistant", parts or "")
         for block, at in places:
-            if isinstance(block, ThinkingBlock):
+            if isinstance(block, blocks.ThinkingBlock):
                 self._think(message, thinking_in(block.thinking, block.signature))
-            elif isinstance(block, UseBlock):
+            elif isinstance(block, blocks.UseBlock):
                 self._call(message, block.id, block.name, block.input)
                 message.update(self.mark(block.cache_control, f"{at}.cache_control"))
 
@@ -195,7 +163,9 @@ class MessageTurns(Conversation):
             self.messages.append({"role": role, "content": content})
         else:
             before, added = _as_parts(self.messages[-1]["content"]), _as_parts(content)
-            self.messages[-1]["content"] = [*before, *([SEAM] if before and added else []), *added] or ""
+            before += [SEAM] if before and added else []
+            before += added
+            self.messages[-1]["content"] = before or ""
         return self.messages[-1]
 
     def _take_beginning(self) -> None:
@@ -215,18 +185,18 @@ class MessageTurns(Conversation):
 
     def _part(self, block: Any, at: str) -> Part:
         mark = self.mark(block.cache_control, f"{at}.cache_control")
-        if isinstance(block, ImageBlock):
+        if isinstance(block, blocks.ImageBlock):
             source = block.source
-            url = f"data:{source.media_type};base64,{source.data}" if isinstance(source, Base64Source) else source.url
+            url = f"data:{source.media_type};base64,{source.data}" if isinstance(source, blocks.Base64Source) else source.url
             return {**self._image(url, at), **mark}
-        if isinstance(block, DocumentBlock):
+        if isinstance(block, blocks.DocumentBlock):
             text = f"{block.title}\n{block.source.data}" if block.title else block.source.data
         else:
-            text = block.tool_name if isinstance(block, ReferenceBlock) else block.text
+            text = block.tool_name if isinstance(block, blocks.ReferenceBlock) else block.text
         return {"type": "text", "text": text, **mark}
 
 
 def _as_parts(content: str | list[Part]) -> list[Part]:
     if isinstance(content, str):
         return [{"type": "text", "text": content}] if content else []
-    return list(content)
+    return content

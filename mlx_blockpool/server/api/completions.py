@@ -38,7 +38,7 @@ from ..validation import (
 from .conversation import ToolChoice, calls_of, tools_named
 from .endpoint import Endpoint
 from .errors import StatusError, openai_answer
-from .reply import Call, Done, Event, Json, Packet, Renderer, Silence, Thinking, call_id
+from .reply import BlockEnd, Call, Done, Event, Json, Packet, Renderer, Thinking, call_id
 from .reply import Text as TextEvent
 
 FINISH_REASONS = {"stop": "stop", "stop_word": "stop", "length": "length", "calls": "tool_calls"}
@@ -67,7 +67,6 @@ class CompletionBody(Sampling):
 
     draft_model: Text | None = None
     adapters: Text | None = None
-    stream: bool = False
     stream_options: StreamOptions = StreamOptions()
     max_tokens: Annotated[Int, Field(ge=1)] | None = None
     max_completion_tokens: Annotated[Int, Field(ge=1)] | None = None
@@ -138,13 +137,14 @@ class ChatRenderer(Renderer):
         self._tokens: list[int] = []
         self._logprobs: list[float] = []
         self._others: list[Any] = []
+        self._calls: list[Json] = []
+        self._thinking: list[str] = []
 
-    def packets(self, responses: Iterable[Any]) -> Iterator[Packet]:
-        events = self.reader.events(self._collected(responses))
-        if self._handler.stream:
-            yield from self._chunks(events)
-        else:
-            self.whole = self._whole(list(events))
+    def keepalive(self, progress: str = "") -> Iterable[Packet]:
+        return _keepalive(progress)
+
+    def _events(self, responses: Iterable[Any]) -> Iterator[Event]:
+        return super()._events(self._collected(responses))
 
     def _collected(self, responses: Iterable[Any]) -> Iterator[Any]:
         for response in responses:
@@ -155,39 +155,41 @@ class ChatRenderer(Renderer):
                 self._others.append(response.top_tokens)
             yield response
 
-    def _chunks(self, events: Iterator[Event]) -> Iterator[Packet]:
-        handler, calls = self._handler, 0
-        for event in events:
-            if isinstance(event, Silence):
-                yield b": keepalive\n\n"
-            elif isinstance(event, TextEvent) and event.text:
-                yield handler.generate_response(event.text, None)
-            elif isinstance(event, Thinking):
-                yield handler.generate_response("", None, reasoning_text=event.text)
-            elif isinstance(event, Call):
-                yield handler.generate_response("", None, tool_calls=[_call(event) | {"index": calls}])
-                calls += 1
-            elif isinstance(event, Done):
-                yield handler.generate_response("", FINISH_REASONS[event.reason])
-        if handler.stream_options["include_usage"]:
-            yield handler.completion_usage_response(*self._counts())
-        yield b"data: [DONE]\n\n"
+    def _render(self, event: TextEvent | Thinking | Call | BlockEnd) -> Iterable[Packet]:
+        respond = self._handler.generate_response
+        if isinstance(event, Thinking):
+            self._thinking.append(event.text)
+        elif isinstance(event, Call):
+            self._calls.append(_call(event))
+        if not self._handler.stream or isinstance(event, BlockEnd):
+            return ()
+        if isinstance(event, Call):
+            return [respond("", None, tool_calls=[self._calls[-1] | {"index": len(self._calls) - 1}])]
+        if isinstance(event, Thinking):
+            return [respond("", None, reasoning_text=event.text)]
+        return [respond(event.text, None)] if event.text else ()
 
-    def _whole(self, events: list[Event]) -> Json:
-        response: Json = self._handler.generate_response(
+    def _end(self, done: Done) -> Iterable[Packet]:
+        handler, reason = self._handler, FINISH_REASONS[done.reason]
+        counts = len(self._context.prompt), len(self._tokens), self._context.prompt_cache_count
+        if handler.stream:
+            usage = [handler.completion_usage_response(*counts)] if handler.stream_options["include_usage"] else []
+            return [handler.generate_response("", reason), *usage, b"data: [DONE]\n\n"]
+        self.whole = handler.generate_response(
             self.reader.message[0],
-            FINISH_REASONS[self.reader.done().reason],
-            *self._counts(),
+            reason,
+            *counts,
             token_logprobs=self._logprobs,
             top_tokens=self._others,
             tokens=self._tokens,
-            tool_calls=[_call(event) for event in events if isinstance(event, Call)],
-            reasoning_text="".join(event.text for event in events if isinstance(event, Thinking)),
+            tool_calls=self._calls,
+            reasoning_text="".join(self._thinking),
         )
-        return response
+        return ()
 
-    def _counts(self) -> tuple[int, int, int]:
-        return len(self._context.prompt), len(self._tokens), self._context.prompt_cache_count
+
+def _keepalive(progress: str) -> Iterable[Packet]:
+    return [f": keepalive{progress}\n\n".encode()]
 
 
 def _call(call: Call) -> Json:
@@ -233,9 +235,9 @@ class CompletionsEndpoint(Endpoint):
             stream_options=given.stream_options.model_dump(),
         )
         one_call = isinstance(given, ChatBody) and not given.parallel_tool_calls
-        return ParsedRequest(given.request(), arguments, given.stream, one_call)
+        return ParsedRequest(given.request(), arguments, given, one_call)
 
-    def _renderer(self, parsed: ParsedRequest, context: Any) -> ChatRenderer:
+    def _render(self, parsed: ParsedRequest, context: Any) -> ChatRenderer:
         self._replies = True
         return ChatRenderer(self._handler, parsed, context)
 
@@ -243,15 +245,15 @@ class CompletionsEndpoint(Endpoint):
         """A completion by mlx-lm's handler, which gets the reply where it would ask for it."""
         handler, arguments = self._handler, parsed.arguments
         reply = self._scope.generate(parsed.request, arguments, progress_callback=self._progress)
-        self._replies, self._streams = True, parsed.stream
+        self._replies, self._streams = True, parsed.body.stream
         handler.response_generator = types.SimpleNamespace(generate=lambda *_, **__: reply, cli_args=self._scope.cli_args)
         model = arguments.model
         vars(handler).update(requested_draft_model=model.draft, adapter=model.adapter)
         vars(handler).update(**vars(arguments.sampling), **vars(arguments.logits), **vars(arguments))
         handler.handle_completion(parsed.request, arguments.stop_words)
 
-    def _keepalive(self, done: int, total: int) -> Iterable[Packet]:
-        return [f": keepalive {done}/{total}\n\n".encode()]
+    def _keepalive(self, progress: str) -> Iterable[Packet]:
+        return _keepalive(progress)
 
     def _error(self, error: Exception) -> tuple[int, Json]:
         if self._replies:

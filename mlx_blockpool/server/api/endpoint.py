@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import json
 import logging
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable
 from typing import Any
 
 from ..bodies import InvalidRequestError, parse_json
@@ -31,6 +31,7 @@ class Endpoint:
         self._handler = handler
         self._scope: RequestScope = handler.scope
         self._streams = False
+        self._renderer: Renderer | None = None
 
     def post(self) -> None:
         self._serve(self._post)
@@ -73,9 +74,9 @@ class Endpoint:
         """Generate the reply, and send it as a stream or whole."""
         context, responses = self._scope.generate(parsed.request, parsed.arguments, progress_callback=self._progress)
         try:
-            renderer = self._renderer(parsed, context)
-            packets = self._packets(renderer, responses)
-            if parsed.stream:
+            self._renderer = renderer = self._render(parsed, context)
+            packets = renderer.packets(responses)
+            if parsed.body.stream:
                 self._handler.start_stream()
                 self._streams = True
                 for packet in packets:
@@ -90,14 +91,8 @@ class Endpoint:
         if parsed.request.calls != "must" and not parsed.request.begin and renderer.reader.is_whole:
             self._scope.remember(*renderer.reader.message)
 
-    def _renderer(self, parsed: Any, context: Any) -> Renderer:
-        raise NotImplementedError
-
-    def _packets(self, renderer: Any, responses: Iterable[Any]) -> Iterator[Packet]:
-        return renderer.packets(responses)  # type: ignore[no-any-return]
-
-    def _keepalive(self, done: int, total: int) -> Iterable[Packet]:
-        """What a stream says while `done` of `total` tokens of the prompt are computed."""
+    def _render(self, parsed: Any, context: Any) -> Renderer:
+        """What renders the reply for the protocol."""
         raise NotImplementedError
 
     # -- the wire ------------------------------------------------------------------------------------------------------
@@ -105,8 +100,11 @@ class Endpoint:
     def _progress(self, done: int, total: int) -> None:
         log.info("Prompt processing progress: %d/%d", done, total)
         if self._streams:
-            for packet in self._keepalive(done, total):
+            for packet in self._keepalive(f" {done}/{total}"):
                 self._write(packet)
+
+    def _keepalive(self, progress: str) -> Iterable[Packet]:
+        return self._renderer.keepalive(progress) if self._renderer is not None else ()
 
     def _write(self, packet: Packet) -> None:
         if not isinstance(packet, bytes):
@@ -120,15 +118,11 @@ class Endpoint:
         status, body = self._error(error)
         if status >= 500:
             log.error("%s failed", self._handler.path, exc_info=error)
-        if self._streams:
-            self._write(self._failed(body))
+        if self._streams and self._renderer is not None:
+            self._write(self._renderer.failed(body))
         else:
             self._handler.send_json(status, body)
 
     def _error(self, error: Exception) -> tuple[int, dict[str, Any]]:
         """Status and body for an exception, in the protocol's shape."""
         raise NotImplementedError
-
-    def _failed(self, body: dict[str, Any]) -> dict[str, Any]:
-        """The event that ends a stream with an error's body."""
-        return body

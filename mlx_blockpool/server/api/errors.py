@@ -37,9 +37,6 @@ class StatusError(Exception):
         self.status = status
 
 
-# -- Anthropic ---------------------------------------------------------------------------------------------------------
-
-
 def anthropic_error(status: int, message: str, request_id: str) -> dict[str, Any]:
     """The body of a response with `status`, or an `error` event."""
     return {
@@ -65,9 +62,6 @@ def anthropic_status(error: Exception) -> tuple[int, str]:
     if isinstance(error, RuntimeError) and not isinstance(error, RecursionError):
         return 500, str(error)
     return 400, str(error) or type(error).__name__
-
-
-# -- OpenAI ------------------------------------------------------------------------------------------------------------
 
 
 def is_openai(path: str) -> bool:

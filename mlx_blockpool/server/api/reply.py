@@ -90,11 +90,39 @@ class Renderer:
         parser = ReplyParser(context, parsed.request, parsed.arguments.stop_words, parsed.one_call)
         self.reader = ReplyReader(parser, keeps_space)
         self.whole: Json = {}
-        self._parsed: Any = parsed
+        self._parsed = parsed
         self._context = context
 
     def packets(self, responses: Iterable[Any]) -> Iterator[Packet]:
         """The events of a stream; `responses` are read on the way."""
+        yield from self._begin()
+        for event in self._events(responses):
+            if isinstance(event, Silence):
+                yield from self.keepalive()
+            elif isinstance(event, Done):
+                yield from self._end(event)
+            else:
+                yield from self._render(event)
+
+    def keepalive(self, progress: str = "") -> Iterable[Packet]:
+        """What a stream says while nothing can be shown. `progress`: how far the prompt is computed."""
+        raise NotImplementedError
+
+    def failed(self, error: Json) -> Json:
+        """The event that ends a stream with an error's body."""
+        return error
+
+    def _events(self, responses: Iterable[Any]) -> Iterator[Event]:
+        return self.reader.events(responses)
+
+    def _begin(self) -> Iterable[Packet]:
+        return ()
+
+    def _render(self, event: Text | Thinking | Call | BlockEnd) -> Iterable[Packet]:
+        raise NotImplementedError
+
+    def _end(self, done: Done) -> Iterable[Packet]:
+        """The last packets. Sets `whole`."""
         raise NotImplementedError
 
     @property

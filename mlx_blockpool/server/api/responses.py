@@ -5,8 +5,6 @@ Works for one request, on the socket's thread.
 
 from __future__ import annotations
 
-import json
-from collections.abc import Iterable, Iterator
 from typing import Any
 from urllib.parse import unquote
 
@@ -33,7 +31,6 @@ class ResponsesEndpoint(Endpoint):
     def __init__(self, handler: Any) -> None:
         super().__init__(handler)
         self._kept: KeptResponses = self._scope.responses
-        self._response: ResponseRenderer | None = None
 
     def get(self) -> None:
         """One response that a client has let be stored."""
@@ -68,25 +65,8 @@ class ResponsesEndpoint(Endpoint):
         self._scope.options.retention = retention_of(body)
         return parsed
 
-    def _renderer(self, parsed: ResponsesRequest, context: Any) -> ResponseRenderer:
-        self._response = ResponseRenderer(parsed, context)
-        # A body that is too deep to be written is found out before the headers are sent.
-        json.dumps(self._response.whole)
-        return self._response
-
-    def _packets(self, renderer: ResponseRenderer, responses: Iterable[Any]) -> Iterator[Json]:
-        for packet in renderer.packets(responses):
-            if renderer.is_kept:
-                # Before the client reads the last event, for it may continue at once.
-                self._kept.keep(renderer.whole, renderer.conversation, self._scope.owner)
-            yield packet
-
-    def _keepalive(self, done: int, total: int) -> Iterable[Json]:
-        return self._response.progress() if self._response is not None else ()
+    def _render(self, parsed: Any, context: Any) -> ResponseRenderer:
+        return ResponseRenderer(parsed, context, self._kept, self._scope.owner)
 
     def _error(self, error: Exception) -> tuple[int, Json]:
         return openai_answer(error)
-
-    def _failed(self, body: Json) -> Json:
-        assert self._response is not None, "a stream has a renderer"
-        return self._response.failed(body["error"]["message"])

@@ -108,26 +108,19 @@ class FunctionTool(Body):
 
 
 class OtherTool(Body):
-    """A tool that is no function. A namespace within a namespace is one too."""
+    """A tool that is no function."""
 
     type: Text
+
+
+class Namespace(Body):
+    name: Text
+    tools: List[Tool]
 
 
 def _kind_of(tool: Any) -> str:
     kind = tool.get("type") if isinstance(tool, dict) else None
     return f"<{kind}>" if kind in ("function", "namespace") else "<other>"
-
-
-class Namespace(Body):
-    name: Text
-    tools: List[
-        Annotated[
-            Annotated[FunctionTool, Tag("<function>")]
-            | Annotated[OtherTool, Tag("<namespace>")]
-            | Annotated[OtherTool, Tag("<other>")],
-            Discriminator(_kind_of),
-        ]
-    ]
 
 
 Tool: TypeAlias = Annotated[
@@ -175,7 +168,6 @@ class ResponsesBody(Items, Sampling):
     tool_choice: ToolChoice[NamedTool] = "auto"
     parallel_tool_calls: bool = True
     max_output_tokens: Annotated[Int, Field(ge=1)] | None = None
-    stream: bool = False
     store: bool = True
     include: Annotated[list[Any], AfterValidator(_without_logprobs)] = Field(default=[])
     reasoning: Reasoning = Reasoning()

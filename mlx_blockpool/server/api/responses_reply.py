@@ -5,14 +5,16 @@ Knows events of a reply and token counts; no sockets.
 
 from __future__ import annotations
 
+import json
 import time
 import uuid
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from typing import Any
 
-from .reply import BlockEnd, Call, Done, Json, Renderer, Silence, Text, Thinking, call_id
-from .responses_request import Name, ResponsesRequest
+from .reply import BlockEnd, Call, Done, Json, Packet, Renderer, Text, Thinking, call_id
+from .responses_kept import KeptResponses
+from .responses_request import SECRET, Name, ResponsesRequest
 from .thinking import signature_of
 
 # While nothing can be shown, a client is sent an event at most this often: the event has the whole response in it.
@@ -40,7 +42,7 @@ class OutputItems:
 
     def __init__(self, parsed: ResponsesRequest) -> None:
         self.output: list[Json] = []
-        self._parsed = parsed
+        self._parsed, self._body = parsed, parsed.body
         self._item: Json = {}
         self._kind: Kind | None = None
 
@@ -52,7 +54,7 @@ class OutputItems:
             yield from self._close(event)
         else:
             if self._kind is None:
-                thinking = SUMMARY if self._parsed.summarises else THINKING
+                thinking = SUMMARY if self._body.reasoning.summary is not None else THINKING
                 yield from self._open(TEXT if isinstance(event, Text) else thinking)
             if event.text:
                 yield self._event("delta", delta=event.text, **self._logprobs())
@@ -71,7 +73,7 @@ class OutputItems:
         yield self._event("done", text=end.text, **self._logprobs())
         yield self._event("done", self._part_events(), part=part)
         self._item["summary" if self._kind == SUMMARY else "content"] = [part]
-        if self._kind != TEXT and self._parsed.packs:
+        if self._kind != TEXT and SECRET in self._body.include:
             self._item["encrypted_content"] = signature_of(end.text, shown=False)
         yield self._done("incomplete" if end.is_cut else "completed")
 
@@ -119,11 +121,12 @@ class OutputItems:
 
 
 class ResponseRenderer(Renderer):
-    """Renders one reply. `whole`: the response as it is now."""
+    """Renders one reply. `whole`: the response as it is now, which is kept for its `owner` once it has ended."""
 
-    def __init__(self, parsed: ResponsesRequest, context: Any) -> None:
+    def __init__(self, parsed: ResponsesRequest, context: Any, kept: KeptResponses, owner: str | None) -> None:
         super().__init__(parsed, context)
-        self._has_ended = False
+        self._kept, self._owner = kept, owner
+        self._given_items = parsed.items
         self._items = OutputItems(parsed)
         self._number = 0
         self._sent = 0.0
@@ -133,56 +136,45 @@ class ResponseRenderer(Renderer):
             "created_at": int(time.time()),
             "completed_at": None,
             "status": "in_progress",
-            "model": parsed.arguments.model.model,
+            "model": parsed.body.model,
             "output": [],
             "usage": None,
             "error": None,
             "incomplete_details": None,
             **parsed.echo,
         }
+        # A body that is too deep to be written is found out before the headers are sent.
+        json.dumps(self.whole)
 
-    @property
-    def is_kept(self) -> bool:
-        """Whether all of the response was rendered, and the client lets it be stored."""
-        return self._has_ended and self._parsed.store
-
-    @property
-    def conversation(self) -> list[Json]:
-        """The items that the response was made for, and its own."""
-        return [*self._parsed.items, *self._items.output]
-
-    def packets(self, responses: Iterable[Any]) -> Iterator[Json]:
-        yield self._numbered({"type": "response.created", "response": self.whole})
-        yield self._in_progress()
-        for event in self.reader.events(responses):
-            if isinstance(event, Silence):
-                yield from self.progress()
-            elif isinstance(event, Done):
-                yield self._finish(event)
-            else:
-                for rendered in self._items.render(event):
-                    yield self._numbered(rendered)
-
-    def progress(self) -> Iterator[Json]:
+    def keepalive(self, progress: str = "") -> Iterable[Packet]:
         """An event that the response goes on, unless there was one a moment ago. Some clients ignore comments in a stream."""
         if time.monotonic() - self._sent >= PROGRESS_SECONDS:
             yield self._in_progress()
 
-    def failed(self, message: str) -> Json:
-        """The last event, where the reply cannot go on."""
-        return self._end("failed", {"error": {"code": "server_error", "message": message}})
+    def failed(self, error: Json) -> Json:
+        return self._ended("failed", {"error": {"code": "server_error", "message": error["error"]["message"]}})
+
+    def _begin(self) -> Iterable[Packet]:
+        return [self._numbered({"type": "response.created", "response": self.whole}), self._in_progress()]
+
+    def _render(self, event: Text | Thinking | Call | BlockEnd) -> Iterable[Packet]:
+        return map(self._numbered, self._items.render(event))
+
+    def _end(self, done: Done) -> Iterable[Packet]:
+        if done.reason == "length":
+            last = self._ended("incomplete", {"incomplete_details": {"reason": "max_output_tokens"}})
+        else:
+            last = self._ended("completed", {"completed_at": int(time.time())})
+        if self._parsed.body.store:
+            # Before the client reads the last event, for it may continue at once.
+            self._kept.keep(self.whole, [*self._given_items, *self._items.output], self._owner)
+        return [last]
 
     def _in_progress(self) -> Json:
         self._sent = time.monotonic()
         return self._numbered({"type": "response.in_progress", "response": self.whole})
 
-    def _finish(self, done: Done) -> Json:
-        self._has_ended = True
-        if done.reason == "length":
-            return self._end("incomplete", {"incomplete_details": {"reason": "max_output_tokens"}})
-        return self._end("completed", {"completed_at": int(time.time())})
-
-    def _end(self, status: str, change: Json) -> Json:
+    def _ended(self, status: str, change: Json) -> Json:
         self.whole = {**self.whole, "status": status, "output": self._items.output, "usage": self._usage(), **change}
         return self._numbered({"type": f"response.{status}", "response": self.whole})
 

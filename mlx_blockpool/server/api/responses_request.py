@@ -50,19 +50,13 @@ class Name:
 class ResponsesRequest(ParsedRequest):
     """A parsed body of the Responses API.
 
-    items:       the conversation, without instructions and without the reply.
-    store:       whether a later request may continue from here.
-    names:       what the client calls a function that the model has called.
-    summarises:  whether thinking is rendered as its summary, which is the whole of it, or as what it is.
-    packs:       whether thinking is rendered in a packed form too, for clients that keep nothing else of it.
-    echo:        the fields of the response that the body has settled.
+    items:  the conversation, without instructions and without the reply.
+    names:  what the client calls a function that the model has called.
+    echo:   the fields of the response that the body has settled.
     """
 
     items: list[Item]
-    store: bool
     names: Mapping[str, Name]
-    summarises: bool
-    packs: bool
     echo: dict[str, Any]
 
 
@@ -85,18 +79,8 @@ def parse(
     )
     most = given.max_output_tokens or options.max_tokens
     arguments = generation_arguments(given, options, most, [], _template_arguments(given, answers_at_once=calls == "must"))
-    return ResponsesRequest(
-        request,
-        arguments,
-        stream=given.stream,
-        items=conversation.items,
-        store=given.store,
-        names=tools.names,
-        one_call=not given.parallel_tool_calls,
-        summarises=given.reasoning.summary is not None,
-        packs=SECRET in given.include,
-        echo=_echo(given, body, arguments),
-    )
+    echo = _echo(given, body, arguments)
+    return ResponsesRequest(request, arguments, given, not given.parallel_tool_calls, conversation.items, tools.names, echo)
 
 
 def _conversation(given: ResponsesBody, body: dict[str, Any], kept: KeptResponses, owner: str | None) -> InputItems:
@@ -181,7 +165,7 @@ class Tools:
 
     def _add(self, tools: Iterable[Any], place: str, namespace: str | None = None) -> None:
         for i, tool in enumerate(tools):
-            if isinstance(tool, Namespace):
+            if isinstance(tool, Namespace) and namespace is None:
                 self._add(tool.tools, f"{place}[{i}].tools", tool.name)
             elif isinstance(tool, FunctionTool):
                 name = Name(tool.name, namespace)
@@ -190,7 +174,7 @@ class Tools:
                     raise InvalidRequestError(f"{place}[{i}].name", what)
                 self.shown.append(function_tool(name.flat, tool.description, tool.parameters))
             else:
-                self._left_out.append(tool.type[:50])
+                self._left_out.append("namespace" if isinstance(tool, Namespace) else tool.type[:50])
 
 
 class InputItems(Conversation):
