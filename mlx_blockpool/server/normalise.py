@@ -29,13 +29,13 @@ LAST = "replay"
 class RememberedReply:
     """`tokens` as they were sampled for an agent, behind a prompt of `start` tokens, the last of which are `before`.
 
-    `asked`: a digest of what that prompt was rendered from, without the replies in it. `agent`: None if the request names none.
+    `source`: a digest of what that prompt was rendered from, without the replies in it. `agent`: None if the request names none.
     """
 
     tokens: array[int]
     start: int = 0
     before: tuple[int, ...] = ()
-    asked: bytes = b""
+    source: bytes = b""
     agent: str | None = None
 
 
@@ -65,8 +65,8 @@ class RememberedReplies:
         `context`: what the prompt was rendered from beside the messages.
         """
         *_, key = _keys([*messages, reply], scope)
-        *_, asked = _asked([*messages, reply], context)
-        remembered = RememberedReply(array("i", tokens), len(prompt), tuple(prompt[-BEFORE:]), asked, agent)
+        *_, source = _sources([*messages, reply], context)
+        remembered = RememberedReply(array("i", tokens), len(prompt), tuple(prompt[-BEFORE:]), source, agent)
         with self._changing:
             before = self._replies.pop(key, None)
             self._tokens += len(remembered.tokens) - (0 if before is None else len(before.tokens))
@@ -82,7 +82,7 @@ class RememberedReplies:
         found = self._found(messages, scope)
         if not found:
             return []
-        return [found[i] for i, asked in enumerate(_asked(messages, context)) if i in found and found[i].asked == asked]
+        return [found[i] for i, source in enumerate(_sources(messages, context)) if i in found and found[i].source == source]
 
     def _found(self, messages: Sequence[Message], scope: bytes) -> dict[int, RememberedReply]:
         keys = [(i, key) for i, key in enumerate(_keys(messages, scope)) if messages[i].get("role") == "assistant"]
@@ -107,7 +107,7 @@ def scope_of(owner: str | None, salt: bytes, model: str | None) -> bytes:
 
 
 class Normalisers:
-    """All that plugins bring, by name. `default`: the names that hold where a request says nothing.
+    """The normalisers of all plugins, by name. `default`: the names for requests that choose none.
 
     `chosen`: names that the operator adds to those that are on by default; `none` among them turns these off.
     """
@@ -126,7 +126,8 @@ class Normalisers:
         names = [name for name in chosen if name not in ("", "none")]
         unknown = [name for name in names if name not in self.by_name]
         if unknown:
-            raise ValueError(f"Found normaliser {', '.join(unknown)}; needed one of {', '.join(sorted(self.by_name))}, or none.")
+            choices = ", ".join(sorted(self.by_name))
+            raise ValueError(f"Unknown normaliser {', '.join(unknown)}. Choose among {choices}, or none.")
         default = [] if "none" in chosen else [name for name, normaliser in self.by_name.items() if normaliser.is_default]
         # Replies are remembered as the other normalisers left the chat, so they are put back last.
         return tuple(sorted(dict.fromkeys([*default, *names]), key=lambda name: name == LAST))
@@ -146,7 +147,7 @@ class Normalisers:
             try:
                 after = self.by_name[name].apply(messages, replies)
             except Exception as error:
-                # Anybody's code.
+                # A plugin's code may raise anything.
                 raise PluginError(f"Normaliser {name} raised {type(error).__name__}: {error}.") from error
             if after != messages or (name == LAST and any(isinstance(message, Replayed) for message in after)):
                 changed.append(name)
@@ -176,13 +177,13 @@ def _keys(messages: Sequence[Message], scope: bytes) -> Iterator[bytes]:
         yield conversation.digest()
 
 
-def _asked(messages: Sequence[Message], context: Any) -> Iterator[bytes]:
+def _sources(messages: Sequence[Message], context: Any) -> Iterator[bytes]:
     """Before each message, a digest of `context` and of the messages that are no replies, to the letter."""
-    asked = blake2b(json.dumps(context, sort_keys=True, default=str).encode(), digest_size=16)
+    digest = blake2b(json.dumps(context, sort_keys=True, default=str).encode(), digest_size=16)
     for message in messages:
-        yield asked.digest()
+        yield digest.digest()
         if message.get("role") != "assistant":
-            asked.update(_shown(message, "").encode("utf-8", "surrogatepass"))
+            digest.update(_shown(message, "").encode("utf-8", "surrogatepass"))
 
 
 def _shown(message: Message, blanks: str | None = None) -> str:

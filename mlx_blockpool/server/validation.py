@@ -161,12 +161,12 @@ def _short(value: Any) -> str:
 
 def dotted(path: Sequence[Any]) -> str:
     """`messages.1.content`, as Anthropic writes the place of a field."""
-    return ".".join(map(str, path))
+    return ".".join(str(part)[:50] for part in path)
 
 
 def indexed(path: Sequence[Any]) -> str:
     """`messages[1].content`, as OpenAI writes the place of a field."""
-    return "".join(f"[{part}]" if isinstance(part, int) else f".{part}" for part in path).removeprefix(".")
+    return "".join(f"[{part}]" if isinstance(part, int) else f".{part[:50]}" for part in path).removeprefix(".")
 
 
 # What mlx-lm's server takes where a request says nothing and no option does.

@@ -12,7 +12,7 @@ from ..validation import Body, Count, List, Object, Sampling, Text, TextOr, know
 
 DISPLAYS = ("summarized", "omitted")
 THINKING = {"enabled": True, "adaptive": True, "between_tools": True, "disabled": False}
-EFFORTS = {"low": "low", "medium": "medium", "high": "high", "xhigh": "high", "max": "high"}
+EFFORTS = ("low", "medium", "high", "xhigh", "max")
 
 FilledText: TypeAlias = Annotated[Text, Field(min_length=1)]
 

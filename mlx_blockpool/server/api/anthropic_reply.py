@@ -92,7 +92,7 @@ class MessageRenderer(Renderer):
         if self._parsed.body.max_tokens:
             yield from super()._events(responses)
         else:
-            # The engine generates one token at least, which the client has not asked for.
+            # The engine generates one token at least, and the client wants none.
             for _ in responses:
                 pass
             yield Done("length", None, 0, 0)
@@ -110,7 +110,7 @@ class MessageRenderer(Renderer):
 
     def _stop_reason(self, done: Done) -> str:
         if done.reason == "length":
-            # The pool's room behind a prompt may be less than what was asked for.
+            # The pool's room behind a prompt may be less than max_tokens.
             return "max_tokens" if done.num_tokens >= self._parsed.body.max_tokens else "model_context_window_exceeded"
         return {"stop_word": "stop_sequence", "calls": "tool_use", "stop": "end_turn"}[done.reason]
 

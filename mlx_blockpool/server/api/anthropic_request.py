@@ -13,8 +13,8 @@ from ..bodies import InvalidRequestError
 from ..request import SECONDS, ChatRequest, Mark, ParsedRequest
 from ..validation import dotted, generation_arguments, validated
 from . import anthropic_body as blocks
-from .anthropic_body import EFFORTS, THINKING, MessagesBody
-from .conversation import Calls, Conversation, Part, calls_of, function_tool, tools_named
+from .anthropic_body import MessagesBody
+from .conversation import Calls, Conversation, Part, calls_of, function_tool, template_arguments, tools_named
 from .thinking import thinking_in
 
 log = logging.getLogger(__name__)
@@ -50,7 +50,8 @@ def parse(body: dict[str, Any], options: Any, counts: bool = False) -> ParsedReq
         only_count=counts,
         image_at=turns.image_at,
     )  # fmt: skip
-    template = _template_arguments(given, answers_at_once=bool(turns.begin) or calls == "must")
+    thinks = None if given.thinking is None else blocks.THINKING.get(given.thinking.type or "")
+    template = template_arguments(thinks, given.output_config.effort, answers_at_once=bool(turns.begin) or calls == "must")
     stop_words = list(dict.fromkeys(given.stop_sequences))
     arguments = generation_arguments(given, options, max(given.max_tokens, 1), stop_words, template)
     one_call = given.tool_choice is not None and given.tool_choice.disable_parallel_tool_use
@@ -75,18 +76,6 @@ def _choice(given: MessagesBody, tools: list[Any], marks: list[Mark]) -> tuple[C
         tools = tools_named(given.tool_choice.name, tools, "tool_choice.name")
         return "must", tools, tuple(Mark(None, 1, mark.seconds) for mark in marks[-1:])
     return calls_of("auto" if given.tool_choice is None else given.tool_choice.type, tools), tools, tuple(marks)
-
-
-def _template_arguments(given: MessagesBody, answers_at_once: bool) -> dict[str, Any]:
-    """The template decides what the body leaves open."""
-    kwargs: dict[str, Any] = {}
-    if given.thinking is not None and given.thinking.type is not None:
-        kwargs["enable_thinking"] = THINKING[given.thinking.type]
-    if answers_at_once:
-        kwargs["enable_thinking"] = False
-    if given.output_config.effort is not None:
-        kwargs["reasoning_effort"] = EFFORTS[given.output_config.effort]
-    return kwargs
 
 
 class MessageTurns(Conversation):

@@ -17,6 +17,8 @@ Part = dict[str, Any]
 Calls = Literal["may", "must", "never"]
 T = TypeVar("T")
 
+# What templates know of the efforts that clients name.
+EFFORTS = {"minimal": "low", "low": "low", "medium": "medium", "high": "high", "xhigh": "high", "max": "high"}
 CALLS: dict[str, Calls] = {"auto": "may", "none": "never", "any": "must", "required": "must"}
 # A tool choice of OpenAI's protocols: a word, or the one tool that the reply has to call.
 ToolChoice = Annotated[Annotated[Literal["auto", "none", "required"], Tag("<text>")] | Annotated[T, Tag("<other>")], IS_TEXT]
@@ -46,6 +48,12 @@ def function_tool(name: str, description: str | None, parameters: dict[str, Any]
     """A tool in OpenAI's shape."""
     described = {} if description is None else {"description": description}
     return {"type": "function", "function": {"name": name, **described, "parameters": parameters}}
+
+
+def template_arguments(thinks: bool | None, effort: str | None, answers_at_once: bool) -> dict[str, Any]:
+    """Arguments of a chat template, which itself decides what is None. A reply that has its beginning does not think before."""
+    arguments = {"enable_thinking": False if answers_at_once else thinks, "reasoning_effort": EFFORTS.get(effort or "")}
+    return {name: value for name, value in arguments.items() if value is not None}
 
 
 class Conversation:

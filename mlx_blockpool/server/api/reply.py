@@ -19,9 +19,9 @@ from ..request import ChatRequest, ParsedRequest
 
 log = logging.getLogger(__name__)
 
-# What parsers of mlx-lm raise over text that is no call.
+# The errors of mlx-lm's parsers for text that is no call.
 BAD_CALL = (ValueError, KeyError, TypeError, AttributeError, IndexError, SyntaxError)
-# A Silence is emitted after so many tokens that show nothing, as those of a long tool call: clients hear that the reply goes on.
+# A Silence is emitted after so many tokens that show nothing, as those of a long tool call, for keepalives.
 SILENT_TOKENS = 32
 
 

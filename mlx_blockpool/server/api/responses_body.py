@@ -8,9 +8,8 @@ from typing import Annotated, Any, Literal, TypeAlias
 from pydantic import AfterValidator, BeforeValidator, Discriminator, Field, Tag
 
 from ..validation import Body, Int, List, Object, ReplyFormat, Sampling, Text, TextOr, known, only
-from .conversation import ToolChoice
+from .conversation import EFFORTS, ToolChoice
 
-EFFORTS = {"minimal": "low", "low": "low", "medium": "medium", "high": "high", "xhigh": "high", "max": "high"}
 SUMMARIES = ("auto", "concise", "detailed")
 LOGPROBS = "message.output_text.logprobs"
 NO_LOGPROBS = "this endpoint returns no logprobs"

@@ -26,7 +26,7 @@ class Kept:
 
 
 class KeptResponses:
-    """The last responses by their ids; the oldest are dropped. Nobody finds those of another owner."""
+    """The last responses by their ids; the oldest are dropped. An owner finds no response of another."""
 
     def __init__(self) -> None:
         self._kept: OrderedDict[str, Kept] = OrderedDict()

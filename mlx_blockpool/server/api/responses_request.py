@@ -18,8 +18,8 @@ from ..bodies import InvalidRequestError
 from ..request import ChatRequest, ParsedRequest
 from ..validation import generation_arguments, indexed, validated
 from . import responses_body
-from .conversation import Calls, Conversation, Part, calls_of, function_tool, tools_named
-from .responses_body import EFFORTS, FunctionTool, Items, Namespace, ResponsesBody, TextPart
+from .conversation import Calls, Conversation, Part, calls_of, function_tool, template_arguments, tools_named
+from .responses_body import FunctionTool, Items, Namespace, ResponsesBody, TextPart
 from .responses_kept import Item, KeptResponses
 from .thinking import thinking_in
 
@@ -78,7 +78,9 @@ def parse(
         "chat", "", conversation.end(), shown or None, None, calls=calls, only_count=counts, image_at=conversation.image_at
     )
     most = given.max_output_tokens or options.max_tokens
-    arguments = generation_arguments(given, options, most, [], _template_arguments(given, answers_at_once=calls == "must"))
+    effort = given.reasoning.effort
+    template = template_arguments(None if effort is None else effort != "none", effort, answers_at_once=calls == "must")
+    arguments = generation_arguments(given, options, most, [], template)
     echo = _echo(given, body, arguments)
     return ResponsesRequest(request, arguments, given, not given.parallel_tool_calls, conversation.items, tools.names, echo)
 
@@ -108,19 +110,6 @@ def _choice(given: ResponsesBody, tools: Tools) -> tuple[Calls, list[Any]]:
         return calls_of(choice, tools.shown), tools.shown
     flat = Name(choice.name, choice.namespace).flat
     return "must", tools_named(tools.names[flat].flat if flat in tools.names else flat, tools.shown, "tool_choice.name")
-
-
-def _template_arguments(given: ResponsesBody, answers_at_once: bool) -> dict[str, Any]:
-    """The template decides what the body leaves open."""
-    kwargs: dict[str, Any] = {}
-    effort = given.reasoning.effort
-    if effort is not None:
-        kwargs["enable_thinking"] = effort != "none"
-        if effort != "none":
-            kwargs["reasoning_effort"] = EFFORTS[effort]
-    if answers_at_once:
-        kwargs["enable_thinking"] = False
-    return kwargs
 
 
 def _echo(given: ResponsesBody, body: dict[str, Any], arguments: GenerationArguments) -> dict[str, Any]:
