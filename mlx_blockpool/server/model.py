@@ -349,8 +349,8 @@ class LoadedModel:
             except Exception as error:
                 # A reply that cannot be put into words is one request's failure, not the batch's.
                 log.exception("request %d failed", event.uid)
-                self.live.pop(event.uid).fail(error)
                 engine.cancel(event.uid)
+                self.live.pop(event.uid).fail(error)
         for uid in [uid for uid, live in self.live.items() if live.is_left]:
             engine.cancel(uid)
             del self.live[uid]
