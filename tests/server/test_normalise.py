@@ -162,7 +162,7 @@ def test_any_chat_keeps_its_messages_and_their_roles(chat: list[dict[str, Any]])
 
 
 def test_unknown_names_say_which_there_are() -> None:
-    with pytest.raises(ValueError, match="Unknown normaliser dates. Choose among bookkeeping, date, replay, vendor-header, or"):
+    with pytest.raises(ValueError, match=r"Unknown normaliser dates\. Choose among bookkeeping, date, replay, vendor-header, or"):
         Normalisers(make_plugin_manager(), ["dates"])
 
 
