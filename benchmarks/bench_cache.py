@@ -14,9 +14,9 @@ from measure import interleave, llama, options, report
 from mlx_lm.generate import generate_step
 from mlx_lm.models.cache import make_prompt_cache as stock_prompt_cache
 
+from mlx_blockpool.kv.arena import KVArena
 from mlx_blockpool.kv.attach import bind
 from mlx_blockpool.kv.factory import make_prompt_cache, open_pool
-from mlx_blockpool.kv.slabs import KVArena
 
 
 def filled(model: Any, caches: list[Any], context: int) -> list[Any]:
@@ -48,18 +48,18 @@ def prefill_seconds(model: Any, caches: list[Any], prompt: mx.array, step: int) 
     return time.perf_counter() - start
 
 
-def address(slabs: KVArena) -> list[int]:
+def address(arena: KVArena) -> list[int]:
     """Addresses of all slab buffers."""
-    return [np.asarray(memoryview(a.view(mx.uint8))).ctypes.data for a in slabs.arrays()]
+    return [np.asarray(memoryview(a.view(mx.uint8))).ctypes.data for a in arena.arrays()]
 
 
 def bench_decode(args: Any, context: int, steps: int, rounds: int) -> None:
     ours, stock = llama(256, 4, 4, 2), llama(256, 4, 4, 2)
-    slabs = open_pool(ours, 2 * 4 * 2 * 64 * 4 * (context + 4096) * 2, attach=False)
+    arena = open_pool(ours, 2 * 4 * 2 * 64 * 4 * (context + 4096) * 2, attach=False)
     bind(ours)
-    mine, theirs = filled(ours, make_prompt_cache(ours, slabs), context), filled(stock, stock_prompt_cache(stock), context)
+    mine, theirs = filled(ours, make_prompt_cache(ours, arena), context), filled(stock, stock_prompt_cache(stock), context)
     decode_seconds(ours, mine, 4)
-    before, base = address(slabs), mx.get_active_memory()
+    before, base = address(arena), mx.get_active_memory()
     mx.reset_peak_memory()
     peaks: list[int] = []
 
@@ -70,14 +70,14 @@ def bench_decode(args: Any, context: int, steps: int, rounds: int) -> None:
         return seconds
 
     median = interleave({"ours": run_ours, "stock": lambda: decode_seconds(stock, theirs, steps)}, rounds)
-    moved = before != address(slabs)
+    moved = before != address(arena)
     assert not moved, "a slab was copied during decode"
     report(
         args, "cache", f"decode at {context}",
         ours_ms=round(median["ours"] * 1e3, 3), stock_ms=round(median["stock"] * 1e3, 3),
         ratio_tokens_per_second=round(median["stock"] / median["ours"], 3),
         slabs_moved=moved, num_runs=len(mine[0].sequence.tables[0].runs),
-        extra_bytes_at_peak=max(peaks), slab_bytes=slabs.arrays()[0].nbytes,
+        extra_bytes_at_peak=max(peaks), slab_bytes=arena.arrays()[0].nbytes,
     )  # fmt: skip
 
 
@@ -85,14 +85,14 @@ def bench_prefill(args: Any, context: int, rounds: int) -> None:
     # On a CPU of some GFLOP/s a longer prompt takes a smaller model.
     size = (256, 4, 4, 2) if context <= 4096 else (64, 2, 2, 1)
     ours, stock = llama(*size), llama(*size)
-    slabs = open_pool(ours, 2 * 4 * 2 * 64 * 4 * (context + 4096) * 2, attach=False)
+    arena = open_pool(ours, 2 * 4 * 2 * 64 * 4 * (context + 4096) * 2, attach=False)
     bind(ours)
     prompt = mx.random.randint(0, 2000, (context,))
     mx.eval(prompt)
     step = min(2048, context)
     median = interleave(
         {
-            "ours": lambda: prefill_seconds(ours, make_prompt_cache(ours, slabs), prompt, step),
+            "ours": lambda: prefill_seconds(ours, make_prompt_cache(ours, arena), prompt, step),
             "stock": lambda: prefill_seconds(stock, stock_prompt_cache(stock), prompt, step),
         },
         rounds,

@@ -38,9 +38,9 @@ class Ours:
 
     def __init__(self, model: Any, pool_bytes: int, config: EngineConfig | None = None) -> None:
         bind(model)
-        self.slabs = open_pool(model, pool_bytes, attach=False)
-        self.slabs.ragged = True
-        self.prefix = TieredPrefixCache(self.slabs)
+        self.arena = open_pool(model, pool_bytes, attach=False)
+        self.arena.ragged = True
+        self.prefix = TieredPrefixCache(self.arena)
         self.engine = BlockPoolBatchEngine(model, PooledCaches(self.prefix), config)
 
     def insert(self, tokens: list[int], max_tokens: int) -> int:
@@ -98,13 +98,13 @@ def bench_steps(args: Any, model: Any, stock: Any, case: str, lengths: list[int]
     # Without a share for decode: nobody grows much while the last prompts are computed.
     ours = Ours(model, 10**9, EngineConfig(decode_share=0))
     runs = {name: functools.partial(filled(s, lengths), steps) for name, s in (("ours", ours), ("stock", Stock(stock)))}
-    ours.slabs.decode.path_counts.clear()
+    ours.arena.decode.path_counts.clear()
     found = interleave(runs, rounds)
-    counted = sum(ours.slabs.decode.path_counts.values())
+    counted = sum(ours.arena.decode.path_counts.values())
     assert counted == steps * rounds * len(model.layers), f"{counted} attends of a batch: another path ran"
     figures = {f"{name}_ms": round(seconds * 1e3, 2) for name, seconds in found.items()}
     report(
-        args, "engine", case, **figures, ratio=round(found["stock"] / found["ours"], 3), paths=dict(ours.slabs.decode.path_counts)
+        args, "engine", case, **figures, ratio=round(found["stock"] / found["ours"], 3), paths=dict(ours.arena.decode.path_counts)
     )
 
 
@@ -189,8 +189,8 @@ def bench_waste(args: Any, model: Any, lengths: list[int]) -> None:
     filled(ours, lengths)
     live = ours.engine.live
     tables = [(running.caches or [])[0].sequence.tables for running in live]
-    held = [len({block for own in tables for block in own[g].ids}) for g in range(len(ours.slabs.spec.groups))]
-    memory = batch_memory(ours.slabs.spec, [len(r.tokens) for r in live], held).bytes
+    held = [len({block for own in tables for block in own[g].ids}) for g in range(len(ours.arena.spec.groups))]
+    memory = batch_memory(ours.arena.spec, [len(r.tokens) for r in live], held).bytes
     report(
         args, "engine", f"{len(lengths)} agents of {lengths[0]} to {lengths[-1]} tokens", waste=round(memory.pool.waste_share, 4),
         padded_waste=round(memory.padded.waste_share, 4), ratio=round(memory.ratio, 2),

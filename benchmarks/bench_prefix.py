@@ -16,8 +16,8 @@ import mlx.core as mx
 from measure import interleave, llama, options, report
 from mlx_lm.models.cache import KVCache, LRUPromptCache
 
+from mlx_blockpool.kv.arena import KVArena
 from mlx_blockpool.kv.factory import open_pool
-from mlx_blockpool.kv.slabs import KVArena
 from mlx_blockpool.prefix.cache import PrefixCache
 from mlx_blockpool.spec import FullLayer, ModelCacheSpec, blocks_for
 
@@ -40,7 +40,7 @@ def our_searches(known: list[list[int]], layers: int) -> tuple[Search, Search]:
     spec = ModelCacheSpec("lookup", (FullLayer(1, 1, 1),) * layers, "float16")
     blocks = sum(blocks_for(len(c)) for c in known) + 2000
     prefix = PrefixCache(KVArena(spec, blocks * spec.bytes_per_block(spec.groups[0])))
-    prefix.slabs.ragged = True
+    prefix.arena.ragged = True
     for tokens in known:
         caches = prefix.acquire(tokens, 1).caches
         for cache in caches:
@@ -90,7 +90,7 @@ def script_fetch(length: int, attach: bool) -> tuple[Callable[[], float], dict[s
     fetched = prefix.acquire(prompt, 1)
     copied = len(set(fetched.caches[0].sequence.tables[0].ids[: blocks_for(length)]) - before)
     prefix.discard(fetched.caches)
-    return seconds, {"attached": prefix.slabs.ragged, "blocks_copied": copied}
+    return seconds, {"attached": prefix.arena.ragged, "blocks_copied": copied}
 
 
 def bench_script_fetch(args: Any, length: int, rounds: int) -> None:

@@ -42,12 +42,12 @@ VOCAB = 2048
 def opened(model: Any, folder: Path | None, config: PoolConfig | None = None, bits: int | None = None) -> BlockPoolBatchEngine:
     """An engine over a new pool, with what the store in `folder` knows."""
     bind(model)
-    slabs = open_pool(model, 2 * 10**9 if config is None else config.pool_bytes, config, attach=False)
-    slabs.ragged = True
+    arena = open_pool(model, 2 * 10**9 if config is None else config.pool_bytes, config, attach=False)
+    arena.ragged = True
     store = None
     if folder is not None:
         store = PromptStore(StoreConfig(folder, min_free_bytes=0, bits=bits), "bench", naming, {"model": "bench"})
-    prefix = TieredPrefixCache(slabs, store=store)
+    prefix = TieredPrefixCache(arena, store=store)
     return BlockPoolBatchEngine(model, PooledCaches(prefix), EngineConfig(decode_share=0))
 
 
@@ -91,7 +91,7 @@ def fill(model: Any, folder: Path, length: int, bits: int | None) -> None:
     """Random keys and values of one sequence, on disk."""
     engine = opened(model, folder, bits=bits)
     assert isinstance(engine.caches, PooledCaches)
-    prefix, layer = engine.caches.prefix, engine.caches.prefix.slabs.spec.layers[0]
+    prefix, layer = engine.caches.prefix, engine.caches.prefix.arena.spec.layers[0]
     tokens = [i % VOCAB for i in range(length)]
     caches = prefix.acquire(tokens, 1).caches
     for cache in caches:
@@ -119,7 +119,7 @@ def bench_restore(args: Any, model: Any, length: int, folder: Path, rounds: int,
         mx.synchronize()
         start = time.perf_counter()
         found.restore_now(wanted)
-        mx.eval(found.slabs.arrays())
+        mx.eval(found.arena.arrays())
         seconds = time.perf_counter() - start
         assert found.num_restored == length, f"{found.num_restored} tokens restored != {length}"
         found.store.close()

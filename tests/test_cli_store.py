@@ -24,7 +24,7 @@ from platformdirs.unix import Unix
 
 from mlx_blockpool.cli import main
 from mlx_blockpool.config import StoreConfig
-from mlx_blockpool.kv.slabs import KVArena
+from mlx_blockpool.kv.arena import KVArena
 from mlx_blockpool.plugins import spec_of_model
 from mlx_blockpool.store import fsck
 from mlx_blockpool.store.fs import TEMPORARY

@@ -15,8 +15,8 @@ from kv.arrays import make_slabs
 from mlx_lm.models.cache import KVCache, RotatingKVCache
 
 from mlx_blockpool.errors import BlockpoolError, SpecError
+from mlx_blockpool.kv.arena import KVArena
 from mlx_blockpool.kv.factory import pooled_caches
-from mlx_blockpool.kv.slabs import KVArena
 from mlx_blockpool.memory import Allocation, BatchMemory, Comparison, batch_memory
 from mlx_blockpool.spec import FullLayer, ModelCacheSpec, StateLayer, WindowLayer
 

@@ -119,17 +119,17 @@ class PooledCaches:
     @property
     def keeps_chunks(self) -> bool:
         """Whether keeping costs nothing and serves at any token, so that every chunk of a prefill is kept."""
-        return self.ragged and not self.prefix.slabs.spec.needs_checkpoints
+        return self.ragged and not self.prefix.arena.spec.needs_checkpoints
 
     @property
     def needs_marks(self) -> bool:
         """Whether a prompt can be resumed only where something was kept."""
-        return self.prefix.slabs.spec.needs_checkpoints
+        return self.prefix.arena.spec.needs_checkpoints
 
     @property
     def pads_prompts(self) -> bool:
         """Whether prompts of several lengths may be computed together: what is padded must not reach a state."""
-        return self.ragged and not self.prefix.slabs.state_leaves
+        return self.ragged and not self.prefix.arena.state_leaves
 
     def capacity(self) -> int | None:
         """The most tokens that one sequence can have; None: no limit."""
@@ -314,7 +314,7 @@ class PaddedCaches(PooledCaches):
 
     def _fit(self, batch: Collection[Sequence]) -> None:
         """Raises PoolExhaustedError if a padded batch would be too large. One sequence alone is never."""
-        needed = batch_memory(self.prefix.slabs.spec, [len(sequence.tokens) + 1 for sequence in batch]).bytes.grown.allocated
+        needed = batch_memory(self.prefix.arena.spec, [len(sequence.tokens) + 1 for sequence in batch]).bytes.grown.allocated
         if needed > self.batch_bytes:
             hint = f"The padded batch would take {needed} bytes and has {self.batch_bytes}. Raise --pool-bytes."
             raise PoolExhaustedError(len(batch), len(batch) - 1, 0, "batch", hint)

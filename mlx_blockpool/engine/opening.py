@@ -7,9 +7,9 @@ from typing import Any
 
 from ..config import PoolConfig
 from ..errors import SpecError
+from ..kv.arena import KVArena
 from ..kv.attach import attach, batches_padded, step_synchronously_if_copied
 from ..kv.factory import config_of, default_pool_bytes, with_windows
-from ..kv.slabs import KVArena
 from ..plugins import spec_of_model
 from ..spec import ModelCacheSpec
 from ..store.prompt_store import PromptStore
@@ -43,15 +43,15 @@ def open_pooled(
 
     `store` has the records of these weights.
     """
-    slabs = KVArena(spec, pool_bytes, config)
+    arena = KVArena(spec, pool_bytes, config)
     caches: PooledCaches
-    if attach(model, slabs):
-        caches = PooledCaches(TieredPrefixCache(slabs, store=store, config=config or PoolConfig()))
+    if attach(model, arena):
+        caches = PooledCaches(TieredPrefixCache(arena, store=store, config=config or PoolConfig()))
     else:
         # A padded batch is not in the pool: it has half of the bytes to itself.
-        slabs = KVArena(spec, pool_bytes // 2, config)
-        prefix = TieredPrefixCache(slabs, store=store, config=config or PoolConfig())
+        arena = KVArena(spec, pool_bytes // 2, config)
+        prefix = TieredPrefixCache(arena, store=store, config=config or PoolConfig())
         caches = PaddedCaches(prefix, pool_bytes - pool_bytes // 2, batches_padded(model, spec))
-    if step_synchronously_if_copied(model, slabs):
+    if step_synchronously_if_copied(model, arena):
         log.info("Decode steps run one at a time; overlapping ones would copy the pool on this device")
     return caches

@@ -18,8 +18,8 @@ from mlx_lm.models.cache import make_prompt_cache as stock_prompt_cache
 
 from ..mlx_lm_compat import rebind
 from ..spec import ModelCacheSpec, StateLayer
+from .arena import KVArena
 from .factory import make_prompt_cache
-from .slabs import KVArena
 
 log = logging.getLogger(__name__)
 
@@ -85,25 +85,25 @@ def detach(model: Any) -> None:
             module.__class__ = type(module)._attached_from
 
 
-def attach(model: Any, slabs: KVArena) -> bool:
+def attach(model: Any, arena: KVArena) -> bool:
     """Attach, and keep it if a ragged batch of random tokens gives the logits of single sequences.
 
-    Sets slabs.ragged. A model that does not pass is as it was before, and batches through mlx-lm's padded caches. Raises
+    Sets arena.ragged. A model that does not pass is as it was before, and batches through mlx-lm's padded caches. Raises
     PoolExhaustedError where the pool has no room for two short sequences.
     """
-    spec = slabs.spec
+    spec = arena.spec
     # Another pool may have attached it, and relies on that.
     was_attached = any("_attached_from" in type(module).__dict__ for _, module in model.named_modules())
-    slabs.ragged = agrees = False
+    arena.ragged = agrees = False
     try:
         # A model without attention has nothing to attach.
-        slabs.ragged = spec.batches and (bind(model) > 0 or not spec.groups)
-        agrees = slabs.ragged and _agrees(
-            model, lambda: make_prompt_cache(model, slabs), not slabs.state_leaves, spec.max_kv_size
+        arena.ragged = spec.batches and (bind(model) > 0 or not spec.groups)
+        agrees = arena.ragged and _agrees(
+            model, lambda: make_prompt_cache(model, arena), not arena.state_leaves, spec.max_kv_size
         )
     finally:
-        slabs.ragged = agrees
-        slabs.decode.path_counts.clear()
+        arena.ragged = agrees
+        arena.decode.path_counts.clear()
         if not agrees and not was_attached:
             detach(model)
     return agrees
@@ -174,16 +174,16 @@ def _single_logits(model: Any, prompt: list[int], max_kv_size: int | None) -> mx
     return logits[:, -1].astype(mx.float32)
 
 
-def step_synchronously_if_copied(model: Any, slabs: KVArena, caches: list[Any] | None = None, steps: int = 8) -> bool:
+def step_synchronously_if_copied(model: Any, arena: KVArena, caches: list[Any] | None = None, steps: int = 8) -> bool:
     """Find out whether a decode step that is encoded while the one before still runs copies whole slabs, and forbid it then.
 
     mlx writes in place only where nothing else reads the buffer; how far it encodes ahead differs by device and model. Sets and
-    returns slabs.decode.synchronous.
+    returns arena.decode.synchronous.
     """
-    caches = caches or make_prompt_cache(model, slabs)
+    caches = caches or make_prompt_cache(model, arena)
     token = mx.zeros((1, 1), mx.int32)
     mx.eval(model(token, cache=caches))
-    largest = max((a.nbytes for a in slabs.arrays()), default=0)
+    largest = max((a.nbytes for a in arena.arrays()), default=0)
     mx.reset_peak_memory()
     before = mx.get_active_memory()
     previous = token
@@ -193,5 +193,5 @@ def step_synchronously_if_copied(model: Any, slabs: KVArena, caches: list[Any] |
         mx.eval(previous)
         previous = following
     mx.eval(previous)
-    slabs.decode.synchronous = mx.get_peak_memory() - before > max(largest, MEASURABLE_BYTES)
-    return slabs.decode.synchronous
+    arena.decode.synchronous = mx.get_peak_memory() - before > max(largest, MEASURABLE_BYTES)
+    return arena.decode.synchronous

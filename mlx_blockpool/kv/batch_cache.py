@@ -11,9 +11,9 @@ from typing import Any
 import mlx.core as mx
 
 from ..mlx_lm_compat import BaseCache
+from .arena import View
 from .decode_attention import Step, step_of
 from .layer_caches import PooledLayer
-from .slabs import View
 
 
 class PooledBatchCache(BaseCache):  # type: ignore[misc]
@@ -52,8 +52,8 @@ class PooledBatchCache(BaseCache):  # type: ignore[misc]
         Returns them as they are: attend() reads the slabs.
         """
         n = keys.shape[2]
-        if self.members[0].layer == self.members[0].sequence.slabs.first:
-            self.members[0].sequence.slabs.check_dtype(keys)
+        if self.members[0].layer == self.members[0].sequence.arena.first:
+            self.members[0].sequence.arena.check_dtype(keys)
         if n == 1 and self._lengths is None:
             self._decode(keys, values)
             return keys, values
@@ -73,12 +73,12 @@ class PooledBatchCache(BaseCache):  # type: ignore[misc]
             return self._attend_prompts(queries, values, scale, sinks)
         step, self._step = self._step, None
         first = self.members[0]
-        first.sequence.slabs.decode.path_counts[step.path] += 1
+        first.sequence.arena.decode.path_counts[step.path] += 1
         return step.attend(first.place.index, queries, scale, sinks)
 
     def _decode(self, keys: mx.array, values: mx.array) -> None:
         first = self.members[0]
-        if first.layer == first.sequence.slabs.first and any(m.sequence.slabs.decode.synchronous for m in self.members):
+        if first.layer == first.sequence.arena.first and any(m.sequence.arena.decode.synchronous for m in self.members):
             # A step in flight still reads the slabs; writing now would copy them.
             mx.synchronize()
         self._step = step_of(self.members)
@@ -150,7 +150,7 @@ class PooledBatchCache(BaseCache):  # type: ignore[misc]
     @property
     def state(self) -> list[Any]:
         """The slabs, to be evaluated: that finishes what was written and gathers nothing. It is not to be saved or assigned."""
-        return [self.members[0].sequence.slabs.arrays(), _NotSaved()] if self.members else []
+        return [self.members[0].sequence.arena.arrays(), _NotSaved()] if self.members else []
 
     @property
     def nbytes(self) -> int:

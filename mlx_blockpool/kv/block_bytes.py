@@ -16,7 +16,7 @@ import numpy as np
 
 from ..dtypes import numpy_name, safetensors_name
 from ..spec import LayerGroup
-from .slabs import KVArena
+from .arena import KVArena
 
 # In the memory of the processor; bfloat16 as uint16, which has its bits.
 HostArray: TypeAlias = "np.ndarray[Any, Any]"
@@ -41,25 +41,25 @@ class Content:
         return np.frombuffer(data, numpy_name(self.safetensors_dtype)).reshape(self.shape)
 
 
-def contents(slabs: KVArena, groups: Sequence[int], tokens: int, bits: int | None = None) -> list[Content]:
+def contents(arena: KVArena, groups: Sequence[int], tokens: int, bits: int | None = None) -> list[Content]:
     """What the first `tokens` tokens of one block of each group are, array by array."""
     found = []
     for g in groups:
-        for name, heads, dim in _tensors(slabs.spec.groups[g]):
+        for name, heads, dim in _tensors(arena.spec.groups[g]):
             shape = (heads, tokens)
             if bits is None or dim % GROUP_SIZE:
-                found.append(Content(name, slabs.dtype, (*shape, dim)))
+                found.append(Content(name, arena.dtype, (*shape, dim)))
                 continue
             found.append(Content(f"{name}.packed", mx.uint32, (*shape, dim * bits // 32)))
-            found += [Content(f"{name}.{part}", slabs.dtype, (*shape, dim // GROUP_SIZE)) for part in ("scales", "biases")]
+            found += [Content(f"{name}.{part}", arena.dtype, (*shape, dim // GROUP_SIZE)) for part in ("scales", "biases")]
     return found
 
 
-def copy_out(slabs: KVArena, places: Sequence[tuple[int, int]], start: int, end: int, bits: int | None = None) -> list[mx.array]:
+def copy_out(arena: KVArena, places: Sequence[tuple[int, int]], start: int, end: int, bits: int | None = None) -> list[mx.array]:
     """Tokens [start, end) of blocks, given as (group, block): evaluated copies, in the order of contents()."""
     found: list[mx.array] = []
     for group, block in places:
-        slab, first = slabs.locate(group, block)
+        slab, first = arena.locate(group, block)
         for index in range(len(slab.keys)):
             for array in slab.read(index, first + start, end - start):
                 found += _stored(array[0], bits)
@@ -68,7 +68,7 @@ def copy_out(slabs: KVArena, places: Sequence[tuple[int, int]], start: int, end:
 
 
 def copy_in(
-    slabs: KVArena, places: Sequence[tuple[int, int]], start: int, arrays: Sequence[HostArray], bits: int | None = None
+    arena: KVArena, places: Sequence[tuple[int, int]], start: int, arrays: Sequence[HostArray], bits: int | None = None
 ) -> None:
     """Put arrays in the order of contents() at tokens [start, ...) of blocks. They may change once this returns.
 
@@ -80,17 +80,17 @@ def copy_in(
     if not in_place:
         mx.synchronize()
     for group, block in places:
-        slab, first = slabs.locate(group, block)
-        layer = slabs.spec.groups[group].layer
+        slab, first = arena.locate(group, block)
+        layer = arena.spec.groups[group].layer
         targets = [array for pair in zip(slab.keys, slab.values, strict=True) for array in pair]
         dims = [layer.key_dim, layer.value_dim] * len(slab.keys)
-        parts = [_loaded(rest, dim, bits, slabs.dtype) for dim in dims]
+        parts = [_loaded(rest, dim, bits, arena.dtype) for dim in dims]
         mx.eval([part for part in parts if isinstance(part, mx.array)])
         for target, part in zip(targets, parts, strict=True):
             if in_place:
                 _write(target, first + start, part)
             else:
-                target[:, :, first + start : first + start + part.shape[1]] = _on_device(part, slabs.dtype)[None]
+                target[:, :, first + start : first + start + part.shape[1]] = _on_device(part, arena.dtype)[None]
         mx.eval(targets)
 
 

@@ -12,11 +12,11 @@ from typing import Any
 import mlx.core as mx
 
 from ..spec import BLOCK_TOKENS, WindowLayer
+from .arena import KVArena, Slab, View
 from .decode_policy import Cluster, Share, device, divide, find_clusters
 from .layer_caches import PooledLayer
 from .runs import attend_cluster, attend_grouped, group_queries
 from .sequence import Piece
-from .slabs import KVArena, Slab, View
 
 # Work for other cores runs on these streams, each thread has its own.
 _helpers = [mx.new_thread_local_stream(mx.cpu)]
@@ -32,27 +32,27 @@ def step_of(members: Sequence[PooledLayer]) -> Step:
 
     Takes blocks and copies shared ones for all members before anything is written: a PoolExhaustedError changes no array.
     """
-    slabs, group = members[0].sequence.slabs, members[0].place.group
-    found = slabs.steps.get(group)
-    if found is None or found.key != _key(slabs, group, members):
+    arena, group = members[0].sequence.arena, members[0].place.group
+    found = arena.steps.get(group)
+    if found is None or found.key != _key(arena, group, members):
         places = [m.sequence.writable(group, m.next_place(), m.next_place() + 1)[0] for m in members]
-        found = slabs.steps[group] = Step(slabs, group, members, places)
+        found = arena.steps[group] = Step(arena, group, members, places)
     return found
 
 
-def _key(slabs: KVArena, group: int, members: Sequence[PooledLayer]) -> tuple[Any, ...]:
+def _key(arena: KVArena, group: int, members: Sequence[PooledLayer]) -> tuple[Any, ...]:
     """What a step depends on. Tables are told apart by id: the step that remembers an id keeps the table."""
     tables = [m.sequence.tables[group] for m in members]
     state = [(id(t), t.version, m.next_place(), m.offset) for t, m in zip(tables, members, strict=True)]
     sharing = tuple(pool.share_epoch(group) for pool in {m.sequence.pool: None for m in members})
-    return slabs.decode.path, slabs.decode.streams, sharing, state
+    return arena.decode.path, arena.decode.streams, sharing, state
 
 
 class Step:
     """Where each member writes one token, what it reads then, on which path and on which stream."""
 
-    def __init__(self, slabs: KVArena, group: int, members: Sequence[PooledLayer], places: list[Piece]) -> None:
-        self.key = _key(slabs, group, members)
+    def __init__(self, arena: KVArena, group: int, members: Sequence[PooledLayer], places: list[Piece]) -> None:
+        self.key = _key(arena, group, members)
         self.tables = [m.sequence.tables[group] for m in members]
         self.pools = [m.sequence.pool for m in members]
         self.sizes = [m.next_size() for m in members]
@@ -62,15 +62,15 @@ class Step:
         # pass over the keys for each query head.
         self._products = device() == "cpu"
         self._targets = _targets(places)
-        clusters = self._clusters(slabs)
-        self.path = slabs.decode.choose(self.sizes, clusters)
+        clusters = self._clusters(arena)
+        self.path = arena.decode.choose(self.sizes, clusters)
         pieces = [m.sequence.pieces(group, size) for m, size in zip(members, self.sizes, strict=True)]
         if self.path == "padded":
             self._pieces = pieces
             self._mask = _padding_mask(self.sizes)
             return
         self._readings = _readings(pieces, clusters if self.path == "shared" else [])
-        self._loads = self._divide(min(slabs.decode.streams, 1 + len(_helpers)))
+        self._loads = self._divide(min(arena.decode.streams, 1 + len(_helpers)))
         # The others get their work before the stream that waits for them.
         self._streams = (*_helpers[: len(self._loads) - 1], None)
         shares = [share for load in self._loads for share in load]
@@ -110,9 +110,9 @@ class Step:
     def _is_whole(self, share: Share) -> bool:
         return share.heads == (0, self.layer.kv_heads)
 
-    def _clusters(self, slabs: KVArena) -> list[Cluster]:
+    def _clusters(self, arena: KVArena) -> list[Cluster]:
         """Windows go on writing in every block of their ring, so that they share nothing for long."""
-        if slabs.decode.path == "ragged" or len(self.tables) == 1 or isinstance(self.layer, WindowLayer):
+        if arena.decode.path == "ragged" or len(self.tables) == 1 or isinstance(self.layer, WindowLayer):
             return []
         # An id is a block of its own pool: those of the second one follow those of the first.
         pools = {pool: i for i, pool in enumerate(dict.fromkeys(self.pools))}

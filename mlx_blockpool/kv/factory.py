@@ -14,10 +14,10 @@ from ..config import PoolConfig
 from ..errors import PoolExhaustedError
 from ..plugins import spec_of_model
 from ..spec import ChunkLayer, CompositeLayer, LayerSpec, ModelCacheSpec, StateLayer, WindowLayer
+from .arena import KVArena
 from .layer_caches import PooledKVCache, PooledRotatingKVCache
 from .parts import PooledCacheList, PooledChunkedKVCache, UnusedKVCache, leaves_of
 from .sequence import SequenceBlocks
-from .slabs import KVArena
 from .state_caches import PooledArraysCache
 
 log = logging.getLogger(__name__)
@@ -26,40 +26,40 @@ log = logging.getLogger(__name__)
 KEPT_TOKENS = 4
 
 
-def pooled_caches(slabs: KVArena, sequence: SequenceBlocks | None = None) -> list[Any]:
+def pooled_caches(arena: KVArena, sequence: SequenceBlocks | None = None) -> list[Any]:
     """Layer caches of one sequence, one for each that mlx-lm makes; empty, without `sequence` a new one."""
-    sequence = sequence or SequenceBlocks(slabs)
+    sequence = sequence or SequenceBlocks(arena)
     leaves = count()
-    return [_pooled(sequence, layer, leaves) for layer in slabs.spec.layers]
+    return [_pooled(sequence, layer, leaves) for layer in arena.spec.layers]
 
 
-def make_prompt_cache(model: Any, slabs: KVArena, max_kv_size: int | None = None) -> list[Any]:
-    """In place of mlx-lm's make_prompt_cache: one sequence in the pool `slabs`, which was opened for this model.
+def make_prompt_cache(model: Any, arena: KVArena, max_kv_size: int | None = None) -> list[Any]:
+    """In place of mlx-lm's make_prompt_cache: one sequence in the pool `arena`, which was opened for this model.
 
     Raises ValueError unless the pool was opened with the same `max_kv_size`; None takes the pool's. As in mlx-lm, a model that
     makes its own caches does without it.
     """
-    if max_kv_size not in (None, slabs.spec.max_kv_size) and not hasattr(model, "make_cache"):
+    if max_kv_size not in (None, arena.spec.max_kv_size) and not hasattr(model, "make_cache"):
         raise ValueError(
-            f"This pool was opened with max_kv_size={slabs.spec.max_kv_size}, which its blocks are laid out for; caches of "
+            f"This pool was opened with max_kv_size={arena.spec.max_kv_size}, which its blocks are laid out for; caches of "
             f"{max_kv_size} tokens need another. Open one with open_pool(model, max_kv_size={max_kv_size})."
         )
-    return pooled_caches(slabs)
+    return pooled_caches(arena)
 
 
-def from_stock(caches: list[Any], slabs: KVArena) -> list[Any]:
+def from_stock(caches: list[Any], arena: KVArena) -> list[Any]:
     """Pooled caches with the content of mlx-lm's own, as load_prompt_cache reads them, or of another pool's.
 
     Raises ValueError for caches of another model, PoolExhaustedError where there is no room.
     """
-    pooled = pooled_caches(slabs)
+    pooled = pooled_caches(arena)
     mine, theirs = leaves_of(pooled), leaves_of(caches)
     if len(mine) != len(theirs):
-        raise ValueError(f"These are {len(theirs)} caches; {slabs.spec.model_id} has {len(mine)}.")
+        raise ValueError(f"These are {len(theirs)} caches; {arena.spec.model_id} has {len(mine)}.")
     for layer, (own, given) in enumerate(zip(mine, theirs, strict=True)):
         if not isinstance(own, type(given)):
             raise ValueError(
-                f"Cache {layer} is a {type(given).__name__}; {slabs.spec.model_id} has a {type(own).__name__} there."
+                f"Cache {layer} is a {type(given).__name__}; {arena.spec.model_id} has a {type(own).__name__} there."
             )
         if not isinstance(own, UnusedKVCache):
             own.state = given.state
@@ -77,13 +77,13 @@ def open_pool(
     """A pool for a loaded model, `pool_bytes` at most (default: half of the memory that the model leaves free).
 
     attach: let the model's attention read blocks where they lie, if a few random tokens give the same logits that way.
-    slabs.ragged says whether they did. If not, or with attach=False, each acquire() copies the cached prefix to one piece, and
+    arena.ragged says whether they did. If not, or with attach=False, each acquire() copies the cached prefix to one piece, and
     batches are padded. max_kv_size: what mlx-lm's make_prompt_cache means by it.
     """
     spec = with_windows(spec_of_model(model, config_of(model), type(model).__module__.rpartition(".")[2]), model, max_kv_size)
-    slabs = KVArena(spec, default_pool_bytes() if pool_bytes is None else pool_bytes, config)
-    try_out(model, slabs, attach)
-    return slabs
+    arena = KVArena(spec, default_pool_bytes() if pool_bytes is None else pool_bytes, config)
+    try_out(model, arena, attach)
+    return arena
 
 
 def with_windows(spec: ModelCacheSpec, model: Any, max_kv_size: int | None) -> ModelCacheSpec:
@@ -98,16 +98,16 @@ def with_windows(spec: ModelCacheSpec, model: Any, max_kv_size: int | None) -> M
     return spec.with_windows(max_kv_size, KEPT_TOKENS)
 
 
-def try_out(model: Any, slabs: KVArena, attach_it: bool) -> None:
+def try_out(model: Any, arena: KVArena, attach_it: bool) -> None:
     """Attach a model if a few random tokens give the same logits that way. Where they cannot be computed, it stays as it is."""
     # attach.py tries the caches that this module makes.
     from .attach import attach, leaves_padding_out, step_synchronously_if_copied
 
     try:
-        slabs.pads_states = bool(slabs.state_leaves) and leaves_padding_out(model)
+        arena.pads_states = bool(arena.state_leaves) and leaves_padding_out(model)
         if attach_it:
-            attach(model, slabs)
-            step_synchronously_if_copied(model, slabs)
+            attach(model, arena)
+            step_synchronously_if_copied(model, arena)
     except (PoolExhaustedError, RuntimeError) as error:
         # The pool is too small to try it, or the device cannot run the model: its use will say so.
         log.info("%s is not attached: %s", type(model).__module__, error)
@@ -135,7 +135,7 @@ def _pooled(sequence: SequenceBlocks, layer: LayerSpec, leaves: Iterator[int]) -
     leaf = next(leaves)
     if isinstance(layer, StateLayer):
         return PooledArraysCache(sequence, len(layer.arrays), leaf)
-    if leaf not in sequence.slabs.places:
+    if leaf not in sequence.arena.places:
         return UnusedKVCache()
     if isinstance(layer, ChunkLayer):
         return PooledChunkedKVCache(sequence, leaf)

@@ -17,9 +17,9 @@ from mlx_lm.models.cache import BatchKVCache, BatchRotatingKVCache, KVCache, Rot
 
 from ..mlx_lm_compat import saved_as
 from ..spec import WindowLayer
+from .arena import View
 from .runs import attend_runs
 from .sequence import SequenceBlocks, SequenceCache, join
-from .slabs import View
 from .state_caches import copied
 
 
@@ -36,7 +36,7 @@ class PooledLayer(SequenceCache):
 
     def __init__(self, sequence: SequenceBlocks, layer: int) -> None:
         self.sequence = sequence
-        self.place = sequence.slabs.places[layer]
+        self.place = sequence.arena.places[layer]
         self.layer = layer
         self.offset = 0
         sequence.add_layer(self)
@@ -57,10 +57,10 @@ class PooledLayer(SequenceCache):
 
     def write(self, keys: mx.array, values: mx.array) -> View | None:
         """The first half of update_and_fetch: no view of a slab is left behind. Returns what to attend to, or None for all."""
-        slabs = self.sequence.slabs
-        if self.layer == slabs.first:
-            slabs.check_dtype(keys)
-            if keys.shape[2] > 1 or slabs.decode.synchronous:
+        arena = self.sequence.arena
+        if self.layer == arena.first:
+            arena.check_dtype(keys)
+            if keys.shape[2] > 1 or arena.decode.synchronous:
                 # A decode step in flight still reads the slabs; writing now would copy them.
                 mx.synchronize()
         return self._write(keys, values)
@@ -132,9 +132,9 @@ class PooledLayer(SequenceCache):
         layer = self.place.layer
         for name, array, dim in (("keys", keys, layer.key_dim), ("values", values, layer.value_dim)):
             found, needed = (*array.shape[:2], array.shape[-1]), (1, layer.kv_heads, dim)
-            if array.ndim != 4 or found != needed or array.shape[2] < size or array.dtype != self.sequence.slabs.dtype:
+            if array.ndim != 4 or found != needed or array.shape[2] < size or array.dtype != self.sequence.arena.dtype:
                 raise ValueError(
-                    f"This layer takes {name} of shape {(1, layer.kv_heads, size, dim)} in {self.sequence.slabs.dtype}; "
+                    f"This layer takes {name} of shape {(1, layer.kv_heads, size, dim)} in {self.sequence.arena.dtype}; "
                     f"those given are {array.shape} in {array.dtype}."
                 )
         # What is given may be a view of the blocks, and a step in flight may read them: either would have the slab copied.
@@ -152,7 +152,7 @@ class PooledLayer(SequenceCache):
     def nbytes(self) -> int:
         """Bytes of this layer's blocks, shared ones included."""
         blocks = len(self.sequence.tables[self.place.group])
-        return blocks * self.sequence.slabs.spec.memory_per_block_per_layer(self.place.layer)
+        return blocks * self.sequence.arena.spec.memory_per_block_per_layer(self.place.layer)
 
     @classmethod
     def merge(cls, caches: list[Any]) -> Any:
@@ -184,7 +184,7 @@ class PooledLayer(SequenceCache):
         for cache in pooled:
             # mlx-lm's batch never reads an empty cache, whose blocks may have been released.
             cache.sequence.need_blocks()
-        return len(pooled) == len(caches) and all(cache.sequence.slabs.ragged for cache in pooled)
+        return len(pooled) == len(caches) and all(cache.sequence.arena.ragged for cache in pooled)
 
     def _state(self, views: list[View], *rest: Any) -> Any:
         """(keys, values, *rest) as mlx-lm has them; of several runs they are gathered when they are read."""

@@ -12,9 +12,9 @@ from mlx_lm.models.cache import CacheList, ChunkedKVCache, KVCache
 
 from ..mlx_lm_compat import BaseCache, saved_as
 from ..spec import ChunkLayer
+from .arena import View
 from .layer_caches import PooledKVCache
 from .sequence import SequenceBlocks, StandIn
-from .slabs import View
 from .state_caches import PooledArraysCache
 
 

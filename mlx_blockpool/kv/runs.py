@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import mlx.core as mx
 
-from .slabs import View
+from .arena import View
 
 
 def attend_runs(queries: mx.array, views: list[View], scale: float, sinks: mx.array | None) -> mx.array:

@@ -14,8 +14,8 @@ import mlx.core as mx
 
 from ..errors import ReleasedCacheError
 from ..spec import BLOCK_TOKENS, blocks_for
+from .arena import KVArena, Place, Slab, View
 from .blocks import BlockTable
-from .slabs import KVArena, Place, Slab, View
 
 # (slab, first token in it, tokens): a part of a sequence that lies in one piece.
 Piece = tuple[Slab, int, int]
@@ -30,12 +30,12 @@ class SequenceBlocks:
 
     tables: list[BlockTable]
 
-    def __init__(self, slabs: KVArena) -> None:
-        self._set_up(slabs, [slabs.pool.open_table(g) for g in range(len(slabs.spec.groups))])
+    def __init__(self, arena: KVArena) -> None:
+        self._set_up(arena, [arena.pool.open_table(g) for g in range(len(arena.spec.groups))])
 
-    def _set_up(self, slabs: KVArena, tables: list[BlockTable]) -> None:
-        self.slabs = slabs
-        self.pool = slabs.pool
+    def _set_up(self, arena: KVArena, tables: list[BlockTable]) -> None:
+        self.arena = arena
+        self.pool = arena.pool
         self.tables = tables
         self.state_bytes = 0
         self.released_by: str | None = None
@@ -56,7 +56,7 @@ class SequenceBlocks:
                 self.pool.release_deferred(table)
         if getattr(self, "state_bytes", 0):
             # Finalizers run on any thread.
-            self.slabs.give_back_states(self.state_bytes)
+            self.arena.give_back_states(self.state_bytes)
 
     def __deepcopy__(self, memo: dict[int, Any]) -> SequenceBlocks:
         return self.fork()
@@ -64,7 +64,7 @@ class SequenceBlocks:
     def fork(self) -> SequenceBlocks:
         """A second sequence on the same blocks; the first write of either into a shared block copies that block."""
         copy = SequenceBlocks.__new__(SequenceBlocks)
-        copy._set_up(self.slabs, [self.pool.fork(table) for table in self.tables])
+        copy._set_up(self.arena, [self.pool.fork(table) for table in self.tables])
         copy.count_states(self.state_bytes)
         return copy
 
@@ -119,7 +119,7 @@ class SequenceBlocks:
 
     def count_states(self, n_bytes: int) -> None:
         """Count its states with so many bytes from now on."""
-        self.slabs.count_states(n_bytes - self.state_bytes)
+        self.arena.count_states(n_bytes - self.state_bytes)
         self.state_bytes = n_bytes
 
     def release(self, released_by: str = "release()") -> None:
@@ -181,13 +181,13 @@ class SequenceBlocks:
 
     def own(self, group: int, index: int) -> None:
         """Copy-on-write of one block, with what all layers of the group have in it."""
-        self.slabs.copy_block(group, *self.pool.copy_on_write(self.tables[group], index))
+        self.arena.copy_block(group, *self.pool.copy_on_write(self.tables[group], index))
 
     def make_own_run(self, group: int) -> None:
         """Copy all blocks of a group to neighbouring places of its own: one piece for attention that reads nothing else."""
         old = self.pool.replace(self.tables[group])
         for source, target in zip(old.ids, self.tables[group].ids, strict=True):
-            self.slabs.copy_block(group, source, target)
+            self.arena.copy_block(group, source, target)
         self.pool.release(old)
 
     def writable(self, group: int, start: int, end: int) -> list[Piece]:
@@ -213,7 +213,7 @@ class SequenceBlocks:
         """Evict for blocks that were not reserved, as a fork in one of mlx-lm's batches takes them."""
         unpromised = blocks - self.tables[group].reserved
         if unpromised > 0:
-            self.slabs.make_room({group: unpromised})
+            self.arena.make_room({group: unpromised})
 
     def _locate(self, group: int, start: int, end: int) -> list[Piece]:
         pieces = []
@@ -221,7 +221,7 @@ class SequenceBlocks:
         for block, blocks in self.tables[group].runs:
             first, last = max(start, base), min(end, base + blocks * BLOCK_TOKENS)
             if first < last:
-                slab, place = self.slabs.locate(group, block)
+                slab, place = self.arena.locate(group, block)
                 pieces.append((slab, place + first - base, last - first))
             base += blocks * BLOCK_TOKENS
         return pieces

@@ -55,7 +55,7 @@ class PooledArraysCache(SequenceCache, ArraysCache):  # type: ignore[misc]
         """The states of several sequences, which stay as they are; mlx-lm's own batch where some are not pooled."""
         if not all(isinstance(c, PooledArraysCache) for c in caches):
             return ArraysCache.merge(caches)
-        if all(c.sequence.slabs.ragged for c in caches):
+        if all(c.sequence.arena.ragged for c in caches):
             return StateBatch([c.fork() for c in caches])
         # The other layers are in mlx-lm's padded batches, and nothing goes on with these.
         return StateBatch([c._on(c.sequence.fork()) for c in caches])
@@ -63,7 +63,7 @@ class PooledArraysCache(SequenceCache, ArraysCache):  # type: ignore[misc]
     @classmethod
     def join(cls, caches: list[Any]) -> ArraysCache:
         """merge() of caches that their owner gives up; mlx-lm's own batch beside mlx-lm's padded ones, which hold no blocks."""
-        return StateBatch(caches) if all(c.sequence.slabs.ragged for c in caches) else ArraysCache.merge(caches)
+        return StateBatch(caches) if all(c.sequence.arena.ragged for c in caches) else ArraysCache.merge(caches)
 
 
 @saved_as(ArraysCache)
@@ -146,7 +146,7 @@ class StateBatch(StandIn, ArraysCache):  # type: ignore[misc]
     def prepare(self, lengths: Any = None, right_padding: Any = None, **_: Any) -> None:
         """Raises ValueError where padding would reach the states of a model that does not leave it out."""
         padded = right_padding is not None and max(right_padding) > 0
-        if padded and not all(member.sequence.slabs.pads_states for member in self.members):
+        if padded and not all(member.sequence.arena.pads_states for member in self.members):
             raise ValueError(
                 "Prompts of several lengths in one batch are padded, and this model takes padding into its states. "
                 "Compute them one at a time: prefill_batch_size=1."

@@ -6,11 +6,11 @@ from collections.abc import Iterable, Mapping
 from typing import Any
 
 from ..errors import PoolExhaustedError
+from ..kv.arena import KVArena
 from ..kv.blocks import BlockTable, by_group
 from ..kv.layer_caches import PooledLayer
 from ..kv.parts import leaves_of
 from ..kv.sequence import SequenceBlocks
-from ..kv.slabs import KVArena
 from ..spec import BLOCK_TOKENS, blocks_for
 from .index import KVIndex, Pin
 from .residency import Owned
@@ -19,14 +19,14 @@ from .trie import Node
 
 
 class Admission:
-    """Reserves blocks of `slabs` for sequences, and evicts cached prefixes for them.
+    """Reserves blocks of `arena` for sequences, and evicts cached prefixes for them.
 
     Timed pins give way to requests, the one that ends soonest first, but not to an insert.
     """
 
-    def __init__(self, slabs: KVArena, index: KVIndex, pins: Pins) -> None:
-        self.slabs = slabs
-        self.pool = slabs.pool
+    def __init__(self, arena: KVArena, index: KVIndex, pins: Pins) -> None:
+        self.arena = arena
+        self.pool = arena.pool
         self.index = index
         self.pins = pins
 
@@ -80,7 +80,7 @@ class Admission:
         tables = []
         for caches in batch:
             leaves = leaves_of(caches)
-            for layer in (group.layers[0] for group in self.slabs.spec.groups):
+            for layer in (group.layers[0] for group in self.arena.spec.groups):
                 cache: PooledLayer = leaves[layer]
                 if cache.needs_block():
                     tables.append(cache.sequence.tables[cache.place.group])
@@ -91,14 +91,14 @@ class Admission:
         """Make sure that each full group has room for `blocks` more. Raises PoolExhaustedError."""
         if not blocks:
             return
-        tables = [self.pool.open_table(group) for group in self.slabs.full_groups]
+        tables = [self.pool.open_table(group) for group in self.arena.full_groups]
         self.reserve(tables, [blocks] * len(tables))
         for table in tables:
             self.pool.release(table)
 
     def make_room_for_states(self, n_bytes: int) -> bool:
         """Evict the states used longest ago until `n_bytes` more have room. Returns whether they have."""
-        limit = self.slabs.state_bytes - self.slabs.running_bytes - n_bytes
+        limit = self.arena.state_bytes - self.arena.running_bytes - n_bytes
         while limit >= 0 and self.index.state_bytes > limit and self.index.evict_state():
             pass
         return 0 <= limit >= self.index.state_bytes
@@ -107,12 +107,12 @@ class Admission:
         """make_room_for_states() for a request: timed pins give way too. Raises PoolExhaustedError."""
         released: list[Pin] = []
         while n_bytes and not self.make_room_for_states(n_bytes):
-            possible = self.slabs.running_bytes + n_bytes <= self.slabs.state_bytes
+            possible = self.arena.running_bytes + n_bytes <= self.arena.state_bytes
             pin = self.pins.release_soonest() if possible else None
             if pin is None:
                 for other in released:
                     self.pins.put(other)
-                figures = f"States have {self.slabs.state_bytes} bytes, and {self.slabs.running_bytes} are in use."
+                figures = f"States have {self.arena.state_bytes} bytes, and {self.arena.running_bytes} are in use."
                 raise PoolExhaustedError(1, 0, 0, "state", f"{figures} Raise --pool-bytes.")
             released.append(pin)
         self.pins.num_gave_way += len(released)
@@ -122,10 +122,10 @@ class Admission:
 
         Raises PoolExhaustedError.
         """
-        states = self.slabs.spec.fixed_bytes_per_agent()
+        states = self.arena.spec.fixed_bytes_per_agent()
         self.need_states(states)
         sequence.count_states(states)
-        one_run = not self.slabs.ragged
+        one_run = not self.arena.ragged
         counts = []
         for table in sequence.tables:
             if table.max_blocks is not None:
@@ -134,7 +134,7 @@ class Admission:
             copied = len(table) if one_run else self._ends_in_shared_block(sequence, table.group, hit)
             counts.append(blocks_for(total) - len(table) + copied)
         self.reserve(sequence.tables, counts)
-        for group in self.slabs.full_groups:
+        for group in self.arena.full_groups:
             if one_run and hit:
                 sequence.make_own_run(group)
             elif self._ends_in_shared_block(sequence, group, hit):
@@ -144,14 +144,14 @@ class Admission:
 
     def reserve_second_rings(self, sequence: SequenceBlocks) -> bool:
         """Reserve copies of a checkpoint's ring blocks for a sequence that goes on. Returns whether there was room."""
-        tables = [sequence.tables[g] for g in self.slabs.window_groups]
+        tables = [sequence.tables[g] for g in self.arena.window_groups]
         return self.can_reserve(tables, [max(0, (table.max_blocks or 0) - table.reserved) for table in tables])
 
     def trim_to(self, n_bytes: int) -> None:
         """Evict, in every group in turn, until at most `n_bytes` are cached."""
         went = True
         while went and self.index.nbytes > max(0, n_bytes):
-            victims = [v for group in range(len(self.slabs.spec.groups)) for v in self.pool.evict(group, 1)]
+            victims = [v for group in range(len(self.arena.spec.groups)) for v in self.pool.evict(group, 1)]
             self.index.uncache_blocks(victims)
             went = self.index.evict_state() or bool(victims)
 
@@ -159,7 +159,7 @@ class Admission:
         """Evict sequences that are the beginning of no other, those used longest ago first, until at most `count` are cached."""
         while (surplus := len(ends := self.index.ends()) - max(0, count)) > 0:
             order = {
-                (group, block): at for group in self.slabs.full_groups for at, block in enumerate(self.pool.evictable(group))
+                (group, block): at for group in self.arena.full_groups for at, block in enumerate(self.pool.evictable(group))
             }
             evictable = [node for node in ends if self._is_evictable(node, order)]
             if not evictable:
@@ -181,13 +181,13 @@ class Admission:
 
     def _is_evictable(self, node: Node, order: Mapping[Owned, int]) -> bool:
         held = any(
-            (group, block) not in order for group, block in zip(self.slabs.full_groups, node.residency.blocks, strict=False)
+            (group, block) not in order for group, block in zip(self.arena.full_groups, node.residency.blocks, strict=False)
         )
         return not self.index.pins(node) and not held
 
     def _first_block(self, node: Node) -> Owned:
         blocks = node.residency.blocks
-        return (self.slabs.full_groups[0], blocks[0]) if blocks else (-1, -1)
+        return (self.arena.full_groups[0], blocks[0]) if blocks else (-1, -1)
 
     def _ends_in_shared_block(self, sequence: SequenceBlocks, group: int, hit: int) -> bool:
         index, token = divmod(hit, BLOCK_TOKENS)

@@ -16,10 +16,10 @@ from weakref import WeakKeyDictionary
 
 from ..config import PoolConfig
 from ..errors import PoolExhaustedError, RequestTooLargeError
+from ..kv.arena import KVArena
 from ..kv.layer_caches import PooledLayer, PooledRotatingKVCache
 from ..kv.parts import as_stock, leaves_of, sequence_of, state_caches
 from ..kv.sequence import SequenceBlocks
-from ..kv.slabs import KVArena
 from ..kv.state_caches import copied
 from ..spec import BLOCK_TOKENS
 from .admission import Admission
@@ -50,20 +50,20 @@ class Acquired:
 
 
 class PrefixCache:
-    """The prefix cache of one model in the pool `slabs`. It stands in for mlx-lm's LRUPromptCache of a single model.
+    """The prefix cache of one model in the pool `arena`. It stands in for mlx-lm's LRUPromptCache of a single model.
 
     namespace:  names what the keys and values are computed with; empty: the fingerprint of the spec does.
     admission:  evicts and reserves blocks.
     retention:  decides what is kept for whom, and how long.
     """
 
-    def __init__(self, slabs: KVArena, namespace: str = "", config: PoolConfig = USUAL) -> None:
-        self.slabs = slabs
-        self.pool = slabs.pool
-        self.index = KVIndex(slabs.pool, slabs.full_groups, namespace or slabs.spec.fingerprint())
-        self.retention = Retention(self.index, self.pool.pool_bytes, slabs.state_bytes, config)
-        self.admission = Admission(slabs, self.index, self.retention.pins)
-        slabs.evict_with(self.admission)
+    def __init__(self, arena: KVArena, namespace: str = "", config: PoolConfig = USUAL) -> None:
+        self.arena = arena
+        self.pool = arena.pool
+        self.index = KVIndex(arena.pool, arena.full_groups, namespace or arena.spec.fingerprint())
+        self.retention = Retention(self.index, self.pool.pool_bytes, arena.state_bytes, config)
+        self.admission = Admission(arena, self.index, self.retention.pins)
+        arena.evict_with(self.admission)
         # The cached prefix whose blocks each acquired sequence holds: insert() goes on from there.
         self._refs: WeakKeyDictionary[SequenceBlocks, PrefixRef] = WeakKeyDictionary()
         self._pinned: dict[tuple[int, ...], list[Pin]] = {}
@@ -96,7 +96,7 @@ class PrefixCache:
             raise RequestTooLargeError(total, self.pool.sequence_capacity())
         most = len(tokens) - 1 if at_most is None else min(at_most, len(tokens) - 1)
         match = self.resident(self.match(tokens, salt, start), most)
-        hit, checkpoint = resumable(self.slabs, match, most)
+        hit, checkpoint = resumable(self.arena, match, most)
         try:
             caches = lay_out(self.admission, match, hit, checkpoint, len(tokens), total)
         except PoolExhaustedError:
@@ -138,13 +138,13 @@ class PrefixCache:
 
     def within_reach(self, tokens: Tokens[int], salt: bytes = SHARED) -> int:
         """How many tokens of a prompt need not be computed if it is acquired now."""
-        return resumable(self.slabs, in_memory(self.match(tokens, salt)), len(tokens) - 1)[0]
+        return resumable(self.arena, in_memory(self.match(tokens, salt)), len(tokens) - 1)[0]
 
     def look(self, tokens: Tokens[int], salt: bytes = SHARED) -> Lookup:
         """What acquire() of these tokens would find. Changes nothing."""
         tokens = _ids(tokens)
         match = self.match(tokens, salt)
-        return explain(self.index, tokens, match, resumable(self.slabs, match, len(tokens) - 1)[0], salt)
+        return explain(self.index, tokens, match, resumable(self.arena, match, len(tokens) - 1)[0], salt)
 
     # -- insert ----------------------------------------------------------------------------------------------------------
 
@@ -161,7 +161,7 @@ class PrefixCache:
         self._release(caches, "release()")
         if terms.retention == "day":
             ref = self.match(_ids(tokens)[:count], terms.salt, self.ref_of(caches))
-            self.retention.spare_for_a_day(pin_of(self.slabs, ref))
+            self.retention.spare_for_a_day(pin_of(self.arena, ref))
         return count
 
     def discard(self, caches: list[Any]) -> None:
@@ -176,7 +176,7 @@ class PrefixCache:
     def remember(self, tokens: Tokens[int], caches: list[Any], kind: str, terms: RetentionPolicy, goes_on: bool) -> PrefixRef:
         """insert() or, where the sequence does not go on, the first half of release(): the caches still hold their blocks."""
         sequence = sequence_of(caches)
-        if sequence is not None and sequence.slabs is not self.slabs:
+        if sequence is not None and sequence.arena is not self.arena:
             # Its block ids are another pool's.
             sequence, caches = None, as_stock(caches)
         if sequence is None:
@@ -194,7 +194,7 @@ class PrefixCache:
         if not count:
             return PrefixRef()
         # A state is what it is now: it cannot be cut back to where the tokens end.
-        places = self.slabs.spec.needs_checkpoints and all(offset == count for offset in offsets)
+        places = self.arena.spec.needs_checkpoints and all(offset == count for offset in offsets)
         # Room before the path: making it may evict what the path would lean on.
         room = places and self._has_room(sequence, goes_on)
         path = self._insert(_ids(tokens)[:count], sequence, kind, terms)
@@ -210,7 +210,7 @@ class PrefixCache:
         """Whether a checkpoint of a sequence can be kept; its states take the place of the sequence's own where that ends."""
         if not goes_on:
             sequence.count_states(0)
-        states = self.slabs.spec.fixed_bytes_per_agent()
+        states = self.arena.spec.fixed_bytes_per_agent()
         if states and not self.admission.make_room_for_states(states):
             return False
         return not goes_on or self.admission.reserve_second_rings(sequence)
@@ -234,13 +234,13 @@ class PrefixCache:
             edge = encode(tokens[start : start + BLOCK_TOKENS])
             child = self.index.trie.child(node, edge)
             if child is None:
-                blocks = tuple(sequence.tables[g].ids[index] for g in self.slabs.full_groups)
+                blocks = tuple(sequence.tables[g].ids[index] for g in self.arena.full_groups)
                 child = self.index.add(node, edge, blocks, kind, terms.owner)
             elif len(edge) == len(child.tokens) and not child.residency.in_memory:
-                blocks = tuple(sequence.tables[g].ids[index] for g in self.slabs.full_groups)
+                blocks = tuple(sequence.tables[g].ids[index] for g in self.arena.full_groups)
                 self.index.revive(child, blocks, terms.owner)
             elif len(edge) == len(child.tokens) and child.is_full:
-                for group, block in zip(self.slabs.full_groups, child.residency.blocks, strict=True):
+                for group, block in zip(self.arena.full_groups, child.residency.blocks, strict=True):
                     if sequence.tables[group].ids[index] != block:
                         self.pool.replace_shared(sequence.tables[group], index, block)
             path.append(child)
@@ -253,9 +253,9 @@ class PrefixCache:
         A block that the trie refers to is copied before it is written to: where the ids are the same, so are the tokens.
         """
         ref = self._refs.get(sequence)
-        if ref is None or ref.salt != salt or not self.slabs.full_groups:
+        if ref is None or ref.salt != salt or not self.arena.full_groups:
             return []
-        held = zip(*(sequence.tables[group].ids for group in self.slabs.full_groups), strict=False)
+        held = zip(*(sequence.tables[group].ids for group in self.arena.full_groups), strict=False)
         pairs = zip(ref.cached_nodes(), held, strict=False)
         return [node for node, _ in takewhile(lambda pair: pair[0].residency.blocks == pair[1], pairs)]
 
@@ -300,10 +300,10 @@ class PrefixCache:
 
     def _import(self, caches: list[Any]) -> list[Any] | None:
         """mlx-lm's caches of one sequence, copied into the pool; None where there is no room, or none for such caches."""
-        reason = why_not(self.slabs, caches)
+        reason = why_not(self.arena, caches)
         if reason is not None:
             log.warning("Prompt caches were not kept: %s", reason)
-        intake = None if reason is not None else begin_intake(self.slabs, self.admission, caches)
+        intake = None if reason is not None else begin_intake(self.arena, self.admission, caches)
         if intake is None:
             self.num_skipped += 1
             return None
@@ -322,7 +322,7 @@ class PrefixCache:
 
     def pin(self, tokens: Tokens[int]) -> int:
         """Keep the cached part of `tokens` in memory until unpin(), without a limit. Returns its length in tokens."""
-        pin = pin_of(self.slabs, self.match(tokens))
+        pin = pin_of(self.arena, self.match(tokens))
         self.index.pin(pin)
         self._pinned.setdefault(tuple(_ids(tokens)), []).append(pin)
         return pin.ref.tokens
@@ -338,7 +338,7 @@ class PrefixCache:
 
     def pin_for(self, tokens: Tokens[int], seconds: float, salt: bytes = SHARED, start: PrefixRef | None = None) -> None:
         """Keep the cached part of `tokens` in memory for `seconds` after each use, within the limits. `start` as in match()."""
-        self.retention.pins.pin(pin_of(self.slabs, self.match(tokens, salt, start)), seconds)
+        self.retention.pins.pin(pin_of(self.arena, self.match(tokens, salt, start)), seconds)
 
     def keep_up(self) -> None:
         """Between two steps: unpin what has been kept for long enough. Cheap."""
@@ -364,7 +364,7 @@ class PrefixCache:
         if self.num_known_tokens < ALARM_TOKENS or self.num_hit_tokens > self.num_known_tokens * ALARM_SHARE:
             return None
         found = f"{self.num_hit_tokens} of {self.num_known_tokens} known tokens were reused"
-        own = self.slabs.spec.bytes_per_checkpoint()
+        own = self.arena.spec.bytes_per_checkpoint()
         return f"{found}: checkpoints are evicted before they are used. One takes {own} bytes; raise --pool-bytes."
 
     @property

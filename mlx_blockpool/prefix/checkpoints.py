@@ -11,8 +11,8 @@ from typing import NamedTuple
 
 import mlx.core as mx
 
+from ..kv.arena import KVArena
 from ..kv.block_bytes import Content, as_bytes, contents, copy_in, copy_out
-from ..kv.slabs import KVArena
 from ..spec import BLOCK_TOKENS, WindowLayer, blocks_for
 from .residency import Checkpoint
 from .trie import Node
@@ -30,10 +30,10 @@ class WindowSegment(NamedTuple):
 class WindowCheckpoint:
     """The window layers of one model. A record that was cut from the rings at `cut` has what they still held then."""
 
-    def __init__(self, slabs: KVArena, bits: int | None) -> None:
-        self.slabs = slabs
+    def __init__(self, arena: KVArena, bits: int | None) -> None:
+        self.arena = arena
         self.bits = bits
-        layers = [(g, slabs.spec.groups[g].layer) for g in slabs.window_groups]
+        layers = [(g, arena.spec.groups[g].layer) for g in arena.window_groups]
         self.sizes = {g: layer.max_size for g, layer in layers if isinstance(layer, WindowLayer)}
         self.widest = max(self.sizes.values(), default=0)
         # A ring that always keeps its first tokens is not the last ones alone.
@@ -58,7 +58,7 @@ class WindowCheckpoint:
         """What a record of `segment` holds, array by array."""
         found = []
         for group, start in self._starts(segment, cut):
-            found += contents(self.slabs, [group], segment.end - start, self.bits)
+            found += contents(self.arena, [group], segment.end - start, self.bits)
         return found
 
     def cut(self, segment: WindowSegment, checkpoint: Checkpoint) -> list[memoryview]:
@@ -74,7 +74,7 @@ class WindowCheckpoint:
 
     def _copy(self, group: int, ids: Sequence[int], place: int, count: int) -> list[mx.array]:
         block, first = divmod(place, BLOCK_TOKENS)
-        return copy_out(self.slabs, [(group, ids[block])], first, first + count, self.bits)
+        return copy_out(self.arena, [(group, ids[block])], first, first + count, self.bits)
 
     def counts(self, position: int) -> list[int]:
         """Blocks of each ring at `position`."""
@@ -87,12 +87,12 @@ class WindowCheckpoint:
         arrays = iter([c.array(view) for c, view in zip(self.contents(segment, cut), views, strict=True)])
         for group, start in self._starts(segment, cut):
             size = self.sizes[group]
-            mine = [next(arrays) for _ in contents(self.slabs, [group], 1, self.bits)]
+            mine = [next(arrays) for _ in contents(self.arena, [group], 1, self.bits)]
             first = max(start, position - size)
             done = first - start
             for place, count in self._places(group, first - max(0, position - size), segment.end - first):
                 part = [array[:, done : done + count] for array in mine]
-                copy_in(self.slabs, [(group, ids[group][place // BLOCK_TOKENS])], place % BLOCK_TOKENS, part, self.bits)
+                copy_in(self.arena, [(group, ids[group][place // BLOCK_TOKENS])], place % BLOCK_TOKENS, part, self.bits)
                 done += count
 
     def indices(self, position: int, ids: dict[int, list[int]]) -> dict[int, tuple[tuple[int, ...], int]]:

@@ -7,11 +7,11 @@ from typing import Any
 import mlx.core as mx
 from mlx_lm.models.cache import ArraysCache, ChunkedKVCache, KVCache, RotatingKVCache
 
+from ..kv.arena import KVArena
 from ..kv.factory import pooled_caches
 from ..kv.layer_caches import PooledLayer
 from ..kv.parts import leaves_of
 from ..kv.sequence import SequenceBlocks
-from ..kv.slabs import KVArena
 from ..kv.state_caches import PooledArraysCache
 from .admission import Admission
 
@@ -22,9 +22,9 @@ _STOCK = (ChunkedKVCache, RotatingKVCache, KVCache, ArraysCache)
 class Intake:
     """Pooled caches `pooled` that take over what `theirs` hold, leaf by leaf; room for it is reserved for `sequence`."""
 
-    def __init__(self, slabs: KVArena, sequence: SequenceBlocks, theirs: list[Any]) -> None:
+    def __init__(self, arena: KVArena, sequence: SequenceBlocks, theirs: list[Any]) -> None:
         self.sequence = sequence
-        self.pooled = pooled_caches(slabs, sequence)
+        self.pooled = pooled_caches(arena, sequence)
         self._leaves = list(zip(leaves_of(self.pooled), leaves_of(theirs), strict=True))[::-1]
 
     def advance(self) -> bool:
@@ -39,17 +39,17 @@ class Intake:
         return bool(self._leaves)
 
 
-def why_not(slabs: KVArena, theirs: list[Any]) -> str | None:
+def why_not(arena: KVArena, theirs: list[Any]) -> str | None:
     """Why the pool cannot take over these caches, or None."""
-    mine = leaves_of(pooled_caches(slabs))
+    mine = leaves_of(pooled_caches(arena))
     leaves = leaves_of(theirs)
     if len(mine) != len(leaves):
         return f"found {len(leaves)} layer caches; the model of this pool has {len(mine)}."
-    reasons = (_why_not_leaf(slabs, own, their) for own, their in zip(mine, leaves, strict=True))
+    reasons = (_why_not_leaf(arena, own, their) for own, their in zip(mine, leaves, strict=True))
     return next((reason for reason in reasons if reason is not None), None)
 
 
-def _why_not_leaf(slabs: KVArena, mine: Any, their: Any) -> str | None:
+def _why_not_leaf(arena: KVArena, mine: Any, their: Any) -> str | None:
     stock = next(cls for cls in _STOCK if isinstance(mine, cls))
     # Beside the padded keys of a batch, the states of its members are pooled ones.
     if type(their) not in (stock, type(mine)):
@@ -66,14 +66,14 @@ def _why_not_leaf(slabs: KVArena, mine: Any, their: Any) -> str | None:
     if stock is ChunkedKVCache and their.start_position:
         return f"found a chunk from token {their.start_position} on; needed all tokens."
     layer = mine.place.layer
-    needed = [(1, layer.kv_heads, layer.key_dim, slabs.dtype), (1, layer.kv_heads, layer.value_dim, slabs.dtype)]
+    needed = [(1, layer.kv_heads, layer.key_dim, arena.dtype), (1, layer.kv_heads, layer.value_dim, arena.dtype)]
     found = [(*array.shape[:2], array.shape[3], array.dtype) for array in (their.keys, their.values)]
     return None if found == needed else f"found keys and values of (batch, heads, dim, dtype) {found}; needed {needed}."
 
 
-def begin_intake(slabs: KVArena, admission: Admission, theirs: list[Any]) -> Intake | None:
+def begin_intake(arena: KVArena, admission: Admission, theirs: list[Any]) -> Intake | None:
     """Reserve room for `theirs`. Returns None where there is none."""
-    sequence = SequenceBlocks(slabs)
+    sequence = SequenceBlocks(arena)
     held = max([0, *(leaf.offset for leaf in leaves_of(theirs) if hasattr(leaf, "offset"))])
-    counts = [slabs.spec.blocks(held, group.layer) for group in slabs.spec.groups]
-    return Intake(slabs, sequence, theirs) if admission.can_reserve(sequence.tables, counts) else None
+    counts = [arena.spec.blocks(held, group.layer) for group in arena.spec.groups]
+    return Intake(arena, sequence, theirs) if admission.can_reserve(sequence.tables, counts) else None

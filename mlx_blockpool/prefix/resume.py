@@ -6,11 +6,11 @@ from itertools import takewhile
 from typing import Any
 
 from ..errors import PoolExhaustedError
+from ..kv.arena import KVArena
 from ..kv.factory import pooled_caches
 from ..kv.layer_caches import PooledLayer, PooledRotatingKVCache
 from ..kv.parts import leaves_of, state_caches
 from ..kv.sequence import SequenceBlocks
-from ..kv.slabs import KVArena
 from ..spec import BLOCK_TOKENS, WindowLayer, blocks_for
 from .admission import Admission
 from .index import Pin
@@ -31,29 +31,29 @@ def last_checkpoint(ref: PrefixRef, at_most: int) -> tuple[Node | None, int]:
     return max(placed, key=lambda found: found[1], default=(None, 0))
 
 
-def resumable(slabs: KVArena, match: PrefixRef, most: int) -> tuple[int, Checkpoint | None]:
+def resumable(arena: KVArena, match: PrefixRef, most: int) -> tuple[int, Checkpoint | None]:
     """How many of the matched tokens can be taken over, `most` at most, and from which checkpoint where one is needed."""
     count = max(0, min(match.tokens, most))
-    if not slabs.spec.needs_checkpoints or not count:
+    if not arena.spec.needs_checkpoints or not count:
         return count, None
     node, position = last_checkpoint(match, count)
     if position < count:
-        later = _unwrapped(slabs, match.path[-1], count)
+        later = _unwrapped(arena, match.path[-1], count)
         if later is not None:
             return count, later
     return position, None if node is None else node.residency.checkpoints[position]
 
 
-def pin_of(slabs: KVArena, ref: PrefixRef) -> Pin:
+def pin_of(arena: KVArena, ref: PrefixRef) -> Pin:
     """A pin of all that the whole of a prefix is resumed from."""
-    return Pin(ref, *(last_checkpoint(ref, ref.tokens) if slabs.spec.needs_checkpoints else ()))
+    return Pin(ref, *(last_checkpoint(ref, ref.tokens) if arena.spec.needs_checkpoints else ()))
 
 
-def _unwrapped(slabs: KVArena, node: Node, count: int) -> Checkpoint | None:
+def _unwrapped(arena: KVArena, node: Node, count: int) -> Checkpoint | None:
     """A later checkpoint whose rings still hold every token: it can be cut back to `count`. A state cannot."""
-    if slabs.state_leaves:
+    if arena.state_leaves:
         return None
-    sizes = [g.layer.max_size for g in slabs.spec.groups if isinstance(g.layer, WindowLayer)]
+    sizes = [g.layer.max_size for g in arena.spec.groups if isinstance(g.layer, WindowLayer)]
     near = [node, *node.children[:64]]
     return next((c for n in near for c in n.residency.checkpoints.values() if count <= c.position < min(sizes)), None)
 
@@ -62,25 +62,25 @@ def lay_out(
     admission: Admission, match: PrefixRef, hit: int, checkpoint: Checkpoint | None, prompt: int, total: int
 ) -> list[Any]:
     """Caches that hold `hit` tokens of a match, with room for `total`. Raises PoolExhaustedError and holds nothing then."""
-    sequence = SequenceBlocks(admission.slabs)
+    sequence = SequenceBlocks(admission.arena)
     try:
         _adopt(sequence, match, hit, checkpoint)
         admission.admit(sequence, hit, prompt, total)
     except PoolExhaustedError:
         sequence.release()
         raise
-    return _caches(admission.slabs, sequence, hit, checkpoint)
+    return _caches(admission.arena, sequence, hit, checkpoint)
 
 
-def lay_out_to_read(slabs: KVArena, match: PrefixRef, hit: int, checkpoint: Checkpoint | None) -> list[Any]:
+def lay_out_to_read(arena: KVArena, match: PrefixRef, hit: int, checkpoint: Checkpoint | None) -> list[Any]:
     """Caches that hold `hit` tokens of a match and are not written to: they need no room."""
-    sequence = SequenceBlocks(slabs)
+    sequence = SequenceBlocks(arena)
     _adopt(sequence, match, hit, checkpoint)
-    return _caches(slabs, sequence, hit, checkpoint)
+    return _caches(arena, sequence, hit, checkpoint)
 
 
-def _caches(slabs: KVArena, sequence: SequenceBlocks, hit: int, checkpoint: Checkpoint | None) -> list[Any]:
-    caches = pooled_caches(slabs, sequence)
+def _caches(arena: KVArena, sequence: SequenceBlocks, hit: int, checkpoint: Checkpoint | None) -> list[Any]:
+    caches = pooled_caches(arena, sequence)
     for cache in leaves_of(caches):
         if isinstance(cache, PooledLayer):
             cache.offset = hit
@@ -95,7 +95,7 @@ def _caches(slabs: KVArena, sequence: SequenceBlocks, hit: int, checkpoint: Chec
 def _adopt(sequence: SequenceBlocks, match: PrefixRef, hit: int, checkpoint: Checkpoint | None) -> None:
     """Hold the blocks of the hit, before anything is evicted for the rest."""
     path = [*match.nodes, match.partial][: blocks_for(hit)]
-    for index, group in enumerate(sequence.slabs.full_groups):
+    for index, group in enumerate(sequence.arena.full_groups):
         sequence.pool.append_shared(sequence.tables[group], [node.residency.blocks[index] for node in path if node is not None])
     if checkpoint is not None:
         for group, (ids, _) in checkpoint.rings.items():

@@ -25,9 +25,9 @@ from ..engine.opening import open_pooled
 from ..engine.request import Event, Failed, Progress, Restoring, Started, Token
 from ..engine.stock import GuardedPromptCache, StockCaches
 from ..errors import StoreError
+from ..kv.arena import state_share
 from ..kv.attach import batches_padded
 from ..kv.pool import BlockPool
-from ..kv.slabs import state_share
 from ..mlx_lm_compat import GenerationContext
 from ..modelfile import positions_of
 from ..prefix.lookup import Lookup, beside

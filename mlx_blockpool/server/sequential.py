@@ -118,7 +118,7 @@ class DraftedPrefix:
         return min(self.prefix.pool.sequence_capacity(), self.draft.pool.sequence_capacity()) - 1
 
     def _parts(self, caches: list[Any]) -> tuple[list[Any], list[Any]]:
-        first = len(self.prefix.slabs.spec.layers)
+        first = len(self.prefix.arena.spec.layers)
         return caches[:first], caches[first:]
 
 

@@ -131,7 +131,7 @@ def check_wrap(subject: Subject) -> str:
 
 
 def _as_stock(subject: Subject, parts: Parts, what: str) -> float:
-    return same(cold(subject, parts), run(subject.model, pooled_caches(subject.slabs()), parts), parts, what)
+    return same(cold(subject, parts), run(subject.model, pooled_caches(subject.arena()), parts), parts, what)
 
 
 def _check_weights(subject: Subject, tokens: list[int]) -> None:

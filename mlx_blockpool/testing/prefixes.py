@@ -45,7 +45,7 @@ class Life:
         if folder is not None:
             config = StoreConfig(folder=folder, min_free_bytes=0)
             store = PromptStore(config, "conformance", naming, {"model_id": subject.model_id}, Unsynced())
-        self.prefix = TieredPrefixCache(subject.slabs(), store=store)
+        self.prefix = TieredPrefixCache(subject.arena(), store=store)
 
     def serve(self, tokens: Sequence[int], places: Iterable[int] = ()) -> tuple[int, list[mx.array]]:
         """Resume from the longest cached prefix, and insert the prompt at `places` and at its end.

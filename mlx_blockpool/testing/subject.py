@@ -17,8 +17,8 @@ from mlx.utils import tree_flatten, tree_map
 from mlx_lm.models.cache import make_prompt_cache
 
 from ..errors import BlockpoolError
+from ..kv.arena import KVArena
 from ..kv.factory import config_of
-from ..kv.slabs import KVArena
 from ..mlx_lm_compat import get_classes
 from ..plugins import ask, check_spec, empty_plugin_manager, make_plugin_manager
 from ..spec import ChunkLayer, ModelCacheSpec, StateLayer, WindowLayer
@@ -114,7 +114,7 @@ class Subject:
         """Bytes for a dozen of the longest sequences."""
         return max(POOL_BYTES, ROOM * (self.spec.bytes_per_agent(3 * MOST_TOKENS) + self.spec.bytes_per_checkpoint()))
 
-    def slabs(self) -> KVArena:
+    def arena(self) -> KVArena:
         """A new pool."""
         return KVArena(self.spec, self.pool_bytes)
 

@@ -8,7 +8,7 @@ from typing import Any
 
 from ..config import PoolConfig
 from ..errors import PoolExhaustedError
-from ..kv.slabs import KVArena
+from ..kv.arena import KVArena
 from ..prefix.cache import USUAL, Acquired, PrefixCache
 from ..prefix.resume import in_memory, resumable
 from ..prefix.retention import RetentionPolicy
@@ -26,9 +26,9 @@ class TieredPrefixCache(PrefixCache):
     acquire_resident() does not, for callers that run the restore of plan_restore() themselves.
     """
 
-    def __init__(self, slabs: KVArena, namespace: str = "", store: PromptStore | None = None, config: PoolConfig = USUAL) -> None:
-        super().__init__(slabs, namespace if store is None else store.namespace, config)
-        self.stored = None if store is None else StoredPrefixes(self.index, slabs, self.admission, store)
+    def __init__(self, arena: KVArena, namespace: str = "", store: PromptStore | None = None, config: PoolConfig = USUAL) -> None:
+        super().__init__(arena, namespace if store is None else store.namespace, config)
+        self.stored = None if store is None else StoredPrefixes(self.index, arena, self.admission, store)
 
     def acquire(
         self,
@@ -72,7 +72,7 @@ class TieredPrefixCache(PrefixCache):
     def _on_disk(self, match: PrefixRef, most: int) -> RestorePlan | None:
         if self.stored is None:
             return None
-        return self.stored.plan_restore(match, most, resumable(self.slabs, in_memory(match), most)[0])
+        return self.stored.plan_restore(match, most, resumable(self.arena, in_memory(match), most)[0])
 
     def within_reach(self, tokens: Tokens[int], salt: bytes = SHARED) -> int:
         """How many tokens of a prompt are in memory, or on disk and worth reading."""

@@ -18,8 +18,8 @@ import numpy as np
 
 from ..dtypes import numpy_name, safetensors_name
 from ..errors import BadRecordError
+from ..kv.arena import KVArena
 from ..kv.block_bytes import as_bytes, contents
-from ..kv.slabs import KVArena
 from ..prefix.checkpoints import CUT, WindowCheckpoint, WindowSegment
 from ..prefix.index import KVIndex, is_superseded
 from ..prefix.residency import Checkpoint
@@ -56,15 +56,15 @@ class CheckpointWrite:
 class StoredCheckpoints:
     """The checkpoints of `index` that `store` can bring back: every segment of their rings, and the state, is on disk."""
 
-    def __init__(self, index: KVIndex, slabs: KVArena, store: PromptStore) -> None:
+    def __init__(self, index: KVIndex, arena: KVArena, store: PromptStore) -> None:
         self.index = index
-        self.slabs = slabs
-        self.rings = WindowCheckpoint(slabs, store.config.bits)
+        self.arena = arena
+        self.rings = WindowCheckpoint(arena, store.config.bits)
         self.store = store
         # Bytes that a record may claim at most, whatever its header says.
-        whole = contents(slabs, list(self.rings.sizes), BLOCK_TOKENS, store.config.bits)
+        whole = contents(arena, list(self.rings.sizes), BLOCK_TOKENS, store.config.bits)
         window_bytes = sum(Part(c.name, c.safetensors_dtype, c.shape).nbytes for c in whole)
-        self._max_bytes = {WINDOW: window_bytes, STATE: STATE_SLACK * slabs.spec.fixed_bytes_per_agent()}
+        self._max_bytes = {WINDOW: window_bytes, STATE: STATE_SLACK * arena.spec.fixed_bytes_per_agent()}
         self._pending: WeakKeyDictionary[Checkpoint, Node] = WeakKeyDictionary()
         # Those whose last segment waits for its time.
         self._resting: WeakKeyDictionary[Checkpoint, tuple[Node, float]] = WeakKeyDictionary()
@@ -187,8 +187,8 @@ class StoredCheckpoints:
         """Whether disk has a place to resume at so near that this one may wait."""
         found = self.find(node.path(), position)
         at = 0 if found is None else found[1]
-        if self.slabs.state_leaves:
-            spec = self.slabs.spec
+        if self.arena.state_leaves:
+            spec = self.arena.spec
             since = (position - at) * sum(spec.bytes_per_token_per_layer(leaf) for leaf in spec.leaves)
             return since < MUCH * spec.fixed_bytes_per_agent()
         return at >= position // BLOCK_TOKENS * BLOCK_TOKENS > 0
@@ -234,12 +234,12 @@ class StoredCheckpoints:
         return None
 
     def _ends(self, node: Node) -> Iterable[int]:
-        return node.residency.state_records if self.slabs.state_leaves else node.residency.window_records
+        return node.residency.state_records if self.arena.state_leaves else node.residency.window_records
 
     def keys(self, node: Node, position: int) -> list[Key]:
         """The records that a position stands on, those of its last tokens first."""
         windows = [Key(WINDOW, segment.node.hash_at(segment.end)) for segment in self._segments(node, position)]
-        return windows + ([Key(STATE, node.hash_at(position))] if self.slabs.state_leaves else [])
+        return windows + ([Key(STATE, node.hash_at(position))] if self.arena.state_leaves else [])
 
     def read(self, key: Key, into: Into | None = None) -> Reading:
         """A record as it is on disk now: another process may have cut it elsewhere. Larger ones than this model has are bad."""
@@ -256,7 +256,7 @@ class StoredCheckpoints:
 
     def states(self, found: RecordData) -> dict[int, list[Any]]:
         """The states in what was read. Raises BadRecordError if they are not this model's."""
-        return states_in(*found, self.slabs)
+        return states_in(*found, self.arena)
 
     def segments(self, node: Node, position: int) -> list[WindowSegment]:
         """Where the tokens lie that windows hold at `position`; none for a model without windows."""
@@ -294,9 +294,9 @@ def state_bytes(states: Mapping[int, Sequence[Any]]) -> list[memoryview]:
     return [as_bytes(array) for _, array in _named(states)]
 
 
-def states_in(record: Record, views: Sequence[memoryview], slabs: KVArena) -> dict[int, list[Any]]:
+def states_in(record: Record, views: Sequence[memoryview], arena: KVArena) -> dict[int, list[Any]]:
     """The states in a record, copied. Raises BadRecordError if they are not those of this model's layers."""
-    leaves = {i: slabs.spec.leaves[i] for i in slabs.state_leaves}
+    leaves = {i: arena.spec.leaves[i] for i in arena.state_leaves}
     found: dict[int, list[Any]] = {i: [None] * len(leaf.arrays) for i, leaf in leaves.items() if isinstance(leaf, StateLayer)}
     for part, view in zip(record.parts, views, strict=True):
         try:

@@ -45,7 +45,7 @@ def measure(prefix: TieredPrefixCache, path: PrefixRef, own: int, sizes: dict[No
     return Measure(
         tokens_in_memory=min(match.tokens, sum(node.end - node.start for node in here)),
         tokens_on_disk=0 if stored is None else min(match.tokens, sum(node.end - node.start for node in on_disk)),
-        resumes_from_memory=resumable(prefix.slabs, in_memory(match), match.tokens)[0],
+        resumes_from_memory=resumable(prefix.arena, in_memory(match), match.tokens)[0],
         resumes_from_disk=resumes_from_disk(prefix, match),
         memory=Size(sum(memory[own:]), sum(memory[:own])),
         disk=Size(sum(disk[own:]), sum(disk[:own])),
@@ -59,14 +59,14 @@ def resumes_from_disk(prefix: TieredPrefixCache, match: PrefixRef) -> int:
         return 0
     whole = list(takewhile(lambda node: node.residency.on_disk, match.path))
     tokens = min(match.tokens, sum(node.end - node.start for node in whole))
-    if not prefix.slabs.spec.needs_checkpoints or not whole:
+    if not prefix.arena.spec.needs_checkpoints or not whole:
         return tokens
     found = stored.checkpoints.find(whole, tokens)
     return 0 if found is None else found[1]
 
 
 def _memory_bytes(prefix: TieredPrefixCache, node: Node) -> int:
-    spec = prefix.slabs.spec
+    spec = prefix.arena.spec
     sizes = [spec.bytes_per_block(group) for group in spec.groups]
     blocks = sum(sizes[group] for group, _ in set(prefix.index.blocks_of(node)))
     return blocks + sum(checkpoint.nbytes for checkpoint in node.residency.checkpoints.values())

@@ -12,8 +12,8 @@ from mlx_lm.utils import load_config
 
 from .. import __version__
 from ..config import StoreConfig
+from ..kv.arena import KVArena
 from ..kv.factory import default_pool_bytes, try_out, with_windows
-from ..kv.slabs import KVArena
 from ..mlx_lm_compat import download
 from ..plugins import spec_of_model
 from ..prefix.trie import naming
@@ -44,10 +44,10 @@ def open_prefix(
     """
     folder = Path(download(str(path)))
     spec = with_windows(spec_of_model(model, load_config(folder), folder.name), model, max_kv_size)
-    slabs = KVArena(spec, default_pool_bytes() if pool_bytes is None else pool_bytes)
-    try_out(model, slabs, attach)
+    arena = KVArena(spec, default_pool_bytes() if pool_bytes is None else pool_bytes)
+    try_out(model, arena, attach)
     adapter = None if adapter_path is None else Path(adapter_path)
-    return TieredPrefixCache(slabs, store=open_store(store or StoreConfig(), folder, adapter, spec, folder.name))
+    return TieredPrefixCache(arena, store=open_store(store or StoreConfig(), folder, adapter, spec, folder.name))
 
 
 def open_store(

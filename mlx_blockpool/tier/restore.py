@@ -110,7 +110,7 @@ class HeldBlocks:
         counts = [len(plan.missing)] * len(full_groups) + (windows.counts(plan.position) if self._ring_tables else [])
         first = [len(table) for table in self._tables]
         try:
-            admission.need_states(admission.slabs.spec.fixed_bytes_per_agent())
+            admission.need_states(admission.arena.spec.fixed_bytes_per_agent())
             admission.reserve([*self._tables, *self._ring_tables], counts)
         except PoolExhaustedError:
             self.release()

@@ -14,8 +14,8 @@ from typing import Any
 from weakref import WeakKeyDictionary
 
 from ..errors import PoolExhaustedError
+from ..kv.arena import KVArena
 from ..kv.block_bytes import Content, as_bytes, contents, copy_in, copy_out
-from ..kv.slabs import KVArena
 from ..prefix.admission import Admission
 from ..prefix.index import KVIndex
 from ..prefix.residency import Checkpoint
@@ -45,13 +45,13 @@ class StoredPrefixes:
     num_released   restores that released their blocks: requests that wait for room are tried again when it changes.
     """
 
-    def __init__(self, index: KVIndex, slabs: KVArena, admission: Admission, store: PromptStore) -> None:
+    def __init__(self, index: KVIndex, arena: KVArena, admission: Admission, store: PromptStore) -> None:
         self.index = index
-        self.slabs = slabs
+        self.arena = arena
         self.admission = admission
         self.store = store
         self.bits = store.config.bits
-        self.checkpoints = StoredCheckpoints(index, slabs, store)
+        self.checkpoints = StoredCheckpoints(index, arena, store)
         self.num_restored = self.num_unread = self.num_cheaper = 0
         self.rates = Rates()
         self.restoring: list[RestoreJob] = []
@@ -202,7 +202,7 @@ class StoredPrefixes:
         return max(1, record.nbytes)
 
     def _copied(self, node: Node) -> list[memoryview]:
-        return [as_bytes(a) for a in copy_out(self.slabs, self._places(node), 0, node.end - node.start, self.bits)]
+        return [as_bytes(a) for a in copy_out(self.arena, self._places(node), 0, node.end - node.start, self.bits)]
 
     def _settle(self) -> None:
         """Queue failed writes again, remove files that nothing leads to, and follow what other processes did."""
@@ -242,7 +242,7 @@ class StoredPrefixes:
         """What to bring back to resume a match beyond `have` tokens, at `at_most` at most; None: disk has nothing for it."""
         if self.clock() < self._left_alone_until:
             return None
-        if self.slabs.spec.needs_checkpoints:
+        if self.arena.spec.needs_checkpoints:
             found = self.checkpoints.find(match.path, min(match.tokens, at_most), have)
             if found is None:
                 return None
@@ -271,7 +271,7 @@ class StoredPrefixes:
     def touch(self, path: Sequence[Node]) -> None:
         """Note a path as used now: the budget drops records that were used longer ago first."""
         keys = [Key(BLOCK, node.hash) for node in path if node.residency.on_disk]
-        checkpoints = path and self.slabs.spec.needs_checkpoints
+        checkpoints = path and self.arena.spec.needs_checkpoints
         found = self.checkpoints.find(path, path[-1].end) if checkpoints else None
         self.store.touch(keys if found is None else [*keys, *self.checkpoints.keys(*found)])
 
@@ -282,7 +282,7 @@ class StoredPrefixes:
             # The disk's time to answer begins now.
             self.last_arrival = self.clock()
         held = HeldBlocks(self.admission, self.index.full_groups, self.checkpoints.rings, plan)
-        block = sum(self.slabs.spec.bytes_per_block(group) for group in self.slabs.spec.groups)
+        block = sum(self.arena.spec.bytes_per_block(group) for group in self.arena.spec.groups)
         restore = RestoreJob(self, plan, held, self._steps(plan, held), max(1, block))
         self.arriving |= plan.arriving
         self.restoring.append(restore)
@@ -295,7 +295,7 @@ class StoredPrefixes:
         if plan.node is not None:
             segments = self.checkpoints.segments(plan.node, plan.position)
             steps += [RestoreStep(Key(WINDOW, p.node.hash_at(p.end)), p.node, segment=p) for p in segments]
-            if self.slabs.state_leaves:
+            if self.arena.state_leaves:
                 steps += [RestoreStep(Key(STATE, plan.node.hash_at(plan.position)), plan.node)]
         return steps
 
@@ -350,7 +350,7 @@ class StoredPrefixes:
         if node.residency.in_memory or node.parent is None or node not in node.parent.children:
             return
         arrays = [c.array(v) for c, v in zip(self._contents(node.end - node.start), views, strict=True)]
-        copy_in(self.slabs, list(zip(self.index.full_groups, block, strict=True)), 0, arrays, self.bits)
+        copy_in(self.arena, list(zip(self.index.full_groups, block, strict=True)), 0, arrays, self.bits)
         self.index.revive(node, block)
         self.num_restored += node.end - node.start
 
@@ -370,7 +370,7 @@ class StoredPrefixes:
         if node is None or node.parent is None or node not in node.parent.children or position in node.residency.checkpoints:
             return
         with suppress(PoolExhaustedError):
-            self.admission.need_states(self.slabs.spec.fixed_bytes_per_agent())
+            self.admission.need_states(self.arena.spec.fixed_bytes_per_agent())
             rings = self.checkpoints.rings.indices(position, held.rings)
             self.index.add_checkpoint(node, Checkpoint(position, rings, held.states, noted=True))
 
@@ -391,7 +391,7 @@ class StoredPrefixes:
 
     def _contents(self, tokens: int) -> list[Content]:
         if tokens not in self._known_contents:
-            self._known_contents[tokens] = contents(self.slabs, self.index.full_groups, tokens, self.bits)
+            self._known_contents[tokens] = contents(self.arena, self.index.full_groups, tokens, self.bits)
         return self._known_contents[tokens]
 
 

@@ -14,7 +14,7 @@ from .. import claims
 from ..config import ModelsConfig, PoolConfig, StoreConfig
 from ..demo import model_path
 from ..errors import BadModelError, StoreError
-from ..kv.slabs import KVArena
+from ..kv.arena import KVArena
 from ..modelfile import local_folder
 from ..plugins import spec_of_model
 from ..spec import blocks_for
@@ -63,11 +63,11 @@ class Source:
         blocks = max([blocks_for(tokens) + 1, *(2 * (group.layer.max_blocks or 0) for group in self.spec.groups)])
         states = 4 * self.spec.fixed_bytes_per_agent()
         pool_bytes = blocks * sum(self.spec.bytes_per_block(group) for group in self.spec.groups) + states
-        slabs = KVArena(self.spec, pool_bytes, PoolConfig(slabs=1, slab_blocks=blocks, state_bytes=states))
+        arena = KVArena(self.spec, pool_bytes, PoolConfig(slabs=1, slab_blocks=blocks, state_bytes=states))
         # Runs are joined when they are saved; no lookup needs to copy them into one.
-        slabs.ragged = True
+        arena.ragged = True
         store = open_store(self.config, self.folder, self.adapter, self.spec, Path(self.name).name, self.weights)
-        prefix = TieredPrefixCache(slabs, store=store)
+        prefix = TieredPrefixCache(arena, store=store)
         if store.problem is not None:
             store.close()
             raise StoreError(f"Cannot use the prompt store: {store.problem}. Needed a folder to read and write.")

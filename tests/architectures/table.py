@@ -26,10 +26,10 @@ def row_of(caches: Any) -> Row:
     prefix = getattr(caches, "prefix", None)
     if prefix is None:
         return Row("of its own", "one at a time", "where a conversation ended, in memory")
-    kinds = Counter(leaf.kind for leaf in prefix.slabs.spec.leaves)
+    kinds = Counter(leaf.kind for leaf in prefix.arena.spec.leaves)
     named = " + ".join(kind for kind in ("full", "window", "chunk", "state") if kinds[kind])
     batch = "ragged" if caches.ragged else "padded" if caches.merges else "one at a time"
-    return Row(named, batch, "at checkpoints" if prefix.slabs.spec.needs_checkpoints else "at any token")
+    return Row(named, batch, "at checkpoints" if prefix.arena.spec.needs_checkpoints else "at any token")
 
 
 def render(rows: dict[str, Row]) -> str:

@@ -16,9 +16,9 @@ from mlx_blockpool.config import EngineConfig
 from mlx_blockpool.engine.caches import PooledCaches
 from mlx_blockpool.engine.engine import BlockPoolBatchEngine
 from mlx_blockpool.engine.request import Failed, Progress, Request, Started, Token
+from mlx_blockpool.kv.arena import KVArena
 from mlx_blockpool.kv.attach import attach
 from mlx_blockpool.kv.factory import open_pool
-from mlx_blockpool.kv.slabs import KVArena
 from mlx_blockpool.spec import ModelCacheSpec, blocks_for
 from mlx_blockpool.tier.cache import TieredPrefixCache
 
@@ -162,4 +162,4 @@ def serve(
 def assert_nothing_held(prefix: TieredPrefixCache) -> None:
     prefix.check()
     prefix.pool.check()
-    assert [(c.held, c.reserved) for c in prefix.pool.settle()] == [(0, 0)] * len(prefix.slabs.spec.groups)
+    assert [(c.held, c.reserved) for c in prefix.pool.settle()] == [(0, 0)] * len(prefix.arena.spec.groups)

@@ -13,7 +13,7 @@ from store.stores import open_store
 from mlx_blockpool.config import EngineConfig
 from mlx_blockpool.engine.caches import PooledCaches
 from mlx_blockpool.engine.engine import BlockPoolBatchEngine
-from mlx_blockpool.kv.slabs import KVArena
+from mlx_blockpool.kv.arena import KVArena
 from mlx_blockpool.store.fs import Disk
 from mlx_blockpool.store.prompt_store import PromptStore
 from mlx_blockpool.store.reader import Reading

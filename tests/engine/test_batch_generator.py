@@ -52,7 +52,7 @@ def drive(engine: BlockPoolBatchEngine, steps: int | None = None) -> tuple[dict[
 def assert_nothing_held(engine: BlockPoolBatchEngine) -> None:
     prefix = engine.caches.prefix  # type: ignore[union-attr]
     prefix.check()
-    assert [(c.held, c.reserved) for c in prefix.pool.settle()] == [(0, 0)] * len(prefix.slabs.spec.groups)
+    assert [(c.held, c.reserved) for c in prefix.pool.settle()] == [(0, 0)] * len(prefix.arena.spec.groups)
 
 
 @pytest.mark.parametrize(

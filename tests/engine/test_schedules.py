@@ -118,7 +118,7 @@ class Schedule:
             self.come_and_go()
             told.take(self.engine.next())
             self.step += 1
-            assert self.prefix.slabs.nbytes <= self.n_bytes
+            assert self.prefix.arena.nbytes <= self.n_bytes
             assert self.step < 3000, f"{len(self.engine)} requests do not end; {dict(self.engine.counts)}"
         return self.engine, self.prefix, told
 

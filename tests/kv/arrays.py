@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import mlx.core as mx
 
-from mlx_blockpool.kv.slabs import KVArena
+from mlx_blockpool.kv.arena import KVArena
 from mlx_blockpool.spec import FullLayer, ModelCacheSpec, WindowLayer
 
 HEADS, KEY_DIM, VALUE_DIM = 2, 4, 6

@@ -17,12 +17,12 @@ from models import make_model
 from thorough import tried
 
 from mlx_blockpool.config import PoolConfig
+from mlx_blockpool.kv.arena import KVArena
 from mlx_blockpool.kv.attach import attach, bind, detach, step_synchronously_if_copied
 from mlx_blockpool.kv.batch_cache import PooledBatchCache
 from mlx_blockpool.kv.factory import make_prompt_cache, open_pool, pooled_caches
 from mlx_blockpool.kv.parts import batch_of, member_of
 from mlx_blockpool.kv.runs import attend_runs
-from mlx_blockpool.kv.slabs import KVArena
 from mlx_blockpool.spec import FullLayer, ModelCacheSpec
 
 RAGGED = ["llama", "qwen2", "gemma3_text", "gpt_oss"]

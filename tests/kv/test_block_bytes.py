@@ -10,8 +10,8 @@ import pytest
 
 from mlx_blockpool.config import PoolConfig
 from mlx_blockpool.kv import block_bytes as contents_module
+from mlx_blockpool.kv.arena import KVArena
 from mlx_blockpool.kv.block_bytes import GROUP_SIZE, as_bytes, contents, copy_in, copy_out
-from mlx_blockpool.kv.slabs import KVArena
 from mlx_blockpool.spec import BLOCK_TOKENS, FullLayer, ModelCacheSpec
 
 DTYPES = ["float32", "float16", "bfloat16"]

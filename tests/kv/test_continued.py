@@ -19,8 +19,8 @@ from models import make_model as make_small
 
 from mlx_blockpool import BlockPoolBatchEngine, Request, Token, make_prompt_cache, open_pool
 from mlx_blockpool.errors import ReleasedCacheError
+from mlx_blockpool.kv.arena import KVArena
 from mlx_blockpool.kv.factory import pooled_caches
-from mlx_blockpool.kv.slabs import KVArena
 from mlx_blockpool.kv.state_caches import PooledArraysCache, StateBatch
 from mlx_blockpool.spec import ModelCacheSpec, StateLayer
 

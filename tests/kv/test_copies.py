@@ -15,10 +15,10 @@ from models import make_model
 
 from mlx_blockpool import PrefixCache, attach, make_prompt_cache, open_pool
 from mlx_blockpool.errors import ReleasedCacheError
+from mlx_blockpool.kv.arena import KVArena
 from mlx_blockpool.kv.batch_cache import PooledBatchCache
 from mlx_blockpool.kv.factory import pooled_caches
 from mlx_blockpool.kv.parts import sequence_of
-from mlx_blockpool.kv.slabs import KVArena
 from mlx_blockpool.spec import CompositeLayer, FullLayer, ModelCacheSpec, StateLayer
 
 ATTACHED = ["llama", "gemma3_text", "gpt_oss", "lfm2"]

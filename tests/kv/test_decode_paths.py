@@ -18,12 +18,12 @@ from models import make_model
 from thorough import tried
 
 from mlx_blockpool.errors import PoolExhaustedError
+from mlx_blockpool.kv.arena import KVArena
 from mlx_blockpool.kv.attach import bind
 from mlx_blockpool.kv.batch_cache import PooledBatchCache
 from mlx_blockpool.kv.decode_policy import PATHS, SAVED_TOKENS, Cluster, Share, choose_path, divide, find_clusters
 from mlx_blockpool.kv.factory import make_prompt_cache, open_pool, pooled_caches
 from mlx_blockpool.kv.runs import attend_cluster, group_queries
-from mlx_blockpool.kv.slabs import KVArena
 
 MODELS = ["llama", "qwen2", "gemma3_text", "gpt_oss"]
 
@@ -126,15 +126,15 @@ class Batch:
 
     def __init__(self, name: str, path: str, streams: int = 1, pool_bytes: int = 60_000_000) -> None:
         self.model, self.stock = make_model(name), stock_model(name)
-        self.slabs = open_pool(self.model, pool_bytes, attach=False)
-        self.slabs.ragged = bind(self.model) > 0
-        self.slabs.decode.path, self.slabs.decode.streams = path, streams
+        self.arena = open_pool(self.model, pool_bytes, attach=False)
+        self.arena.ragged = bind(self.model) > 0
+        self.arena.decode.path, self.arena.decode.streams = path, streams
         self.caches: list[Any] = []
         self.needed: list[list[Any]] = []
         self.tokens: list[int] = []
 
     def prefill(self, tokens: list[int]) -> tuple[list[Any], list[Any]]:
-        mine, needed = make_prompt_cache(self.model, self.slabs), stock_prompt_cache(self.stock)
+        mine, needed = make_prompt_cache(self.model, self.arena), stock_prompt_cache(self.stock)
         for model, caches in ((self.model, mine), (self.stock, needed)):
             model(mx.array([tokens]), cache=caches)
             mx.eval([c.state for c in caches])
@@ -174,8 +174,8 @@ class Batch:
 
     def took(self) -> set[str]:
         """The paths since the last call."""
-        found = set(self.slabs.decode.path_counts)
-        self.slabs.decode.path_counts.clear()
+        found = set(self.arena.decode.path_counts)
+        self.arena.decode.path_counts.clear()
         return found
 
 
@@ -200,7 +200,7 @@ def test_forced_paths_answer_as_stock_through_joins_and_leaves(name: str, path: 
     batch.leave(0)
     batch.step()
     assert path in batch.took() or (path == "shared" and count == 1)
-    batch.slabs.pool.check()
+    batch.arena.pool.check()
 
 
 @pytest.mark.parametrize("path", PATHS)
@@ -208,7 +208,7 @@ def test_a_forced_path_is_the_one_that_ran_in_every_layer(path: str) -> None:
     batch = Batch("llama", path)
     batch.join_forks(prompt(300), 3)
     batch.step()
-    assert batch.slabs.decode.path_counts == {path: 2}, "once for each of two layers"
+    assert batch.arena.decode.path_counts == {path: 2}, "once for each of two layers"
 
 
 def test_shared_with_nothing_shared_is_ragged_and_counted_so() -> None:
@@ -230,7 +230,7 @@ def test_full_layers_share_and_windows_stay_ragged() -> None:
     batch = Batch("gemma3_text", "shared")
     batch.join_forks(prompt(280), 3)
     batch.step()
-    assert batch.slabs.decode.path_counts == {"shared": 2, "ragged": 2}
+    assert batch.arena.decode.path_counts == {"shared": 2, "ragged": 2}
 
 
 @pytest.mark.parametrize("streams", [1, 2])
@@ -299,7 +299,7 @@ def test_random_batches_answer_as_stock(seed: int, name: str, path: str, streams
         elif action < 0.55 and len(batch.tokens) > 1:
             batch.leave(rng.randrange(len(batch.tokens)))
         batch.step()
-    batch.slabs.pool.check()
+    batch.arena.pool.check()
 
 
 @pytest.mark.parametrize("path", PATHS)
@@ -308,7 +308,7 @@ def test_pipelined_steps_move_no_slab(path: str, streams: int) -> None:
     batch = Batch("llama", path, streams)
     batch.join_forks(prompt(300), 4)
     batch.step()
-    before = addresses(batch.slabs)
+    before = addresses(batch.arena)
     mx.reset_peak_memory()
     base = mx.get_active_memory()
     tokens = mx.array(batch.tokens)[:, None]
@@ -317,9 +317,9 @@ def test_pipelined_steps_move_no_slab(path: str, streams: int) -> None:
         mx.async_eval(following)
         tokens = following
     mx.eval(tokens)
-    assert addresses(batch.slabs) == before
+    assert addresses(batch.arena) == before
     assert batch.took() == {path}
-    assert mx.get_peak_memory() - base < sum(a.nbytes for a in batch.slabs.arrays()) // 2 or path == "padded"
+    assert mx.get_peak_memory() - base < sum(a.nbytes for a in batch.arena.arrays()) // 2 or path == "padded"
 
 
 def addresses(slabs: Any) -> list[int]:

@@ -9,10 +9,10 @@ from mlx_lm.models.cache import BatchKVCache
 from models import make_model
 
 from mlx_blockpool.config import PoolConfig
+from mlx_blockpool.kv.arena import KVArena
 from mlx_blockpool.kv.attach import attach
 from mlx_blockpool.kv.batch_cache import PooledBatchCache
 from mlx_blockpool.kv.factory import make_prompt_cache, open_pool
-from mlx_blockpool.kv.slabs import KVArena
 from mlx_blockpool.prefix.cache import PrefixCache
 
 ROOMY = 20_000_000

@@ -14,8 +14,8 @@ from mlx_lm.models.cache import KVCache, RotatingKVCache, load_prompt_cache, sav
 from thorough import tried
 
 from mlx_blockpool.errors import PoolExhaustedError
+from mlx_blockpool.kv.arena import KVArena
 from mlx_blockpool.kv.factory import pooled_caches
-from mlx_blockpool.kv.slabs import KVArena
 from mlx_blockpool.spec import FullLayer, ModelCacheSpec
 
 STEPS = st.lists(

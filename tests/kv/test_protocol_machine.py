@@ -29,9 +29,9 @@ from mlx_lm.models.cache import (
 from thorough import tried
 
 from mlx_blockpool.errors import ReleasedCacheError
+from mlx_blockpool.kv.arena import KVArena
 from mlx_blockpool.kv.factory import from_stock, pooled_caches
 from mlx_blockpool.kv.parts import leaves_of, sequence_of
-from mlx_blockpool.kv.slabs import KVArena
 from mlx_blockpool.spec import CompositeLayer, FullLayer, ModelCacheSpec, StateLayer, WindowLayer
 
 WINDOW = 40
@@ -128,9 +128,9 @@ class CacheMachine(RuleBasedStateMachine):
     @initialize(attached=st.booleans(), layers=st.sampled_from(LAYOUTS))
     def start(self, attached: bool, layers: Any) -> None:
         spec = ModelCacheSpec("test", layers, "float32")
-        self.slabs = KVArena(spec, 300 * sum(spec.bytes_per_block(group) for group in spec.groups))
-        self.slabs.ragged = attached
-        self.slabs.pads_states = True
+        self.arena = KVArena(spec, 300 * sum(spec.bytes_per_block(group) for group in spec.groups))
+        self.arena.ragged = attached
+        self.arena.pads_states = True
         self.token = 0
         self.single: list[Pair] = []
         self.batches: list[tuple[list[Any], list[Any], int]] = []
@@ -146,7 +146,7 @@ class CacheMachine(RuleBasedStateMachine):
 
     @rule(count=st.sampled_from([0, 1, 35, WINDOW, 300]))
     def new(self, count: int) -> None:
-        self.add([stock_cache(layer) for layer in self.slabs.spec.layers], pooled_caches(self.slabs))
+        self.add([stock_cache(layer) for layer in self.arena.spec.layers], pooled_caches(self.arena))
         if count:
             self.append(-1, count)
 
@@ -181,7 +181,7 @@ class CacheMachine(RuleBasedStateMachine):
         loaded = saved_and_loaded(ours)
         assert [type(leaf) for leaf in leaves_of(loaded)] == [type(leaf) for leaf in leaves_of(stock)]
         assert all_held(loaded) == all_held(stock)
-        self.add(saved_and_loaded(stock), from_stock(loaded, self.slabs))
+        self.add(saved_and_loaded(stock), from_stock(loaded, self.arena))
 
     @rule(number=PICK)
     def pickle(self, number: int) -> None:
@@ -189,12 +189,12 @@ class CacheMachine(RuleBasedStateMachine):
         read = pickle.loads(pickle.dumps(ours))
         assert all_held(read) == all_held(stock)
         assert offsets(read) == offsets(stock)
-        self.add(pickle.loads(pickle.dumps(stock)), from_stock(read, self.slabs))
+        self.add(pickle.loads(pickle.dumps(stock)), from_stock(read, self.arena))
 
     @rule(number=PICK)
     def assign_to_stock(self, number: int) -> None:
         stock, ours = self.one(number)
-        taken = [stock_cache(layer) for layer in self.slabs.spec.layers]
+        taken = [stock_cache(layer) for layer in self.arena.spec.layers]
         for cache, own in zip(leaves_of(taken), leaves_of(ours), strict=True):
             cache.state = own.state
         assert all_held(taken) == all_held(stock)
@@ -296,7 +296,7 @@ class CacheMachine(RuleBasedStateMachine):
             mine.extend(other)
         self.batches.append((first[0], first[1], first[2] + second[2]))
 
-    @precondition(lambda self: self.batches and self.slabs.ragged)
+    @precondition(lambda self: self.batches and self.arena.ragged)
     @rule(number=PICK, row=PICK)
     def release_in_batch(self, number: int, row: int) -> None:
         _, ours, size = self.batches.pop(number % len(self.batches))
@@ -322,10 +322,10 @@ class CacheMachine(RuleBasedStateMachine):
                 assert found == needed
 
     def teardown(self) -> None:
-        if hasattr(self, "slabs"):
+        if hasattr(self, "arena"):
             self.single, self.batches = [], []
-            self.slabs.pool.check()
-            assert all(count.held == 0 for count in self.slabs.pool.settle())
+            self.arena.pool.check()
+            assert all(count.held == 0 for count in self.arena.pool.settle())
 
 
 TestCacheMachine = CacheMachine.TestCase

@@ -19,9 +19,9 @@ from models import make_model
 
 from mlx_blockpool import attach, detach, from_stock, make_prompt_cache, open_pool
 from mlx_blockpool.errors import PoolExhaustedError
+from mlx_blockpool.kv.arena import KVArena
 from mlx_blockpool.kv.factory import pooled_caches
 from mlx_blockpool.kv.parts import as_stock, leaves_of
-from mlx_blockpool.kv.slabs import KVArena
 
 NAMES = ["llama", "gemma3_text", "gpt_oss", "lfm2"]
 PROMPT = [i * 7 % 131 for i in range(290)]

@@ -6,8 +6,8 @@ import threading
 
 from prefix.test_states import SPECS
 
+from mlx_blockpool.kv.arena import KVArena
 from mlx_blockpool.kv.sequence import SequenceBlocks
-from mlx_blockpool.kv.slabs import KVArena
 
 
 def test_states_of_sequences_that_other_threads_let_go_are_subtracted_by_the_owner() -> None:

@@ -14,8 +14,8 @@ from store.disks import QuickDisk
 from store.stores import open_store
 
 from mlx_blockpool.config import PoolConfig
+from mlx_blockpool.kv.arena import KVArena
 from mlx_blockpool.kv.parts import leaves_of
-from mlx_blockpool.kv.slabs import KVArena
 from mlx_blockpool.kv.state_caches import PooledArraysCache
 from mlx_blockpool.prefix.cache import Acquired
 from mlx_blockpool.prefix.retention import RetentionPolicy
@@ -40,10 +40,10 @@ class Keeper(Life):
         stored = {name: config.pop(name) for name in ("store_bytes", "idle_seconds", "model_bytes") if name in config}
         settings = PoolConfig(**config)
         states = settings.state_bytes if spec.fixed_bytes_per_agent() else 0
-        self.slabs = KVArena(spec, blocks * BLOCK + (states or 0), settings)
-        self.slabs.ragged = True
+        self.arena = KVArena(spec, blocks * BLOCK + (states or 0), settings)
+        self.arena.ragged = True
         store = None if folder is None else open_store(folder, QuickDisk(), **stored)
-        self.prefix = TieredPrefixCache(self.slabs, store=store, config=settings)
+        self.prefix = TieredPrefixCache(self.arena, store=store, config=settings)
         self.now = 1000.0
         self.pins.clock = self.prefix.retention.days.clock = lambda: self.now
 

@@ -58,7 +58,7 @@ def test_a_hit_ends_at_the_exact_token_where_prompts_differ() -> None:
     fetched = serve(prefix, other)
     assert fetched.lookup == lookup
     assert prefix.look(LONG).hit == 699, "the first is still known"
-    assert prefix.nbytes == 4 * prefix.slabs.spec.bytes_per_block(prefix.slabs.spec.groups[0]), "two shared blocks and two tails"
+    assert prefix.nbytes == 4 * prefix.arena.spec.bytes_per_block(prefix.arena.spec.groups[0]), "two shared blocks and two tails"
 
 
 def test_a_turn_goes_on_in_the_same_partial_block() -> None:
@@ -241,7 +241,7 @@ def test_namespaces_do_not_meet() -> None:
 
 def test_without_attach_a_hit_is_one_run_of_its_own() -> None:
     prefix = prefix_cache()
-    prefix.slabs.ragged = False
+    prefix.arena.ragged = False
     serve(prefix, LONG)
     fetched = prefix.acquire([*LONG[:600], 5], 10)
     table = fetched.caches[0].sequence.tables[0]

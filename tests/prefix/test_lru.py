@@ -16,9 +16,9 @@ from mlx_lm.models.cache import make_prompt_cache as stock_prompt_cache
 from models import make_model
 
 from mlx_blockpool.config import PoolConfig
+from mlx_blockpool.kv.arena import KVArena
 from mlx_blockpool.kv.factory import from_stock, make_prompt_cache, open_pool
 from mlx_blockpool.kv.parts import sequence_of
-from mlx_blockpool.kv.slabs import KVArena
 from mlx_blockpool.prefix.cache import PrefixCache
 from mlx_blockpool.spec import ChunkLayer, FullLayer, ModelCacheSpec
 
@@ -60,7 +60,7 @@ def test_a_script_for_mlx_lms_prompt_cache_gets_the_same_replies(name: str, pool
     turns = [prompt(1, 300), prompt(2, 40), prompt(3, 20)]
     needed, left = talk(LRUPromptCache(), model, turns, lambda: stock_prompt_cache(model))
     prefix = PrefixCache(open_pool(model, 30_000_000))
-    make = (lambda: make_prompt_cache(model, prefix.slabs)) if pooled else (lambda: stock_prompt_cache(model))
+    make = (lambda: make_prompt_cache(model, prefix.arena)) if pooled else (lambda: stock_prompt_cache(model))
     found, found_left = talk(prefix, model, turns, make)
     assert found == needed
     assert found_left == left == [300, 40, 20]
@@ -69,7 +69,7 @@ def test_a_script_for_mlx_lms_prompt_cache_gets_the_same_replies(name: str, pool
 
 
 def entry(prefix: PrefixCache, tokens: list[int], kind: str = "assistant") -> None:
-    caches = [KVCache() for _ in prefix.slabs.spec.layers]
+    caches = [KVCache() for _ in prefix.arena.spec.layers]
     for cache in caches:
         cache.update_and_fetch(*numbered(0, len(tokens)))
     prefix.insert_cache(MODEL, tokens, caches, cache_type=kind)
@@ -171,7 +171,7 @@ def test_caches_that_no_block_can_hold_are_not_kept_and_the_log_says_why(
     prefix: PrefixCache, caplog: pytest.LogCaptureFixture, reason: str
 ) -> None:
     with caplog.at_level(logging.WARNING):
-        prefix.insert_cache(MODEL, words(1, 8), strange_caches(prefix.slabs)[reason])
+        prefix.insert_cache(MODEL, words(1, 8), strange_caches(prefix.arena)[reason])
     assert reason in caplog.text
     assert (len(prefix), prefix.nbytes, prefix.num_skipped) == (0, 0, 1)
 
@@ -190,7 +190,7 @@ def test_caches_of_another_pool_are_copied(prefix: PrefixCache) -> None:
     assert found is not None
     sequence = sequence_of(found)
     assert sequence is not None
-    assert sequence.slabs is prefix.slabs
+    assert sequence.arena is prefix.arena
     assert found[0].keys_and_values()[0][0, 0, :, 0].tolist() == list(range(300))
 
 
@@ -223,7 +223,7 @@ def test_trimming_to_sequences_takes_those_used_longest_ago(prefix: PrefixCache)
     assert len(prefix) == 2
     known = {first: prefix.look([*common, *words(first, 600)]).known for first in (5, 6, 7, 8)}
     assert known == {5: 856, 6: 256, 7: 256, 8: 856}
-    assert prefix.nbytes == 7 * prefix.slabs.spec.bytes_per_block(prefix.slabs.spec.groups[0])
+    assert prefix.nbytes == 7 * prefix.arena.spec.bytes_per_block(prefix.arena.spec.groups[0])
     prefix.check()
     prefix.trim_to(n_sequences=0)
     assert (len(prefix), prefix.nbytes) == (0, 0)
@@ -250,7 +250,7 @@ def test_checkpoints_go_with_their_sequence(name: str) -> None:
     model = model_of(name)
     prefix = PrefixCache(open_pool(model, 30_000_000))
     for seed in range(3):
-        talk(prefix, model, [prompt(seed + 1, 300)], lambda: make_prompt_cache(model, prefix.slabs))
+        talk(prefix, model, [prompt(seed + 1, 300)], lambda: make_prompt_cache(model, prefix.arena))
     assert len(prefix) == 3
     prefix.trim_to(n_sequences=1)
     assert len(prefix) == 1

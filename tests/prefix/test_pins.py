@@ -138,7 +138,7 @@ def test_a_pool_full_of_pins_serves_all_that_an_empty_one_can(spec: ModelCacheSp
     for n in range(20):
         keeper.ask(text(n, 300), pins=[(300, HOUR + n)])
     assert len(keeper.pins) > 3
-    most = min(keeper.slabs.pool.sequence_capacity() - 20, 6000)
+    most = min(keeper.arena.pool.sequence_capacity() - 20, 6000)
     keeper.ask(text(50, most))
     assert keeper.hit(text(50, most)) == most
 
@@ -193,7 +193,7 @@ def test_pins_are_forgotten_with_everything_else() -> None:
     keeper.prefix.clear()
     keeper.check()
     assert (len(keeper.pins), keeper.prefix.nbytes) == (0, 0)
-    assert all(counts.pinned == 0 for counts in keeper.slabs.pool.settle())
+    assert all(counts.pinned == 0 for counts in keeper.arena.pool.settle())
 
 
 # -- on disk -----------------------------------------------------------------------------------------------------------
@@ -307,4 +307,4 @@ def test_whatever_happens_limits_hold_and_what_is_pinned_stays(name: str, seed: 
         keeper.end(found, prompt, pins)  # type: ignore[arg-type]
     keeper.wait(10 * HOUR)
     keeper.check()
-    assert all(counts.pinned == 0 for counts in keeper.slabs.pool.settle())
+    assert all(counts.pinned == 0 for counts in keeper.arena.pool.settle())

@@ -22,8 +22,8 @@ from thorough import tried
 
 from mlx_blockpool.config import PoolConfig
 from mlx_blockpool.errors import PoolExhaustedError, RequestTooLargeError
+from mlx_blockpool.kv.arena import KVArena
 from mlx_blockpool.kv.layer_caches import PooledRotatingKVCache
-from mlx_blockpool.kv.slabs import KVArena
 from mlx_blockpool.prefix.cache import PrefixCache
 from mlx_blockpool.prefix.retention import RetentionPolicy
 from mlx_blockpool.prefix.salts import SHARED
@@ -88,10 +88,10 @@ class PrefixMachine(RuleBasedStateMachine):
         preallocate=st.booleans(),
     )
     def start(self, size: int, slabs: int, ragged: bool, preallocate: bool) -> None:
-        self.slabs = KVArena(SPEC, size, PoolConfig(slabs=slabs, preallocate=preallocate))
-        self.slabs.ragged = ragged
+        self.arena = KVArena(SPEC, size, PoolConfig(slabs=slabs, preallocate=preallocate))
+        self.arena.ragged = ragged
         self.pool_bytes = size
-        self.prefix = PrefixCache(self.slabs, "test")
+        self.prefix = PrefixCache(self.arena, "test")
         self.live: list[Conversation] = []
         self.past: list[list[int]] = [[1, 2, 3]]
         self.pinned: tuple[list[int], int] | None = None
@@ -126,7 +126,7 @@ class PrefixMachine(RuleBasedStateMachine):
     @rule(which=st.integers(0, FAMILIES - 1), then=afterwards)
     def fetch_of_all_that_fits(self, which: int, then: Any) -> None:
         if not self.live and self.pinned is None:
-            self.fetch(list(family(which, self.slabs.pool.sequence_capacity() - 20)), 20, then)
+            self.fetch(list(family(which, self.arena.pool.sequence_capacity() - 20)), 20, then)
             assert self.live or then, "what fits in an empty pool was refused"
 
     def fetch(self, prompt: list[int], max_tokens: int, then: Any) -> None:
@@ -137,7 +137,7 @@ class PrefixMachine(RuleBasedStateMachine):
             assert self.live or self.pinned, "exhausted, and nobody holds or pins anything"
             return
         except RequestTooLargeError:
-            assert len(prompt) + max_tokens > self.slabs.pool.sequence_capacity()
+            assert len(prompt) + max_tokens > self.arena.pool.sequence_capacity()
             return
         assert found.rest == prompt[found.lookup.hit :]
         assert 0 <= found.lookup.hit < len(prompt)
@@ -320,8 +320,8 @@ class PrefixMachine(RuleBasedStateMachine):
 
     @invariant()
     def the_budget_holds(self) -> None:
-        assert self.slabs.pool.nbytes <= self.pool_bytes
-        assert self.slabs.nbytes <= self.pool_bytes
+        assert self.arena.pool.nbytes <= self.pool_bytes
+        assert self.arena.nbytes <= self.pool_bytes
         assert self.prefix.nbytes <= self.pool_bytes
 
     @invariant()
@@ -333,7 +333,7 @@ class PrefixMachine(RuleBasedStateMachine):
     def teardown(self) -> None:
         self.live.clear()
         if hasattr(self, "prefix"):
-            assert [(c.held, c.reserved) for c in self.slabs.pool.settle()] == [(0, 0), (0, 0)]
+            assert [(c.held, c.reserved) for c in self.arena.pool.settle()] == [(0, 0), (0, 0)]
 
 
 def assert_right(layer: int, wanted: np.ndarray[Any, Any], keys: np.ndarray[Any, Any], values: np.ndarray[Any, Any]) -> None:

@@ -78,7 +78,7 @@ class RetentionMachine(RuleBasedStateMachine):
     def hold(self, prompt: list[int], terms: RetentionPolicy, end: int) -> None:
         self.ask(prompt, terms, end, 0.0)
         prefix, pins = self.keeper.prefix, self.keeper.pins
-        pin = pin_of(prefix.slabs, prefix.match(prompt[:end]))
+        pin = pin_of(prefix.arena, prefix.match(prompt[:end]))
         before = prefix.index.pinned_bytes(self.held)
         after = prefix.index.pinned_bytes([*self.held, pin])
         fits = after[0] <= pins.most_bytes and after[1] <= pins.most_state_bytes

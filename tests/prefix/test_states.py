@@ -17,9 +17,9 @@ from thorough import seeds
 
 from mlx_blockpool.config import PoolConfig
 from mlx_blockpool.errors import PoolExhaustedError
+from mlx_blockpool.kv.arena import KVArena
 from mlx_blockpool.kv.layer_caches import PooledKVCache, PooledRotatingKVCache
 from mlx_blockpool.kv.parts import leaves_of, sequence_of
-from mlx_blockpool.kv.slabs import KVArena
 from mlx_blockpool.kv.state_caches import PooledArraysCache
 from mlx_blockpool.spec import CompositeLayer, FullLayer, ModelCacheSpec, StateLayer, WindowLayer
 from mlx_blockpool.store.fs import Disk
@@ -46,10 +46,10 @@ class Life:
     """A prefix cache, over a store where a folder is given."""
 
     def __init__(self, spec: ModelCacheSpec, folder: Path | None = None, disk: Disk | None = None, **config: Any) -> None:
-        self.slabs = KVArena(spec, 4_000_000, PoolConfig(state_bytes=config.pop("state_bytes", 100_000)))
-        self.slabs.ragged = True
+        self.arena = KVArena(spec, 4_000_000, PoolConfig(state_bytes=config.pop("state_bytes", 100_000)))
+        self.arena.ragged = True
         store = None if folder is None else open_store(folder, disk or QuickDisk(), **config)
-        self.prefix = TieredPrefixCache(self.slabs, store=store)
+        self.prefix = TieredPrefixCache(self.arena, store=store)
 
     def answer(self, prompt: Sequence[int], places: Sequence[int] = (), kind: str = "assistant") -> int:
         """A request that is kept at `places` on its way. Returns its hit; what it took over is right."""
@@ -75,7 +75,7 @@ class Life:
 
     def check(self) -> None:
         self.prefix.check()
-        assert self.slabs.running_bytes + self.prefix.index.state_bytes <= self.slabs.state_bytes
+        assert self.arena.running_bytes + self.prefix.index.state_bytes <= self.arena.state_bytes
 
     def write(self, tails: bool = True) -> None:
         assert self.prefix.stored is not None
@@ -138,7 +138,7 @@ def test_the_oldest_states_make_room_and_running_ones_are_counted(spec: ModelCac
         life.prefix.acquire(text(30, 50), 20)
     for found in running:
         life.prefix.discard(found.caches)
-    assert life.slabs.running_bytes == 0
+    assert life.arena.running_bytes == 0
     assert life.answer(text(30, 50)) == 0
 
 
@@ -164,10 +164,10 @@ def test_a_fork_has_states_of_its_own() -> None:
     look(found.caches, prompt, 40)
     look(other, longer, 42)
     assert sequence_of(other) is not sequence_of(found.caches)
-    assert life.slabs.running_bytes == 2 * life.slabs.spec.fixed_bytes_per_agent()
+    assert life.arena.running_bytes == 2 * life.arena.spec.fixed_bytes_per_agent()
     life.prefix.discard(other)
     life.prefix.discard(found.caches)
-    assert life.slabs.running_bytes == 0
+    assert life.arena.running_bytes == 0
 
 
 @pytest.mark.parametrize("spec", SPECS.values(), ids=SPECS)

@@ -104,7 +104,7 @@ def test_the_old_model_and_its_pool_are_gone_before_the_new_one_is_loaded(
     with blockpool_server(one, "--allow-models", str(two), "--pool-bytes", "30MB") as ours:
         ours.chat(MESSAGES[0], max_tokens=2)
         ours.settle()
-        old = [weakref.ref(ours.generator.model_provider.model), weakref.ref(ours.generator.model.prefix.slabs)]
+        old = [weakref.ref(ours.generator.model_provider.model), weakref.ref(ours.generator.model.prefix.arena)]
 
         def spying(*args: Any, **kwargs: Any) -> Any:
             alive.extend(ref() is not None for ref in old)

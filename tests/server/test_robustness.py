@@ -187,7 +187,7 @@ def random_request(rng: random.Random) -> tuple[str, Any, bytes | None]:
 def test_pool_bytes_hold_over_500_requests(client: Client) -> None:
     """Bytes of the arrays themselves, after each of 500 requests whose prefixes come and go."""
     rng = random.Random(1)
-    slabs = client.generator.model.prefix.slabs
+    slabs = client.generator.model.prefix.arena
     for _ in range(500):
         family = rng.randrange(12)
         prompt = f"family {family} " * 40 + "x" * rng.randrange(300)

@@ -11,8 +11,8 @@ import numpy as np
 from prefix.test_prefix_machine import LAYER_STEP, family, keys_of, numbers
 from store.stores import open_store
 
+from mlx_blockpool.kv.arena import KVArena
 from mlx_blockpool.kv.layer_caches import PooledRotatingKVCache
-from mlx_blockpool.kv.slabs import KVArena
 from mlx_blockpool.prefix.resume import lay_out
 from mlx_blockpool.spec import FullLayer, ModelCacheSpec, WindowLayer
 from mlx_blockpool.store.fs import Disk
@@ -36,10 +36,10 @@ class Life:
     def __init__(
         self, folder: Path, disk: Disk | None = None, pool: int = 100 * 8192, spec: ModelCacheSpec = SPEC, **config: Any
     ) -> None:
-        self.slabs = KVArena(spec, pool)
-        self.slabs.ragged = True
+        self.arena = KVArena(spec, pool)
+        self.arena.ragged = True
         self.store: PromptStore = open_store(folder, disk, **config)
-        self.prefix = TieredPrefixCache(self.slabs, store=self.store)
+        self.prefix = TieredPrefixCache(self.arena, store=self.store)
 
     @property
     def stored(self) -> StoredPrefixes:
@@ -67,7 +67,7 @@ class Life:
             assert np.array_equal(np.array(keys)[0, 0, :, 0], expected)
         self.prefix.discard(found.caches)
         self.prefix.check()
-        assert {(c.held, c.reserved) for c in self.slabs.pool.settle()} == {(0, 0)}
+        assert {(c.held, c.reserved) for c in self.arena.pool.settle()} == {(0, 0)}
         return found.lookup.hit
 
 

@@ -17,8 +17,8 @@ from store.disks import BrokenDisk, QuickDisk, WatchedDisk
 from store.stores import open_store
 from thorough import seeds
 
+from mlx_blockpool.kv.arena import KVArena
 from mlx_blockpool.kv.layer_caches import PooledRotatingKVCache
-from mlx_blockpool.kv.slabs import KVArena
 from mlx_blockpool.spec import FullLayer, ModelCacheSpec, WindowLayer
 from mlx_blockpool.store.fs import Disk
 from mlx_blockpool.store.record import Part, decode_header, encode
@@ -36,10 +36,10 @@ class Life:
     """A prefix cache over a store, from a start to its end."""
 
     def __init__(self, folder: Path, spec: ModelCacheSpec, disk: Disk | None = None, **config: Any) -> None:
-        self.slabs = KVArena(spec, 400 * 256 * 16 * len(spec.layers))
-        self.slabs.ragged = True
+        self.arena = KVArena(spec, 400 * 256 * 16 * len(spec.layers))
+        self.arena.ragged = True
         self.store = open_store(folder, disk or QuickDisk(), **config)
-        self.prefix = TieredPrefixCache(self.slabs, store=self.store)
+        self.prefix = TieredPrefixCache(self.arena, store=self.store)
         assert self.prefix.stored is not None
         self.stored = self.prefix.stored
 

@@ -23,7 +23,7 @@ from thorough import tried
 
 from mlx_blockpool.config import PoolConfig
 from mlx_blockpool.errors import PoolExhaustedError
-from mlx_blockpool.kv.slabs import KVArena
+from mlx_blockpool.kv.arena import KVArena
 from mlx_blockpool.spec import FullLayer, ModelCacheSpec
 from mlx_blockpool.store.record import BLOCK as RECORD
 from mlx_blockpool.store.record import Key
@@ -50,10 +50,10 @@ class StoredMachine(RuleBasedStateMachine):
         self.open()
 
     def open(self) -> None:
-        self.slabs = KVArena(SPEC, self.pool[0], PoolConfig(slabs=self.pool[1]))
-        self.slabs.ragged = True
+        self.arena = KVArena(SPEC, self.pool[0], PoolConfig(slabs=self.pool[1]))
+        self.arena.ragged = True
         self.store = open_store(self.folder, QuickDisk(), **self.config)
-        self.prefix = TieredPrefixCache(self.slabs, store=self.store)
+        self.prefix = TieredPrefixCache(self.arena, store=self.store)
         self.live: list[Conversation] = []
 
     # -- requests ------------------------------------------------------------------------------------------------------
@@ -77,7 +77,7 @@ class StoredMachine(RuleBasedStateMachine):
         self.serve([*past[: max(1, len(past) - cut)], *(900 + number % 50 for _ in range(tail))], answer, True)
 
     def serve(self, prompt: list[int], answer: int, finishes: bool) -> None:
-        if len(prompt) + 20 > self.slabs.pool.sequence_capacity() - 512:
+        if len(prompt) + 20 > self.arena.pool.sequence_capacity() - 512:
             return
         expected = self.prefix.look(prompt).hit
         try:
@@ -217,7 +217,7 @@ class StoredMachine(RuleBasedStateMachine):
             assert self.store.counts["quarantined"] == self.store.counts["failed"] == 0
 
     def nothing_is_held(self) -> None:
-        assert [(c.held, c.reserved) for c in self.slabs.pool.settle()] == [(0, 0)]
+        assert [(c.held, c.reserved) for c in self.arena.pool.settle()] == [(0, 0)]
 
     def teardown(self) -> None:
         if hasattr(self, "prefix"):

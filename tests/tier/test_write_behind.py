@@ -119,7 +119,7 @@ def test_what_was_forgotten_is_not_brought_back_into_the_trie(tmp_path: Path, ga
     life = brought_back(tmp_path, gated, lambda life: life.prefix.clear())
     life.prefix.check()
     assert life.stored.num_restored == 0
-    assert [(c.held, c.evictable) for c in life.slabs.pool.settle()] == [(0, 0)]
+    assert [(c.held, c.evictable) for c in life.arena.pool.settle()] == [(0, 0)]
     assert life.stored.arriving == set()
 
 

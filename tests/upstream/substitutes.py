@@ -20,11 +20,11 @@ from mlx_lm.generate import BatchGenerator as StockBatchGenerator
 from mlx_lm.models import cache as stock
 
 from mlx_blockpool.errors import SpecError
+from mlx_blockpool.kv.arena import KVArena
 from mlx_blockpool.kv.factory import KEPT_TOKENS, config_of, make_prompt_cache, pooled_caches, try_out
 from mlx_blockpool.kv.layer_caches import PooledKVCache, PooledRotatingKVCache
 from mlx_blockpool.kv.parts import PooledCacheList, PooledChunkedKVCache
 from mlx_blockpool.kv.sequence import SequenceBlocks
-from mlx_blockpool.kv.slabs import KVArena
 from mlx_blockpool.kv.state_caches import PooledArraysCache
 from mlx_blockpool.plugins import spec_of_model
 from mlx_blockpool.prefix.cache import PrefixCache
@@ -59,7 +59,7 @@ def fitting(cls: type) -> type:
             keys, values = keys.astype(mx.float32), values.astype(mx.float32)
         needed = (keys.shape[1], keys.shape[3], values.shape[3], str(keys.dtype).rpartition(".")[2])
         place = self.place.layer
-        if self.empty() and needed != (place.kv_heads, place.key_dim, place.value_dim, self.sequence.slabs.spec.dtype):
+        if self.empty() and needed != (place.kv_heads, place.key_dim, place.value_dim, self.sequence.arena.spec.dtype):
             cls.__init__(self, SequenceBlocks(own_pool(self.make_layer(*needed[:3]), needed[3])), 0)  # type: ignore[misc]
         return cls.update_and_fetch(self, keys, values)  # type: ignore[attr-defined]
 

@@ -111,7 +111,7 @@ def _begin_save(prefix: TieredPrefixCache, path: PrefixRef) -> tuple[PromptStore
 def _saved(prefix: TieredPrefixCache, path: PrefixRef) -> _Saved:
     stored = _stored(prefix)
     stored.write_behind(at_once=True)
-    position = pin_of(prefix.slabs, in_memory(prefix.index.trie.find(path))).position
+    position = pin_of(prefix.arena, in_memory(prefix.index.trie.find(path))).position
     report, counts = stored.report(), stored.store.counts
     return _Saved(
         measure(prefix, path, 0), position, report["pending"] + report["resting"], counts["written"], counts[OVER_BUDGET]
@@ -169,7 +169,7 @@ def bring_back(service: AgentService, home: Home, view: AgentView) -> int:
 def _begin_restore(prefix: TieredPrefixCache, path: PrefixRef) -> tuple[RestoreJob | None, int]:
     """The job that brings back what is missing in memory, and its bytes; None: there is nothing to do."""
     stored, match = prefix.stored, prefix.index.trie.find(path)
-    have = resumable(prefix.slabs, in_memory(match), match.tokens)[0]
+    have = resumable(prefix.arena, in_memory(match), match.tokens)[0]
     plan = None if stored is None else stored.plan_restore(match, match.tokens, have)
     return (None, 0) if stored is None or plan is None else (stored.restore(plan), stored.size_of(plan))
 
@@ -217,10 +217,10 @@ def _key(service: AgentService) -> bytes:
 
 def _begin_export(served: LoadedModel, prefix: TieredPrefixCache, view: AgentView, weights: str) -> CacheFileWriter:
     match = in_memory(prefix.index.trie.find(view.path))
-    hit, checkpoint = resumable(prefix.slabs, match, match.tokens)
+    hit, checkpoint = resumable(prefix.arena, match, match.tokens)
     if not hit:
         raise RefusedError(409, f"Nothing of agent {shown(view.name)} is in memory or on disk. Its next turn computes it anew.")
-    caches = lay_out_to_read(prefix.slabs, match, hit, checkpoint)
+    caches = lay_out_to_read(prefix.arena, match, hit, checkpoint)
     return CacheFileWriter(caches, served.provider.public_name, weights, _bits(prefix), match.token_ids()[:hit])
 
 
@@ -281,7 +281,7 @@ def _home_of(service: AgentService, file: CacheFile) -> tuple[Home, bool]:
     refusals = []
     for home in homes:
         provider, vocab_size = service.at(home, lambda served, _: (served.provider, served.vocab_size))
-        spec, bits = service.at(home, lambda _, prefix: (prefix.slabs.spec, _bits(prefix)))
+        spec, bits = service.at(home, lambda _, prefix: (prefix.arena.spec, _bits(prefix)))
         try:
             file.check(spec, vocab_size)
             names_weights = file.names_weights(provider.name, _weights(service, provider), bits)
@@ -297,7 +297,7 @@ def _home_of(service: AgentService, file: CacheFile) -> tuple[Home, bool]:
 
 
 def _begin_import(prefix: TieredPrefixCache, caches: list[Any]) -> Intake:
-    intake = begin_intake(prefix.slabs, prefix.admission, caches)
+    intake = begin_intake(prefix.arena, prefix.admission, caches)
     if intake is None:
         raise RefusedError(503, f"The pool's {prefix.pool.pool_bytes} bytes have no room for the file now. Try again later.")
     return intake
@@ -312,7 +312,7 @@ def _end_import(
         check_agent(name, before.salt)
     prefix.release(tokens, intake.pooled, terms=RetentionPolicy(salt=salt))
     path = prefix.index.trie.match(tokens, salt).detached()
-    hit = resumable(prefix.slabs, in_memory(prefix.index.trie.find(path)), path.tokens)[0]
+    hit = resumable(prefix.arena, in_memory(prefix.index.trie.find(path)), path.tokens)[0]
     if hit < len(tokens):
         raise RefusedError(503, f"The pool has room for {hit} of the file's {len(tokens)} tokens. Raise --pool-bytes or unpin.")
     agents_of(served).note(name, path)

@@ -11,8 +11,8 @@ from ... import plugins
 from ...config import PoolConfig
 from ...engine.sequence import Sequence
 from ...errors import PluginError, SpecError
+from ...kv.arena import KVArena
 from ...kv.parts import sequence_of
-from ...kv.slabs import KVArena
 from ...memory import batch_memory
 from ...spec import FullLayer, ModelCacheSpec
 from ...tier.cache import TieredPrefixCache
@@ -55,10 +55,10 @@ def open_drafted(
 
 def warn_of_few_checkpoints(prefix: TieredPrefixCache) -> None:
     """Log a warning where so few checkpoints fit that every turn would compute its prompt again."""
-    own, slabs = prefix.slabs.spec.bytes_per_checkpoint(), prefix.slabs
-    room = slabs.state_bytes if slabs.state_leaves else prefix.pool.pool_bytes
+    own, arena = prefix.arena.spec.bytes_per_checkpoint(), prefix.arena
+    room = arena.state_bytes if arena.state_leaves else prefix.pool.pool_bytes
     if own and room // own < FEW:
-        needed = FEW * own * (1 if not slabs.state_leaves or not slabs.spec.groups else 4)
+        needed = FEW * own * (1 if not arena.state_leaves or not arena.spec.groups else 4)
         log.warning(
             "%d checkpoints of %d bytes fit; agents will compute their prompts again. Raise --pool-bytes to %d or more.",
             room // own, own, needed,
@@ -70,9 +70,9 @@ def pool_report(prefix: TieredPrefixCache) -> dict[str, Any]:
     pool = prefix.pool
     return {
         "backend": "blockpool",
-        "ragged": prefix.slabs.ragged,
+        "ragged": prefix.arena.ragged,
         "pool_bytes": pool.pool_bytes,
-        "array_bytes": prefix.slabs.nbytes,
+        "array_bytes": prefix.arena.nbytes,
         "known_bytes": prefix.nbytes,
         "sequences": len(prefix),
         "lookups": prefix.num_lookups,
@@ -82,8 +82,8 @@ def pool_report(prefix: TieredPrefixCache) -> dict[str, Any]:
         "skipped": prefix.num_skipped,
         "alarm": prefix.alarm,
         "groups": [asdict(c) for c in pool.settle()],
-        "fragmentation": [round(pool.fragmentation(g), 3) for g in range(len(prefix.slabs.spec.groups))],
-        "decode_paths": dict(prefix.slabs.decode.path_counts),
+        "fragmentation": [round(pool.fragmentation(g), 3) for g in range(len(prefix.arena.spec.groups))],
+        "decode_paths": dict(prefix.arena.decode.path_counts),
         "store": None if prefix.stored is None else _without_place(prefix.stored.report()),
         **prefix.retention.report(),
     }
@@ -92,12 +92,12 @@ def pool_report(prefix: TieredPrefixCache) -> dict[str, Any]:
 def batch_report(prefix: TieredPrefixCache | None, batch: list[Sequence]) -> dict[str, Any] | None:
     """Bytes of the running batch in the pool, and what the batch would take padded; None where it is not in the pool."""
     batch = [running for running in batch if running.caches and running.computed]
-    if prefix is None or not prefix.slabs.ragged or not batch:
+    if prefix is None or not prefix.arena.ragged or not batch:
         return None
     sequences = [sequence_of(running.caches or []) for running in batch]
     tables = [sequence.tables for sequence in sequences if sequence is not None]
-    held = [len({block for own in tables for block in own[g].ids}) for g in range(len(prefix.slabs.spec.groups))]
-    return batch_memory(prefix.slabs.spec, [running.computed for running in batch], held).bytes.as_dict()
+    held = [len({block for own in tables for block in own[g].ids}) for g in range(len(prefix.arena.spec.groups))]
+    return batch_memory(prefix.arena.spec, [running.computed for running in batch], held).bytes.as_dict()
 
 
 def _without_place(report: dict[str, Any]) -> dict[str, Any]:
