@@ -114,7 +114,7 @@ class ServedAgents:
         """Keep an agent's path and those of its later turns. Returns whether its blocks are pinned in memory."""
         assert self._prefix is not None
         pins = self._prefix.retention.pins
-        before, pin = self.pinned.get(name), pin_of(self._prefix.slabs, self._prefix.index.trie.find(path))
+        before, pin = self.pinned.get(name), pin_of(self._prefix.arena, self._prefix.index.trie.find(path))
         if before is not None:
             pins.unpin(before)
         is_held = pins.hold(pin)
