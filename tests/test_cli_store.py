@@ -465,7 +465,7 @@ def test_what_cannot_be_the_prefix_of_the_model_is_refused(
     assert refused(wide, tokens).startswith("Layer 0: found ('float32', 1, 4,")
     assert refused(deep, tokens) == "Found a file of 3 layers; needed 2 as alpha has.\n"
     assert refused(llama, tokens[:299]).startswith("Layer 0: the file holds 300 tokens, and its prompt has 299.")
-    assert refused(other, tokens).startswith("Layer 0: found keys and values that are off by")
+    assert refused(other, tokens).startswith("Layer 0: the keys and values of the first 16 tokens are off by")
     assert "off by" in refused(llama, [1, *tokens[:299]])
     path.write_bytes(b"none")
     assert refusal(capsys, root, "import", "--model", str(llama), "--tokens", "1", str(path)).startswith(f"Cannot read {path}: ")

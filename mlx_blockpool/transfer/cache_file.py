@@ -43,6 +43,8 @@ COMPARED_TOKENS = 16
 # ... and may be so far off, as rounding in bfloat16 is; those of other weights or tokens are off by about 1.
 TOLERANCE = 0.05
 UNPROVEN = "this store did not sign the file as it is, so that one agent alone can go on from it"
+# mlx-lm's class for each kind of layer; KVCache for the others.
+STOCK: dict[type[LayerSpec], type] = {StateLayer: ArraysCache, WindowLayer: RotatingKVCache, ChunkLayer: ChunkedKVCache}
 # The header is filled up with spaces to a multiple of this.
 ALIGNMENT = 8
 
@@ -177,7 +179,22 @@ class CacheFile:
 
     def compare(self, name: str, model: Any) -> None:
         """Compute the first tokens with the model `name`: the caches must hold the same."""
-        _compare(name, model, self.caches, self.tokens)
+        count = min(len(self.tokens), COMPARED_TOKENS)
+        fresh = make_prompt_cache(model)
+        model(mx.array([self.tokens[:count]]), cache=fresh)
+        pairs = enumerate(zip(leaves_of(fresh), leaves_of(self.caches), strict=True))
+        compared = [(i, mine, theirs) for i, (mine, theirs) in pairs if type(mine) is KVCache and mine.keys is not None]
+        if not compared:
+            raise StoreError("The file names no weights, and its layers forget. Import a file that store export has written.")
+        for index, mine, theirs in compared:
+            for needed, found in ((mine.keys, theirs.keys), (mine.values, theirs.values)):
+                needed, found = (array[..., :count, :].astype(mx.float32) for array in (needed, found))
+                off: Any = mx.sqrt(mx.mean((needed - found) ** 2) / mx.mean(needed**2)).item()
+                if not off <= TOLERANCE:
+                    raise StoreError(
+                        f"Layer {index}: the keys and values of the first {count} tokens are off by {off:.0%} from those of "
+                        f"{name}. Import a file of the same weights and tokens."
+                    )
 
     def is_private(self, names_weights: bool, key: bytes) -> bool:
         """Whether one agent alone may go on from it: True unless it names its weights and the store with `key` signed it."""
@@ -255,7 +272,7 @@ def _check_shapes(spec: ModelCacheSpec, caches: list[Any], tokens: list[int]) ->
     if len(leaves) != len(spec.leaves):
         raise StoreError(f"Found a file of {len(leaves)} caches; needed {len(spec.leaves)} as {spec.model_id} has.")
     for index, (cache, leaf) in enumerate(zip(leaves, spec.leaves, strict=True)):
-        wanted, found = _class_of(leaf).__name__, type(cache).__name__
+        wanted, found = STOCK.get(type(leaf), KVCache).__name__, type(cache).__name__
         holds = isinstance(leaf, FullLayer) and leaf.values_per_token > 0
         if found != wanted or (holds and cache.keys is None):
             raise StoreError(f"Layer {index}: found {found} in the file; needed a {wanted} that is not empty.")
@@ -263,13 +280,6 @@ def _check_shapes(spec: ModelCacheSpec, caches: list[Any], tokens: list[int]) ->
             raise StoreError(f"Layer {index}: found {len(cache.cache)} state arrays in the file; needed {len(leaf.arrays)}.")
         if isinstance(leaf, FullLayer) and holds:
             _check_keys(spec, index, cache, leaf, len(tokens))
-
-
-def _class_of(leaf: LayerSpec) -> type:
-    found: type = KVCache
-    for kind, cache in ((StateLayer, ArraysCache), (WindowLayer, RotatingKVCache), (ChunkLayer, ChunkedKVCache)):
-        found = cache if isinstance(leaf, kind) else found
-    return found
 
 
 def _check_keys(spec: ModelCacheSpec, index: int, cache: Any, leaf: FullLayer, tokens: int) -> None:
@@ -286,22 +296,3 @@ def _check_keys(spec: ModelCacheSpec, index: int, cache: Any, leaf: FullLayer, t
         long_enough = array.ndim == 4 and array.shape[2] >= held
         if not long_enough or (*found[:3], found[4]) != (*needed[:3], needed[4]):
             raise StoreError(f"Layer {index}: found {found} in the file; needed {needed} as {spec.model_id} has.")
-
-
-def _compare(name: str, model: Any, caches: list[Any], tokens: list[int]) -> None:
-    count = min(len(tokens), COMPARED_TOKENS)
-    fresh = make_prompt_cache(model)
-    model(mx.array([tokens[:count]]), cache=fresh)
-    pairs = [(i, mine, theirs) for i, (mine, theirs) in enumerate(zip(leaves_of(fresh), leaves_of(caches), strict=True))]
-    compared = [pair for pair in pairs if type(pair[1]) is KVCache and pair[1].keys is not None]
-    if not compared:
-        raise StoreError("Found a file that does not say whose it is, of layers that forget; needed one that store export wrote.")
-    for index, mine, theirs in compared:
-        for needed, found in ((mine.keys, theirs.keys), (mine.values, theirs.values)):
-            needed, found = (array[..., :count, :].astype(mx.float32) for array in (needed, found))
-            off: Any = mx.sqrt(mx.mean((needed - found) ** 2) / mx.mean(needed**2)).item()
-            if not off <= TOLERANCE:
-                raise StoreError(
-                    f"Layer {index}: found keys and values that are off by {off:.0%} from those of {name} for the first "
-                    f"{count} tokens; needed a file of the same weights and tokens."
-                )
