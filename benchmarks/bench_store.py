@@ -80,7 +80,7 @@ def bench_restart(args: Any, model: Any, length: int, folder: Path) -> None:
         token, seconds = first_token(again, prompt)
         assert token == expected, f"another token after the restart: {token} != {expected}"
         computed = again.counts["prompt_tokens"]
-        assert stored(again).num_restored == length, f"{stored(again).num_restored} tokens restored != {length}"
+        assert stored(again).restores.num_restored == length, f"{stored(again).restores.num_restored} tokens restored != {length}"
         warm.append(scanned + seconds)
         stored(again).store.close()
     figures = {"cold_s": round(cold, 2), "warm_s": round(statistics.median(warm), 3), "computed_again": computed}
@@ -118,10 +118,10 @@ def bench_restore(args: Any, model: Any, length: int, folder: Path, rounds: int,
         assert wanted is not None, "nothing is on disk"
         mx.synchronize()
         start = time.perf_counter()
-        found.restore_now(wanted)
+        found.restores.run(wanted)
         mx.eval(found.arena.arrays())
         seconds = time.perf_counter() - start
-        assert found.num_restored == length, f"{found.num_restored} tokens restored != {length}"
+        assert found.restores.num_restored == length, f"{found.restores.num_restored} tokens restored != {length}"
         found.store.close()
         return seconds
 

@@ -296,7 +296,7 @@ def test_nothing_is_deleted_while_an_agent_cannot_be_read(capsys: pytest.Capture
     path.write_bytes(path.read_bytes()[:-3])
     found = refusal(capsys, root, "agent", "delete", "writer", "--yes")
     assert found.startswith(f"{path}: Agent: found ")
-    assert found.endswith("Needed to know what it stands on. Put it aside with `store check --fix`.\n")
+    assert found.endswith("Nothing says which records it needs. Move it to quarantine with `store check --fix`.\n")
     assert len(record_files(root)) == 5
     assert refusal(capsys, root, "agent", "delete", "Planner", "--yes").startswith(f"{path}: Agent: found ")
 
@@ -403,9 +403,7 @@ def test_a_wrong_shape_is_refused_with_usage(capsys: pytest.CaptureFixture[str],
     assert "usage: mlx-blockpool" in capsys.readouterr().err
 
 
-@pytest.mark.parametrize(
-    "module", ["cli", "commands.agents", "commands.transfer", "store.agent_files", "store.agent_records", "store.reachability"]
-)
+@pytest.mark.parametrize("module", ["cli", "commands.agents", "commands.transfer", "store.agent_files", "store.agent_records"])
 def test_importing_it_imports_no_mlx(module: str) -> None:
     code = f"import sys, mlx_blockpool.{module}; print([m for m in sys.modules if m.partition('.')[0] in ('mlx', 'mlx_lm')])"
     assert subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True).stdout == "[]\n"

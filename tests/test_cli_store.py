@@ -10,7 +10,6 @@ import shutil
 import subprocess
 import sys
 from pathlib import Path
-from types import SimpleNamespace
 from typing import Any
 
 import mlx.core as mx
@@ -270,12 +269,14 @@ def test_a_parent_that_a_server_writes_meanwhile_leaves_no_orphans(
     first = at(root, 0)[0]
     late = first.rename(root.parent / first.name)
 
+    whole = fsck.judge
+
     def judge(*arguments: Any) -> Any:
         if late.exists():
             late.rename(first)
-        return fsck.judge(*arguments)
+        return whole(*arguments)
 
-    monkeypatch.setattr("mlx_blockpool.commands.store.fsck", SimpleNamespace(**{**vars(fsck), "judge": judge}))
+    monkeypatch.setattr(fsck, "judge", judge)
     assert store(capsys, root, "check", "--fix")["clean"] is True
     assert len(records(root)) == 5
 
@@ -298,7 +299,7 @@ def test_what_cannot_be_mended_is_said(capsys: pytest.CaptureFixture[str], root:
     def fail(*_: Any) -> None:
         raise PermissionError(13, "Permission denied")
 
-    monkeypatch.setattr("mlx_blockpool.store.quarantine.quarantine", fail)
+    monkeypatch.setattr("mlx_blockpool.store.quarantine.Quarantine.set_aside", fail)
     text = said(capsys, root, "check", "--fix", status=1)
     assert "failed: " in text
     assert text.endswith("1 problem could not be mended.\n")

@@ -7,8 +7,8 @@ from pathlib import Path
 
 from ..formatting import Report, count, human_bytes, table
 from ..prefix.trie import naming
+from ..store.agent_files import shown
 from ..store.agent_records import AgentRecords, fields, sizes
-from ..store.manifest import shown
 from .store import SHOWN, Actions, add_action, confirm, folder_at, records_text
 
 # -- options -----------------------------------------------------------------------------------------------------------

@@ -8,19 +8,19 @@ from __future__ import annotations
 import argparse
 import json
 import sys
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from ..errors import BadRecordError, StoreError
-from ..formatting import Report, count, human_bytes, progress, table
+from ..errors import StoreError
+from ..formatting import Report, count, human_bytes, table
 from ..prefix.trie import naming
-from ..store import fsck, manifest
+from ..store import fsck
+from ..store.agent_files import Agents
 from ..store.agent_records import utc
-from ..store.fs import Disk
 from ..store.fsck import Judged
-from ..store.paths import HEADERS_FILE, MODEL_FILE, default_folder
+from ..store.paths import HEADERS_FILE, MODEL_FILE, default_folder, folder_of
 from ..store.scan import File, Listing
 
 # Paths that a report in words names one by one.
@@ -90,7 +90,7 @@ class Survey:
     listing: Listing
     judged: list[Judged]
     orphans: list[File]
-    bad_agents: list[Judged]
+    bad_agents: list[tuple[Path, str]]
 
     @property
     def bad(self) -> list[Judged]:
@@ -107,27 +107,11 @@ def folder_at(store_dir: Path | None) -> Path:
 
 def survey(root: Path, with_data: bool = False, noted: bool = False) -> Survey:
     """Read the header of every record, or every byte of it; `noted`: what a server has noted of headers will do."""
-    listing = Listing(root)
-    doing = "checksums" if with_data else "headers"
-    found = fsck.seen(root, listing.records, naming) if noted else fsck.judge(listing.records, naming, with_data)
-    judged = list(progress(found, len(listing.records), doing))
-    # A server may have written parents after their folder was listed: only a second look proves that there are none.
-    seen = {file.path for file in listing.records}
-    later = list(fsck.judge([file for file in Listing(root).records if file.path not in seen], naming))
-    lost = []
-    for namespace in listing.models:
-        lost += fsck.orphans(j for j in [*judged, *later] if j.file.namespace == namespace)
-    return Survey(listing, judged, [file for file in lost if file.path in seen], list(_bad_agents(listing.agents)))
-
-
-def _bad_agents(files: Iterable[File]) -> Iterator[Judged]:
-    for file in files:
-        try:
-            manifest.read(Disk(), file.path)
-        except FileNotFoundError:
-            continue
-        except (BadRecordError, OSError) as error:
-            yield Judged(file, problem=str(error))
+    listing, judged, later = fsck.judge_all(root, naming, with_data, noted)
+    lost, seen = [], {file.name for file in listing.records}
+    for namespace in listing.namespaces:
+        lost += fsck.orphans(j for j in judged + later if j.file.namespace == namespace)
+    return Survey(listing, judged, [file for file in lost if file.name in seen], Agents(root).look().bad)
 
 
 # -- stats -------------------------------------------------------------------------------------------------------------
@@ -147,7 +131,7 @@ def stats(root: Path) -> Report:
         "quarantine": _sizes(file for file in listing.quarantined if file.path.suffix != ".txt"),
         "leftovers": _sizes(listing.leftovers),
         "foreign": [str(path) for path in listing.foreign],
-        "unreadable": [{"path": str(path), "reason": reason} for path, reason in listing.unreadable],
+        "unreadable": [{"path": str(path), "reason": str(error)} for path, error in listing.unreadable],
     }
 
 
@@ -215,7 +199,7 @@ def check(root: Path, with_data: bool = False, fix: bool = False) -> Report:
     found = survey(root, with_data)
     listing = found.listing
     problems = [*found.bad, *listing.leftovers, *found.orphans, *found.bad_agents, *listing.unreadable]
-    failed = [{"path": str(path), "reason": reason} for path, reason in listing.unreadable]
+    failed = [{"path": str(path), "reason": str(error)} for path, error in listing.unreadable]
     if fix:
         failed += _fix(root, found)
     return {
@@ -224,7 +208,7 @@ def check(root: Path, with_data: bool = False, fix: bool = False) -> Report:
         "bytes": sum(judged.file.size for judged in found.judged),
         "with_data": with_data,
         "bad": [{"path": str(judged.file.path), "reason": judged.problem} for judged in found.bad],
-        "bad_agents": [{"path": str(judged.file.path), "reason": judged.problem} for judged in found.bad_agents],
+        "bad_agents": [{"path": str(path), "reason": reason} for path, reason in found.bad_agents],
         "orphans": [str(file.path) for file in found.orphans],
         "leftovers": [str(file.path) for file in listing.leftovers],
         "foreign": [str(path) for path in listing.foreign],
@@ -238,11 +222,11 @@ def _fix(root: Path, found: Survey) -> list[dict[str, str]]:
     """Returns what could not be done, and why."""
     failed = []
     # A server may have written an agent anew meanwhile.
-    for judged in [*found.bad, *_bad_agents(judged.file for judged in found.bad_agents)]:
+    for path, reason in [*((judged.file.path, str(judged.problem)) for judged in found.bad), *Agents(root).look().bad]:
         try:
-            fsck.set_aside(root, judged)
+            fsck.set_aside(root, path, reason)
         except OSError as error:
-            failed.append({"path": str(judged.file.path), "reason": str(error)})
+            failed.append({"path": str(path), "reason": str(error)})
     for file in [*found.orphans, *found.listing.leftovers]:
         try:
             fsck.remove([file])
@@ -293,9 +277,9 @@ def clear(root: Path, model: str | None = None, yes: bool = False) -> Report:
         gone = fsck.remove(records)
         fsck.remove(others)
         left = Listing(root)
-        files = [root / "models" / name / HEADERS_FILE for name in names]
-        files += [root / "models" / name / MODEL_FILE for name in names if not left.of(name)]
-        fsck.remove(File(path, path.parent.name, 0, 0.0) for path in files)
+        files = [f"{folder_of(name)}/{HEADERS_FILE}" for name in names]
+        files += [f"{folder_of(name)}/{MODEL_FILE}" for name in names if not left.of(name)]
+        fsck.remove(File(root, name) for name in files)
     except OSError as error:
         raise StoreError(f"Cannot remove {error.filename}: {error.strerror}. Needed the right to write there.") from error
     own = [root / "models" / name for name in names]

@@ -9,7 +9,7 @@ from ..config import parse_bytes
 from ..errors import BlockpoolError
 from ..formatting import Report
 from ..spec import BLOCK_TOKENS
-from ..store.manifest import shown
+from ..store.agent_files import shown
 from ..store.paths import default_folder
 from .store import Actions, add_action, folder_at
 

@@ -103,7 +103,7 @@ class PooledCaches:
     @property
     def num_arrived(self) -> int:
         """Records that came from disk until now."""
-        return 0 if self.prefix.stored is None else self.prefix.stored.num_arrived
+        return 0 if self.prefix.stored is None else self.prefix.stored.restores.num_arrived
 
     @property
     def is_restoring(self) -> bool:
@@ -114,7 +114,7 @@ class PooledCaches:
     def is_room_coming(self) -> bool:
         """Whether blocks are held by a restore that ends by itself, such as one that an agent's owner has asked for."""
         stored = self.prefix.stored
-        return stored is not None and bool(stored.restoring) and not stored.is_stuck
+        return stored is not None and bool(stored.restores.jobs) and not stored.restores.is_stuck
 
     @property
     def keeps_chunks(self) -> bool:
@@ -188,11 +188,11 @@ class PooledCaches:
             wanted = self.prefix.plan_restore(sequence.prefix, sequence.prefill_end)
             if wanted is None:
                 return True
-            if not stored.arriving.isdisjoint(wanted.arriving):
+            if not stored.restores.arriving.isdisjoint(wanted.arriving):
                 # Another request, or an agent's restore, brings back the same. Where that has stopped, this one computes it.
-                return stored.is_stuck
+                return stored.restores.is_stuck
             try:
-                self._restores[sequence.uid] = stored.restore(wanted)
+                self._restores[sequence.uid] = stored.restores.begin(wanted)
                 self._reported[sequence.uid] = time.monotonic()
             except PoolExhaustedError:
                 # Those that are on their way start first. Else it starts from what is in memory, once there is room for that.
@@ -211,8 +211,8 @@ class PooledCaches:
         stored.write_behind()
         wait = WAIT_SECONDS / len(self._restores) if idle and self._restores else 0.0
         done = [restore.advance(wait=wait, seconds=RESTORE_SECONDS) for restore in self._restores.values()]
-        released, self._released = self._released, stored.num_released
-        return any(done) or released != stored.num_released or stored.is_stuck
+        released, self._released = self._released, stored.restores.num_released
+        return any(done) or released != stored.restores.num_released or stored.restores.is_stuck
 
     def restoring(self) -> list[Restoring]:
         """The progress of each restore, every REPORT_SECONDS: few take as long."""
@@ -225,7 +225,7 @@ class PooledCaches:
     def computed(self, tokens: int, seconds: float) -> None:
         """So long it took to compute so many tokens of prompts: what is to be brought back from disk has to be faster."""
         if self.prefix.stored is not None:
-            self.prefix.stored.rates.computed(tokens, seconds)
+            self.prefix.stored.restores.rates.computed(tokens, seconds)
 
     def abandon(self, sequence: Sequence) -> int:
         """A request that has started, or never will: what was read for it is known like anything else. Returns its tokens."""

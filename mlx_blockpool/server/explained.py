@@ -21,7 +21,7 @@ from typing import Any
 from ..messages import Message
 from ..prefix.lookup import CAUSES, Lookup
 from ..prefix.salts import SHARED
-from ..store.manifest import Agent
+from ..store.agent_files import Agent
 from .access import shown
 from .divergence import Difference, cut_reply, difference, names_replay, sampled_from
 from .normalise import LAST, Normalisers, RememberedReply

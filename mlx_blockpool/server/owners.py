@@ -9,7 +9,7 @@ from __future__ import annotations
 import json
 from typing import Any
 
-from ..store.manifest import SEPARATOR
+from ..store.agent_files import SEPARATOR
 
 
 def noted_name(owner: str | None, agent: str) -> str:

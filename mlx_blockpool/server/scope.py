@@ -10,7 +10,7 @@ from typing import Any
 
 from ..errors import BlockpoolError, ModelNotFoundError
 from ..prefix.salts import SHARED, is_of_import, salt_of_key
-from ..store.manifest import Agent
+from ..store.agent_files import Agent
 from .access import LONGEST_AGENT, checked_text, header_text
 from .agents import by_content
 from .explained import Asker, Explained, Explanation

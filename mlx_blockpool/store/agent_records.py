@@ -1,4 +1,7 @@
-"""AgentRecords: the agents of a store's folder, and the records on disk that each path stands on.
+"""AgentRecords: the agents of a store's folder, the records on disk that each path needs, and those that nothing else needs.
+
+A path needs its own records and others that hold a beginning of the same tokens: those that an earlier, shorter end left
+behind, and the fuller block that has taken the place of its end. Both are proven by their hashes.
 
 Knows names, hashes and record headers; no trie, no arrays. The command line and the server use it for agents whose model is not
 loaded. Any thread may call anything here.
@@ -7,25 +10,155 @@ loaded. Any thread may call anything here.
 from __future__ import annotations
 
 import time
-from collections.abc import Collection, Iterable, Iterator
+from collections import Counter
+from collections.abc import Collection, Iterable, Iterator, Sequence
 from contextlib import contextmanager
+from dataclasses import dataclass
 from pathlib import Path
 
 from ..errors import StoreError
 from ..formatting import Report, progress
+from ..spec import BLOCK_TOKENS
 from . import fsck
-from .agent_files import Agents, AgentsFound
-from .fs import safe_name
-from .manifest import Agent, shown
-from .reachability import PathRecords, Sharing
-from .record import Naming
+from .agent_files import Agent, Agents, AgentsFound, shown
+from .fs import Disk, safe_name
+from .fsck import Judged, RecordPlace
+from .reader import inspect
+from .record import BLOCK, Naming, Record
 from .scan import File, Listing
+
+
+@dataclass(frozen=True)
+class Stay:
+    """A record of the path of `agent` that others need: `agents`, among all its `users`, or so many records `behind` it."""
+
+    file: File
+    agent: str
+    users: Sequence[str]
+    behind: int
+
+    @property
+    def agents(self) -> tuple[str, ...]:
+        # Not made before: many agents with one system prompt would each list all the others.
+        return tuple(sorted(name for name in self.users if name != self.agent))
+
+
+@dataclass(frozen=True)
+class PathRecords:
+    """The records of an agent's path: `own`, which nothing else needs, ends first, and those that stay without the agent."""
+
+    own: list[File]
+    stays: list[Stay]
+
+
+class Sharing:
+    """The good records of one namespace, and the agents there. `naming` is the rule for the hash of a prefix.
+
+    Making one is linear in the records and in the paths of the agents; so is a question about each agent.
+    """
+
+    def __init__(self, judged: Iterable[Judged], agents: Sequence[Agent], naming: Naming, disk: Disk | None = None) -> None:
+        self._naming = naming
+        self._disk = disk or Disk()
+        self._files: dict[bytes, list[File]] = {}
+        self._headers: dict[bytes, RecordPlace] = {}
+        self._blocks: set[bytes] = set()
+        self._children: dict[bytes, set[bytes]] = {}
+        # By parent and start: how many tokens its records have.
+        self._sizes: dict[tuple[bytes, int], set[int]] = {}
+        self._tokens: dict[bytes, tuple[int, ...]] = {}
+        for found in judged:
+            if found.header is not None:
+                self._add(found.file, found.header)
+        self._fuller = self._fuller_ends(agents)
+        self._paths = {agent.name: self._path(agent) for agent in agents}
+        self._users: dict[bytes, list[str]] = {}
+        for name, path in self._paths.items():
+            for digest in path:
+                self._users.setdefault(digest, []).append(name)
+
+    def _add(self, file: File, header: RecordPlace) -> None:
+        self._files.setdefault(header.hash, []).append(file)
+        self._headers[header.hash] = header
+        self._blocks.update([header.hash] if header.kind == BLOCK else [])
+        self._children.setdefault(header.parent, set()).add(header.hash)
+        self._sizes.setdefault((header.parent, header.start), set()).add(header.end - header.start)
+
+    def tokens_on_disk(self, agent: Agent) -> int:
+        """How many tokens of its path are on disk without a gap, from the first on."""
+        for index, digest in enumerate(agent.hashes):
+            if digest not in self._blocks and not (digest == agent.last_hash and self._fuller.get(digest)):
+                return index * BLOCK_TOKENS
+        return agent.tokens
+
+    def share(self, agent: Agent) -> PathRecords:
+        """The records that would go with an agent, and those that would stay."""
+        path = self._paths[agent.name]
+        found = PathRecords([], [])
+        going: Counter[bytes] = Counter()
+        for digest in sorted(path, key=lambda digest: self._headers[digest].end, reverse=True):
+            behind = len(self._children.get(digest, ())) - going[digest]
+            if len(self._users[digest]) > 1 or behind or not path[digest]:
+                found.stays.extend(Stay(file, agent.name, self._users[digest], behind) for file in self._files[digest])
+            else:
+                found.own.extend(self._files[digest])
+                going[self._headers[digest].parent] += 1
+        return found
+
+    def _path(self, agent: Agent) -> dict[bytes, bool]:
+        """The hashes of all records that a path needs, and whether they hold nothing beyond it."""
+        own = [digest for digest in agent.hashes if digest in self._files]
+        fuller = self._fuller.get(agent.hashes[-1], []) if agent.hashes else []
+        beyond = fuller + [digest for whole in fuller for digest in self._shorter(whole)]
+        shorter = [digest for whole in own for digest in self._shorter(whole)]
+        return dict.fromkeys(beyond, False) | dict.fromkeys(shorter, True) | dict.fromkeys(own, True)
+
+    def _fuller_ends(self, agents: Sequence[Agent]) -> dict[bytes, list[bytes]]:
+        """The blocks that begin with the end of a path whose own block has gone, by that end."""
+        # By the hash before it: the wanted ends, and how many tokens they have at least.
+        wanted: dict[tuple[bytes | None, int], dict[bytes, int]] = {}
+        for agent in agents:
+            if agent.hashes and agent.hashes[-1] not in self._blocks:
+                before, start = (None if len(agent.hashes) == 1 else agent.hashes[-2]), (len(agent.hashes) - 1) * BLOCK_TOKENS
+                ends = wanted.setdefault((before, start), {})
+                ends[agent.hashes[-1]] = min(agent.tokens - start, ends.get(agent.hashes[-1], BLOCK_TOKENS))
+        found: dict[bytes, list[bytes]] = {}
+        for (before, _), ends in wanted.items():
+            beside = self._first() if before is None else sorted(self._children.get(before, ()))
+            for whole in (digest for digest in beside if digest in self._blocks):
+                tokens, parent = self._tokens_of(whole), self._headers[whole].parent
+                for size in range(min(ends.values()), min(len(tokens), BLOCK_TOKENS - 1) + 1):
+                    end = self._naming(parent, tokens[:size])
+                    if ends.get(end, BLOCK_TOKENS) <= size:
+                        found.setdefault(end, []).append(whole)
+        return found
+
+    def _shorter(self, whole: bytes) -> list[bytes]:
+        """The records beside one that hold a beginning of its tokens."""
+        header = self._headers[whole]
+        sizes = [size for size in self._sizes[header.parent, header.start] if size < header.end - header.start]
+        if not sizes:
+            return []
+        tokens = self._tokens_of(whole)
+        named = [self._naming(header.parent, tokens[:size]) for size in sorted(sizes) if size <= len(tokens)]
+        return [digest for digest in named if digest in self._files and self._headers[digest].start == header.start]
+
+    def _tokens_of(self, digest: bytes) -> tuple[int, ...]:
+        """The tokens of a record, read at need: those of all would be too many. Empty if the file has gone meanwhile."""
+        if digest not in self._tokens:
+            file = self._files[digest][0]
+            found = inspect(self._disk, file.path, file.namespace, self._naming)
+            self._tokens[digest] = found.tokens if isinstance(found, Record) else ()
+        return self._tokens[digest]
+
+    def _first(self) -> list[bytes]:
+        return sorted(digest for digest, header in self._headers.items() if header.start == 0)
 
 
 class AgentRecords:
     """The agents in the store's folder `root`, whose records are named by the rule `naming`.
 
-    Every method raises StoreError, also for what the disk refuses.
+    Every method raises StoreError, also for errors of the disk.
     """
 
     def __init__(self, root: Path, naming: Naming) -> None:
@@ -44,7 +177,7 @@ class AgentRecords:
         }
 
     def resolve(self, name: str) -> str:
-        """The agent's own name: it may also be given as reports show it, or as its file is called."""
+        """The agent's own name, given that, the name in reports, or that of its file."""
         with _disk_errors():
             if self._agents.get(name) is not None:
                 return name
@@ -59,20 +192,22 @@ class AgentRecords:
     def share(self, name: str) -> PathRecords:
         """The records that deleting the agent removes, and those of its path that stay for others.
 
-        An agent file that cannot be read is an error: its records are not known.
+        A bad agent file is an error: nothing says which records it needs.
         """
         with _disk_errors():
             namespace = self._agents.need(name).namespace
             found, sharing = self._look({namespace})
         if found.bad:
-            raise StoreError(f"{found.bad[0][1]} Needed to know what it stands on. Put it aside with `store check --fix`.")
+            raise StoreError(
+                f"{found.bad[0][1]} Nothing says which records it needs. Move it to quarantine with `store check --fix`."
+            )
         agent = next((agent for agent in found.agents if (agent.name, agent.namespace) == (name, namespace)), None)
         if agent is None:
             raise StoreError(f"Agent {shown(name)} was replaced by another of the same name meanwhile. Try again.")
         return sharing[namespace].share(agent)
 
     def remove(self, name: str, share: PathRecords) -> None:
-        """Remove an agent with the records that only its path stands on; proof() reads the folder again."""
+        """Remove an agent with the records that only its path needs; proof() reads the folder again."""
         with _disk_errors():
             # Ends first: wherever this stops, the remaining records can be reached and the agent can be deleted again.
             fsck.remove(share.own)
@@ -99,22 +234,13 @@ class AgentRecords:
         }
 
     def _look(self, namespaces: Collection[str] | None, noted: bool = False) -> tuple[AgentsFound, dict[str, Sharing]]:
-        """The agents, and by namespace (None: of all agents) the records that their paths share.
-
-        `noted`: trust the headers that a server has noted instead of reading every record's own.
-        """
+        """The agents, and by namespace (None: of all agents) the records that their paths share. `noted` as in judge()."""
         names = {agent.namespace for agent in self._agents.all()} if namespaces is None else set(namespaces)
-        files = [file for file in Listing(self.root).records if file.namespace in names]
-        found = fsck.seen(self.root, files, self._naming) if noted else fsck.judge(files, self._naming)
-        judged = list(progress(found, len(files), "headers"))
-        # A server may have written more behind what was listed already.
-        seen = {file.path for file in files}
-        later = [file for file in Listing(self.root).records if file.namespace in names and file.path not in seen]
-        judged += fsck.judge(later, self._naming)
+        _, judged, later = fsck.judge_all(self.root, self._naming, noted=noted, namespaces=names)
         agents = self._agents.look()
         return agents, {
             name: Sharing(
-                (one for one in judged if one.file.namespace == name),
+                (one for one in judged + later if one.file.namespace == name),
                 [agent for agent in agents.agents if agent.namespace == name],
                 self._naming,
             )
@@ -134,8 +260,9 @@ def _disk_errors() -> Iterator[None]:
 
 
 def _figures(agent: Agent, sharing: Sharing) -> Report:
-    own, shared = sharing.files(agent)
-    return fields(agent) | {"tokens_on_disk": sharing.tokens_on_disk(agent), "own": sizes(own), "shared": sizes(shared)}
+    share = sharing.share(agent)
+    sizes_of = {"own": sizes(share.own), "shared": sizes(stay.file for stay in share.stays)}
+    return fields(agent) | {"tokens_on_disk": sharing.tokens_on_disk(agent)} | sizes_of
 
 
 def fields(agent: Agent) -> Report:

@@ -1,9 +1,9 @@
-"""Digests of whole files, and which files they belong to. Knows bytes and what the file system says of files; no models.
+"""Digests of whole files, remembered by their stamps. Knows bytes and stamps of files; no models.
 
     weights.json        in the store's folder: device, inode, size, both times and digest of each file, the last one at the end
 
-The file is a hint: what is missing, damaged or not the store's costs the time to hash again, and only somebody who can write to
-the folder can make it lie. Any thread may call anything here.
+The file is a hint: a missing or damaged one costs the time to hash again, and only a process that can write to the folder can
+make it lie. Any thread may call anything here.
 """
 
 from __future__ import annotations
@@ -39,7 +39,7 @@ _DIGEST_BYTES = hashlib.sha256().digest_size
 
 
 class FileStamp(NamedTuple):
-    """By what a file is known again that nobody has changed. Any write and any change of its times sets `changed_ns`."""
+    """The same as long as nothing changes the file: any write and any change of its times sets `changed_ns`."""
 
     device: int
     inode: int
@@ -49,10 +49,7 @@ class FileStamp(NamedTuple):
 
 
 class Digests:
-    """Digests of files, remembered in the store's folder `root`; None: remembered nowhere.
-
-    `read_bytes` of files were read so far. stop() makes of() end soon, from any thread.
-    """
+    """Digests of files, remembered in the folder `root`; None: nowhere. `read_bytes` of files were read so far."""
 
     def __init__(self, root: Path | None, disk: Disk | None = None) -> None:
         self.read_bytes = 0
@@ -62,12 +59,13 @@ class Digests:
         self._counting = threading.Lock()
 
     def stop(self) -> None:
+        """Make of() end soon, from any thread."""
         self._stopped.set()
 
     def of(self, paths: Sequence[Path], check: Callable[[Path], None]) -> list[bytes]:
-        """The SHA-256 of each file; check() looks at each one that has to be read, and raises what is wrong with it.
+        """The SHA-256 of each file; check() raises what is wrong with one that has to be read.
 
-        Raises StoreError for a file that changes meanwhile, and after stop(); OSError; and what check() raises.
+        Raises StoreError for a file that changes meanwhile, and after stop(); OSError; and the errors of check().
         """
         remembered, stamps = self._load(), {path: stamp_of(os.stat(path)) for path in paths}
         unknown = [path for path in paths if stamps[path] not in remembered]
@@ -80,7 +78,7 @@ class Digests:
         return [remembered[stamps[path]] for path in paths]
 
     def _read(self, paths: list[Path]) -> dict[FileStamp, bytes]:
-        """Hash these files, and remember what is not too young."""
+        """Hash these files, and remember those that are not too young."""
         start = time.time()
         found = self._hash_all(paths)
         size, seconds = sum(stamp.size for stamp in found), time.time() - start
@@ -103,7 +101,7 @@ class Digests:
                     stamp, digest = self._hash(path)
                     found[stamp] = digest
                 except BaseException as error:
-                    # The top of a thread: whoever waits for the digests raises it.
+                    # The top of a thread: the thread that waits raises it.
                     errors.append(error)
 
         threads = [threading.Thread(target=work, name="hash", daemon=True) for _ in paths[:THREADS]]
@@ -142,7 +140,7 @@ class Digests:
     # -- remembering ---------------------------------------------------------------------------------------------------
 
     def _load(self) -> dict[FileStamp, bytes]:
-        """What is remembered; nothing where the file is not as this class writes it."""
+        """The remembered digests; none if the file is not as _remember() writes it."""
         if self._path is None:
             return {}
         try:
@@ -152,7 +150,7 @@ class Digests:
             return {}
 
     def _remember(self, new: dict[FileStamp, bytes]) -> None:
-        """Add to what others have written since. A disk that fails costs the time to hash again."""
+        """Add to the digests that others have written since. A disk that fails costs the time to hash again."""
         if self._path is None or not new:
             return
         kept = {stamp: digest for stamp, digest in self._load().items() if stamp not in new} | new
@@ -169,13 +167,13 @@ def stamp_of(found: os.stat_result) -> FileStamp:
 
 def _open(path: Path) -> int:
     """A regular file, or a link to one, as the hub's folders have them. Raises StoreError for anything else, and OSError."""
-    if not stat.S_ISREG(os.stat(path).st_mode):
-        raise StoreError(f"{path.name} is no regular file. Needed one that holds weights.")
-    fd = os.open(path, os.O_RDONLY | os.O_NONBLOCK)
-    if not stat.S_ISREG(os.fstat(fd).st_mode):
+    # Opening a device can have effects of its own, so its kind is checked before.
+    if stat.S_ISREG(os.stat(path).st_mode):
+        fd = os.open(path, os.O_RDONLY | os.O_NONBLOCK)
+        if stat.S_ISREG(os.fstat(fd).st_mode):
+            return fd
         os.close(fd)
-        raise StoreError(f"{path.name} is no regular file. Needed one that holds weights.")
-    return fd
+    raise StoreError(f"{path.name} is no regular file. Needed one that holds weights.")
 
 
 def _encode(entries: Sequence[tuple[FileStamp, bytes]]) -> bytes:
@@ -184,7 +182,7 @@ def _encode(entries: Sequence[tuple[FileStamp, bytes]]) -> bytes:
 
 
 def _decode(data: bytes) -> dict[FileStamp, bytes]:
-    """Raises ValueError, KeyError, TypeError or RecursionError for what is not as it was written."""
+    """Raises ValueError, KeyError, TypeError or RecursionError for bytes that _encode() did not make."""
     found = json.loads(data.decode("ascii"))
     if found["format"] != FORMAT or len(found["files"]) > MOST_FILES:
         raise ValueError("another format")

@@ -1,6 +1,6 @@
 """Files that are whole or absent, and the few system calls that the store makes. Knows bytes and names; no records, no arrays.
 
-Any thread may call anything here: nothing is kept between two calls.
+Any thread may call anything here: there is no state.
 """
 
 from __future__ import annotations
@@ -12,22 +12,21 @@ import os
 import re
 import secrets
 import stat
-import time
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import suppress
+from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import NamedTuple, TypeAlias
 
 from ..errors import BadRecordError
 
 Buffer: TypeAlias = bytes | bytearray | memoryview
-# Gives so many bytes to read into.
+# Gives memory of so many bytes to read into.
 Into: TypeAlias = Callable[[int], "bytearray | memoryview"]
 
-# What a file is called until it is whole. Hidden, and never the beginning of a safe name.
+# The beginning of a file's name until it is whole. Hidden, and never the beginning of a safe name.
 TEMPORARY = ".writing-"
-# A journal commits what several threads sync at once together.
+# Files synced by several threads at once share commits of the file system's journal.
 SYNCED_AT_ONCE = 8
 # Network shares and some FUSE file systems refuse to sync what they cannot.
 _CANNOT_SYNC = {errno.EINVAL, errno.ENOTSUP, errno.EOPNOTSUPP, errno.ENOTTY}
@@ -46,7 +45,7 @@ _KINDS = {
 
 
 class Stamp(NamedTuple):
-    """By what a file is known again that nobody has changed: bytes, nanoseconds since the epoch, and where it lies."""
+    """The same as long as nothing changes the file: bytes, nanoseconds since the epoch, inode."""
 
     size: int
     modified_ns: int
@@ -54,7 +53,7 @@ class Stamp(NamedTuple):
 
 
 class Entry(NamedTuple):
-    """What a directory holds under one name. `size` is bytes, `modified` seconds since the epoch, `modified_ns` the same exactly.
+    """One name in a directory. `size` is bytes, `modified` seconds since the epoch, `modified_ns` the same exactly.
 
     `is_file`: a regular file, neither a link nor a pipe nor a device.
     """
@@ -75,11 +74,11 @@ class Entry(NamedTuple):
 class Disk:
     """A thin method for each system call, so that a test can fail, die or lose writes at any of them. Each raises OSError.
 
-    Only regular files are read: a link, pipe, device or directory in place of one is a BadRecordError, and nobody waits for it.
+    Only regular files are read: a link, pipe, device or directory in place of one is a BadRecordError, at once.
     """
 
     def create(self, path: Path) -> int:
-        """A new file that only its owner reads (0600). FileExistsError if there is one."""
+        """A new file that only its owner reads (0600). Raises FileExistsError."""
         return os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600)
 
     def write(self, fd: int, buffers: Iterable[Buffer]) -> None:
@@ -92,7 +91,7 @@ class Disk:
                 rest = rest[os.write(fd, rest) :]
 
     def append(self, path: Path, data: Buffer) -> None:
-        """Add to the end of a file that is there, in one call: others who append to it come before or after."""
+        """Add to the end of an existing file in one call: other processes that append come before or after."""
         fd = _open_regular(path, os.O_WRONLY | os.O_APPEND)
         try:
             done = os.write(fd, data)
@@ -117,11 +116,11 @@ class Disk:
         os.close(fd)
 
     def rename(self, old: Path, new: Path) -> None:
-        """At once, over a file that `new` may name."""
+        """Atomic; replaces a file of the new name."""
         os.replace(old, new)
 
     def link(self, old: Path, new: Path) -> None:
-        """A second name for a file. FileExistsError if there is one of that name."""
+        """A second name for a file. Raises FileExistsError."""
         os.link(old, new)
 
     def sync_directory(self, path: Path) -> None:
@@ -136,14 +135,14 @@ class Disk:
             os.close(fd)
 
     def touch(self, path: Path, moment: float) -> None:
-        """Used then, in seconds since the epoch: its time of modification. That of a link itself, not of what it leads to."""
+        """Set the time of modification, in seconds since the epoch; of a link itself, not of its target."""
         os.utime(path, (moment, moment), follow_symlinks=False)
 
     def unlink(self, path: Path) -> None:
         os.unlink(path)
 
     def make_one_directory(self, path: Path) -> None:
-        """Only for its owner (0700). FileExistsError if there is one."""
+        """Only for its owner (0700). Raises FileExistsError."""
         os.mkdir(path, 0o700)
 
     def make_directory(self, path: Path) -> None:
@@ -159,7 +158,7 @@ class Disk:
         self.sync_directory(path.parent)
 
     def scan(self, path: Path) -> list[Entry]:
-        """What a directory holds, in no order, without what goes away meanwhile. Links are not followed."""
+        """The names in a directory, in no order, without those that go away meanwhile. Links are not followed."""
         found = []
         with os.scandir(path) as entries:
             for entry in entries:
@@ -168,7 +167,7 @@ class Disk:
         return found
 
     def read(self, path: Path, start: int = 0, size: int | None = None) -> bytes:
-        """At most `size` bytes from byte `start` on, None: all. Fewer where the file ends; never allocates more than there is."""
+        """At most `size` bytes from byte `start` on, None: all. Never allocates more than the file has."""
         fd = _open_regular(path)
         try:
             rest = max(0, os.fstat(fd).st_size - start)
@@ -183,7 +182,7 @@ class Disk:
             os.close(fd)
 
     def read_into(self, path: Path, into: Into, most: int) -> memoryview:
-        """read() from the beginning, at most `most` bytes, into what into(bytes) gives."""
+        """read() from the beginning, at most `most` bytes, into the memory that into(bytes) gives."""
         fd = _open_regular(path)
         try:
             data = memoryview(into(min(most, os.fstat(fd).st_size)))
@@ -199,7 +198,7 @@ class Disk:
         return self.stat(path).size
 
     def stat(self, path: Path) -> Entry:
-        """A file as scan() finds it."""
+        """The entry of a regular file, as in scan()."""
         found = os.lstat(path)
         _need_regular(found.st_mode)
         return _entry(path.name, found)
@@ -240,27 +239,15 @@ def _need_regular(mode: int) -> None:
 
 
 def write_whole(disk: Disk, path: Path, buffers: Iterable[Buffer]) -> None:
-    """After a crash at any point a reader finds what was there before or all of `buffers`; once this returns, the latter.
+    """After a crash at any point a reader finds the old file or all of `buffers`; once this returns, the latter.
 
-    Raises OSError with the path. What was there before is then still there, or, if only the directory could not be synced,
-    the new file. A failed write leaves nothing behind that `sweep` does not take.
+    Raises OSError with the path. The old file is then still there, or, if only the directory could not be synced, the new one.
+    A failed write leaves nothing behind that `sweep` does not take.
     """
-    temporary = _temporary_for(path)
-    fd = disk.create(temporary)
-    try:
-        try:
-            disk.write(fd, buffers)
-            disk.sync(fd)
-        finally:
-            disk.close(fd)
+    with removed_on_error(disk, temporary_for(path), path) as temporary:
+        write_synced(disk, temporary, buffers)
         disk.rename(temporary, path)
         disk.sync_directory(path.parent)
-    except BaseException as error:
-        if isinstance(error, OSError) and error.filename is None:
-            error.filename = str(path)
-        with suppress(OSError):
-            disk.unlink(temporary)
-        raise
 
 
 def write_all_whole(disk: Disk, files: Mapping[Path, Sequence[Buffer]]) -> dict[Path, OSError]:
@@ -269,33 +256,25 @@ def write_all_whole(disk: Disk, files: Mapping[Path, Sequence[Buffer]]) -> dict[
     Returns the errors of those that could not be written; the others are written all the same.
     """
 
-    def write(item: tuple[Path, Sequence[Buffer]]) -> Path | OSError:
-        temporary = _temporary_for(item[0])
+    def write(path: Path) -> Path | OSError:
         try:
-            fd = disk.create(temporary)
-            try:
-                disk.write(fd, item[1])
-                disk.sync(fd)
-            finally:
-                disk.close(fd)
+            with removed_on_error(disk, temporary_for(path), path) as temporary:
+                write_synced(disk, temporary, files[path])
         except OSError as error:
-            with suppress(OSError):
-                disk.unlink(temporary)
             return error
         return temporary
 
     failed: dict[Path, OSError] = {}
     with ThreadPoolExecutor(SYNCED_AT_ONCE) as threads:
-        for path, written in zip(files, threads.map(write, files.items()), strict=True):
+        for path, written in zip(files, threads.map(write, files), strict=True):
             if isinstance(written, OSError):
                 failed[path] = written
                 continue
             try:
-                disk.rename(written, path)
+                with removed_on_error(disk, written, path):
+                    disk.rename(written, path)
             except OSError as error:
                 failed[path] = error
-                with suppress(OSError):
-                    disk.unlink(written)
     for directory in {path.parent for path in files.keys() - failed.keys()}:
         try:
             disk.sync_directory(directory)
@@ -304,55 +283,54 @@ def write_all_whole(disk: Disk, files: Mapping[Path, Sequence[Buffer]]) -> dict[
     return failed
 
 
-def _temporary_for(path: Path) -> Path:
+def temporary_for(path: Path) -> Path:
+    """A name beside `path` for a file that is not whole yet."""
     return path.with_name(f"{TEMPORARY}{os.getpid()}-{secrets.token_hex(8)}")
 
 
-def sweep(disk: Disk, directory: Path, older_than: float) -> list[Path]:
-    """Remove what writes that never ended left in a directory. Returns their paths; raises OSError.
-
-    `older_than` is a moment, in seconds since the epoch: a younger one may be a live write of another process.
-    """
-    found = disk.scan(directory)
-    leftovers = [e for e in found if e.name.startswith(TEMPORARY) and not e.is_directory and e.modified < older_than]
-    removed = []
-    for entry in leftovers:
-        with suppress(FileNotFoundError):
-            disk.unlink(directory / entry.name)
-            removed.append(directory / entry.name)
-    return removed
-
-
-def quarantine(disk: Disk, path: Path, folder: Path, reason: str) -> Path | None:
-    """Move a bad file aside, never over another one, and put the reason beside it (`.txt`). Returns where it is now.
-
-    None: the file is gone, which is as good. Raises OSError if it can neither be moved nor is gone.
-    Nothing is synced: after a power cut a bad file is as bad as before.
-    """
-    disk.make_directory(folder)
-    aside = folder / f"{secrets.token_hex(8)}-{safe_name(path.name)}"
+def write_synced(disk: Disk, path: Path, buffers: Iterable[Buffer], sync: bool = True) -> None:
+    """Write a new file, to the medium unless `sync` is False. Raises OSError."""
+    fd = disk.create(path)
     try:
-        disk.rename(path, aside)
-    except FileNotFoundError:
-        return None
-    # From now on its time is the one at which it came here.
-    with suppress(OSError):
-        disk.touch(aside, time.time())
-    # The reason is a service to the user; a disk without room for it must not stop the move.
-    with suppress(OSError):
-        fd = disk.create(aside.with_name(f"{aside.name}.txt"))
-        try:
-            disk.write(fd, [f"{path}\n{reason}\n".encode(errors="backslashreplace")])
-        finally:
-            disk.close(fd)
-    return aside
+        disk.write(fd, buffers)
+        if sync:
+            disk.sync(fd)
+    finally:
+        disk.close(fd)
+
+
+@contextmanager
+def removed_on_error(disk: Disk, temporary: Path, path: Path) -> Iterator[Path]:
+    """Remove a temporary file if the block raises; an OSError names `path` then."""
+    try:
+        yield temporary
+    except BaseException as error:
+        if isinstance(error, OSError) and error.filename is None:
+            error.filename = str(path)
+        with suppress(OSError):
+            disk.unlink(temporary)
+        raise
+
+
+def sweep(disk: Disk, directory: Path, older_than: float) -> list[Path]:
+    """Remove the leftovers of writes that never ended from a directory. Returns their paths; raises OSError.
+
+    `older_than` is a moment, in seconds since the epoch: a younger file may be a live write of another process.
+    """
+    removed = []
+    for entry in disk.scan(directory):
+        if entry.name.startswith(TEMPORARY) and not entry.is_directory and entry.modified < older_than:
+            with suppress(FileNotFoundError):
+                disk.unlink(directory / entry.name)
+                removed.append(directory / entry.name)
+    return removed
 
 
 def safe_name(text: str) -> str:
     """A file name of at most 120 bytes for any text; different texts have different names on every file system.
 
-    Plain names (lower-case ASCII letters, digits, inner dots, _ and -) stay as they are. All others get what is readable of
-    them, "~" and 128 bits of a hash, so that no case folding or Unicode normalisation makes two of them one.
+    Plain names (lower-case ASCII letters, digits, inner dots, _ and -) stay as they are. All others become their readable
+    characters, "~" and 128 bits of a hash, so that no case folding or Unicode normalisation makes two of them one.
     """
     if _PLAIN_NAME.fullmatch(text) and not _WINDOWS_DEVICE.fullmatch(text):
         return text

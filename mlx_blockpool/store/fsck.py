@@ -1,7 +1,7 @@
-"""Checks the files of a prompt store: what is wrong with each, what nothing leads to, and what may go. Knows records; no trie.
+"""Checks the files of a prompt store: what is wrong with each, which records nothing leads to, and removing files.
 
-Works beside servers that run on the same files: what goes away meanwhile was never there. Follows no links below the store's
-folder, and touches nothing there that the store does not make itself.
+Knows records; no trie. Works beside servers that run on the same files: a file that goes away meanwhile was never there. Follows
+no links below the store's folder, and touches nothing there that the store does not make itself.
 """
 
 from __future__ import annotations
@@ -9,30 +9,34 @@ from __future__ import annotations
 import os
 import re
 import stat
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Collection, Iterable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
 from dataclasses import dataclass
+from itertools import groupby
 from pathlib import Path
 
 from ..config import StoreConfig
-from ..errors import BadRecordError
+from ..formatting import progress
 from ..spec import BLOCK_TOKENS
-from .fs import TEMPORARY, Disk, Stamp
+from .fs import TEMPORARY, Disk
 from .headers import Headers
 from .paths import KINDS, OF_A_MODEL
 from .quarantine import ASIDE, Quarantine
-from .record import BLOCK, SUFFIX, Expected, Naming, Record
-from .scan import SHARD, File
-from .verify import check, read_header
+from .reader import inspect
+from .record import BLOCK, SUFFIX, Naming, Record
+from .scan import File, Listing
 
 READERS = 4
-_RECORD = re.compile(f"[0-9a-f]{{64}}{re.escape(SUFFIX)}")
+_OWN = re.compile(
+    rf"models/[^/]+/(?:{'|'.join(KINDS)})/[0-9a-f]{{2}}/[0-9a-f]{{64}}{re.escape(SUFFIX)}"
+    rf"|quarantine/{ASIDE.pattern}|(?:.+/)?{re.escape(TEMPORARY)}[^/]*|models/[^/]+/(?:{'|'.join(OF_A_MODEL)})"
+)
 
 
 @dataclass(frozen=True)
 class RecordPlace:
-    """What a good record says of its place: the tokens [start, end) behind the prefix `parent`."""
+    """The place that a good record's header names: the tokens [start, end) behind the prefix `parent`."""
 
     kind: str
     hash: bytes
@@ -43,53 +47,63 @@ class RecordPlace:
 
 @dataclass(frozen=True)
 class Judged:
-    """A record file and its header, or what is wrong with it; neither: it went away meanwhile."""
+    """A file and its header, or what is wrong with it; neither: it went away meanwhile."""
 
     file: File
     header: RecordPlace | None = None
     problem: str | None = None
 
 
-def judge(files: Sequence[File], naming: Naming, with_data: bool = False, disk: Disk | None = None) -> Iterator[Judged]:
-    """Each file in turn, by its name, length and header, or to its last byte. Reads several at a time."""
+def judge(
+    files: Sequence[File], naming: Naming, with_data: bool = False, noted: bool = False, disk: Disk | None = None
+) -> Iterator[Judged]:
+    """Each record file by its name, length and header, or to its last byte. Reads several at a time.
+
+    `noted`: believe the headers that a server has noted, for reports that change nothing.
+    """
     used = disk or Disk()
+    known = _noted(files, naming, used) if noted else {}
+    yield from (Judged(file, _place(known[file])) for file in files if file in known)
     readers = ThreadPoolExecutor(READERS)
     try:
-        yield from readers.map(lambda file: _judge(used, file, naming, with_data), files)
+        rest = [file for file in files if file not in known]
+        yield from readers.map(lambda file: _judge(used, file, naming, with_data), rest)
     finally:
         readers.shutdown(cancel_futures=True)
 
 
-def seen(root: Path, files: Sequence[File], naming: Naming, disk: Disk | None = None) -> Iterator[Judged]:
-    """The same for who changes nothing by it: headers that a server has noted are not read again."""
-    used = disk or Disk()
-    stamps: dict[str, dict[str, Stamp]] = {}
-    for file in files:
-        if file.stamp is not None:
-            stamps.setdefault(file.namespace, {})[str(file.path.relative_to(root))] = file.stamp
-    noted = {
-        root / name: record
-        for namespace, own in stamps.items()
-        for name, record in Headers(used, root, namespace, naming).load(own).items()
-    }
-    yield from (Judged(file, _header(noted[file.path])) for file in files if file.path in noted)
-    yield from judge([file for file in files if file.path not in noted], naming, disk=used)
+def judge_all(
+    root: Path, naming: Naming, with_data: bool = False, noted: bool = False, namespaces: Collection[str] | None = None
+) -> tuple[Listing, list[Judged], list[Judged]]:
+    """judge() for a store's records (of these namespaces): the listing, its records, and those that were written since.
+
+    A server may write parents after their folder was listed: only a second look proves that there are none.
+    """
+    listing = Listing(root)
+    files = [file for file in listing.records if namespaces is None or file.namespace in namespaces]
+    judged = list(progress(judge(files, naming, with_data, noted), len(files), "checksums" if with_data else "headers"))
+    seen, now = {file.name for file in files}, Listing(root).records
+    later = [file for file in now if file.name not in seen and (namespaces is None or file.namespace in namespaces)]
+    return listing, judged, list(judge(later, naming))
+
+
+def _noted(files: Sequence[File], naming: Naming, disk: Disk) -> dict[File, Record]:
+    found: dict[File, Record] = {}
+    for (root, namespace), group in groupby(files, lambda file: (file.root, file.namespace)):
+        own = {file.name: file for file in group}
+        stamps = {file.name: file.stamp for file in own.values() if file.stamp is not None}
+        found |= {own[name]: record for name, record in Headers(disk, root, namespace, naming).load(stamps).items()}
+    return found
 
 
 def _judge(disk: Disk, file: File, naming: Naming, with_data: bool) -> Judged:
-    expected = Expected(file.namespace, KINDS[file.path.parents[1].name])
-    try:
-        record = (check if with_data else read_header)(disk, file.path, expected, naming)
-    except FileNotFoundError:
-        return Judged(file)
-    except (BadRecordError, OSError) as error:
-        return Judged(file, problem=str(error))
-    if file.path.parent.name != file.path.name[:2]:
-        return Judged(file, problem=f"{file.path}: found in folder {file.path.parent.name}, needed in {file.path.name[:2]}.")
-    return Judged(file, _header(record))
+    found = inspect(disk, file.path, file.namespace, naming, with_data)
+    if isinstance(found, Record):
+        return Judged(file, _place(found))
+    return Judged(file, problem=None if isinstance(found, FileNotFoundError) else str(found))
 
 
-def _header(record: Record) -> RecordPlace:
+def _place(record: Record) -> RecordPlace:
     return RecordPlace(record.kind, record.hash, record.parent, record.start, record.start + len(record.tokens))
 
 
@@ -109,18 +123,17 @@ def orphans(found: Iterable[Judged]) -> list[File]:
     return [file for file, header in good if header not in reachable]
 
 
-def set_aside(root: Path, judged: Judged, disk: Disk | None = None) -> None:
-    """A bad file into quarantine. Raises OSError."""
-    assert judged.problem is not None, f"{judged.file.path} is good"
-    Quarantine(disk or Disk(), root, StoreConfig().quarantine_bytes).set_aside(judged.file.path, judged.problem)
+def set_aside(root: Path, path: Path, problem: str) -> None:
+    """Move a bad file into the quarantine of the store in `root`. Raises OSError."""
+    Quarantine(Disk(), root, StoreConfig().quarantine_bytes).set_aside(path, problem)
 
 
 def remove(files: Iterable[File], disk: Disk | None = None) -> list[File]:
-    """Unlink files of the store; other ones stay. Returns those that are gone by it. Raises OSError."""
+    """Unlink regular files with names that the store gives. Returns those that are gone by it. Raises OSError."""
     gone = []
     for file in files:
-        if _is_own(file.path) and is_plain(file.path):
-            with suppress(FileNotFoundError):
+        with suppress(FileNotFoundError):
+            if _OWN.fullmatch(file.name) and stat.S_ISREG(os.lstat(file.path).st_mode):
                 (disk or Disk()).unlink(file.path)
                 gone.append(file)
     return gone
@@ -134,18 +147,3 @@ def remove_empty(folders: Iterable[Path]) -> list[Path]:
             os.rmdir(folder)
             gone.append(folder)
     return gone
-
-
-def is_plain(path: Path) -> bool:
-    """Whether this is a file: no link, no pipe, nothing that reading could wait for."""
-    try:
-        return stat.S_ISREG(os.lstat(path).st_mode)
-    except OSError:
-        return False
-
-
-def _is_own(path: Path) -> bool:
-    """Whether the store gives files such names."""
-    in_shard = SHARD.fullmatch(path.parent.name) and _RECORD.fullmatch(path.name)
-    aside = path.parent.name == "quarantine" and ASIDE.fullmatch(path.name)
-    return bool(in_shard or aside or path.name.startswith(TEMPORARY) or path.name in OF_A_MODEL)

@@ -1,12 +1,12 @@
-"""Notes of what the headers of records say, so that a start need not read each file: hints, never the truth.
+"""Notes of the headers of records, so that a start need not read each file: hints, never the truth.
 
-    models/<namespace>/headers      what it is, then frames: length, CRC-32, and a note
+    models/<namespace>/headers      MAGIC, then frames: length, CRC-32, and a note
 
-A note counts for a file of the same size, time of modification and inode, and only if its parent and tokens make the hash that
-the file is called by. What is not noted, or not like that, is read from the file itself. Frames are appended; what a crash or
-anybody else has made of them ends the reading, costs the time to read files anew, and is written over.
+A note counts for a file of the same size, time of modification and inode, and only if its parent and tokens make the hash in the
+file's name; other headers are read from the files. Frames are appended. A frame that a crash or anything else has damaged ends
+the reading, costs the time to read files anew, and is written over.
 
-load() may be called by any thread; the rest is for one, the store's writer once it is open.
+Any thread may call load(); the rest is for one, the store's writer once the store is open.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ MAGIC = b"mlx-blockpool headers 1\n"
 # A file with more bytes than this for each record is not read.
 MOST_BYTES = 4096
 SMALL_BYTES = 1 << 20
-# So many notes are written together.
+# Notes that are written together.
 TOGETHER = 64
 
 _FRAME = struct.Struct("<II")
@@ -55,7 +55,7 @@ class Headers:
         self._namespace = namespace
         self._naming = naming
         self._new: list[bytes] = []
-        # Bytes of the file when it was written as a whole, and how many came behind; None: not known, or not worth keeping.
+        # Bytes of the file when it was written as a whole, and those appended since; None: it has to be written anew.
         self._whole: int | None = None
         self._behind = 0
 
@@ -63,11 +63,11 @@ class Headers:
 
     @property
     def is_whole(self) -> bool:
-        """Whether what is noted now can be added to what was loaded; if not, everything has to be noted again."""
+        """Whether new notes can be appended to those that were loaded; if not, everything has to be noted again."""
         return self._whole is not None
 
     def load(self, files: Mapping[str, Stamp]) -> dict[str, Record]:
-        """What is known of these files, by their names. A record that was noted knows nothing of its parts."""
+        """The noted headers of these files, by their names. A noted record has no parts."""
         notes, size = self._read(MOST_BYTES * len(files) + SMALL_BYTES)
         found: dict[str, Record] = {}
         for name, stamp in files.items():
@@ -76,13 +76,13 @@ class Headers:
             record = None if key is None or note is None else self._record(key, note, stamp)
             if record is not None and name == name_of(self._namespace, record.key):
                 found[name] = record
-        # What nobody needs is not worth keeping where it is most of it.
+        # A file that is mostly of notes without a record is written anew.
         self._whole = size if 2 * len(found) >= len(notes) else None
         self._behind = 0
         return found
 
     def _read(self, most: int) -> tuple[dict[Key, bytes], int | None]:
-        """The last note of each record, and the bytes of the file; None: not all of it was read."""
+        """The last note of each record, and the bytes of the file; None: not all of it could be read."""
         try:
             data = self._disk.read(self.path, 0, most + 1)
         except (OSError, BadRecordError):
@@ -105,7 +105,7 @@ class Headers:
         return notes, len(data) if end == len(data) else None
 
     def _record(self, key: Key, note: bytes, stamp: Stamp) -> Record | None:
-        """None: the note is of another file, or no note."""
+        """None if the note is of another file, or damaged."""
         try:
             width, count, n_extra, start, parent = _FACTS.unpack_from(note, _FACTS_AT)
             if _STAMP.unpack_from(note, _KEY.size) != stamp or count > BLOCK_TOKENS or width not in (4, 8):
@@ -121,7 +121,7 @@ class Headers:
     # -- writing -------------------------------------------------------------------------------------------------------
 
     def add(self, record: Record, stamp: Stamp) -> None:
-        """A file has this header."""
+        """Note the header of a file."""
         fits = all(0 <= token < 1 << 32 for token in record.tokens)
         extra = json.dumps(dict(record.extra), sort_keys=True).encode("ascii")
         if len(extra) < 1 << 16:
@@ -131,13 +131,13 @@ class Headers:
             self._note(_key(_HEADER, record.key) + _STAMP.pack(*stamp) + facts + extra + tokens)
 
     def touch(self, name: str, stamp: Stamp) -> None:
-        """A file has the same header as before, and another time."""
+        """Note another time of a file."""
         key = self._own(name)
         if key is not None:
             self._note(_key(_TOUCHED, key) + _STAMP.pack(*stamp))
 
-    def forget(self, name: str) -> None:
-        """A file is no more."""
+    def remove(self, name: str) -> None:
+        """Note that a file was removed."""
         key = self._own(name)
         if key is not None:
             self._note(_key(_GONE, key))
@@ -146,7 +146,7 @@ class Headers:
         return key_of(name) if name.startswith(folder_of(self._namespace) + "/") else None
 
     def write(self, at_once: bool = True) -> None:
-        """Write what is new, unless it is little and need not be `at_once`. A disk that fails costs the notes alone."""
+        """Write new notes, unless they are few and need not be written `at_once`. A disk that fails costs the notes alone."""
         if not self._new or (not at_once and len(self._new) < TOGETHER):
             return
         new, self._new = self._new, []
@@ -162,7 +162,7 @@ class Headers:
             log.info("prompt store: headers are not noted: %s", error)
 
     def _write_whole(self, new: Iterable[bytes]) -> None:
-        """What is still of use of the file, and what is new."""
+        """Write the last note of each record in the file, and the new ones."""
         size = self._disk.size(self.path) if self._whole is not None else 0
         notes = dict(self._read(size)[0]) if self._whole is not None else {}
         buffers = [MAGIC, *(_framed(note) for note in [*notes.values(), *new])]

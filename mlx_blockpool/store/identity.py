@@ -1,6 +1,6 @@
-"""What keys and values were computed with: weights, adapter and config, by their content. Knows files; no arrays.
+"""The identity of a model's weights, adapter and config, by their content. Knows files; no arrays.
 
-Two copies of a model in different folders are the same; a fine-tune of the same shape is another.
+Two copies of a model in different folders have the same identity; a fine-tune of the same shape has another.
 """
 
 from __future__ import annotations
@@ -15,8 +15,9 @@ from typing import Any, TypeAlias
 
 from ..errors import StoreError
 from .digests import Digests, FileStamp, stamp_of
+from .signing import head_of
 
-# What does not change a key or value: names, versions, and what only generation or the tokenizer reads.
+# Keys of a config that change no key or value: names, versions, and those that only generation or the tokenizer reads.
 INSTANCE_KEYS = {
     "_name_or_path",
     "architectures",
@@ -28,17 +29,16 @@ INSTANCE_KEYS = {
 }
 MODEL_FILES = "model*.safetensors"
 ADAPTER_FILES = "adapters.safetensors"
-MAX_HEADER_BYTES = 100_000_000
 
 # The stamps of files, by their paths.
 Stamps: TypeAlias = dict[Path, FileStamp]
 
 
 def identity(model: Path, adapter: Path | None = None, digests: Digests | None = None) -> str:
-    """A name of the weights in a model folder and an adapter folder: of every byte of their files, and of what config.json says.
+    """A name of the weights in a model folder and an adapter folder: of every byte of their files, and of config.json.
 
-    Reads all of them, but for the files whose digests are remembered. Raises StoreError for a folder without weights, for such as
-    cannot be read, and where `digests` are stopped.
+    Reads all files but those with remembered digests. Raises StoreError for a folder without weights or with files that cannot be
+    read, and once `digests` are stopped.
     """
     digests = digests or Digests(None)
     name = hashlib.blake2b(digest_size=32)
@@ -51,7 +51,7 @@ def identity(model: Path, adapter: Path | None = None, digests: Digests | None =
 
 
 def check_weights(model: Path, adapter: Path | None = None) -> None:
-    """Look at configs and headers alone: some kilobytes a file. Raises StoreError as identity() does."""
+    """Check configs and headers alone: some kilobytes a file. Raises StoreError as identity() does."""
     for _, folder, files in _files(model, adapter):
         with _named(folder):
             _config(folder)
@@ -60,7 +60,7 @@ def check_weights(model: Path, adapter: Path | None = None) -> None:
 
 
 def stamps_of(model: Path, adapter: Path | None = None) -> Stamps:
-    """By what the files of the weights are known again that nobody has changed. Raises OSError."""
+    """The stamps of the files of the weights. Raises OSError."""
     files = [*model.glob(MODEL_FILES), *([] if adapter is None else adapter.glob(ADAPTER_FILES))]
     return {path: stamp_of(os.stat(path)) for path in files}
 
@@ -81,7 +81,7 @@ def namespace(weights: str, *parts: str) -> str:
 
 
 def _config(folder: Path) -> bytes:
-    """config.json or adapter_config.json, without what changes no key or value."""
+    """config.json and adapter_config.json, without INSTANCE_KEYS."""
     config: dict[str, Any] = {}
     for name in ("config.json", "adapter_config.json"):
         path = folder / name
@@ -103,7 +103,7 @@ def _files(model: Path, adapter: Path | None) -> Iterator[tuple[str, Path, list[
 
 @contextmanager
 def _named(folder: Path) -> Iterator[None]:
-    """What a folder's files raise, as one error that names the folder."""
+    """Raise errors of a folder's files as a StoreError that names the folder."""
     try:
         yield
     except (OSError, ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
@@ -114,13 +114,8 @@ def _named(folder: Path) -> Iterator[None]:
 def _check_tensors(path: Path) -> None:
     """Raises StoreError for a file without a safetensors header, or with fewer bytes than its tensors take."""
     with path.open("rb") as file:
-        size = os.fstat(file.fileno()).st_size
-        length = int.from_bytes(file.read(8), "little")
-        if length > min(size, MAX_HEADER_BYTES):
-            raise StoreError(f"{path.name}: found a header of {length} bytes in a file of {size}; needed a safetensors file.")
-        for name, tensor in json.loads(file.read(length)).items():
-            if name == "__metadata__":
-                continue
-            _, end = tensor["data_offsets"]
-            if 8 + length + end > size:
-                raise StoreError(f"{path.name}: found {size} bytes; needed {8 + length + end} for {name}. The file is cut off.")
+        size, head = os.fstat(file.fileno()).st_size, head_of(file)
+    for name, tensor in json.loads(head[8:]).items():
+        end = len(head) + (0 if name == "__metadata__" else tensor["data_offsets"][1])
+        if end > size:
+            raise StoreError(f"{path.name}: found {size} bytes; needed {end} for {name}. The file is cut off.")

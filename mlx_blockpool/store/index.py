@@ -1,6 +1,6 @@
-"""Which record files there are, how lately each was used, and who has to go. Knows names and sizes, no disk.
+"""Index: the record files, in the order of use, and which of them make room. Knows names and sizes, no disk.
 
-A name is the path of a file below the store's folder. The files are the only truth; this is rebuilt from them at start.
+A name is the path of a file below the store's folder. The files are the only truth; the index is rebuilt from them at start.
 Owned by the generation thread.
 """
 
@@ -11,10 +11,10 @@ from collections.abc import Collection, Iterable, Iterator
 
 
 class Index:
-    """Sizes in bytes, in the order of use; `nbytes` is their sum, to be at most `limit` less the `aside` that other files take.
+    """Sizes in bytes, in the order of use. Their sum `nbytes` may be `limit`, less the `aside` of files in quarantine.
 
-    `own_bytes` of them are of files whose names begin with `own`, to be at most `own_limit`. Files that are `pinned`, or `kept`
-    for a time, never have to go.
+    `own_bytes` of it belong to files whose names begin with `own`, and may be `own_limit`. Files that are `pinned`, or `kept`
+    for a time, are never victims.
     """
 
     def __init__(self, limit: int, own: str = "", own_limit: int | None = None) -> None:
@@ -42,13 +42,13 @@ class Index:
         return self._sizes[name]
 
     def add(self, name: str, size: int) -> None:
-        """A file that is there, or is about to be; used last."""
+        """Add a file that is on disk, or will be, as used last."""
         self.remove(name)
         self._sizes[name] = size
         self._count(name, size)
 
     def remove(self, name: str) -> int:
-        """Returns its size; 0 if it was not there."""
+        """Returns its size; 0 if it was not in the index."""
         size = self._sizes.pop(name, 0)
         self._count(name, -size)
         return size
@@ -58,19 +58,19 @@ class Index:
         self.own_bytes += size if name.startswith(self.own) else 0
 
     def put_back(self, name: str, size: int) -> None:
-        """A file that could not be removed: it is the first to go."""
+        """A file that could not be removed: it is the next victim."""
         if name not in self._sizes:
             self.add(name, size)
             self._sizes.move_to_end(name, last=False)
 
     def arrange(self, names: Iterable[str]) -> None:
-        """Let these files, the one that is to go last given first, take each other's places in the order of use."""
+        """Let these files, the most needed first, take each other's places in the order of use."""
         given = [name for name in names if name in self._sizes]
         ordered, found = set(given), reversed(given)
         self._sizes = OrderedDict((n, self._sizes[n]) for n in (next(found) if n in ordered else n for n in list(self._sizes)))
 
     def touch(self, names: Iterable[str]) -> None:
-        """Used now, the first of them last of all: a path is given from its beginning, which outlives its end."""
+        """Used now, the first of them last: a path is given from its beginning, which outlives its end."""
         for name in reversed(list(names)):
             if name in self._sizes:
                 self._sizes.move_to_end(name)
@@ -79,7 +79,7 @@ class Index:
 
     @property
     def pinned_bytes(self) -> int:
-        """Of what never has to go."""
+        """Bytes of files that are never victims."""
         return sum(self._sizes.get(name, 0) for name in {*self.pinned, *self.kept})
 
     @property
@@ -87,12 +87,12 @@ class Index:
         return bool(self._touched)
 
     def take_touched(self) -> list[str]:
-        """What is still there of the files touched since the last call, the one used longest ago first."""
+        """The files touched since the last call that are still in the index, the one used longest ago first."""
         touched, self._touched = self._touched, {}
         return [name for name in touched if name in self._sizes]
 
     def room_for(self, size: int, spared: Collection[str] = ()) -> list[str] | None:
-        """The files used longest ago that must go for `size` bytes more of our own; None if those that may go are not enough."""
+        """The victims, used longest ago, for `size` bytes more of our own; None if there are not enough beside `spared`."""
         found = self._over(size, spared)
         gone = sum(self._sizes[name] for name in found)
         own = sum(self._sizes[name] for name in found if name.startswith(self.own))
@@ -100,7 +100,7 @@ class Index:
         return found if fits else None
 
     def surplus(self) -> list[str]:
-        """The files used longest ago that are over the limits together, or all that may go."""
+        """The victims for what is over the limits now, or all that there are."""
         return self._over(0, ())
 
     def report(self) -> dict[str, int]:
@@ -124,7 +124,7 @@ class Index:
         return self._limit if self.own_limit is None else min(self._limit, self.own_limit)
 
     def _over(self, size: int, spared: Collection[str]) -> list[str]:
-        """What is over our own limit with `size` bytes more, and then what is still over the limit of all."""
+        """Victims for what is over our own limit with `size` bytes more, and then for what is still over the limit of all."""
         found = self._oldest(self.own_bytes + size - self._own_limit, spared, self.own)
         gone = sum(self._sizes[name] for name in found)
         return found + self._oldest(self.nbytes + size - self._limit - gone, {*spared, *found})

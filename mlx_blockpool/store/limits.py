@@ -1,16 +1,17 @@
-"""What may be written now: as much as the writer's queue holds, so much a day, and nothing for a while after the disk failed.
+"""When the store may write, and when it scans its folder again. Knows sizes and the time; no records.
 
-Knows sizes and the time; no records. Owned by the generation thread.
+Owned by the generation thread.
 """
 
 from __future__ import annotations
 
 import logging
 import time
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from ..config import StoreConfig
 from .record import Key
+from .scan import FolderChanges
 
 log = logging.getLogger(__name__)
 
@@ -31,7 +32,10 @@ class Put:
 
 
 class WriteLimits:
-    """`problem`: why the disk is left alone at present. `is_away`: it could not be seen at all yet, and is not written before."""
+    """`problem`: why the disk is left alone at present. `is_away`: the folder could not be read yet, and is not written before.
+
+    `refused`: bytes of the write that was refused last, until it would be accepted.
+    """
 
     def __init__(self, config: StoreConfig) -> None:
         self.problem: str | None = None
@@ -39,9 +43,8 @@ class WriteLimits:
         self._config = config
         self._retry_at = 0.0
         self._day = (0, 0)
-        # Bytes of the write that was refused last, until it would be accepted.
         self.refused: int | None = None
-        self._has_told = False
+        self._has_warned = False
 
     def refusal(self, size: int, queue_takes: bool) -> str | None:
         """Why `size` bytes cannot be written now; None: they can. `queue_takes`: whether the writer's queue has room for them."""
@@ -51,12 +54,10 @@ class WriteLimits:
 
     def over_budget(self, pinned: int) -> str:
         """The refusal where dropping records makes too little room. If `pinned` bytes are the reason, a warning says so once."""
-        if pinned and not self._has_told:
-            self._has_told = True
+        if pinned and not self._has_warned:
+            self._has_warned = True
             budget = self._config.own_bytes
-            log.warning(
-                "prompt store: what has to stay takes %d of %d bytes, and no more fits. Raise --store-bytes.", pinned, budget
-            )
+            log.warning("prompt store: pinned records take %d of %d bytes; no more fits. Raise --store-bytes.", pinned, budget)
         return OVER_BUDGET
 
     def still(self, queue_takes: bool) -> str | None:
@@ -105,3 +106,43 @@ class WriteLimits:
 
     def _date(self) -> int:
         return int(time.time() // DAY_SECONDS)
+
+
+class FolderWatcher:
+    """Decides when the folder is scanned again, and which results of a scan are out of date.
+
+    A scan is due once `look_bytes` were passed to the writer since the last one, or `seconds` after anything was written or used.
+    While one is under way, at most `look_bytes` are passed on.
+    """
+
+    def __init__(self, look_bytes: int, seconds: float) -> None:
+        self.look_bytes = look_bytes
+        self.seconds = seconds
+        self.is_looking = False
+        self.names: set[str] = set()
+        self._passed = 0
+        self._begun_at = time.monotonic()
+
+    def add(self, name: str, size: int) -> None:
+        """Count a file that was passed to the writer."""
+        self.names.add(name)
+        self._passed += size
+
+    def allows(self, size: int) -> bool:
+        return not self.is_looking or not self._passed or self._passed + size <= self.look_bytes
+
+    def is_due(self, has_used: bool, at_once: bool) -> bool:
+        """Whether to scan now. `has_used`: files were used here since; `at_once`: the folder was never read yet."""
+        waited = time.monotonic() - self._begun_at >= self.seconds
+        wrote = 0 < self._passed >= self.look_bytes
+        return not self.is_looking and (at_once or wrote or (waited and (has_used or self._passed > 0)))
+
+    def begin(self) -> None:
+        """Count anew for a scan that begins now."""
+        self.is_looking, self._passed, self._begun_at = True, 0, time.monotonic()
+        self.names = set()
+
+    def current(self, changes: FolderChanges) -> FolderChanges:
+        """The changes, without files that were passed to the writer after the scan began."""
+        found = [found for found in changes.found if found.name not in self.names]
+        return replace(changes, found=found, gone=[name for name in changes.gone if name not in self.names])

@@ -1,9 +1,10 @@
-"""Where each record lies below the store's folder. Knows names of files; nothing of what is in them.
+"""The path of each file below the store's folder. Knows names of files, and model.json; nothing of records.
 
 models/<namespace>/model.json                     for people to read
 models/<namespace>/headers                        as in headers.py
 models/<namespace>/<folder of the kind>/ab/<hash>.safetensors
-export.key                                        signs exported files
+agents/, quarantine/                              as in agent_files.py and quarantine.py
+export.key                                        signs exported files, see signing.py
 weights.json                                      as in digests.py
 """
 
@@ -23,9 +24,7 @@ from .record import BLOCK, STATE, SUFFIX, WINDOW, Key
 MODEL_FILE = "model.json"
 HEADERS_FILE = "headers"
 OF_A_MODEL = (MODEL_FILE, HEADERS_FILE)
-# In the store's folder itself: the key that exported files are signed with.
 KEY_FILE = "export.key"
-# And the digests of weights.
 WEIGHTS_FILE = "weights.json"
 OF_THE_STORE = (KEY_FILE, WEIGHTS_FILE)
 MAX_MODEL_FILE_BYTES = 1 << 20
@@ -36,7 +35,7 @@ KINDS = {folder: kind for kind, folder in FOLDERS.items()}
 
 
 def default_folder() -> Path:
-    """The user's cache folder: in $XDG_CACHE_HOME if that is a whole path, else ~/Library/Caches (macOS) or ~/.cache."""
+    """The user's cache folder: in $XDG_CACHE_HOME if that is an absolute path, else ~/Library/Caches (macOS) or ~/.cache."""
     return user_cache_path("mlx-blockpool", appauthor=False)
 
 
@@ -51,7 +50,7 @@ def name_of(namespace: str, key: Key) -> str:
 
 
 def key_of(name: str) -> Key | None:
-    """The inverse of name_of; None where the file is not called like a record."""
+    """The inverse of name_of(); None if the name is not that of a record."""
     _, _, folder, _, file = name.split("/")
     try:
         return Key(KINDS[folder], bytes.fromhex(file.removesuffix(SUFFIX)))
@@ -67,7 +66,7 @@ def keys_in(namespace: str, names: Iterable[str]) -> list[Key]:
 
 
 def describe(disk: Disk, root: Path, namespace: str, about: dict[str, Any]) -> None:
-    """Make the folder of a namespace, and write down what it belongs to. Raises OSError."""
+    """Make the folder of a namespace, and write `about` into its model.json. Raises OSError."""
     path = root / folder_of(namespace) / MODEL_FILE
     disk.make_directory(path.parent)
     text = json.dumps(about, indent=2).encode()
@@ -80,7 +79,7 @@ def describe(disk: Disk, root: Path, namespace: str, about: dict[str, Any]) -> N
 
 
 def described(disk: Disk, root: Path, namespace: str) -> dict[str, Any] | None:
-    """What describe() wrote down; None: nothing that can be read."""
+    """The `about` that describe() wrote; None: nothing that can be read."""
     try:
         text = disk.read(root / folder_of(namespace) / MODEL_FILE, 0, MAX_MODEL_FILE_BYTES + 1)
         found = json.loads(text.decode("utf-8")) if len(text) <= MAX_MODEL_FILE_BYTES else None

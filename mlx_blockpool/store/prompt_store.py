@@ -1,7 +1,7 @@
 """PromptStore: the records of one model on disk, under one budget for the whole folder.
 
-Knows records and files; no trie, no arrays. Asked by the generation thread alone; a thread of its own writes, others read.
-The files are the only truth: what is known here is found by their headers at start, and by looking again what others changed.
+Knows records and files; no trie, no arrays. Used by the generation thread alone; a thread of its own writes, others read.
+The files are the only truth: the store learns them from their headers at start, and scans later for changes of other processes.
 """
 
 from __future__ import annotations
@@ -9,31 +9,31 @@ from __future__ import annotations
 import time
 from collections import Counter
 from collections.abc import Callable, Collection, Iterable, Sequence
+from concurrent.futures import Future
 from functools import partial
 from typing import Any, TypeGuard
 
 from ..config import StoreConfig
-from .folder import Folder
 from .fs import Buffer, Disk, Into
 from .headers import Headers
 from .index import Index
-from .limits import Put, WriteLimits
+from .limits import FolderWatcher, Put, WriteLimits
 from .paths import default_folder, describe, folder_of, keys_in, name_of
 from .quarantine import Quarantine
-from .reader import Reader, Reading
+from .reader import Reader, RecordData
 from .record import Expected, Key, Naming, Record, file_size
-from .scan import FolderChanges, FolderScanner, FolderWatcher, RecordChanges
+from .scan import Folder, FolderChanges, FolderScanner, RecordChanges
 from .writer import Chore, JobResult, ScanJob, WriteJob, Writer
 
 
 class PromptStore:
     """Records under `namespace`, whose hashes are made by `naming`. `about` is written beside them for people to read.
 
-    Several processes may use one folder. Each looks at what the others wrote after look_bytes of its own, and hands over no more
-    than that, or one record, while it looks: for each beside the first they exceed the budget by at most twice that and a record.
+    Several processes may use one folder. Each scans it after look_bytes of its own, and writes no more than that, or one record,
+    during the scan: for each process beside the first they exceed the budget by at most twice that and a record.
 
-    `counts`: written, written_bytes, failed, faults (not the disk's), read, read_bytes, dropped, quarantined, looks, and what was
-    refused and why.
+    `counts`: written, written_bytes, failed, faults (not the disk's), read, read_bytes, dropped, quarantined, looks, and refused
+    records by the reason.
     """
 
     def __init__(
@@ -47,18 +47,17 @@ class PromptStore:
         self._pinned: Collection[Key] = ()
         # Records that could not be read, and when to try again: they are written anew if they are made again.
         self._unread: dict[Key, float] = {}
-        self._news = RecordChanges([], [])
-        # The last job of each name that nothing was heard of yet.
+        self._changes = RecordChanges([], [])
+        # The last job of each name whose result has not come yet.
         self._jobs: dict[str, WriteJob] = {}
         disk, look_bytes = disk or Disk(), config.store_bytes // 32 if config.look_bytes is None else config.look_bytes
         self._describe = partial(describe, disk, self.root, namespace, about)
-        self._folder = Folder(disk, self.root)
         self._quarantine = Quarantine(disk, self.root, config.quarantine_bytes)
         self._reader = Reader(disk, self.root, naming, self.counts, self._quarantine)
-        headers = Headers(disk, self.root, namespace, naming)
-        self._scanner = FolderScanner(self._folder, self._reader, headers, namespace, self._describe)
+        folder, headers = Folder(disk, self.root), Headers(disk, self.root, namespace, naming)
+        self._scanner = FolderScanner(folder, self._reader, headers, namespace, self._describe)
         self._watcher = FolderWatcher(look_bytes, config.look_seconds)
-        self._writer = Writer(self._folder, headers, config.queue_bytes, config.min_free_bytes)
+        self._writer = Writer(folder, headers, config.queue_bytes, config.min_free_bytes)
         self._limits = WriteLimits(config)
 
     # -- at start ------------------------------------------------------------------------------------------------------
@@ -66,27 +65,27 @@ class PromptStore:
     def open(self) -> list[Record]:
         """Read the headers of all records of this model, and make its folder. Those of others count for the budget only.
 
-        What is not a record goes into quarantine. A disk that does not let us look is left alone for a while; nothing is known
-        until it does, and news() tells then.
+        Bad files go into quarantine. If the folder cannot be read, the store has no records until a later scan can, whose
+        result take_changes() returns.
         """
         try:
-            seen = self._scanner.first()
+            changes = self._scanner.first()
         except OSError as error:
             self._limits.is_away = True
             self._limits.suspend(error)
             return []
         self._quarantine.bound()
-        self._note(seen)
+        self._apply(changes)
         try:
             self._describe()
         except OSError as error:
             if _is_of_the_disk(error):
                 self._limits.suspend(error)
         self._writer.put(Chore(self._scanner.note))
-        return seen.records
+        return changes.records
 
     def settle(self, keys: Iterable[Key]) -> list[Key]:
-        """Say what of the found is needed most, that first, and drop() what is over the budget."""
+        """Order the found records by need, the most needed first, and drop() what is over the budget."""
         self._index.arrange(map(self._name, keys))
         return self._shrink()
 
@@ -108,10 +107,10 @@ class PromptStore:
         return refusal is None
 
     def put(self, record: Record, copy: Callable[[], Sequence[Buffer]], spared: Collection[Key] = (), anew: bool = False) -> Put:
-        """Hand a record to the writer. Records used longest ago make room, but none of `spared`. `anew`: replaces what is there.
+        """Pass a record to the writer. Records used longest ago make room, but none of `spared`. `anew`: replaces an older one.
 
-        Refused and counted where disk, budget, the day's limit or the queue does not allow it; nobody waits. Only if it is
-        taken, its buffers are asked for: they must not change.
+        Refused and counted if disk, budget, the day's limit or the queue do not allow it; nobody waits. copy() gives the buffers,
+        which must not change, and is called only if the record is accepted.
         """
         name, size = self._name(record.key), file_size(record)
         if name in self._index and not anew and record.key not in self._unread:
@@ -128,12 +127,12 @@ class PromptStore:
         dropped = self.drop(victims or ())
         self._limits.charge(size)
         self._unread.pop(record.key, None)
-        self._hand(WriteJob(name, record, copy(), size))
+        self._pass(WriteJob(name, record, copy(), size))
         self._index.add(name, size)
         return Put(None, dropped)
 
     def _has_room(self, size: int) -> bool:
-        """Whether the writer's queue, and the limit between two looks, have room for so many bytes."""
+        """Whether the writer's queue, and the limit between two scans, have room for so many bytes."""
         return self._writer.accepts(size) and self._watcher.allows(size)
 
     def drop(self, names: Iterable[str]) -> list[Key]:
@@ -144,37 +143,37 @@ class PromptStore:
             self.counts["dropped"] += 1
         return keys_in(self.namespace, dropped)
 
-    def forget(self, keys: Iterable[Key]) -> None:
-        """Remove these records, where there are any."""
+    def remove(self, keys: Iterable[Key]) -> None:
+        """drop() these records, where there are any."""
         self.drop([name for name in map(self._name, keys) if name in self._index])
 
     def poll(self) -> list[Key]:
-        """Take note of what the writer has done. Returns the keys of records that could not be written."""
+        """Apply the results of the writer's jobs, and scan if it is time. Returns the keys of records that were not written."""
         if self._watcher.is_due(self._index.has_touched, self._limits.is_away and self._limits.may_retry()):
             self._look()
-        return self._hear()
+        return self._take_results()
 
-    def _hear(self) -> list[Key]:
+    def _take_results(self) -> list[Key]:
         failed: list[Key] = []
-        for done in self._writer.poll():
-            if isinstance(done.job, Chore):
+        for result in self._writer.poll():
+            if isinstance(result.job, Chore):
                 continue
-            if _is_of_the_disk(done.error):
-                self._limits.suspend(done.error)
-            elif done.error is not None:
+            if _is_of_the_disk(result.error):
+                self._limits.suspend(result.error)
+            elif result.error is not None:
                 self.counts["faults"] += 1
-            if isinstance(done.job, WriteJob):
-                failed += self._done(done.job, done)
+            if isinstance(result.job, WriteJob):
+                failed += self._take_written(result.job, result)
             else:
-                self._looked(done.seen)
+                self._take_scanned(result.seen)
         return failed
 
-    def _done(self, job: WriteJob, done: JobResult) -> list[Key]:
-        """The key of a record that could not be written, unless something else is to be done under its name."""
+    def _take_written(self, job: WriteJob, result: JobResult) -> list[Key]:
+        """Returns the key of a record that could not be written, unless a later job has the same name."""
         is_last = self._jobs.get(job.name) is job
         if is_last:
             del self._jobs[job.name]
-        if job.record is not None and done.error is None:
+        if job.record is not None and result.error is None:
             self._limits.problem = None
             self.counts["written"] += 1
             self.counts["written_bytes"] += job.size
@@ -182,29 +181,29 @@ class PromptStore:
             self.counts["failed"] += 1
             if is_last:
                 self._index.remove(job.name)
-                if done.left is not None:
-                    self._index.add(job.name, done.left)
-                if _is_of_the_disk(done.error):
+                if result.left is not None:
+                    self._index.add(job.name, result.left)
+                if _is_of_the_disk(result.error):
                     return [job.record.key]
-                # What is no fault of the disk would fail again.
-                self._news.lost.append(job.record.key)
-        elif done.error is not None and is_last:
+                # A fault that is not the disk's would come again.
+                self._changes.lost.append(job.record.key)
+        elif result.error is not None and is_last:
             self._index.put_back(job.name, job.size)
         return []
 
-    def _hand(self, job: WriteJob) -> None:
-        self._watcher.hand(job.name, 0 if job.record is None else job.size)
+    def _pass(self, job: WriteJob) -> None:
+        self._watcher.add(job.name, 0 if job.record is None else job.size)
         self._jobs[job.name] = job
         self._writer.put(job)
 
     def _remove(self, name: str) -> None:
-        self._hand(WriteJob(name, size=self._index.remove(name)))
+        self._pass(WriteJob(name, size=self._index.remove(name)))
 
-    # -- what has to stay ----------------------------------------------------------------------------------------------
+    # -- what the budget spares ----------------------------------------------------------------------------------------
 
     @property
     def pinned(self) -> Collection[Key]:
-        """Records of this model that the budget never takes, whether they are there or not."""
+        """Records of this model that the budget never takes, whether they are on disk or not."""
         return self._pinned
 
     @pinned.setter
@@ -213,40 +212,40 @@ class PromptStore:
         self._index.pinned = frozenset(map(self._name, keys))
 
     def keep(self, keys: Iterable[Key]) -> None:
-        """The same for these records, until it is called again."""
+        """Spare these records too, until the next call."""
         self._index.kept = frozenset(map(self._name, keys))
 
-    # -- beside others -------------------------------------------------------------------------------------------------
+    # -- beside other processes ----------------------------------------------------------------------------------------
 
-    def news(self) -> RecordChanges:
-        """What others have done since the last call, as far as it was seen."""
-        news, self._news = self._news, RecordChanges([], [])
-        return news
+    def take_changes(self) -> RecordChanges:
+        """The changes by other processes that scans have found since the last call."""
+        changes, self._changes = self._changes, RecordChanges([], [])
+        return changes
 
     def _look(self) -> None:
-        """Have the writer look at the folder once it has done what it was asked before."""
+        """Have the writer scan the folder after the jobs before."""
         used = self._index.take_touched()
-        self._watcher.ask()
+        self._watcher.begin()
         if self._limits.is_away:
             self._limits.wait()
         self._writer.put(ScanJob(lambda: self._scanner.again(used)))
 
-    def _looked(self, seen: FolderChanges | None) -> None:
+    def _take_scanned(self, changes: FolderChanges | None) -> None:
         self._watcher.is_looking = False
-        if seen is not None:
+        if changes is not None:
             self.counts["looks"] += 1
             self._limits.come_back()
-            seen = self._watcher.sift(seen)
-            self._note(seen)
-            lost = keys_in(self.namespace, seen.gone) + self._shrink()
-            self._news = RecordChanges([*self._news.found, *seen.records], [*self._news.lost, *lost])
+            changes = self._watcher.current(changes)
+            self._apply(changes)
+            self._changes.found.extend(changes.records)
+            self._changes.lost.extend(keys_in(self.namespace, changes.gone) + self._shrink())
 
-    def _note(self, seen: FolderChanges) -> None:
-        for found in seen.found:
+    def _apply(self, changes: FolderChanges) -> None:
+        for found in changes.found:
             self._index.add(found.name, found.size)
-        for name in seen.gone:
+        for name in changes.gone:
             self._index.remove(name)
-        self._unread.update((key, 0.0) for key in seen.unread)
+        self._unread.update((key, 0.0) for key in changes.unread)
 
     # -- reading -------------------------------------------------------------------------------------------------------
 
@@ -257,20 +256,22 @@ class PromptStore:
         """Bytes of a file; 0 if there is none."""
         return self._index.size(self._name(key)) if key in self else 0
 
-    def read(self, expected: Expected, into: Into | None = None) -> Reading:
-        """A record and the bytes of its parts, proven; what is read from a file is in what `into` gives.
+    def read(self, expected: Expected, into: Into | None = None) -> Future[RecordData]:
+        """A record and the bytes of its parts, proven; those of a file are read into the memory that `into` gives.
 
         Raises BadRecordError, the file is in quarantine then, or OSError.
         """
         assert expected.hash is not None
         name = self._name(Key(expected.kind, expected.hash))
         job = self._writer.waiting(name)
-        if job is not None and job.record is not None:
-            return Reading.of(job.record, job.buffers)
-        return self._reader.read(name, expected, into)
+        if job is None or job.record is None:
+            return self._reader.read(name, expected, into)
+        found = Future[RecordData]()
+        found.set_result(RecordData(job.record, [memoryview(buffer) for buffer in job.buffers]))
+        return found
 
     def gone(self, key: Key) -> None:
-        """A record was not what it should be, or not there: what may be left of its file is of no use."""
+        """Remove the file of a record that was bad or missing."""
         if key in self:
             self._remove(self._name(key))
 
@@ -289,14 +290,14 @@ class PromptStore:
     # -- at the end ----------------------------------------------------------------------------------------------------
 
     def flush(self, seconds: float | None = None) -> bool:
-        """Wait until all is written, but no longer than this; None: flush_seconds. Whether it is."""
+        """Wait until all is written, at most so long; None: flush_seconds. Returns whether it is."""
         return self._writer.flush(self.config.flush_seconds if seconds is None else seconds)
 
     def close(self, seconds: float | None = None) -> bool:
-        """flush(), note what was used on the files themselves, and end the threads."""
+        """flush(), set the times of the files that were used, and end the threads."""
         flushed = self._writer.close(self.config.flush_seconds if seconds is None else seconds)
         self._reader.close()
-        self._hear()
+        self._take_results()
         if flushed:
             self._scanner.use(self._index.take_touched())
         return flushed
@@ -321,5 +322,5 @@ class PromptStore:
 
 
 def _is_of_the_disk(error: BaseException | None) -> TypeGuard[OSError]:
-    """Whether other writes would fail like this one. A directory under the name of one record is in nobody else's way."""
+    """Whether other writes would fail like this one. A directory under the name of one record is in no other record's way."""
     return isinstance(error, OSError) and not isinstance(error, IsADirectoryError)

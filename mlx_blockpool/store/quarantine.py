@@ -1,4 +1,4 @@
-"""Bad files, kept aside for people to look at: so many bytes of them, and the oldest go. Knows names and sizes; no records.
+"""Quarantine: bad files, kept within a bound for people to look at. Knows names and sizes; no records.
 
 Any thread may call anything here.
 """
@@ -7,25 +7,27 @@ from __future__ import annotations
 
 import logging
 import re
+import secrets
 import threading
+import time
 from collections.abc import Iterator
 from contextlib import suppress
 from pathlib import Path
 
-from .fs import Disk, Entry, quarantine
+from .fs import Disk, Entry, safe_name, write_synced
 
 log = logging.getLogger(__name__)
 
 FOLDER = "quarantine"
-# What disk.quarantine() makes, and the end of a reason's name.
+# The names of files in quarantine, and the end of a reason's name.
 ASIDE = re.compile("[0-9a-f]{16}-.+")
 REASON = ".txt"
-# However small they are: a folder of very many names is slow.
+# A bound for small files: a folder of very many names is slow.
 MOST_FILES = 1000
 
 
 class Quarantine:
-    """The quarantine of the store in `root`, at most `most_bytes` with the reasons. `nbytes`: what it held at the last look."""
+    """The quarantine of the store in `root`, at most `most_bytes` with the reasons. `nbytes`: its bytes as bounded last."""
 
     def __init__(self, disk: Disk, root: Path, most_bytes: int) -> None:
         self.folder = root / FOLDER
@@ -34,13 +36,29 @@ class Quarantine:
         self._disk = disk
         self._bounding = threading.Lock()
 
-    def set_aside(self, path: Path, reason: str) -> None:
-        """Move a bad file here. Raises OSError if it can neither be moved nor is gone."""
-        quarantine(self._disk, path, self.folder, reason)
+    def set_aside(self, path: Path, reason: str) -> Path | None:
+        """Move a bad file here, never over another one, with the reason beside it. Returns its path now; None: it is gone.
+
+        Raises OSError if it cannot be moved. Nothing is synced: after a power cut a bad file is as bad as before.
+        """
+        self._disk.make_directory(self.folder)
+        aside = self.folder / f"{secrets.token_hex(8)}-{safe_name(path.name)}"
+        try:
+            self._disk.rename(path, aside)
+        except FileNotFoundError:
+            return None
+        # From now on its time is the one at which it came here.
+        with suppress(OSError):
+            self._disk.touch(aside, time.time())
+        # The reason is a service to the user; a disk without room for it must not stop the move.
+        with suppress(OSError):
+            text = f"{path}\n{reason}\n".encode(errors="backslashreplace")
+            write_synced(self._disk, aside.with_name(aside.name + REASON), [text], sync=False)
         self.bound()
+        return aside
 
     def bound(self) -> None:
-        """Remove what is over the bound, each file with its reason: what alone is too large, then what is here longest."""
+        """Remove files over the bound, each with its reason: those that are too large alone, then the oldest."""
         with self._bounding:
             try:
                 found = self._disk.scan(self.folder)
@@ -50,7 +68,7 @@ class Quarantine:
             except OSError as error:
                 log.warning("prompt store: %s", error)
                 return
-            # A directory is in nobody's budget, and not removed.
+            # A directory counts for no budget, and is not removed.
             entries = {entry.name: entry for entry in found if ASIDE.fullmatch(entry.name) and not entry.is_directory}
             self.nbytes = sum(entry.size for entry in entries.values())
             for names in list(self._to_go(entries)):

@@ -1,6 +1,6 @@
-"""Reads records, several at a time; what does not prove itself goes into quarantine. Knows no index and no budget.
+"""Reads records, several at a time, and proves what they hold before anything of it is handed out; bad files go into quarantine.
 
-Any thread may call anything here.
+Knows bytes and tokens; no arrays, no index, no budget. Any thread may call anything here.
 """
 
 from __future__ import annotations
@@ -9,64 +9,182 @@ import logging
 import os
 import threading
 import time
+import zlib
 from collections import Counter
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
-from functools import partial
+from contextlib import contextmanager
+from functools import lru_cache
+from itertools import accumulate, pairwise
 from pathlib import Path
 from typing import NamedTuple
 
 from ..errors import BadRecordError
-from .fs import Buffer, Disk, Into
+from .fs import Disk, Into
 from .paths import KINDS
 from .quarantine import Quarantine
-from .record import Expected, Naming, Record
-from .verify import read, read_header
+from .record import MAX_HEADER_BYTES, Expected, Naming, Record, decode_header, header_size, need
 
 log = logging.getLogger(__name__)
 
-# Who waits for them does not read: it would hang with the disk.
+# The threads that wait for records never read: they would hang with the disk.
 READERS = 2 if (os.cpu_count() or 1) <= 2 else 3
-RecordData = tuple[Record, list[memoryview]]
+PIECE_BYTES = 1 << 24
+# The first read of a header; few headers are longer.
+_FIRST_BYTES = 1 << 14
 
 
-class HeaderRead(NamedTuple):
-    """What a file says of itself. None: it could not be read; `is_there`: it may be read later."""
+class RecordData(NamedTuple):
+    """A record and the bytes of each part; `begun`, `ended`: when it was read (time.perf_counter()), 0 if it was in memory."""
 
-    record: Record | None
-    is_there: bool = True
+    record: Record
+    views: list[memoryview]
+    begun: float = 0.0
+    ended: float = 0.0
 
 
-class Reading(Future[RecordData]):
-    """A record on its way: read by whoever runs this first, from `begun` to `ended` (time.perf_counter())."""
+# -- one file -------------------------------------------------------------------------------------------------------------
 
-    def __init__(self, read: Callable[[], RecordData]) -> None:
-        super().__init__()
-        self.begun = self.ended = 0.0
-        self._read = read
-        self._is_begun = threading.Lock()
 
-    @classmethod
-    def of(cls, record: Record, buffers: Sequence[Buffer]) -> Reading:
-        """One that is in memory already."""
-        reading = cls(lambda: (record, [memoryview(buffer) for buffer in buffers]))
-        reading.run()
-        return reading
+def read_header(disk: Disk, path: Path, expected: Expected, naming: Naming) -> Record:
+    """The record in a file, by its header and length alone: its data are not read and may be bad.
 
-    def run(self) -> bool:
-        """Read it in this thread, unless another has begun. Whether it was read here."""
-        if not self._is_begun.acquire(blocking=False):
-            return False
-        self.begun = time.perf_counter()
-        try:
-            found = self._read()
-        except BaseException as error:
-            # As in a thread of a pool: it is for whoever asks for the result.
-            self.set_exception(error)
-            return True
-        self.ended = time.perf_counter()
-        self.set_result(found)
-        return True
+    `naming` is the rule that gives the hash of a prefix from its parent's hash and its last tokens.
+    Raises BadRecordError, and OSError if the file cannot be read.
+    """
+    with _named(path):
+        data = disk.read(path, 0, _FIRST_BYTES)
+        if header_size(data) > len(data):
+            data = disk.read(path, 0, header_size(data))
+        return _checked(decode_header(data), path, disk.size(path), header_size(data), expected, naming)
+
+
+def read(disk: Disk, path: Path, expected: Expected, naming: Naming, into: Into | None = None) -> RecordData:
+    """A record and the bytes of each part, views of what `into` gave, after everything about them was verified.
+
+    Errors and `naming` as in read_header. Reading and checksums release the GIL: to be faster, read several at a time.
+    """
+    begun = time.perf_counter()
+    with _named(path):
+        largest = expected.max_bytes if expected.parts is None else sum(part.nbytes for part in expected.parts)
+        most = MAX_HEADER_BYTES + largest + 1
+        if expected.parts is None:
+            claimed = disk.size(path) - header_size(disk.read(path, 0, 8))
+            need(claimed <= expected.max_bytes, "bytes of data", claimed, f"at most {expected.max_bytes}")
+        data = memoryview(disk.read(path, 0, most)) if into is None else disk.read_into(path, into, most)
+        head = header_size(data)
+        record = _checked(decode_header(data, expected.parts), path, len(data), head, expected, naming)
+        starts = accumulate((part.nbytes for part in record.parts), initial=head)
+        views = [data[start:end] for start, end in pairwise(starts)]
+        wrong = first_wrong(views, record.checksums, data[head:])
+        if wrong is not None:
+            _need_checksum(record, wrong, zlib.crc32(views[wrong]))
+        return RecordData(record, views, begun, time.perf_counter())
+
+
+def check(disk: Disk, path: Path, expected: Expected, naming: Naming) -> Record:
+    """read() of a record of any size whose bytes nobody wants: no more than PIECE_BYTES of them are in memory."""
+    record = read_header(disk, path, expected, naming)
+    with _named(path):
+        start = disk.size(path) - record.nbytes
+        for number, part in enumerate(record.parts):
+            end, found = start + part.nbytes, 0
+            for at in range(start, end, PIECE_BYTES):
+                data = disk.read(path, at, min(PIECE_BYTES, end - at))
+                need(len(data) == min(PIECE_BYTES, end - at), "bytes of the file", at + len(data), "those of its header")
+                found = zlib.crc32(data, found)
+            _need_checksum(record, number, found)
+            start = end
+    return record
+
+
+def inspect(disk: Disk, path: Path, namespace: str, naming: Naming, with_data: bool = False) -> Record | BadRecordError | OSError:
+    """A record file by its name, place, length and header, or to its last byte: the record, or the error that there is none."""
+    try:
+        record = (check if with_data else read_header)(disk, path, Expected(namespace, KINDS[path.parents[1].name]), naming)
+        with _named(path):
+            need(path.parent.name == path.name[:2], "folder", path.parent.name, path.name[:2])
+    except (BadRecordError, OSError) as error:
+        return error
+    return record
+
+
+def _checked(record: Record, path: Path, size: int, header: int, expected: Expected, naming: Naming) -> Record:
+    """The record, if it fits its file and is the expected one."""
+    need(size == header + record.nbytes, "bytes of the file", size, header + record.nbytes)
+    need(path.name == record.file_name, "a record named", record.file_name, path.name)
+    need(record.namespace == expected.namespace, "namespace", record.namespace, expected.namespace)
+    need(record.kind == expected.kind, "kind", record.kind, expected.kind)
+    if expected.hash is not None:
+        need(record.hash == expected.hash, "hash", record.hash.hex(), expected.hash.hex())
+    need(record.nbytes <= expected.max_bytes, "bytes of data", record.nbytes, f"at most {expected.max_bytes}")
+    named = naming(record.parent, record.tokens)
+    need(named == record.hash, "parent and tokens of hash", named.hex(), record.hash.hex())
+    if expected.parts is not None:
+        need(len(record.parts) == len(expected.parts), "parts", len(record.parts), len(expected.parts))
+        for found, needed in zip(record.parts, expected.parts, strict=True):
+            need(found == needed, "part", found, needed)
+    return record
+
+
+def _need_checksum(record: Record, part: int, found: int) -> None:
+    needed = record.checksums[part]
+    need(found == needed, f"checksum of {record.parts[part].name}", f"{found:08x}", f"{needed:08x}")
+
+
+@contextmanager
+def _named(path: Path) -> Iterator[None]:
+    """Put the path before the message of a BadRecordError."""
+    try:
+        yield
+    except BadRecordError as error:
+        raise BadRecordError(f"{path}: {error}") from None
+
+
+# -- checksums ------------------------------------------------------------------------------------------------------------
+
+# Polynomials over two elements, as in zlib: the highest bit is 1, the lowest is x^31; x^32 is left out of this one.
+_POLYNOMIAL = 0xEDB88320
+_ONE, _X8 = 1 << 31, 1 << 23
+
+
+def first_wrong(views: Sequence[memoryview], checksums: Sequence[int], whole: memoryview) -> int | None:
+    """The index of the first of `views`, which lie one after the other in `whole`, with another checksum than it should have."""
+    # One call: each one gives the GIL away, and may wait long to get it back.
+    if zlib.crc32(whole) == joined(checksums, [len(view) for view in views]):
+        return None
+    return next(i for i, view in enumerate(views) if zlib.crc32(view) != checksums[i])
+
+
+def joined(checksums: Sequence[int], sizes: Sequence[int]) -> int:
+    """The checksum of parts one after the other, from that of each and its bytes."""
+    whole = 0
+    for checksum, size in zip(checksums, sizes, strict=True):
+        a, b, c, d = _tables(size)
+        whole = a[whole >> 24] ^ b[whole >> 16 & 255] ^ c[whole >> 8 & 255] ^ d[whole & 255] ^ checksum
+    return whole
+
+
+@lru_cache(maxsize=64)
+def _tables(size: int) -> list[list[int]]:
+    """What each byte of a checksum, the highest first, becomes when `size` bytes follow: each multiplies it by x^8."""
+    factor, power, left = _ONE, _X8, size
+    while left:
+        factor = _product(factor, power) if left & 1 else factor
+        power, left = _product(power, power), left >> 1
+    return [[_product(byte << shift, factor) for byte in range(256)] for shift in (24, 16, 8, 0)]
+
+
+def _product(a: int, b: int) -> int:
+    found = 0
+    while a:
+        found ^= b if a >> 31 else 0
+        a = a << 1 & 0xFFFFFFFF
+        b = b >> 1 ^ _POLYNOMIAL if b & 1 else b >> 1
+    return found
+
+
+# -- many files -----------------------------------------------------------------------------------------------------------
 
 
 class Reader:
@@ -81,44 +199,39 @@ class Reader:
         self._counting = threading.Lock()
         self._threads = ThreadPoolExecutor(READERS, "prompt store reader")
 
-    def headers(self, namespace: str, names: Iterable[str]) -> list[HeaderRead]:
-        """Several at a time."""
+    def headers(self, namespace: str, names: Iterable[str]) -> list[Record | BadRecordError | OSError]:
+        """header() of several files at a time."""
         return list(self._threads.map(lambda name: self.header(namespace, name), names))
 
-    def header(self, namespace: str, name: str) -> HeaderRead:
-        path = self._root / name
-        try:
-            return HeaderRead(read_header(self._disk, path, Expected(namespace, KINDS[path.parent.parent.name]), self._naming))
-        except BadRecordError as error:
-            return HeaderRead(None, not self._set_aside(path, error))
-        except FileNotFoundError:
-            return HeaderRead(None, False)
-        except OSError as error:
-            log.warning("prompt store: %s", error)
-            return HeaderRead(None)
+    def header(self, namespace: str, name: str) -> Record | BadRecordError | OSError:
+        """The record in a file by its header; FileNotFoundError if there is none (any more), another error if it may be later."""
+        found = inspect(self._disk, self._root / name, namespace, self._naming)
+        if isinstance(found, BadRecordError):
+            return FileNotFoundError(name) if self._set_aside(self._root / name, found) else found
+        if isinstance(found, OSError) and not isinstance(found, FileNotFoundError):
+            log.warning("prompt store: %s", found)
+        return found
 
-    def read(self, name: str, expected: Expected, into: Into | None = None) -> Reading:
+    def read(self, name: str, expected: Expected, into: Into | None = None) -> Future[RecordData]:
         """A record and the bytes of its parts, proven. Raises BadRecordError, the file is in quarantine then, or OSError."""
-        reading = Reading(partial(self._read, self._root / name, expected, into))
-        self._threads.submit(reading.run)
-        return reading
+        return self._threads.submit(self._read, self._root / name, expected, into)
 
     def close(self) -> None:
         self._threads.shutdown(cancel_futures=True)
 
     def _read(self, path: Path, expected: Expected, into: Into | None) -> RecordData:
         try:
-            record, views = read(self._disk, path, expected, self._naming, into)
+            found = read(self._disk, path, expected, self._naming, into)
         except BadRecordError as error:
             self._set_aside(path, error)
             raise
         with self._counting:
             self._counts["read"] += 1
-            self._counts["read_bytes"] += record.nbytes
-        return record, views
+            self._counts["read_bytes"] += found.record.nbytes
+        return found
 
     def _set_aside(self, path: Path, error: BadRecordError) -> bool:
-        """Whether it is gone from its place."""
+        """Move a bad file into quarantine. Returns whether it is gone from its place."""
         log.warning("prompt store: %s", error)
         with self._counting:
             self._counts["quarantined"] += 1

@@ -1,147 +1,142 @@
-"""Scans the store's folder: all of it by what names say, the records of a model at start, and later what other processes changed.
+"""Scans the store's folder: every file by its name, the records of a model at start, and later what other processes changed.
 
-Knows names and headers; no budget. A FolderScanner works in the writer's thread, in the order of its jobs: what was handed to the
-writer after that is not in its result. A Listing belongs to its caller.
+Knows names, sizes, times and headers; no budget. Folder and FolderScanner belong to the writer's thread once the store is open:
+they see what the jobs before theirs have done. A Listing belongs to its caller.
 """
 
 from __future__ import annotations
 
+import errno
+import logging
 import re
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from contextlib import suppress
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
+from functools import cached_property
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
-from .folder import ChangedFile, Folder, is_record
-from .fs import TEMPORARY, Disk, Entry, Stamp
+from ..errors import BadRecordError
+from .fs import TEMPORARY, Buffer, Disk, Entry, Stamp, write_whole
 from .headers import Headers
 from .paths import KINDS, LEFTOVER_SECONDS, OF_A_MODEL, OF_THE_STORE, described, folder_of, key_of
 from .quarantine import ASIDE
-from .reader import HeaderRead, Reader
-from .record import Key, Record
+from .reader import Reader
+from .record import SUFFIX, Key, Record
 
-SHARD = re.compile("[0-9a-f]{2}")
+log = logging.getLogger(__name__)
+
+# Times of use of files that were used one after the other differ by this much, in seconds.
+TICK = 1e-6
+# The folders of a store, as paths below its own; records are in the innermost ones.
+_SHARD = re.compile(rf"models/[^/]+/(?:{'|'.join(KINDS)})/[0-9a-f]{{2}}")
+_FOLDER = re.compile(rf"agents|quarantine|models(?:/[^/]+(?:/(?:{'|'.join(KINDS)}))?)?|{_SHARD.pattern}")
 
 
 # -- all files ------------------------------------------------------------------------------------------------------------
 
 
-@dataclass(frozen=True)
-class File:
-    """A file of the store; `namespace` is empty where it belongs to no model. `used`: when, in seconds since the epoch.
+class File(NamedTuple):
+    """A file of the store in `root`. `name`: its path below that; `used`: in seconds since the epoch."""
 
-    `stamp`: by what it is known again; None: it is no record.
-    """
-
-    path: Path
-    namespace: str
-    size: int
-    used: float
+    root: Path
+    name: str
+    size: int = 0
+    used: float = 0.0
     stamp: Stamp | None = None
+
+    @classmethod
+    def of(cls, root: Path, name: str, entry: Entry) -> File:
+        return cls(root, name, entry.size, entry.modified, entry.stamp)
+
+    @property
+    def path(self) -> Path:
+        return self.root / self.name
+
+    @property
+    def namespace(self) -> str:
+        """The namespace that the file belongs to; empty if it belongs to no model."""
+        first, *rest = self.name.split("/")
+        return rest[0] if first == "models" and len(rest) > 1 else ""
 
 
 class Listing:
-    """Every file of the store in `root`, by what its name says.
+    """Every file of the store in `root`, sorted by what its name says.
 
-    models       what is known of each namespace, from its model.json; None: nothing.
+    namespaces   folders of models.
     leftovers    of writes that never ended; younger ones may be live and are not listed.
-    foreign      what the store did not make, links among it.
+    foreign      files and folders that the store did not make, links among them.
     unreadable   folders, and why.
     """
 
     def __init__(self, root: Path, disk: Disk | None = None) -> None:
         self.root = root
-        self.models: dict[str, dict[str, Any] | None] = {}
+        self.namespaces: list[str] = []
         self.records: list[File] = []
         self.leftovers: list[File] = []
         self.quarantined: list[File] = []
         self.agents: list[File] = []
         self.foreign: list[Path] = []
-        self.unreadable: list[tuple[Path, str]] = []
+        self.unreadable: list[tuple[Path, OSError]] = []
         self.folders: list[Path] = []
         self._disk = disk or Disk()
         self._young = time.time() - LEFTOVER_SECONDS
-        for folder in self._inside(root):
-            if folder.name == "models":
-                for model in self._inside(folder):
-                    self._add_model(model)
-            elif folder.name in ("agents", "quarantine"):
-                self._add_plain(folder)
-            else:
-                self.foreign.append(folder)
+        self._walk("")
+
+    @cached_property
+    def models(self) -> dict[str, dict[str, Any] | None]:
+        """What the model.json of each namespace says; None: nothing that can be read."""
+        return {name: described(self._disk, self.root, name) for name in self.namespaces}
 
     def of(self, namespace: str) -> list[File]:
+        """The records of one namespace."""
         return [file for file in self.records if file.namespace == namespace]
 
-    def _add_model(self, folder: Path) -> None:
-        self.models[folder.name] = described(self._disk, self.root, folder.name)
-        for inner in self._inside(folder, folder.name):
-            if inner.name not in KINDS:
-                self.foreign.append(inner)
-                continue
-            for shard in self._inside(inner, folder.name):
-                if SHARD.fullmatch(shard.name):
-                    self._add_shard(shard, folder.name)
-                else:
-                    self.foreign.append(shard)
-
-    def _add_shard(self, shard: Path, namespace: str) -> None:
-        self.folders.append(shard)
-        for entry in self._scan(shard):
-            file = File(shard / entry.name, namespace, entry.size, entry.modified, entry.stamp)
-            if is_record(entry):
-                self.records.append(file)
-            else:
-                self._add_other(file, entry.is_file)
-
-    def _add_plain(self, folder: Path) -> None:
-        self.folders.append(folder)
+    def _walk(self, folder: str) -> None:
+        is_shard = _SHARD.fullmatch(folder) is not None
         for entry in self._scan(folder):
-            file = File(folder / entry.name, "", entry.size, entry.modified)
-            if folder.name == "agents" and entry.name.endswith(".json") and entry.is_file:
-                self.agents.append(file)
-            elif folder.name == "quarantine" and ASIDE.fullmatch(entry.name) and not entry.is_directory:
-                self.quarantined.append(file)
+            name = f"{folder}/{entry.name}" if folder else entry.name
+            if is_shard and entry.is_file and entry.name.endswith(SUFFIX) and not entry.name.startswith(TEMPORARY):
+                self.records.append(File.of(self.root, name, entry))
+            elif entry.is_directory and _FOLDER.fullmatch(name):
+                self.namespaces += [entry.name] if folder == "models" else []
+                self.folders.append(self.root / name)
+                self._walk(name)
             else:
-                self._add_other(file, entry.is_file)
+                self._add_other(folder, File.of(self.root, name, entry), entry)
 
-    def _add_other(self, file: File, is_file: bool) -> None:
-        if not (file.path.name.startswith(TEMPORARY) and is_file):
+    def _add_other(self, folder: str, file: File, entry: Entry) -> None:
+        if folder == "quarantine" and ASIDE.fullmatch(entry.name) and not entry.is_directory:
+            self.quarantined.append(file)
+        elif not entry.is_file:
             self.foreign.append(file.path)
-        elif file.used < self._young:
-            self.leftovers.append(file)
+        elif entry.name.startswith(TEMPORARY):
+            self.leftovers += [file] if file.used < self._young else []
+        elif folder == "agents" and entry.name.endswith(".json") and not entry.name.startswith("."):
+            self.agents.append(file)
+        elif entry.name not in (OF_A_MODEL if folder.count("/") == 1 else () if folder else OF_THE_STORE):
+            self.foreign.append(file.path)
 
-    def _inside(self, folder: Path, namespace: str = "") -> list[Path]:
-        """The folders in a folder, by name. Files among them are leftovers, model.json or foreign."""
-        if folder != self.root:
-            self.folders.append(folder)
-        found = []
-        for entry in self._scan(folder):
-            if entry.is_directory:
-                found.append(folder / entry.name)
-            elif not (entry.is_file and entry.name in self._expected(folder, namespace)):
-                self._add_other(File(folder / entry.name, namespace, entry.size, entry.modified), entry.is_file)
-        return sorted(found)
-
-    def _expected(self, folder: Path, namespace: str) -> tuple[str, ...]:
-        """The names of what lies in a folder beside others, and is neither a record nor left over."""
-        if folder == self.root:
-            return OF_THE_STORE
-        return OF_A_MODEL if namespace and folder.name == namespace else ()
-
-    def _scan(self, folder: Path) -> list[Entry]:
+    def _scan(self, folder: str) -> list[Entry]:
         try:
-            return sorted(self._disk.scan(folder))
+            return sorted(self._disk.scan(self.root / folder))
         except FileNotFoundError:
             return []
         except OSError as error:
-            self.unreadable.append((folder, str(error)))
+            self.unreadable.append((self.root / folder, error))
             return []
 
 
-# -- beside other processes -----------------------------------------------------------------------------------------------
+# -- the files of this process, beside those of others ----------------------------------------------------------------------
+
+
+class ChangedFile(NamedTuple):
+    """A file and its bytes; `is_new`: the last look did not find it, or found another size."""
+
+    name: str
+    size: int
+    is_new: bool
 
 
 @dataclass
@@ -149,7 +144,7 @@ class FolderChanges:
     """What other processes changed in the folder.
 
     found     files that they wrote or used, the one used longest ago first.
-    gone      names of files that are not there any more.
+    gone      names of files that were removed.
     records   headers of new files of our own model.
     unread    keys of new files of our own model that cannot be read at present.
     """
@@ -160,9 +155,87 @@ class FolderChanges:
     unread: list[Key] = field(default_factory=list)
 
 
+class Folder:
+    """The record files of all models below `root`, as this process has seen them last. Names are paths below it."""
+
+    def __init__(self, disk: Disk, root: Path) -> None:
+        self.disk = disk
+        self.root = root
+        self._files: dict[str, File] = {}
+
+    def look(self) -> FolderChanges:
+        """What other processes changed since the last look; removes leftovers of writes that never ended.
+
+        Raises OSError if the folder cannot be read. The files of an inner folder that cannot be read count as unchanged.
+        """
+        listing = Listing(self.root, self.disk)
+        before, files = self._files, {file.name: file for file in listing.records}
+        for path, error in listing.unreadable:
+            if path in (self.root, self.root / "models"):
+                raise error
+            log.warning("prompt store: %s", error)
+            inside = f"{path.relative_to(self.root).as_posix()}/"
+            files |= {name: file for name, file in before.items() if name.startswith(inside)}
+        for leftover in listing.leftovers:
+            with suppress(OSError):
+                self.disk.unlink(leftover.path)
+        self._files = files
+        found = []
+        for file in files.values():
+            was = before.get(file.name)
+            if was is None or (was.size, was.used) != (file.size, file.used):
+                found.append((file.used, ChangedFile(file.name, file.size, was is None or was.size != file.size)))
+        return FolderChanges([changed for _, changed in sorted(found)], [name for name in before if name not in files])
+
+    def write(self, name: str, buffers: Sequence[Buffer], size: int, keep_free: int = 0) -> None:
+        """Write a whole file of `size` bytes, and leave `keep_free` bytes free. Raises OSError; size_of() knows what is left."""
+        path = self.root / name
+        try:
+            self.disk.make_directory(path.parent)
+            free = self.disk.free_bytes(path.parent)
+            if free - size < keep_free:
+                raise OSError(errno.ENOSPC, f"{free} bytes free, {keep_free} are to stay so", str(path))
+            write_whole(self.disk, path, buffers)
+        finally:
+            self._see(name)
+
+    def remove(self, name: str) -> None:
+        """Remove a file, which may be gone already. Raises OSError."""
+        with suppress(FileNotFoundError):
+            self.disk.unlink(self.root / name)
+        self.drop(name)
+
+    def touch(self, names: Iterable[str]) -> None:
+        """Set the times of files used just now, one after the other. A file whose time cannot be set stays as it is."""
+        moment = time.time()
+        for number, name in enumerate(names):
+            if name in self._files:
+                with suppress(OSError):
+                    self.disk.touch(self.root / name, moment + number * TICK)
+                    self._see(name)
+
+    def size_of(self, name: str) -> int | None:
+        """Bytes of a file as this process has seen it; None: there is none."""
+        return self._files[name].size if name in self._files else None
+
+    def stamp_of(self, name: str) -> Stamp | None:
+        return self._files[name].stamp if name in self._files else None
+
+    def drop(self, name: str) -> None:
+        """A file was moved away: the next one of its name is new."""
+        self._files.pop(name, None)
+
+    def _see(self, name: str) -> None:
+        try:
+            self._files[name] = File.of(self.root, name, self.disk.stat(self.root / name))
+        except (BadRecordError, OSError):
+            # If there is a file after all, the next look finds it.
+            self.drop(name)
+
+
 @dataclass(frozen=True)
 class RecordChanges:
-    """Records of our own model that other processes wrote, and keys of those that are not there any more."""
+    """Records of our own model that other processes wrote, and keys of those that they removed."""
 
     found: list[Record]
     lost: list[Key]
@@ -182,15 +255,15 @@ class FolderScanner:
 
     def first(self) -> FolderChanges:
         """Every file; headers that are not noted are read, several at a time. Raises OSError if the folder cannot be read."""
-        return self._seen(self._noted_or_read)
+        return self._scan(self._noted_or_read)
 
-    def _noted_or_read(self, names: list[str]) -> list[HeaderRead]:
+    def _noted_or_read(self, names: list[str]) -> list[Record | Exception]:
         stamps = {name: stamp for name in names if (stamp := self._folder.stamp_of(name)) is not None}
-        found = {name: HeaderRead(record) for name, record in self._headers.load(stamps).items()}
-        noted = set(found) if self._headers.is_whole else set()
-        missing = [name for name in names if name not in found]
-        found |= zip(missing, self._reader.headers(self._namespace, missing), strict=True)
-        self._unnoted = [(r, stamps[name]) for name in stamps if name not in noted and (r := found[name].record) is not None]
+        noted: dict[str, Record | Exception] = {**self._headers.load(stamps)}
+        missing = [name for name in names if name not in noted]
+        found = noted | dict(zip(missing, self._reader.headers(self._namespace, missing), strict=True))
+        new = missing if self._headers.is_whole else names
+        self._unnoted = [(record, stamps[n]) for n in new if n in stamps and isinstance(record := found[n], Record)]
         return [found[name] for name in names]
 
     def note(self) -> None:
@@ -214,61 +287,22 @@ class FolderScanner:
         self.use(used)
         with suppress(OSError):
             self._describe()
-        return self._seen(lambda names: [self._reader.header(self._namespace, name) for name in names])
+        return self._scan(lambda names: [self._reader.header(self._namespace, name) for name in names])
 
-    def _seen(self, read: Callable[[list[str]], list[HeaderRead]]) -> FolderChanges:
+    def _scan(self, read: Callable[[list[str]], list[Record | Exception]]) -> FolderChanges:
         changes = self._folder.look()
-        seen = FolderChanges(changes.found, changes.gone)
         new = [found.name for found in changes.found if found.is_new and found.name.startswith(self._own)]
-        bad = set()
+        gone = set()
         for name, header in zip(new, read(new), strict=True):
             key = key_of(name)
-            if not header.is_there:
-                # No record, or gone again; it may have been one before.
-                bad.add(name)
-                self._folder.forget(name)
-                seen.gone.append(name)
-            elif header.record is not None:
-                seen.records.append(header.record)
+            if isinstance(header, Record):
+                changes.records.append(header)
+            elif isinstance(header, FileNotFoundError):
+                # No record, or gone again; there may have been one before.
+                self._folder.drop(name)
+                gone.add(name)
             elif key is not None:
-                seen.unread.append(key)
-        seen.found = [found for found in changes.found if found.name not in bad]
-        return seen
-
-
-class FolderWatcher:
-    """Decides when the folder is scanned again, and which results of a scan are out of date. Owned by the generation thread.
-
-    A scan is due once `look_bytes` were passed to the writer since the last one, or `seconds` after anything was written or used.
-    While one is under way, at most `look_bytes` are passed on.
-    """
-
-    def __init__(self, look_bytes: int, seconds: float) -> None:
-        self.look_bytes = look_bytes
-        self.seconds = seconds
-        self.is_looking = False
-        self.names: set[str] = set()
-        self._handed = 0
-        self._asked_at = time.monotonic()
-
-    def hand(self, name: str, size: int) -> None:
-        self.names.add(name)
-        self._handed += size
-
-    def allows(self, size: int) -> bool:
-        return not self.is_looking or not self._handed or self._handed + size <= self.look_bytes
-
-    def is_due(self, has_news: bool, at_once: bool) -> bool:
-        """Whether to scan now. `has_news`: files were used here since; `at_once`: the folder was never read yet."""
-        waited = time.monotonic() - self._asked_at >= self.seconds
-        wrote = 0 < self._handed >= self.look_bytes
-        return not self.is_looking and (at_once or wrote or (waited and (has_news or self._handed > 0)))
-
-    def ask(self) -> None:
-        self.is_looking, self._handed, self._asked_at = True, 0, time.monotonic()
-        self.names = set()
-
-    def sift(self, seen: FolderChanges) -> FolderChanges:
-        """The changes, without files that were passed to the writer since the scan was asked for."""
-        found = [found for found in seen.found if found.name not in self.names]
-        return replace(seen, found=found, gone=[name for name in seen.gone if name not in self.names])
+                changes.unread.append(key)
+        changes.found = [found for found in changes.found if found.name not in gone]
+        changes.gone += gone
+        return changes

@@ -12,13 +12,12 @@ import json
 import os
 import re
 import secrets
-import stat
 from contextlib import suppress
 from pathlib import Path
 from typing import BinaryIO
 
-from ..errors import StoreError
-from .fs import TEMPORARY, Disk
+from ..errors import BadRecordError, StoreError
+from .fs import Disk, temporary_for, write_synced
 from .paths import KEY_FILE
 
 KEY_BYTES = 32
@@ -36,16 +35,19 @@ _CANNOT_LINK = {errno.EPERM, errno.ENOTSUP, errno.EOPNOTSUPP, errno.ENOSYS}
 
 def export_key(root: Path, disk: Disk | None = None) -> bytes:
     """The key of the store in `root`, made if there is none. Raises StoreError where it can neither be read nor made."""
-    used, path = disk or Disk(), root / KEY_FILE
+    disk, path = disk or Disk(), root / KEY_FILE
     try:
-        key = _read_key(path)
-        if key is None:
-            _make_key(used, root, path)
-            key = _read_key(path)
+        try:
+            key = disk.read(path, 0, KEY_BYTES + 1)
+        except FileNotFoundError:
+            _make_key(disk, path)
+            key = disk.read(path, 0, KEY_BYTES + 1)
     except OSError as error:
         raise StoreError(f"Cannot read or make {path}: {error.strerror or error}. Needed a folder to read and write.") from error
-    if key is None:
-        raise StoreError(f"Found {path} without a key in it; needed {KEY_BYTES} bytes. Remove it: a new one will be made.")
+    except BadRecordError as error:
+        raise StoreError(f"{path}: {error}") from error
+    if len(key) != KEY_BYTES:
+        raise StoreError(f"{path} holds no key of {KEY_BYTES} bytes. Remove it: a new one will be made.")
     return key
 
 
@@ -91,44 +93,21 @@ def _digest(opened: BinaryIO, head: bytes, key: bytes) -> str:
     return mac.hexdigest()
 
 
-def _read_key(path: Path) -> bytes | None:
-    """None: there is no key. What is no plain file is not opened."""
+def _make_key(disk: Disk, path: Path) -> None:
+    """Make a key, whole or absent; of two processes that make one at once the first one's stays."""
+    disk.make_directory(path.parent)
+    temporary = temporary_for(path)
     try:
-        fd = os.open(path, os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK)
-    except FileNotFoundError:
-        return None
-    with open(fd, "rb") as file:
-        if not stat.S_ISREG(os.fstat(fd).st_mode):
-            raise OSError(f"{path} is not a plain file")
-        key = file.read(KEY_BYTES + 1)
-    return key if len(key) == KEY_BYTES else None
-
-
-def _make_key(disk: Disk, root: Path, path: Path) -> None:
-    """Whole or absent, and of two processes that make one at once the first one's."""
-    disk.make_directory(root)
-    temporary = root / f"{TEMPORARY}{os.getpid()}-{secrets.token_hex(8)}"
-    fd = disk.create(temporary)
-    try:
+        write_synced(disk, temporary, [secrets.token_bytes(KEY_BYTES)])
         try:
-            disk.write(fd, [secrets.token_bytes(KEY_BYTES)])
-            disk.sync(fd)
-        finally:
-            disk.close(fd)
-        _name(disk, temporary, path)
-        disk.sync_directory(root)
+            disk.link(temporary, path)
+        except FileExistsError:
+            pass
+        except OSError as error:
+            if error.errno not in _CANNOT_LINK:
+                raise
+            disk.rename(temporary, path)
+        disk.sync_directory(path.parent)
     finally:
         with suppress(FileNotFoundError):
             disk.unlink(temporary)
-
-
-def _name(disk: Disk, temporary: Path, path: Path) -> None:
-    """Give a file its name, unless another has it."""
-    try:
-        disk.link(temporary, path)
-    except FileExistsError:
-        return
-    except OSError as error:
-        if error.errno not in _CANNOT_LINK:
-            raise
-        disk.rename(temporary, path)

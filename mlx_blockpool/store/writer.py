@@ -12,11 +12,10 @@ from collections import deque
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
-from .folder import Folder
 from .fs import Buffer
 from .headers import Headers
 from .record import Record, encode
-from .scan import FolderChanges
+from .scan import Folder, FolderChanges
 
 log = logging.getLogger(__name__)
 
@@ -83,14 +82,13 @@ class Writer:
 
     def accepts(self, size: int) -> bool:
         """Whether a record of so many bytes may wait with the others."""
-        with self._changed:
-            return not self.queued_bytes or self.queued_bytes + size <= self.queue_bytes
+        return not self.queued_bytes or self.queued_bytes + size <= self.queue_bytes
 
     def put(self, job: WriteJob | ScanJob | Chore) -> bool:
-        """Hand a job over. False, and nothing happens, if it is a record and too much is waiting."""
+        """Pass a job on. False, and nothing happens, if it is a record and too much is waiting."""
         with self._changed:
             if isinstance(job, WriteJob) and job.record is not None:
-                if self.queued_bytes and self.queued_bytes + job.size > self.queue_bytes:
+                if not self.accepts(job.size):
                     return False
                 self.queued_bytes += job.size
                 self._writing[job.name] = job
@@ -99,22 +97,16 @@ class Writer:
         return True
 
     def waiting(self, name: str) -> WriteJob | None:
-        """The record that is to be written under a name, as long as it is not."""
+        """The job of a record that waits to be written under a name."""
         with self._changed:
             return self._writing.get(name)
 
     def poll(self) -> list[JobResult]:
-        """What became of jobs since the last call."""
-        found = []
-        while self._done:
-            found.append(self._done.popleft())
-        return found
+        """The results of jobs since the last call."""
+        return [self._done.popleft() for _ in range(len(self._done))]
 
     def flush(self, seconds: float) -> bool:
-        """Wait until every job was tried, at most so long. Whether it was; poll() says what became of each.
-
-        Where the thread has ended there is nothing to wait for.
-        """
+        """Wait until every job was tried, at most so long; a thread that has ended tries no more. Returns whether all were."""
         until = time.monotonic() + seconds
         with self._changed:
             while (self._jobs or self._busy) and self._thread.is_alive() and (left := until - time.monotonic()) > 0:
@@ -122,7 +114,7 @@ class Writer:
             return not (self._jobs or self._busy)
 
     def close(self, seconds: float) -> bool:
-        """flush(), and end the thread. What is not written by then is lost."""
+        """flush(), and end the thread. The jobs left then are lost."""
         flushed = self.flush(seconds)
         with self._changed:
             self._closing = True
@@ -158,27 +150,25 @@ class Writer:
                 job.act()
             elif job.record is None:
                 self.folder.remove(job.name)
-                self.headers.forget(job.name)
+                self.headers.remove(job.name)
             else:
-                self._write(job, encode(job.record, job.buffers))
-                self._note(job.name, job.record)
+                self._write(job, job.record)
             self.headers.write(at_once=not self._jobs)
         except BaseException as error:
-            # The top of the thread: whatever a job raises fails that job alone.
+            # The top of the thread: any error fails that job alone.
             if not isinstance(error, OSError):
                 what = job.name if isinstance(job, WriteJob) else "a look at the folder or its notes"
                 log.error("prompt store: %s failed by a fault that is not the disk's", what, exc_info=error)
             return JobResult(job, error, self.folder.size_of(job.name) if isinstance(job, WriteJob) else None)
         return JobResult(job)
 
-    def _write(self, job: WriteJob, buffers: Sequence[Buffer]) -> None:
+    def _write(self, job: WriteJob, record: Record) -> None:
+        buffers = encode(record, job.buffers)
         try:
             self.folder.write(job.name, buffers, job.size, self.min_free_bytes)
         except FileNotFoundError:
-            # Somebody who clears the store may remove a folder between its making and the write.
+            # `store clear` may remove a folder between its making and the write.
             self.folder.write(job.name, buffers, job.size, self.min_free_bytes)
-
-    def _note(self, name: str, record: Record) -> None:
-        stamp = self.folder.stamp_of(name)
+        stamp = self.folder.stamp_of(job.name)
         if stamp is not None:
             self.headers.add(record, stamp)

@@ -4,7 +4,10 @@ from __future__ import annotations
 
 from collections.abc import Sequence as Tokens
 from contextlib import suppress
+from dataclasses import dataclass
+from itertools import takewhile
 from typing import Any
+from weakref import WeakSet
 
 from ..config import PoolConfig
 from ..errors import PoolExhaustedError
@@ -13,10 +16,31 @@ from ..prefix.cache import USUAL, Acquired, PrefixCache
 from ..prefix.resume import in_memory, resumable
 from ..prefix.retention import RetentionPolicy
 from ..prefix.salts import SHARED
-from ..prefix.trie import PrefixRef
+from ..prefix.trie import Node, PrefixRef
+from ..prefix.uncache import records_of
 from ..store.prompt_store import PromptStore
 from .restore import RestorePlan
 from .write_behind import StoredPrefixes
+
+
+@dataclass(frozen=True)
+class Size:
+    """Bytes of what only one path stands on, and of what others need as well."""
+
+    own_bytes: int
+    shared_bytes: int
+
+
+@dataclass(frozen=True)
+class Measure:
+    """How much of a path is where: tokens without a gap from the first on, and how far a prompt would be resumed from there."""
+
+    tokens_in_memory: int
+    tokens_on_disk: int
+    resumes_from_memory: int
+    resumes_from_disk: int
+    memory: Size
+    disk: Size
 
 
 class TieredPrefixCache(PrefixCache):
@@ -29,6 +53,8 @@ class TieredPrefixCache(PrefixCache):
     def __init__(self, arena: KVArena, namespace: str = "", store: PromptStore | None = None, config: PoolConfig = USUAL) -> None:
         super().__init__(arena, namespace if store is None else store.namespace, config)
         self.stored = None if store is None else StoredPrefixes(self.index, arena, self.admission, store)
+        # Ends of matches that are faster to compute than to read, as planned last.
+        self._cheaper: WeakSet[Node] = WeakSet()
 
     def acquire(
         self,
@@ -43,7 +69,7 @@ class TieredPrefixCache(PrefixCache):
         plan = self.plan_restore(start, len(tokens) - 1 if at_most is None else at_most) if len(tokens) else None
         if plan is not None and self.stored is not None:
             with suppress(PoolExhaustedError):
-                self.stored.restore_now(plan)
+                self.stored.restores.run(plan)
         return self.acquire_resident(tokens, max_tokens, at_most, salt, start)
 
     def acquire_resident(
@@ -58,21 +84,23 @@ class TieredPrefixCache(PrefixCache):
         return super().acquire(tokens, max_tokens, at_most, salt, start)
 
     def resident(self, match: PrefixRef, at_most: int) -> PrefixRef:
-        if self.stored is not None:
-            plan = self._on_disk(match, at_most)
-            self.stored.num_cheaper += plan is not None and not self.stored.is_worth_reading(plan)
-            self.stored.touch(match.path)
+        if self.stored is not None and match.path:
+            self.stored.num_cheaper += match.path[-1] in self._cheaper
+            self._cheaper.discard(match.path[-1])
+            self.stored.restores.touch(match.path)
         return super().resident(match, at_most)
 
     def plan_restore(self, match: PrefixRef, at_most: int) -> RestorePlan | None:
-        """The restore that a match is worth waiting for; None where disk adds nothing, or computing it is faster."""
-        plan = self._on_disk(match, at_most)
-        return plan if plan is not None and self.stored and self.stored.is_worth_reading(plan) else None
-
-    def _on_disk(self, match: PrefixRef, most: int) -> RestorePlan | None:
-        if self.stored is None:
+        """The restore that a match is worth waiting for; None if disk adds nothing, or computing it is faster."""
+        if self.stored is None or not match.path:
             return None
-        return self.stored.plan_restore(match, most, resumable(self.arena, in_memory(match), most)[0])
+        self._cheaper.discard(match.path[-1])
+        restores, have = self.stored.restores, resumable(self.arena, in_memory(match), at_most)[0]
+        plan = restores.plan(match, at_most, have)
+        if plan is None or restores.is_worth_reading(plan):
+            return plan
+        self._cheaper.add(match.path[-1])
+        return None
 
     def within_reach(self, tokens: Tokens[int], salt: bytes = SHARED) -> int:
         """How many tokens of a prompt are in memory, or on disk and worth reading."""
@@ -86,7 +114,7 @@ class TieredPrefixCache(PrefixCache):
         return ref
 
     def keep_up(self) -> None:
-        """Between two steps: let go of what has been kept for long enough, in memory and on disk. Cheap."""
+        """Between two steps: end pins and retention whose time is over, in memory and on disk. Cheap."""
         super().keep_up()
         if self.stored is not None:
             self.retention.spare_on(self.stored.store)
@@ -94,3 +122,40 @@ class TieredPrefixCache(PrefixCache):
     def close(self) -> bool:
         """Write what is not on disk yet. Returns whether all of it is; without a store there is nothing to write."""
         return self.stored is None or self.stored.close()
+
+    # -- figures -------------------------------------------------------------------------------------------------------
+
+    def measure(self, path: PrefixRef, own: int, sizes: dict[Node, tuple[int, int]] | None = None) -> Measure:
+        """Figures of a path whose edges from `own` on are its own. `sizes` keeps those of edges for other paths."""
+        match, sizes = self.index.trie.find(path), {} if sizes is None else sizes
+        nodes = match.path
+        for node in nodes:
+            if node not in sizes:
+                sizes[node] = self._memory_bytes(node), self._disk_bytes(node)
+        memory, disk = [sizes[node][0] for node in nodes], [sizes[node][1] for node in nodes]
+        here = sum(node.end - node.start for node in takewhile(lambda node: node.residency.in_memory, nodes))
+        on_disk = list(takewhile(lambda node: node.residency.on_disk, nodes)) if self.stored is not None else []
+        return Measure(
+            tokens_in_memory=min(match.tokens, here),
+            tokens_on_disk=min(match.tokens, sum(node.end - node.start for node in on_disk)),
+            resumes_from_memory=resumable(self.arena, in_memory(match), match.tokens)[0],
+            resumes_from_disk=self._resumes_from_disk(on_disk, match.tokens),
+            memory=Size(sum(memory[own:]), sum(memory[:own])),
+            disk=Size(sum(disk[own:]), sum(disk[:own])),
+        )
+
+    def _resumes_from_disk(self, path: list[Node], at_most: int) -> int:
+        """How many tokens of a path on disk a restart could go on from."""
+        tokens = min(at_most, sum(node.end - node.start for node in path))
+        if not self.arena.spec.needs_checkpoints or not path or self.stored is None:
+            return tokens
+        found = self.stored.checkpoints.find(path, tokens)
+        return 0 if found is None else found[1]
+
+    def _memory_bytes(self, node: Node) -> int:
+        sizes = [self.arena.spec.bytes_per_block(group) for group in self.arena.spec.groups]
+        blocks = sum(sizes[group] for group, _ in set(self.index.blocks_of(node)))
+        return blocks + sum(checkpoint.nbytes for checkpoint in node.residency.checkpoints.values())
+
+    def _disk_bytes(self, node: Node) -> int:
+        return 0 if self.stored is None else sum(map(self.stored.store.size, records_of(self.index, node)))

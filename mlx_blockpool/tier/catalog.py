@@ -1,4 +1,4 @@
-"""RecordScanner: builds the stored part of a trie from headers: of all records at start, later of those of other processes.
+"""StoredNodes: the nodes of a trie that are on disk, from the headers of all records at start and of other processes' later.
 
 Owned by the generation thread.
 """
@@ -18,89 +18,104 @@ from .checkpoint_records import StoredCheckpoints
 LEARN_AT_ONCE = 64
 
 
-class RecordScanner:
-    """Adds records to `index` and `checkpoints`. `nodes`: the nodes that are on disk, by hash; kept up to date here."""
+class StoredNodes:
+    """The nodes of `index` that `store` has on disk, by their hashes; `checkpoints` are the checkpoints that it has."""
 
-    def __init__(self, index: KVIndex, checkpoints: StoredCheckpoints, store: PromptStore, nodes: dict[bytes, Node]) -> None:
+    def __init__(self, index: KVIndex, checkpoints: StoredCheckpoints, store: PromptStore) -> None:
+        self.by_hash: dict[bytes, Node] = {}
         self._index = index
         self._checkpoints = checkpoints
         self._store = store
-        self._nodes = nodes
         self._waiting: deque[Record] = deque()
-
-    # -- at start ------------------------------------------------------------------------------------------------------
 
     def load(self, records: Sequence[Record]) -> None:
         """Rebuild the trie from headers. Records that no chain of parents leads to are left out."""
-        children: dict[bytes, list[Record]] = {}
-        for record in (r for r in records if r.kind == BLOCK):
-            children.setdefault(record.parent, []).append(record)
-        nodes = deque(self._roots(records))
-        while nodes:
-            node = nodes.popleft()
-            for record in children.get(node.hash, []):
-                edge = encode(record.tokens)
-                if record.start == node.end and self._index.trie.child(node, edge) is not None:
-                    self._index.unreachable.append(record.key)
-                elif record.start == node.end:
-                    child = self._index.add_stored(node, edge, record.extra.get("kind", "assistant"))
-                    self._nodes[child.hash] = child
-                    nodes += [child] if child.is_full else []
-        self._checkpoints.load((r for r in records if r.kind != BLOCK), self._nodes)
-
-    def _roots(self, records: Sequence[Record]) -> list[Node]:
-        """The shared root, and those of the salts that records name."""
-        begin_of = self._index.trie.begin_of
-        salted = {begin_of(record.parent, record.extra[SALT]) for record in records if SALT in record.extra}
-        return [self._index.trie.root, *(root for root in salted if root is not None)]
+        for record in sorted(records, key=_parents_first):
+            if record.kind == BLOCK:
+                self._add(record, at_start=True)
+            elif not self._checkpoints.place(record, self._parent_of(record)):
+                self._index.unreachable.append(record.key)
 
     def by_need(self, records: Sequence[Record]) -> Iterator[Key]:
-        """The keys of records, given in the order of use: those used last first, and each after what it stands on."""
+        """The keys of records, given in the order of use: those used last first, and each after its parents."""
         seen: set[Node] = set()
         for record in reversed(records):
             if record.kind != BLOCK:
                 yield record.key
                 continue
             path: list[Node] = []
-            node = self._nodes.get(record.hash)
+            node = self.by_hash.get(record.hash)
             while node is not None and node.parent is not None and node not in seen:
-                # What comes before one that was seen was seen too.
+                # The parents of a node that was seen were seen too.
                 seen.add(node)
                 path.append(node)
                 node = node.parent
             yield from (Key(BLOCK, n.hash) for n in reversed(path))
 
-    # -- later ---------------------------------------------------------------------------------------------------------
-
-    def expect(self, records: Iterable[Record]) -> None:
-        """Queue records that other processes wrote: blocks first, parents before their children."""
-        self._waiting.extend(sorted(records, key=lambda record: (record.kind != BLOCK, record.start)))
-
-    def learn(self) -> None:
-        """Add up to LEARN_AT_ONCE queued records that continue nodes on disk.
+    def follow(self, records: Iterable[Record]) -> None:
+        """Queue records that other processes wrote, and add up to LEARN_AT_ONCE queued ones that continue nodes on disk.
 
         Nodes of this process are not replaced by them, and no file is removed: another process may need it.
         """
+        self._waiting.extend(sorted(records, key=_parents_first))
         for _ in range(min(LEARN_AT_ONCE, len(self._waiting))):
             record = self._waiting.popleft()
-            if record.key not in self._store:
-                continue
-            if record.kind == BLOCK:
+            if record.key in self._store and record.kind == BLOCK:
                 self._add(record)
-            else:
-                self._checkpoints.place(record, self._nodes)
+            elif record.key in self._store:
+                self._checkpoints.place(record, self._parent_of(record))
 
-    def _add(self, record: Record) -> None:
+    def lose(self, keys: Iterable[Key], again: bool = False) -> None:
+        """Follow records that are not on disk any more: nodes that are not in memory either leave the trie.
+
+        `again`: writing them has failed, and their checkpoints are queued again.
+        """
+        for key in keys:
+            if key.kind != BLOCK:
+                self._checkpoints.lose(key, again)
+            elif (node := self.by_hash.pop(key.hash, None)) is not None:
+                node.residency.on_disk = False
+                if not node.residency.in_memory and node.parent is not None and node in node.parent.children:
+                    self._index.remove(node)
+
+    def remove_unreachable(self) -> None:
+        """Remove the files of records that nothing in the trie leads to."""
+        keys, self._index.unreachable = self._index.unreachable, []
+        for key in keys:
+            if key.kind == BLOCK:
+                self.by_hash.pop(key.hash, None)
+            else:
+                self._checkpoints.lose(key)
+        self._store.remove(keys)
+
+    def _parent_of(self, record: Record) -> Node | None:
         first = self._index.trie.begin_of(record.parent, record.extra.get(SALT)) if record.start == 0 else None
-        parent = first or self._nodes.get(record.parent)
-        if parent is None or parent.end != record.start or not (parent.residency.on_disk or parent.parent is None):
+        return first or self.by_hash.get(record.parent)
+
+    def _add(self, record: Record, at_start: bool = False) -> None:
+        """Add a block whose parent is on disk. A second block with the same tokens is unreachable at start, and no news later."""
+        parent = self._parent_of(record)
+        if (
+            parent is None
+            or parent.end != record.start
+            or not (parent.parent is None or (parent.residency.on_disk and parent.is_full))
+        ):
             return
         edge = encode(record.tokens)
         child = self._index.trie.child(parent, edge)
-        if child is None and not any(edge.startswith(other.tokens) for other in parent.children):
-            # A shorter edge here is the end of a conversation that goes on in this process.
+        # Later, a shorter edge is the end of a conversation that goes on in this process.
+        if child is None and (at_start or not any(edge.startswith(other.tokens) for other in parent.children)):
             child = self._index.add_stored(parent, edge, record.extra.get("kind", "assistant"))
+        elif at_start:
+            self._index.unreachable.append(record.key)
+            return
         elif child is None or child.hash != record.hash:
             return
-        self._index.written(child)
-        self._nodes[child.hash] = child
+        if not at_start:
+            self._index.written(child)
+        self.by_hash[child.hash] = child
+
+
+def _parents_first(record: Record) -> tuple[bool, int]:
+    """Sorts blocks before the rest, and parents before their children."""
+    return record.kind != BLOCK, record.start

@@ -8,6 +8,7 @@ otherwise. A state is one record and rests likewise. Owned by the generation thr
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from concurrent.futures import Future
 from dataclasses import dataclass
 from functools import partial
 from typing import Any
@@ -19,7 +20,7 @@ import numpy as np
 from ..dtypes import numpy_name, safetensors_name
 from ..errors import BadRecordError
 from ..kv.arena import KVArena
-from ..kv.block_bytes import as_bytes, contents
+from ..kv.block_bytes import Content, as_bytes, contents
 from ..prefix.checkpoints import CUT, WindowCheckpoint, WindowSegment
 from ..prefix.index import KVIndex, is_superseded
 from ..prefix.residency import Checkpoint
@@ -27,7 +28,7 @@ from ..prefix.trie import Node, decode, encode
 from ..spec import BLOCK_TOKENS, StateLayer
 from ..store.fs import Into
 from ..store.prompt_store import PromptStore
-from ..store.reader import Reading, RecordData
+from ..store.reader import RecordData
 from ..store.record import SALT, STATE, WINDOW, Expected, Key, Part, Record
 
 # A state is written at once where the keys and values since the last one are so many times as large.
@@ -62,8 +63,8 @@ class StoredCheckpoints:
         self.rings = WindowCheckpoint(arena, store.config.bits)
         self.store = store
         # Bytes that a record may claim at most, whatever its header says.
-        whole = contents(arena, list(self.rings.sizes), BLOCK_TOKENS, store.config.bits)
-        window_bytes = sum(Part(c.name, c.safetensors_dtype, c.shape).nbytes for c in whole)
+        whole = parts_of(contents(arena, list(self.rings.sizes), BLOCK_TOKENS, store.config.bits))
+        window_bytes = sum(part.nbytes for part in whole)
         self._max_bytes = {WINDOW: window_bytes, STATE: STATE_SLACK * arena.spec.fixed_bytes_per_agent()}
         self._pending: WeakKeyDictionary[Checkpoint, Node] = WeakKeyDictionary()
         # Those whose last segment waits for its time.
@@ -81,16 +82,8 @@ class StoredCheckpoints:
         """Checkpoints whose last record waits for its time."""
         return len(self._resting)
 
-    # -- at start ------------------------------------------------------------------------------------------------------
-
-    def load(self, records: Iterable[Record], nodes: dict[bytes, Node]) -> None:
-        """Note records found on disk. `nodes`: the stored ones by hash; records of none of them become `index.unreachable`."""
-        self.index.unreachable += [record.key for record in records if not self.place(record, nodes)]
-
-    def place(self, record: Record, nodes: dict[bytes, Node]) -> bool:
-        """Note one record found on disk. Returns whether it belongs to any of the nodes."""
-        first = self.index.trie.begin_of(record.parent, record.extra.get(SALT)) if record.start == 0 else None
-        parent = first or nodes.get(record.parent)
+    def place(self, record: Record, parent: Node | None) -> bool:
+        """Note a record found on disk behind `parent`. Returns whether it belongs to any node there."""
         node = None if parent is None else self.index.trie.child(parent, encode(record.tokens))
         cut = _cut_of(record)
         if node is None or node.start != record.start or (record.kind == WINDOW and cut is None):
@@ -113,17 +106,16 @@ class StoredCheckpoints:
     def next_write(self, now: float) -> CheckpointWrite | None:
         """The next record to write at `now`; None: nothing is due any more. The same again until written() or give_up()."""
         while (found := next(self._due(now), None)) is not None:
-            checkpoint, node = found
-            node = node.latest
+            checkpoint, node = found[0], found[1].latest
             write = self._unwritten(node, checkpoint)
             if write is None:
-                self._settle(checkpoint)
+                self.give_up(checkpoint)
             elif not self._may_rest(write):
                 return write
             elif not self._rests(write, now):
                 if not is_superseded(node, checkpoint):
                     return write
-                self._settle(checkpoint)
+                self.give_up(checkpoint)
         return None
 
     def written(self, write: CheckpointWrite) -> None:
@@ -132,11 +124,8 @@ class StoredCheckpoints:
         self._add(record.key, write.of, record.start + len(record.tokens), write.checkpoint.position)
         self._sources[record.key] = (write.node, ref(write.checkpoint))
 
-    def give_up(self, write: CheckpointWrite) -> None:
-        """The budget has no room for this record, or nothing leads to it: the rest of its checkpoint is not written either."""
-        self._settle(write.checkpoint)
-
-    def _settle(self, checkpoint: Checkpoint) -> None:
+    def give_up(self, checkpoint: Checkpoint) -> None:
+        """Write no more of a checkpoint: all of it is on disk, or there is no room for it, or nothing leads to it."""
         self._pending.pop(checkpoint, None)
         self._resting.pop(checkpoint, None)
 
@@ -166,22 +155,15 @@ class StoredCheckpoints:
         position = checkpoint.position
         if node.residency.checkpoints.get(position) is not checkpoint:
             return None
-        for segment in reversed(list(self._segments(node, position))):
+        for segment in reversed(self._segments(node, position)):
             if not self._has(segment, position):
                 extra = {CUT: str(position), "kind": checkpoint.kind}
-                record = self._record(WINDOW, segment, self._parts(segment, position), extra)
+                record = record_of(self.store, WINDOW, *segment, self._parts(segment, position), extra)
                 return CheckpointWrite(record, partial(self.rings.cut, segment, checkpoint), segment.node, node, checkpoint)
         if checkpoint.states and position not in node.residency.state_records:
-            record = self._record(STATE, WindowSegment(node, position), state_parts(checkpoint.states), {"kind": checkpoint.kind})
+            record = record_of(self.store, STATE, node, position, state_parts(checkpoint.states), {"kind": checkpoint.kind})
             return CheckpointWrite(record, partial(state_bytes, checkpoint.states), node, node, checkpoint)
         return None
-
-    def _record(self, kind: str, segment: WindowSegment, parts: tuple[Part, ...], extra: dict[str, str]) -> Record:
-        node, end = segment
-        assert node.parent is not None
-        tokens = tuple(decode(node.tokens)[: end - node.start])
-        extra = extra | salted(node)
-        return Record(kind, self.store.namespace, node.hash_at(end), node.parent.hash, node.start, tokens, parts, extra)
 
     def _is_near(self, node: Node, position: int) -> bool:
         """Whether disk has a place to resume at so near that this one may wait."""
@@ -202,8 +184,7 @@ class StoredCheckpoints:
 
     def lose(self, key: Key, again: bool = False) -> None:
         """Follow a record that is not on disk any more. `again`: writing it has failed, and its checkpoint is queued again."""
-        found: tuple[Node | None, int] = self._places.pop(key, (None, 0))
-        node, end = found
+        node, end = self._places.pop(key, (None, 0))
         while node is not None:
             for knows in self.index.with_superseded(node):
                 if key.kind == WINDOW:
@@ -236,46 +217,50 @@ class StoredCheckpoints:
     def _ends(self, node: Node) -> Iterable[int]:
         return node.residency.state_records if self.arena.state_leaves else node.residency.window_records
 
-    def keys(self, node: Node, position: int) -> list[Key]:
-        """The records that a position stands on, those of its last tokens first."""
-        windows = [Key(WINDOW, segment.node.hash_at(segment.end)) for segment in self._segments(node, position)]
-        return windows + ([Key(STATE, node.hash_at(position))] if self.arena.state_leaves else [])
+    def records(self, node: Node, position: int) -> list[tuple[Key, WindowSegment]]:
+        """The records that a position stands on, and their tokens: windows, the last ones first, then the state."""
+        found = [(Key(WINDOW, segment.node.hash_at(segment.end)), segment) for segment in self._segments(node, position)]
+        return found + ([(Key(STATE, node.hash_at(position)), WindowSegment(node, position))] if self.arena.state_leaves else [])
 
-    def read(self, key: Key, into: Into | None = None) -> Reading:
+    def keys(self, node: Node, position: int) -> list[Key]:
+        return [key for key, _ in self.records(node, position)]
+
+    def read(self, key: Key, into: Into | None = None) -> Future[RecordData]:
         """A record as it is on disk now: another process may have cut it elsewhere. Larger ones than this model has are bad."""
         expected = Expected(self.store.namespace, key.kind, key.hash, max_bytes=self._max_bytes[key.kind])
         return self.store.read(expected, into)
 
-    def lay(self, segment: WindowSegment, found: RecordData, position: int, ids: dict[int, list[int]]) -> None:
-        """Put what was read into held blocks. Raises BadRecordError if it is not what rings at `position` need."""
-        record, views = found
+    def put_back(self, segment: WindowSegment, found: RecordData, position: int, ids: dict[int, list[int]]) -> None:
+        """Copy a record into held blocks. Raises BadRecordError if it is not what rings at `position` need."""
+        record = found.record
         cut = _cut_of(record)
         if cut is None or not self.rings.covers(segment, cut, position) or record.parts != self._parts(segment, cut):
             raise BadRecordError(f"{record.file_name}: found what was cut at {cut}, needed what windows hold at {position}.")
-        self.rings.put_back(segment, cut, views, position, ids)
+        self.rings.put_back(segment, cut, found.views, position, ids)
 
-    def states(self, found: RecordData) -> dict[int, list[Any]]:
-        """The states in what was read. Raises BadRecordError if they are not this model's."""
-        return states_in(*found, self.arena)
-
-    def segments(self, node: Node, position: int) -> list[WindowSegment]:
-        """Where the tokens lie that windows hold at `position`; none for a model without windows."""
-        return list(self._segments(node, position))
-
-    def _segments(self, node: Node, position: int) -> Iterable[WindowSegment]:
-        return self.rings.segments(node, position) if self.rings.sizes else ()
+    def _segments(self, node: Node, position: int) -> list[WindowSegment]:
+        """The tokens that windows hold at `position`, the last ones first; none for a model without windows."""
+        return list(self.rings.segments(node, position)) if self.rings.sizes else []
 
     def _has(self, segment: WindowSegment, position: int) -> bool:
         cut = segment.node.residency.window_records.get(segment.end)
         return cut is not None and self.rings.covers(segment, cut, position)
 
     def _parts(self, segment: WindowSegment, cut: int) -> tuple[Part, ...]:
-        return tuple(Part(c.name, c.safetensors_dtype, c.shape) for c in self.rings.contents(segment, cut))
+        return parts_of(self.rings.contents(segment, cut))
 
 
-def salted(node: Node) -> dict[str, str]:
-    """What a record of a node says of its salt, beside what else is in `extra`: nothing, unless it is the first under one."""
-    return {SALT: node.parent.salt.hex()} if node.parent is not None and node.parent.salt else {}
+def parts_of(arrays: Iterable[Content]) -> tuple[Part, ...]:
+    """The parts of a record that holds these arrays."""
+    return tuple(Part(c.name, c.safetensors_dtype, c.shape) for c in arrays)
+
+
+def record_of(store: PromptStore, kind: str, node: Node, end: int, parts: tuple[Part, ...], extra: Mapping[str, str]) -> Record:
+    """The record of the tokens [node.start, end) of a node. The first record under a salt names it."""
+    parent, tokens = node.parent, tuple(decode(node.tokens)[: end - node.start])
+    assert parent is not None
+    salt = {SALT: parent.salt.hex()} if parent.salt else {}
+    return Record(kind, store.namespace, node.hash_at(end), parent.hash, node.start, tokens, parts, {**extra, **salt})
 
 
 def _cut_of(record: Record) -> int | None:
@@ -294,11 +279,12 @@ def state_bytes(states: Mapping[int, Sequence[Any]]) -> list[memoryview]:
     return [as_bytes(array) for _, array in _named(states)]
 
 
-def states_in(record: Record, views: Sequence[memoryview], arena: KVArena) -> dict[int, list[Any]]:
+def states_in(data: RecordData, arena: KVArena) -> dict[int, list[Any]]:
     """The states in a record, copied. Raises BadRecordError if they are not those of this model's layers."""
+    record = data.record
     leaves = {i: arena.spec.leaves[i] for i in arena.state_leaves}
     found: dict[int, list[Any]] = {i: [None] * len(leaf.arrays) for i, leaf in leaves.items() if isinstance(leaf, StateLayer)}
-    for part, view in zip(record.parts, views, strict=True):
+    for part, view in zip(record.parts, data.views, strict=True):
         try:
             leaf, entry = map(int, part.name.removeprefix("states.").split("."))
             array = mx.array(np.frombuffer(view, numpy_name(part.dtype)).reshape(part.shape))

@@ -60,10 +60,10 @@ def open_store(
 ) -> PromptStore:
     """The store of the weights in a model folder, with an adapter or without. `model_id` is for people to read.
 
-    `weights`: what weights_in() has said of them; None: it is asked. Raises StoreError if the weights cannot be told from others.
+    `weights`: their identity(); None: it is worked out here. Raises StoreError if the weights cannot be told from others.
     """
     if weights is None:
-        weights = weights_in(model_folder, adapter_folder, digests_of(config))
+        weights = identity(model_folder, adapter_folder, digests_of(config))
     bits = config.bits or 0
     about = {
         "model_id": model_id,
@@ -80,13 +80,5 @@ def open_store(
 
 
 def digests_of(config: StoreConfig) -> Digests:
-    """What the store's folder remembers of files of weights."""
+    """The digests of weights that the store's folder remembers."""
     return Digests(config.folder or default_folder())
-
-
-def weights_in(model_folder: Path, adapter_folder: Path | None, digests: Digests | None = None) -> str:
-    """The name of the weights in a model folder with an adapter or without. Reads all that `digests` do not know.
-
-    Raises StoreError.
-    """
-    return identity(model_folder, adapter_folder, digests)

@@ -1,34 +1,44 @@
-"""Restores as data and as a job: what to bring back from disk, the blocks that it goes into, and reading it step by step.
+"""Restores: what to bring back from disk, the blocks that it goes into, and reading it step by step.
 
 Owned by the generation thread.
 """
 
 from __future__ import annotations
 
+import math
 import time
 from collections import deque
 from collections.abc import Iterator, Sequence
 from concurrent import futures
+from contextlib import suppress
 from dataclasses import dataclass
-from typing import Any, Protocol
+from functools import cache, partial
+from itertools import takewhile
+from typing import Any
 
 import numpy as np
 
 from ..errors import BadRecordError, PoolExhaustedError
+from ..kv.block_bytes import contents, copy_in
 from ..prefix.admission import Admission
 from ..prefix.checkpoints import WindowCheckpoint, WindowSegment
-from ..prefix.trie import Node
+from ..prefix.residency import Checkpoint
+from ..prefix.trie import Node, PrefixRef
 from ..store.fs import Into
-from ..store.reader import READERS, Reading, RecordData
-from ..store.record import Key
-from .throughput import Busy
+from ..store.reader import READERS, RecordData
+from ..store.record import BLOCK, STATE, WINDOW, Expected, Key
+from .catalog import StoredNodes
+from .checkpoint_records import StoredCheckpoints, parts_of, states_in
+from .throughput import Busy, Rates
 
-# While nobody computes, so many records are on their way: one in each thread that reads, and one that is copied. More are no
+# While nothing is computed, so many records are on their way: one in each thread that reads, and one that is copied. More are no
 # faster, for their memory is not in a cache of the processor.
 AT_ONCE = READERS + 1
 # Beside running replies, which take most of the time: so many bytes, but not more records than this.
 AHEAD_BYTES = 64 << 20
 MOST_AHEAD = 16
+# run() checks this often whether the disk hangs, in seconds.
+WAIT_SECONDS = 0.1
 
 
 @dataclass(frozen=True)
@@ -55,7 +65,7 @@ class RestorePlan:
 
 @dataclass(frozen=True)
 class RestoreStep:
-    """A record to bring back: a block for a node, a segment of what windows held, or a state where it is neither.
+    """A record to bring back: a block for a node, a segment of what windows held, or a state.
 
     block      ids of the held blocks that it goes into, one for each full group.
     segment    the tokens that a record of windows covers.
@@ -65,31 +75,6 @@ class RestoreStep:
     node: Node
     block: tuple[int, ...] = ()
     segment: WindowSegment | None = None
-
-
-class RestoreOwner(Protocol):
-    """What a RestoreJob needs of the one that planned it."""
-
-    def begin_read(self, step: RestoreStep, into: Into) -> Reading:
-        """Have a thread read the record of a step into what `into` gives."""
-
-    def put_in(self, step: RestoreStep, found: RecordData, plan: RestorePlan, held: HeldBlocks) -> None:
-        """Put what was read for a step where it belongs. Raises BadRecordError if it is not what the plan needs."""
-
-    def answered(self) -> None:
-        """The disk has given a record, or an error, just now."""
-
-    def hang(self) -> TimeoutError | None:
-        """The error to report if the disk has not answered for too long."""
-
-    def unread(self, key: Key, error: Exception) -> None:
-        """A record could not be read."""
-
-    def restored(self, plan: RestorePlan, held: HeldBlocks, busy: Busy) -> None:
-        """All records of a plan are in memory. `busy`: bytes, and the seconds that reading and copying them took."""
-
-    def released(self, restore: RestoreJob) -> None:
-        """A restore has released its blocks."""
 
 
 class HeldBlocks:
@@ -141,23 +126,169 @@ class _Scratch:
         return self._memory.data[:size]
 
 
-class RestoreJob:
-    """The records of a plan on their way from disk into the pool, in order. Holds the blocks of the whole path until release().
+class Restores:
+    """Brings the records of `nodes` and `checkpoints` back into the pool.
 
-    `block_bytes`: of one block of every group, which says how many records may be on their way beside running replies.
+    rates          how fast prompts are computed and records read, as measured here.
+    jobs           restores under way; `arriving` are the nodes that they bring back.
+    num_restored   tokens brought back.            num_unread     records that could not be read.
+    num_arrived    records read and put into the pool.
+    num_released   restores that released their blocks: requests that wait for room are tried again when it changes.
     """
 
-    def __init__(
-        self, owner: RestoreOwner, plan: RestorePlan, held: HeldBlocks, steps: Sequence[RestoreStep], block_bytes: int
-    ) -> None:
+    def __init__(self, nodes: StoredNodes, checkpoints: StoredCheckpoints, admission: Admission) -> None:
+        self.checkpoints = checkpoints
+        self.store, self.index, self.arena = checkpoints.store, checkpoints.index, checkpoints.arena
+        self.admission = admission
+        self.rates = Rates()
+        self.jobs: list[RestoreJob] = []
+        self.arriving: set[Node] = set()
+        self.num_restored = self.num_unread = self.num_arrived = self.num_released = 0
+        self.clock = time.monotonic
+        # When the disk gave something last, while something is on its way; until when it is left alone.
+        self.last_arrival = self._left_alone_until = self.clock()
+        self._nodes = nodes
+        # The arrays of a block of so many tokens, and the parts of its record.
+        self.contents = arrays = cache(partial(contents, self.arena, self.index.full_groups, bits=self.store.config.bits))
+        self.parts = cache(lambda tokens: parts_of(arrays(tokens)))
+
+    # -- planning ------------------------------------------------------------------------------------------------------
+
+    def plan(self, match: PrefixRef, at_most: int, have: int) -> RestorePlan | None:
+        """What to bring back to resume a match beyond `have` tokens, at `at_most` at most; None: disk has nothing for it."""
+        if self.clock() < self._left_alone_until:
+            return None
+        if self.arena.spec.needs_checkpoints:
+            found = self.checkpoints.find(match.path, min(match.tokens, at_most), have)
+            if found is None:
+                return None
+            node, position = found
+            path = [n for n in match.path if n.start < position]
+            missing = [n for n in path if not n.residency.in_memory]
+            whole = all(map(self._is_at_hand, path))
+            return RestorePlan(path, missing, have, position - have, node, position) if whole else None
+        path = list(takewhile(self._is_at_hand, match.path))
+        missing = [n for n in path if not n.residency.in_memory]
+        return RestorePlan(match.path, missing, have, min(path[-1].end, match.tokens, at_most) - have) if missing else None
+
+    def is_worth_reading(self, plan: RestorePlan) -> bool:
+        """Whether reading it takes less time than computing its tokens, as far as both were measured."""
+        return self.rates.is_worth_reading(self.size_of(plan), plan.tokens)
+
+    def size_of(self, plan: RestorePlan) -> int:
+        """Bytes of the files that a plan reads."""
+        keys = [Key(BLOCK, node.hash) for node in plan.missing]
+        keys += [] if plan.node is None else self.checkpoints.keys(plan.node, plan.position)
+        return sum(map(self.store.size, keys))
+
+    def _is_at_hand(self, node: Node) -> bool:
+        return node.residency.in_memory or (node.residency.on_disk and not self.store.is_put_off(Key(BLOCK, node.hash)))
+
+    def touch(self, path: Sequence[Node]) -> None:
+        """Note a path as used now: the budget drops records that were used longer ago first."""
+        keys = [Key(BLOCK, node.hash) for node in path if node.residency.on_disk]
+        checkpoints = path and self.arena.spec.needs_checkpoints
+        found = self.checkpoints.find(path, path[-1].end) if checkpoints else None
+        self.store.touch(keys if found is None else [*keys, *self.checkpoints.keys(*found)])
+
+    # -- reading -------------------------------------------------------------------------------------------------------
+
+    def begin(self, plan: RestorePlan) -> RestoreJob:
+        """Begin to bring a plan's records back. Raises PoolExhaustedError if the pool has no room for them."""
+        self.touch(plan.path)
+        if not self._is_waiting:
+            # The disk's time to answer begins now.
+            self.last_arrival = self.clock()
+        job = RestoreJob(self, plan, HeldBlocks(self.admission, self.index.full_groups, self.checkpoints.rings, plan))
+        self.arriving |= plan.arriving
+        self.jobs.append(job)
+        job.read_ahead()
+        return job
+
+    def run(self, plan: RestorePlan) -> None:
+        """begin(), and wait for the end."""
+        job = self.begin(plan)
+        while not job.advance(wait=WAIT_SECONDS, seconds=math.inf):
+            pass
+        job.release()
+
+    @property
+    def is_stuck(self) -> bool:
+        """Whether restores wait for records and none has arrived for the store's `answer_seconds`."""
+        return self._is_waiting and self.clock() - self.last_arrival > self.store.config.answer_seconds
+
+    @property
+    def _is_waiting(self) -> bool:
+        """Whether any restore waits for records. One that has ended only holds its blocks until its request starts."""
+        return not all(job.has_ended for job in self.jobs)
+
+    def leave_alone(self) -> None:
+        """Plan nothing for the store's `retry_seconds`."""
+        self._left_alone_until = self.clock() + self.store.config.retry_seconds
+
+    def read(self, step: RestoreStep, into: Into) -> futures.Future[RecordData]:
+        """Have a thread read the record of a step into what `into` gives."""
+        if step.key.kind == BLOCK:
+            parts = self.parts(step.node.end - step.node.start)
+            return self.store.read(Expected(self.store.namespace, BLOCK, step.node.hash, parts), into)
+        # States stay where they are read: arrays may be made where the bytes are.
+        return self.checkpoints.read(step.key, into if step.key.kind == WINDOW else None)
+
+    def put_in(self, step: RestoreStep, found: RecordData, plan: RestorePlan, held: HeldBlocks) -> None:
+        """Put a step's record where it belongs. Raises BadRecordError if it is not what the plan needs."""
+        node = step.node
+        if step.segment is not None:
+            self.checkpoints.put_back(step.segment, found, plan.position, held.rings)
+        elif step.key.kind == STATE:
+            held.states.update(states_in(found, self.arena))
+        elif not node.residency.in_memory and node.parent is not None and node in node.parent.children:
+            # It was not computed meanwhile: all may share it.
+            arrays = [c.array(v) for c, v in zip(self.contents(node.end - node.start), found.views, strict=True)]
+            places = list(zip(self.index.full_groups, step.block, strict=True))
+            copy_in(self.arena, places, 0, arrays, self.store.config.bits)
+            self.index.revive(node, step.block)
+            self.num_restored += node.end - node.start
+        self.num_arrived += 1
+
+    def lose(self, key: Key, error: Exception) -> None:
+        """A record that could not be read is a miss, and all behind it; a file that can be read later stays."""
+        self.num_unread += 1
+        if isinstance(error, BadRecordError | FileNotFoundError):
+            self.store.gone(key)
+            self._nodes.lose([key])
+        else:
+            self.store.put_off(key)
+
+    def end(self, plan: RestorePlan, held: HeldBlocks, busy: Busy) -> None:
+        """All records of a plan are in memory: its position can be resumed, unless it was dropped or computed meanwhile."""
+        self.rates.restored(busy.amount, busy.seconds)
+        node, position = plan.node and plan.node.latest, plan.position
+        if node is None or node.parent is None or node not in node.parent.children or position in node.residency.checkpoints:
+            return
+        with suppress(PoolExhaustedError):
+            self.admission.need_states(self.arena.spec.fixed_bytes_per_agent())
+            rings = self.checkpoints.rings.indices(position, held.rings)
+            self.index.add_checkpoint(node, Checkpoint(position, rings, held.states, noted=True))
+
+
+class RestoreJob:
+    """The records of a plan on their way from disk into the pool, in order. Holds the whole path's blocks until release()."""
+
+    def __init__(self, restores: Restores, plan: RestorePlan, held: HeldBlocks) -> None:
         self.plan = plan
-        self._owner = owner
+        self._restores = restores
         self._held = held
+        steps = [RestoreStep(Key(BLOCK, n.hash), n, block=b) for n, b in zip(plan.missing, held.blocks, strict=True)]
+        if plan.node is not None:
+            records = restores.checkpoints.records(plan.node, plan.position)
+            steps += [RestoreStep(key, segment.node, segment=segment if key.kind == WINDOW else None) for key, segment in records]
         self._unasked: Iterator[RestoreStep] = iter(steps)
         self._total = self._left = len(steps)
-        self._reading: deque[tuple[RestoreStep, Reading, _Scratch]] = deque()
+        self._reading: deque[tuple[RestoreStep, futures.Future[RecordData], _Scratch]] = deque()
         self._unused: list[_Scratch] = []
-        self._ahead = max(AT_ONCE, min(MOST_AHEAD, AHEAD_BYTES // block_bytes))
+        spec = restores.arena.spec
+        block = sum(spec.bytes_per_block(group) for group in spec.groups)
+        self._ahead = max(AT_ONCE, min(MOST_AHEAD, AHEAD_BYTES // max(1, block)))
         self._busy = Busy()
 
     @property
@@ -192,8 +323,10 @@ class RestoreJob:
             self.read_ahead(AT_ONCE if wait else self._ahead)
             if time.perf_counter() >= until:
                 break
-        if self._left and not self._reading[0][1].done() and (error := self._owner.hang()) is not None:
-            self._fail(self._reading[0][0].key, error)
+        if self._left and not self._reading[0][1].done() and self._restores.is_stuck:
+            self._restores.leave_alone()
+            answer = self._restores.store.config.answer_seconds
+            self._fail(self._reading[0][0].key, TimeoutError(f"the disk has given nothing for {answer:g} seconds"))
         return not self._left
 
     def _has_come(self, wait: float) -> bool:
@@ -203,35 +336,38 @@ class RestoreJob:
         return reading.done()
 
     def _fail(self, key: Key, error: Exception) -> None:
-        self._owner.unread(key, error)
+        self._restores.lose(key, error)
         self._reading.clear()
         self._left = 0
 
     def _take(self) -> None:
         """Put the next record where it belongs. One that cannot be read is the last."""
-        self._owner.answered()
+        self._restores.last_arrival = self._restores.clock()
         step, reading, scratch = self._reading.popleft()
         try:
             found = reading.result()
-            self._busy.between(reading.begun, reading.ended)
+            self._busy.between(found.begun, found.ended)
             begun = time.perf_counter()
-            self._owner.put_in(step, found, self.plan, self._held)
-            self._busy.between(begun, time.perf_counter(), found[0].nbytes)
-        except (BadRecordError, OSError, MemoryError) as error:
+            self._restores.put_in(step, found, self.plan, self._held)
+            self._busy.between(begun, time.perf_counter(), found.record.nbytes)
+        except (BadRecordError, OSError, MemoryError, futures.CancelledError) as error:
             self._fail(step.key, error)
             return
         self._unused.append(scratch)
         self._left -= 1
         if not self._left:
-            self._owner.restored(self.plan, self._held, self._busy)
+            self._restores.end(self.plan, self._held, self._busy)
 
     def release(self) -> None:
         """Release the blocks: from now on they are evictable like any others."""
         self._held.release()
-        self._owner.released(self)
+        self._restores.arriving -= self.plan.arriving
+        self._restores.num_released += 1
+        if self in self._restores.jobs:
+            self._restores.jobs.remove(self)
 
     def read_ahead(self, most: int = AT_ONCE) -> None:
         """Have records read until `most` are on their way."""
         while self._left and len(self._reading) < most and (step := next(self._unasked, None)) is not None:
             scratch = self._unused.pop() if self._unused else _Scratch()
-            self._reading.append((step, self._owner.begin_read(step, scratch.take), scratch))
+            self._reading.append((step, self._restores.read(step, scratch.take), scratch))

@@ -35,7 +35,7 @@ from ..kv.parts import as_stock, leaves_of, sequence_of
 from ..mlx_lm_compat import rebind
 from ..prefix.salts import is_of_import
 from ..spec import ChunkLayer, FullLayer, LayerSpec, ModelCacheSpec, StateLayer, WindowLayer
-from ..store.manifest import shown
+from ..store.agent_files import shown
 from ..store.signing import UNSIGNED, head_of, is_signed
 
 # Of a file whose metadata names no weights, these many tokens are computed and compared ...

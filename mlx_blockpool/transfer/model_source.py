@@ -18,9 +18,10 @@ from ..kv.arena import KVArena
 from ..modelfile import local_folder
 from ..plugins import spec_of_model
 from ..spec import blocks_for
+from ..store.identity import identity
 from ..store.scan import Listing
 from ..tier.cache import TieredPrefixCache
-from ..tier.opening import digests_of, open_store, weights_in
+from ..tier.opening import digests_of, open_store
 from .cache_file import ids_in, line_of
 
 # A command waits for the disk as long as it takes.
@@ -53,7 +54,7 @@ class Source:
         held = sum(file.size for file in Listing(root).records)
         limit = max(StoreConfig.store_bytes, held) if store_bytes is None else store_bytes
         self.config = StoreConfig(root, limit, bits, flush_seconds=FLUSH_SECONDS)
-        self.weights = weights_in(self.folder, adapter, digests_of(self.config))
+        self.weights = identity(self.folder, adapter, digests_of(self.config))
         self.model, self.tokenizer, config = self._load()
         self.spec = spec_of_model(self.model, config, Path(self.name).name)
 
@@ -95,7 +96,7 @@ class Source:
             if config.get("model_file") is None:
                 claims.try_to_build(config, self.name, ModelsConfig.build_seconds)
         except FileNotFoundError:
-            # weights_in() and load() name the file.
+            # identity() and load() name the file.
             return
         except (BadModelError, OSError, ValueError) as error:
             raise self._cannot_load(error) from error

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import shutil
+from concurrent.futures import Future
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -16,7 +17,7 @@ from mlx_blockpool.engine.engine import BlockPoolBatchEngine
 from mlx_blockpool.kv.arena import KVArena
 from mlx_blockpool.store.fs import Disk
 from mlx_blockpool.store.prompt_store import PromptStore
-from mlx_blockpool.store.reader import Reading
+from mlx_blockpool.store.reader import RecordData
 from mlx_blockpool.tier.cache import TieredPrefixCache
 from mlx_blockpool.tier.write_behind import StoredPrefixes
 
@@ -61,7 +62,7 @@ def read_at_once(store: PromptStore) -> None:
     """Every read has ended before anybody asks."""
     read = store.read
 
-    def done(*wanted: Any) -> Reading:
+    def done(*wanted: Any) -> Future[RecordData]:
         found = read(*wanted)
         found.exception()
         return found

@@ -74,7 +74,7 @@ def test_agents_go_on_where_they_were_after_a_shutdown(tmp_path: Path, pool: str
     uids, told = serve(machine.engine, prompts, 20)
     check(prompts, uids, told)
     assert [told.started[uid].cached for uid in uids] == [len(past) for past in said]
-    assert machine.stored.num_unread == 0
+    assert machine.stored.restores.num_unread == 0
     assert_nothing_held(machine.prefix)
 
 
@@ -194,7 +194,7 @@ def test_requests_go_on_where_the_folder_vanishes(tmp_path: Path) -> None:
         uids, told = serve(machine.engine, [(*prompt, 3)], 4)
         check([(*prompt, 3)], uids, told)
         write_all(machine)
-    assert machine.stored.num_unread > 0
+    assert machine.stored.restores.num_unread > 0
     assert machine.prefix.close()
     uids, told = serve(start(folder).engine, [(*prompts[-1], 3)], 4)
     assert told.started[uids[0]].cached == len(prompts[-1])
@@ -212,7 +212,7 @@ def test_what_is_stored_in_fewer_bits_comes_back_and_answers(tmp_path: Path, bit
     uids, told = serve(machine.engine, [(*prompt, 3)], 4)
     assert told.started[uids[0]].cached == len(prompt)
     assert told.reasons == {uids[0]: "length"}
-    assert machine.stored.num_unread == 0
+    assert machine.stored.restores.num_unread == 0
     errors = [mx.linalg.norm(a - b) / mx.linalg.norm(a) for a, b in zip(exact, keys_of(machine, prompt), strict=True)]
     worst = max(error.item() for error in errors)
     assert 0 < worst < {8: 0.006, 4: 0.1}[bits]
@@ -262,8 +262,8 @@ def test_replies_go_on_between_the_copies_of_a_long_prefix(tmp_path: Path, monke
     restored, tokens = 0, len(told.tokens[uid])
     for steps in range(1, 100):
         told.take(machine.engine.next())
-        assert machine.stored.num_restored - restored <= BLOCK, "more than one record between two steps"
-        restored = machine.stored.num_restored
+        assert machine.stored.restores.num_restored - restored <= BLOCK, "more than one record between two steps"
+        restored = machine.stored.restores.num_restored
         if late in told.started:
             break
         assert len(told.tokens[uid]) - tokens == steps, "a step without a token for the one that decodes"
@@ -298,7 +298,7 @@ def test_requests_with_one_prefix_read_it_once(tmp_path: Path) -> None:
     uids, told = serve(machine.engine, prompts)
     check(prompts, uids, told)
     assert machine.store.counts["read"] == 7
-    assert machine.store.counts["read_bytes"] == machine.stored.num_restored * bytes_of("llama", BLOCK) // BLOCK
+    assert machine.store.counts["read_bytes"] == machine.stored.restores.num_restored * bytes_of("llama", BLOCK) // BLOCK
     assert [told.started[uid].cached for uid in uids] == [len(LONG)] * 4
     assert_nothing_held(machine.prefix)
 
@@ -319,7 +319,7 @@ def test_a_restore_can_be_given_up(tmp_path: Path, how: str) -> None:
     else:
         assert machine.engine.reset() == [uid]
         going_on = [given_up, waits_for_it]
-    assert machine.stored.arriving == set()
+    assert machine.stored.restores.arriving == set()
     machine.prefix.check()
     disk.reads.set()
     drive(machine.engine, told)
@@ -357,7 +357,7 @@ def test_conversations_that_do_not_fit_together_come_back_in_turn(tmp_path: Path
             check([prompt], uids, told)
             assert told.started[uids[0]].cached == len(past)
             assert_nothing_held(machine.prefix)
-    assert machine.stored.num_unread == 0
+    assert machine.stored.restores.num_unread == 0
 
 
 def test_all_at_once_in_a_pool_for_one_and_a_half(tmp_path: Path) -> None:
@@ -405,7 +405,7 @@ def test_a_record_that_was_damaged_after_the_start_is_a_miss(tmp_path: Path, how
     uids, told = serve(machine.engine, [(*LONG, 3)], 8)
     check([(*LONG, 3)], uids, told)
     assert told.started[uids[0]].cached <= place * BLOCK
-    assert machine.stored.num_unread == 1
+    assert machine.stored.restores.num_unread == 1
     assert (
         machine.store.counts["quarantined"] == len(quarantined(tmp_path)) == (1 if how != "delete" else 0) + _twin(how, machine)
     )
@@ -415,7 +415,7 @@ def test_a_record_that_was_damaged_after_the_start_is_a_miss(tmp_path: Path, how
     uids, told = serve(again.engine, [(*LONG, 3)], 8)
     check([(*LONG, 3)], uids, told)
     assert told.started[uids[0]].cached >= len(LONG) - BLOCK
-    assert (again.stored.num_unread, again.store.counts["quarantined"]) == (0, 0)
+    assert (again.stored.restores.num_unread, again.store.counts["quarantined"]) == (0, 0)
 
 
 def _twin(how: str, machine: Machine) -> int:

@@ -57,9 +57,9 @@ def test_engines_measure_what_they_compute_and_bring_back(tmp_path: Path) -> Non
 def test_a_slow_disk_beside_a_fast_model_is_not_waited_for(tmp_path: Path) -> None:
     stored(tmp_path)
     machine = start(tmp_path)
-    machine.stored.rates = Rates(clock := Clock())
-    machine.stored.rates.computed(10**9, 1)
-    machine.stored.rates.restored(1, 1)
+    machine.stored.restores.rates = Rates(clock := Clock())
+    machine.stored.restores.rates.computed(10**9, 1)
+    machine.stored.restores.rates.restored(1, 1)
     assert cached(machine) == 0
     report = machine.stored.report()
     assert (report["cheaper_to_compute"], report["restored_tokens"]) == (1, 0)
@@ -74,7 +74,7 @@ def test_a_slow_disk_beside_a_fast_model_is_not_waited_for(tmp_path: Path) -> No
 def test_a_fast_disk_is_read_again_and_again(tmp_path: Path) -> None:
     stored(tmp_path)
     machine = start(tmp_path)
-    machine.stored.rates.computed(1, 1000)
+    machine.stored.restores.rates.computed(1, 1000)
     for turn in range(1, 4):
         assert cached(machine) == len(LONG)
         assert machine.store.counts["read"] == 7 * turn
@@ -93,15 +93,15 @@ def test_windows_and_states_are_weighed_too(tmp_path: Path, name: str) -> None:
     assert wanted is not None
     assert (wanted.have, wanted.tokens) == (0, 4 * BLOCK + 7)
     files = sum(path.stat().st_size for path in tmp_path.rglob("*.safetensors"))
-    machine.stored.rates.computed(wanted.tokens, 1)
+    machine.stored.restores.rates.computed(wanted.tokens, 1)
     # A little more than is needed, and a little less.
-    machine.stored.rates.restored(files + 1, 1)
-    assert machine.stored.is_worth_reading(wanted)
+    machine.stored.restores.rates.restored(files + 1, 1)
+    assert machine.stored.restores.is_worth_reading(wanted)
     slow = Rates()
     slow.computed(wanted.tokens, 1)
     slow.restored(sum(map(machine.store.size, machine.stored.checkpoints.keys(wanted.node, wanted.position))), 1)
-    machine.stored.rates = slow
-    assert not machine.stored.is_worth_reading(wanted)
+    machine.stored.restores.rates = slow
+    assert not machine.stored.restores.is_worth_reading(wanted)
     assert machine.prefix.plan_restore(machine.prefix.match((*LONG, 3)), len(LONG)) is None
 
 

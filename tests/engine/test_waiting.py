@@ -21,8 +21,8 @@ class Clock:
     """What the restores of one machine take for the time."""
 
     def __init__(self, machine: Machine) -> None:
-        self.now = machine.stored.clock()
-        machine.stored.clock = lambda: self.now
+        self.now = machine.stored.restores.clock()
+        machine.stored.restores.clock = lambda: self.now
 
 
 @pytest.fixture
@@ -45,7 +45,7 @@ def by_somebody_else(machine: Machine) -> RestoreJob:
     """What an agent's owner asks for, outside of the engine."""
     wanted = machine.prefix.plan_restore(machine.prefix.match(LONG), len(LONG) - 1)
     assert wanted is not None
-    return machine.stored.restore(wanted)
+    return machine.stored.restores.begin(wanted)
 
 
 def steps(engine: BlockPoolBatchEngine, told: Told, count: int) -> int:
@@ -131,7 +131,7 @@ def test_what_a_hanging_disk_does_not_give_is_computed(folder: Path, disk: Gated
     assert told.failed == {}
     assert [told.started[uid].cached for uid in (first, third)] == [0, len(LONG)]
     assert told.started[second].cached >= 1024, "it did not wait for what the first computes"
-    assert machine.stored.num_arrived == 0
+    assert machine.stored.restores.num_arrived == 0
     disk.reads.set()
     check(machine, first, told, 0)
 
@@ -146,5 +146,5 @@ def test_a_disk_that_is_slow_is_waited_for(folder: Path, disk: GatedDisk, monkey
     while uid not in told.started:
         clock.now += machine.store.config.answer_seconds - 0.1
         told.take(machine.engine.next())
-    assert machine.stored.num_arrived >= 6
+    assert machine.stored.restores.num_arrived >= 6
     check(machine, uid, drive(machine.engine, told), len(LONG) - 1)

@@ -80,7 +80,7 @@ def test_who_computes_anew_what_is_on_disk_only_is_charged(tmp_path: Path) -> No
     keeper.write()
     keeper.prefix.trim_to(0)
     # A disk that does not answer.
-    keeper.prefix.stored.is_worth_reading = lambda wanted: False  # type: ignore[method-assign, union-attr]
+    keeper.prefix.stored.restores.is_worth_reading = lambda wanted: False  # type: ignore[method-assign, union-attr]
     assert keeper.ask([*prompt, 1], terms=B) == 0
     assert keeper.agents == {"b": 4 * BLOCK}
 

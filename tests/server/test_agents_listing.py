@@ -16,9 +16,8 @@ from store.stores import NAMESPACE
 
 from mlx_blockpool.prefix.trie import Node, PrefixRef, Trie, encode, naming
 from mlx_blockpool.prefix.uncache import SharedPaths
-from mlx_blockpool.store import reachability
 from mlx_blockpool.store.agent_files import Agents
-from mlx_blockpool.store.agent_records import AgentRecords
+from mlx_blockpool.store.agent_records import AgentRecords, Sharing
 from mlx_blockpool.store.fs import Disk
 from mlx_blockpool.store.fsck import judge
 from mlx_blockpool.store.scan import Listing
@@ -173,10 +172,10 @@ def named(root: Path, count: int) -> int:
 
     judged = list(judge(Listing(root).records, naming))
     agents = Agents(root).all()
-    found = reachability.Sharing(judged, agents, counting)
+    found = Sharing(judged, agents, counting)
     for agent in agents:
         assert found.tokens_on_disk(agent) == agent.tokens
-        assert len(found.files(agent)[0]) == agent.name.endswith(("1", "3", "5", "7", "9"))
+        assert len(found.share(agent).own) == agent.name.endswith(("1", "3", "5", "7", "9"))
     # Those of the headers are checked with the same rule.
     return calls["naming"]
 

@@ -13,7 +13,7 @@ from models import save_model
 from mlx_blockpool.errors import BlockpoolError
 from mlx_blockpool.server.access import named_keys
 from mlx_blockpool.server.owners import as_told, belongs, noted_name, own_name
-from mlx_blockpool.store.manifest import shown
+from mlx_blockpool.store.agent_files import shown
 from server.serving import Client, blockpool_server
 
 SECRET = "These are notes.\nThe safe opens with {}.\nThat is all. "

@@ -49,7 +49,7 @@ def settled(store: PromptStore) -> list[Record]:
     assert store.poll() == []
     assert store.flush()
     assert store.poll() == []
-    return store.news().found
+    return store.take_changes().found
 
 
 def expected_of(record: Record) -> Expected:

@@ -11,9 +11,8 @@ from store.stores import NAMESPACE, open_store
 
 from mlx_blockpool.prefix.trie import Trie, naming
 from mlx_blockpool.spec import BLOCK_TOKENS
-from mlx_blockpool.store.agent_files import Agents
+from mlx_blockpool.store.agent_files import Agent, Agents
 from mlx_blockpool.store.fs import write_whole
-from mlx_blockpool.store.manifest import Agent
 from mlx_blockpool.store.paths import name_of
 from mlx_blockpool.store.record import BLOCK, Key, Record, encode
 

@@ -12,8 +12,8 @@ from store.stores import record_files
 from mlx_blockpool.errors import BadRecordError
 from mlx_blockpool.prefix.trie import naming
 from mlx_blockpool.store.fs import Disk
+from mlx_blockpool.store.reader import read
 from mlx_blockpool.store.record import BLOCK, Expected
-from mlx_blockpool.store.verify import read
 
 
 def _flip(path: Path, rng: random.Random) -> None:

@@ -11,8 +11,8 @@ from store.disks import StillDisk
 
 from mlx_blockpool.errors import BadRecordError
 from mlx_blockpool.store.fs import Disk
+from mlx_blockpool.store.reader import read
 from mlx_blockpool.store.record import Expected, Part, Record, encode
-from mlx_blockpool.store.verify import read
 
 PARENT = hashlib.blake2b(b"parent", digest_size=32).digest()
 PARTS = (Part("layers.0.keys", "F32", (1, 2, 3, 4)), Part("layers.0.values", "BF16", (1, 2, 3, 5)), Part("ring", "U32", (7,)))
@@ -58,7 +58,7 @@ NEW_FILE = make_file(NEW, first=7)
 def read_turn(disk: Disk, path: Path) -> str:
     """Whether the old record is there, the new one, or none; each of them whole."""
     try:
-        record, views = read(disk, path, expected_of(NEW), naming)
+        record, views, *_ = read(disk, path, expected_of(NEW), naming)
     except FileNotFoundError:
         return "absent"
     data = {"old": OLD_FILE, "new": NEW_FILE}[record.extra["turn"]]

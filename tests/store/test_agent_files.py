@@ -26,9 +26,8 @@ from thorough import tried
 
 from mlx_blockpool.errors import BadRecordError, StoreError
 from mlx_blockpool.store import agent_files as agents_module
-from mlx_blockpool.store.agent_files import Agents, turn_of
+from mlx_blockpool.store.agent_files import Agent, Agents, decode, encode, shown, turn_of
 from mlx_blockpool.store.fs import Buffer, Disk, sweep
-from mlx_blockpool.store.manifest import Agent, decode, encode, read, shown
 
 LONG_AGO = 1_000_000_000
 ANY_TEXT = st.text(st.characters(), max_size=320) | st.text(st.characters(categories=["Cs"]), max_size=4)
@@ -364,7 +363,7 @@ def test_a_power_cut_leaves_the_old_state_or_the_new(action: str) -> None:
         """Which agents may be found, each by name, tokens and pin; a torn one fails here."""
         found = set()
         for still in disk.after_power_cut():
-            agents = [read(still, path) for path in sorted(still.files) if path.suffix == ".json"]
+            agents = [decode(still.files[path], path.stem) for path in sorted(still.files) if path.suffix == ".json"]
             found.add(tuple((agent.name, agent.tokens, agent.pinned) for agent in agents))
         return found
 

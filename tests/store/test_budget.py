@@ -90,7 +90,7 @@ def test_a_file_that_cannot_be_removed_still_counts(tmp_path: Path, clock: Clock
     records = chain(1, 3)
     put_all(store, records)
     disk.broken["unlink"] = OSError(errno.EIO, "cannot")
-    store.forget([records[0].key])
+    store.remove([records[0].key])
     assert store.flush()
     store.poll()
     assert store.report()["bytes"] == 3 * SIZE
@@ -146,8 +146,8 @@ def test_a_budget_that_is_full_of_pins_refuses_and_says_so_once(tmp_path: Path, 
     assert [put(store, record) for record in chain(2, 3)] == ["over budget"] * 3
     assert store.counts["over budget"] == 3
     told = [record.getMessage() for record in caplog.records]
-    found = f"what has to stay takes {4 * SIZE} of {4 * SIZE} bytes"
-    assert told == [f"prompt store: {found}, and no more fits. Raise --store-bytes."]
+    found = f"pinned records take {4 * SIZE} of {4 * SIZE} bytes"
+    assert told == [f"prompt store: {found}; no more fits. Raise --store-bytes."]
     assert len(record_files(tmp_path)) == 4
 
 

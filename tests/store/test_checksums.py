@@ -7,7 +7,7 @@ import zlib
 from hypothesis import given
 from hypothesis import strategies as st
 
-from mlx_blockpool.store.verify import first_wrong, joined
+from mlx_blockpool.store.reader import first_wrong, joined
 
 PARTS = st.lists(st.binary(max_size=300), max_size=8)
 

@@ -275,7 +275,7 @@ def test_a_fault_that_is_not_the_disks_fails_one_record_and_the_disk_is_used_on(
     assert store.flush()
     disk.broken.clear()
     assert store.poll() == [], "what is no fault of the disk is not tried again at once"
-    assert store.news().lost == [failing.key]
+    assert store.take_changes().lost == [failing.key]
     assert failing.key not in store
     put_all(store, [after])
     assert (store.counts["failed"], store.counts["faults"], store.problem) == (1, 1, None)

@@ -24,7 +24,8 @@ from store.records import NEW, NEW_FILE, OLD_FILE, read_turn
 from thorough import tried
 
 from mlx_blockpool.errors import BadRecordError
-from mlx_blockpool.store.fs import TEMPORARY, Disk, quarantine, safe_name, sweep, write_whole
+from mlx_blockpool.store.fs import TEMPORARY, Disk, safe_name, sweep, write_whole
+from mlx_blockpool.store.quarantine import Quarantine
 
 FULL, READ_ONLY, BROKEN = errno.ENOSPC, errno.EROFS, errno.EIO
 FOREVER = float("inf")
@@ -39,6 +40,10 @@ def _no_umask() -> Iterator[None]:
 
 def mode(path: Path) -> int:
     return stat.S_IMODE(path.stat().st_mode)
+
+
+def quarantine(disk: Disk, path: Path, folder: Path, reason: str) -> Path | None:
+    return Quarantine(disk, folder.parent, 10**9).set_aside(path, reason)
 
 
 @pytest.mark.usefixtures("_no_umask")

@@ -123,7 +123,7 @@ def test_what_a_header_scan_finds(tmp_path: Path) -> None:
     wrong = path.parent.with_name("00")
     wrong.mkdir()
     other.rename(wrong / path.name)
-    assert "found in folder 00" in (problem(tmp_path) or "")
+    assert "Folder: found 00" in (problem(tmp_path) or "")
 
 
 def test_a_record_under_another_namespace_is_bad(tmp_path: Path) -> None:
@@ -181,7 +181,8 @@ def test_set_aside_moves_a_bad_file_with_its_reason(tmp_path: Path) -> None:
     path = place(tmp_path, make_record())
     path.write_bytes(b"short")
     (bad,) = judged(tmp_path)
-    set_aside(tmp_path, bad)
+    assert bad.problem is not None
+    set_aside(tmp_path, bad.file.path, bad.problem)
     assert not path.exists()
     aside, reason = sorted((tmp_path / "quarantine").iterdir())
     assert aside.read_bytes() == b"short"
@@ -194,7 +195,7 @@ def test_a_folder_that_cannot_be_read_is_said_so(tmp_path: Path) -> None:
     file.write_text("x")
     ((path, reason),) = Listing(file).unreadable
     assert path == file
-    assert "Not a directory" in reason
+    assert "Not a directory" in str(reason)
 
 
 @pytest.mark.parametrize("text", ["{", "[1]", "\x00"])

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import hashlib
 import json
 import struct
 from pathlib import Path
@@ -22,13 +23,13 @@ from store.records import (
 )
 
 from mlx_blockpool.errors import BadRecordError
+from mlx_blockpool.store.reader import read, read_header
 from mlx_blockpool.store.record import (
     MAX_HEADER_BYTES,
     Expected,
     Part,
     header_size,
 )
-from mlx_blockpool.store.verify import read, read_header
 
 
 def test_a_header_scan_finds_a_wrong_length_but_reads_no_data() -> None:
@@ -77,13 +78,22 @@ def test_a_giant_header_length_allocates_nothing(length: int) -> None:
             reader(disk, PATH, expected_of(RECORD), naming)
 
 
-def rewritten(change: dict[str, object] | None = None, **metadata: str) -> bytes:
-    """The file with another header, whose seal is not right."""
+HEAD = b'{"__metadata__":{"seal":"'
+
+
+def sealed(text: bytes) -> bytes:
+    """A header with a right seal in the place of its first 64 digits."""
+    rest = text[len(HEAD) + 64 :]
+    return HEAD + hashlib.blake2b(HEAD + b"0" * 64 + rest, digest_size=32).hexdigest().encode() + rest
+
+
+def rewritten(change: dict[str, object] | None = None, seal: bool = True, **metadata: str) -> bytes:
+    """The file with another header, whose seal is right or the one before."""
     size = header_size(FILE)
     entries = json.loads(FILE[8:size])
     entries["__metadata__"].update(metadata)
     text = json.dumps(entries | (change or {}), separators=(",", ":")).encode()
-    return struct.pack("<Q", len(text)) + text + FILE[size:]
+    return struct.pack("<Q", len(text)) + (sealed(text) if seal else text) + FILE[size:]
 
 
 def with_header(text: bytes) -> bytes:
@@ -94,27 +104,32 @@ def test_headers_of_others_are_told() -> None:
     assert_bad("Bytes of the file: found 0, needed at least 8", b"")
     assert_bad("Bytes of the file: found 20, needed at least", FILE[:20])
     assert_bad("Format: found mlx-blockpool 2, needed mlx-blockpool 1", rewritten(version="2"))
-    assert_bad("Header: found KeyError .'format'", with_header(b'{"__metadata__":{}}'))
-    assert_bad(
-        "Header: found KeyError .'__metadata__'", with_header(b'{"weight":{"dtype":"F32","shape":[1],"data_offsets":[0,4]}}')
-    )
-    assert_bad("Header: found JSONDecodeError", with_header(b"{"))
-    assert_bad("Header: found RecursionError", with_header(b"[" * 100_000))
-    assert_bad("Header: found UnicodeDecodeError", with_header(b'{"\xff":1}'))
-    assert_bad("Header: found", with_header(b"[]"))
-    assert_bad("Header: found", with_header(b"3"))
+    for text in (
+        b'{"weight":{"dtype":"F32","shape":[1],"data_offsets":[0,4]}}',
+        b'{"__metadata__":{}}',
+        b"[" * 100_000,
+        b"3",
+        b"",
+    ):
+        assert_bad("Header: found no valid seal", with_header(text))
+    start = HEAD + b"0" * 64 + b'"'
+    assert_bad("Header: found KeyError .'format'", with_header(sealed(start + b"}}")))
+    assert_bad("Header: found JSONDecodeError", with_header(sealed(start + b"}")))
+    assert_bad("Header: found RecursionError", with_header(sealed(start + b'},"a":' + b"[" * 100_000)))
+    assert_bad("Header: found UnicodeDecodeError", with_header(sealed(start + b'},"\xff":1}')))
     assert_bad("Header: found TypeError", rewritten({"layers.0.keys": 3}))
     assert_bad("Header: found ValueError", rewritten(start="9" * 5000))
 
 
 def test_headers_that_are_not_as_written_are_told() -> None:
-    changed = "Header: found one that was changed"
+    changed, moved = "Header: found no valid seal", "Parts: found others, needed those of the header, without gaps"
     keys = {"dtype": "F32", "shape": [1, 2, 3, 4], "data_offsets": [0, 96]}
-    assert_bad(changed, rewritten())
-    assert_bad(changed, rewritten(start="0512"))
-    assert_bad(changed, rewritten(tokens="1_0 2"))
-    assert_bad(changed, rewritten({"layers.0.keys": keys | {"data_offsets": [8, 104]}}))
-    assert_bad(changed, rewritten({"layers.0.keys": keys | {"more": 1}}))
+    assert_bad(changed, rewritten(seal=False))
+    assert_bad(changed, rewritten(seal=False, start="0512"))
+    assert_bad("Parent and tokens of hash", rewritten(tokens="1_0 2"))
+    for change in ({"data_offsets": [8, 104]}, {"more": 1}):
+        assert_bad(changed, rewritten({"layers.0.keys": keys | change}, seal=False))
+        assert_bad(moved, rewritten({"layers.0.keys": keys | change}))
     assert_bad(
         "Part: found Part.name=.layers.0.keys., .*, needed a name in ASCII, a dtype of BOOL",
         rewritten({"layers.0.keys": keys | {"shape": [True, 2, 3, 4]}}),

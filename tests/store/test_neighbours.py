@@ -46,7 +46,7 @@ def test_what_another_one_drops_is_a_miss(tmp_path: Path) -> None:
     put_all(one, records)
     two = open_store(tmp_path)
     two.open()
-    two.forget([records[1].key])
+    two.remove([records[1].key])
     assert two.flush()
     with pytest.raises(FileNotFoundError):
         one.read(expected_of(records[1])).result(30)
@@ -102,12 +102,12 @@ def test_what_another_one_drops_is_told(tmp_path: Path) -> None:
     records = chain(1, 3)
     put_all(one, records)
     look(two)
-    two.forget([records[1].key])
+    two.remove([records[1].key])
     assert two.flush()
     one._look()
     assert one.flush()
     one.poll()
-    assert one.news().lost == [records[1].key]
+    assert one.take_changes().lost == [records[1].key]
     assert one.report()["bytes"] == 2 * SIZE
 
 

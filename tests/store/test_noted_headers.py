@@ -19,7 +19,7 @@ from thorough import seeds
 from mlx_blockpool.prefix.trie import naming
 from mlx_blockpool.store import headers
 from mlx_blockpool.store.fs import Buffer, Disk, Stamp
-from mlx_blockpool.store.fsck import judge, seen
+from mlx_blockpool.store.fsck import judge
 from mlx_blockpool.store.headers import MAGIC, Headers
 from mlx_blockpool.store.paths import HEADERS_FILE, folder_of
 from mlx_blockpool.store.record import SUFFIX, WINDOW, Record
@@ -102,7 +102,7 @@ def test_what_is_used_and_dropped_here_stays_noted(tmp_path: Path) -> None:
     store.touch(record.key for record in records[:3])
     put_all(store, chain(2, 1))
     settled(store)
-    store.forget([records[5].key])
+    store.remove([records[5].key])
     store.touch(record.key for record in records[2:4])
     assert store.close()
     found, reads = start(tmp_path)
@@ -116,7 +116,7 @@ def test_notes_do_not_grow_without_end(tmp_path: Path, monkeypatch: pytest.Monke
     put_all(store, records := chain(1, 3))
     for number in range(200):
         put_all(store, other := chain(100 + number, 1))
-        store.forget([other[0].key])
+        store.remove([other[0].key])
     assert store.close()
     assert disk.noted > 20_000
     assert (tmp_path / FILE).stat().st_size < 6000
@@ -258,7 +258,7 @@ def test_commands_that_change_nothing_take_notes_for_it_and_others_read(tmp_path
     write(tmp_path, chain(1, 6))
     files = Listing(tmp_path).records
     disk = ReadingDisk()
-    noted = list(seen(tmp_path, files, naming, disk))
+    noted = list(judge(files, naming, noted=True, disk=disk))
     assert disk.records == 0
     assert sorted(noted, key=lambda j: j.file.path) == list(judge(files, naming, disk=disk))
     assert disk.records == 6

@@ -22,8 +22,8 @@ from mlx_blockpool.store.agent_files import Agents
 from mlx_blockpool.store.agent_records import AgentRecords
 from mlx_blockpool.store.fs import TEMPORARY, Disk
 from mlx_blockpool.store.paths import MODEL_FILE, folder_of
+from mlx_blockpool.store.reader import check
 from mlx_blockpool.store.record import BLOCK, Expected, Part, Record, file_size
-from mlx_blockpool.store.verify import check
 
 ALL = {**ODD_FILES, "sparse file": make_sparse}
 pytestmark = pytest.mark.timeout(120)
@@ -121,7 +121,7 @@ def test_turns_are_noted_beside_them(tmp_path: Path, make: Callable[[Path], None
 
 
 def test_a_record_is_checked_to_its_last_byte_in_pieces(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("mlx_blockpool.store.verify.PIECE_BYTES", 300)
+    monkeypatch.setattr("mlx_blockpool.store.reader.PIECE_BYTES", 300)
     (record,) = chain(1, 1)
     path = file_of(tmp_path, record)
     path.parent.mkdir(parents=True)

@@ -82,7 +82,7 @@ def test_removals_are_never_refused(tmp_path: Path) -> None:
     put_all(store, [first])
     with store._writer._changed:
         assert put(store, second) is None
-        store.forget([first.key])
+        store.remove([first.key])
     assert store.flush()
     assert record_files(tmp_path) == [file_of(tmp_path, second)]
 

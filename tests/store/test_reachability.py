@@ -15,12 +15,12 @@ from thorough import seeds
 from mlx_blockpool.commands.agents import delete
 from mlx_blockpool.prefix.trie import naming
 from mlx_blockpool.store.agent_files import Agents
+from mlx_blockpool.store.agent_records import PathRecords, Sharing
 from mlx_blockpool.store.fs import Disk
 from mlx_blockpool.store.fsck import judge
-from mlx_blockpool.store.reachability import PathRecords, Sharing
+from mlx_blockpool.store.reader import read
 from mlx_blockpool.store.record import BLOCK, STATE, WINDOW, Expected, Record
 from mlx_blockpool.store.scan import Listing
-from mlx_blockpool.store.verify import read
 
 SYSTEM = list(range(512))
 FIRST = [*SYSTEM, *range(1000, 1300)]

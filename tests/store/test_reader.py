@@ -1,4 +1,4 @@
-"""A record that is on its way is read once, by whoever comes first."""
+"""Records are read by threads of the reader, several at a time; errors are raised by the result."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from store.records import expected_of, make_buffers, make_file, make_record, nam
 from mlx_blockpool.errors import BadRecordError
 from mlx_blockpool.store.fs import Disk, Into
 from mlx_blockpool.store.quarantine import Quarantine
-from mlx_blockpool.store.reader import READERS, Reader, Reading
+from mlx_blockpool.store.reader import READERS, Reader
 
 RECORDS = [make_record(tokens=(n, n + 1)) for n in range(READERS + 2)]
 
@@ -30,7 +30,7 @@ class GatedDisk(Disk):
         with self.changed:
             self.begun.append(threading.current_thread().name)
             self.changed.notify_all()
-        assert threading.current_thread() is threading.main_thread() or self.gate.wait(20)
+        assert self.gate.wait(20)
         return super().read_into(path, into, most)
 
     def wait_for(self, count: int) -> None:
@@ -38,22 +38,23 @@ class GatedDisk(Disk):
             assert self.changed.wait_for(lambda: len(self.begun) >= count, 20)
 
 
-def test_whoever_waits_reads_what_no_thread_has_begun_with(tmp_path: Path) -> None:
+def test_several_records_are_read_at_a_time_and_none_by_the_thread_that_waits(tmp_path: Path) -> None:
     disk, counts = GatedDisk(), Counter[str]()
     for record in RECORDS:
         (tmp_path / record.file_name).write_bytes(make_file(record))
     reader = Reader(disk, tmp_path, naming, counts, Quarantine(disk, tmp_path, 10**9))
     readings = [reader.read(record.file_name, expected_of(record), bytearray) for record in RECORDS]
     disk.wait_for(READERS)
-    assert [reading.run() for reading in readings] == [False] * READERS + [True] * 2
-    assert [reading.done() for reading in readings] == [False] * READERS + [True] * 2
+    assert len(set(disk.begun)) == READERS
+    assert [reading.done() for reading in readings] == [False] * len(RECORDS)
     disk.gate.set()
     for reading, record in zip(readings, RECORDS, strict=True):
-        assert [bytes(view) for view in reading.result(20)[1]] == make_buffers(record)
-        assert 0 < reading.begun <= reading.ended
+        found = reading.result(20)
+        assert [bytes(view) for view in found.views] == make_buffers(record)
+        assert 0 < found.begun <= found.ended
     reader.close()
     assert len(disk.begun) == len(RECORDS)
-    assert disk.begun.count(threading.current_thread().name) == 2
+    assert threading.current_thread().name not in disk.begun
     assert counts == {"read": len(RECORDS), "read_bytes": sum(record.nbytes for record in RECORDS)}
 
 
@@ -64,16 +65,6 @@ def test_what_went_wrong_is_for_whoever_asks(tmp_path: Path) -> None:
         reader.read(record.file_name, expected_of(record)).result(20)
     (tmp_path / record.file_name).write_bytes(make_file(record)[:-1])
     reader = Reader(Disk(), tmp_path, naming, counts := Counter(), Quarantine(Disk(), tmp_path, 10**9))
-    reading = reader.read(record.file_name, expected_of(record), bytearray)
-    reading.run()
     with pytest.raises(BadRecordError):
-        reading.result(20)
+        reader.read(record.file_name, expected_of(record), bytearray).result(20)
     assert counts == {"quarantined": 1}
-
-
-def test_what_is_in_memory_is_there_at_once() -> None:
-    record = RECORDS[0]
-    reading = Reading.of(record, make_buffers(record))
-    assert reading.done()
-    assert not reading.run()
-    assert (reading.result()[0], [bytes(view) for view in reading.result()[1]]) == (record, make_buffers(record))

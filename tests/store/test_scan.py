@@ -1,103 +1,138 @@
-"""FolderWatcher: when to scan again, and what is not believed of a scan. WriteLimits: what may be written at present."""
+"""Folder: what others wrote, used and removed since the last look, and nothing of what was done here."""
 
 from __future__ import annotations
 
 import errno
+import os
+from pathlib import Path
 
 import pytest
-from store.clock import Clock
+from store.disks import BrokenDisk, QuickDisk
 
-from mlx_blockpool.config import StoreConfig
-from mlx_blockpool.store.folder import ChangedFile
-from mlx_blockpool.store.limits import WriteLimits
-from mlx_blockpool.store.scan import FolderChanges, FolderWatcher
+from mlx_blockpool.store.fs import Disk
+from mlx_blockpool.store.scan import ChangedFile, Folder
 
-
-@pytest.fixture
-def watch(clock: Clock) -> FolderWatcher:
-    return FolderWatcher(100, 60)
+A, B, C = (f"models/m/blocks/{n}/{n}.safetensors" for n in ("aa", "bb", "cc"))
+OTHERS = "models/other/windows/aa/aa.safetensors"
 
 
-def is_due(watch: FolderWatcher, has_news: bool = False, at_once: bool = False) -> bool:
-    return watch.is_due(has_news, at_once)
+def make(root: Path, name: str, size: int, used: float) -> None:
+    (root / name).parent.mkdir(parents=True, exist_ok=True)
+    (root / name).write_bytes(b"x" * size)
+    os.utime(root / name, (used, used))
 
 
-def test_a_look_is_due_after_so_much_was_written(watch: FolderWatcher) -> None:
-    watch.hand("a", 99)
-    assert not is_due(watch)
-    watch.hand("b", 1)
-    assert is_due(watch)
-    watch.ask()
-    watch.hand("c", 100)
-    assert not is_due(watch), "one is under way"
-    watch.is_looking = False
-    assert is_due(watch)
+def look(folder: Folder) -> tuple[list[str], list[str]]:
+    changes = folder.look()
+    return [one.name for one in changes.found], changes.gone
 
 
-def test_or_after_so_long_if_there_is_anything_to_tell_or_to_lose(watch: FolderWatcher, clock: Clock) -> None:
-    clock.now += 61
-    assert not is_due(watch)
-    assert is_due(watch, has_news=True)
-    watch.hand("a", 1)
-    assert is_due(watch)
-    watch.ask()
-    watch.is_looking = False
-    watch.hand("a", 1)
-    assert not is_due(watch)
-    clock.now += 61
-    assert is_due(watch)
+def test_the_first_look_finds_everything_in_the_order_of_use(tmp_path: Path) -> None:
+    for name, size, used in ((A, 3, 30), (B, 2, 10), (OTHERS, 1, 20)):
+        make(tmp_path, name, size, used)
+    (tmp_path / A).with_name("notes.txt").write_text("not a record")
+    (tmp_path / "models/m/model.json").write_text("{}")
+    (tmp_path / "models/m/unknown/aa").mkdir(parents=True)
+    folder = Folder(QuickDisk(), tmp_path)
+    assert folder.look().found == [ChangedFile(B, 2, True), ChangedFile(OTHERS, 1, True), ChangedFile(A, 3, True)]
+    assert look(folder) == ([], [])
 
 
-def test_or_at_once_where_nothing_was_seen_yet(watch: FolderWatcher) -> None:
-    assert is_due(watch, at_once=True)
-    watch.ask()
-    assert not is_due(watch, at_once=True)
+def test_a_folder_that_is_not_there_is_empty(tmp_path: Path) -> None:
+    assert look(Folder(QuickDisk(), tmp_path / "none")) == ([], [])
 
 
-def test_no_look_is_due_where_nothing_is_written_whatever_the_budget(clock: Clock) -> None:
-    assert not is_due(FolderWatcher(0, 60))
+def test_what_others_wrote_used_replaced_and_removed(tmp_path: Path) -> None:
+    for name in (A, B, C, OTHERS):
+        make(tmp_path, name, 5, 10)
+    folder = Folder(QuickDisk(), tmp_path)
+    folder.look()
+    os.utime(tmp_path / A, (30, 30))
+    make(tmp_path, B, 7, 20)
+    (tmp_path / C).unlink()
+    make(tmp_path, new := "models/m/states/dd/dd.safetensors", 1, 5)
+    changes = folder.look()
+    assert changes.found == [ChangedFile(new, 1, True), ChangedFile(B, 7, True), ChangedFile(A, 5, False)]
+    assert changes.gone == [C]
+    assert look(folder) == ([], [])
 
 
-def test_no_more_is_handed_over_while_a_look_is_under_way(watch: FolderWatcher) -> None:
-    watch.hand("a", 500)
-    assert watch.allows(1000)
-    watch.ask()
-    assert watch.allows(1000), "a record that is larger goes alone"
-    watch.hand("b", 60)
-    assert [watch.allows(size) for size in (40, 41)] == [True, False]
-    watch.is_looking = False
-    assert watch.allows(1000)
+def test_what_was_done_here_is_no_news(tmp_path: Path) -> None:
+    folder = Folder(Disk(), tmp_path)
+    for name in (A, B, C):
+        folder.write(name, [b"12345"], 5)
+    folder.remove(B)
+    folder.touch([C, A, "models/m/blocks/dd/unknown.safetensors"])
+    assert look(folder) == ([], [])
+    assert [folder.size_of(name) for name in (A, B, C)] == [5, None, 5]
+    times = [(tmp_path / name).stat().st_mtime for name in (C, A)]
+    assert times[0] < times[1]
+    folder.remove(A)
+    folder.remove(A)
+    assert look(folder) == ([], [])
 
 
-def test_what_changed_hands_after_the_look_is_not_believed(watch: FolderWatcher) -> None:
-    watch.hand("a", 1)
-    watch.ask()
-    watch.hand("b", 1)
-    watch.hand("c", 0)
-    seen = FolderChanges([ChangedFile("a", 1, True), ChangedFile("b", 1, True)], ["c", "d"])
-    assert watch.sift(seen) == FolderChanges([ChangedFile("a", 1, True)], ["d"])
+def test_what_others_do_to_our_files_is_news(tmp_path: Path) -> None:
+    folder = Folder(QuickDisk(), tmp_path)
+    for name in (A, B, C):
+        folder.write(name, [b"12345"], 5)
+    (tmp_path / A).unlink()
+    (tmp_path / B).write_bytes(b"1234567")
+    changes = folder.look()
+    assert changes.found == [ChangedFile(B, 7, True)]
+    assert changes.gone == [A]
+    # From the second look on, their times are known.
+    os.utime(tmp_path / C, (5, 5))
+    assert look(folder) == ([C], [])
 
 
-# -- limits ------------------------------------------------------------------------------------------------------------
+def test_a_failed_write_leaves_what_was_there(tmp_path: Path) -> None:
+    disk = BrokenDisk()
+    folder = Folder(disk, tmp_path)
+    folder.write(A, [b"12345"], 5)
+    disk.broken["rename"] = OSError(errno.EIO, "broken")
+    for name in (A, B):
+        with pytest.raises(OSError, match="broken"):
+            folder.write(name, [b"123"], 3)
+    assert [folder.size_of(name) for name in (A, B)] == [5, None]
+    disk.broken["size"] = OSError(errno.EIO, "blind")
+    with pytest.raises(OSError, match="broken"):
+        folder.write(A, [b"123"], 3)
+    assert folder.size_of(A) is None
+    disk.broken.clear()
+    assert folder.look().found == [ChangedFile(A, 5, True)], "what could not be asked for is found by looking"
 
 
-def test_what_was_refused_is_refused_until_it_would_be_taken(clock: Clock) -> None:
-    limits = WriteLimits(StoreConfig())
-    assert limits.still(queue_takes=False) is None
-    assert limits.refusal(11, queue_takes=False) == "queue full"
-    assert limits.refused == 11
-    assert limits.still(queue_takes=False) == "queue full"
-    assert limits.still(queue_takes=True) is None
-    assert limits.still(queue_takes=False) is None, "it was not asked for since"
+def test_a_look_that_fails_changes_nothing(tmp_path: Path) -> None:
+    disk = BrokenDisk()
+    make(tmp_path, A, 5, 10)
+    folder = Folder(disk, tmp_path)
+    folder.look()
+    make(tmp_path, B, 5, 10)
+    disk.broken["scan"] = OSError(errno.EIO, "blind")
+    with pytest.raises(OSError, match="blind"):
+        folder.look()
+    disk.broken.clear()
+    assert look(folder) == ([B], [])
 
 
-def test_a_disk_that_failed_refuses_before_anything_is_made(clock: Clock) -> None:
-    limits = WriteLimits(StoreConfig(retry_seconds=30))
-    limits.suspend(OSError(errno.EIO, "broken"))
-    assert limits.still(queue_takes=True) == "disk failed"
-    clock.now += 30
-    assert limits.still(queue_takes=True) is None
-    limits.charge(1)
-    assert limits.refusal(1, queue_takes=True) == "disk failed", "one record tries"
-    limits.problem = None
-    assert limits.refusal(1, queue_takes=True) is None
+@pytest.mark.parametrize("place", [Path(A).parent, Path(A).parent.parent])
+def test_a_part_that_cannot_be_read_is_as_it_was(tmp_path: Path, place: Path) -> None:
+    class Partly(QuickDisk):
+        is_broken = False
+
+        def scan(self, path: Path) -> list[object]:  # type: ignore[override]
+            if self.is_broken and path == tmp_path / place:
+                raise PermissionError(errno.EACCES, "not allowed")
+            return super().scan(path)  # type: ignore[return-value]
+
+    for name in (A, OTHERS):
+        make(tmp_path, name, 5, 10)
+    folder = Folder(disk := Partly(), tmp_path)
+    folder.look()
+    disk.is_broken = True
+    (tmp_path / A).unlink()
+    (tmp_path / OTHERS).unlink()
+    assert look(folder) == ([], [OTHERS])
+    disk.is_broken = False
+    assert look(folder) == ([], [A])

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import hashlib
 import os
 from pathlib import Path
 
@@ -11,8 +12,8 @@ from store.records import expected_of, make_buffers, make_file, make_record, nam
 from mlx_blockpool.errors import BadRecordError
 from mlx_blockpool.store import record as record_module
 from mlx_blockpool.store.fs import Disk
+from mlx_blockpool.store.reader import read
 from mlx_blockpool.store.record import MAX_HEADER_BYTES, Part, decode_header, header_size
-from mlx_blockpool.store.verify import read
 
 RECORD = make_record(bits="8", ring="3")
 FILE = make_file(RECORD)
@@ -33,7 +34,7 @@ class Memory:
 def is_read(path: Path, memory: Memory) -> bool:
     """Whether it is proven, and as it was written then."""
     try:
-        record, views = read(Disk(), path, expected_of(RECORD), naming, memory.take)
+        record, views, *_ = read(Disk(), path, expected_of(RECORD), naming, memory.take)
     except BadRecordError:
         return False
     assert record.parts == RECORD.parts
@@ -92,9 +93,20 @@ def test_a_file_that_shrinks_while_it_is_read_is_found(tmp_path: Path) -> None:
         read(Disk(), path, expected_of(RECORD), naming, take)
 
 
-def test_a_header_of_known_parts_is_not_written_again_to_compare_it(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_no_header_is_written_again_to_compare_it(monkeypatch: pytest.MonkeyPatch) -> None:
     expected = decode_header(FILE)
     monkeypatch.setattr(record_module, "_header", None)
-    assert decode_header(FILE, RECORD.parts) == expected
-    with pytest.raises(TypeError):
-        decode_header(FILE, (*RECORD.parts[:2], Part("ring", "U32", (1, 7))))
+    assert decode_header(FILE, RECORD.parts) == expected == decode_header(FILE)
+    assert decode_header(FILE, (*RECORD.parts[:2], Part("ring", "U32", (1, 7)))) == expected
+
+
+def test_a_sealed_header_says_where_each_part_lies_and_nothing_lies_between() -> None:
+    head = FILE[8 : header_size(FILE)]
+    moved = head.replace(b"[96,156]", b"[97,157]")
+    assert moved != head
+    at = len(b'{"__metadata__":{"seal":"')
+    unsealed = moved[:at] + b"0" * 64 + moved[at + 64 :]
+    seal = hashlib.blake2b(unsealed, digest_size=32).hexdigest().encode()
+    for parts in (None, RECORD.parts):
+        with pytest.raises(BadRecordError, match="without gaps"):
+            decode_header(FILE[:8] + moved[:at] + seal + moved[at + 64 :] + FILE[header_size(FILE) :], parts)

@@ -12,11 +12,10 @@ from store.disks import BrokenDisk, QuickDisk
 from store.records import make_buffers, make_record, naming
 from store.stores import temporaries
 
-from mlx_blockpool.store.folder import Folder
 from mlx_blockpool.store.fs import Buffer, Disk
 from mlx_blockpool.store.headers import Headers
 from mlx_blockpool.store.record import encode, file_size
-from mlx_blockpool.store.scan import FolderChanges
+from mlx_blockpool.store.scan import Folder, FolderChanges
 from mlx_blockpool.store.writer import ScanJob, WriteJob, Writer
 
 

@@ -22,7 +22,7 @@ from mlx_blockpool.kv.layer_caches import PooledRotatingKVCache
 from mlx_blockpool.spec import FullLayer, ModelCacheSpec, WindowLayer
 from mlx_blockpool.store.fs import Disk
 from mlx_blockpool.store.record import Part, decode_header, encode
-from mlx_blockpool.tier import restore, write_behind
+from mlx_blockpool.tier import restore
 from mlx_blockpool.tier.cache import TieredPrefixCache
 
 SPECS = {
@@ -102,7 +102,7 @@ def test_a_conversation_goes_on_after_a_restart(tmp_path: Path, spec: ModelCache
     assert life.prefix.close()
     again = Life(tmp_path, spec)
     assert again.answer([*prompt, *text(2, 50)]) == length
-    assert again.stored.num_unread == 0
+    assert again.stored.restores.num_unread == 0
 
 
 @pytest.mark.parametrize("spec", SPECS.values(), ids=SPECS)
@@ -312,7 +312,7 @@ def test_what_claims_more_than_the_model_has_is_a_miss_and_is_not_read(
     monkeypatch.setattr(Disk, "read_into", lambda disk, path, give, most: into(disk, path, sized(give, sizes), most))
     again = start()
     assert again.answer([*prompt, 7]) == 0
-    assert again.prefix.stored.num_unread == 1
+    assert again.prefix.stored.restores.num_unread == 1
     assert again.prefix.stored.store.counts["quarantined"] > 0
     assert max(sizes) < CLAIMED // 2
 
@@ -338,10 +338,8 @@ def test_no_memory_for_a_record_is_a_miss_and_it_stays(tmp_path: Path, where: st
 
     again = Life(tmp_path, SPECS["mixed"], retry_seconds=0.0)
     with monkeypatch.context() as patch:
-        patch.setattr(restore._Scratch, "take", none_left) if where == "reading" else patch.setattr(
-            write_behind, "copy_in", none_left
-        )
+        patch.setattr(restore._Scratch, "take", none_left) if where == "reading" else patch.setattr(restore, "copy_in", none_left)
         assert again.prefix.acquire([*prompt, 7], 20).lookup.hit == 0
-    assert again.stored.num_unread == 1
+    assert again.stored.restores.num_unread == 1
     assert record_files(tmp_path) == before
     assert again.answer([*prompt, 7]) == 700

@@ -19,7 +19,8 @@ from store.stores import record_files
 from tier.lives import BLOCK, ONE, TWO, WINDOWED, Life, wanted
 
 from mlx_blockpool.store.fs import Into
-from mlx_blockpool.tier import checkpoint_records as placed_module
+from mlx_blockpool.store.record import Record
+from mlx_blockpool.tier import checkpoint_records as records_module
 from mlx_blockpool.tier import write_behind as stored_module
 
 
@@ -46,11 +47,9 @@ def test_a_record_that_would_be_refused_is_not_made_at_each_step(
 
     def record(*args: Any) -> Any:
         made.append(args[0])
-        return stored_module_record(*args)
+        return Record(*args)
 
-    stored_module_record = stored_module.Record
-    monkeypatch.setattr(stored_module, "Record", record)
-    monkeypatch.setattr(placed_module, "Record", record)
+    monkeypatch.setattr(records_module, "Record", record)
     config: dict[str, Any] = {"queue full": {"queue_bytes": 1}, "daily limit": {"daily_bytes": 1}}.get(why, {})
     life = Life(tmp_path, spec=WINDOWED, **config)
     if why == "disk failed":
@@ -124,7 +123,7 @@ def test_what_cannot_be_read_once_is_a_miss_and_nothing_is_given_up(tmp_path: Pa
     life = Life(tmp_path, disk, **specs)
     disk.broken["read"] = OSError(number, os.strerror(number))
     assert life.prefix.acquire([*ONE, 1], 20).lookup.hit == 0
-    assert life.stored.num_unread == 1
+    assert life.stored.restores.num_unread == 1
     disk.broken.clear()
     reads = reads_of(disk)
     assert life.prefix.acquire([*ONE, 2], 20).lookup.hit == 0, "it is let alone for a while"
@@ -134,7 +133,7 @@ def test_what_cannot_be_read_once_is_a_miss_and_nothing_is_given_up(tmp_path: Pa
     assert len(list(tmp_path.rglob("*.safetensors"))) == files
     clock.now += 31
     assert life.fetched([*ONE, 1]) == len(ONE)
-    assert life.stored.num_unread == 1
+    assert life.stored.restores.num_unread == 1
     life.prefix.check()
 
 
@@ -154,7 +153,7 @@ def test_what_lies_before_a_record_that_cannot_be_read_comes_back(tmp_path: Path
     life = Life(tmp_path, disk := Sector())
     disk.bad = life.hashes(ONE)[2].hex()
     assert [life.fetched([*ONE, 1]) for _ in range(2)] == [2 * BLOCK, 2 * BLOCK]
-    assert life.stored.num_unread == 1
+    assert life.stored.restores.num_unread == 1
     answer(life.prefix, ONE)
     assert life.fetched([*ONE, 1]) == len(ONE), "it was computed again"
     assert life.prefix.close()
@@ -213,19 +212,19 @@ def test_a_restore_that_has_ended_and_waits_does_not_make_the_disk_hang(tmp_path
     life.prefix.close()
     disk = GatedDisk()
     again = Life(tmp_path, disk)
-    ended = again.stored.restore(wanted(again, ONE))
+    ended = again.stored.restores.begin(wanted(again, ONE))
     while not ended.advance(wait=1.0, seconds=1.0):
         pass
-    now = again.stored.clock() + again.store.config.answer_seconds + 1
-    again.stored.clock = lambda: now
-    assert not again.stored.is_stuck
+    now = again.stored.restores.clock() + again.store.config.answer_seconds + 1
+    again.stored.restores.clock = lambda: now
+    assert not again.stored.restores.is_stuck
     disk.reads.clear()
-    begun = again.stored.restore(wanted(again, TWO))
+    begun = again.stored.restores.begin(wanted(again, TWO))
     assert not begun.advance()
     disk.reads.set()
     while not begun.advance(wait=1.0, seconds=1.0):
         pass
-    assert (again.stored.num_restored, again.stored.num_unread) == (2 * len(ONE), 0)
+    assert (again.stored.restores.num_restored, again.stored.restores.num_unread) == (2 * len(ONE), 0)
     ended.release()
     begun.release()
 

@@ -91,7 +91,7 @@ def test_what_is_being_read_is_spared(tmp_path: Path, gated: GatedDisk) -> None:
     life = Life(tmp_path, gated, store_bytes=7 * FILE)
     gated.reads.clear()
     # ONE was used longest ago.
-    restore = life.stored.restore(wanted(life, ONE))
+    restore = life.stored.restores.begin(wanted(life, ONE))
     answer_now(life, THREE[: 4 * BLOCK])
     life.stored.write_behind(1 << 40)
     assert all(Key(RECORD, digest) in life.store for digest in life.hashes(ONE[: 3 * BLOCK]))
@@ -99,7 +99,7 @@ def test_what_is_being_read_is_spared(tmp_path: Path, gated: GatedDisk) -> None:
     while not restore.advance(wait=1.0):
         pass
     restore.release()
-    assert life.stored.num_unread == 0
+    assert life.stored.restores.num_unread == 0
     assert life.fetched([*ONE[: 3 * BLOCK], 1]) == 3 * BLOCK
 
 
@@ -125,7 +125,7 @@ def test_a_churn_of_ten_times_the_budget_stays_within_it(tmp_path: Path) -> None
     assert disk.written > 10 * budget
     assert budget // 2 < disk.most <= budget
     assert life.store.report()["bytes"] == sum(path.stat().st_size for path in record_files(tmp_path))
-    assert life.stored.num_unread == 0
+    assert life.stored.restores.num_unread == 0
 
 
 # -- two at once -------------------------------------------------------------------------------------------------------
@@ -141,7 +141,7 @@ def test_two_caches_in_one_folder_use_each_others_files_after_a_restart(tmp_path
     assert two.prefix.close()
     again = Life(tmp_path)
     assert [again.fetched([*prompt, 1]) for prompt in (ONE, TWO, THREE)] == [len(ONE), len(TWO), len(THREE)]
-    assert again.stored.num_unread == 0
+    assert again.stored.restores.num_unread == 0
 
 
 def test_one_that_drops_files_under_the_other_makes_it_miss(tmp_path: Path) -> None:
@@ -156,7 +156,7 @@ def test_one_that_drops_files_under_the_other_makes_it_miss(tmp_path: Path) -> N
     assert record_files(tmp_path) == []
     one.prefix.trim_to(0)
     assert one.fetched([*ONE, 1]) == 0
-    assert one.stored.num_unread == 1
+    assert one.stored.restores.num_unread == 1
     answer(one.prefix, ONE)
     assert one.prefix.close()
     assert one.store.problem is None
@@ -189,7 +189,7 @@ def test_what_another_one_wrote_is_known_after_a_look(tmp_path: Path, spec: Mode
     look(one)
     assert one.fetched([*longer, 1]) == len(longer)
     assert two.store.counts["written"] - before <= 2 * 6, "only what was new"
-    assert (one.stored.num_unread, two.stored.num_unread) == (0, 0)
+    assert (one.stored.restores.num_unread, two.stored.restores.num_unread) == (0, 0)
 
 
 def test_what_another_one_wrote_under_a_salt_is_known_under_it(tmp_path: Path) -> None:
@@ -289,4 +289,4 @@ def test_any_history_of_two_on_one_folder_gives_the_right_keys(tmp_path: Path, s
     last = Life(tmp_path, spec=spec)
     for number in range(3):
         last.fetched([*family(number, 900), 1])
-    assert last.stored.num_unread == 0
+    assert last.stored.restores.num_unread == 0

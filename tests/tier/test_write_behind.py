@@ -106,7 +106,7 @@ def brought_back(folder: Path, gated: GatedDisk, meanwhile: Callable[[Life], Non
     assert first.prefix.close()
     life = Life(folder, gated)
     gated.reads.clear()
-    restore = life.stored.restore(wanted(life, ONE))
+    restore = life.stored.restores.begin(wanted(life, ONE))
     meanwhile(life)
     gated.reads.set()
     while not restore.advance(wait=1.0):
@@ -118,14 +118,14 @@ def brought_back(folder: Path, gated: GatedDisk, meanwhile: Callable[[Life], Non
 def test_what_was_forgotten_is_not_brought_back_into_the_trie(tmp_path: Path, gated: GatedDisk) -> None:
     life = brought_back(tmp_path, gated, lambda life: life.prefix.clear())
     life.prefix.check()
-    assert life.stored.num_restored == 0
+    assert life.stored.restores.num_restored == 0
     assert [(c.held, c.evictable) for c in life.arena.pool.settle()] == [(0, 0)]
-    assert life.stored.arriving == set()
+    assert life.stored.restores.arriving == set()
 
 
 def test_what_was_computed_meanwhile_is_not_overwritten(tmp_path: Path, gated: GatedDisk) -> None:
     life = brought_back(tmp_path, gated, lambda life: compute(life, ONE[: 2 * BLOCK]))
-    assert life.stored.num_restored == len(ONE) - 2 * BLOCK
+    assert life.stored.restores.num_restored == len(ONE) - 2 * BLOCK
     assert life.fetched([*ONE, 1]) == len(ONE)
 
 
@@ -140,7 +140,7 @@ def test_what_is_still_in_the_queue_comes_back_from_there(tmp_path: Path, gated:
     life.prefix.trim_to(0)
     assert life.prefix.nbytes == 0
     assert life.fetched([*ONE, 1]) == len(ONE)
-    assert life.stored.num_unread == 0
+    assert life.stored.restores.num_unread == 0
     gated.writes.set()
     assert life.store.flush()
     assert len(record_files(tmp_path)) == 6
@@ -156,7 +156,7 @@ def test_all_of_a_prefix_comes_back_after_a_restart(tmp_path: Path, closes: bool
     assert again.prefix.look(ONE).known == (len(ONE) if closes else 5 * BLOCK)
     assert again.fetched([*ONE, 1]) == (len(ONE) if closes else 5 * BLOCK)
     assert again.fetched([*ONE[:700], 99]) == 700
-    assert again.stored.num_restored == (len(ONE) if closes else 5 * BLOCK)
+    assert again.stored.restores.num_restored == (len(ONE) if closes else 5 * BLOCK)
 
 
 def test_what_is_evicted_in_mid_run_comes_back(tmp_path: Path) -> None:
@@ -166,7 +166,7 @@ def test_what_is_evicted_in_mid_run_comes_back(tmp_path: Path) -> None:
         life.stored.write_tails()
     for prompt in (ONE, TWO, THREE, ONE):
         assert life.fetched([*prompt, 1]) == len(prompt)
-    assert life.stored.num_restored >= 3 * len(ONE)
+    assert life.stored.restores.num_restored >= 3 * len(ONE)
     life.write()
     assert life.store.counts["written"] == 18
 
@@ -178,8 +178,8 @@ def test_no_room_is_a_shorter_hit_and_no_error(tmp_path: Path) -> None:
     life = Life(tmp_path, pool=8 * 8192)
     held = life.prefix.acquire(TWO[:BLOCK], 3 * BLOCK)
     with pytest.raises(PoolExhaustedError):
-        life.stored.restore(wanted(life, ONE))
-    assert life.stored.arriving == set()
+        life.stored.restores.begin(wanted(life, ONE))
+    assert life.stored.restores.arriving == set()
     short = life.prefix.acquire(ONE[: 2 * BLOCK], 20)
     assert short.lookup.hit == 2 * BLOCK - 1
     life.prefix.discard(short.caches)
@@ -221,7 +221,7 @@ def test_32_blocks_are_32_records_and_come_back_bit_by_bit(tmp_path: Path) -> No
         for array, put_in in zip(cache.keys_and_values(), expected, strict=True):
             assert np.array(array).tobytes() == put_in.tobytes()
     assert again.store.counts["read"] == 32
-    assert again.stored.num_restored == 8192
+    assert again.stored.restores.num_restored == 8192
 
 
 def test_what_was_forgotten_before_the_end_is_gone_from_the_disk(tmp_path: Path) -> None:
@@ -258,7 +258,7 @@ def test_what_is_under_a_salt_comes_back_under_it_alone(spec: ModelCacheSpec, tm
     assert [path.tokens for path in paths] == [len(ONE), len(ONE), 0]
     assert not set(paths[0].hashes) & set(paths[1].hashes)
     found = again.prefix.acquire([*ONE, 1], 1, salt=salt)
-    assert (found.lookup.hit, again.stored.num_restored) == (len(ONE), len(ONE))
+    assert (found.lookup.hit, again.stored.restores.num_restored) == (len(ONE), len(ONE))
     again.prefix.discard(found.caches)
     # Blocks under another salt are still on disk alone.
     assert not any(node.residency.in_memory for node in again.prefix.index.trie.match(ONE).path)

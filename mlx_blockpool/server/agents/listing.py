@@ -13,10 +13,9 @@ from dataclasses import asdict
 from ...formatting import Report
 from ...prefix.trie import Node
 from ...prefix.uncache import exclusive_from
+from ...store.agent_files import shown
 from ...store.agent_records import utc
-from ...store.manifest import shown
 from ...tier.cache import TieredPrefixCache
-from ...tier.measure import measure
 from .by_content import is_by_content
 from .service import AgentService, AgentView, Home, shared_with
 
@@ -65,7 +64,7 @@ def _in_memory(service: AgentService, home: Home, views: dict[str, AgentView], c
         while left:
             view = left.popleft()
             own = exclusive_from(prefix.index, view.path, shared)
-            measured[view.name] = asdict(measure(prefix, view.path, own, sizes))
+            measured[view.name] = asdict(prefix.measure(view.path, own, sizes))
             if time.monotonic() > until:
                 return
 

@@ -21,8 +21,7 @@ from ...prefix.index import Pin
 from ...prefix.resume import pin_of
 from ...prefix.salts import SHARED, is_of_import
 from ...prefix.trie import PrefixRef
-from ...store.agent_files import Agents, turn_of
-from ...store.manifest import Agent
+from ...store.agent_files import Agent, Agents, turn_of
 from ...store.prompt_store import PromptStore
 from ...tier.cache import TieredPrefixCache
 from .by_content import is_by_content

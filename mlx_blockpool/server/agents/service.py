@@ -17,15 +17,11 @@ from ...errors import BlockpoolError, StoreError
 from ...formatting import Report
 from ...prefix.trie import PrefixRef, naming
 from ...prefix.uncache import SharedPaths, Uncached, exclusive_from, kept_hashes, uncache
-from ...store.agent_files import Agents
-from ...store.agent_records import AgentRecords
+from ...store.agent_files import Agent, Agents, shown
+from ...store.agent_records import AgentRecords, PathRecords
 from ...store.fs import safe_name
-from ...store.manifest import Agent, shown
-from ...store.paths import KINDS
+from ...store.paths import key_of
 from ...store.prompt_store import PromptStore
-from ...store.reachability import PathRecords
-from ...store.record import Key
-from ...store.scan import File
 from ...tier.cache import TieredPrefixCache
 from ..jobs import run_on_generation_thread
 from ..model import LoadedModel
@@ -239,7 +235,7 @@ class AgentService:
         else:
             shared = shared_with(view.home, views)
             freed, kept = self.at(view.home, lambda served, prefix: self._forget(served, prefix, view, shared))
-            share = PathRecords([file for file in share.own if _key_of(file).hash not in kept], share.stays)
+            share = PathRecords([file for file in share.own if bytes.fromhex(file.path.stem) not in kept], share.stays)
             report["memory"] = {"blocks": freed.blocks, "bytes": freed.bytes, "kept": freed.kept}
             report["clean"] = self.at(view.home, lambda _, prefix: len(prefix.index.trie.find(view.path).path) <= freed.kept)
         if records is not None:
@@ -359,9 +355,5 @@ def _unpin(served: LoadedModel, name: str) -> None:
 
 def _forget_records(prefix: TieredPrefixCache, share: PathRecords) -> PromptStore:
     assert prefix.stored is not None
-    prefix.stored.store.forget([_key_of(file) for file in share.own])
+    prefix.stored.store.remove([key for file in share.own if (key := key_of(file.name)) is not None])
     return prefix.stored.store
-
-
-def _key_of(file: File) -> Key:
-    return Key(KINDS[file.path.parents[1].name], bytes.fromhex(file.path.stem))

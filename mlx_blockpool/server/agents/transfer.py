@@ -24,15 +24,13 @@ from ...prefix.resume import in_memory, lay_out_to_read, pin_of, resumable
 from ...prefix.retention import RetentionPolicy
 from ...prefix.salts import SHARED, is_of_import, salt_of_import
 from ...prefix.trie import PrefixRef
+from ...store.agent_files import shown
 from ...store.digests import Digests
-from ...store.identity import check_unchanged
+from ...store.identity import check_unchanged, identity
 from ...store.limits import OVER_BUDGET
-from ...store.manifest import shown
 from ...store.prompt_store import PromptStore
 from ...store.signing import KEY_BYTES, export_key, sign
-from ...tier.cache import TieredPrefixCache
-from ...tier.measure import Measure, measure
-from ...tier.opening import weights_in
+from ...tier.cache import Measure, TieredPrefixCache
 from ...tier.restore import RestoreJob
 from ...tier.write_behind import StoredPrefixes
 from ...transfer.cache_file import CacheFile, CacheFileWriter, check_agent, privacy_report
@@ -50,7 +48,7 @@ _OWN_KEY = secrets.token_bytes(KEY_BYTES)
 
 
 def _measure(service: AgentService, home: Home, path: PrefixRef) -> Measure:
-    return service.at(home, lambda _, prefix: measure(prefix, path, 0))
+    return service.at(home, lambda _, prefix: prefix.measure(path, 0))
 
 
 def _stored(prefix: TieredPrefixCache) -> StoredPrefixes:
@@ -114,7 +112,7 @@ def _saved(prefix: TieredPrefixCache, path: PrefixRef) -> _Saved:
     position = pin_of(prefix.arena, in_memory(prefix.index.trie.find(path))).position
     report, counts = stored.report(), stored.store.counts
     return _Saved(
-        measure(prefix, path, 0), position, report["pending"] + report["resting"], counts["written"], counts[OVER_BUDGET]
+        prefix.measure(path, 0), position, report["pending"] + report["resting"], counts["written"], counts[OVER_BUDGET]
     )
 
 
@@ -170,8 +168,8 @@ def _begin_restore(prefix: TieredPrefixCache, path: PrefixRef) -> tuple[RestoreJ
     """The job that brings back what is missing in memory, and its bytes; None: there is nothing to do."""
     stored, match = prefix.stored, prefix.index.trie.find(path)
     have = resumable(prefix.arena, in_memory(match), match.tokens)[0]
-    plan = None if stored is None else stored.plan_restore(match, match.tokens, have)
-    return (None, 0) if stored is None or plan is None else (stored.restore(plan), stored.size_of(plan))
+    plan = None if stored is None else stored.restores.plan(match, match.tokens, have)
+    return (None, 0) if stored is None or plan is None else (stored.restores.begin(plan), stored.restores.size_of(plan))
 
 
 def _advance(served: LoadedModel, job: RestoreJob) -> bool:
@@ -233,7 +231,7 @@ def _weights(service: AgentService, provider: BlockpoolModelProvider) -> str:
     with provider.naming:
         if provider.weights_name is None:
             folders = provider.folder, provider.adapter_folder
-            name = weights_in(*folders, Digests(service.root))
+            name = identity(*folders, Digests(service.root))
             check_unchanged(*folders, provider.stamps)
             provider.weights_name = name
         return provider.weights_name
