@@ -1,8 +1,6 @@
-"""What a model's caches cost: a token, an agent, a checkpoint, and how many agents fit. Figures only, from a spec.
+"""Plans: the bytes of a token, an agent and a checkpoint, and how many agents fit beside a model's weights.
 
-Knows no files, no mlx and no pool. Whole blocks, nothing shared. With `bits` the keys and values are quantised as mlx-lm's
-QuantizedKVCache does it: a scale and a bias for each GROUP_SIZE values are counted, and what cannot be divided into such
-groups stays as it is. State arrays are never quantised.
+Computes from a spec, in whole blocks with nothing shared. Knows no files, no mlx and no pool.
 """
 
 from __future__ import annotations
@@ -14,28 +12,25 @@ from typing import Any
 from .errors import SpecError
 from .spec import (
     BLOCK_TOKENS,
-    DTYPE_BYTES,
+    GROUP_SIZE,
     CompositeLayer,
     FullLayer,
     LayerSpec,
     ModelCacheSpec,
     StateLayer,
     leaves_of,
-    state_bytes,
 )
 
-# mlx-lm's --kv-group-size.
-GROUP_SIZE = 64
 KV_BITS = (8, 4)
 
 
 @dataclass(frozen=True)
 class LayerCost:
-    """Layers that look alike, `indices` in the spec. Bytes are those of all of them together, for one agent.
+    """Equal layers, at `indices` of the spec. Bytes are of all of them together, for one agent.
 
-    per_token:  one more token while there is room for it; of that grows_by for ever.
-    fixed:      state arrays, and windows at most, in whole blocks.
-    agent:      at the plan's context; of that checkpoint is what does not live in shared blocks.
+    per_token:  one more token while a window is not full; of that grows_by without a limit.
+    fixed:      state arrays and full windows, in whole blocks.
+    agent:      at the plan's context; of that checkpoint is not in blocks that prefixes share.
     """
 
     layer: LayerSpec
@@ -52,7 +47,7 @@ class LayerCost:
 
     @property
     def at_most(self) -> int | None:
-        """None: it grows with the context."""
+        """The most for any context, or None if it grows with the context."""
         return None if self.grows_by else self.fixed
 
 
@@ -79,11 +74,11 @@ class AgentCost:
 
     @cached_property
     def checkpoint(self) -> int:
-        """What a prefix costs beside its blocks so that it can be resumed behind its last token; 0: full layers need none."""
+        """What a prefix takes beside its blocks so that it can be resumed after its last token; 0 with full layers alone."""
         return sum(cost.checkpoint for cost in self.layers)
 
     def agents(self, budget: int) -> int:
-        """How many fit in `budget` bytes; 0 also where that is below 0."""
+        """How many agents fit in `budget` bytes, which may be below 0."""
         return max(0, budget) // self.agent
 
     def as_dict(self, budget: int) -> dict[str, Any]:
@@ -99,9 +94,9 @@ class AgentCost:
 
 @dataclass(frozen=True)
 class Weights:
-    """What the weights take in memory. `source`: files, index, estimate or unknown; None: not known.
+    """Bytes of the weights; None: unknown. `source`: files, index, estimate or unknown.
 
-    An estimate has the number of parameters and the bits that most of them have, None if they are not quantised.
+    An estimate has the number of parameters, and the bits of most of them if they are quantised.
     """
 
     bytes: int | None = None
@@ -112,7 +107,7 @@ class Weights:
 
 @dataclass(frozen=True)
 class Memory:
-    """What weights and agents may take together. `source`: option or machine."""
+    """Memory for weights and agents together. `source`: option or machine."""
 
     bytes: int
     source: str
@@ -120,9 +115,9 @@ class Memory:
 
 @dataclass(frozen=True)
 class ModelPlan:
-    """One model in `memory` with agents of `tokens` tokens whose keys and values have `bits` bits; None: as the model has them.
+    """One model in `memory`, with agents of `tokens` tokens in `bits` bits or as the model has it (None).
 
-    longest: the context that config.json says the model is made for, or None.
+    longest: the longest context according to config.json, or None.
     """
 
     spec: ModelCacheSpec
@@ -144,7 +139,7 @@ class ModelPlan:
 
     @property
     def left(self) -> int:
-        """Bytes for agents; below 0 where the weights alone are too large. Unknown weights count as nothing."""
+        """Bytes for agents; below 0 if the weights alone are too large. Unknown weights count as 0."""
         return self.memory.bytes - (self.weights.bytes or 0)
 
     @property
@@ -152,7 +147,7 @@ class ModelPlan:
         return self.cost.agents(self.left)
 
     def as_dict(self) -> dict[str, Any]:
-        """Every figure, for JSON; what is about layers and about `agents` is with `kv_bits`."""
+        """Every figure, for JSON. `groups` and `agents` are computed with `kv_bits`."""
         return {
             "model": self.spec.model_id,
             "model_type": self.model_type,
@@ -177,43 +172,31 @@ def cost_of(spec: ModelCacheSpec, tokens: int, bits: int | None = None) -> Agent
         members.setdefault(layer, []).append(index)
     found = AgentCost(tokens, bits, tuple(_layer_cost(spec, layer, at, tokens, bits) for layer, at in members.items()))
     if not found.agent:
-        raise SpecError(f"{spec.model_id}: found caches of 0 bytes; needed layers that hold something")
+        raise SpecError(f"{spec.model_id}: its caches take 0 bytes, so that nothing can be planned.")
     return found
 
 
 def unquantisable(spec: ModelCacheSpec) -> list[int]:
-    """The sizes of keys and values that cannot be quantised, as they are no multiple of GROUP_SIZE."""
+    """The sizes of keys and values that are not quantised because they are no multiple of GROUP_SIZE."""
     leaves = [leaf for leaf in spec.leaves if isinstance(leaf, FullLayer)]
     return sorted({dim for leaf in leaves for dim in (leaf.key_dim, leaf.value_dim) if dim % GROUP_SIZE})
 
 
 def _layer_cost(spec: ModelCacheSpec, layer: LayerSpec, indices: list[int], tokens: int, bits: int | None) -> LayerCost:
-    sums = [0] * 5
-    for leaf in leaves_of(layer):
-        figures = _leaf_cost(spec, leaf, tokens, bits)
-        sums = [total + len(indices) * figure for total, figure in zip(sums, figures, strict=True)]
-    return LayerCost(layer, tuple(indices), *sums)
+    figures = zip(*(_leaf_cost(spec, leaf, tokens, bits) for leaf in leaves_of(layer)), strict=True)
+    return LayerCost(layer, tuple(indices), *(len(indices) * sum(column) for column in figures))
 
 
 def _leaf_cost(spec: ModelCacheSpec, leaf: LayerSpec, tokens: int, bits: int | None) -> tuple[int, int, int, int, int]:
-    """per_token, grows_by, fixed, agent and checkpoint of one layer that is no composite."""
-    if not isinstance(leaf, FullLayer):
-        state = state_bytes(leaf)
-        return 0, 0, state, state, state
-    rows = (leaf.key_dim, leaf.value_dim)
-    per_token = leaf.kv_heads * sum(_row_bytes(dim, DTYPE_BYTES[spec.dtype], bits) for dim in rows)
-    per_block = BLOCK_TOKENS * per_token
+    """per_token, grows_by, fixed, agent and checkpoint of one leaf."""
+    if isinstance(leaf, StateLayer):
+        return 0, 0, leaf.nbytes, leaf.nbytes, leaf.nbytes
+    assert isinstance(leaf, FullLayer)
+    per_token, per_block = spec.bytes_per_token_per_layer(leaf, bits), spec.bytes_per_block_per_layer(leaf, bits)
     agent = spec.blocks(tokens, leaf) * per_block
     if leaf.max_blocks is None:
         return per_token, per_token, 0, agent, 0
     return per_token, 0, leaf.max_blocks * per_block, agent, agent
-
-
-def _row_bytes(dim: int, dtype_bytes: int, bits: int | None) -> int:
-    """Keys or values of one head and token."""
-    if bits is None or dim % GROUP_SIZE:
-        return dim * dtype_bytes
-    return dim * bits // 8 + 2 * dtype_bytes * (dim // GROUP_SIZE)
 
 
 def _group_dict(cost: LayerCost) -> dict[str, Any]:

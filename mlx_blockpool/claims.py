@@ -1,4 +1,4 @@
-"""What a model's folder claims, before anything is made of it: bounded reading, config.json against weights, a trial.
+"""Checks a model's folder before it is loaded: reads within bounds, compares config.json with the weights, and tries it.
 
 These files come from anywhere. Nothing of them is run. Knows no arrays; builds models only in a process of its own.
 """
@@ -16,17 +16,19 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from functools import lru_cache
 from pathlib import Path
-from typing import Any
+from typing import Any, BinaryIO
 
 from .errors import BadModelError
 
+# The weights that mlx-lm loads, whatever an index says.
+WEIGHTS = "model*.safetensors"
 MAX_CONFIG_BYTES = 16 << 20
 MAX_INDEX_BYTES = 256 << 20
 MAX_HEADER_BYTES = 100_000_000
 MAX_TOKENIZER_BYTES = 1 << 30
 # The files of a folder that mlx-lm reads.
 READ_BY_MLX_LM = ("*.json", "*.jsonl", "*.jinja", "*.txt", "*.tiktoken", "tokenizer.model", "*.safetensors")
-# The counts that models loop over, and sizes of their arrays.
+# Keys of config.json for the counts that models loop over, and for sizes of their arrays.
 LAYERS = ("num_hidden_layers", "n_layers", "n_layer", "num_layers", "num_decoder_layers")
 SIZES = (
     "hidden_size",
@@ -41,45 +43,68 @@ SIZES = (
     "n_embd",
     "d_model",
 )
-# Without weights to compare with: no model has as many.
+# No model has as many; for a config without weights to compare with.
 MOST_LAYERS = 10_000
 LARGEST_SIZE = 1 << 32
 # Weights of one bit, in words of 32.
 MOST_PACKED = 32
-# What a trial may take, beside its seconds; a model whose arrays are not made takes little.
+# The memory of a trial, which makes no arrays.
 TRIAL_BYTES = 4 << 30
 TRIAL = "from mlx_blockpool.claims import build_here; build_here()"
 
 
 @dataclass(frozen=True)
 class Held:
-    """What the weights of a folder hold, by their headers: how many tensors, and the elements of the largest."""
+    """The weights of a folder by their headers: the number of tensors, and the elements of the largest."""
 
     tensors: int
     largest: int
 
 
 def read_bounded(path: Path, most: int) -> bytes:
-    """A regular file of at most `most` bytes, which may be linked to. Raises OSError, and ValueError for any other."""
-    fd = os.open(path, os.O_RDONLY | os.O_NONBLOCK | os.O_CLOEXEC)
-    with open(fd, "rb") as file:
-        found = os.fstat(fd)
-        if not stat.S_ISREG(found.st_mode) or found.st_size > most:
-            what = f"{found.st_size} bytes" if stat.S_ISREG(found.st_mode) else "no regular file"
-            raise ValueError(f"found {what} in {path}; needed a file of at most {most} bytes")
+    """A regular file of at most `most` bytes, or a link to one. Raises OSError, and ValueError for any other."""
+    with _open(path) as file:
+        size = os.fstat(file.fileno()).st_size
+        if size > most:
+            raise ValueError(f"{path} has {size} bytes; at most {most} are read")
         return file.read(most)
 
 
 def read_json(path: Path, most: int) -> Any:
-    """The content of a JSON file. Raises OSError, and ValueError for a file that is too large, no JSON or nested too deeply."""
+    """The content of a JSON file. Raises OSError, and ValueError for a file that is too large, malformed or nested too deeply."""
     try:
         return json.loads(read_bounded(path, most))
     except RecursionError as error:
         raise ValueError(f"{path} is nested too deeply") from error
 
 
+def read_config(path: Path) -> dict[str, Any]:
+    """A model's config.json. Raises BadModelError."""
+    try:
+        config = read_json(path, MAX_CONFIG_BYTES)
+    except (OSError, ValueError) as error:
+        raise BadModelError(f"Cannot read {path}: {error}. Needed the config.json of a model.") from error
+    if not isinstance(config, dict):
+        raise BadModelError(f"{path} is no config.json of a model: it holds no JSON object.")
+    return config
+
+
+def check_model(folder: Path, name: str, build_seconds: float) -> dict[str, Any]:
+    """The config.json of a folder, which agrees with its weights and describes a model that can be built.
+
+    Raises BadModelError. `name` is for its text.
+    """
+    check_folder(folder)
+    config, held = read_config(folder / "config.json"), held_by(folder)
+    if held.tensors:
+        check_claims(config, name, held)
+    if config.get("model_file") is None:
+        try_to_build(config, name, build_seconds)
+    return config
+
+
 def check_folder(folder: Path) -> None:
-    """Raises BadModelError for a folder with a pipe, device or endless file where mlx-lm would read one, or too large a text."""
+    """Raises BadModelError for a pipe, a device or too large a text among the files that mlx-lm reads."""
     for pattern in READ_BY_MLX_LM:
         for path in folder.glob(pattern):
             try:
@@ -88,25 +113,21 @@ def check_folder(folder: Path) -> None:
                 # The hub's cache keeps links to what it has dropped.
                 continue
             if not stat.S_ISREG(found.st_mode):
-                raise BadModelError(f"Found no regular file at {path}; needed a model's folder with files only.")
+                raise BadModelError(f"{path} is no regular file.")
             if path.suffix != ".safetensors" and found.st_size > MAX_TOKENIZER_BYTES:
-                raise BadModelError(f"Found {found.st_size} bytes in {path}; needed at most {MAX_TOKENIZER_BYTES}.")
+                raise BadModelError(f"{path} has {found.st_size} bytes; at most {MAX_TOKENIZER_BYTES} are read.")
 
 
 def held_by(folder: Path) -> Held:
-    """The sizes of the weights that mlx-lm loads from a folder. Raises BadModelError for files that are no safetensors."""
-    tensors, largest = 0, 1
-    for path in sorted(folder.glob("model*.safetensors")):
-        for shape in _shapes(path):
-            tensors += 1
-            largest = max(largest, math.prod(shape))
-    return Held(tensors, largest)
+    """The sizes of the weights in a folder. Raises BadModelError for files that are not in the safetensors format."""
+    sizes = [math.prod(shape) for path in sorted(folder.glob(WEIGHTS)) for shape in _shapes(path)]
+    return Held(len(sizes), max(sizes, default=1))
 
 
 def check_claims(config: dict[str, Any], name: str, held: Held | None = None) -> None:
-    """Compare what config.json counts with what the weights hold; None: there are none to compare with.
+    """Compare the counts in config.json with the weights; None: without weights, with what no model has.
 
-    Raises BadModelError for more layers than tensors, and for sizes that no tensor has, however it is packed.
+    Raises BadModelError for more layers than tensors, and for sizes that no tensor has even if it is packed.
     """
     most_layers = MOST_LAYERS if held is None else held.tensors
     most_size = LARGEST_SIZE if held is None else held.largest * MOST_PACKED
@@ -121,31 +142,31 @@ def check_claims(config: dict[str, Any], name: str, held: Held | None = None) ->
 
 
 def try_to_build(config: dict[str, Any], name: str, seconds: float) -> None:
-    """Build the model's layers in a separate process, which is killed when it takes too long or too much memory.
+    """Build the model's layers in a separate process, which is killed if it takes too long or too much memory.
 
-    Raises BadModelError then. Other errors of mlx-lm are left to the load itself.
+    Raises BadModelError then. Other errors are mlx-lm's to raise when it loads the model.
     """
     problem = _trial(json.dumps(config, sort_keys=True), seconds)
     if problem is not None:
-        raise BadModelError(f"{name}: setting up the layers of its config.json {problem}. Needed the config of a model.")
+        raise BadModelError(f"{name}: building the layers of its config.json {problem}.")
 
 
 @lru_cache(maxsize=64)
 def _trial(config: str, seconds: float) -> str | None:
-    """Why a model of this config cannot be built, or None."""
+    """What building a model of this config took too much of, or None."""
     command = [sys.executable, "-c", TRIAL, str(seconds)]
     try:
-        ended = subprocess.run(command, input=config.encode(), capture_output=True, timeout=2 * seconds, check=False)
+        status = subprocess.run(command, input=config.encode(), capture_output=True, timeout=2 * seconds, check=False).returncode
     except subprocess.TimeoutExpired:
+        status = -signal.SIGALRM
+    if status == -signal.SIGALRM:
         return f"took more than {seconds:g} seconds"
-    if ended.returncode == -signal.SIGALRM:
-        return f"took more than {seconds:g} seconds"
-    return None if ended.returncode in (0, 1) else "took more memory than a model can have"
+    return None if status in (0, 1) else "took more memory than a model can have"
 
 
 def build_here() -> None:
-    """The process of a trial: ends with status 0, 1 for a config that mlx-lm has no model for, or is killed."""
-    # Whoever has started it may be gone by then.
+    """The process of a trial: ends with status 0, or 1 for a config that mlx-lm cannot build, or is killed."""
+    # The parent may have ended by then.
     signal.setitimer(signal.ITIMER_REAL, float(sys.argv[1]))
     _limit_memory()
     config = json.loads(sys.stdin.buffer.read())
@@ -154,7 +175,7 @@ def build_here() -> None:
     except MemoryError:
         os._exit(2)
     except Exception:
-        # Anybody's config in anybody's code: mlx-lm will say more about it.
+        # A config and code from anywhere: mlx-lm raises it again when it loads the model.
         os._exit(1)
     os._exit(0)
 
@@ -177,37 +198,50 @@ def _limit_memory() -> None:
 
 
 def _shapes(path: Path) -> Iterator[list[int]]:
-    """The shape of each tensor in a safetensors file."""
+    """The shape of each tensor in a safetensors file. Raises BadModelError."""
     try:
-        tensors = _header(path)
+        tensors = read_header(path).tensors
     except (OSError, ValueError, RecursionError) as error:
         raise BadModelError(f"Cannot read {path}: {error}. Needed a safetensors file.") from error
     for tensor, about in tensors.items():
         shape = about.get("shape") if isinstance(about, dict) else None
-        if tensor == "__metadata__":
-            continue
         if not isinstance(shape, list) or not all(type(size) is int and size >= 0 for size in shape):
-            raise BadModelError(f"Found no shape of {tensor[:80]!r} in {path}; needed a safetensors file.")
+            raise BadModelError(f"{path} has no shape of {tensor[:80]!r}. Needed a safetensors file.")
         yield shape
 
 
-def _header(path: Path) -> dict[str, Any]:
-    fd = os.open(path, os.O_RDONLY | os.O_NONBLOCK | os.O_CLOEXEC)
-    with open(fd, "rb") as file:
-        found = os.fstat(fd)
-        if not stat.S_ISREG(found.st_mode):
-            raise ValueError("it is no regular file")
-        length = int.from_bytes(file.read(8), "little")
-        if length > min(found.st_size, MAX_HEADER_BYTES):
-            raise ValueError(f"found a header of {length} bytes in a file of {found.st_size}")
+@dataclass(frozen=True)
+class Header:
+    """The header of a safetensors file of `size` bytes: what it says of each tensor, and where their data begin."""
+
+    tensors: dict[str, Any]
+    start: int
+    size: int
+
+
+def read_header(path: Path) -> Header:
+    """Raises OSError, ValueError or RecursionError for a file without one."""
+    with _open(path) as file:
+        size, length = os.fstat(file.fileno()).st_size, int.from_bytes(file.read(8), "little")
+        if length > min(size, MAX_HEADER_BYTES):
+            raise ValueError(f"its header would have {length} bytes in a file of {size}")
         header = json.loads(file.read(length))
     if not isinstance(header, dict):
-        raise ValueError(f"found a {type(header).__name__} as its header")
-    return header
+        raise ValueError("its header is no JSON object")
+    return Header({name: about for name, about in header.items() if name != "__metadata__"}, 8 + length, size)
+
+
+def _open(path: Path) -> BinaryIO:
+    """A regular file, or a link to one; a pipe would block. Raises OSError, and ValueError for any other."""
+    fd = os.open(path, os.O_RDONLY | os.O_NONBLOCK | os.O_CLOEXEC)
+    if not stat.S_ISREG(os.fstat(fd).st_mode):
+        os.close(fd)
+        raise ValueError(f"{path} is no regular file")
+    return open(fd, "rb")
 
 
 def _parts(config: dict[str, Any]) -> Iterator[dict[str, Any]]:
-    """The config and the objects in it, however deep."""
+    """The config and all objects in it."""
     left: list[Any] = [config]
     while left:
         part = left.pop()

@@ -1,4 +1,4 @@
-"""The command mlx-blockpool: its parser. Each file in commands/ adds the options of one command and runs it."""
+"""The parser of the command mlx-blockpool. Each file in commands/ adds the options of one command and runs it."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The types of an array's elements: what mlx, safetensors files and numpy call them. Imports none of the three."""
+"""The names of element types in mlx, safetensors files and numpy. Imports none of the three."""
 
 from __future__ import annotations
 
@@ -38,5 +38,5 @@ def safetensors_name(dtype: Any) -> str:
 
 
 def numpy_name(safetensors: str) -> str:
-    """The numpy type that holds such elements; uint16 for BF16, which has its bits. Raises KeyError for other names."""
+    """The numpy type for such elements; uint16 for the bits of BF16. Raises KeyError for other names."""
     return "uint16" if safetensors == "BF16" else _MLX[safetensors]

@@ -18,7 +18,7 @@
         ├── NoRoomError              the disk has no room for an incoming file; it may have later
         └── BadRecordError           a file is not the record that was looked for: a miss, and the file is quarantined
 
-A message says what was found, what was needed and what to do.
+A message says what is wrong, with its figures, and what to do.
 """
 
 from __future__ import annotations
@@ -62,8 +62,8 @@ class ReleasedCacheError(BlockpoolError):
     def __init__(self, released_by: str) -> None:
         self.released_by = released_by
         super().__init__(
-            f"{released_by} has given the blocks of these caches back to the pool: they hold nothing any more. "
-            "Fetch caches for the prompt again, or make a copy.deepcopy() of the caches before."
+            f"{released_by} has returned the blocks of these caches to the pool. "
+            "Acquire caches for the prompt again, or make a copy.deepcopy() of them before."
         )
 
 

@@ -1,4 +1,4 @@
-"""Reports for people to read: figures in words, tables and progress bars."""
+"""Figures, tables and progress bars for people to read."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ import sys
 from collections.abc import Iterable, Iterator
 from typing import Any, TypeVar
 
-# What a command or an endpoint answers: JSON, before it is put into words.
+# The JSON of a command or an endpoint.
 Report = dict[str, Any]
 T = TypeVar("T")
 
@@ -17,7 +17,7 @@ def count(number: int, noun: str) -> str:
 
 
 def table(rows: list[list[str]], left: int = 1) -> list[str]:
-    """Aligned lines: the first `left` columns to the left, the others to the right."""
+    """Lines with the first `left` columns aligned to the left and the others to the right."""
     widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
     lines = []
     for row in rows:
@@ -37,7 +37,7 @@ def human_bytes(count: int) -> str:
 
 
 def progress(items: Iterable[T], total: int, doing: str) -> Iterator[T]:
-    """The items, counted on a bar if stderr is a terminal."""
+    """The items, with a progress bar if stderr is a terminal."""
     from tqdm import tqdm  # type: ignore[import-untyped]
 
     # disable=None: only on a terminal.

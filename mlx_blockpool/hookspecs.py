@@ -17,11 +17,11 @@ hookimpl = pluggy.HookimplMarker("mlx_blockpool")
 def model_cache_spec(model: Any, config: dict[str, Any], model_id: str) -> ModelCacheSpec | None:
     """Describe the caches of one model, or return None to leave it to another provider.
 
-    `model` is the loaded mlx-lm model, or None where only its config is at hand; `config` is its config.json.
-    The last plugin registered is asked first: an installed plugin overrides a bundled one.
+    `config` is the model's config.json, and `model` the loaded mlx-lm model, or None if only its config.json is available.
+    The last registered plugin is called first: an installed plugin overrides a bundled one.
     """
 
 
 @hookspec
 def prompt_normalisers() -> list[Normaliser]:  # type: ignore[empty-body]
-    """Ways to keep the volatile parts of a prompt the same; each is off unless a user asks for it by name or it is_default."""
+    """Normalisers for volatile parts of prompts; each is off unless a user names it or it is_default."""

@@ -1,13 +1,15 @@
-"""What a batch takes in memory: padded, as mlx-lm batches, against blocks. Figures only, from a spec and lengths.
+"""Compares what a batch takes in memory in blocks and padded, as mlx-lm batches. Figures from a spec and lengths alone.
 
-Padded is what BatchKVCache.merge and BatchRotatingKVCache.merge allocate (mlx_lm/models/cache.py): every sequence at the
-longest, a window at no more than its size. Their arrays then grow by 256 tokens at a time. Knows no arrays and no pool.
+Padded is what BatchKVCache.merge and BatchRotatingKVCache.merge allocate (mlx_lm/models/cache.py): each sequence at the length
+of the longest, and at most a window. Their arrays then grow by 256 tokens at a time. Knows no arrays and no pool.
 """
 
 from __future__ import annotations
 
+import operator
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass
+from functools import reduce
 from typing import Any
 
 from .errors import BlockpoolError, SpecError
@@ -16,10 +18,13 @@ from .spec import BLOCK_TOKENS, FullLayer, LayerGroup, ModelCacheSpec, WindowLay
 
 @dataclass(frozen=True)
 class Allocation:
-    """Room that is taken, and what of it is in use: both in tokens of one layer, or both in bytes."""
+    """Memory that is allocated, and how much of it is used: both in tokens of one layer, or both in bytes."""
 
     allocated: int
     used: int
+
+    def __add__(self, other: Allocation) -> Allocation:
+        return Allocation(self.allocated + other.allocated, self.used + other.used)
 
     @property
     def waste(self) -> int:
@@ -27,7 +32,6 @@ class Allocation:
 
     @property
     def waste_share(self) -> float:
-        """0.0: all of it is in use; towards 1.0: hardly any."""
         return self.waste / self.allocated
 
     @property
@@ -43,46 +47,46 @@ class Allocation:
 
 @dataclass(frozen=True)
 class Comparison:
-    """The same content held in three ways.
+    """The same content allocated in three ways.
 
-    padded:  every sequence at the longest, as mlx-lm merges a batch.
+    padded:  each sequence at the length of the longest, as mlx-lm merges a batch.
     grown:   the same right after mlx-lm's arrays have grown: a batch that decodes is between padded and grown.
-    pool:    whole blocks; `used` counts what several sequences read from one block once.
+    pool:    whole blocks; `used` counts shared tokens once.
     """
 
     padded: Allocation
     grown: Allocation
     pool: Allocation
 
+    def __add__(self, other: Comparison) -> Comparison:
+        return Comparison(self.padded + other.padded, self.grown + other.grown, self.pool + other.pool)
+
     @property
     def shared(self) -> int:
-        """What the pool holds once and padding holds again for each further reader."""
+        """What further readers of a block would take again if padded."""
         return self.padded.used - self.pool.used
 
     @property
     def saved(self) -> int:
-        """What the pool takes less than the padded batch; below 0 where whole blocks cost more than the padding."""
+        """What the pool allocates less than the padded batch; below 0 if whole blocks cost more than the padding."""
         return self.padded.allocated - self.pool.allocated
 
     @property
     def ratio(self) -> float:
-        """How many times as much as the pool the padded batch takes."""
+        """The padded batch in relation to the pool."""
         return self.padded.allocated / self.pool.allocated
 
     def times(self, factor: int) -> Comparison:
-        return Comparison(*(part.times(factor) for part in self._parts()))
+        return Comparison(*(part.times(factor) for part in vars(self).values()))
 
     def as_dict(self) -> dict[str, Any]:
-        parts = {name: part.as_dict() for name, part in zip(("padded", "grown", "pool"), self._parts(), strict=True)}
+        parts = {name: part.as_dict() for name, part in vars(self).items()}
         return {**parts, "shared": self.shared, "saved": self.saved, "ratio": self.ratio}
-
-    def _parts(self) -> tuple[Allocation, Allocation, Allocation]:
-        return self.padded, self.grown, self.pool
 
 
 @dataclass(frozen=True)
 class GroupMemory:
-    """One layer group of a batch. `tokens` are those of one layer; `sequences` the same for each sequence, nothing shared.
+    """One layer group of a batch, in `tokens` of one layer; `sequences`: each sequence by itself, nothing shared.
 
     bytes_per_token: keys and values of one token in all layers of the group.
     """
@@ -111,7 +115,7 @@ class GroupMemory:
 class BatchMemory:
     """All layer groups of a batch of sequences of `lengths` tokens.
 
-    other_layers: layers that do not live in blocks (state, chunk, composite). They are in no figure.
+    other_layers: the number of layers that are not in blocks (states and unused caches), which no figure counts.
     """
 
     model_id: str
@@ -122,10 +126,10 @@ class BatchMemory:
 
     @property
     def bytes(self) -> Comparison:
-        return _total([g.bytes for g in self.groups])
+        return reduce(operator.add, (g.bytes for g in self.groups))
 
     def as_dict(self) -> dict[str, Any]:
-        """Every figure, for JSON; sizes are bytes unless under `tokens` or `sequences`."""
+        """Every figure, for JSON, in bytes except under `tokens` and `sequences`."""
         return {
             "model_id": self.model_id,
             "dtype": self.dtype,
@@ -140,17 +144,15 @@ class BatchMemory:
 def batch_memory(spec: ModelCacheSpec, lengths: Sequence[int], held_blocks: Sequence[int] | None = None) -> BatchMemory:
     """The memory of a batch of sequences of `lengths` tokens, 1 or more each.
 
-    held_blocks: of a running batch the different blocks that its sequences hold together, one count for each of spec.groups,
-    from the same moment as `lengths`. None: nothing is shared.
-    Raises BlockpoolError for other lengths, SpecError for a model without a layer that lives in blocks.
+    held_blocks: the number of different blocks that the sequences of a running batch hold in each of spec.groups, taken at the
+    same moment as `lengths`. None: nothing is shared.
+    Raises BlockpoolError for other lengths, SpecError for a model without layers in blocks.
     """
-    if not lengths or min(lengths) < 1:
-        found = f"a sequence of {min(lengths)} tokens" if lengths else "no sequences"
-        raise BlockpoolError(f"Found {found}; needed one length or more, each at least 1 token.")
+    shortest = min(lengths, default=0)
+    if shortest < 1:
+        raise BlockpoolError(f"A batch needs sequences of 1 token or more; the shortest here has {shortest}.")
     if not spec.groups:
-        raise SpecError(
-            f"{spec.model_id}: found no full or window layers; needed one that lives in blocks. Serve the model as with mlx-lm."
-        )
+        raise SpecError(f"{spec.model_id}: no layer of this model can be kept in blocks. mlx-lm's own caches serve it.")
     held: Sequence[int | None] = [None] * len(spec.groups) if held_blocks is None else held_blocks
     groups = tuple(_group_memory(spec, group, lengths, count) for group, count in zip(spec.groups, held, strict=True))
     other = len(spec.layers) - sum(len(g.layers) for g in spec.groups)
@@ -160,7 +162,7 @@ def batch_memory(spec: ModelCacheSpec, lengths: Sequence[int], held_blocks: Sequ
 def _group_memory(spec: ModelCacheSpec, group: LayerGroup, lengths: Sequence[int], held: int | None) -> GroupMemory:
     longest = max(lengths)
     sequences = tuple(_sequence(spec, group.layer, length, longest) for length in lengths)
-    tokens = _total(sequences)
+    tokens = reduce(operator.add, sequences)
     if held is not None:
         least = spec.blocks(longest, group.layer)
         assert held >= least, f"{group.name}: {held} blocks held < {least} of the longest sequence, {longest} tokens"
@@ -170,7 +172,7 @@ def _group_memory(spec: ModelCacheSpec, group: LayerGroup, lengths: Sequence[int
 
 
 def _sequence(spec: ModelCacheSpec, layer: FullLayer, length: int, longest: int) -> Comparison:
-    """Tokens of one layer for one sequence of a batch whose longest member has `longest` tokens."""
+    """Tokens of one layer for one sequence of a batch; `longest`: the tokens of its longest sequence."""
     used = _kept(layer, length)
     return Comparison(
         padded=Allocation(_kept(layer, longest), used),
@@ -185,21 +187,11 @@ def _kept(layer: FullLayer, tokens: int) -> int:
 
 
 def _shared(sequences: Sequence[Comparison], allocated: int) -> Allocation:
-    """The pool's side of a batch that holds blocks with room for `allocated` tokens, some of them together.
+    """The pool's side of a batch whose sequences share blocks, which have room for `allocated` tokens.
 
-    Counts what is shared in full blocks, because whoever goes on in a partial one copies it first. Before that `used` is a
+    Counts full blocks as shared, because a sequence that continues in a partial block copies it first. Before that `used` is a
     lower bound, and the tokens of the longest sequence are a better one.
     """
-    alone = _sum([s.pool for s in sequences])
-    twice = max(0, alone.allocated - allocated)
-    return Allocation(allocated, max(alone.used - twice, *(s.pool.used for s in sequences)))
-
-
-def _total(parts: Sequence[Comparison]) -> Comparison:
-    return Comparison(
-        padded=_sum([p.padded for p in parts]), grown=_sum([p.grown for p in parts]), pool=_sum([p.pool for p in parts])
-    )
-
-
-def _sum(parts: Sequence[Allocation]) -> Allocation:
-    return Allocation(sum(p.allocated for p in parts), sum(p.used for p in parts))
+    alone = reduce(operator.add, (s.pool for s in sequences))
+    shared = max(0, alone.allocated - allocated)
+    return Allocation(allocated, max(alone.used - shared, *(s.pool.used for s in sequences)))

@@ -1,7 +1,7 @@
-"""What a prompt normaliser is: it makes the volatile parts of a chat stay the same, so that its prefix is known again.
+"""Prompt normalisers, which keep the volatile parts of a chat the same, so that its prefix is found in the cache.
 
-It changes what the model sees, so it is off unless a user asks for it by name, or it leaves out only what is not meant for the
-model. Knows messages as OpenAI's API has them; no tokens.
+They change what the model sees, so each is off unless a user names it or it only removes text that is not meant for the model.
+Knows messages in the shape of OpenAI's API; no tokens.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ Message: TypeAlias = dict[str, Any]
 
 
 class Replayed(dict[str, Any]):
-    """An assistant message whose reply this server has generated: `tokens`, as they were sampled. No client can send one."""
+    """An assistant message that this server has generated, with the sampled `tokens` of its reply. No client can send one."""
 
     tokens: Sequence[int]
 
@@ -26,17 +26,19 @@ class Replayed(dict[str, Any]):
 
 
 class Replies(Protocol):
-    """What this server has generated lately."""
+    """The replies that this server has generated lately."""
 
     def sampled(self, messages: Sequence[Message]) -> dict[int, Sequence[int]]:
-        """The tokens of the replies of this very conversation, by the numbers of the messages that repeat them."""
+        """The sampled tokens of this conversation's replies, by the index of the message that repeats each."""
 
 
 @dataclass(frozen=True)
 class Normaliser:
-    """`does`: one sentence that says exactly what the model sees instead. `apply` gets a chat, and returns another one.
+    """A normaliser of chats.
 
-    `is_default`: on unless a user says `none`.
+    does:       one sentence that says exactly what the model sees instead.
+    apply:      returns the changed chat.
+    is_default: on unless a user says `none`.
     """
 
     name: str
@@ -46,7 +48,7 @@ class Normaliser:
 
 
 def map_text(message: Message, change: Callable[[str], str]) -> Message:
-    """A message whose text, given as a string or in parts, has been changed."""
+    """A message with its text changed, which is a string or parts."""
     content = message.get("content")
     if isinstance(content, str):
         return {**message, "content": change(content)}

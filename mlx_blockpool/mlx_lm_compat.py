@@ -1,8 +1,8 @@
-"""What the package needs of mlx-lm beyond its public API: the versions, the names and their parameters, and why.
+"""The versions, names and parameters of mlx-lm that the package needs beyond its public API, and why.
 
-The rest of the package imports these names from here, and the members of mlx-lm's classes that it uses are listed here, so that
-one test says what another mlx-lm has changed. mlx-lm's modules and classes are never modified: rebind() copies a function.
-Imports mlx-lm when a name is first needed.
+The rest of the package imports these names from here. The members of mlx-lm's classes that it uses are listed here too, so that
+one test names the changes of another mlx-lm. Its modules and classes are never modified: rebind() copies a function. mlx-lm is
+imported when a name is first needed.
 """
 
 from __future__ import annotations
@@ -28,10 +28,10 @@ SUPPORTED = ">=0.32.2,<0.33"
 
 @dataclass(frozen=True)
 class StockName:
-    """Why the package needs a name of mlx-lm, and what of it must stay.
+    """Why the package needs a name of mlx-lm, and which properties of it must stay.
 
-    `parameters`: of a function or class, without annotations; None: its parameters do not matter, or it has none.
-    `reads`: the globals of a function that rebind() replaces in a copy.
+    parameters: of a function or class, without annotations; None: they do not matter, or it has none.
+    reads:      the globals of a function that rebind() replaces in a copy.
     """
 
     why: str
@@ -184,7 +184,7 @@ STOCK: dict[str, StockName] = {
     ),
 }
 
-# What can be imported from this module, and where mlx-lm has it.
+# Names that can be imported from this module, and their paths in mlx-lm.
 EXPORTS = {
     "APIHandler": "server.APIHandler",
     "BaseCache": "models.cache._BaseCache",
@@ -238,7 +238,7 @@ def check_version(version: str | None = None) -> None:
     except InvalidVersion:
         is_supported = False
     if not is_supported:
-        raise UnsupportedVersionError(f"Found mlx-lm {version}; mlx-blockpool needs {SUPPORTED}. {_advice()}")
+        raise UnsupportedVersionError(f"mlx-lm {version} is installed; mlx-blockpool needs {SUPPORTED}. {_advice()}")
 
 
 def _advice() -> str:
@@ -246,7 +246,7 @@ def _advice() -> str:
 
 
 def saved_as(stock: type) -> Callable[[type[T]], type[T]]:
-    """Names the decorated class as mlx-lm's: save_prompt_cache writes the name, load_prompt_cache looks it up in mlx-lm."""
+    """Give the decorated class mlx-lm's name: save_prompt_cache writes it, and load_prompt_cache looks it up in mlx-lm."""
 
     def rename(cls: type[T]) -> type[T]:
         cls.__name__ = stock.__name__
@@ -256,7 +256,7 @@ def saved_as(stock: type) -> Callable[[type[T]], type[T]]:
 
 
 def rebind(function: Callable[..., Any], **names: Any) -> Callable[..., Any]:
-    """A copy of `function` that sees `names` in place of its module's globals. The original and its module stay as they are."""
+    """A copy of `function` that reads `names` in place of its module's globals. The original and its module do not change."""
     assert isinstance(function, types.FunctionType), f"{function!r} is not a Python function"
     unknown = [name for name in names if name not in function.__globals__]
     assert not unknown, f"{function.__module__} has no {unknown}"
@@ -272,7 +272,7 @@ def rebind(function: Callable[..., Any], **names: Any) -> Callable[..., Any]:
 
 
 def find(path: str) -> Any:
-    """What is at a path of STOCK; None for an attribute that only instances have. Raises AttributeError where it is gone."""
+    """The object at a path of STOCK; None for an attribute that only instances have. Raises AttributeError if it is gone."""
     *parents, name = path.split(".")
     owner: Any = _module_of(parents)
     if not isinstance(owner, type) or hasattr(owner, name):
@@ -283,7 +283,7 @@ def find(path: str) -> Any:
 
 
 def problem(path: str, expected: StockName) -> str | None:
-    """What the installed mlx-lm has changed of a name, in a sentence with the version; None: nothing that matters."""
+    """A sentence about the change of a name in the installed mlx-lm, or None if nothing that matters has changed."""
     where = f"mlx-lm {installed()}: {path}"
     try:
         found = find(path)

@@ -1,6 +1,6 @@
-"""A model's config.json, its spec and what its weights take in memory, before anything of it is loaded.
+"""A model's files before it is loaded: config.json, the spec that it describes, and the size of the weights.
 
-Reads config.json, the index of the weights and the first 8 bytes of their files. Does not know what is planned with it.
+Reads config.json, the index of the weights and the first 8 bytes of their files.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ from typing import Any
 
 from . import mlx_lm_compat
 from .calculator import Weights
-from .claims import MAX_CONFIG_BYTES, MAX_INDEX_BYTES, check_claims, read_json
+from .claims import MAX_INDEX_BYTES, WEIGHTS, check_claims, read_config, read_json
 from .demo import model_path
 from .errors import BadModelError, BlockpoolError, PluginError, SpecError
 from .plugins import spec_from_config
@@ -39,7 +39,7 @@ MOST_SCALING = 10_000
 
 @dataclass(frozen=True)
 class ModelFile:
-    """`name` as it was given; `path` of its config.json, and what is in it."""
+    """`name` as the user gave it, `path` of the config.json, and its content."""
 
     name: str
     path: Path
@@ -51,14 +51,14 @@ class ModelFile:
 
     @property
     def longest_context(self) -> int | None:
-        """The tokens that config.json says the model is made for, where it does."""
+        """The longest context according to config.json, or None."""
         return positions_of(self.config)
 
 
 def positions_of(config: dict[str, Any]) -> int | None:
-    """The most positions that a model has by its config.json, its rope scaling included; None: it names no limit.
+    """The most positions of a model by its config.json, with rope scaling; None: it names no limit.
 
-    Where a scaled model may be meant, the larger reading counts: a limit that is too low would refuse what the model can do.
+    Of two readings of a scaling the larger counts: a limit that is too low would reject what the model can do.
     """
     text = config.get("text_config")
     for part in (text if isinstance(text, dict) else {}, config):
@@ -77,7 +77,7 @@ def _scaled(config: dict[str, Any], positions: int, model_type: str) -> int:
         return positions
     if original is not None:
         return max(positions, int(original * factor))
-    # Without the original one, these multiply what the config says; Gemma 3, llama3 and longrope say it multiplied already.
+    # Without the original number, these kinds multiply the config's; Gemma 3, llama3 and longrope have it multiplied already.
     multiplies = kind in ("linear", "dynamic", "yarn") and not model_type.startswith("gemma3")
     return int(positions * factor) if multiplies else positions
 
@@ -89,28 +89,26 @@ def _count(found: Any) -> int | None:
 def find(model: str) -> ModelFile:
     """`demo`, a model folder, a config.json or the id of a downloaded model. Raises BlockpoolError if there is none."""
     path = _config_path(model)
-    return ModelFile(model, path, _read_config(path))
+    return ModelFile(model, path, read_config(path))
 
 
 def spec_of(found: ModelFile) -> ModelCacheSpec:
-    """Raises SpecError if config.json says too little, or nobody knows the model."""
+    """The spec by config.json. Raises SpecError if it says too little, or no plugin knows the model."""
     try:
         check_claims(found.config, found.name)
         return _checked(spec_from_config(found.config, found.name))
     except (SpecError, PluginError, BadModelError) as error:
-        # mlx-lm's own messages may have several lines.
-        said = " ".join(str(error).split()).rstrip(".")
-        raise SpecError(
-            f"{said}. Needed a config.json that describes an mlx-lm model; check {found.path} or install a plugin for it."
-        ) from error
+        # mlx-lm's messages may have several lines.
+        message = " ".join(str(error).split()).rstrip(".")
+        raise SpecError(f"{message}. Check {found.path}, or install a plugin that describes the model.") from error
 
 
 def weights_of(found: ModelFile) -> Weights:
-    """From the files if they are all there, else from their index, else an estimate from config.json."""
+    """The size of the weights from the files if they are complete, else from their index, else an estimate."""
     if found.path.name == "config.json":
         folder = found.path.parent
         index = _read_index(folder / INDEX)
-        files = {path.name: size for path in folder.glob("model*.safetensors") if (size := _data_bytes(path)) is not None}
+        files = {path.name: size for path in folder.glob(WEIGHTS) if (size := _data_bytes(path)) is not None}
         if files and set(index["weight_map"].values() if index else files) <= set(files):
             return Weights(sum(files.values()), "files")
         total = index["metadata"].get("total_size") if index else None
@@ -124,13 +122,13 @@ def _estimate(config: dict[str, Any]) -> Weights:
     try:
         size, parameters, bits = shapes.weight_bytes(json.loads(json.dumps(config)))
     except Exception:
-        # Of a model that mlx-lm does not build a plugin may still know the caches: the plan goes on without its weights.
+        # A plugin may describe the caches of a model that mlx-lm cannot build: the plan has no weights then.
         return Weights()
     return Weights(size, "estimate", parameters, bits)
 
 
 def _data_bytes(path: Path) -> int | None:
-    """Bytes of the arrays in a safetensors file; None if it is none, such as a pointer that git-lfs left."""
+    """Bytes of the arrays in a safetensors file; None for another file, such as a pointer of git-lfs."""
     try:
         if not path.is_file():
             return None
@@ -144,7 +142,7 @@ def _data_bytes(path: Path) -> int | None:
 
 
 def _read_index(path: Path) -> dict[str, Any]:
-    """Its metadata and weight_map; empty if they are not there."""
+    """The metadata and weight_map of an index; empty if it lacks them."""
     try:
         found = read_json(path, MAX_INDEX_BYTES)
     except (OSError, ValueError):
@@ -154,10 +152,9 @@ def _read_index(path: Path) -> dict[str, Any]:
 
 
 def local_folder(name: str) -> Path:
-    """A model's folder: a whole path as it is, or where the hub's cache has the model of an id. Nothing is downloaded.
+    """A model's folder: an absolute path as it is, or the folder of an id in the hub's cache. Downloads nothing.
 
-    What is no whole path is an id, also where a folder of that name exists. Raises OSError or ValueError for a model that the
-    cache lacks.
+    A relative path is an id, even if such a folder exists. Raises OSError or ValueError for a model that the cache lacks.
     """
     path = Path(name)
     return path if path.is_absolute() else Path(mlx_lm_compat.hf_repo_to_path(name))
@@ -170,45 +167,33 @@ def _config_path(model: str) -> Path:
         return path
     if re.fullmatch(r"[\w-][\w.-]*/[\w.-]+", model) and not os.path.isdir(path.parent):
         return _downloaded(model)
-    raise BlockpoolError(
-        f"Found no file {path}; needed a model folder or its config.json. Give --model the path of one, "
-        "the id of a downloaded model, or demo."
-    )
+    advice = "Give --model the path of a model folder or its config.json, the id of a downloaded model, or demo."
+    raise BlockpoolError(f"{path} does not exist. {advice}")
 
 
 def _downloaded(model: str) -> Path:
-    """Where the hub's cache keeps the config.json of a model, of which the rest need not be there."""
+    """The config.json of a model in the hub's cache, which may have nothing else of it."""
     from huggingface_hub import try_to_load_from_cache
 
     try:
         path = try_to_load_from_cache(model, "config.json")
     except ValueError:
-        # Not even an id.
+        # It is no id.
         path = None
     if not isinstance(path, str):
         raise BlockpoolError(
-            f"Found neither a folder {model} nor a downloaded model of that id; needed its config.json. "
-            f"To plan before the download get that alone: hf download {model} config.json"
+            f"{model} is neither a folder nor the id of a downloaded model. "
+            f"To plan before the download, get its config.json: hf download {model} config.json"
         )
     return Path(path)
 
 
-def _read_config(path: Path) -> dict[str, Any]:
-    try:
-        config = read_json(path, MAX_CONFIG_BYTES)
-    except (OSError, ValueError) as error:
-        raise BlockpoolError(f"Cannot read {path}: {error}. Needed the config.json of a model.") from error
-    if not isinstance(config, dict):
-        raise BlockpoolError(f"Found a {type(config).__name__} in {path}; needed the config.json of a model, a JSON object.")
-    return config
-
-
 def _checked(spec: ModelCacheSpec) -> ModelCacheSpec:
-    """Providers copy figures from config.json as they are."""
+    """The spec, if its figures are sizes: providers copy them from config.json. Raises SpecError."""
     for index, layer in enumerate(spec.layers):
         for leaf in leaves_of(layer):
             figures = asdict(leaf) if isinstance(leaf, FullLayer) else {}
             positive = figures.get("max_size", 1), figures.get("chunk_size", 1)
             if not all(type(n) is int and n >= 0 for n in figures.values()) or 0 in positive:
-                raise SpecError(f"{spec.model_id}: found {leaf} as layer {index}, whose figures are no sizes")
+                raise SpecError(f"{spec.model_id}: the figures of layer {index} are no sizes: {leaf}")
     return spec

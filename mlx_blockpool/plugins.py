@@ -1,6 +1,6 @@
-"""The installed providers, and their descriptions of models.
+"""The installed plugins, and the specs of models that their providers return.
 
-Bundled providers register first and entry points second; pluggy asks the last registered first, so an installed plugin
+Bundled providers register first and entry points second; pluggy calls the last registered first, so an installed plugin
 overrides a bundled one.
 """
 
@@ -26,10 +26,10 @@ PACKAGE = "mlx_blockpool_plugins"
 
 
 def make_plugin_manager() -> pluggy.PluginManager:
-    """All providers. Raises PluginError if one cannot be imported or implements a hook that does not exist."""
+    """All plugins. Raises PluginError if one cannot be imported or implements an unknown hook."""
     manager = empty_plugin_manager()
     for name in (*BUNDLED, *NORMALISERS):
-        # Under the module's name: an installed plugin may be called like the architecture.
+        # Under the module's name: an installed plugin may be named like the architecture.
         manager.register(importlib.import_module(f"{PACKAGE}.{name}"))
     for point in entry_points(group=GROUP):
         _load(point)
@@ -49,7 +49,7 @@ def empty_plugin_manager() -> pluggy.PluginManager:
 
 
 def spec_from_config(config: dict[str, Any], model_id: str, manager: pluggy.PluginManager | None = None) -> ModelCacheSpec:
-    """Describe a model of which only config.json is at hand."""
+    """Describe a model by its config.json alone."""
     return _described(ask(manager or make_plugin_manager(), None, config, model_id), model_id)
 
 
@@ -58,18 +58,18 @@ def spec_of_model(
 ) -> ModelCacheSpec:
     """Describe a loaded model. The dtype is the model's own: quantised weights may run in another than config.json says.
 
-    Raises PluginError if the provider contradicts the model, SpecError if nobody can describe it.
+    Raises PluginError if the provider contradicts the model, SpecError if no provider describes it.
     """
     manager = manager or make_plugin_manager()
     spec = _described(ask(manager, model, config, model_id), model_id)
     try:
         return check_spec(spec, model)
     except PluginError as error:
-        raise PluginError(f"{error} The spec is from {_who_says(manager, model, config, model_id)}.") from error
+        raise PluginError(f"{error} The spec is from {_source(manager, model, config, model_id)}.") from error
 
 
 def check_spec(spec: ModelCacheSpec, model: Any) -> ModelCacheSpec:
-    """Compare a spec with the model that it describes, and return it with the model's dtype. For authors of plugins.
+    """The spec with the model's dtype, if it agrees with the model. For authors of plugins.
 
     Raises PluginError that names the first layer that differs.
     """
@@ -88,7 +88,8 @@ def check_spec(spec: ModelCacheSpec, model: Any) -> ModelCacheSpec:
 def ask(manager: pluggy.PluginManager, model: Any, config: dict[str, Any], model_id: str) -> ModelCacheSpec | None:
     """The providers' spec of a model, not yet compared with it; None: no provider describes it.
 
-    Raises PluginError that names the one which raised, or returned nonsense, and SpecError of one that cannot describe it.
+    Raises PluginError that names a provider which raises or returns something else, and the SpecError of one that cannot describe
+    the model.
     """
     try:
         found = manager.hook.model_cache_spec(model=model, config=config, model_id=model_id)
@@ -96,25 +97,25 @@ def ask(manager: pluggy.PluginManager, model: Any, config: dict[str, Any], model
         plugin = _raiser(manager, error)
         if plugin is None or _is_bundled(plugin):
             raise
-        raise SpecError(f"{str(error).rstrip('.')}. Said by {name_of(manager, plugin)}.") from error
+        raise SpecError(f"{str(error).rstrip('.')}. Raised by {name_of(manager, plugin)}.") from error
     except BlockpoolError:
         raise
     except Exception as error:
-        # Anybody's code: what it raises is its own.
+        # Code from anywhere may raise anything.
         raise PluginError(
             f"{model_id}: {_culprit(manager, error)} raised {type(error).__name__}: {error}. Fix or uninstall it."
         ) from error
     problem = None if found is None else _problem_with(found)
     if problem is not None:
         raise PluginError(
-            f"{model_id}: found {problem} from {_who_says(manager, model, config, model_id)}; needed a ModelCacheSpec or None."
+            f"{model_id}: {_source(manager, model, config, model_id)} returned {problem} instead of a ModelCacheSpec or None."
         )
     assert found is None or isinstance(found, ModelCacheSpec)
     return found
 
 
 def name_of(manager: pluggy.PluginManager, plugin: Any) -> str:
-    """A plugin in words: its distribution where it has one, its module and its file."""
+    """A plugin's distribution, if it has one, its module and its file."""
     where = plugin if inspect.ismodule(plugin) or inspect.isclass(plugin) else type(plugin)
     name = where.__name__ if inspect.ismodule(where) else f"{where.__module__}.{where.__qualname__}"
     try:
@@ -127,11 +128,11 @@ def name_of(manager: pluggy.PluginManager, plugin: Any) -> str:
 
 
 def _load(point: EntryPoint) -> None:
-    """Import a plugin, so that one that does not load is named. Raises PluginError."""
+    """Import a plugin. Raises PluginError that names it."""
     try:
         point.load()
     except Exception as error:
-        # Anybody's code, as in ask().
+        # Code from anywhere, as in ask().
         dist = f"{point.dist.name} {point.dist.version}" if point.dist else "An unknown distribution"
         raise PluginError(
             f"{dist}: entry point {point.name} = {point.value} in group {GROUP} does not load: "
@@ -149,7 +150,7 @@ def _problem_with(found: Any) -> str | None:
     if not isinstance(found, ModelCacheSpec):
         return type(found).__name__
     if not isinstance(found.layers, tuple):
-        return f"a spec whose layers are a {type(found.layers).__name__}, not a tuple,"
+        return f"a spec whose layers are a {type(found.layers).__name__} and no tuple"
     wrong = list(_no_layers(found.layers))
     return f"a spec with {wrong[0]!r} for a layer" if wrong else None
 
@@ -166,8 +167,8 @@ def _no_layers(layers: Any) -> Iterator[Any]:
             yield layer
 
 
-def _who_says(manager: pluggy.PluginManager, model: Any, config: dict[str, Any], model_id: str) -> str:
-    """The provider whose spec was used: pluggy does not name it, so each is called again by itself."""
+def _source(manager: pluggy.PluginManager, model: Any, config: dict[str, Any], model_id: str) -> str:
+    """The provider whose spec was used. pluggy does not name it, so each provider is called again by itself."""
     given = {"model": model, "config": config, "model_id": model_id}
     for impl in reversed(manager.hook.model_cache_spec.get_hookimpls()):
         try:
@@ -187,7 +188,7 @@ def _culprit(manager: pluggy.PluginManager, error: BaseException) -> str:
 
 
 def _raiser(manager: pluggy.PluginManager, error: BaseException) -> Any:
-    """The plugin whose hook an error came through; None: none."""
+    """The plugin whose hook raised an error, or None."""
     codes = {_code(impl.function): impl.plugin for impl in manager.hook.model_cache_spec.get_hookimpls()}
     passed = (frame.f_code for frame, _ in traceback.walk_tb(error.__traceback__))
     return next((codes[code] for code in passed if code in codes), None)

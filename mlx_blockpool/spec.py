@@ -1,7 +1,7 @@
-"""What one model's caches look like, and what they cost in memory.
+"""The shapes of one model's caches, and their sizes in bytes.
 
 Knows layer kinds, shapes and arithmetic. Does not know mlx, models or pools.
-A provider (see hookspecs) makes a ModelCacheSpec; everything else reads it. All sizes are bytes.
+A provider (see hookspecs) makes a ModelCacheSpec; everything else reads it.
 """
 
 from __future__ import annotations
@@ -19,6 +19,8 @@ from .errors import SpecError
 
 BLOCK_TOKENS = 256
 
+# mlx-lm's --kv-group-size.
+GROUP_SIZE = 64
 # Of keys and values.
 DTYPE_BYTES = {name: bytes_of(name) for name in ("float32", "float16", "bfloat16")}
 
@@ -38,13 +40,13 @@ class FullLayer:
 
     @property
     def max_blocks(self) -> int | None:
-        """The most blocks one sequence can hold; None: it grows with the context."""
+        """The most blocks of one sequence; None: they grow with the context."""
         return None
 
 
 @dataclass(frozen=True)
 class WindowLayer(FullLayer):
-    """Keys and values of the last `max_size` tokens, the first `keep` always among them."""
+    """Keys and values of the last `max_size` tokens, and always of the first `keep`."""
 
     kind: ClassVar[str] = "window"
     max_size: int
@@ -57,7 +59,7 @@ class WindowLayer(FullLayer):
 
 @dataclass(frozen=True)
 class ChunkLayer(FullLayer):
-    """Keys and values of which `chunk_size` tokens are read; all are kept, so that a prefix is resumed at any token."""
+    """Keys and values of every token, of which a chunk of `chunk_size` is read; a prefix can be resumed at any token."""
 
     kind: ClassVar[str] = "chunk"
     chunk_size: int
@@ -65,10 +67,14 @@ class ChunkLayer(FullLayer):
 
 @dataclass(frozen=True)
 class StateLayer:
-    """Fixed arrays, whatever the context: (shape, dtype) of each for one sequence."""
+    """Arrays that do not grow with the context: (shape, dtype) of each for one sequence."""
 
     kind: ClassVar[str] = "state"
     arrays: tuple[tuple[tuple[int, ...], str], ...]
+
+    @property
+    def nbytes(self) -> int:
+        return sum(bytes_of(dtype) * math.prod(shape) for shape, dtype in self.arrays)
 
 
 @dataclass(frozen=True)
@@ -84,7 +90,7 @@ LayerSpec: TypeAlias = "FullLayer | WindowLayer | ChunkLayer | StateLayer | Comp
 
 @dataclass(frozen=True)
 class LayerGroup:
-    """Leaves that look alike: one block id addresses the same 256 tokens in all. `layers`: their places in spec.leaves."""
+    """Equal leaves: one block id addresses the same 256 tokens in each. `layers`: their places in spec.leaves."""
 
     layer: FullLayer
     layers: tuple[int, ...]
@@ -105,9 +111,12 @@ def blocks_for(tokens: int) -> int:
 class ModelCacheSpec:
     """The caches of one model: `layers` has one entry per cache that mlx-lm makes, in order.
 
-    `dtype` is the type of keys and values in memory: float32, float16 or bfloat16. `batches` False: sequences side by side do
-    not give the replies that each gives alone, so that the model is never asked for several. `max_kv_size`: what mlx-lm was
-    asked to bound full layers to; they are windows then.
+    dtype:       of keys and values in memory: float32, float16 or bfloat16.
+    batches:     whether a batch gives the replies that each sequence gives alone; if not, the model never runs several.
+    max_kv_size: mlx-lm's option that bounds full layers, which are windows then.
+
+    Sizes are bytes. With `bits`, keys and values are quantised as in mlx-lm's QuantizedKVCache: each GROUP_SIZE values have a
+    scale and a bias, and rows that are no multiple of that stay as they are. States are never quantised.
     """
 
     model_id: str
@@ -118,7 +127,7 @@ class ModelCacheSpec:
 
     def __post_init__(self) -> None:
         if self.dtype not in DTYPE_BYTES:
-            raise SpecError(f"{self.model_id}: found dtype {self.dtype!r}, needed one of {sorted(DTYPE_BYTES)}.")
+            raise SpecError(f"{self.model_id}: dtype {self.dtype!r} is none of {sorted(DTYPE_BYTES)}.")
         if not self.layers:
             raise SpecError(f"{self.model_id}: a spec needs at least one layer.")
 
@@ -142,54 +151,45 @@ class ModelCacheSpec:
         """Whether a prefix can be resumed only where its windows and states were kept."""
         return any(isinstance(leaf, WindowLayer | StateLayer) for leaf in self.leaves)
 
-    def bytes_per_token_per_layer(self, layer: LayerSpec, bits: int | None = None) -> int:
-        """Keys and values of one token in one layer; `bits` as in memory_per_block_per_layer."""
-        if isinstance(layer, CompositeLayer):
-            return sum(self.bytes_per_token_per_layer(part, bits) for part in layer.parts)
-        if isinstance(layer, StateLayer):
+    def bytes_per_token_per_layer(self, leaf: LayerSpec, bits: int | None = None) -> int:
+        """Keys and values of one token in one leaf."""
+        if not isinstance(leaf, FullLayer):
             return 0
-        return layer.values_per_token * self.bits_per_value(bits) // 8
+        return leaf.kv_heads * sum(_row_bytes(dim, DTYPE_BYTES[self.dtype], bits) for dim in (leaf.key_dim, leaf.value_dim))
 
-    def memory_per_block_per_layer(self, layer: LayerSpec, bits: int | None = None) -> int:
-        """Bytes of one block in one layer; `bits=8` for 8-bit values (their scales, 6 % in mlx, not counted)."""
-        return BLOCK_TOKENS * self.bytes_per_token_per_layer(layer, bits)
+    def bytes_per_block_per_layer(self, leaf: LayerSpec, bits: int | None = None) -> int:
+        return BLOCK_TOKENS * self.bytes_per_token_per_layer(leaf, bits)
 
-    def bytes_per_block(self, group: LayerGroup, bits: int | None = None) -> int:
-        """Bytes of one block in all layers of its group."""
-        return len(group.layers) * self.memory_per_block_per_layer(group.layer, bits)
+    def bytes_per_block(self, group: LayerGroup) -> int:
+        """One block in all layers of its group."""
+        return len(group.layers) * self.bytes_per_block_per_layer(group.layer)
 
-    def bytes_per_token(self, bits: int | None = None) -> int:
-        """What one more token costs once every window is full: its growing layers."""
-        return sum(self.bytes_per_token_per_layer(leaf, bits) for leaf in self.leaves if _grows(leaf))
+    def bytes_per_token(self) -> int:
+        """What one more token takes once every window is full."""
+        growing = (leaf for leaf in self.leaves if isinstance(leaf, FullLayer) and leaf.max_blocks is None)
+        return sum(map(self.bytes_per_token_per_layer, growing))
 
     def fixed_bytes_per_agent(self) -> int:
-        """State arrays of one sequence."""
-        return sum(state_bytes(layer) for layer in self.layers)
+        """The state arrays of one sequence."""
+        return sum(leaf.nbytes for leaf in self.leaves if isinstance(leaf, StateLayer))
 
     def bytes_per_checkpoint(self) -> int:
-        """What one checkpoint takes at most: full rings and states; 0: none is needed."""
-        rings = sum(self.bytes_per_block(g) * g.layer.max_blocks for g in self.groups if g.layer.max_blocks is not None)
-        return rings + self.fixed_bytes_per_agent()
+        """What one checkpoint takes at most: full windows and states; 0: prefixes need none."""
+        windows = (self.bytes_per_block(g) * g.layer.max_blocks for g in self.groups if g.layer.max_blocks is not None)
+        return sum(windows) + self.fixed_bytes_per_agent()
 
-    def blocks(self, tokens: int, layer: LayerSpec) -> int:
-        """Blocks that one layer holds for a sequence of `tokens` tokens."""
-        if isinstance(layer, CompositeLayer):
-            return sum(self.blocks(tokens, part) for part in layer.parts)
-        if isinstance(layer, StateLayer):
+    def blocks(self, tokens: int, leaf: LayerSpec) -> int:
+        """Blocks that one leaf holds for a sequence of `tokens` tokens."""
+        if not isinstance(leaf, FullLayer):
             return 0
-        limit = layer.max_blocks
-        return blocks_for(tokens) if limit is None else min(blocks_for(tokens), limit)
+        return blocks_for(tokens) if leaf.max_blocks is None else min(blocks_for(tokens), leaf.max_blocks)
 
-    def bytes_per_agent(self, tokens: int, bits: int | None = None) -> int:
-        """What one sequence of `tokens` tokens holds, in whole blocks, nothing shared."""
-        return self.fixed_bytes_per_agent() + sum(self._layer_bytes(layer, tokens, bits) for layer in self.layers)
-
-    def max_agents(self, budget_bytes: int, tokens: int, bits: int | None = None) -> int:
-        """How many sequences of `tokens` tokens fit in `budget_bytes`, nothing shared."""
-        return budget_bytes // self.bytes_per_agent(tokens, bits)
+    def bytes_per_agent(self, tokens: int) -> int:
+        """What one sequence of `tokens` tokens takes, in whole blocks, nothing shared."""
+        return self.fixed_bytes_per_agent() + sum(self.blocks(tokens, e) * self.bytes_per_block_per_layer(e) for e in self.leaves)
 
     def fingerprint(self) -> str:
-        """32 hex digits that name the shape and type of the caches, whatever the model is called."""
+        """32 hex digits that name the shapes and dtypes of the caches, but not the model."""
         layers = [[layer.kind, asdict(layer)] for layer in self.layers]
         content = json.dumps([BLOCK_TOKENS, self.dtype, layers], sort_keys=True)
         return hashlib.blake2b(content.encode(), digest_size=16).hexdigest()
@@ -209,19 +209,14 @@ class ModelCacheSpec:
         """`bits`, or those of the dtype."""
         return 8 * DTYPE_BYTES[self.dtype] if bits is None else bits
 
-    def _layer_bytes(self, layer: LayerSpec, tokens: int, bits: int | None) -> int:
-        if isinstance(layer, CompositeLayer):
-            return sum(self._layer_bytes(part, tokens, bits) for part in layer.parts)
-        return self.blocks(tokens, layer) * self.memory_per_block_per_layer(layer, bits)
-
 
 def is_poolable(layer: LayerSpec) -> bool:
-    """Whether a leaf lives in blocks: not states, and not caches that a model makes and never uses."""
+    """Whether a leaf is kept in blocks: states are not, nor caches that a model makes and never uses."""
     return isinstance(layer, FullLayer) and layer.values_per_token > 0
 
 
 def leaves_of(layer: LayerSpec) -> Iterator[LayerSpec]:
-    """The layer itself, or what a composite layer is made of in the end."""
+    """The layer itself, or the leaves of a composite layer's parts."""
     if isinstance(layer, CompositeLayer):
         for part in layer.parts:
             yield from leaves_of(part)
@@ -229,14 +224,8 @@ def leaves_of(layer: LayerSpec) -> Iterator[LayerSpec]:
         yield layer
 
 
-def _grows(leaf: LayerSpec) -> bool:
-    return isinstance(leaf, FullLayer) and leaf.max_blocks is None
-
-
-def state_bytes(layer: LayerSpec) -> int:
-    """Bytes of the state arrays of one layer for one sequence."""
-    if isinstance(layer, CompositeLayer):
-        return sum(state_bytes(part) for part in layer.parts)
-    if not isinstance(layer, StateLayer):
-        return 0
-    return sum(bytes_of(dtype) * math.prod(shape) for shape, dtype in layer.arrays)
+def _row_bytes(dim: int, dtype_bytes: int, bits: int | None) -> int:
+    """Keys or values of one head and token."""
+    if bits is None or dim % GROUP_SIZE:
+        return dim * dtype_bytes
+    return dim * bits // 8 + 2 * dtype_bytes * (dim // GROUP_SIZE)

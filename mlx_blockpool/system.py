@@ -1,4 +1,4 @@
-"""How much memory this machine has for a model."""
+"""The memory of this machine."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ import os
 
 
 def memory_bytes() -> int:
-    """Bytes that the device recommends as a process's limit (Metal), or that it has; without either, the machine's memory."""
+    """The device's recommended limit for a process (Metal), or its memory, or else the machine's. In bytes."""
     import mlx.core as mx
 
     info = mx.device_info()

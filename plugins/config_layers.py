@@ -1,4 +1,4 @@
-"""What the providers that read config.json alone have in common. Knows no mlx."""
+"""Shared by the providers that read config.json alone. Knows no mlx."""
 
 from __future__ import annotations
 

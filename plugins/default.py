@@ -17,8 +17,8 @@ from mlx_blockpool.spec import ChunkLayer, CompositeLayer, FullLayer, LayerSpec,
 from . import shapes
 from .config_layers import dtype_of
 
-# What a look at short prompts does not show: sparse attention chooses blocks of keys by their place in the cache, which padding
-# moves.
+# Models that give other replies in a batch of long prompts: their sparse attention chooses blocks of keys by place in the cache,
+# which padding moves.
 ALONE = ("minimax_m3_vl",)
 
 
@@ -27,7 +27,7 @@ def model_cache_spec(model: Any, config: dict[str, Any], model_id: str) -> Model
     if model is not None:
         return trace(model, model_id)
     if "model_type" not in config:
-        raise SpecError(f"{model_id}: found a config without model_type; needed mlx-lm's config.json of the model.")
+        raise SpecError(f"{model_id}: the config has no model_type.")
     config = copy.deepcopy(config)  # mlx-lm's ModelArgs write into it
     try:
         model = shapes.build(config)
@@ -37,7 +37,7 @@ def model_cache_spec(model: Any, config: dict[str, Any], model_id: str) -> Model
 
 
 def trace(model: Any, model_id: str) -> ModelCacheSpec:
-    """The spec of a model as its own make_cache and forward pass show it. Evaluates nothing.
+    """The spec of a model by its own make_cache and forward pass. Evaluates nothing.
 
     Raises SpecError for a cache class that mlx-lm 0.32 does not have.
     """
@@ -66,7 +66,7 @@ def _layer(cache: Any, upstream: Any, model_id: str) -> LayerSpec:
     if kind is upstream.CacheList:
         return CompositeLayer(tuple(_layer(c, upstream, model_id) for c in cache.caches))
     raise SpecError(
-        f"{model_id}: found cache class {shapes.module_of(kind)}.{kind.__name__}, which has no layer kind. "
+        f"{model_id}: no layer kind has the cache class {shapes.module_of(kind)}.{kind.__name__}. "
         "Serve the model with mlx-lm's own caches, or install a plugin that describes it."
     )
 

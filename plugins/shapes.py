@@ -27,16 +27,16 @@ from mlx_blockpool import mlx_lm_compat
 from .config_layers import dtype_of
 
 PACKAGE = "mlx_lm_shapes"
-# Which class a config is for: this function of mlx_lm/utils.py and what it reads.
+# mlx_lm/utils.py's function from a config to its class, and the names that it reads.
 CLASSES = ("_get_classes", "MODEL_REMAPPING", "MODEL_ARCHITECTURE_REMAPPING")
-# What quantisation leaves alone where a config from elsewhere than mlx-lm does not say.
+# Modules that are not quantised if a config that is not mlx-lm's does not say so.
 UNQUANTISED = ("embed_tokens", "lm_head")
 
 
 def build(config: dict[str, Any]) -> Any:
-    """The model that mlx-lm makes of its config.json, in the dtype that it is published in. Writes into `config`, as mlx-lm does.
+    """The model that mlx-lm makes of a config.json, in its published dtype. Writes into `config`, as mlx-lm does.
 
-    Raises KeyError, TypeError or ValueError for a config that mlx-lm has no model for, and whatever the model raises.
+    Raises KeyError, TypeError or ValueError for a config that mlx-lm has no model for, and any error of the model.
     """
     said = io.StringIO()
     try:
@@ -57,20 +57,20 @@ def build(config: dict[str, Any]) -> Any:
 
 
 def cache_module(model: Any) -> Any:
-    """The module whose cache classes the model makes: mlx_lm.models.cache, or the one of a model from build()."""
+    """The module of the model's cache classes: mlx_lm.models.cache, or its copy for a model of build()."""
     built = type(model).__module__.startswith(f"{PACKAGE}.")
     return importlib.import_module(f"{PACKAGE if built else 'mlx_lm'}.models.cache")
 
 
 def module_of(kind: type) -> str:
-    """Where a class is defined, as mlx-lm calls it."""
+    """mlx-lm's name of the module that defines a class."""
     return kind.__module__.replace(f"{PACKAGE}.", "mlx_lm.", 1)
 
 
 def weight_bytes(config: dict[str, Any]) -> tuple[int, int, int | None]:
-    """Bytes of the weights, how many parameters they are, and the bits of the quantised ones; None: nothing is quantised.
+    """Bytes of the weights, the number of parameters, and the bits of the quantised ones; None: nothing is quantised.
 
-    An estimate: quantises what mlx-lm's convert would. Writes into `config`; raises what build() raises.
+    An estimate: quantises the modules that mlx-lm's convert would. Writes into `config`; raises what build() raises.
     """
     quantised = _quantisation(config)
     tied = _says(config, "tie_word_embeddings") is not False
@@ -79,7 +79,7 @@ def weight_bytes(config: dict[str, Any]) -> tuple[int, int, int | None]:
     size = parameters = 0
     for name, array in tree_flatten(model.parameters()):
         owner, _, leaf = name.rpartition(".")
-        # Some models have a head until they see weights without one. A config leaves the key out where it is true.
+        # Some models have a head until they load weights without one. A config omits the key if it is true.
         if tied and owner.endswith("lm_head"):
             continue
         parameters += array.size
@@ -92,7 +92,7 @@ def weight_bytes(config: dict[str, Any]) -> tuple[int, int, int | None]:
 def _array_bytes(array: mx.array, quantisation: dict[str, Any] | None) -> int:
     if quantisation is None or array.shape[-1] % quantisation["group_size"]:
         return int(array.nbytes)
-    # A scale and a bias for each group; of the mx and nv formats a scale of one byte.
+    # Each group has a scale and a bias, or in the mx and nv formats a scale of one byte.
     beside = 2 * array.itemsize if quantisation["mode"] == "affine" else 1
     return int(array.size * quantisation["bits"] // 8 + array.size // quantisation["group_size"] * beside)
 
@@ -118,7 +118,7 @@ def _quantisation(config: dict[str, Any]) -> Callable[[str], dict[str, Any] | No
 
 
 def _says(config: dict[str, Any], key: str) -> Any:
-    """What config.json, or the text_config in it, says about `key`."""
+    """The value of `key` in config.json or in its text_config."""
     text = config.get("text_config")
     return config.get(key, text.get(key) if isinstance(text, dict) else None)
 

@@ -8,9 +8,9 @@ from collections.abc import Iterator, Sequence
 from mlx_blockpool.hookspecs import hookimpl
 from mlx_blockpool.messages import Message, Normaliser, Replayed, Replies, map_text
 
-# What a client says to its vendor's servers. Claude Code's is the same within a conversation and another one in the next.
+# A line for the servers of a client's vendor. Claude Code's changes from one conversation to the next.
 VENDOR_HEADER = re.compile(r"^[ \t]*x-anthropic-billing-header[ \t]*:.*(?:\n|\Z)", re.IGNORECASE | re.MULTILINE)
-# Lines that a client adds for its own book-keeping.
+# Lines of clients' own book-keeping.
 BOOKKEEPING = re.compile(
     r"^[ \t]*(?:x-anthropic-billing-header|x-request-id|(?:request|session|trace|conversation)[ _-]?id|nonce)"
     r"[ \t]*[:=].*(?:\n|\Z)",
@@ -18,12 +18,12 @@ BOOKKEEPING = re.compile(
 )
 DATE = re.compile(
     r"^[ \t]*(?:today's date(?: is)?|(?:the )?current (?:date|time|date and time)(?: is)?|date)"
-    # No two parts of it match the same blanks, so that it takes a time in proportion to a line.
+    # No two parts match the same blanks, so that the time is proportional to the line.
     r"(?:[ \t]*:)?[ \t][^\d\n]*\d.*(?:\n|\Z)",
     re.IGNORECASE | re.MULTILINE,
 )
 SYSTEM = ("system", "developer")
-# Characters of a text that are looked through at a time, or a line where that is longer.
+# Characters of a text that are searched at a time; at least a line.
 PIECE = 1 << 16
 
 
@@ -62,7 +62,7 @@ def drop_vendor_header(messages: Sequence[Message], replies: Replies) -> list[Me
 
 
 def _without_vendor_header(text: str) -> str:
-    # Most texts have none, and this is on for every request.
+    # This is on for every request, and most texts have no such line.
     return _sub(VENDOR_HEADER, text) if "x-anthropic-billing-header" in text.lower() else text
 
 
@@ -75,7 +75,7 @@ def _sub(lines: re.Pattern[str], text: str) -> str:
 
 
 def _pieces(text: str) -> Iterator[str]:
-    """A long text in pieces of whole lines: other threads wait as long as a pattern is looked for."""
+    """A long text in pieces of whole lines: other threads wait while a pattern is searched."""
     start = 0
     while start < len(text):
         end = text.find("\n", start + PIECE) + 1 or len(text)
@@ -91,7 +91,7 @@ def move_dates(messages: Sequence[Message], replies: Replies) -> list[Message]:
         return _sub(DATE, text)
 
     changed = [map_text(m, take) if m.get("role") in SYSTEM else m for m in messages]
-    # The first one stays where it is, and with it all that follows.
+    # The first user message stays at its place, and so does everything behind it.
     first = next((i for i, m in enumerate(changed) if m.get("role") == "user"), None)
     if not moved or first is None:
         return list(messages)

@@ -57,6 +57,13 @@ def test_gemma_12b() -> None:
     assert 4096 * full + ring == 603_979_776
     # 256 bytes of 8-bit values and 4 * 4 bytes beside them instead of 512 bytes
     assert figures(cost(GEMMA_12B, bits=8)) == tuple(n * 272 // 512 for n in figures(cost(GEMMA_12B)))
+    # 2368 MiB at 32,768 tokens, and with 8 bits little more than half of that.
+    agents = [cost(GEMMA_12B, 32_768, bits).agents(12 * 2**30) for bits in (None, 8)]
+    assert (agents, cost(GEMMA_12B, 32_768).agents(2368 * 2**20), cost(GEMMA_12B, 32_768).agents(2368 * 2**20 - 1)) == (
+        [5, 9],
+        1,
+        0,
+    )
     # A window of 1,024 tokens that has seen 300 takes two blocks.
     assert figures(cost(GEMMA_12B, 300)) == (full, ring, 512 * (full + windows), 512 * windows)
 
@@ -246,5 +253,5 @@ def test_one_agent_more_would_not_fit(spec: ModelCacheSpec, tokens: int, budget:
 
 
 def test_caches_that_hold_nothing_are_refused() -> None:
-    with pytest.raises(SpecError, match="m: found caches of 0 bytes; needed layers that hold something"):
+    with pytest.raises(SpecError, match="m: its caches take 0 bytes"):
         cost_of(ModelCacheSpec("m", (FullLayer(0, 0, 0),)), 4096)

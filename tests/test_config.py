@@ -34,7 +34,7 @@ def test_parse_bytes(text: str, expected: int) -> None:
 
 @pytest.mark.parametrize("text", ["", "GB", "4XB", "four", "4 GB GB", "4G B", "nan", "inf", "1e400", "-1GB"])
 def test_anything_else_is_refused(text: str) -> None:
-    with pytest.raises(BlockpoolError, match="needed a number with a unit, such as 4GB or 512MiB") as info:
+    with pytest.raises(BlockpoolError, match="Write a number with a unit, such as 4GB or 512MiB") as info:
         parse_bytes(text)
     assert repr(text) in str(info.value)
 

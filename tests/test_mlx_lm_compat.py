@@ -43,7 +43,7 @@ def test_versions_outside_are_refused_with_what_to_install(version: str) -> None
     with pytest.raises(UnsupportedVersionError) as info:
         check_version(version)
     assert str(info.value) == (
-        f"Found mlx-lm {version}; mlx-blockpool needs >=0.32.2,<0.33. "
+        f"mlx-lm {version} is installed; mlx-blockpool needs >=0.32.2,<0.33. "
         "Install a version that fits: pip install 'mlx-lm>=0.32.2,<0.33'."
     )
 
@@ -51,7 +51,7 @@ def test_versions_outside_are_refused_with_what_to_install(version: str) -> None
 def test_the_installed_version_is_checked_by_default(monkeypatch: pytest.MonkeyPatch) -> None:
     check_version()
     monkeypatch.setattr(metadata, "version", lambda name: {"mlx-lm": "0.31.0"}[name])
-    with pytest.raises(UnsupportedVersionError, match=r"Found mlx-lm 0\.31\.0"):
+    with pytest.raises(UnsupportedVersionError, match=r"mlx-lm 0\.31\.0 is installed"):
         check_version()
 
 
@@ -60,7 +60,7 @@ def test_a_missing_mlx_lm_is_said_to_be_missing(monkeypatch: pytest.MonkeyPatch)
         raise metadata.PackageNotFoundError(name)
 
     monkeypatch.setattr(metadata, "version", missing)
-    with pytest.raises(UnsupportedVersionError, match="Found mlx-lm none"):
+    with pytest.raises(UnsupportedVersionError, match="mlx-lm none is installed"):
         check_version()
 
 
@@ -106,7 +106,7 @@ def test_another_mlx_lm_is_refused_before_it_is_used(command: str, tmp_path: Pat
     arguments = ["-m", "mlx_blockpool.cli", "serve", "--model", "demo"] if command == "SERVE" else ["-c", command]
     ran = subprocess.run([sys.executable, *arguments], env=env, capture_output=True, text=True, cwd="/")
     assert ran.returncode == 1
-    assert "Found mlx-lm 0.31.3; mlx-blockpool needs >=0.32.2,<0.33" in ran.stderr
+    assert "mlx-lm 0.31.3 is installed; mlx-blockpool needs >=0.32.2,<0.33" in ran.stderr
     assert ("Traceback" in ran.stderr) == (command != "SERVE")
 
 

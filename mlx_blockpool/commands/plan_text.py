@@ -5,10 +5,10 @@ from __future__ import annotations
 from collections.abc import Sequence
 from pathlib import Path
 
-from ..calculator import GROUP_SIZE, KV_BITS, ModelPlan, unquantisable
+from ..calculator import KV_BITS, ModelPlan, unquantisable
 from ..formatting import count, human_bytes, table
 from ..memory import BatchMemory, Comparison, GroupMemory
-from ..spec import ChunkLayer, CompositeLayer, LayerGroup, LayerSpec, StateLayer
+from ..spec import GROUP_SIZE, ChunkLayer, CompositeLayer, LayerGroup, LayerSpec, StateLayer
 
 NOTHING = "-"
 

@@ -152,7 +152,7 @@ class PooledLayer(SequenceCache):
     def nbytes(self) -> int:
         """Bytes of this layer's blocks, shared ones included."""
         blocks = len(self.sequence.tables[self.place.group])
-        return blocks * self.sequence.arena.spec.memory_per_block_per_layer(self.place.layer)
+        return blocks * self.sequence.arena.spec.bytes_per_block_per_layer(self.place.layer)
 
     @classmethod
     def merge(cls, caches: list[Any]) -> Any:

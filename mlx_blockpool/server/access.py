@@ -1,37 +1,38 @@
-"""The access policy: which requests are served, by their keys, hosts, origins and sizes. Checks only: no sockets.
+"""The access policy: which requests are served, by their keys, hosts, origins and sizes, and what the owner of a key may see.
 
-Any thread may call anything here.
+Checks only: no sockets. Any thread may call anything here.
+
+With several API keys each has a name, and owns the agents of its requests. Such an agent is noted under both names, with a
+character between them that no client can send, so that agents of two owners never have the same name.
 """
 
 from __future__ import annotations
 
 import hmac
 import ipaddress
-import os
+import json
 import re
 import socket
 import threading
 import time
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from email import errors as email_errors
-from pathlib import Path
 from typing import Any
 from urllib.parse import urlsplit
 
-from ..config import GuardConfig, parse_bytes
+from ..config import GuardConfig
 from ..errors import BlockpoolError
+from ..store.agent_files import SEPARATOR
 
 # The endpoints of mlx-lm's server, with the origins that its documentation promises.
 STOCK_PATHS = ("/v1/completions", "/v1/chat/completions", "/chat/completions", "/v1/models", "/health", "/")
 # Anthropic's clients send a request here to see whether the server runs.
 HELLO = "/api/hello"
-# These need no key: they show that the server runs, and no more.
+# These need no key: they only show that the server runs.
 OPEN = (("GET", "/health"), ("HEAD", "/health"), ("HEAD", "/"), ("GET", HELLO), ("HEAD", HELLO))
-# The body of such a request is a file, which its endpoint reads from the wire and bounds.
+# The body of these requests is a file, which the endpoint reads from the wire and bounds.
 FILES = re.compile(r"/v1/agents/[^/]+/import")
-# Origins with these schemes belong to apps and extensions that a user has installed; no page on the web can have one.
-# `file` is no such scheme: a page that a browser has downloaded can have it.
+# Schemes of origins of installed apps and extensions; no page on the web can have one. A downloaded page can have `file`.
 APPS = ("app", "capacitor", "electron", "ionic", "tauri", "vscode-file", "vscode-webview", "wails")
 EXTENSIONS = ("chrome-extension", "moz-extension", "safari-web-extension")
 LONGEST_AGENT = 256
@@ -44,8 +45,8 @@ NO_HEADERS = (
     email_errors.MisplacedEnvelopeHeaderDefect,
     email_errors.MissingHeaderBodySeparatorDefect,
 )
-# A path in an error's text, all but its last part.
-FOLDERS = re.compile(r"(?<![\w.:/])(?:/[^\s/'\":,;()]+)+/(?=[^\s/'\":,;()])")
+# All but the last part of a path in an error's text.
+FOLDERS = re.compile(r"(?<![\w.:/])(?:/[^\s/'\":,;()\[\]]+)+/(?=[^\s/'\":,;()\[\]])")
 
 
 @dataclass(frozen=True)
@@ -59,28 +60,27 @@ class Rejected:
 class AccessPolicy:
     """The checks of one server.
 
-    `room`: a connection takes a place in it while a request of it is read and served, and one in `idle` between two requests.
-    `bodies`: what the bodies of all requests may have in memory together.
+    room, idle: a connection holds a place in `room` while a request is read and served, and in `idle` between two requests.
+    bodies:     the memory of all requests' bodies together.
     """
 
     def __init__(self, config: GuardConfig | None = None) -> None:
         self.config = config = GuardConfig() if config is None else config
         self.is_local = is_loopback(config.host)
-        self._keys: list[tuple[str | None, str]] = [
-            *config.api_keys,
-            *([] if config.api_key is None else [(None, config.api_key)]),
-        ]
+        self._keys: list[tuple[str | None, str]] = [*config.api_keys]
+        if config.api_key is not None:
+            self._keys.append((None, config.api_key))
         self.room = threading.BoundedSemaphore(config.max_connections)
         self.idle = threading.BoundedSemaphore(config.max_connections)
         self.bodies = ByteBudget(config.bodies * config.max_body_bytes)
 
     def wait_until_empty(self, seconds: float) -> bool:
-        """Admit no more requests and wait for those that are served. Returns whether all have ended within the time."""
+        """Admit no more requests, and wait for the others to end. Returns whether they did within the time."""
         until = time.monotonic() + seconds
         return all(self.room.acquire(timeout=max(0.0, until - time.monotonic())) for _ in range(self.config.max_connections))
 
     def check_bind(self) -> None:
-        """Raises BlockpoolError for a server without keys that other machines can reach."""
+        """Raises BlockpoolError for a server without keys that other machines reach."""
         if not self.is_local and not self._keys and not self.config.allow_remote:
             raise BlockpoolError(
                 f"--host {self.config.host} lets other machines in, and there is no --api-key: anyone who reaches the port could "
@@ -128,22 +128,19 @@ class AccessPolicy:
         for host in headers.get_all("Host", []):
             name = host_name(host)
             if name not in (self.config.host.lower(), *allowed) and not is_loopback_name(name):
-                return Rejected(
-                    403,
-                    f"Host {shown(host)} is not allowed: this server answers to localhost. Start it with --allow-hosts NAME.",
-                )
+                advice = "This server answers to localhost. Start it with --allow-hosts NAME."
+                return Rejected(403, f"Host {shown(host)} is not allowed. {advice}")
         return None
 
     def _check_origin(self, method: str, path: str, headers: Any) -> Rejected | None:
-        """Which pages in a browser may send requests. Other clients send no Origin.
+        """Reject pages in a browser; other clients send no Origin.
 
-        By default mlx-lm answers pages from anywhere; endpoints that only this server has, such as explanations, do not.
+        By default the endpoints of mlx-lm answer pages from anywhere, and those that only this server has do not.
         """
         origin, allowed = headers.get("Origin"), self.config.allowed_origins
         if origin is None or method == "OPTIONS" or origin in allowed or "*" in allowed or not is_foreign(origin):
             return None
-        is_stock = path in STOCK_PATHS or is_model(path)
-        if not allowed and (is_stock or self._keys):
+        if not allowed and (path in STOCK_PATHS or is_model(path) or self._keys):
             return None
         return Rejected(403, f"Origin {shown(origin)} is not allowed: it is a page from elsewhere. Add it to --allowed-origins.")
 
@@ -154,7 +151,7 @@ class AccessPolicy:
         return Rejected(401, f"{fault}. Send the server's key as 'Authorization: Bearer KEY' or 'x-api-key: KEY'.")
 
     def owner(self, headers: Any) -> str | None:
-        """The name of the key that a request has shown; None: keys have no names."""
+        """The name of the key that a request carries; None: keys have no names."""
         return next((name for name, _ in self._matching(headers)), None)
 
     def _matching(self, headers: Any) -> list[tuple[str | None, str]]:
@@ -165,13 +162,13 @@ class AccessPolicy:
 
 
 def _given(headers: Any) -> list[str]:
-    """The keys that a request shows."""
+    """The keys that a request carries."""
     kind, _, token = headers.get("Authorization", "").partition(" ")
     return [headers.get("x-api-key", ""), token.strip() if kind.lower() == "bearer" else ""]
 
 
 class ByteBudget:
-    """Bytes that the bodies of all requests may have in memory together. Nobody waits for bytes; any thread may call this."""
+    """Bytes that all requests share. No request waits for them; any thread may call this."""
 
     def __init__(self, left: int) -> None:
         self.left = left
@@ -215,13 +212,13 @@ def is_model(path: str) -> bool:
 
 
 def is_loopback(host: str) -> bool:
-    """Whether a server on `host` is reached from this machine only. Raises OSError for a name that does not resolve."""
+    """Whether only this machine reaches a server on `host`. Raises OSError for a name that does not resolve."""
     found = socket.getaddrinfo(host or None, 0, type=socket.SOCK_STREAM, flags=socket.AI_PASSIVE)
     return all(ipaddress.ip_address(str(address[0]).partition("%")[0]).is_loopback for *_, address in found)
 
 
 def is_loopback_name(name: str) -> bool:
-    """Whether a name or address, as a client writes it, can be nothing but this machine."""
+    """Whether a name or address of a client can only be this machine."""
     if name == "localhost" or name.endswith(".localhost"):
         return True
     try:
@@ -231,7 +228,7 @@ def is_loopback_name(name: str) -> bool:
 
 
 def is_foreign(origin: str) -> bool:
-    """Whether an Origin is anything but a page of this machine, or an app or extension on it."""
+    """Whether an Origin is neither a page of this machine nor an app or extension on it."""
     try:
         parts = urlsplit(origin)
         name = parts.hostname or ""
@@ -268,142 +265,69 @@ def header_text(value: str) -> str:
 
 
 def cause_of(error: Exception) -> str:
-    """An unexpected error for a client: in one line, and without our folders."""
+    """An unexpected error for a client, in one line and without folders."""
     first = (str(error).splitlines() or [""])[0]
     return f"{type(error).__name__}: {without_folders(first)[:300]}"
 
 
 def without_folders(text: str) -> str:
-    """A text for clients: of each path in it only the last part."""
+    """A text for clients, with only the last part of each path."""
     return FOLDERS.sub("", text)
 
 
 def shown(text: str, most: int = 80) -> str:
-    """A client's text, cut, for a response to it."""
+    """The beginning of a client's text, for a response."""
     return repr(text if len(text) <= most else f"{text[:most]}...")
-
-
-def api_key(given: str | None, file: Any, environment: str | None) -> str | None:
-    """The key from the first of these that is given; a file's content is its key. Raises BlockpoolError, without the key."""
-    key = given
-    if key is None and file is not None:
-        key = text_of(file)
-    key = environment or None if key is None else key
-    if key is not None:
-        _check_plain(key)
-    return key
-
-
-def named_keys(text: str) -> tuple[tuple[str, str], ...]:
-    """The (name, key) of each line `name:key`; none for a text that is one key. Raises BlockpoolError, whose text has no key."""
-    lines = [line.strip() for line in text.splitlines() if line.strip()]
-    found = [line.partition(":")[::2] for line in lines]
-    if len(lines) < 2 and not all(KEY_NAME.fullmatch(name) and key for name, key in found):
-        return ()
-    for number, (name, key) in enumerate(found, 1):
-        if not KEY_NAME.fullmatch(name):
-            raise BlockpoolError(
-                f"Key {number} of --api-key-file has no name. Write name:key, the name in letters, digits, . _ -"
-            )
-        _check_plain(key)
-    if len({key for _, key in found}) < len(found):
-        raise BlockpoolError("Two keys of --api-key-file are the same. Give each name a key of its own.")
-    return tuple(found)
-
-
-def text_of(file: Any) -> str:
-    try:
-        return str(file.read_text(encoding="utf-8").strip())
-    except (OSError, UnicodeError) as error:
-        raise BlockpoolError(
-            f"--api-key-file {file} cannot be read: {type(error).__name__}. Give a text file with a key."
-        ) from None
-
-
-def _check_plain(key: str) -> None:
-    if not (key.isascii() and key.isprintable() and key.strip() == key and key):
-        raise BlockpoolError(
-            "The API key is empty or has spaces around it or other than plain ASCII characters. Choose another one."
-        )
-
-
-def names_in(text: str) -> Sequence[str]:
-    """Hosts of --allow-hosts."""
-    return tuple(host_name(name) for name in text.split(",") if name.strip())
 
 
 def _bytes(text: str) -> bytes:
     return text.encode("utf-8", "surrogateescape")
 
 
-# mlx-lm's default of --allowed-origins, which is no list: a user's own `*` is one.
-ANY_ORIGIN = ("*",)
+# -- owners ------------------------------------------------------------------------------------------------------------
 
 
-def add_safety_options(add: Callable[..., Any]) -> None:
-    """Add them to a parser's group."""
-    _add_key_options(add)
-    add("--allow-remote", action="store_true", help="Listen on other addresses than this machine's own without a key")
-    add(
-        "--allow-hosts",
-        type=names_in,
-        default=(),
-        metavar="NAMES",
-        help="Names under which clients reach this server, separated by commas (default: localhost, where --host is that)",
-    )
-    add(
-        "--max-body",
-        type=parse_bytes,
-        default=GuardConfig.max_body_bytes,
-        metavar="SIZE",
-        help="The largest request that is read, such as 64MB (default: 16 MiB)",
-    )
-    add(
-        "--allow-template-kwargs",
-        type=lambda text: None if text.strip() == "any" else tuple(name.strip() for name in text.split(",")),
-        default=(),
-        metavar="NAMES",
-        help="What a request's chat_template_kwargs may hold beside the switches that templates are known to read, separated by "
-        "commas, or any; chat_template lets requests bring templates of their own (default: none)",
-    )
-    add(
-        "--allow-image-hosts",
-        type=names_in,
-        default=(),
-        metavar="NAMES",
-        help="Hosts from which images that requests name are fetched, separated by commas, for models that take images "
-        "(default: none; images come as data URLs)",
-    )
+def noted_name(owner: str | None, agent: str) -> str:
+    """The name that an agent of an owner is noted under."""
+    return agent if owner is None else f"{owner}{SEPARATOR}{agent}"
 
 
-def _add_key_options(add: Callable[..., Any]) -> None:
-    add(
-        "--api-key",
-        metavar="KEY",
-        help="Answer only requests with this key as a bearer token or x-api-key; other users of this machine may see it in the "
-        "list of processes, unlike that of --api-key-file and of MLX_BLOCKPOOL_API_KEY",
-    )
-    add("--api-key-file", type=Path, metavar="FILE", help="A file that holds the key, or several keys as lines name:key")
-    add(
-        "--private-prefixes",
-        action="store_true",
-        help="Share no prefixes between the names of --api-key-file: neither times nor cached tokens tell of others' prompts",
-    )
+def own_name(name: str) -> str:
+    """The owner's name for the agent that is noted under `name`."""
+    return name.rpartition(SEPARATOR)[2]
 
 
-def guard_config(args: Any) -> GuardConfig:
-    """The policy of these options. Raises BlockpoolError for an invalid key."""
-    # A list is the user's; a tuple is the default.
-    origins = () if args.allowed_origins is ANY_ORIGIN else tuple(args.allowed_origins)
-    keys = () if args.api_key is not None or args.api_key_file is None else named_keys(text_of(args.api_key_file))
-    key = None if keys else api_key(args.api_key, args.api_key_file, os.environ.get("MLX_BLOCKPOOL_API_KEY"))
-    if args.private_prefixes and not keys:
-        raise BlockpoolError("--private-prefixes needs keys with names. Give --api-key-file a file with lines name:key.")
-    config = GuardConfig(args.host, key, keys, args.private_prefixes)
-    return replace(
-        config,
-        allow_remote=args.allow_remote,
-        allowed_hosts=args.allow_hosts,
-        allowed_origins=origins,
-        max_body_bytes=args.max_body,
-    )
+def belongs(name: str, owner: str | None) -> bool:
+    """Whether an agent is one of this owner's; without owners every agent is every client's."""
+    return owner is None or name.startswith(f"{owner}{SEPARATOR}")
+
+
+def as_owner_sees(owner: str | None, report: Any) -> Any:
+    """A report with the names of the owner's agents as the owner knows them."""
+    if owner is None:
+        return report
+    own = json.loads(json.dumps(report).replace(json.dumps(f"{owner}{SEPARATOR}")[1:-1], ""))
+    return _without_others(owner, own)
+
+
+def _without_others(owner: str, report: Any) -> Any:
+    """A report whose names are shown with their owner's, with only this owner's names and without the prefix."""
+    if isinstance(report, list):
+        return [_without_others(owner, item) for item in report]
+    if not isinstance(report, dict):
+        return report
+    found = {name: _without_others(owner, item) for name, item in report.items()}
+    if "shown" in found:
+        found["shown"] = found["shown"].removeprefix(f"{owner}/")
+    if "behind" in found and isinstance(found.get("agents"), list):
+        found["agents"] = [name.removeprefix(f"{owner}/") for name in found["agents"] if name.startswith(f"{owner}/")]
+    return found
+
+
+def own_figures(owner: str | None, report: dict[str, Any]) -> dict[str, Any]:
+    """The figures of GET /v1/cache with the owner's agents alone."""
+    if owner is None:
+        return report
+    own = {own_name(name): figures for name, figures in (report.get("agents") or {}).items() if belongs(name, owner)}
+    models = {name: own_figures(owner, model) for name, model in (report.get("models") or {}).items()}
+    return report | ({"agents": own} if "agents" in report else {}) | ({"models": models} if models else {})

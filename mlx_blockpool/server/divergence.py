@@ -1,4 +1,4 @@
-"""Where a prompt diverges from the longest cached one: the line of each, as text. Called on the generation thread.
+"""Where a prompt diverges from the longest cached one: the line of each, as text. Runs on the generation thread.
 
 The cached line may be another client's: then no result depends on it.
 """
@@ -18,25 +18,26 @@ from ..prefix.lookup import SHOWN, Lookup
 from ..prefix.trie import common_prefix
 from .normalise import LAST, Normalisers, RememberedReply
 
-# So many tokens before the first different one are decoded, to find where its line begins.
+# Tokens before the first different one that are decoded to find the beginning of its line.
 BEFORE = 128
-# Of a long line so many characters on each side of the difference are shown.
+# Characters of a long line that are shown on each side of the difference.
 AROUND = 100
 # Bundled normalisers that can keep a line of the system prompt the same.
 KEEPERS = ("vendor-header", "bookkeeping", "date")
 SYSTEM = ("system", "developer")
-# Characters of a system prompt in which normalisers are tried.
-LOOKED_THROUGH = 200_000
-# A line is found again in the messages by its beginning: what is shown of it may be cut.
+# Normalisers are tried on a system prompt of at most this many characters: other requests wait meanwhile.
+MOST_CHARACTERS = 200_000
+# A line is found again in the messages by this many characters: it may be shown cut.
 BEGINNING = 40
 
 
 @dataclass(frozen=True)
 class Difference:
-    """From token number `position` on a prompt is not the known one any more: the whole line of each, cut where it is long.
+    """From token number `position` on, a prompt differs from the cached one: the line of each, cut if it is long.
 
-    `known_line`: None where it may be another client's. `normaliser` would have kept that line the same; None: none that is
-    bundled, or it was on. `moves_tools`: the line is of the system prompt, and the tools stand behind it.
+    known_line:  None if it may be another client's.
+    normaliser:  the bundled one that would have kept the line the same, if there is one and it was off.
+    moves_tools: the line is in the system prompt, and the template writes the tools behind it.
     """
 
     position: int
@@ -46,43 +47,112 @@ class Difference:
     moves_tools: bool = False
 
 
-def difference(
-    tokenizer: Any,
-    prompt: Sequence[int],
-    lookup: Lookup,
-    messages: list[Message],
-    off: Sequence[str],
-    normalisers: Normalisers,
-    is_own: bool = True,
-    has_tools: bool = False,
-) -> Difference | None:
-    """None where the known tokens do not end in others. `off`: normalisers that the request was not put through.
+@dataclass(frozen=True)
+class Divergence:
+    """A lookup, and its difference: `shown` to the client, and `whole` with the cached text of other clients."""
 
-    `is_own`: the known tokens are of the same client's.
-    """
-    if not lookup.expected:
+    lookup: Lookup
+    shown: Difference | None
+    whole: Difference | None
+
+
+@dataclass(frozen=True)
+class Chat:
+    """The `messages` that a prompt was rendered from. `off`: the normalisers that it did not go through."""
+
+    messages: list[Message]
+    normalisers: Normalisers
+    off: Sequence[str]
+    has_tools: bool = False
+
+    def compare(
+        self,
+        tokenizer: Any,
+        prompt: Sequence[int],
+        lookup: Lookup,
+        replies: Sequence[RememberedReply],
+        account: str | None,
+        is_own: bool,
+    ) -> Divergence:
+        """Compare a prompt with the cached text that its lookup found, and with earlier `replies` of the chat.
+
+        account: the name that the request's agent is noted under. is_own: the cached text is the same client's.
+        """
+        reply = _cut_reply(tokenizer, prompt, lookup.known, replies)
+        if reply is not None and lookup.cause == "longer":
+            # The cached tokens would have continued with the reply's.
+            at = lookup.known
+            expected = _path(tokenizer, reply)[at - reply.start + len(reply.before) :][:SHOWN]
+            lookup = replace(lookup, cause="differs", given=tuple(prompt[at : at + SHOWN]), expected=tuple(expected))
+            is_own = is_own or (reply.agent is not None and reply.agent == account)
+        whole = self.difference(tokenizer, prompt, lookup)
+        shown = whole if is_own else self.difference(tokenizer, prompt, lookup, is_own=False)
+        if reply is not None and LAST in self.off and getattr(tokenizer, "has_chat_template", False):
+            shown, whole = (found and replace(found, normaliser=LAST) for found in (shown, whole))
+        return Divergence(lookup, shown, whole)
+
+    def difference(self, tokenizer: Any, prompt: Sequence[int], lookup: Lookup, is_own: bool = True) -> Difference | None:
+        """The difference, or None if the cached tokens do not continue with others."""
+        if not lookup.expected:
+            return None
+        at = lookup.known
+        before = list(prompt[max(0, at - BEFORE) : at])
+        shown = (lookup.given, lookup.expected) if is_own else (lookup.given,)
+        try:
+            texts = [_text(tokenizer, [*before, *tokens]) for tokens in shown]
+            split = common_prefix(*texts) if is_own else min(len(_text(tokenizer, before)), len(texts[0]))
+        except (ArithmeticError, LookupError, TypeError, ValueError):
+            # Ids that this tokenizer has no words for.
+            return None
+        whole = [_line(text, split) for text in texts]
+        keeper = self._keeper(whole, split - _start(texts[0], split))
+        lines = [_shown(text, split, at <= BEFORE, len(ids) < SHOWN) for text, ids in zip(texts, shown, strict=True)]
+        behind = texts[0][split : _end(texts[0], split)]
+        moves_tools = self.has_tools and self._is_in_system(whole[0], behind) and tools_stand_behind(tokenizer)
+        return Difference(at, lines[0], lines[1] if is_own else None, keeper, moves_tools)
+
+    def _is_in_system(self, line: str, behind: str) -> bool:
+        """Whether a line is in the system prompt. `behind`: its end, as the template may have written something before it."""
+        # Templates join the parts of a message.
+        text = "\n".join(_text_of(message, "") for message in self.messages if message.get("role") in SYSTEM)
+        return any(part[:BEGINNING] in text for part in (line, behind) if len(part.strip()) > 1)
+
+    def _keeper(self, lines: list[str], split: int) -> str | None:
+        """The normaliser that removes this line from the system prompt, in both forms; each is tried.
+
+        `split`: where the lines differ.
+        """
+        if sum(len(_text_of(message)) for message in self.messages if message.get("role") in SYSTEM) > MOST_CHARACTERS:
+            return None
+        for name in self.off:
+            if name not in KEEPERS or name not in self.normalisers.by_name:
+                continue
+            try:
+                for removed in self._removed_by(name):
+                    at = lines[0].find(removed[:BEGINNING])
+                    if 0 <= at <= split and not any(self._normalised(name, line[at:]).strip() for line in lines):
+                        return name
+            except PluginError:
+                continue
         return None
-    at = lookup.known
-    before = list(prompt[max(0, at - BEFORE) : at])
-    shown = (lookup.given, lookup.expected) if is_own else (lookup.given,)
-    try:
-        texts = [_text(tokenizer, [*before, *tokens]) for tokens in shown]
-        split = common_prefix(*texts) if is_own else min(len(_text(tokenizer, before)), len(texts[0]))
-    except (ArithmeticError, LookupError, TypeError, ValueError):
-        # Ids that this tokenizer has no words for.
-        return None
-    whole = [_line(text, split) for text in texts]
-    keeper = _keeper(whole, split - _start(texts[0], split), messages, off, normalisers)
-    lines = [_shown(text, split, at <= BEFORE, len(ids) < SHOWN) for text, ids in zip(texts, shown, strict=True)]
-    behind = texts[0][split : _end(texts[0], split)]
-    moves_tools = has_tools and _is_in_system(whole[0], behind, messages) and tools_stand_behind(tokenizer)
-    return Difference(at, lines[0], lines[1] if is_own else None, keeper, moves_tools)
+
+    def _removed_by(self, name: str) -> Iterator[str]:
+        """The lines of the system prompt that a normaliser removes."""
+        for before, after in zip(self.messages, self.normalisers.apply((name,), self.messages), strict=False):
+            if before.get("role") in SYSTEM:
+                left = set(_text_of(after).splitlines())
+                yield from (line for line in _text_of(before).splitlines() if line.strip() and line not in left)
+
+    def _normalised(self, name: str, line: str) -> str:
+        """A system prompt of one line after a normaliser."""
+        messages: list[Message] = [{"role": "system", "content": f"{line}\n"}, {"role": "user", "content": "x"}]
+        return _text_of(self.normalisers.apply((name,), messages)[0])
 
 
-def cut_reply(tokenizer: Any, prompt: Sequence[int], at: int, replies: Sequence[RememberedReply]) -> RememberedReply | None:
-    """The reply that the prompt writes in other tokens than were sampled, the first of them token number `at`.
+def _cut_reply(tokenizer: Any, prompt: Sequence[int], at: int, replies: Sequence[RememberedReply]) -> RememberedReply | None:
+    """The reply that the prompt repeats in other tokens than were sampled, first of all token number `at`.
 
-    `replies`: those of the chat; it opens them as it did, so that what differs from there on is a reply or its opening.
+    The prompt may also differ in the opening of the reply, which the chat's template has written.
     """
     for reply in replies:
         first = reply.start - len(reply.before)
@@ -94,34 +164,19 @@ def cut_reply(tokenizer: Any, prompt: Sequence[int], at: int, replies: Sequence[
     return None
 
 
-def sampled_from(tokenizer: Any, lookup: Lookup, prompt: Sequence[int], reply: RememberedReply) -> Lookup:
-    """The lookup of a prompt that parts from a reply where the known tokens end: they would have gone on with the reply's."""
-    at, first = lookup.known, reply.start - len(reply.before)
-    expected = _path(tokenizer, reply)[at - first :][:SHOWN]
-    return replace(lookup, cause="differs", given=tuple(prompt[at : at + SHOWN]), expected=tuple(expected))
-
-
-def names_replay(found: Difference | None, tokenizer: Any, off: Sequence[str]) -> Difference | None:
-    """A difference in a reply, with the normaliser that would have put it back as it was sampled."""
-    if found is None or LAST not in off or not getattr(tokenizer, "has_chat_template", False):
-        return found
-    return replace(found, normaliser=LAST)
-
-
 def _path(tokenizer: Any, reply: RememberedReply) -> list[int]:
-    """The end of a prompt and its reply, without the token that has ended it: templates write that one."""
+    """The end of a reply's prompt and the reply, without the token that ended it, which templates write."""
     tokens = list(reply.tokens)
     ends = bool(tokens) and tokens[-1] in getattr(tokenizer, "eos_token_ids", ())
     return [*reply.before, *(tokens[:-1] if ends else tokens)]
 
 
 def tools_stand_behind(tokenizer: Any) -> bool:
-    """Whether a template writes the tools behind the text of the system prompt; found out by rendering two words."""
+    """Whether a template writes the tools behind the text of the system prompt, by rendering two words."""
     system, tool = "systemtextisthisone", "toolnameisthisone"
     messages = [{"role": "system", "content": system}, {"role": "user", "content": ""}]
-    tools = [
-        {"type": "function", "function": {"name": tool, "description": "", "parameters": {"type": "object", "properties": {}}}}
-    ]
+    function = {"name": tool, "description": "", "parameters": {"type": "object", "properties": {}}}
+    tools = [{"type": "function", "function": function}]
     try:
         text = str(tokenizer.apply_chat_template(messages, tools=tools, tokenize=False, add_generation_prompt=False))
     except (TemplateError, ValueError, TypeError, KeyError, IndexError, AttributeError):
@@ -129,16 +184,8 @@ def tools_stand_behind(tokenizer: Any) -> bool:
     return 0 <= text.find(system) < text.find(tool)
 
 
-def _is_in_system(line: str, behind: str, messages: list[Message]) -> bool:
-    """Whether a line is one of the system prompt's. `behind`: its end, where the template has written something before it."""
-    # Templates get the parts of a message as one text.
-    text = "\n".join(_text_of(message, "") for message in messages if message.get("role") in SYSTEM)
-    shown = [part for part in (line, behind) if len(part.strip()) > 1]
-    return any(part[:BEGINNING] in text for part in shown)
-
-
 def _text(tokenizer: Any, ids: list[int]) -> str:
-    """Token ids as text. Images have negative ids; characters that are cut at either end are left out."""
+    """Token ids as text. Images have negative ids; incomplete characters at either end are left out."""
     parts = [
         "[image]" if is_image else str(tokenizer.decode(list(run))) for is_image, run in groupby(ids, key=lambda token: token < 0)
     ]
@@ -159,46 +206,12 @@ def _line(text: str, at: int) -> str:
 
 
 def _shown(text: str, at: int, is_beginning: bool, is_end: bool) -> str:
-    """The line around a place, with dots where something of it is missing."""
+    """The line around a place, with dots for its missing parts."""
     start, end = _start(text, at), _end(text, at)
     first, last = max(start, at - AROUND), min(end, at + AROUND)
     cut_before = first > start or (start == 0 and not is_beginning)
     cut_behind = last < end or (end == len(text) and not is_end)
     return ("... " if cut_before else "") + text[first:last] + (" ..." if cut_behind else "")
-
-
-def _keeper(lines: list[str], split: int, messages: list[Message], off: Sequence[str], normalisers: Normalisers) -> str | None:
-    """The normaliser that takes this line out of the system prompt, in the known form of it as well; it is tried.
-
-    `split`: where in the lines the difference is. Of long system prompts it is not looked for: others wait meanwhile.
-    """
-    if sum(len(_text_of(message)) for message in messages if message.get("role") in ("system", "developer")) > LOOKED_THROUGH:
-        return None
-    for name in off:
-        if name not in KEEPERS or name not in normalisers.by_name:
-            continue
-        try:
-            for taken in _taken(normalisers, name, messages):
-                at = lines[0].find(taken[:BEGINNING])
-                if 0 <= at <= split and not any(_system_after(normalisers, name, line[at:]).strip() for line in lines):
-                    return name
-        except PluginError:
-            continue
-    return None
-
-
-def _taken(normalisers: Normalisers, name: str, messages: list[Message]) -> Iterator[str]:
-    """The lines of the system prompt that a normaliser takes out."""
-    for before, after in zip(messages, normalisers.apply((name,), messages), strict=False):
-        if before.get("role") in SYSTEM:
-            left = set(_text_of(after).splitlines())
-            yield from (line for line in _text_of(before).splitlines() if line.strip() and line not in left)
-
-
-def _system_after(normalisers: Normalisers, name: str, line: str) -> str:
-    """What is left of a system prompt of one line."""
-    messages: list[Message] = [{"role": "system", "content": f"{line}\n"}, {"role": "user", "content": "x"}]
-    return _text_of(normalisers.apply((name,), messages)[0])
 
 
 def _text_of(message: Message, between: str = "\n") -> str:

@@ -24,12 +24,12 @@ from ..store.paths import default_folder
 from ..store.spool import Spool
 from .access import AccessPolicy
 from .api.responses_kept import KeptResponses
-from .explained import Explanations
+from .explain import Explanations
 from .health import Health
 from .jobs import Job
 from .model import LoadedModel
 from .models.provider import BlockpoolModelProvider
-from .models.queue import ModelQueue, QueueEntry
+from .models.queue import QueueEntry
 from .models.registry import LoadCommand, ModelRegistry
 from .normalise import Normalisers
 from .prompts.job import PreparedPrompt
@@ -91,7 +91,6 @@ class BlockpoolGenerator(ResponseGenerator):  # type: ignore[misc]
         self._preparation = PromptPreparation(self.prompts, images or ImageConfig(), self.registry)
         self._order = AgentOrder()
         self._config = config
-        self._waiting = ModelQueue(models.patience_seconds, drain=max(models.patience_seconds, models.drain_seconds))
         self._reported = 0.0
         self._started: Queue[Exception | None] = Queue()
         super().__init__(model_provider, SequentialCache(GuardedPromptCache()))
@@ -135,22 +134,21 @@ class BlockpoolGenerator(ResponseGenerator):  # type: ignore[misc]
                     raise shutting_down() from None
 
     @property
-    def waiting(self) -> ModelQueue:
-        return self._waiting
-
-    @property
     def has_waiting(self) -> bool:
         """Whether a request waits or is served."""
-        return bool(self.requests.qsize() or len(self._waiting) or any(served.live for served in self._models))
+        return bool(self.requests.qsize() or len(self.registry.queue) or any(served.live for served in self._models))
 
     @property
     def report(self) -> dict[str, Any]:
         """The cache figures of the model whose request has started last."""
         return {"backend": None} if self.model is None else self.model.report
 
-    def order(self, order: LoadCommand) -> None:
-        """Have a model loaded or unloaded."""
-        self.requests.put(order)
+    def run_command(self, command: LoadCommand, waits: bool) -> None:
+        """Have a model loaded or unloaded and, if the client `waits`, return once it is. Raises why it is not."""
+        self.requests.put(command)
+        error = self._await_response(command.queue) if waits else None
+        if error is not None:
+            raise error
 
     def stop_and_join(self) -> None:
         """End the generation thread. One that hangs in a model's files is left: nothing of a model that comes is to be saved."""
@@ -159,9 +157,9 @@ class BlockpoolGenerator(ResponseGenerator):  # type: ignore[misc]
         until = time.monotonic() + self._config.stop_seconds
         while self._generation_thread.is_alive():
             self._generation_thread.join(STOP_LOOKS_SECONDS)
-            change = self.registry.change
-            if change is not None and change.stage in LOADS and time.monotonic() > until:
-                log.error("%s is still being loaded; the server ends without it", change.load)
+            swap = self.registry.swap
+            if swap is not None and swap.stage in LOADS and time.monotonic() > until:
+                log.error("%s is still being loaded; the server ends without it", swap.load)
                 return
 
     def wait_until_loaded(self) -> None:
@@ -193,7 +191,7 @@ class BlockpoolGenerator(ResponseGenerator):  # type: ignore[misc]
             stalls = self.health.is_stalled(self.has_waiting)
             try:
                 self._drop_hung_up()
-                self.registry.make_plan(self._waiting)
+                self.registry.make_plan()
                 self._start_waiting(stream)
                 self._change_models()
                 self._step()
@@ -215,23 +213,23 @@ class BlockpoolGenerator(ResponseGenerator):  # type: ignore[misc]
 
     def _load_default(self) -> Exception | None:
         try:
-            key = self.registry.default()
+            key = self.registry.catalog.default
             if key is None:
                 return None
-            self.registry.look_at(key)
-            change = self.registry.begin_with(key)
-            while not self._stop and self.registry.advance(self._waiting) is None:
+            self.registry.check_files(key)
+            swap = self.registry.begin_with(key)
+            while not self._stop and self.registry.advance() is None:
                 pass
             if key in self.registry.loaded:
                 self._choose(self.registry.loaded[key])
-            return change.error
+            return swap.error
         except Exception as error:
             # Whatever is wrong with a model's files is for wait_until_loaded to tell.
             return error
 
     def _take_arrivals(self) -> None:
         """Take what has arrived. An idle thread waits for the first, and a moment more for those that come with it."""
-        idle = not (self._live or self._waiting or self.registry.change)
+        idle = not (self._live or self.registry.queue or self.registry.swap)
         computes = any(served.live and not served.is_blocked for served in self._models)
         wait = IDLE_SECONDS if idle else 0.0 if computes else CHANGE_SECONDS
         until = time.monotonic()
@@ -252,31 +250,32 @@ class BlockpoolGenerator(ResponseGenerator):  # type: ignore[misc]
             waiting = Waiting(*item)
             if waiting.request.turn is not None:
                 waiting.request.turn.set()
-            self._waiting.add(waiting.args.model, waiting)
+            self.registry.queue.add(waiting.args.model, waiting)
         elif item.unload:
-            self.registry.let_go(item, self._waiting.clock())
+            self.registry.unload(item)
         else:
-            self._waiting.add(item.key, item)
+            self.registry.queue.add(item.key, item)
 
     def _drop_hung_up(self) -> None:
         """Requests that have not started and whose clients are gone; those that have started end with a step."""
-        for place in list(self._waiting):
+        for place in list(self.registry.queue):
             is_left = isinstance(place.item, Waiting) and place.item.queue.is_hung_up
             if is_left or (isinstance(place.item, Suspended) and place.item.live.is_left):
-                self._waiting.remove(place)
+                self.registry.queue.remove(place)
             elif isinstance(place.item, Waiting) and self._has_waited_too_long(place):
-                self._waiting.remove(place)
+                self.registry.queue.remove(place)
                 seconds = self.registry.config.wait_seconds
                 place.item.fail(LoadError(f"{place.key.model} could not be loaded within {seconds:g} seconds. Try again later."))
 
     def _has_waited_too_long(self, place: QueueEntry) -> bool:
-        waited = self._waiting.clock() - place.arrived
+        waited = self.registry.queue.clock() - place.arrived
         return place.key not in self.registry.loaded and waited > self.registry.config.wait_seconds
 
     def _drop_stalled(self) -> None:
         """Whatever has gone wrong where requests wait and a whole turn has computed nothing, the next ones are to be served."""
         seconds = self.health.stall_seconds
-        log.error("nothing was computed for %g seconds; %d requests have failed", seconds, len(self._live) + len(self._waiting))
+        failed = len(self._live) + len(self.registry.queue)
+        log.error("nothing was computed for %g seconds; %d requests have failed", seconds, failed)
         self.health.restarts += 1
         self.health.mark()
         self._fail_all(UnavailableError(f"Nothing was computed for {seconds:g} seconds while the request waited. Try again."))
@@ -284,7 +283,7 @@ class BlockpoolGenerator(ResponseGenerator):  # type: ignore[misc]
     def _fail_all(self, error: Exception) -> None:
         for served in self._models:
             served.fail_all(error)
-        for item in self._waiting.clear():
+        for item in self.registry.queue.clear():
             item.fail(error)
         self.registry.abort()
 
@@ -299,23 +298,21 @@ class BlockpoolGenerator(ResponseGenerator):  # type: ignore[misc]
 
     def _change_models(self) -> None:
         """Go on with what is to be loaded and unloaded; tell those that wait for a model that cannot be."""
-        self.registry.begin(self._waiting)
-        is_changing = self.registry.change is not None
-        if is_changing:
-            self.health.doing("loading a model")
-        change = self.registry.advance(self._waiting)
-        if is_changing:
-            self.health.mark()
-        if change is None:
+        if not self.registry.begin():
+            return
+        self.health.doing("loading a model")
+        swap = self.registry.advance()
+        self.health.mark()
+        if swap is None:
             return
         # They refer to tokenizers.
         self._state_machine_cache.clear()
         used_last = max(self._models, key=lambda served: served.used, default=None)
         if used_last is not None:
             self._choose(used_last)
-        if change.error is not None:
-            for item in self._waiting.clear(change.load):
-                item.fail(change.error)
+        if swap.error is not None:
+            for item in self.registry.queue.clear(swap.load):
+                item.fail(swap.error)
 
     def _choose(self, served: LoadedModel) -> None:
         """From now on mlx-lm's own code works with this model."""
@@ -326,7 +323,7 @@ class BlockpoolGenerator(ResponseGenerator):  # type: ignore[misc]
     def _start_waiting(self, stream: mx.Stream) -> None:
         """Hand requests on in the order of the line. One that needs its model to itself waits for all others of that model."""
         passed: set[Any] = set()
-        while (place := self._waiting.next(self.registry.uses(), passed)) is not None:
+        while (place := self.registry.queue.next(self.registry.usages(), passed)) is not None:
             served, item = self.registry.loaded[place.key], place.item
             try:
                 if isinstance(item, LoadCommand):
@@ -341,7 +338,7 @@ class BlockpoolGenerator(ResponseGenerator):  # type: ignore[misc]
                 # A client's input met a template or model that could not take it. (Some model files call exit().)
                 log.debug("request refused: %s: %s", type(error).__name__, error)
                 item.fail(error if isinstance(error, Exception) else RuntimeError(f"The model's code asked to exit: {error}"))
-            self._waiting.remove(place)
+            self.registry.queue.remove(place)
 
     def _start(self, served: LoadedModel, waiting: Waiting, stream: mx.Stream) -> bool:
         """Give one request to the engine or serve it; False if it has to wait for those that are live."""
@@ -362,7 +359,7 @@ class BlockpoolGenerator(ResponseGenerator):  # type: ignore[misc]
             stop, text_sm = self._make_state_machine(provider.model_key, provider.tokenizer, waiting.args.stop_words)
             served.join(self._models)
             served.insert(waiting, stop, text_sm)
-        served.used = self._waiting.clock()
+        served.used = self.registry.queue.clock()
         return True
 
     def _tokenize(self, tokenizer: Any, request: Any, args: Any) -> Any:
@@ -377,7 +374,7 @@ class BlockpoolGenerator(ResponseGenerator):  # type: ignore[misc]
         served.open_engine()
         served.join(self._models)
         served.resume(suspended)
-        served.used = self._waiting.clock()
+        served.used = self.registry.queue.clock()
 
     def _serve_alone(self, served: LoadedModel, waiting: Waiting, stream: mx.Stream) -> None:
         """Through mlx-lm's sequential path, with room for what a draft writes and takes back."""
@@ -419,9 +416,9 @@ class BlockpoolGenerator(ResponseGenerator):  # type: ignore[misc]
             served.update_report()
 
     def _rest(self) -> None:
-        if self.registry.change is None and not self.has_waiting:
+        if self.registry.swap is None and not self.has_waiting:
             self.health.idle()
-        elif self.registry.change is None:
+        elif self.registry.swap is None:
             self.health.doing("waiting for a model")
         for served in self._models:
             served.idle()

@@ -19,18 +19,16 @@ from urllib.parse import urlsplit
 
 from ..errors import BlockpoolError, ModelNotFoundError, PromptError, UnavailableError
 from ..mlx_lm_compat import APIHandler
-from .access import FILES, HELLO, AccessPolicy, BudgetShare, Rejected, cause_of, is_model
+from .access import FILES, HELLO, AccessPolicy, BudgetShare, Rejected, cause_of, is_model, own_figures
 from .agents.http import AgentsEndpoint, is_agents
 from .api.anthropic import MessagesEndpoint, is_messages, is_models
 from .api.completions import CompletionsEndpoint
 from .api.errors import anthropic_error, in_shape, is_openai, openai_error, openai_status
 from .api.responses import ResponsesEndpoint, is_responses
-from .explained import answer_about, is_explain
+from .explain import answer_about, is_explain
 from .incoming import TimedReader, WireBody, buffer_body, drain, file_deadline
-from .models.admin import ORDERS, Admin
-from .models.listing import cache_report
+from .models.http import COMMANDS, ModelsEndpoint, cache_report
 from .outgoing import OnlyHeaders, Outgoing
-from .owners import own_figures
 from .scope import GENERATES, RequestScope
 
 log = logging.getLogger(__name__)
@@ -258,7 +256,7 @@ class BlockpoolHandler(APIHandler):  # type: ignore[misc]
         elif is_explain(self.route):
             self.send_json(*answer_about(self.route, scope.explanations, scope.asker(self.headers)))
         elif self.route == "/admin/models":
-            self.send_json(200, Admin(scope).figures())
+            self.send_json(200, ModelsEndpoint(scope).figures())
         elif is_models(self.route, self.headers):
             MessagesEndpoint(self).get_models()
         elif is_messages(self.route):
@@ -290,8 +288,8 @@ class BlockpoolHandler(APIHandler):  # type: ignore[misc]
             ResponsesEndpoint(self).post()
         elif is_agents(self.path):
             AgentsEndpoint(self).answer()
-        elif self.route in ORDERS:
-            self._order()
+        elif self.route in COMMANDS:
+            self._load_command()
         elif self.route in GENERATES:
             CompletionsEndpoint(self).post()
         else:
@@ -306,14 +304,14 @@ class BlockpoolHandler(APIHandler):  # type: ignore[misc]
 
     def handle_models_request(self) -> None:
         try:
-            self.send_json(200, Admin(self.scope).models(self.path, self.created))
+            self.send_json(200, ModelsEndpoint(self.scope).find(self.path, self.created))
         except ModelNotFoundError as error:
             self.send_json(404, {"error": str(error)})
 
-    def _order(self) -> None:
+    def _load_command(self) -> None:
         """Have a model loaded or unloaded."""
         try:
-            answer = Admin(self.scope).order(self.route, self.headers.get("Content-Length"), self.rfile.read)
+            answer = ModelsEndpoint(self.scope).command(self.route, self.rfile.read())
         except (BlockpoolError, ValueError, RuntimeError) as error:
             answer = openai_status(error), {"error": str(error)}
         self.send_json(*answer)

@@ -1,6 +1,6 @@
 """LoadedModel: one model in memory with its pool, its store and its engine, and the requests that run on it.
 
-Owned by the generation thread; what other threads may read, such as `report`, is replaced as a whole.
+Owned by the generation thread. Attributes that other threads may read, such as `report`, are replaced as a whole.
 """
 
 from __future__ import annotations
@@ -39,10 +39,9 @@ from ..store.record import Key
 from ..tier.cache import TieredPrefixCache
 from ..tier.opening import digests_of, open_store
 from .agents.served import ServedAgents
-from .explained import Explained
+from .explain import Explained
 from .models.caches import batch_report, describe, open_drafted, pool_report, warn_of_few_checkpoints
-from .models.hashing import WeightsHash
-from .models.provider import BlockpoolModelProvider, ModelKey
+from .models.provider import BlockpoolModelProvider, ModelKey, WeightsHash
 from .request import RequestOptions
 from .requests import Live, Suspended, Waiting
 from .sequential import DraftedPrefix, SequentialCache
@@ -53,10 +52,12 @@ log = logging.getLogger(__name__)
 class LoadedModel:
     """A model from prepare() to close().
 
-    `weights_bytes` of arrays, of which `read_bytes` are in memory; `pool_bytes`: the most that its pool takes. `engine`: None
-    where requests run one by one through mlx-lm, with `sequential` as their prompt cache. `prefix`: None without a pool.
-    `ready`, `used`: when it was loaded, and when a request of it started or ended last, in seconds of time.monotonic(). `spent`:
-    seconds of the generation thread that its requests took, which decide whose turn is next. `report`: figures for GET /v1/cache.
+    engine:        None if requests run one by one through mlx-lm, with `sequential` as their prompt cache.
+    prefix:        None without a pool.
+    weights_bytes: of arrays, of which `read_bytes` are in memory. pool_bytes: the limit of its pool.
+    ready, used:   when it was loaded, and when a request of it last started or ended, by time.monotonic().
+    spent:         seconds of the generation thread that its requests took, which decide which model steps next.
+    report:        the figures for GET /v1/cache.
     """
 
     def __init__(
@@ -78,15 +79,15 @@ class LoadedModel:
         self._engine_config, self._pool_config, self._store_config = engine, pool, store
         self._spec: ModelCacheSpec | None = None
         self._drafted: DraftedPrefix | None = None
-        self._hashing: WeightsHash | None = None
+        self.hashing: WeightsHash | None = None
         self._alarmed = False
 
     # -- coming and going ----------------------------------------------------------------------------------------------
 
     def prepare(self, pool_bytes: int | None) -> None:
-        """Do all that takes no memory. Raises what the model's files, mlx-lm and the pool raise.
+        """Take the steps that need no memory. Raises what the model's files and mlx-lm raise.
 
-        PoolExhaustedError: `pool_bytes` are too few for this model.
+        Raises PoolExhaustedError if `pool_bytes` are too few for this model.
         """
         provider = self.provider
         provider.prepare(self.key)
@@ -98,32 +99,20 @@ class LoadedModel:
             BlockPool(self._spec, pool_bytes - state_share(self._spec, pool_bytes, config), config)
 
     def read(self, piece_bytes: int) -> Iterator[None]:
-        """Take the weights into memory, a piece at a time."""
+        """Read the weights into memory, a piece at a time."""
         for done in self.provider.read(piece_bytes):
             self.read_bytes = done
             yield
 
-    def begin_hashing(self) -> None:
+    def begin_hashing(self) -> WeightsHash | None:
         """Begin to hash the weights in a thread, if the model will have a store. close() stops it."""
         provider, config = self.provider, self._store_config
         if config is not None and self._spec is not None and provider.draft_model is None:
-            self._hashing = WeightsHash(provider.folder, provider.adapter_folder, provider.stamps, digests_of(config))
-
-    @property
-    def is_hashed(self) -> bool:
-        return self._hashing is None or self._hashing.is_done
-
-    @property
-    def hashed_bytes(self) -> int:
-        return 0 if self._hashing is None else self._hashing.read_bytes
-
-    def wait_for_hash(self, seconds: float) -> None:
-        """Return when the weights are hashed, or after so many seconds."""
-        if self._hashing is not None:
-            self._hashing.wait(seconds)
+            self.hashing = WeightsHash(provider.folder, provider.adapter_folder, provider.stamps, digests_of(config))
+        return self.hashing
 
     def open(self, pool_bytes: int) -> None:
-        """Give the model its pool and its engine: from now on it serves."""
+        """Open the pool and the engine: from now on the model serves."""
         self.pool_bytes = pool_bytes
         self._open_caches(pool_bytes)
         log.info("%s is served with %s", self.provider.name, self._how())
@@ -168,9 +157,9 @@ class LoadedModel:
         if self._store_config is None:
             return None
         try:
-            provider.weights_name = weights = None if self._hashing is None else self._hashing.result()
+            provider.weights_name = weights = None if self.hashing is None else self.hashing.result()
             store = open_store(self._store_config, provider.folder, provider.adapter_folder, spec, provider.name, weights)
-            # Before the store is opened: its budget spares what is pinned.
+            # Before the store is opened, so that its budget spares pinned records.
             self.agents = ServedAgents(provider.name, store)
             self._spare_pinned(store)
             return store
@@ -187,7 +176,7 @@ class LoadedModel:
         return f"{whose}, {'ragged batches' if self.caches.ragged else 'padded batches' if self.caches.merges else 'no batches'}"
 
     def open_engine(self) -> None:
-        """An engine, if the model is to have one and has none."""
+        """Open an engine, if the model runs with one and has none."""
         if self.engine is None and self.caches is not None:
             self.engine = BlockPoolBatchEngine(self.provider.model, self.caches, self._engine_config)
 
@@ -197,16 +186,18 @@ class LoadedModel:
             self.engine = None
 
     def close(self) -> None:
-        """Write what is not on disk yet, within the store's time for it, and give all memory back. No caches are in use."""
+        """Write what is not on disk yet, within the store's time to flush, and free all memory. No caches are in use."""
+        config = self._store_config or StoreConfig()
+        until = time.monotonic() + config.flush_seconds
         self.close_engine()
-        if self._hashing is not None:
-            self._hashing.stop()
-            self._hashing = None
+        if self.hashing is not None:
+            self.hashing.stop()
+            self.hashing = None
         self.note_turns()
         if self.prefix is not None:
             self.prefix.close()
         if self.agents is not None:
-            self.agents.close()
+            self.agents.close(max(0.0, until - time.monotonic()))
         self.agents = self.prefix = self.caches = self._drafted = self._spec = None
         self.sequential.close()
         self.report = {"backend": None}
@@ -218,25 +209,25 @@ class LoadedModel:
 
     @property
     def positions(self) -> int | None:
-        """The most tokens of a prompt and its reply that the model can place; None: no known limit."""
+        """The most positions of a prompt and its reply; None: no known limit."""
         given = self._engine_config.max_positions
         return positions_of(self.provider.config) if given is None else given or None
 
     def capacity(self) -> int | None:
-        """The most tokens that one request can have in the pool; None without a pool."""
+        """The most tokens of one request in the pool; None without a pool."""
         if self._drafted is not None:
             return self._drafted.capacity()
         return None if self.prefix is None else self.prefix.pool.sequence_capacity()
 
     @property
     def array_bytes(self) -> int:
-        """Bytes that the pool has taken."""
+        """Bytes that the pool has allocated."""
         return int(self.report.get("array_bytes", 0))
 
     # -- the store and the agents --------------------------------------------------------------------------------------
 
     def save(self) -> Iterator[None]:
-        """Hand what is not on disk yet to the store's writer, a part at a time, within the store's time for it."""
+        """Queue what is not on disk yet for the store's writer, a part at a time, within the store's time to flush."""
         stored = None if self.prefix is None else self.prefix.stored
         if stored is None:
             return
@@ -249,7 +240,7 @@ class LoadedModel:
             yield
 
     def idle(self) -> None:
-        """Write behind while no request runs; the ends of conversations too, once they have rested."""
+        """Write behind while no request runs, after a while also the partial blocks at the ends of conversations."""
         self.note_turns()
         if self.prefix is not None:
             self.prefix.keep_up()
@@ -257,7 +248,7 @@ class LoadedModel:
                 self.prefix.stored.write_behind()
 
     def note_turns(self) -> None:
-        """Note the agents whose turns have ended, and have the store spare what is pinned of them."""
+        """Note the agents whose turns have ended, and have the store spare their pinned records."""
         if self.agents is not None and isinstance(self.caches, PooledCaches):
             turns, self.caches.turns = self.caches.turns, {}
             self.agents.follow(turns)
@@ -270,18 +261,18 @@ class LoadedModel:
             if isinstance(self.caches, PooledCaches) and self.caches.turns:
                 self.note_turns()
         except Exception:
-            # A turn that cannot be noted fails neither its own request, which has ended, nor the others.
+            # The turn's own request has ended, and the others go on.
             log.exception("turns of agents could not be noted")
 
     def _spare_pinned(self, store: PromptStore) -> None:
-        """No budget of the store takes what agents are pinned with."""
+        """Have the store's budget spare the records of pinned agents."""
         assert self.agents is not None
         pinned = {Key(kind, digest) for digest in self.agents.pinned_hashes() for kind in FOLDERS}
         if pinned != store.pinned:
             store.pinned = pinned
 
     def _own_tokens(self, agent: str | None) -> list[int]:
-        """The tokens of an agent's last turn as far as they are cached; none of an agent without a name."""
+        """The cached tokens of an agent's last turn; none of an agent without a name."""
         if agent is None or self.agents is None or self.prefix is None:
             return []
         turns = self.caches.turns if isinstance(self.caches, PooledCaches) else {}
@@ -291,12 +282,12 @@ class LoadedModel:
     # -- requests ------------------------------------------------------------------------------------------------------
 
     def join(self, others: Sequence[LoadedModel]) -> None:
-        """Begin to take turns with the models that have requests; an idle model saves up no turns."""
+        """Take turns with the busy models from now on; an idle model saves up no turns."""
         if not self.live:
             self.spent = max(self.spent, min((other.spent for other in others if other.live), default=0.0))
 
     def insert(self, waiting: Waiting, stop: StopSequences, text_sm: Any) -> None:
-        """Start a tokenized request. `text_sm`: mlx-lm's state machine that takes its reply's text apart."""
+        """Start a tokenized request. `text_sm`: mlx-lm's state machine for the parts of its reply."""
         assert self.engine is not None
         tokenizer, options = self.provider.tokenizer, waiting.request.options
         context = waiting.context(tokenizer, text_sm)
@@ -309,30 +300,30 @@ class LoadedModel:
         self.live[uid] = Live(waiting.queue, context, tokenizer, tokenizer.detokenizer, args.top_logprobs, explained)
 
     def salt_of(self, options: RequestOptions) -> bytes:
-        """What a request's prefixes are known under: what its agent has imported, or else what the request says."""
+        """The salt of a request's prefixes: that of its agent's import, or else its own."""
         agents = self.agents
         imported = SHARED if agents is None or options.agent is None else agents.salt_of_import(options.agent)
         return imported or options.salt
 
     def suspend(self) -> list[Suspended]:
-        """Take all requests out: the model has to go."""
+        """Remove all requests, because the model is unloaded."""
         running = [] if self.engine is None else self.engine.suspend()
         suspended = [Suspended(each, self.live.pop(each.uid)) for each in running if each.uid in self.live]
         assert not self.live, f"{len(self.live)} requests are not in the engine"
         return suspended
 
     def resume(self, suspended: Suspended) -> None:
-        """Go on with a request that suspend() took out."""
+        """Continue a request that suspend() removed."""
         assert self.engine is not None
         self.live[self.engine.resume(suspended.sequence)] = suspended.live
 
     @property
     def is_blocked(self) -> bool:
-        """Whether a step has nothing to compute before something arrives from disk."""
+        """Whether a step can compute nothing before a read from disk ends."""
         return self.engine is not None and self.engine.is_blocked
 
     def step(self) -> bool:
-        """A step of the engine, and what it says to those whom it concerns. Raises what the model raised: see fail().
+        """Run a step of the engine and deliver its events. Raises what the model raised: call fail() then.
 
         Returns whether it made progress: something was computed or read, or a request has started or ended.
         """
@@ -342,12 +333,12 @@ class LoadedModel:
         events = engine.next()
         for event in events:
             if event.uid not in self.live:
-                # It has failed at an earlier event of this step.
+                # It has failed with an earlier event of this step.
                 continue
             try:
                 self._deliver(event)
             except Exception as error:
-                # A reply that cannot be put into words is one request's failure, not the batch's.
+                # A reply whose text cannot be made fails one request, not the batch.
                 log.exception("request %d failed", event.uid)
                 engine.cancel(event.uid)
                 self.live.pop(event.uid).fail(error)
@@ -362,7 +353,7 @@ class LoadedModel:
         return engine.progress != before or len(self.live) != live or has_started
 
     def _deliver(self, event: Event) -> None:
-        """Pass an event of the engine on to the client whose request it concerns."""
+        """Put an event of the engine on the queue of its request."""
         live = self.live[event.uid]
         if isinstance(event, Token):
             live.tell(event)
@@ -375,7 +366,7 @@ class LoadedModel:
             live.begin(event.cached)
         elif isinstance(event, Restoring):
             if not live.is_begun:
-                # It will be so many, unless the disk fails. A client that hears nothing would give up.
+                # So many tokens unless the disk fails. A client that receives nothing would give up.
                 if live.explained is not None:
                     live.explained.restore(self.provider.name, len(live.context.prompt), event.total)
                 live.begin(event.total)
@@ -384,7 +375,7 @@ class LoadedModel:
             self.live.pop(event.uid).fail(event.error)
 
     def explain(self, explained: Explained | None, prompt: Sequence[int], cached: int, lookup: Lookup | None) -> None:
-        """A request has its caches: why it has not more."""
+        """Explain the cached tokens of a request that has its caches."""
         if explained is None:
             return
         agents, is_own = self.agents, bool(explained.salt)
@@ -394,34 +385,26 @@ class LoadedModel:
         explained.start(self.provider.name, namespace, self.provider.tokenizer, prompt, cached, lookup, is_own)
 
     def explain_alone(self, waiting: Waiting, context: GenerationContext) -> None:
-        """The same for a request that mlx-lm serves."""
+        """Explain the cached tokens of a request that mlx-lm serves."""
         explained = waiting.request.explained
         if explained is not None:
             explained.salt = self.sequential.salt
         self.explain(explained, context.prompt, context.prompt_cache_count, self.sequential.lookup)
 
     def fail(self, error: Exception) -> None:
-        """Fail those whose caches cannot be trusted after an error: all that had any."""
+        """Fail the requests that have caches, which cannot be trusted after an error; without an engine all requests."""
         uids = self.engine.reset() if self.engine is not None else list(self.live)
         for live in [self.live.pop(uid) for uid in uids if uid in self.live]:
             live.fail(error)
-        self._release_all()
-        self.update_report()
-
-    def fail_all(self, error: Exception) -> None:
-        """Fail all, and go on with a new engine."""
-        self.close_engine()
-        for live in self.live.values():
-            live.fail(error)
-        self.live.clear()
-        self._release_all()
-        self.update_report()
-
-    def _release_all(self) -> None:
-        """After a failure: no cache that was handed out is in use any more."""
         for prefix in (self.prefix, self._drafted.draft if self._drafted else None):
             if prefix is not None:
                 prefix.release_all()
+        self.update_report()
+
+    def fail_all(self, error: Exception) -> None:
+        """Fail all requests; the next one opens a new engine."""
+        self.close_engine()
+        self.fail(error)
 
     def update_report(self) -> None:
         """Replace the figures for GET /v1/cache."""
@@ -439,7 +422,7 @@ class LoadedModel:
 
 
 def _trim() -> None:
-    """Give freed memory back to the system: glibc keeps arrays that are smaller than the largest freed before."""
+    """Return freed memory to the system: glibc keeps arrays that are smaller than the largest one freed before."""
     if sys.platform == "linux":
         trim = getattr(ctypes.CDLL(None), "malloc_trim", None)
         if trim is not None:

@@ -18,7 +18,7 @@ from ..mlx_lm_compat import CompletionRequest, GenerationArguments
 from ..prefix.salts import SHARED
 
 if TYPE_CHECKING:
-    from .explained import Explained
+    from .explain import Explained
     from .prompts.job import PreparedPrompt
 
 SECONDS = {"5m": 300, "1h": 3600}

@@ -14,7 +14,7 @@ from ..engine.sequence import Sequence
 from ..errors import RequestTooLargeError, TooManyPositionsError
 from ..mlx_lm_compat import GenerationContext, Response, format_top_logprobs, make_logits_processors
 from .breakpoints import pins_of
-from .explained import Explained
+from .explain import Explained
 from .replies import Reply
 from .sampling import make_sampler
 

@@ -11,11 +11,10 @@ from typing import Any
 from ..errors import BlockpoolError, ModelNotFoundError
 from ..prefix.salts import SHARED, is_of_import, salt_of_key
 from ..store.agent_files import Agent
-from .access import LONGEST_AGENT, checked_text, header_text
+from .access import LONGEST_AGENT, checked_text, header_text, noted_name, own_name
 from .agents import by_content
-from .explained import Asker, Explained, Explanation
+from .explain import Asker, Explained, Explanation
 from .normalise import LAST, Normalisers, scope_of
-from .owners import noted_name, own_name
 from .request import PromptRequest, RequestOptions
 
 # Fields of a body that name the agent, the first that is there. `user` comes last: one person may have several agents.

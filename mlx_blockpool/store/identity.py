@@ -13,9 +13,9 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any, TypeAlias
 
+from ..claims import WEIGHTS, read_header
 from ..errors import StoreError
 from .digests import Digests, FileStamp, stamp_of
-from .signing import head_of
 
 # Keys of a config that change no key or value: names, versions, and those that only generation or the tokenizer reads.
 INSTANCE_KEYS = {
@@ -27,7 +27,6 @@ INSTANCE_KEYS = {
     "transformers_version",
     "use_cache",
 }
-MODEL_FILES = "model*.safetensors"
 ADAPTER_FILES = "adapters.safetensors"
 
 # The stamps of files, by their paths.
@@ -61,7 +60,7 @@ def check_weights(model: Path, adapter: Path | None = None) -> None:
 
 def stamps_of(model: Path, adapter: Path | None = None) -> Stamps:
     """The stamps of the files of the weights. Raises OSError."""
-    files = [*model.glob(MODEL_FILES), *([] if adapter is None else adapter.glob(ADAPTER_FILES))]
+    files = [*model.glob(WEIGHTS), *([] if adapter is None else adapter.glob(ADAPTER_FILES))]
     return {path: stamp_of(os.stat(path)) for path in files}
 
 
@@ -92,7 +91,7 @@ def _config(folder: Path) -> bytes:
 
 def _files(model: Path, adapter: Path | None) -> Iterator[tuple[str, Path, list[Path]]]:
     """The files that mlx-lm loads of each folder; a training leaves others beside them. Raises StoreError if there are none."""
-    for pattern, folder in ((MODEL_FILES, model), (ADAPTER_FILES, adapter)):
+    for pattern, folder in ((WEIGHTS, model), (ADAPTER_FILES, adapter)):
         if folder is None:
             continue
         files = sorted(folder.glob(pattern))
@@ -113,9 +112,8 @@ def _named(folder: Path) -> Iterator[None]:
 
 def _check_tensors(path: Path) -> None:
     """Raises StoreError for a file without a safetensors header, or with fewer bytes than its tensors take."""
-    with path.open("rb") as file:
-        size, head = os.fstat(file.fileno()).st_size, head_of(file)
-    for name, tensor in json.loads(head[8:]).items():
-        end = len(head) + (0 if name == "__metadata__" else tensor["data_offsets"][1])
-        if end > size:
-            raise StoreError(f"{path.name}: found {size} bytes; needed {end} for {name}. The file is cut off.")
+    header = read_header(path)
+    for name, tensor in header.tensors.items():
+        _, end = tensor["data_offsets"]
+        if header.start + end > header.size:
+            raise StoreError(f"{path.name} is cut off: {name} would end at byte {header.start + end} of {header.size}.")

@@ -86,19 +86,11 @@ class Source:
         return list(self.tokenizer.encode(prompt, add_special_tokens=bos is None or not prompt.startswith(bos)))
 
     def _check(self) -> None:
-        """Refuse a folder that claims more than it holds, before anything is made of it."""
+        """Raises StoreError for files that mlx-lm cannot load. identity() and load() name a missing config.json."""
         try:
-            claims.check_folder(self.folder)
-            config = claims.read_json(self.folder / "config.json", claims.MAX_CONFIG_BYTES)
-            if not isinstance(config, dict):
-                raise BadModelError(f"{self.name}: config.json is no JSON object.")
-            claims.check_claims(config, self.name, claims.held_by(self.folder))
-            if config.get("model_file") is None:
-                claims.try_to_build(config, self.name, ModelsConfig.build_seconds)
-        except FileNotFoundError:
-            # identity() and load() name the file.
-            return
-        except (BadModelError, OSError, ValueError) as error:
+            if (self.folder / "config.json").exists():
+                claims.check_model(self.folder, self.name, ModelsConfig.build_seconds)
+        except BadModelError as error:
             raise self._cannot_load(error) from error
 
     def _load(self) -> tuple[Any, Any, dict[str, Any]]:

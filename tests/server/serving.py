@@ -48,7 +48,7 @@ class Client:
     def settle(self) -> None:
         """Wait until the generation thread has nothing to do, then check every invariant of pool and trie."""
         generator = self.generator
-        while generator.requests.qsize() or generator._live or generator._waiting or generator.registry.change:
+        while generator.requests.qsize() or generator._live or generator.registry.queue or generator.registry.swap:
             threading.Event().wait(0.02)
         for served in generator.registry.loaded.values():
             prefix = served.prefix

@@ -26,16 +26,15 @@ from mlx_blockpool.errors import BlockpoolError
 from mlx_blockpool.server import app
 from mlx_blockpool.server.access import (
     AccessPolicy,
-    api_key,
     cause_of,
     checked_text,
-    guard_config,
     header_text,
     host_name,
     is_foreign,
 )
 from mlx_blockpool.server.http import BlockpoolHandler
 from mlx_blockpool.server.models.provider import BlockpoolModelProvider
+from mlx_blockpool.server.options import api_key, guard_config
 from server.serving import Client, blockpool_server, parse
 
 KEY = "a-key-that-nobody-guesses-0815"

@@ -60,7 +60,7 @@ def test_models_are_listed_in_openais_shape_with_their_states(models: list[Path]
         assert client.send("/v1/models/default_model") == (200, listed["data"][2])
         status, answer = client.send("/v1/models/no/such")
         assert status == 404
-        assert "there are 0, 1, default_model" in answer["error"]["message"]
+        assert "the models are 0, 1, default_model" in answer["error"]["message"]
 
 
 def test_only_allowed_models_are_loaded_and_the_error_says_which(models: list[Path], tmp_path: Path) -> None:
@@ -195,7 +195,7 @@ def test_draining_is_told(client: Client, models: list[Path], monkeypatch: pytes
         step(self)
 
     monkeypatch.setattr(LoadedModel, "step", slow)
-    monkeypatch.setattr(client.generator._waiting, "patience", 0.0)
+    monkeypatch.setattr(client.generator.registry.queue, "patience", 0.0)
     two = str(models[1])
     body = {"messages": HELLO, "max_tokens": 200}
     threads = [

@@ -18,7 +18,7 @@ def pinned(life: Life) -> tuple[ServedAgents, list[bool]]:
     for n, prompt in enumerate(PROMPTS):
         life.answer(prompt)
         found.append(agents.pin(f"agent {n}", life.prefix.index.trie.match(prompt).detached()))
-    agents.close()
+    agents.close(60)
     return agents, found
 
 

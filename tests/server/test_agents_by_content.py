@@ -13,7 +13,7 @@ from models import save_model
 
 from mlx_blockpool.config import StoreConfig
 from mlx_blockpool.plugins import make_plugin_manager
-from mlx_blockpool.server import app
+from mlx_blockpool.server import options
 from mlx_blockpool.server.agents.by_content import name_of
 from mlx_blockpool.server.normalise import Normalisers
 from mlx_blockpool.store.agent_files import Agents
@@ -126,7 +126,7 @@ class Few(StoreConfig):
 
 
 def test_names_that_clients_give_do_not_grow_without_end(model: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(app, "StoreConfig", Few)
+    monkeypatch.setattr(options, "StoreConfig", Few)
     with blockpool_server(model, "--store-dir", str(tmp_path), "--pool-bytes", "20MB") as client:
 
         def say(name: str) -> None:
@@ -147,7 +147,7 @@ def test_names_that_clients_give_do_not_grow_without_end(model: Path, tmp_path: 
 
 
 def test_only_the_last_ones_are_kept(model: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(app, "StoreConfig", Few)
+    monkeypatch.setattr(options, "StoreConfig", Few)
     with blockpool_server(model, "--store-dir", str(tmp_path), "--pool-bytes", "20MB") as client:
         pinned = chat(client, {"role": "user", "content": "pinned"})
         assert client.send(f"/v1/agents/{pinned}/pin", {})[0] == 200

@@ -16,7 +16,7 @@ from models import save_model
 
 from mlx_blockpool.config import ModelsConfig
 from mlx_blockpool.errors import BlockpoolError, ModelNotFoundError
-from mlx_blockpool.server.app import look_at_default
+from mlx_blockpool.server.app import check_default
 from mlx_blockpool.server.models import catalog, inspection
 from mlx_blockpool.server.models.catalog import Catalog
 from mlx_blockpool.server.models.provider import BlockpoolModelProvider, ModelKey
@@ -312,4 +312,4 @@ def test_the_server_looks_at_its_model_before_it_starts(folder: Path, tmp_path: 
     bad = save_model(tmp_path / "bad", "llama")
     os.truncate(bad / "model.safetensors", 10)
     with pytest.raises(BlockpoolError, match="Cannot serve"):
-        look_at_default(BlockpoolModelProvider(parse(["--model", str(bad)])))
+        check_default(BlockpoolModelProvider(parse(["--model", str(bad)])))

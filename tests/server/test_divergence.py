@@ -9,7 +9,7 @@ import pytest
 from mlx_blockpool.messages import Normaliser
 from mlx_blockpool.plugins import make_plugin_manager
 from mlx_blockpool.prefix.lookup import SHOWN, Lookup
-from mlx_blockpool.server.divergence import AROUND, BEFORE, Difference, difference
+from mlx_blockpool.server.divergence import AROUND, BEFORE, Chat, Difference
 from mlx_blockpool.server.normalise import Normalisers
 
 
@@ -33,7 +33,7 @@ def differ(normalisers: Normalisers, prompt: str, known: str, messages: Any = ()
 def differ_in(normalisers: Normalisers, ours: list[int], theirs: list[int], messages: Any = (), off: Any = ()) -> Any:
     at = next(i for i, (a, b) in enumerate(zip(ours, theirs, strict=False)) if a != b)
     lookup = Lookup(len(ours), at, at, "differs", tuple(ours[at : at + SHOWN]), tuple(theirs[at : at + SHOWN]))
-    return difference(Bytes(), ours, lookup, list(messages), off, normalisers)
+    return Chat(list(messages), normalisers, off).difference(Bytes(), ours, lookup)
 
 
 def test_whole_lines(normalisers: Normalisers) -> None:
@@ -64,7 +64,7 @@ def test_images_and_ids_without_words(normalisers: Normalisers) -> None:
 
 
 def test_without_a_difference_there_is_none(normalisers: Normalisers) -> None:
-    assert difference(Bytes(), [1, 2], Lookup(2, 0, 0, "new"), [], (), normalisers) is None
+    assert Chat([], normalisers, ()).difference(Bytes(), [1, 2], Lookup(2, 0, 0, "new")) is None
 
 
 def test_only_a_normaliser_that_keeps_the_line_is_named(normalisers: Normalisers) -> None:

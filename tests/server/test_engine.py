@@ -102,10 +102,9 @@ def test_those_that_arrive_within_a_moment_start_together() -> None:
     thread = types.SimpleNamespace(
         _live={},
         _models=[],
-        _waiting=(),
         _config=EngineConfig(join_seconds=5),
         _arrive=arrived.append,
-        registry=types.SimpleNamespace(change=None),
+        registry=types.SimpleNamespace(queue=(), swap=None),
         requests=Queue(),
     )
     thread.requests.put("first")

@@ -14,7 +14,7 @@ import pytest
 from models import save_model
 
 from mlx_blockpool.prefix.lookup import Lookup
-from mlx_blockpool.server.explained import Asker, Explained, Explanation, Explanations, plain
+from mlx_blockpool.server.explain import Asker, Explained, Explanation, Explanations, plain
 from server.serving import Client, blockpool_server
 
 EXPLAIN = "/v1/cache/explain"

@@ -10,7 +10,7 @@ import pytest
 from mlx_blockpool.messages import Replayed
 from mlx_blockpool.plugins import make_plugin_manager
 from mlx_blockpool.prefix.lookup import Lookup
-from mlx_blockpool.server.explained import Explained, Explanation
+from mlx_blockpool.server.explain import Explained, Explanation
 from mlx_blockpool.server.normalise import Normalisers, scope_of
 from server.anthropic_agents import Say, save_agent, say
 from server.serving import Client, blockpool_server

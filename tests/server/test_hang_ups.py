@@ -110,9 +110,9 @@ def test_a_request_that_waits_for_another_model_goes_with_its_client(
     running = ask(client, *FORMS["chat"])
     until(lambda: client.generator._live)
     waiting = ask(client, path, {**body, "model": str(models[1]), "stream": stream})
-    until(lambda: len(client.generator._waiting))
+    until(lambda: len(client.generator.registry.queue))
     waiting.close()
-    until(lambda: not len(client.generator._waiting))
+    until(lambda: not len(client.generator.registry.queue))
     assert len(client.generator._live) == 1
     assert client.generator.registry.counts["swaps"] == 0
     left_alone(client, running.close)

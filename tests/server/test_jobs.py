@@ -59,7 +59,7 @@ def test_they_run_while_a_model_is_loaded_and_fail_for_one_that_has_gone(client:
     assert client.send("/admin/load", {"model": other, "wait": False})[0] == 202
     stages = set()
     while other not in {key.model for key in registry.loaded}:
-        stages.add(run_on_generation_thread(client.generator, lambda: registry.change and registry.change.stage))
+        stages.add(run_on_generation_thread(client.generator, lambda: registry.swap and registry.swap.stage))
     assert "loading" in stages
     with pytest.raises(RefusedError, match="was unloaded meanwhile") as caught:
         service.at(home, lambda served, _: served.key)

@@ -10,7 +10,7 @@ import pytest
 from models import character_tokenizer, save_model
 
 from mlx_blockpool.config import EngineConfig
-from mlx_blockpool.server.app import CHANGED_OPTIONS
+from mlx_blockpool.server.options import CHANGED_OPTIONS
 from mlx_blockpool.server.requests import fit
 from server.serving import Client, blockpool_server, parse
 

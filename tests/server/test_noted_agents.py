@@ -5,15 +5,20 @@ from __future__ import annotations
 import threading
 from collections import Counter
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
 from models import save_model
 from store.stores import open_store
 
+from mlx_blockpool.config import EngineConfig, PoolConfig, StoreConfig
 from mlx_blockpool.prefix.trie import PrefixRef
+from mlx_blockpool.server import model as model_module
 from mlx_blockpool.server.agents.by_content import is_by_content
 from mlx_blockpool.server.agents.served import ServedAgents
+from mlx_blockpool.server.model import LoadedModel
+from mlx_blockpool.server.models.provider import ModelKey
 from mlx_blockpool.store.agent_files import Agents
 from mlx_blockpool.store.fs import Disk
 from server.serving import Client, at_once, blockpool_server
@@ -84,7 +89,7 @@ def test_turns_that_wait_are_noted_in_one_batch_when_a_server_stops(tmp_path: Pa
         for number in range(50):
             agents.note(f"agent {number}", PrefixRef((bytes([turn]) * 32,), turn + 1))
     free.set()
-    agents.close()
+    agents.close(60)
     noted = {agent.name: agent.tokens for agent in Agents(tmp_path).all()}
     assert noted == {"before": 0, "first": 0} | {f"agent {number}": 6 for number in range(50)}
     assert calls["agents"] == 2
@@ -94,12 +99,26 @@ def test_turns_that_wait_are_noted_in_one_batch_when_a_server_stops(tmp_path: Pa
 def test_a_disk_that_hangs_does_not_hold_up_a_server_that_stops(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
-    store = open_store(tmp_path, flush_seconds=0.01)
+    store = open_store(tmp_path)
     agents = ServedAgents("tiny", store)
     free = threading.Event()
     monkeypatch.setattr(Disk, "sync_directory", lambda *_: free.wait())
     agents.note("one", PrefixRef((), 0))
-    agents.close()
+    agents.close(0.01)
     assert "could not be noted within 0.01 seconds" in caplog.text
     free.set()
     store.close()
+
+
+@pytest.mark.parametrize(("taken", "left"), [(2.0, 1.0), (5.0, 0.0)])
+def test_the_store_and_the_notes_of_a_model_have_one_time_to_be_written(
+    taken: float, left: float, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    now, given = [100.0], list[float]()
+    monkeypatch.setattr(model_module, "time", SimpleNamespace(monotonic=lambda: now[0]))
+    provider: Any = SimpleNamespace(cli_args=SimpleNamespace(prompt_cache_size=10), reset=lambda: None)
+    loaded = LoadedModel(ModelKey("m"), provider, EngineConfig(), PoolConfig(), StoreConfig(flush_seconds=3.0))
+    monkeypatch.setattr(loaded, "prefix", SimpleNamespace(close=lambda: now.insert(0, now[0] + taken)))
+    monkeypatch.setattr(loaded, "agents", SimpleNamespace(close=given.append))
+    loaded.close()
+    assert given == [left]

@@ -11,8 +11,8 @@ import pytest
 from models import save_model
 
 from mlx_blockpool.errors import BlockpoolError
-from mlx_blockpool.server.access import named_keys
-from mlx_blockpool.server.owners import as_told, belongs, noted_name, own_name
+from mlx_blockpool.server.access import as_owner_sees, belongs, noted_name, own_name
+from mlx_blockpool.server.options import named_keys
 from mlx_blockpool.store.agent_files import shown
 from server.serving import Client, blockpool_server
 
@@ -140,4 +140,4 @@ def test_names() -> None:
     assert (own_name(noted), own_name("x"), shown(noted), noted_name(None, "x")) == ("x", "x", "ann/x", "x")
     assert [belongs(noted, owner) for owner in (None, "ann", "an", "bob")] == [True, True, False, False]
     report = {"agent": noted, "stays": [{"agents": ["ann/x", "bob/y"], "behind": 0}], "shown": shown(noted)}
-    assert as_told("ann", report) == {"agent": "x", "stays": [{"agents": ["x"], "behind": 0}], "shown": "x"}
+    assert as_owner_sees("ann", report) == {"agent": "x", "stays": [{"agents": ["x"], "behind": 0}], "shown": "x"}

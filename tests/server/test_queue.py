@@ -1,4 +1,4 @@
-"""Who starts, who is loaded and who goes: the line and the registry under a fake clock, with models that are only names."""
+"""Who starts, who is loaded and who goes: the queue and the registry under a fake clock, with models that are only names."""
 
 from __future__ import annotations
 
@@ -36,14 +36,14 @@ def use(key: ModelKey, busy: bool = False, ready: float = 0.0, used: float = 0.0
     return ModelUsage(key, busy, ready, used, closed)
 
 
-def line_of(*keys: ModelKey, patience: float = 30.0, linger: float = 0.0) -> tuple[ModelQueue, Clock]:
-    """A line where one request for each key came a second after the other, the last of them now."""
+def queue_of(*keys: ModelKey, patience: float = 30.0, linger: float = 0.0) -> tuple[ModelQueue, Clock]:
+    """A queue where one request for each key came a second after the other, the last of them now."""
     clock = Clock()
-    line = ModelQueue(patience, linger, clock, DRAIN)
+    queue = ModelQueue(patience, linger, clock, DRAIN)
     for number, key in enumerate(keys):
         clock.now += 1
-        line.add(key, number)
-    return line, clock
+        queue.add(key, number)
+    return queue, clock
 
 
 def full(key: ModelKey) -> bool:
@@ -51,71 +51,71 @@ def full(key: ModelKey) -> bool:
 
 
 def test_requests_of_the_loaded_model_pass_those_of_another() -> None:
-    line, _ = line_of(A, B, A, B, A)
+    queue, _ = queue_of(A, B, A, B, A)
     taken = []
-    while (place := line.next([use(A)])) is not None:
-        taken.append(place.item)
-        line.remove(place)
+    while (entry := queue.next([use(A)])) is not None:
+        taken.append(entry.item)
+        queue.remove(entry)
     assert taken == [0, 2, 4]
-    assert [place.item for place in line] == [1, 3]
+    assert [entry.item for entry in queue] == [1, 3]
 
 
 def test_a_busy_model_goes_once_the_oldest_of_the_others_has_waited_for_the_patience() -> None:
-    line, clock = line_of(B, C)
+    queue, clock = queue_of(B, C)
     clock.now += 28.9
-    assert line.plan([use(A, busy=True)], full) == Plan()
+    assert queue.plan([use(A, busy=True)], full) == Plan()
     clock.now += 0.1
-    assert line.plan([use(A, busy=True)], full) == Plan(B, A)
+    assert queue.plan([use(A, busy=True)], full) == Plan(B, A)
 
 
 def test_a_busy_model_has_so_long_to_end_what_runs_and_no_longer() -> None:
-    line, clock = line_of(B)
+    queue, clock = queue_of(B)
     clock.now += 30 + DRAIN - 0.1
-    assert line.plan([use(A, busy=True)], full) == Plan(B, A)
-    assert line.plan([use(A, busy=True, used=3.0), use(C, used=5.0)], full) == Plan(B, C)
+    assert queue.plan([use(A, busy=True)], full) == Plan(B, A)
+    assert queue.plan([use(A, busy=True, used=3.0), use(C, used=5.0)], full) == Plan(B, C)
     clock.now += 0.1
-    assert line.plan([use(A, busy=True)], full) == Plan(B, A, must=True)
+    assert queue.plan([use(A, busy=True)], full) == Plan(B, A, must=True)
 
 
 def test_patience_begins_when_the_model_is_there_however_long_it_took_to_load() -> None:
-    line, clock = line_of(B)
+    queue, clock = queue_of(B)
     clock.now += 100
-    assert line.plan([use(A, busy=True, ready=clock.now - 29)], full) == Plan()
-    assert line.plan([use(A, busy=True, ready=clock.now - 30)], full) == Plan(B, A)
+    assert queue.plan([use(A, busy=True, ready=clock.now - 29)], full) == Plan()
+    assert queue.plan([use(A, busy=True, ready=clock.now - 30)], full) == Plan(B, A)
 
 
 def test_a_model_that_is_to_go_starts_what_it_was_loaded_for_and_nothing_else() -> None:
-    line, _ = line_of(A, A)
-    first, second = line
+    queue, _ = queue_of(A, A)
+    first, second = queue
     closed = use(A, closed=first.arrived)
-    assert line.next([closed]) is first
-    line.remove(first)
-    assert line.next([closed]) is None
-    assert line.next([use(A)]) is second
+    assert queue.next([closed]) is first
+    queue.remove(first)
+    assert queue.next([closed]) is None
+    assert queue.next([use(A)]) is second
 
 
 def test_an_idle_model_goes_at_once_and_not_before_it_has_rested() -> None:
-    line, clock = line_of(B, linger=2.0)
-    assert line.plan([use(A, used=clock.now - 1)], full) == Plan()
-    assert line.plan([use(A, used=clock.now - 2)], full) == Plan(B, A)
+    queue, clock = queue_of(B, linger=2.0)
+    assert queue.plan([use(A, used=clock.now - 1)], full) == Plan()
+    assert queue.plan([use(A, used=clock.now - 2)], full) == Plan(B, A)
 
 
 def test_the_idle_model_used_longest_ago_goes_first() -> None:
-    line, _ = line_of(C)
-    assert line.plan([use(A, used=7), use(B, used=5)], full) == Plan(C, B)
-    assert line.plan([use(A, used=7), use(B, used=5, busy=True)], full) == Plan(C, A)
+    queue, _ = queue_of(C)
+    assert queue.plan([use(A, used=7), use(B, used=5)], full) == Plan(C, B)
+    assert queue.plan([use(A, used=7), use(B, used=5, busy=True)], full) == Plan(C, A)
 
 
 def test_nothing_goes_where_there_is_room() -> None:
-    line, _ = line_of(C)
-    assert line.plan([use(A), use(B)], lambda key: True) == Plan(C)
+    queue, _ = queue_of(C)
+    assert queue.plan([use(A), use(B)], lambda key: True) == Plan(C)
 
 
 def test_what_waits_for_its_model_alone_lets_other_models_pass() -> None:
-    line, _ = line_of(A, A, B)
-    place = line.next([use(A), use(B)], passed={A})
-    assert place is not None
-    assert place.item == 2
+    queue, _ = queue_of(A, A, B)
+    entry = queue.next([use(A), use(B)], passed={A})
+    assert entry is not None
+    assert entry.item == 2
 
 
 # -- the registry with models that are only names --------------------------------------------------------------------------
@@ -140,7 +140,6 @@ class FakeModel:
     used: float = 0.0
     pool_bytes = array_bytes = weights_bytes = read_bytes = 0
     closed = False
-    is_hashed = True
 
     def save(self) -> Iterator[None]:
         yield from (None, None)
@@ -172,10 +171,10 @@ class World:
 
     def __init__(self, max_models: int, patience: float, idle: float | None = None) -> None:
         self.clock = Clock()
-        self.line = ModelQueue(patience, 0.0, self.clock, DRAIN)
         config = ModelsConfig(max_models=max_models, patience_seconds=patience, linger_seconds=0.0, idle_seconds=idle)
         template: Any = types.SimpleNamespace(default_key=lambda: None, cli_args=types.SimpleNamespace(draft_model=None))
         self.registry = ModelRegistry(template, EngineConfig(), PoolConfig(10**6), None, config)  # type: ignore[arg-type]
+        self.queue = self.registry.queue = ModelQueue(patience, 0.0, self.clock, DRAIN)
         self.registry.make = lambda key: FakeModel(key, self.clock)  # type: ignore[assignment, return-value]
         self.started: list[tuple[ModelKey, int, float]] = []
 
@@ -187,18 +186,18 @@ class World:
             if ended := [number for number, end in model.live.items() if end <= self.clock.now]:
                 model.used = self.clock.now
                 model.live = {n: end for n, end in model.live.items() if n not in ended}
-        self.registry.make_plan(self.line)
-        while (place := self.line.next(self.registry.uses())) is not None:
-            model = self.registry.loaded[place.key]
+        self.registry.make_plan()
+        while (entry := self.queue.next(self.registry.usages())) is not None:
+            model = self.registry.loaded[entry.key]
             model.used = self.clock.now
-            if isinstance(place.item, Gone):
-                model.live[place.item.number] = self.clock.now + place.item.left
+            if isinstance(entry.item, Gone):
+                model.live[entry.item.number] = self.clock.now + entry.item.left
             else:
-                model.live[place.item] = self.clock.now + lasting[place.item]
-                self.started.append((place.key, place.item, self.clock.now - place.arrived))
-            self.line.remove(place)
-        self.registry.begin(self.line)
-        self.registry.advance(self.line)
+                model.live[entry.item] = self.clock.now + lasting[entry.item]
+                self.started.append((entry.key, entry.item, self.clock.now - entry.arrived))
+            self.queue.remove(entry)
+        self.registry.begin()
+        self.registry.advance()
         assert len(self.registry.loaded) <= self.registry.config.max_models
 
 
@@ -217,9 +216,9 @@ def test_nobody_starves_and_everyone_is_served(
     arrivals = [(sum(gap for gap, _, _ in asked[: n + 1]), n, key) for n, (_, key, _) in enumerate(asked)]
     for now in range(300 + 5 * int(cycle)):
         for _, number, key in (arrival for arrival in arrivals if arrival[0] == now):
-            world.line.add(key, number)
+            world.queue.add(key, number)
         if floods and now < 300:
-            world.line.add(A, 1000 + now)
+            world.queue.add(A, 1000 + now)
         world.tick(lasting)
     assert sorted(number for _, number, _ in world.started) == [*range(len(asked)), *(range(1000, 1300) if floods else ())]
     # Each of the others' models at most once, and its own.
@@ -230,7 +229,7 @@ def test_requests_of_one_model_start_in_the_order_in_which_they_came() -> None:
     world = World(1, 5)
     keys = [A, B, A, C, B, A, C, C, B, A]
     for number, key in enumerate(keys):
-        world.line.add(key, number)
+        world.queue.add(key, number)
         world.tick(defaultdict(lambda: 4.0))
     while len(world.started) < len(keys):
         world.tick(defaultdict(lambda: 4.0))
@@ -242,7 +241,7 @@ def test_requests_of_one_model_start_in_the_order_in_which_they_came() -> None:
 def test_requests_for_two_models_in_turn_take_two_loads_and_not_six() -> None:
     world = World(1, 30)
     for number, key in enumerate([A, B, A, B, A, B]):
-        world.line.add(key, number)
+        world.queue.add(key, number)
     while len(world.started) < 6:
         world.tick(dict.fromkeys(range(6), 2.0))
     assert world.registry.counts == {"loads": 2, "unloads": 1, "swaps": 1, "failures": 0}
@@ -251,15 +250,15 @@ def test_requests_for_two_models_in_turn_take_two_loads_and_not_six() -> None:
 def test_a_stream_of_requests_for_the_loaded_model_does_not_keep_another_out() -> None:
     world = World(1, 10)
     lasting = dict.fromkeys(range(200), 3.0)
-    world.line.add(A, 0)
+    world.queue.add(A, 0)
     world.tick(lasting)
-    world.line.add(B, 1)
+    world.queue.add(B, 1)
     for number in range(2, 60):
-        world.line.add(A, number)
+        world.queue.add(A, number)
         world.tick(lasting)
     ((waited),) = [waited for key, _, waited in world.started if key == B]
     assert 10 <= waited <= 10 + DRAIN + 4 * LOAD_TICKS
-    while any(model.live for model in world.registry.loaded.values()) or len(world.line):  # type: ignore[attr-defined]
+    while any(model.live for model in world.registry.loaded.values()) or len(world.queue):  # type: ignore[attr-defined]
         world.tick(lasting)
     assert len(world.started) == 60
 
@@ -268,12 +267,12 @@ def test_a_model_that_another_waits_for_goes_on_serving_until_it_goes() -> None:
     """A reply of it lasts for ever; what comes for it starts at once, and goes on after the swap."""
     world = World(1, 10)
     lasting = defaultdict(lambda: 3.0, {0: 10_000.0})
-    world.line.add(A, 0)
+    world.queue.add(A, 0)
     for _ in range(LOAD_TICKS + 2):
         world.tick(lasting)
-    world.line.add(B, 1)
+    world.queue.add(B, 1)
     for number in range(2, 20):
-        world.line.add(A, number)
+        world.queue.add(A, number)
         world.tick(lasting)
     assert [waited for key, _, waited in world.started if key == A][1:] == [1.0] * 18
     for _ in range(40):
@@ -286,7 +285,7 @@ def test_a_model_that_another_waits_for_goes_on_serving_until_it_goes() -> None:
 def test_two_models_that_both_fit_are_never_swapped() -> None:
     world = World(2, 0)
     for number in range(40):
-        world.line.add((A, B)[number % 2], number)
+        world.queue.add((A, B)[number % 2], number)
         world.tick(dict.fromkeys(range(40), 2.0))
     assert world.registry.counts == {"loads": 2, "unloads": 0, "swaps": 0, "failures": 0}
 
@@ -294,15 +293,15 @@ def test_two_models_that_both_fit_are_never_swapped() -> None:
 def test_a_model_that_nobody_asked_for_is_unloaded_and_one_that_is_used_stays() -> None:
     world = World(2, 30, idle=10)
     lasting = dict.fromkeys(range(100), 1.0)
-    world.line.add(A, 0)
+    world.queue.add(A, 0)
     for number in range(1, 40):
-        world.line.add(B, number)
+        world.queue.add(B, number)
         world.tick(lasting)
     assert list(world.registry.loaded) == [B]
     for _ in range(20):
         world.tick(lasting)
     assert world.registry.loaded == {}
-    world.line.add(A, 99)
+    world.queue.add(A, 99)
     for _ in range(LOAD_TICKS + 4):
         world.tick(lasting)
     assert world.started[-1][:2] == (A, 99)
@@ -319,7 +318,7 @@ def test_weights_that_do_not_fit_beside_the_loaded_take_the_place_of_as_many_as_
     monkeypatch.setattr(registry_module.system, "memory_bytes", lambda: 100)
     monkeypatch.setattr(registry_module.mx, "get_active_memory", lambda: sum(m.weights_bytes for m in models.loaded.values()))
     for number, key in enumerate([A, B, C]):
-        world.line.add(key, number)
+        world.queue.add(key, number)
         for _ in range(20):
             world.tick(dict.fromkeys(range(3), 1.0))
         if key != C:

@@ -39,7 +39,7 @@ def serve(models: list[Path], patience: str) -> Any:
 
 def test_a_long_reply_is_suspended_for_another_model_and_goes_on(models: list[Path], expected: str) -> None:
     with serve(models, "0s") as client:
-        client.generator._waiting.drain = 0.3
+        client.generator.registry.queue.drain = 0.3
 
         def other() -> str:
             until(lambda: client.generator._live)
@@ -55,7 +55,7 @@ def test_a_long_reply_is_suspended_for_another_model_and_goes_on(models: list[Pa
 
 def test_the_loaded_model_serves_while_another_waits(models: list[Path]) -> None:
     with serve(models, "0s") as client:
-        client.generator._waiting.drain = 3600.0
+        client.generator.registry.queue.drain = 3600.0
         running = ask(client, "/v1/completions", {**BODY, "max_tokens": 30_000})
         until(lambda: client.generator._live)
         waiting = ask(client, "/v1/completions", {**BODY, "model": str(models[1])})
@@ -65,7 +65,7 @@ def test_the_loaded_model_serves_while_another_waits(models: list[Path]) -> None
         assert len(client.generator._live) == 1
         waiting.close()
         running.close()
-        until(lambda: not client.generator._live and not len(client.generator._waiting))
+        until(lambda: not client.generator._live and not len(client.generator.registry.queue))
 
 
 def test_who_waits_too_long_for_a_model_is_told(models: list[Path], monkeypatch: pytest.MonkeyPatch) -> None:
@@ -76,7 +76,7 @@ def test_who_waits_too_long_for_a_model_is_told(models: list[Path], monkeypatch:
         body = {**BODY, "model": str(models[1])}
         thread = threading.Thread(target=lambda: answers.append(client.send("/v1/completions", body)))
         thread.start()
-        line = client.generator._waiting
+        line = client.generator.registry.queue
         until(lambda: len(line))
         clock = line.clock
         monkeypatch.setattr(line, "clock", lambda: clock() + client.generator.registry.config.wait_seconds + 1)

@@ -144,7 +144,7 @@ def test_longer_windows_beside_short_ones_are_said() -> None:
 
 def test_a_provider_may_need_weights() -> None:
     text = run_check("config", Subject(FLAT, WithWeightsOnly("llama")))
-    said = r"the model cannot be described without weights: the shapes are in the weights. Said by provider .*WithWeightsOnly"
+    said = r"the model cannot be described without weights: the shapes are in the weights. Raised by provider .*WithWeightsOnly"
     assert re.match(said, text)
 
 

@@ -25,13 +25,13 @@ COMMANDS = [line for block in re.findall(r"```sh\n(.*?)```", SECTION, re.DOTALL)
 
 BROKEN = {
     "raises": ('    raise KeyError("num_heads")', "raised KeyError: 'num_heads'"),
-    "returns nonsense": ("    return {'layers': 3}", "found dict from "),
+    "returns nonsense": ("    return {'layers': 3}", " returned dict instead of a ModelCacheSpec"),
     "returns a spec of nonsense": (
         "    return ModelCacheSpec(model_id, ('full',) * 3)",
-        "found a spec with 'full' for a layer from ",
+        " returned a spec with 'full' for a layer instead of ",
     ),
-    "returns a list of layers": ("    return ModelCacheSpec(model_id, [FullLayer(2, 16, 16)])", "layers are a list, not a tuple"),
-    "cannot describe it": ("    raise SpecError('no heads')", "no heads. Said by "),
+    "returns a list of layers": ("    return ModelCacheSpec(model_id, [FullLayer(2, 16, 16)])", "layers are a list and no tuple"),
+    "cannot describe it": ("    raise SpecError('no heads')", "no heads. Raised by "),
 }
 HOOK = "from mlx_blockpool.errors import SpecError\n\n@hookimpl\ndef model_cache_spec(config, model_id):\n"
 MAIN = "from mlx_blockpool.cli import main; raise SystemExit(main())"

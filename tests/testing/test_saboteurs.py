@@ -37,12 +37,12 @@ PROVIDERS: dict[str, tuple[str, Any, str]] = {
     "returns nonsense": (
         "provider",
         wrong.Provider("llama", lambda spec: {"layers": 4}),
-        r"found dict from provider .*saboteurs",
+        r"provider .*saboteurs.* returned dict instead",
     ),
     "has nonsense in its spec": (
         "provider",
         wrong.Provider("llama", wrong.layers_with(lambda _: 7)),  # type: ignore[arg-type, return-value]
-        "found a spec with 7 for a layer",
+        "returned a spec with 7 for a layer",
     ),
     "raises": (
         "provider",

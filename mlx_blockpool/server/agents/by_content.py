@@ -17,8 +17,8 @@ from typing import Any
 
 from ...errors import PluginError
 from ...messages import Message, map_text
+from ..access import own_name
 from ..normalise import Normalisers
-from ..owners import own_name
 
 NAME = re.compile("content-[0-9a-f]{32}")
 VOLATILE = ("vendor-header", "bookkeeping", "date")

@@ -17,10 +17,9 @@ from urllib.parse import unquote
 
 from ...errors import NoRoomError, PoolExhaustedError, StoreError
 from ...formatting import Report
-from ..access import without_folders
+from ..access import as_owner_sees, noted_name, without_folders
 from ..bodies import parse_json
 from ..incoming import file_deadline
-from ..owners import as_told, noted_name
 from ..scope import RequestScope
 from . import transfer
 from .listing import listing
@@ -62,7 +61,7 @@ class AgentsEndpoint:
         try:
             report = self._report(_parts_of(self._handler.path))
             if report is not None:
-                self._handler.send_json(200, as_told(self._scope.owner, report))
+                self._handler.send_json(200, as_owner_sees(self._scope.owner, report))
         except ConnectionError:
             raise
         except RefusedError as error:

@@ -201,13 +201,13 @@ class ServedAgents:
             # Closed: all is written.
             self._writer.submit(lambda: None).result()
 
-    def close(self) -> None:
-        """settle() within the store's time to flush, and end the thread. Notes that a disk keeps longer are given up."""
+    def close(self, seconds: float) -> None:
+        """settle() within `seconds`, and end the thread. Notes that the disk takes longer for are given up."""
         written = self._writer.submit(lambda: None)
         try:
-            written.result(self._config.flush_seconds)
+            written.result(seconds)
         except TimeoutError:
-            log.warning("agents: the last turns could not be noted within %g seconds", self._config.flush_seconds)
+            log.warning("agents: the last turns could not be noted within %g seconds", seconds)
         self._writer.shutdown(wait=False)
 
     # -- the writer's thread -------------------------------------------------------------------------------------------

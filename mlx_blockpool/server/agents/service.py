@@ -23,10 +23,10 @@ from ...store.fs import safe_name
 from ...store.paths import key_of
 from ...store.prompt_store import PromptStore
 from ...tier.cache import TieredPrefixCache
+from ..access import belongs, own_name
 from ..jobs import run_on_generation_thread
 from ..model import LoadedModel
 from ..models.provider import ModelKey
-from ..owners import belongs, own_name
 from ..requests import Waiting
 from ..scope import RequestScope
 from .by_content import is_by_content
@@ -298,7 +298,7 @@ class AgentService:
         engines = [served.engine for served in self.scope.registry.loaded.values() if served.engine is not None]
         running = Counter(_name_of(live.request) for engine in engines for live in engine.live)
         waiting = Counter(_name_of(waits.request) for engine in engines for waits in engine.waiting)
-        queued = [entry.item.request.options for entry in self.scope.waiting if isinstance(entry.item, Waiting)]
+        queued = [entry.item.request.options for entry in self.scope.registry.queue if isinstance(entry.item, Waiting)]
         waiting.update(options.agent or options.conversation for options in queued)
         return running, waiting
 

@@ -9,7 +9,7 @@ from typing import Any
 from urllib.parse import parse_qs, unquote, urlsplit
 
 from ..bodies import InvalidRequestError
-from ..models.admin import MODELS, Admin
+from ..models.http import MODELS, ModelsEndpoint
 from ..request import ParsedRequest
 from .anthropic_reply import MessageRenderer
 from .anthropic_request import parse
@@ -52,7 +52,7 @@ class MessagesEndpoint(Endpoint):
 
     def _get_models(self) -> None:
         query = parse_qs(urlsplit(self._handler.path.rstrip("/")).query)
-        models = [_model(model["id"]) for model in Admin(self._scope).models(MODELS, 0)["data"]]
+        models = [_model(model["id"]) for model in ModelsEndpoint(self._scope).models(0)]
         name = unquote(self._handler.route.removeprefix(MODELS).removeprefix("/"))
         if not name:
             self._handler.send_json(200, _page(models, query))

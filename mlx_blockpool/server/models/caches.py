@@ -1,4 +1,4 @@
-"""The caches of a loaded model: its spec, the pools of a model with a draft, and their figures. For the generation thread."""
+"""The spec of a loaded model, the pools of a model with a draft, and the figures of pools. For the generation thread."""
 
 from __future__ import annotations
 
@@ -22,14 +22,14 @@ from .provider import BlockpoolModelProvider
 
 log = logging.getLogger(__name__)
 
-# With fewer checkpoints than this, the turns of even a handful of agents are computed from the start.
-FEW = 8
+# With fewer checkpoints than this, even a handful of agents compute each turn from the start.
+FEW_CHECKPOINTS = 8
 
 
 def describe(model: Any, config: dict[str, Any], model_id: str) -> ModelCacheSpec | None:
-    """The spec of a model; None where neither a plugin nor its config describes it, which is logged."""
+    """The spec of a model, or None if no plugin describes it, which is logged."""
     try:
-        return plugins.spec_of_model(model, config, model_id, plugins.make_plugin_manager())
+        return plugins.spec_of_model(model, config, model_id)
     except (PluginError, SpecError) as error:
         log.warning("No pool for %s: %s", model_id, error)
         return None
@@ -38,10 +38,9 @@ def describe(model: Any, config: dict[str, Any], model_id: str) -> ModelCacheSpe
 def open_drafted(
     provider: BlockpoolModelProvider, spec: ModelCacheSpec, pool_bytes: int, config: PoolConfig
 ) -> DraftedPrefix | None:
-    """A pool for the model and one for its draft, divided by the bytes of a block of each.
+    """A pool for the model and one for its draft, sized by the bytes of a block of each.
 
-    None where the draft has no spec, or either has layers whose tokens cannot be taken back: what a draft got wrong is trimmed,
-    and neither a state nor a window can be.
+    None if the draft has no spec, or either has states or windows: wrong tokens of a draft are trimmed, which these cannot be.
     """
     draft = describe(provider.draft_model, {}, Path(str(provider.model_key[2])).name)
     if draft is None or not all(isinstance(layer, FullLayer) for layer in (*spec.layers, *draft.layers)):
@@ -54,11 +53,11 @@ def open_drafted(
 
 
 def warn_of_few_checkpoints(prefix: TieredPrefixCache) -> None:
-    """Log a warning where so few checkpoints fit that every turn would compute its prompt again."""
+    """Log a warning if so few checkpoints fit that each turn would compute its prompt again."""
     own, arena = prefix.arena.spec.bytes_per_checkpoint(), prefix.arena
     room = arena.state_bytes if arena.state_leaves else prefix.pool.pool_bytes
-    if own and room // own < FEW:
-        needed = FEW * own * (1 if not arena.state_leaves or not arena.spec.groups else 4)
+    if own and room // own < FEW_CHECKPOINTS:
+        needed = FEW_CHECKPOINTS * own * (4 if arena.state_leaves and arena.spec.groups else 1)
         log.warning(
             "%d checkpoints of %d bytes fit; agents will compute their prompts again. Raise --pool-bytes to %d or more.",
             room // own, own, needed,
@@ -68,6 +67,11 @@ def warn_of_few_checkpoints(prefix: TieredPrefixCache) -> None:
 def pool_report(prefix: TieredPrefixCache) -> dict[str, Any]:
     """Figures of a pool and its prefix cache."""
     pool = prefix.pool
+    store = None if prefix.stored is None else prefix.stored.report()
+    if store is not None:
+        # Clients do not see the folder's path.
+        store.pop("folder", None)
+        store["problem"] = store["problem"] and without_folders(store["problem"])
     return {
         "backend": "blockpool",
         "ragged": prefix.arena.ragged,
@@ -84,23 +88,16 @@ def pool_report(prefix: TieredPrefixCache) -> dict[str, Any]:
         "groups": [asdict(c) for c in pool.settle()],
         "fragmentation": [round(pool.fragmentation(g), 3) for g in range(len(prefix.arena.spec.groups))],
         "decode_paths": dict(prefix.arena.decode.path_counts),
-        "store": None if prefix.stored is None else _without_place(prefix.stored.report()),
+        "store": store,
         **prefix.retention.report(),
     }
 
 
 def batch_report(prefix: TieredPrefixCache | None, batch: list[Sequence]) -> dict[str, Any] | None:
-    """Bytes of the running batch in the pool, and what the batch would take padded; None where it is not in the pool."""
-    batch = [running for running in batch if running.caches and running.computed]
+    """Bytes that the running batch takes in the pool and would take padded; None if it is not in the pool."""
+    batch = [sequence for sequence in batch if sequence.caches and sequence.computed]
     if prefix is None or not prefix.arena.ragged or not batch:
         return None
-    sequences = [sequence_of(running.caches or []) for running in batch]
-    tables = [sequence.tables for sequence in sequences if sequence is not None]
-    held = [len({block for own in tables for block in own[g].ids}) for g in range(len(prefix.arena.spec.groups))]
-    return batch_memory(prefix.arena.spec, [running.computed for running in batch], held).bytes.as_dict()
-
-
-def _without_place(report: dict[str, Any]) -> dict[str, Any]:
-    """A store's figures for clients, without the path of its folder."""
-    problem = report["problem"] and without_folders(report["problem"])
-    return {name: value for name, value in report.items() if name != "folder"} | {"problem": problem}
+    held = [blocks for sequence in batch if (blocks := sequence_of(sequence.caches or [])) is not None]
+    counts = [len({id for blocks in held for id in blocks.tables[g].ids}) for g in range(len(prefix.arena.spec.groups))]
+    return batch_memory(prefix.arena.spec, [sequence.computed for sequence in batch], counts).bytes.as_dict()

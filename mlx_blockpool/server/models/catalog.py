@@ -1,6 +1,6 @@
-"""Which models the requests of a server may name, and under which ids: the loaded one, the allowed and the downloaded ones.
+"""Which models the requests of a server may name, and under which ids: the default, the allowed and the downloaded ones.
 
-A folder's id is its name, so that no answer shows where it lies. Looks at the disk, never at the network. Runs on any thread.
+The id of a folder is its name, so that no response shows its path. Reads the disk, never the network. Runs on any thread.
 """
 
 from __future__ import annotations
@@ -9,7 +9,8 @@ import logging
 import re
 import threading
 import time
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterable, Iterator
+from itertools import chain, count
 from pathlib import Path
 from typing import Any
 
@@ -20,6 +21,7 @@ from ...config import ModelsConfig
 from ...demo import NAMES, model_path
 from ...errors import BlockpoolError, ModelNotFoundError
 from ...modelfile import local_folder
+from ..access import without_folders
 from .provider import BlockpoolModelProvider, ModelKey, canonical
 
 log = logging.getLogger(__name__)
@@ -27,27 +29,25 @@ log = logging.getLogger(__name__)
 DEFAULT = "default_model"
 # The bundled models by their folders.
 BUNDLED = {canonical(model_path(name)): name for name in NAMES}
-# What mlx-lm's server takes for a model that it can serve.
+# mlx-lm's server lists a downloaded model that has these files.
 HUB_FILES = {"config.json", "model.safetensors.index.json", "tokenizer_config.json"}
-# An id of the hub; before the slash stands whose it is, which some old ones have not.
+# An id of the hub. Some old ones have no owner before a slash.
 HUB_ID = re.compile(r"[A-Za-z0-9][\w.-]{0,95}(?:/[A-Za-z0-9][\w.-]{0,95})?")
-# What makes a folder one that may be named: a model's, or an adapter's.
+# A folder with one of these files is a model's or an adapter's.
 FOLDER_FILES = ("config.json", "adapter_config.json")
-# A folder of models has them in itself or one folder deeper, as in whose/which.
+# A folder of models holds them directly or one folder deeper, as in owner/model.
 FOLDER_DEPTH = 2
 MOST_FOLDERS = 1000
-# A folder is looked through again after so many times as long as that took.
+# A folder is scanned again after this many times the duration of its last scan.
 SCAN_REST = 20
-# What stands in an error for a path of this machine, which is none of a client's business.
-PATH = re.compile(r"(?<![\w./:-])(?:/[^/\s'\",:;()\[\]]+)+/([^/\s'\",:;()\[\]]+)")
 
 
 class Catalog:
-    """The models of `config`, and those that the server was started with, which `template` knows."""
+    """The models that `config` allows, and the `default` that the server was started with, as `template` has it."""
 
     def __init__(self, template: BlockpoolModelProvider, config: ModelsConfig) -> None:
         self._config = config
-        # Models by the folder that --allow-models names, and until when they are taken as they are.
+        # By folder of --allow-models: its models, and until when it is not scanned again.
         self._scans: dict[str, tuple[list[str], float]] = {}
         self._scanning = threading.Lock()
         self.default = template.default_key()
@@ -60,61 +60,56 @@ class Catalog:
     # -- names ---------------------------------------------------------------------------------------------------------
 
     def key_of(self, wanted: Any, with_aliases: bool = True) -> ModelKey:
-        """The key of the model that a request describes: one model has one key, however it is named.
+        """The key of the model that a request describes. A model has one key under all of its names.
 
-        Raises ModelNotFoundError for one that may not be named, and ValueError where none is named and there is no default.
+        Raises ModelNotFoundError for a model that requests may not name, and ValueError for none if there is no default.
         """
         model = self._model(wanted.model, with_aliases)
         return ModelKey(model, self._adapter(wanted, model), self._draft(wanted.draft))
 
     def id_of(self, model: str) -> str:
         """The id under which clients name a folder or a hub id."""
-        return next((id for id, found in self.ids().items() if found == model), Path(model).name if is_folder(model) else model)
+        found = (id for id, known in self.ids().items() if known == model)
+        return next(found, Path(model).name if is_folder(model) else model)
 
     def ids(self) -> dict[str, str]:
-        """Folder or hub id by the id under which requests name it, in the order in which they are listed."""
-        return _named_apart(dict.fromkeys([*self._own(), *self.allowed_models()]))
+        """Folder or hub id of each model by the id that requests use, in the order of the list."""
+        own = [part for part in self.default or () if part is not None]
+        bundled = BUNDLED if self._config.allowed is None else ()
+        return _named_apart(dict.fromkeys([*own, *bundled, *self.allowed_models()]))
 
     def allowed_models(self) -> list[str]:
-        """What may be loaded beside the default, and is looked up by its name: all that --allow-models names."""
+        """The models of --allow-models."""
         with self._scanning:
-            return list(dict.fromkeys(model for name in self._config.allowed or () for model in self._behind(name)))
+            return list(dict.fromkeys(model for name in self._config.allowed or () for model in self._models_of(name)))
 
     def listed(self) -> list[str]:
-        """Ids for a list of models: those of ids() that are models to ask for, and downloaded ones where they may be named."""
-        spare = () if self.default is None else self.default[1:]
-        unasked = BUNDLED if self._config.allowed is None else ()
-        found = [id for id, model in self.ids().items() if self._is_default(model) or model not in (*spare, *unasked)]
-        return list(dict.fromkeys([*found, *(downloaded() if self._config.allowed is None else ())]))
+        """Ids for a list of models: without the default's adapter and draft, and without bundled models that nobody allowed."""
+        default, *hidden = self.default or [None]
+        if self._config.allowed is not None:
+            return [id for id, model in self.ids().items() if model == default or model not in hidden]
+        found = [id for id, model in self.ids().items() if model == default or model not in (*hidden, *BUNDLED)]
+        return list(dict.fromkeys([*found, *downloaded()]))
 
     def may_download(self, model: str) -> bool:
-        """Whether a model may be fetched from the hub: where an option says so, and those that the server was started with."""
+        """Whether a model may be downloaded: any by an option, and those that the server was started with."""
         return self._config.downloads or model in (self.default or ())
 
     def log_names(self) -> None:
-        """Say once to which names the server answers beside those of its models."""
+        """Log that the default model serves unknown names, if it does."""
         if self.takes_any_name and self.default is not None:
             name = self.id_of(self.default.model)
-            log.info(
-                "Requests for names that nobody knows, such as sonnet, are served by %s; --model-aliases off refuses them", name
-            )
+            log.info("Requests for unknown models, such as sonnet, are served by %s; --model-aliases off rejects them", name)
 
     def hide(self, text: str, key: Iterable[str | None] = ()) -> str:
-        """A message without this machine's paths: a model's id in place of its folder, a name in place of any other path."""
+        """A message without this machine's paths: a model's id replaces its folder, and the last part any other path."""
         for model in (part for part in key if part is not None):
             for path in filter(None, (model, _snapshot(model))):
                 text = text.replace(path, self.id_of(model)) if is_folder(path) else text
-        return PATH.sub(r"\1", text)
+        return without_folders(text)
 
-    def _own(self) -> list[str]:
-        own = [part for part in self.default or () if part is not None]
-        return [*own, *(BUNDLED if self._config.allowed is None else ())]
-
-    def _is_default(self, model: str) -> bool:
-        return self.default is not None and self.default.model == model
-
-    def _behind(self, name: str) -> list[str]:
-        """The models that a name in --allow-models stands for: one, or all that a folder has."""
+    def _models_of(self, name: str) -> list[str]:
+        """The models that a name in --allow-models stands for: one model, or all models of a folder."""
         name = canonical(model_path(name))
         if not is_folder(name):
             return [name]
@@ -142,64 +137,62 @@ class Catalog:
 
     def _adapter(self, wanted: Any, model: str) -> str | None:
         if self.default is not None and model == self.default.model and (not wanted.adapter or wanted.model in (None, DEFAULT)):
-            # As it was started; like mlx-lm's, default_model takes no other adapter.
+            # As in mlx-lm, default_model has the adapter that the server was started with and no other.
             return self.default.adapter
         return self._named(wanted.adapter, "adapter") if wanted.adapter else None
 
     def _draft(self, name: str | None) -> str | None:
         if name in (None, DEFAULT):
-            # mlx-lm's server gives its draft to whatever model is asked for.
+            # mlx-lm's server uses its draft with any model.
             return None if name is None else self._default_draft
         return self._named(str(name), "draft model")
 
     def _named(self, name: str, what: str) -> str:
-        """The folder or hub id behind a name. Raises ModelNotFoundError in the same words whether it is there or not."""
+        """The folder or hub id behind a name. A ModelNotFoundError does not reveal whether such a folder exists."""
         known = self.ids()
         if name in known:
             return known[name]
         path = _path_of(name)
-        if path is not None and (path in known.values() or self._has_come(Path(path))):
+        if path is not None and (path in known.values() or self._is_new(Path(path))):
             return path
         on_hub = self._config.allowed is None and HUB_ID.fullmatch(name) is not None
         if on_hub and (is_downloaded(name) or ("/" in name and self._config.downloads)):
             return name
-        raise ModelNotFoundError(f"Found no {what} {name[:200]!r} that requests may name; {self._instead(on_hub)}")
+        advice = "Start the server with --allow-models to allow others, also folders."
+        if on_hub:
+            advice = "Download others, or start the server with --allow-downloads."
+        models = ", ".join(self.listed()) or "none"
+        raise ModelNotFoundError(f"Found no {what} {name[:200]!r} that requests may name. The models are: {models}. {advice}")
 
-    def _has_come(self, path: Path) -> bool:
-        """Whether a folder is one of an allowed folder's models now, also where that was scanned too lately to know it."""
+    def _is_new(self, path: Path) -> bool:
+        """Whether a folder is a model that came into an allowed folder since its last scan."""
         allowed = (canonical(model_path(name)) for name in self._config.allowed or ())
         return any(_is_found_in(Path(folder), path) for folder in allowed if is_folder(folder))
-
-    def _instead(self, on_hub: bool) -> str:
-        there = f"there are {', '.join(self.listed()) or 'none'}."
-        if not on_hub:
-            return f"{there} The server's --allow-models names others, folders too."
-        return f"{there} To have others download them, or start the server with --allow-downloads."
 
     # -- aliases -------------------------------------------------------------------------------------------------------
 
     def _takes_any_name(self) -> bool:
-        """Names that nobody knows are the default's where it is the only one that is served, unless the options say otherwise."""
+        """Whether unknown names stand for the default: if it is the only model and no option says otherwise."""
         if self.default is None or self._config.aliases is not None or self._config.max_models > 1:
             return False
         return set(self.allowed_models()) <= {part for part in self.default if part is not None}
 
     def _check_aliases(self) -> None:
-        """Raises BlockpoolError for an alias of a model that no request may name."""
+        """Raises BlockpoolError for an alias of a model that requests may not name."""
         for alias, model in self.aliases.items():
             try:
                 self._model(model, False)
             except (ModelNotFoundError, ValueError) as error:
-                raise BlockpoolError(f"--model-aliases: {alias} stands for no model of this server. {error}") from error
+                raise BlockpoolError(f"--model-aliases: {alias} is no alias of a model of this server. {error}") from error
 
 
 def may_be_alias(name: str) -> bool:
-    """Whether a name is one that clients have for models elsewhere, such as sonnet or gpt-4o: neither a path nor a hub's id."""
+    """Whether a name is neither a path nor a hub's id, such as sonnet or gpt-4o."""
     return bool(name.strip(". ")) and not name.startswith("~") and not set(name) & {"/", "\\", "\0"}
 
 
 def is_folder(model: str) -> bool:
-    """Folders have whole paths here; whatever else stands for a model is an id of the hub."""
+    """Whether a model is a folder, which has an absolute path here, and not a hub id."""
     return Path(model).is_absolute()
 
 
@@ -234,7 +227,7 @@ def _snapshot(name: str) -> str | None:
 
 
 def _path_of(name: str) -> str | None:
-    """A name as a folder's whole path; None: it is none that could be."""
+    """A name as a folder's absolute path, or None if it cannot be one."""
     if not name or "\0" in name:
         return None
     try:
@@ -245,7 +238,7 @@ def _path_of(name: str) -> str | None:
 
 
 def _folders_in(folder: Path, depth: int) -> Iterator[str]:
-    """The folder itself where it is a model's, or else those in it that are."""
+    """The folder itself if it is a model's, or else the models in it."""
     if _is_model(folder):
         yield str(folder)
         return
@@ -256,7 +249,7 @@ def _folders_in(folder: Path, depth: int) -> Iterator[str]:
     except OSError as error:
         log.warning("--allow-models: cannot read %s: %s", folder, error)
         return
-    # Those that lie deeper come last, so that they are the ones whose names need a number.
+    # Deeper ones come last, so that of two models of one name they get the number.
     models = [[canonical(found) for found in _folders_in(path, depth - 1)] for path in inside]
     direct = {canonical(str(path)) for path in inside}
     yield from sorted((found for own in models for found in own), key=lambda found: found not in direct)
@@ -273,15 +266,11 @@ def _is_model(folder: Path) -> bool:
     return any((folder / name).is_file() for name in FOLDER_FILES)
 
 
-def _named_apart(models: Mapping[str, Any]) -> dict[str, str]:
-    """An id for each: a hub's id as it is, a folder's name, and where another has that one already a number behind it."""
+def _named_apart(models: Iterable[str]) -> dict[str, str]:
+    """An id for each model: a hub's id as it is, or a folder's name, with a number if another model has that id."""
     named: dict[str, str] = {}
     for model in models:
-        name = model
-        if is_folder(model):
-            name = BUNDLED.get(model, Path(model).name)
-        number = 1
-        while (id := name if number == 1 else f"{name}@{number}") in named:
-            number += 1
-        named[id] = model
+        name = BUNDLED.get(model, Path(model).name) if is_folder(model) else model
+        numbered = (f"{name}@{number}" for number in count(2))
+        named[next(id for id in chain([name], numbered) if id not in named)] = model
     return named

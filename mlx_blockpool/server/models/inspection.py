@@ -1,4 +1,4 @@
-"""What can be told of a model from its files, before anything has to go for it. Runs on any thread and makes no arrays."""
+"""Checks the files of a model before another model is unloaded for it. Runs on any thread and makes no arrays."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from mlx_lm.utils import DEFAULT_ALLOW_PATTERNS
 
 from ... import claims, modelfile, system
 from ...config import ModelsConfig
-from ...errors import BadModelError, BlockpoolError, ModelNotFoundError, StoreError
+from ...errors import BadModelError, ModelNotFoundError, StoreError
 from ...mlx_lm_compat import get_classes
 from ...store.identity import check_weights
 from .catalog import Catalog, is_downloaded, is_folder
@@ -25,16 +25,15 @@ TOKENIZERS = ("tokenizer.json", "tokenizer.model", "*.tiktoken", "tokenizer_conf
 
 
 def inspect(key: ModelKey, catalog: Catalog, config: ModelsConfig, trusts_code: bool = False) -> int:
-    """Bytes of the weights of a model with its draft and adapter. A hub id is downloaded first, where it is not yet and may be.
+    """Bytes of the weights of a model with its draft and adapter. A hub id is downloaded first if it may be.
 
-    Raises ModelNotFoundError if there is none, BadModelError if its files are not what mlx-lm loads, or more than fits.
+    Raises ModelNotFoundError if it does not exist, and BadModelError if mlx-lm cannot load its files or they do not fit.
     """
-    names = [key.model] if key.draft is None else [key.model, key.draft]
-    folders = [folder_of(name, catalog, config.download_seconds) for name in names]
+    folders = [folder_of(name, catalog, config.download_seconds) for name in (key.model, key.draft) if name is not None]
     adapter = None if key.adapter is None else Path(key.adapter)
-    if adapter is not None and not adapter.is_dir():
-        raise ModelNotFoundError(f"Found no adapter at {adapter}.")
     if adapter is not None:
+        if not adapter.is_dir():
+            raise ModelNotFoundError(f"There is no adapter at {adapter}.")
         claims.check_folder(adapter)
     size = sum(_weights(folder, config.build_seconds, trusts_code) for folder in folders)
     try:
@@ -42,7 +41,7 @@ def inspect(key: ModelKey, catalog: Catalog, config: ModelsConfig, trusts_code: 
             check_weights(folder, adapter if folder is folders[0] else None)
     except StoreError as error:
         raise BadModelError(str(error)) from error
-    # What a device recommends may be exceeded, at a price; what there is may not.
+    # A process may exceed what the device recommends, but not the machine's memory.
     total = max(system.memory_bytes(), os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES"))
     if size > total:
         raise BadModelError(f"The weights of {key.model} take {size} bytes; this machine has {total}.")
@@ -50,22 +49,22 @@ def inspect(key: ModelKey, catalog: Catalog, config: ModelsConfig, trusts_code: 
 
 
 def folder_of(model: str, catalog: Catalog, seconds: float) -> Path:
-    """Where a model is: what is on disk first, and the hub where that is allowed. Raises ModelNotFoundError."""
+    """The folder of a model, downloaded if it is not on disk and may be. Raises ModelNotFoundError."""
     if is_folder(model) or is_downloaded(model):
         folder = modelfile.local_folder(model)
     elif catalog.may_download(model):
         folder = _download(model, seconds)
     else:
-        raise ModelNotFoundError(f"Found no downloaded model {model}. Download it, or start the server with --allow-downloads.")
+        raise ModelNotFoundError(f"{model} is not downloaded. Download it, or start the server with --allow-downloads.")
     if not (folder / "config.json").is_file():
-        raise ModelNotFoundError(f"Found no config.json in {folder}; needed a model's folder.")
+        raise ModelNotFoundError(f"{folder} is no model's folder: it has no config.json.")
     return folder
 
 
 def _download(model: str, seconds: float) -> Path:
-    """Fetch a model from the hub, which has to answer within `seconds` first: a dead network would hold a client for minutes."""
+    """Download a model from the hub, which has to answer within `seconds`: on a dead network a client would wait for minutes."""
     if constants.HF_HUB_OFFLINE:
-        raise ModelNotFoundError(f"Found no downloaded model {model}, and HF_HUB_OFFLINE is set. Download it first.")
+        raise ModelNotFoundError(f"{model} is not downloaded, and HF_HUB_OFFLINE is set. Download it first.")
     _ask_hub(model, seconds)
     log.info("downloading %s", model)
     try:
@@ -75,7 +74,7 @@ def _download(model: str, seconds: float) -> Path:
 
 
 def _ask_hub(model: str, seconds: float) -> None:
-    """Raises ModelNotFoundError unless the hub knows the model, and says so in time."""
+    """Raises ModelNotFoundError unless the hub answers in time that it has the model."""
     failure: list[Exception] = [TimeoutError(f"it did not answer within {seconds:g} seconds")]
 
     def ask() -> None:
@@ -83,15 +82,15 @@ def _ask_hub(model: str, seconds: float) -> None:
             HfApi().model_info(model, timeout=seconds)
             failure.clear()
         except Exception as error:
-            # The top of a thread: whatever an HTTP library raises.
+            # The top of a thread, and any error of an HTTP library.
             failure[:] = [error]
 
-    # Names are looked up by the system, which knows no time limit.
+    # The system's lookup of host names takes no time limit.
     thread = threading.Thread(target=ask, name="hub", daemon=True)
     thread.start()
     thread.join(seconds)
     if failure:
-        raise ModelNotFoundError(f"Found no model {model}: neither a folder nor a model on the hub. {_line(failure[0])}")
+        raise ModelNotFoundError(f"{model} is neither a folder nor a model on the hub. {_line(failure[0])}")
 
 
 def _line(error: Exception) -> str:
@@ -99,28 +98,17 @@ def _line(error: Exception) -> str:
 
 
 def _weights(folder: Path, build_seconds: float, trusts_code: bool) -> int:
-    """Bytes of the weights in a folder that has all that mlx-lm asks for. Raises BadModelError."""
-    claims.check_folder(folder)
-    try:
-        config = modelfile.find(str(folder)).config
-    except BlockpoolError as error:
-        raise BadModelError(str(error)) from error
-    _check_type(folder, config, trusts_code)
+    """Bytes of the weights in a folder, whose files are checked. Raises BadModelError."""
+    _check_type(folder, claims.check_model(folder, folder.name, build_seconds), trusts_code)
     if not any(any(folder.glob(pattern)) for pattern in TOKENIZERS):
-        raise BadModelError(f"Found no tokenizer in {folder}; needed one of {', '.join(TOKENIZERS)}.")
-    # Those that mlx-lm loads, whatever an index says.
-    files = list(folder.glob("model*.safetensors"))
-    if files:
-        claims.check_claims(config, folder.name, claims.held_by(folder))
-    if config.get("model_file") is None:
-        claims.try_to_build(config, folder.name, build_seconds)
-    return sum(path.stat().st_size for path in files)
+        raise BadModelError(f"{folder} has no tokenizer, which is one of {', '.join(TOKENIZERS)}.")
+    return sum(path.stat().st_size for path in folder.glob(claims.WEIGHTS))
 
 
 def _check_type(folder: Path, config: dict[str, Any], trusts_code: bool) -> None:
     if config.get("model_file") is not None:
         if not trusts_code:
-            raise BadModelError(f"{folder} brings code of its own; needed --trust-remote-code to run it.")
+            raise BadModelError(f"{folder} brings its own code, which only runs with --trust-remote-code.")
         return
     try:
         get_classes(config)

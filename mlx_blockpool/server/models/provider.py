@@ -1,12 +1,15 @@
-"""One model's files in memory: mlx-lm's ModelProvider in two steps, so that the old model goes only for one that loads.
+"""The files of one model: BlockpoolModelProvider reads them into memory, and WeightsHash names their content.
 
-Owned by the generation thread.
+mlx-lm's ModelProvider loads in one step; ours in two, so that the old model is unloaded only for one that can be loaded. Owned by
+the generation thread; the thread of a WeightsHash knows files alone.
 """
 
 from __future__ import annotations
 
+import logging
 import threading
 from collections.abc import Iterator
+from concurrent import futures
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -15,10 +18,13 @@ from mlx.utils import tree_flatten
 from mlx_lm.utils import load_config
 
 from ...demo import NAMES, model_path
-from ...errors import BlockpoolError
+from ...errors import BlockpoolError, StoreError
 from ...mlx_lm_compat import ModelProvider, load, rebind
 from ...modelfile import local_folder
-from ...store.identity import Stamps, stamps_of
+from ...store.digests import Digests
+from ...store.identity import Stamps, check_unchanged, identity, stamps_of
+
+log = logging.getLogger(__name__)
 
 
 class ModelKey(NamedTuple):
@@ -30,16 +36,19 @@ class ModelKey(NamedTuple):
 
 
 class BlockpoolModelProvider(ModelProvider):  # type: ignore[misc]
-    """mlx-lm's provider for one model; the bundled ones go by their names (demo.NAMES)."""
+    """mlx-lm's provider for one model; the bundled ones go by their names (demo.NAMES).
+
+    `stamps`: of the files of the weights, taken before mlx-lm opened them. `weights_name`: the hash of the weights, once a store
+    or an export has needed it; one thread at a time computes it under `naming`.
+    """
 
     def __init__(self, cli_args: Any) -> None:
         super().__init__(cli_args)
         if self.is_distributed:
-            raise BlockpoolError("Found a distributed run; the block pool serves one machine. Use mlx_lm.server without it.")
+            raise BlockpoolError("The block pool serves one machine. Use mlx_lm.server for a distributed run.")
         self.config: dict[str, Any] = {}
         self.folder = Path()
         self.stamps: Stamps = {}
-        # The name of the weights that are loaded, once somebody has needed it; made by one thread at a time.
         self.weights_name: str | None = None
         self.naming = threading.Lock()
         self._model_map |= {name: model_path(name) for name in NAMES}
@@ -49,13 +58,9 @@ class BlockpoolModelProvider(ModelProvider):  # type: ignore[misc]
         """The model's name, for people."""
         return Path(str(self.model_key[0])).name
 
-    def another(self) -> BlockpoolModelProvider:
-        """One with the same options and no model."""
-        return BlockpoolModelProvider(self.cli_args)
-
     @property
     def public_name(self) -> str:
-        """What clients and files that leave this machine may see of it: the hub's id, or the folder's name."""
+        """The name for clients and for files that leave this machine: the hub's id, or the folder's name."""
         return self.name if Path(str(self.model_key[0])).is_absolute() else str(self.model_key[0])
 
     @property
@@ -71,13 +76,12 @@ class BlockpoolModelProvider(ModelProvider):  # type: ignore[misc]
         return ModelKey(canonical(self._model_map.get(model, model)), adapter and canonical(adapter), draft and canonical(draft))
 
     def prepare(self, key: ModelKey) -> None:
-        """Everything but the weights themselves: config, tokenizer, and the model with all arrays checked and not yet read.
+        """Load config, tokenizer, and the model with all arrays checked and not yet read.
 
         Raises whatever mlx-lm and the model's files raise.
         """
         folder = local_folder(key.model)
         config = load_config(folder)
-        # Before mlx-lm opens the files: what replaces one of them later is known by it.
         self.stamps = stamps_of(folder, Path(key.adapter) if key.adapter else None)
         rebind(ModelProvider._load, load=_load_lazily)(self, *key)
         self.config, self.folder = config, folder
@@ -88,18 +92,65 @@ class BlockpoolModelProvider(ModelProvider):  # type: ignore[misc]
 
     def read(self, piece_bytes: int) -> Iterator[int]:
         """Read the weights of a prepared model, about `piece_bytes` at a time. Yields the bytes read so far."""
-        done = told = 0
+        done = evaluated = 0
         piece: list[mx.array] = []
         for array in self.weights():
             piece.append(array)
             done += array.nbytes
-            if done - told >= piece_bytes:
+            if done - evaluated >= piece_bytes:
                 mx.eval(piece)
                 piece.clear()
-                told = done
+                evaluated = done
                 yield done
         mx.eval(piece)
         yield done
+
+
+class WeightsHash:
+    """Hashes all weights in a model folder and an adapter folder, in a thread of its own, while the model is loaded.
+
+    `stamps`: of their files, taken before mlx-lm opened them.
+    """
+
+    def __init__(self, model: Path, adapter: Path | None, stamps: Stamps, digests: Digests) -> None:
+        self._folders = (model, adapter)
+        self._stamps = stamps
+        self._digests = digests
+        self._name: futures.Future[str] = futures.Future()
+        threading.Thread(target=self._run, name="weights", daemon=True).start()
+
+    @property
+    def is_done(self) -> bool:
+        return self._name.done()
+
+    @property
+    def read_bytes(self) -> int:
+        """Bytes hashed so far; 0 if all digests were remembered."""
+        return self._digests.read_bytes
+
+    def wait(self, seconds: float) -> None:
+        """Return when the hash is done, or after so many seconds."""
+        futures.wait([self._name], seconds)
+
+    def stop(self) -> None:
+        """Have the thread end soon, without waiting for it: its disk may hang."""
+        self._digests.stop()
+
+    def result(self) -> str:
+        """The hash, which is done. Raises StoreError if it failed or the files have changed since they were loaded."""
+        name = self._name.result(0)
+        check_unchanged(*self._folders, self._stamps)
+        return name
+
+    def _run(self) -> None:
+        try:
+            self._name.set_result(identity(*self._folders, self._digests))
+        except StoreError as error:
+            self._name.set_exception(error)
+        except Exception as error:
+            # The top of the thread: the model is loaded without a store.
+            log.exception("the weights were not hashed")
+            self._name.set_exception(StoreError(f"Cannot hash the weights: {type(error).__name__}: {error}"))
 
 
 def _load_lazily(name: str, **options: Any) -> Any:

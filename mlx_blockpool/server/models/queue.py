@@ -1,4 +1,4 @@
-"""Who waits for which model: requests in the order of their arrival, grouped so that a swap of models serves many.
+"""Which requests wait for which model, in the order of their arrival; grouped so that one swap of models serves many.
 
 Knows keys, times and order. Does not know models or requests. Owned by the generation thread.
 """
@@ -13,7 +13,7 @@ from typing import Any
 
 @dataclass(frozen=True)
 class QueueEntry:
-    """Something in the line that needs the model `key`; it has been there since `arrived`, in seconds of the line's clock."""
+    """`item` needs the model `key` and has waited since `arrived`, in seconds of the queue's clock."""
 
     key: Any
     item: Any
@@ -22,12 +22,12 @@ class QueueEntry:
 
 @dataclass(frozen=True)
 class ModelUsage:
-    """What a loaded model is at, in seconds of the line's clock.
+    """How a loaded model is used. Times are seconds of the queue's clock.
 
     busy:    it has live requests.
-    ready:   since then it is loaded.
-    used:    when a request of it started or ended last.
-    closed:  it is to go: what came later than this does not start. None: it stays.
+    ready:   when it was loaded.
+    used:    when a request of it last started or ended.
+    closed:  it is to be unloaded, and requests that arrived after this time do not start; None: it stays.
     """
 
     key: Any
@@ -36,13 +36,13 @@ class ModelUsage:
     used: float
     closed: float | None = None
 
-    def takes(self, place: QueueEntry) -> bool:
-        return place.key == self.key and (self.closed is None or place.arrived <= self.closed)
+    def takes(self, entry: QueueEntry) -> bool:
+        return entry.key == self.key and (self.closed is None or entry.arrived <= self.closed)
 
 
 @dataclass(frozen=True)
 class Plan:
-    """`load` is to be loaded; first `unload` has to go, once it is not busy, or now where it `must`. None: nothing."""
+    """Load `load`, and before that unload `unload`: once it is not busy, or now if it `must` go. None: nothing."""
 
     load: Any = None
     unload: Any = None
@@ -50,12 +50,12 @@ class Plan:
 
 
 class ModelQueue:
-    """First come, first served among those whose models are loaded; they pass the others for `patience` seconds at most.
+    """First come, first served among the requests of loaded models; they overtake the others for `patience` seconds at most.
 
-    The oldest of the others says what is loaded next. In place of it goes the model used longest ago that has had nothing to do
-    for `linger` seconds, or where none has, after `patience`, the one used longest ago: as soon as it is not busy, and after
-    `drain` seconds more in any case. Until then it starts all that comes for it. A model that was just loaded stays for
-    `patience`: so everyone's turn comes, and no swap is for nothing.
+    The oldest of the others decides which model is loaded next. It replaces the least recently used model that has been idle for
+    `linger` seconds. If none has, the least recently used model goes after `patience`: as soon as it is not busy, and after
+    `drain` seconds more in any case. Until then it starts every request that arrives for it. A model that was just loaded stays
+    for `patience`, so that each swap serves requests and every model gets its turn.
     """
 
     def __init__(
@@ -65,52 +65,50 @@ class ModelQueue:
         self.drain = drain
         self.linger = linger
         self.clock = clock
-        self._places: list[QueueEntry] = []
+        self._entries: list[QueueEntry] = []
 
     def __len__(self) -> int:
-        return len(self._places)
+        return len(self._entries)
 
     def __iter__(self) -> Iterator[QueueEntry]:
-        return iter(self._places)
+        return iter(self._entries)
 
     def add(self, key: Any, item: Any) -> None:
-        self._places.append(QueueEntry(key, item, self.clock()))
+        self._entries.append(QueueEntry(key, item, self.clock()))
 
-    def remove(self, place: QueueEntry) -> None:
-        self._places = [other for other in self._places if other is not place]
+    def remove(self, entry: QueueEntry) -> None:
+        self._entries = [other for other in self._entries if other is not entry]
 
     def clear(self, key: Any = None) -> list[Any]:
-        """Take out all that wait for a model, or all (None). Returns what they are."""
-        taken = [place.item for place in self._places if key in (None, place.key)]
-        self._places = [place for place in self._places if key not in (None, place.key)]
-        return taken
+        """Remove the entries of one model, or all (None). Returns their items."""
+        removed = [entry.item for entry in self._entries if key in (None, entry.key)]
+        self._entries = [entry for entry in self._entries if key not in (None, entry.key)]
+        return removed
 
     def next(self, models: Sequence[ModelUsage], passed: Collection[Any] = ()) -> QueueEntry | None:
-        """Who may start now, of those whose model is none of `passed`."""
-        for place in self._places:
-            if place.key not in passed and any(use.takes(place) for use in models):
-                return place
-        return None
+        """The first entry that may start, of those whose model is none of `passed`."""
+        may_start = (e for e in self._entries if e.key not in passed and any(usage.takes(e) for usage in models))
+        return next(may_start, None)
 
     def plan(self, models: Sequence[ModelUsage], has_room: Callable[[Any], bool]) -> Plan:
-        """What is to change for those whose model is not loaded. `has_room`: a model can be loaded beside those that are."""
-        loaded = {use.key for use in models}
-        first = next((place for place in self._places if place.key not in loaded), None)
+        """The next change of models. `has_room`: whether a model can be loaded beside the loaded ones."""
+        loaded = {usage.key for usage in models}
+        first = next((entry for entry in self._entries if entry.key not in loaded), None)
         if first is None:
             return Plan()
         if has_room(first.key):
             return Plan(first.key)
-        return self._swap(models, first)
-
-    def _swap(self, models: Sequence[ModelUsage], first: QueueEntry) -> Plan:
         now = self.clock()
-        idle = [use for use in models if not use.busy and not any(map(use.takes, self._places))]
-        rested = [use for use in idle if now - use.used >= self.linger]
-        if rested:
-            return Plan(first.key, min(rested, key=lambda use: use.used).key)
+        idle = [usage for usage in models if self.is_idle(usage) and now - usage.used >= self.linger]
+        if idle:
+            return Plan(first.key, min(idle, key=lambda usage: usage.used).key)
         # One that is not busy goes before one that is.
-        last = min(models, key=lambda use: (use.busy, use.used))
+        last = min(models, key=lambda usage: (usage.busy, usage.used))
         waited = now - max(first.arrived, last.ready)
         if waited < self.patience:
             return Plan()
         return Plan(first.key, last.key, must=last.busy and waited >= self.patience + self.drain)
+
+    def is_idle(self, usage: ModelUsage) -> bool:
+        """Whether a model neither has requests nor gets one of those that wait."""
+        return not usage.busy and not any(map(usage.takes, self._entries))

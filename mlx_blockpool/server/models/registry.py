@@ -1,6 +1,6 @@
-"""ModelRegistry: the loaded models, those that may be loaded, and the change between them that goes on.
+"""ModelRegistry: the loaded models, the models that may be loaded, the queue of their requests, and the swap in progress.
 
-Owned by the generation thread. Any thread may find() a model and read what is here: it is replaced as a whole.
+Owned by the generation thread. Any thread may call find() and read the attributes, which are replaced as a whole.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ from ..model import LoadedModel
 from .catalog import Catalog
 from .inspection import inspect
 from .provider import BlockpoolModelProvider, ModelKey
-from .queue import ModelQueue, ModelUsage, Plan, QueueEntry
+from .queue import ModelQueue, ModelUsage, Plan
 from .swap import ModelSwap
 
 log = logging.getLogger(__name__)
@@ -30,7 +30,7 @@ log = logging.getLogger(__name__)
 
 @dataclass(frozen=True)
 class LoadCommand:
-    """Somebody wants a model loaded, or unloaded, and waits for an answer on `queue`: None, or why not."""
+    """A client's command to load or unload a model. Its result goes to `queue`: None, or an error."""
 
     queue: Queue[Any]
     key: ModelKey
@@ -44,11 +44,12 @@ class LoadCommand:
 
 
 class ModelRegistry:
-    """`loaded` by key; `change`: what goes on, `plan`: what is to go on once the model that has to go has nothing live.
+    """`loaded` models by key, and the `queue` of requests for them and for others.
 
-    `own_bytes`: what the pool of each may take; None: that depends on what is free once it is loaded. `sizes`: bytes of weights
-    by key. `failures`: what could not be loaded, why, and until when it is not tried again. `counts`: loads, unloads, swaps and
-    failures.
+    swap:      the change of models in progress. plan: the next one, which begins once the model that it unloads is not busy.
+    own_bytes: the pool of each model takes at most this; None: that depends on what is free once the model is loaded.
+    sizes:     bytes of weights by key.
+    failures:  by key, why a model could not be loaded, and until when it is not tried again.
     """
 
     def __init__(
@@ -62,35 +63,31 @@ class ModelRegistry:
         self.template = template
         self.config = config
         self.catalog = Catalog(template, config)
+        self.queue = ModelQueue(config.patience_seconds, drain=max(config.patience_seconds, config.drain_seconds))
         self.own_bytes = None if pool.pool_bytes is None else pool.pool_bytes // config.max_models
         self.piece_bytes = config.piece_bytes
         self.loaded: dict[ModelKey, LoadedModel] = {}
-        self.change: ModelSwap | None = None
+        self.swap: ModelSwap | None = None
         self.plan = Plan()
         self.counts = Counter(loads=0, unloads=0, swaps=0, failures=0)
         self.sizes: dict[ModelKey, int] = {}
-        self._engine, self._pool, self._store = engine, pool, store
         self.failures: dict[ModelKey, tuple[Exception, float]] = {}
-        self._leaving: list[QueueEntry] = []
+        self._configs = engine, pool, store
+        # Commands to unload, and when they arrived.
+        self._unloads: list[tuple[LoadCommand, float]] = []
 
     # -- from any thread -----------------------------------------------------------------------------------------------
 
     def find(self, wanted: Any, again: bool = False) -> ModelKey:
-        """The key of the model that a request describes, once its files have been looked at. `again`: though it failed before.
+        """The key of the model that a request describes, once its files are checked. `again`: even if it failed lately.
 
-        Raises ModelNotFoundError, also for one that is not allowed, BadModelError and LoadError.
+        Raises ModelNotFoundError, also for a model that is not allowed, BadModelError and LoadError.
         """
         key = self.catalog.key_of(wanted, with_aliases=not again)
-        if key in self.loaded:
-            return key
-        return self.look_at(key, again)
+        return key if key in self.loaded else self.check_files(key, again)
 
-    def default(self) -> ModelKey | None:
-        """The model that the server was started with."""
-        return self.catalog.default
-
-    def look_at(self, key: ModelKey, again: bool = False) -> ModelKey:
-        """The key of a model that may be loaded, once its files have been looked at. Raises as find() does."""
+    def check_files(self, key: ModelKey, again: bool = False) -> ModelKey:
+        """Check the files of a model that may be loaded, and return its key. Raises what find() raises."""
         failure, until = self.failures.get(key, (LoadError(), 0.0))
         if not again and time.monotonic() < until:
             raise type(failure)(f"{failure} (It is not tried again for {until - time.monotonic():.0f} seconds.)")
@@ -103,7 +100,7 @@ class ModelRegistry:
     # -- room ----------------------------------------------------------------------------------------------------------
 
     def has_room(self, key: ModelKey, without: ModelKey | None = None) -> bool:
-        """Whether a model can be loaded beside those that are, but for one of them."""
+        """Whether a model can be loaded beside the loaded ones, apart from `without`."""
         if not self.loaded.keys() - {without}:
             return True
         free = system.memory_bytes() - mx.get_active_memory() - self._promised_bytes()
@@ -112,122 +109,112 @@ class ModelRegistry:
         return len(self.loaded) - (without is not None) < self.config.max_models and self.sizes.get(key, 0) <= free
 
     def share(self) -> int:
-        """What the pool of a model that has just been read may take: half of what is left, divided between those to come."""
+        """Bytes for the pool of a model that was just read: half of what is free, divided between the models still to come."""
         if self.own_bytes is not None:
             return self.own_bytes
         return max(0, default_pool_bytes() - self._promised_bytes() // 2) // (self.config.max_models - len(self.loaded))
 
     def _promised_bytes(self) -> int:
         """What the pools of the loaded models may take and have not taken yet."""
-        return sum(max(0, served.pool_bytes - served.array_bytes) for served in self.loaded.values())
+        return sum(max(0, model.pool_bytes - model.array_bytes) for model in self.loaded.values())
 
     # -- changes -------------------------------------------------------------------------------------------------------
 
     def make(self, key: ModelKey) -> LoadedModel:
-        return LoadedModel(key, self.template.another(), self._engine, self._pool, self._store)
+        return LoadedModel(key, BlockpoolModelProvider(self.template.cli_args), *self._configs)
 
-    def add(self, served: LoadedModel) -> None:
-        self.loaded = {**self.loaded, served.key: served}
+    def add(self, model: LoadedModel) -> None:
+        self.loaded = {**self.loaded, model.key: model}
         self.counts["loads"] += 1
 
     def take_out(self, key: ModelKey) -> LoadedModel:
-        served = self.loaded[key]
+        model = self.loaded[key]
         self.loaded = {other: model for other, model in self.loaded.items() if other != key}
-        return served
+        return model
 
-    def let_go(self, order: LoadCommand, arrived: float) -> None:
-        """Unload a model once those that came before have been served."""
-        self._leaving.append(QueueEntry(order.key, order, arrived))
+    def unload(self, command: LoadCommand) -> None:
+        """Unload a model once the requests that arrived before the command have ended."""
+        self._unloads.append((command, self.queue.clock()))
 
-    def uses(self) -> list[ModelUsage]:
-        """What the loaded models are at."""
-        closed = {place.key: place.arrived for place in reversed(self._leaving)}
+    def usages(self) -> list[ModelUsage]:
+        closed = {command.key: arrived for command, arrived in reversed(self._unloads)}
         return [ModelUsage(m.key, bool(m.live), m.ready, m.used, closed.get(m.key)) for m in self.loaded.values()]
 
-    def make_plan(self, line: ModelQueue) -> None:
-        """Look who waits for which model."""
-        self.plan = Plan()
-        if self.change is None:
-            self.plan = line.plan(self.uses(), self.has_room)
+    def make_plan(self) -> None:
+        """Plan the next swap, unless one is in progress."""
+        self.plan = Plan() if self.swap else self.queue.plan(self.usages(), self.has_room)
 
     def begin_with(self, key: ModelKey) -> ModelSwap:
-        """Load a model where none is."""
-        assert not self.loaded, f"{len(self.loaded)} models are loaded"
-        assert self.change is None, f"{self.change} goes on"
-        self.change = ModelSwap(self, key)
-        return self.change
+        """Begin to load a model while no swap is in progress."""
+        self.swap = ModelSwap(self, key)
+        return self.swap
 
-    def begin(self, line: ModelQueue) -> None:
-        """Begin a change, if there is one to begin and none goes on."""
-        if self.change is None:
-            self.change = self._due(line)
+    def begin(self) -> bool:
+        """Begin the swap that is due, if there is one. Returns whether a swap is in progress."""
+        if self.swap is None:
+            self.swap = self._due()
+        return self.swap is not None
 
-    def advance(self, line: ModelQueue) -> ModelSwap | None:
-        """Go on with the change. Returns it when it is through."""
-        if self.change is None:
+    def advance(self) -> ModelSwap | None:
+        """Continue the swap. Returns it once it has ended."""
+        if self.swap is None or not self.swap.advance():
             return None
-        is_through = self.change.advance()
-        while self.change.suspended:
-            line.add(self.change.unload, self.change.suspended.pop(0))
-        if not is_through:
-            return None
-        change, self.change = self.change, None
-        self._note(change, line)
-        return change
+        ended, self.swap = self.swap, None
+        self._note(ended)
+        return ended
 
-    def _due(self, line: ModelQueue) -> ModelSwap | None:
-        self._answer_orders()
-        free = [use for use in self.uses() if not use.busy and not any(map(use.takes, line))]
-        for use in free:
-            if any(place.key == use.key for place in self._leaving):
-                return ModelSwap(self, unload=use.key)
+    def _due(self) -> ModelSwap | None:
+        self._answer_unloads()
+        usages = self.usages()
+        idle = [usage for usage in usages if self.queue.is_idle(usage)]
+        for usage in idle:
+            if usage.closed is not None:
+                return ModelSwap(self, unload=usage.key)
         load, unload = self.plan.load, self.plan.unload
-        rests = {use.key for use in self.uses() if not use.busy}
-        if load is not None and (unload is None or unload in rests or self.plan.must):
-            # Where even that is not room enough, another one goes next.
+        if load is not None and (unload is None or self.plan.must or any(u.key == unload and not u.busy for u in usages)):
+            # If even that leaves too little room, another model goes next.
             return ModelSwap(self, load if self.has_room(load, without=unload) else None, unload)
-        for use in free:
-            if self.config.idle_seconds is not None and line.clock() - use.used >= self.config.idle_seconds:
-                return ModelSwap(self, unload=use.key)
+        for usage in idle:
+            if self.config.idle_seconds is not None and self.queue.clock() - usage.used >= self.config.idle_seconds:
+                return ModelSwap(self, unload=usage.key)
         return None
 
-    def _answer_orders(self) -> None:
-        """Those to unload what is not loaded, or not any more."""
-        done = [place for place in self._leaving if place.key not in self.loaded]
-        self._leaving = [place for place in self._leaving if place.key in self.loaded]
-        for place in done:
-            place.item.done()
+    def _answer_unloads(self) -> None:
+        """Answer the commands to unload models that are not loaded any more."""
+        done = [command for command, _ in self._unloads if command.key not in self.loaded]
+        self._unloads = [(command, arrived) for command, arrived in self._unloads if command.key in self.loaded]
+        for command in done:
+            command.done()
 
-    def _note(self, change: ModelSwap, line: ModelQueue) -> None:
-        seconds = time.monotonic() - change.began
-        error, load, unload = change.error, change.load, change.unload
+    def _note(self, swap: ModelSwap) -> None:
+        """Count a swap that has ended, log it, and remember why its model could not be loaded."""
+        now, error, load = time.monotonic(), swap.error, swap.load
         if error is not None:
             self.counts["failures"] += 1
             if isinstance(error, LoadError | BadModelError) and load is not None:
-                # Another one: this one will refer to the frames of those who raise it.
-                now = time.monotonic()
+                # A new exception: those who raise this one add frames to it.
                 recent = {key: failure for key, failure in self.failures.items() if failure[1] > now}
                 self.failures = {**recent, load: (type(error)(str(error)), now + self.config.retry_seconds)}
             log.warning("%s", error)
             return
         if load is not None:
             self.failures = {key: failure for key, failure in self.failures.items() if key != load}
-            self.counts["swaps"] += unload is not None
-            line.linger = min(self.config.linger_seconds, seconds)
-            log.info("loaded %s in %.2f s", load.model, seconds)
-        if unload is not None:
-            log.info("unloaded %s", unload.model)
+            self.counts["swaps"] += swap.unload is not None
+            self.queue.linger = min(self.config.linger_seconds, now - swap.began)
+            log.info("loaded %s in %.2f s", load.model, now - swap.began)
+        if swap.unload is not None:
+            log.info("unloaded %s", swap.unload.model)
 
     def abort(self) -> None:
-        """Give up the change that goes on."""
-        if self.change is not None:
-            self.change.abort()
-            self.change = None
+        """Give up the swap in progress."""
+        if self.swap is not None:
+            self.swap.abort()
+            self.swap = None
 
     def close(self) -> None:
-        """Unload everything, also what is under way."""
+        """Unload every model, also those of a swap in progress."""
         self.abort()
         for key in list(self.loaded):
             self.take_out(key).close()
-        for place in self._leaving:
-            place.item.done()
+        for command, _ in self._unloads:
+            command.done()

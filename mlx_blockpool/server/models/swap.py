@@ -1,6 +1,6 @@
-"""Change: one model on its way in, one on its way out, or both, stage by stage.
+"""ModelSwap: loads one model, unloads another, or both, stage by stage.
 
-Owned by the generation thread; `stage`, `since` and what the coming model says of itself may be read from any.
+Owned by the generation thread; any thread may read `stage`, `since` and the figures of the coming model.
 """
 
 from __future__ import annotations
@@ -13,20 +13,21 @@ from typing import Protocol
 
 from ...errors import BadModelError, LoadError, PoolExhaustedError
 from ..model import LoadedModel
-from ..requests import Suspended
 from .catalog import Catalog
-from .provider import ModelKey
+from .provider import ModelKey, WeightsHash
+from .queue import ModelQueue
 
 log = logging.getLogger(__name__)
 
-# A step that has only a hash to wait for, and delays nobody.
+# A step that has nothing to do but wait for a hash, while no other model needs the thread.
 HASH_WAIT_SECONDS = 0.02
 
 
 class Loaded(Protocol):
-    """The registry, as far as a change needs it."""
+    """The registry, as far as a swap needs it."""
 
     loaded: dict[ModelKey, LoadedModel]
+    queue: ModelQueue
     piece_bytes: int
     own_bytes: int | None
     counts: Counter[str]
@@ -34,16 +35,15 @@ class Loaded(Protocol):
 
     def make(self, key: ModelKey) -> LoadedModel: ...
     def share(self) -> int: ...
-    def add(self, served: LoadedModel) -> None: ...
+    def add(self, model: LoadedModel) -> None: ...
     def take_out(self, key: ModelKey) -> LoadedModel: ...
 
 
 class ModelSwap:
-    """Loads `load`, in place of `unload` where both are given. Call advance() until it says that it is through.
+    """Loads `load`, after it has unloaded `unload`; either may be None. Call advance() until it returns True.
 
-    The old model goes only once all that can be checked of the new one is right. If the new one then cannot be loaded
-    nevertheless, the old one is loaded again. `error` says why `load` is not there. What ran on the model that goes is
-    `suspended`, for whoever has the line to put there.
+    The old model is unloaded only after the files of the new one were checked. If the new one still cannot be loaded, the old
+    one is loaded again. `error`: why `load` was not loaded. Requests that ran on the old model go back into the queue.
     """
 
     def __init__(self, models: Loaded, load: ModelKey | None = None, unload: ModelKey | None = None) -> None:
@@ -54,22 +54,21 @@ class ModelSwap:
         self.stage = "checking"
         self.began = self.since = time.monotonic()
         self.leaving: LoadedModel | None = None
-        self.suspended: list[Suspended] = []
         self._models = models
         self._steps = self._run()
 
     def advance(self) -> bool:
-        """Go on for a while. Whether it is through."""
+        """Take the next step. Returns whether the swap has ended."""
         for _ in self._steps:
             return False
         return True
 
     def abort(self) -> None:
-        """Stop where it is: what is neither here nor gone is gone."""
+        """Stop, and give up the models that are neither loaded nor unloaded yet."""
         self._steps.close()
-        for served in (self.coming, self.leaving):
-            if served is not None:
-                served.close()
+        for model in (self.coming, self.leaving):
+            if model is not None:
+                model.close()
         self.coming = self.leaving = None
 
     def _enter(self, stage: str) -> None:
@@ -84,7 +83,7 @@ class ModelSwap:
             yield from self._take_out(self.unload)
         if self.load is None:
             return
-        yield from self._bring_in()
+        self.error = yield from self._bring_in()
         if self.error is not None and self.unload is not None:
             yield from self._bring_back(self.unload)
 
@@ -97,31 +96,33 @@ class ModelSwap:
         except PoolExhaustedError as error:
             failure: Exception = LoadError(self._hide(f"Cannot load {key.model}: {error}", key))
         except (Exception, SystemExit) as error:
-            # Anybody's files and code. (Some model files call exit().)
+            # Files and code from anywhere. (Some model files call exit().)
             failure = BadModelError(self._hide(f"Cannot load {key.model}: {type(error).__name__}: {error}", key))
         self._drop_coming()
         return failure
 
     def _take_out(self, key: ModelKey) -> Iterator[None]:
         self.leaving = self._models.take_out(key)
-        self.suspended = self.leaving.suspend()
+        for suspended in self.leaving.suspend():
+            self._models.queue.add(key, suspended)
         self._enter("saving")
         yield
         if self._models.loaded:
-            # They take their turns meanwhile.
+            # The other models run between the parts.
             yield from self.leaving.save()
         self.leaving.close()
         self.leaving = None
         self._models.counts["unloads"] += 1
 
-    def _bring_in(self) -> Iterator[None]:
+    def _bring_in(self) -> Generator[None, None, Exception | None]:
         assert self.coming is not None
         key, failure = self.coming.key, None
         self._enter("loading")
         try:
-            self.coming.begin_hashing()
+            hashing = self.coming.begin_hashing()
             yield from self.coming.read(self._models.piece_bytes)
-            yield from self._wait_for_hash(self.coming)
+            if hashing is not None:
+                yield from self._wait_for(hashing)
             self._enter("warming")
             yield
             self.coming.open(self._models.share())
@@ -133,28 +134,26 @@ class ModelSwap:
             self.coming = None
         else:
             self._drop_coming()
-        self.error = failure
+        return failure
 
-    def _wait_for_hash(self, coming: LoadedModel) -> Iterator[None]:
-        """Its records on disk go by the hash of its weights. Other models are served meanwhile."""
-        if not coming.is_hashed:
+    def _wait_for(self, hashing: WeightsHash) -> Iterator[None]:
+        """Wait for the hash of the weights, which names the model's records on disk. Other models run meanwhile."""
+        if not hashing.is_done:
             self._enter("hashing")
-        while not coming.is_hashed:
+        while not hashing.is_done:
             yield
-            coming.wait_for_hash(0.0 if self._models.loaded else HASH_WAIT_SECONDS)
+            hashing.wait(0.0 if self._models.loaded else HASH_WAIT_SECONDS)
 
     def _bring_back(self, key: ModelKey) -> Iterator[None]:
-        failure, self.error = self.error, None
-        log.warning("%s; %s is loaded again", failure, key.model)
-        self.error = self._prepare(key)
-        if self.error is None:
-            yield from self._bring_in()
-        if self.error is not None:
-            log.error("%s is not there either: %s", key.model, self.error)
-        self.error = failure
+        log.warning("%s; %s is loaded again", self.error, key.model)
+        error = self._prepare(key)
+        if error is None:
+            error = yield from self._bring_in()
+        if error is not None:
+            log.error("%s could not be loaded again: %s", key.model, error)
 
     def _hide(self, message: str, key: ModelKey) -> str:
-        """The message without this machine's paths, for clients read it; the whole of it is in the log."""
+        """The message for clients, without this machine's paths; the log has all of it."""
         log.debug("%s", message)
         return self._models.catalog.hide(message, key)
 

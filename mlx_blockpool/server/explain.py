@@ -1,10 +1,10 @@
 """Explains how each request has used the cache, and why not more of its prompt was cached.
 
-An Explained is written by one thread at a time: the socket's, then the generation thread, then the socket's again. Its fields are
+One thread at a time writes an Explained: the socket's, then the generation thread, then the socket's again. Its fields are
 replaced as a whole, so that any thread may read it.
 
-Text of a prompt is shown to its own client only. Cached text is shown to the agent whose last turn it was, or under a salt of the
-client's own. Figures of a request are shown to every client with the same rights. The log belongs to the operator and has both.
+A client sees the text of its own prompts only. Cached text is shown to the agent whose last turn it was, or under a salt of the
+client's own. Every client with the same rights sees the figures of a request. The log belongs to the operator and has all.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ from ..prefix.lookup import CAUSES, Lookup
 from ..prefix.salts import SHARED
 from ..store.agent_files import Agent
 from .access import shown
-from .divergence import Difference, cut_reply, difference, names_replay, sampled_from
+from .divergence import Chat, Difference
 from .normalise import LAST, Normalisers, RememberedReply
 
 log = logging.getLogger(__name__)
@@ -31,25 +31,31 @@ log = logging.getLogger(__name__)
 PATH = "/v1/cache/explain"
 MOST = 1000
 LISTED = 20
-# Of a header, in characters: some clients take no more than 8 KB of all of them.
+# Characters; some clients take no more than 8 KB of all headers.
 LONGEST_HEADER = 1500
-# Beside what a lookup says.
+# Sentences for the causes of lookups and of our own.
 WORDS = CAUSES | {
     "other namespace": "the agent's last turn was computed by another model, or with another adapter or cache format",
     "not told": "mlx-lm's own caches are used, which do not say why not more is cached",
 }
 
 
+# The fields of an explanation for clients, and those in a list.
+FIELDS: tuple[str, ...] = ("id", "time", "path", "model", "agent", "state", "prompt_tokens", "known_tokens", "cached_tokens")
+FIELDS += ("restored_tokens", "cause", "cause_words", "why", "difference", "elsewhere", "error", "normalised")
+LISTED_FIELDS = ("id", "time", "agent", "model", "state", "prompt_tokens", "cached_tokens", "cause", "why")
+
+
 @dataclass(frozen=True)
 class Explanation:
-    """`state`: waiting, restoring, started or failed. `cause`: a key of WORDS. Tokens are None as long as they are not known.
+    """`state`: waiting, restoring, started or failed. `cause`: a key of WORDS. Tokens are None until they are known.
 
-    known_tokens:     of the prompt are in memory, whether they could be resumed from or not.
-    cached_tokens:    need not be computed; restored_tokens of them were brought back from disk for this request.
-    elsewhere:        what the agent did last, if its keys and values are of no use here.
-    is_named:         the client has given the agent's name; else it was made of what the chat says.
-    normalised:       the normalisers that have changed what the model sees.
-    owner:            the name of the key that it has shown; None: keys have no names.
+    known_tokens:  tokens of the prompt in memory, even if they cannot be resumed from.
+    cached_tokens: tokens that are not computed; `restored_tokens` of them were read from disk for this request.
+    elsewhere:     the agent's last turn, if its keys and values are of no use here.
+    is_named:      the client has given the agent's name; otherwise it is derived from the chat.
+    normalised:    the normalisers that have changed the prompt.
+    owner:         the name of the request's key; None: keys have no names.
     """
 
     id: str
@@ -71,8 +77,12 @@ class Explanation:
     owner: str | None = None
 
     @property
+    def cause_words(self) -> str | None:
+        return None if self.cause is None else WORDS[self.cause]
+
+    @property
     def why(self) -> str:
-        """In one sentence."""
+        """One sentence that explains the cached tokens."""
         if self.prompt_tokens is None:
             return "it waits to start" if self.error is None else f"refused: {self.error}"
         cached = f"{self.cached_tokens:,} of {self.prompt_tokens:,} tokens"
@@ -101,46 +111,27 @@ class Explanation:
         tools = "; the model's template has the tools behind it, which are computed again with it" if found.moves_tools else ""
         return f"{reason}; at token {found.position:,} {lines}{keep}{tools}"
 
-    def as_dict(self) -> dict[str, Any]:
-        """All of it, for a client."""
-        found = self.difference
-        return {
+    def as_dict(self, names: Sequence[str] = FIELDS) -> dict[str, Any]:
+        """These fields, for a client."""
+        found = {name: getattr(self, name) for name in FIELDS} | {
             "id": self.id or None,
             "time": datetime.fromtimestamp(self.time, UTC).isoformat(timespec="milliseconds"),
-            "path": self.path,
-            "model": self.model,
-            "agent": self.agent,
-            "state": self.state,
-            "prompt_tokens": self.prompt_tokens,
-            "known_tokens": self.known_tokens,
-            "cached_tokens": self.cached_tokens,
-            "restored_tokens": self.restored_tokens,
-            "cause": self.cause,
-            "cause_words": None if self.cause is None else WORDS[self.cause],
             "why": plain(self.why),
-            "difference": None if found is None else {**vars(found)},
-            "elsewhere": self.elsewhere,
-            "error": self.error,
+            "difference": None if self.difference is None else {**vars(self.difference)},
             "normalised": list(self.normalised),
         }
+        return {name: found[name] for name in names}
 
     @property
     def without_text(self) -> Explanation:
-        """What other clients may see: nothing of the prompt, and no id that would give access to more."""
-        found = self.difference
-        place = None if found is None else Difference(found.position, "", None)
-        error = None if self.error is None else "it failed"
-        seen = replace(self, difference=place, elsewhere=None, error=error)
-        # A name that is made of the chat's content would confirm a guess of that content.
+        """The part that other clients may see: nothing of the prompt, and no id that would give access to more."""
+        place = None if self.difference is None else Difference(self.difference.position, "", None)
+        seen = replace(self, difference=place, elsewhere=None, error=None if self.error is None else "it failed")
+        # A name that is derived from the chat would confirm a guess of its content.
         return seen if self.is_named else replace(seen, id="", agent=None)
 
-    def in_short(self) -> dict[str, Any]:
-        """For a list."""
-        names = ("id", "time", "agent", "model", "state", "prompt_tokens", "cached_tokens", "cause", "why")
-        return {name: value for name, value in self.as_dict().items() if name in names}
-
     def headers(self, wanted: bool) -> dict[str, str]:
-        """Headers of the response: the tokens where they are known and, if `wanted`, why not more."""
+        """Headers of the response: the tokens if they are known and, if `wanted`, the cause."""
         found: dict[str, str] = {}
         if self.state == "restoring":
             found["X-Cache-Tokens"] = self.state
@@ -155,10 +146,13 @@ class Explanation:
 
 
 class Explained:
-    """The explanation of one request as it is `now`. `messages`: its chat, until it has started.
+    """The explanation of one request as it is `now`. Text to compare, such as the chat's `messages`, is kept until it starts.
 
-    `account`: the name that its agent is noted under; None: the client has named none. `salt`: what it is looked up under.
-    `has_tools`: the chat has some. `replies`: those of its owner and salt that the chat repeats, unless they are replayed.
+    on:        the normalisers that the prompt went through.
+    account:   the name that its agent is noted under; None: the client has named none.
+    salt:      the salt that the prompt is looked up under.
+    replies:   the remembered replies that the chat repeats, unless they are replayed.
+    last_turn: the agent's file before this request.
     """
 
     def __init__(
@@ -170,19 +164,17 @@ class Explained:
         account: str | None = None,
         has_tools: bool = False,
     ) -> None:
-        self._has_tools = has_tools
         self.now = first
         self.account = account
         self.salt = SHARED
         self.replies: Sequence[RememberedReply] = ()
-        self._line: str | None = None
         self.last_turn: Agent | None = None
-        self._messages = messages
-        self._normalisers = normalisers
-        self._off = [name for name in normalisers.by_name if name not in on]
+        off = [name for name in normalisers.by_name if name not in on]
+        self._chat = Chat(messages, normalisers, off, has_tools)
+        self._line: str | None = None
 
     def restore(self, model: str, prompt_tokens: int, cached: int) -> None:
-        """The request waits for `cached` tokens from disk."""
+        """Note that the request waits for `cached` tokens from disk."""
         self.now = replace(self.now, model=model, state="restoring", prompt_tokens=prompt_tokens, cached_tokens=cached)
 
     def start(
@@ -195,57 +187,46 @@ class Explained:
         lookup: Lookup | None,
         is_own: bool = False,
     ) -> None:
-        """The request has its caches. `namespace`: that of a model with a store; `lookup`: None for mlx-lm's own caches.
+        """Note that the request has its caches, and log the explanation.
 
-        `is_own`: what the lookup expected is the same client's.
+        namespace: of the model's records; None: it has no store. lookup: None for mlx-lm's own caches.
+        is_own:    the cached text that the prompt differs from is the same client's.
         """
         cause = "all" if cached >= len(prompt) - 1 else "not told"
-        self.now = now = replace(
-            self.now, model=model, state="started", prompt_tokens=len(prompt), cached_tokens=cached, cause=cause
-        )
-        if lookup is not None:
-            lookup, found, whole = self._compared(tokenizer, prompt, lookup, is_own)
-            elsewhere = self._elsewhere(namespace) if lookup.cause in ("new", "differs", "longer") else None
+        now = replace(self.now, model=model, state="started", prompt_tokens=len(prompt), cached_tokens=cached, cause=cause)
+        if lookup is None:
+            self.now = now
+        else:
+            found = self._chat.compare(tokenizer, prompt, lookup, self.replies, self.account, is_own)
+            elsewhere = self._elsewhere(namespace) if found.lookup.cause in ("new", "differs", "longer") else None
             self.now = replace(
                 now,
-                known_tokens=lookup.known,
-                restored_tokens=lookup.restored,
-                cause=lookup.cause if elsewhere is None else "other namespace",
-                difference=found,
+                known_tokens=found.lookup.known,
+                restored_tokens=found.lookup.restored,
+                cause=found.lookup.cause if elsewhere is None else "other namespace",
+                difference=found.shown,
                 elsewhere=elsewhere,
             )
-            self._line = self._line_of(replace(self.now, difference=whole))
-        self._messages, self.replies, self.last_turn = [], (), None
+            self._line = self._line_of(replace(self.now, difference=found.whole))
+        self._forget_text()
         log.info("%s", self.line)
 
-    def _compared(
-        self, tokenizer: Any, prompt: Sequence[int], lookup: Lookup, is_own: bool
-    ) -> tuple[Lookup, Difference | None, Difference | None]:
-        """The lookup, where the prompt parts from what it found as the client may see it, and the same with all text."""
-        cut = cut_reply(tokenizer, prompt, lookup.known, self.replies)
-        if cut is not None and lookup.cause == "longer":
-            lookup = sampled_from(tokenizer, lookup, prompt, cut)
-            is_own = is_own or (cut.agent is not None and cut.agent == self.account)
-        given = (tokenizer, prompt, lookup, self._messages, self._off, self._normalisers)
-        found = difference(*given, is_own=is_own, has_tools=self._has_tools)
-        whole = difference(*given, has_tools=self._has_tools)
-        if cut is not None:
-            found, whole = (names_replay(each, tokenizer, self._off) for each in (found, whole))
-        return lookup, found, whole
-
     def fail(self, error: Exception) -> None:
-        """The request was refused, or has failed."""
-        before, self._messages, self.replies = self.now.prompt_tokens, [], ()
+        """Note that the request was rejected or has failed, and log it."""
+        self._forget_text()
         text = "the client hung up" if isinstance(error, ConnectionError) else plain(str(error) or type(error).__name__)
         self.now = replace(self.now, state="failed", error=text)
-        if before is None:
+        if self.now.prompt_tokens is None:
             log.info("%s", self.line)
         else:
             log.warning("%s failed: %s", self.now.id, self.now.error)
 
+    def _forget_text(self) -> None:
+        self._chat, self.replies, self.last_turn = replace(self._chat, messages=[]), (), None
+
     @property
     def line(self) -> str:
-        """For the log."""
+        """The explanation for the log."""
         return self._line or self._line_of(self.now)
 
     def _line_of(self, now: Explanation) -> str:
@@ -257,22 +238,20 @@ class Explained:
         last = self.last_turn
         if last is None or namespace is None or last.namespace == namespace:
             return None
-        return (
-            f"the last turn of {last.name} ({last.tokens:,} tokens) was with {last.model_id}, whose keys and values are not these"
-        )
+        return f"the last turn of {last.name} ({last.tokens:,} tokens) was with {last.model_id}, which has other keys and values"
 
 
 @dataclass(frozen=True)
 class Asker:
-    """A client that reads explanations: its agent's name, and the name of its key."""
+    """A client that reads explanations, by the names of its agent and its key."""
 
     agent: str | None = None
     owner: str | None = None
 
     def sees(self, now: Explanation, has_id: bool) -> Explanation | None:
-        """An explanation as this client may see it; None for another owner's.
+        """The part of an explanation that this client may see; None for another owner's.
 
-        `has_id`: the client has named the request by its id, which only the client that sent it has.
+        `has_id`: the client has named the request by its id, which only its sender knows.
         """
         if now.owner != self.owner:
             return None
@@ -297,13 +276,13 @@ class Explanations:
                 self._found.popitem(last=False)
 
     def get(self, request_id: str, asker: Asker) -> Explanation | None:
-        """One request as `asker` may see it."""
+        """The part of an explanation that `asker` may see."""
         with self._changing:
             found = self._found.get(request_id)
         return None if found is None else asker.sees(found.now, has_id=True)
 
     def latest(self, count: int, asker: Asker) -> list[Explanation]:
-        """Those that `asker` may see, the newest first."""
+        """The last explanations that `asker` may see, the newest first."""
         with self._changing:
             found = list(self._found.values())[::-1]
         seen = (asker.sees(explained.now, has_id=False) for explained in found)
@@ -316,17 +295,17 @@ def is_explain(path: str) -> bool:
 
 
 def answer_about(path: str, explanations: Explanations, asker: Asker) -> tuple[int, dict[str, Any]]:
-    """Status and body for GET /v1/cache/explain/ID, and for the last requests without an ID."""
+    """Status and body for GET /v1/cache/explain/ID, or without an ID for the last requests."""
     request_id = path.removeprefix(PATH).removeprefix("/")
     if not request_id:
-        return 200, {"requests": [explanation.in_short() for explanation in explanations.latest(LISTED, asker)]}
+        return 200, {"requests": [explanation.as_dict(LISTED_FIELDS) for explanation in explanations.latest(LISTED, asker)]}
     found = explanations.get(request_id, asker)
     if found is None:
-        why = f"The header X-Request-Id of a response names its request; the last {MOST:,} are kept, and none over a restart."
-        return 404, {"error": f"Found no request {shown(request_id)}. {why}"}
+        advice = f"Take an id from the header X-Request-Id of a response; the last {MOST:,} since the start are kept."
+        return 404, {"error": f"There is no explanation of the request {shown(request_id)}. {advice}"}
     return 200, found.as_dict()
 
 
 def plain(text: str) -> str:
-    """Text in one line: what is no character to be seen is written as its escape."""
+    """Text in one line, with escapes for characters that are not printable."""
     return "".join(c if c.isprintable() else c.encode("unicode_escape").decode() for c in text)

@@ -1,0 +1,163 @@
+"""The endpoints of models: GET /v1/models and /admin/models, POST /admin/load and /admin/unload.
+
+Runs on the socket's thread, without caches.
+"""
+
+from __future__ import annotations
+
+import time
+from queue import Queue
+from typing import Any
+from urllib.parse import unquote
+
+import mlx.core as mx
+
+from ...errors import ModelNotFoundError
+from ...mlx_lm_compat import ModelDescription
+from ..bodies import parse_json
+from ..model import LoadedModel
+from ..validation import Body, Text, dotted, validated
+from .catalog import DEFAULT
+from .provider import ModelKey
+from .registry import LoadCommand, ModelRegistry
+
+MODELS = "/v1/models"
+COMMANDS = ("/admin/load", "/admin/unload")
+
+
+class CommandBody(Body):
+    model: Text
+    draft_model: Text = DEFAULT
+    adapters: Text | None = None
+    wait: bool = True
+
+
+class ModelsEndpoint:
+    """The models of a server's `generator` as clients and people see them, and commands to load and unload them."""
+
+    def __init__(self, generator: Any) -> None:
+        self._generator = generator
+        self._registry: ModelRegistry = generator.registry
+        self._catalog = self._registry.catalog
+
+    def models(self, created: int) -> list[dict[str, Any]]:
+        """OpenAI's model objects: the loaded and the default model, and the allowed models, or all downloaded ones.
+
+        The default has a second entry under the name that stands for it in any request.
+        """
+        catalog, swap = self._catalog, self._registry.swap
+        keys = [*self._registry.loaded, *((swap.unload, swap.load) if swap else ())]
+        ids = [*(catalog.id_of(key.model) for key in keys if key is not None), *catalog.listed()]
+        known = catalog.ids() | ({} if catalog.default is None else {DEFAULT: catalog.default.model})
+        ids += [DEFAULT] if catalog.default is not None else []
+        return [self._listed(id, known.get(id, id), created) for id in dict.fromkeys(ids)]
+
+    def find(self, path: str, created: int) -> dict[str, Any]:
+        """The list for the path /v1/models, or one model for /v1/models/ID. Raises ModelNotFoundError."""
+        found, name = self.models(created), unquote(path.removeprefix(MODELS)).removeprefix("/")
+        if not name:
+            return {"object": "list", "data": found}
+        for model in found:
+            if model["id"] == name:
+                return model
+        raise ModelNotFoundError(f"There is no model {name}; the models are {', '.join(model['id'] for model in found)}.")
+
+    def figures(self) -> dict[str, Any]:
+        """Everything about the models; sizes in bytes, times in seconds."""
+        registry, catalog, config, swap = self._registry, self._catalog, self._registry.config, self._registry.swap
+        swapped = [] if swap is None else [key for key in (swap.unload, swap.load) if key is not None]
+        keys = [*registry.loaded, *swapped, *(entry.key for entry in list(registry.queue)), *registry.failures]
+        keys += [] if catalog.default is None else [catalog.default]
+        known = {part for key in keys for part in key}
+        keys += [ModelKey(model) for model in catalog.allowed_models() if model not in known]
+        return {
+            "models": [self._model(key) for key in dict.fromkeys(keys)],
+            "change": self._change(),
+            "max_models": config.max_models,
+            "swap_patience_seconds": config.patience_seconds,
+            "idle_unload_seconds": config.idle_seconds,
+            "allowed": None if config.allowed is None else catalog.listed(),
+            "counts": dict(registry.counts),
+            "memory": {"active_bytes": mx.get_active_memory(), "cache_bytes": mx.get_cache_memory()},
+        }
+
+    def command(self, path: str, data: bytes) -> tuple[int, dict[str, Any]]:
+        """Status and body for POST /admin/load or /admin/unload, once it is done, or at once if the client does not `wait`.
+
+        Raises ValueError for a bad body, and the reason why a model cannot be loaded.
+        """
+        start, body = time.monotonic(), validated(CommandBody, parse_json(data), dotted)
+        key = self._registry.find(ModelDescription(body.model, body.draft_model, body.adapters), again=True)
+        command, name = LoadCommand(Queue(), key, path == COMMANDS[1]), self._catalog.id_of(key.model)
+        self._generator.run_command(command, body.wait)
+        if not body.wait:
+            return 202, {"model": name, "accepted": path.removeprefix("/admin/")}
+        state = "available" if command.unload else "loaded"
+        return 200, {"model": name, "state": state, "seconds": round(time.monotonic() - start, 3)}
+
+    def _listed(self, id: str, model: str, created: int) -> dict[str, Any]:
+        default = self._catalog.default
+        about = {"state": self._state(model), "default": default is not None and model == default.model}
+        return {"id": id, "object": "model", "created": created, "owned_by": "mlx-blockpool", "mlx_blockpool": about}
+
+    def _state(self, name: str) -> str:
+        """loaded: it is in memory. loading: it will be soon. available: a request for it loads it."""
+        swap = self._registry.swap
+        if swap is not None and swap.coming is not None and swap.coming.key.model == name:
+            return "loading"
+        leaving = [] if swap is None or swap.leaving is None else [swap.leaving.key]
+        return "loaded" if any(key.model == name for key in (*self._registry.loaded, *leaving)) else "available"
+
+    def _model(self, key: ModelKey) -> dict[str, Any]:
+        registry, swap, id_of = self._registry, self._registry.swap, self._catalog.id_of
+        loaded = registry.loaded.get(key)
+        coming = None if swap is None or swap.coming is None or swap.coming.key != key else swap.coming
+        model = loaded or coming
+        failure, until = registry.failures.get(key, (None, 0.0))
+        parts = (("adapter", key.adapter), ("draft_model", key.draft))
+        return {
+            "id": id_of(key.model),
+            **{name: id_of(part) for name, part in parts if part is not None},
+            "state": self._state(key.model),
+            "weights_bytes": registry.sizes.get(key) if model is None else model.weights_bytes,
+            "waiting": sum(entry.key == key for entry in list(registry.queue)),
+            "failure": None if failure is None or until < time.monotonic() else str(failure),
+            **({} if loaded is None else _usage(loaded)),
+        }
+
+    def _change(self) -> dict[str, Any] | None:
+        """The swap in progress or planned, and its stage; None: neither."""
+        swap, plan, id_of = self._registry.swap, self._registry.plan, self._catalog.id_of
+        if swap is None:
+            if plan.unload is None:
+                return None
+            return {"load": id_of(plan.load.model), "unload": id_of(plan.unload.model), "stage": "draining"}
+        now, coming = time.monotonic(), swap.coming
+        load = swap.load if coming is None else coming.key
+        return {
+            "load": load and id_of(load.model),
+            "unload": swap.unload and id_of(swap.unload.model),
+            "stage": swap.stage,
+            "stage_seconds": round(now - swap.since, 3),
+            "seconds": round(now - swap.began, 3),
+            "weights_bytes": 0 if coming is None else coming.weights_bytes,
+            "read_bytes": 0 if coming is None else coming.read_bytes,
+            "hashed_bytes": 0 if coming is None or coming.hashing is None else coming.hashing.read_bytes,
+        }
+
+
+def _usage(model: LoadedModel) -> dict[str, Any]:
+    return {
+        "running": len(model.live),
+        "idle_seconds": 0.0 if model.live else round(time.monotonic() - model.used, 3),
+        "pool_bytes": model.pool_bytes,
+        "array_bytes": model.array_bytes,
+    }
+
+
+def cache_report(registry: ModelRegistry, report: dict[str, Any]) -> dict[str, Any]:
+    """`report`, the figures of the pool used last; with several loaded models those of each under `models`."""
+    loaded = registry.loaded
+    if len(loaded) < 2:
+        return report
+    return {**report, "models": {registry.catalog.id_of(key.model): m.report for key, m in loaded.items()}}

@@ -1,0 +1,260 @@
+"""The options of `serve` beside mlx-lm's own, and the configs that they make."""
+
+from __future__ import annotations
+
+import argparse
+import os
+import re
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+from ..config import (
+    DECODE_PATHS,
+    WHAT_FITS,
+    EngineConfig,
+    GuardConfig,
+    ModelsConfig,
+    PoolConfig,
+    StoreConfig,
+    parse_bytes,
+    parse_seconds,
+)
+from ..errors import BlockpoolError
+from .access import host_name
+
+KEY_NAME = re.compile(r"[A-Za-z0-9._-]{1,64}")
+# mlx-lm's default of --allowed-origins. It is no list, so that a user's own `*` differs.
+ANY_ORIGIN = ("*",)
+
+
+def add_options(parser: argparse.ArgumentParser) -> None:
+    """Add our options to mlx-lm's parser, and change the defaults of its own."""
+    _add_pool_options(parser.add_argument_group("block pool").add_argument)
+    _add_store_options(parser.add_argument_group("store").add_argument)
+    _add_model_options(parser.add_argument_group("models").add_argument)
+    _add_request_options(parser.add_argument_group("requests").add_argument)
+    _add_access_options(parser.add_argument_group("access").add_argument)
+    parser.set_defaults(prefill_step_size=EngineConfig.prefill_tokens, allowed_origins=ANY_ORIGIN)
+
+
+def _add_pool_options(add: Callable[..., Any]) -> None:
+    pool = "Limit for keys and values in memory, such as 4GB; auto (default): half of what the model leaves free"
+    add("--pool-bytes", type=_or_word(parse_bytes, auto=None), metavar="SIZE", help=pool)
+    add("--preallocate", action="store_true", help="Allocate the whole pool at the start instead of slab by slab")
+    add("--agent-bytes", **SIZE, help="Limit in the pool for the prefixes that one agent has computed (default: none)")
+    add("--anonymous-bytes", **SIZE, help="The same limit for all requests together that name no agent (default: none)")
+    share = "Share of the time for running replies while long prompts are computed, 0 to 0.95 (default: %(default)s)"
+    add("--decode-share", type=_share, default=EngineConfig.decode_share, metavar="SHARE", help=share)
+    path = "How a batch reads its keys and values; auto (default): by a measured rule"
+    add("--decode-path", choices=DECODE_PATHS, default=PoolConfig.decode_path, help=path)
+    wired = "Memory that macOS must not page out; auto (default): what the device recommends; off: leave the limit alone"
+    add("--wired-limit", type=_or_word(parse_bytes, auto=None, off=0), metavar="SIZE", help=wired)
+
+
+def _add_store_options(add: Callable[..., Any]) -> None:
+    add("--no-store", action="store_true", help="Keep nothing on disk")
+    add("--store-dir", type=Path, metavar="DIR", help="Folder of the store (default: in the user's cache folder)")
+    add("--store-bytes", **SIZE, default=StoreConfig.store_bytes, help="Limit for the store, such as 20GB (default: 20 GB)")
+    add("--store-model-bytes", **SIZE, help="Limit for the records of one model in the store (default: --store-bytes)")
+    add("--store-bits", type=int, choices=(4, 8), help="Quantise what is stored (default: store it as it is in memory)")
+
+
+def _add_model_options(add: Callable[..., Any]) -> None:
+    most = "Keep up to N models loaded, each with an Nth of --pool-bytes; the least recently used is swapped out (default: 1)"
+    add("--max-models", **COUNT, default=ModelsConfig.max_models, help=most)
+    patience = "How long requests for loaded models may overtake those for another, such as 30s (default: 30s)"
+    add("--swap-patience", **TIME, default=ModelsConfig.patience_seconds, help=patience)
+    add("--idle-unload", **TIME, help="Unload a model that has had no request for this time, such as 15m (default: never)")
+    allowed = "Folders, folders of models and hub ids that requests may name beside --model (default: the downloaded models)"
+    add("--allow-models", **NAMES, help=allowed)
+    add("--allow-downloads", action="store_true", help="Let requests download models from the hub")
+    aliases = "Other names of models, as NAME=MODEL,..; off: none (default: a server of one model accepts unknown names)"
+    add("--model-aliases", type=_aliases, metavar="NAMES", help=aliases)
+    positions = "Limit for the tokens of a prompt and its reply in place of the one in config.json; off: none"
+    add("--max-positions", type=_or_word(_count, off=0), metavar="N", help=positions)
+
+
+def _add_request_options(add: Callable[..., Any]) -> None:
+    normalise = "Normalisers for volatile prompts beside vendor-header, such as bookkeeping,date,replay; none: only those named"
+    add("--normalise", **NAMES, default=(), help=normalise)
+    warm_up = 'Compute prompts at the start: each line is JSON, a chat\'s body, {"prompt": "text"} or a text in quotes'
+    add("--warm-up", type=Path, metavar="FILE", help=warm_up)
+    add("--max-body", **SIZE, default=GuardConfig.max_body_bytes, help="Limit for one request, such as 64MB (default: 16 MiB)")
+    kwargs = "Names that chat_template_kwargs may hold beside the usual switches of templates, or any (default: none)"
+    add("--allow-template-kwargs", type=_or_word(_plain_names, any=None), default=(), metavar="NAMES", help=kwargs)
+    hosts = "Hosts from which images in requests are fetched (default: none; images come as data URLs)"
+    add("--allow-image-hosts", **HOSTS, help=hosts)
+
+
+def _add_access_options(add: Callable[..., Any]) -> None:
+    key = "Reject requests without this key as a bearer token or x-api-key. Other users may see it in the list of processes, "
+    key += "unlike the keys of --api-key-file and MLX_BLOCKPOOL_API_KEY"
+    add("--api-key", metavar="KEY", help=key)
+    add("--api-key-file", type=Path, metavar="FILE", help="A file with the key, or with several keys as lines name:key")
+    private = "Share no prefixes between the names of --api-key-file: times and cached tokens reveal no others' prompts"
+    add("--private-prefixes", action="store_true", help=private)
+    add("--allow-remote", action="store_true", help="Listen on addresses that other machines reach, without a key")
+    add("--allow-hosts", **HOSTS, help="Names under which clients reach this server (default: localhost, if --host is that)")
+
+
+def _or_word(parse: Callable[[str], Any], **words: Any) -> Callable[[str], Any]:
+    """`parse`, or the value of one of these words."""
+    return lambda text: words[text.strip()] if text.strip() in words else parse(text)
+
+
+def _names(text: str) -> tuple[str, ...]:
+    return tuple(name for name in text.split(",") if name)
+
+
+def _plain_names(text: str) -> tuple[str, ...]:
+    return tuple(name.strip() for name in text.split(","))
+
+
+def _hosts(text: str) -> tuple[str, ...]:
+    return tuple(host_name(name) for name in text.split(",") if name.strip())
+
+
+def _aliases(text: str) -> tuple[tuple[str, str], ...]:
+    """'sonnet=some/model,..', or off."""
+    pairs = [] if text == "off" else [part.partition("=") for part in _names(text)]
+    if not all(name and model for name, _, model in pairs):
+        raise argparse.ArgumentTypeError(f"{text} is neither off nor NAME=MODEL,..")
+    return tuple((name, model) for name, _, model in pairs)
+
+
+def _count(text: str) -> int:
+    if not text.isdecimal() or not int(text):
+        raise argparse.ArgumentTypeError(f"{text} is not a number from 1")
+    return int(text)
+
+
+def _seconds(text: str) -> float:
+    try:
+        return parse_seconds(text)
+    except BlockpoolError as error:
+        raise argparse.ArgumentTypeError(str(error)) from error
+
+
+def _share(text: str) -> float:
+    share = float(text)
+    if not 0 <= share <= 0.95:
+        raise argparse.ArgumentTypeError(f"{text} is not between 0 and 0.95")
+    return share
+
+
+# Kinds of options.
+SIZE: dict[str, Any] = {"type": parse_bytes, "metavar": "SIZE"}
+TIME: dict[str, Any] = {"type": _seconds, "metavar": "TIME"}
+COUNT: dict[str, Any] = {"type": _count, "metavar": "N"}
+NAMES: dict[str, Any] = {"type": _names, "metavar": "NAMES"}
+HOSTS: dict[str, Any] = {"type": _hosts, "metavar": "NAMES", "default": ()}
+
+# Changes of mlx-lm's own options.
+CHANGED_OPTIONS: dict[str, dict[str, Any]] = {
+    "--max-tokens": {
+        "type": _or_word(_count, auto=WHAT_FITS),
+        "default": WHAT_FITS,
+        "metavar": "N",
+        "help": "Tokens of a reply whose request has no limit; auto: as many as the model and the pool have room for (default)",
+    },
+}
+
+
+# -- configs -----------------------------------------------------------------------------------------------------------
+
+
+def engine_config(args: Any) -> EngineConfig:
+    return EngineConfig(
+        prefill_tokens=args.prefill_step_size,
+        prefill_rows=args.prompt_concurrency,
+        decode_share=args.decode_share,
+        max_members=args.decode_concurrency,
+        max_positions=args.max_positions,
+        wired_bytes=args.wired_limit,
+    )
+
+
+def pool_config(args: Any) -> PoolConfig:
+    return PoolConfig(
+        args.pool_bytes or args.prompt_cache_bytes,
+        args.preallocate,
+        decode_path=args.decode_path,
+        agent_bytes=args.agent_bytes,
+        anonymous_bytes=args.anonymous_bytes,
+    )
+
+
+def store_config(args: Any) -> StoreConfig | None:
+    """None: nothing is kept on disk."""
+    if args.no_store:
+        return None
+    return StoreConfig(args.store_dir, args.store_bytes, args.store_bits, model_bytes=args.store_model_bytes)
+
+
+def models_config(args: Any) -> ModelsConfig:
+    return ModelsConfig(
+        max_models=args.max_models,
+        patience_seconds=args.swap_patience,
+        idle_seconds=args.idle_unload,
+        allowed=args.allow_models,
+        downloads=args.allow_downloads,
+        aliases=args.model_aliases,
+    )
+
+
+def guard_config(args: Any) -> GuardConfig:
+    """Raises BlockpoolError for invalid keys."""
+    several = () if args.api_key is not None or args.api_key_file is None else named_keys(_text_of(args.api_key_file))
+    if args.private_prefixes and not several:
+        raise BlockpoolError("--private-prefixes needs keys with names. Give --api-key-file a file with lines name:key.")
+    return GuardConfig(
+        args.host,
+        None if several else api_key(args.api_key, args.api_key_file, os.environ.get("MLX_BLOCKPOOL_API_KEY")),
+        several,
+        args.private_prefixes,
+        allow_remote=args.allow_remote,
+        allowed_hosts=args.allow_hosts,
+        allowed_origins=() if args.allowed_origins is ANY_ORIGIN else tuple(args.allowed_origins),
+        max_body_bytes=args.max_body,
+    )
+
+
+def api_key(given: str | None, file: Any, environment: str | None) -> str | None:
+    """The first key of: the option, a file's content, the environment. Raises BlockpoolError, whose text has no key."""
+    key = _text_of(file) if given is None and file is not None else given
+    key = environment or None if key is None else key
+    if key is not None:
+        _check_plain(key)
+    return key
+
+
+def named_keys(text: str) -> tuple[tuple[str, str], ...]:
+    """(name, key) of each line `name:key`; none for a text that is one key. Raises BlockpoolError, whose text has no key."""
+    lines = [line.strip() for line in text.splitlines() if line.strip()]
+    found = [line.partition(":")[::2] for line in lines]
+    if len(lines) < 2 and not all(KEY_NAME.fullmatch(name) and key for name, key in found):
+        return ()
+    for number, (name, key) in enumerate(found, 1):
+        if not KEY_NAME.fullmatch(name):
+            raise BlockpoolError(
+                f"Key {number} of --api-key-file has no name. Write name:key, the name in letters, digits, . _ -"
+            )
+        _check_plain(key)
+    if len({key for _, key in found}) < len(found):
+        raise BlockpoolError("Two keys of --api-key-file are the same. Give each name a key of its own.")
+    return tuple(found)
+
+
+def _text_of(file: Any) -> str:
+    try:
+        return str(file.read_text(encoding="utf-8").strip())
+    except (OSError, UnicodeError) as error:
+        raise BlockpoolError(
+            f"--api-key-file {file} cannot be read: {type(error).__name__}. Give a text file with a key."
+        ) from None
+
+
+def _check_plain(key: str) -> None:
+    if not (key.isascii() and key.isprintable() and key.strip() == key and key):
+        raise BlockpoolError("The API key is empty, or has spaces around it or other characters than ASCII. Choose another one.")
