@@ -23,7 +23,7 @@ _HOME = {
     "attach": "kv.attach",
     "check_spec": "plugins",
     "detach": "kv.attach",
-    "from_stock": "kv.factory",
+    "from_stock": "kv.intake",
     "hookimpl": "hookspecs",
     "make_prompt_cache": "kv.factory",
     "open_pool": "kv.factory",

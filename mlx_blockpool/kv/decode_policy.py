@@ -16,8 +16,6 @@ import mlx.core as mx
 
 from ..spec import BLOCK_TOKENS
 
-PATHS = ("ragged", "shared", "padded")
-
 
 @dataclass(frozen=True)
 class Cluster:

@@ -16,7 +16,7 @@ from ..plugins import spec_of_model
 from ..spec import ChunkLayer, CompositeLayer, LayerSpec, ModelCacheSpec, StateLayer, WindowLayer
 from .arena import KVArena
 from .layer_caches import PooledKVCache, PooledRotatingKVCache
-from .parts import PooledCacheList, PooledChunkedKVCache, UnusedKVCache, leaves_of
+from .parts import PooledCacheList, PooledChunkedKVCache, UnusedKVCache
 from .sequence import SequenceBlocks
 from .state_caches import PooledArraysCache
 
@@ -45,25 +45,6 @@ def make_prompt_cache(model: Any, arena: KVArena, max_kv_size: int | None = None
             f"{max_kv_size} tokens need another. Open one with open_pool(model, max_kv_size={max_kv_size})."
         )
     return pooled_caches(arena)
-
-
-def from_stock(caches: list[Any], arena: KVArena) -> list[Any]:
-    """Pooled caches with the content of mlx-lm's own, as load_prompt_cache reads them, or of another pool's.
-
-    Raises ValueError for caches of another model, PoolExhaustedError where there is no room.
-    """
-    pooled = pooled_caches(arena)
-    mine, theirs = leaves_of(pooled), leaves_of(caches)
-    if len(mine) != len(theirs):
-        raise ValueError(f"These are {len(theirs)} caches; {arena.spec.model_id} has {len(mine)}.")
-    for layer, (own, given) in enumerate(zip(mine, theirs, strict=True)):
-        if not isinstance(own, type(given)):
-            raise ValueError(
-                f"Cache {layer} is a {type(given).__name__}; {arena.spec.model_id} has a {type(own).__name__} there."
-            )
-        if not isinstance(own, UnusedKVCache):
-            own.state = given.state
-    return pooled
 
 
 def open_pool(

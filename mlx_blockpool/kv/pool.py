@@ -1,5 +1,14 @@
 """Which blocks are free, held, evictable or pinned.
 
+    open_table(group)          the blocks of one sequence in one layer group
+    reserve(tables, counts)    promise blocks to tables, all or none
+    extend(table, count)       take blocks, those that were promised first
+    append_shared, fork        hold blocks that others hold or that are cached
+    copy_on_write              take a block of one's own before a write that others would see
+    cut, release               give blocks back; cached ones become evictable
+    cache, uncache             what the trie refers to
+    make_room, evict           free evictable blocks, the least recently used first
+
 Knows block ids and their order of use. Does not know tokens, arrays or disk.
 Owned by the generation thread, with two exceptions that any thread may call: release_deferred(), for finalizers, and counts().
 """

@@ -8,6 +8,7 @@ from typing import Any
 from ..errors import PoolExhaustedError
 from ..kv.arena import KVArena
 from ..kv.blocks import BlockTable, by_group
+from ..kv.intake import Intake
 from ..kv.layer_caches import PooledLayer
 from ..kv.parts import leaves_of
 from ..kv.sequence import SequenceBlocks
@@ -141,6 +142,11 @@ class Admission:
                 sequence.own(group, hit // BLOCK_TOKENS)
             table = sequence.tables[group]
             self.pool.extend(table, blocks_for(prompt) - len(table))
+
+    def admit_import(self, theirs: list[Any]) -> Intake | None:
+        """An intake of mlx-lm's caches, with room reserved for it; None: there is no room."""
+        intake = Intake(self.arena, theirs)
+        return intake if self.can_reserve(intake.sequence.tables, intake.blocks) else None
 
     def reserve_second_rings(self, sequence: SequenceBlocks) -> bool:
         """Reserve copies of a checkpoint's ring blocks for a sequence that goes on. Returns whether there was room."""

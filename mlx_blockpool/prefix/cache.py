@@ -17,6 +17,7 @@ from weakref import WeakKeyDictionary
 from ..config import PoolConfig
 from ..errors import PoolExhaustedError, RequestTooLargeError
 from ..kv.arena import KVArena
+from ..kv.intake import why_not
 from ..kv.layer_caches import PooledLayer, PooledRotatingKVCache
 from ..kv.parts import as_stock, leaves_of, sequence_of, state_caches
 from ..kv.sequence import SequenceBlocks
@@ -24,7 +25,6 @@ from ..kv.state_caches import copied
 from ..spec import BLOCK_TOKENS
 from .admission import Admission
 from .index import KVIndex, Pin
-from .intake import begin_intake, why_not
 from .lookup import Lookup, explain
 from .residency import Checkpoint
 from .resume import in_memory, lay_out, pin_of, resumable
@@ -303,7 +303,7 @@ class PrefixCache:
         reason = why_not(self.arena, caches)
         if reason is not None:
             log.warning("Prompt caches were not kept: %s", reason)
-        intake = None if reason is not None else begin_intake(self.arena, self.admission, caches)
+        intake = None if reason is not None else self.admission.admit_import(caches)
         if intake is None:
             self.num_skipped += 1
             return None

@@ -17,14 +17,16 @@ from mlx_lm.models.cache import make_prompt_cache as stock_prompt_cache
 from models import make_model
 from thorough import tried
 
+from mlx_blockpool.config import DECODE_PATHS
 from mlx_blockpool.errors import PoolExhaustedError
 from mlx_blockpool.kv.arena import KVArena
 from mlx_blockpool.kv.attach import bind
 from mlx_blockpool.kv.batch_cache import PooledBatchCache
-from mlx_blockpool.kv.decode_policy import PATHS, SAVED_TOKENS, Cluster, Share, choose_path, divide, find_clusters
+from mlx_blockpool.kv.decode_policy import SAVED_TOKENS, Cluster, Share, choose_path, divide, find_clusters
 from mlx_blockpool.kv.factory import make_prompt_cache, open_pool, pooled_caches
 from mlx_blockpool.kv.runs import attend_cluster, group_queries
 
+PATHS = DECODE_PATHS[1:]
 MODELS = ["llama", "qwen2", "gemma3_text", "gpt_oss"]
 
 

@@ -232,7 +232,7 @@ def test_an_attached_model_is_pickled_and_copied_attached() -> None:
 
 def test_caches_of_another_model_are_refused_by_name() -> None:
     _, slabs, ours, _ = computed("llama")
-    with pytest.raises(ValueError, match="These are 1 caches"):
+    with pytest.raises(ValueError, match="These are 1 layer caches"):
         from_stock(ours[:1], slabs)
     with pytest.raises(ValueError, match="Cache 1 is a RotatingKVCache"):
         from_stock([KVCache(), RotatingKVCache(64)], slabs)

@@ -17,7 +17,8 @@ from models import make_model
 
 from mlx_blockpool.config import PoolConfig
 from mlx_blockpool.kv.arena import KVArena
-from mlx_blockpool.kv.factory import from_stock, make_prompt_cache, open_pool
+from mlx_blockpool.kv.factory import make_prompt_cache, open_pool
+from mlx_blockpool.kv.intake import from_stock
 from mlx_blockpool.kv.parts import sequence_of
 from mlx_blockpool.prefix.cache import PrefixCache
 from mlx_blockpool.spec import ChunkLayer, FullLayer, ModelCacheSpec
@@ -158,9 +159,9 @@ def strange_caches(slabs: Any) -> dict[str, list[Any]]:
         return cache
 
     return {
-        "found 2 layer caches": [filled(KVCache()), filled(KVCache())],
-        "found a RotatingKVCache; needed a KVCache": [filled(RotatingKVCache(max_size=100))],
-        "found a QuantizedKVCache; needed a KVCache": [QuantizedKVCache()],
+        "These are 2 layer caches": [filled(KVCache()), filled(KVCache())],
+        "Cache 0 is a RotatingKVCache; test has a KVCache there": [filled(RotatingKVCache(max_size=100))],
+        "Cache 0 is a QuantizedKVCache; test has a KVCache there": [QuantizedKVCache()],
         "(2, 2, 4,": [filled(KVCache(), batch=2)],
         "mlx.core.float16": [filled(KVCache(), dtype=mx.float16)],
     }
@@ -283,7 +284,7 @@ def test_a_chunk_of_another_type_is_refused() -> None:
     spec = ModelCacheSpec("test", (ChunkLayer(HEADS, KEY_DIM, VALUE_DIM, 300),), "float32")
     cache = ChunkedKVCache(300)
     cache.update_and_fetch(*(array.astype(mx.float16) for array in numbered(0, 10)))
-    with pytest.raises(ValueError, match=r"takes keys of shape \(1, 2, 10, 4\) in mlx.core.float32"):
+    with pytest.raises(ValueError, match=r"float16.*the pool.s are \[\(1, 2, 4, mlx.core.float32\)"):
         from_stock([cache], KVArena(spec, 1 << 20))
 
 

@@ -18,8 +18,8 @@ import mlx.core as mx
 
 from ...errors import PoolExhaustedError, StoreError
 from ...formatting import Report
+from ...kv.intake import Intake
 from ...kv.parts import leaves_of
-from ...prefix.intake import Intake, begin_intake
 from ...prefix.resume import in_memory, lay_out_to_read, pin_of, resumable
 from ...prefix.retention import RetentionPolicy
 from ...prefix.salts import SHARED, is_of_import, salt_of_import
@@ -295,7 +295,7 @@ def _home_of(service: AgentService, file: CacheFile) -> tuple[Home, bool]:
 
 
 def _begin_import(prefix: TieredPrefixCache, caches: list[Any]) -> Intake:
-    intake = begin_intake(prefix.arena, prefix.admission, caches)
+    intake = prefix.admission.admit_import(caches)
     if intake is None:
         raise RefusedError(503, f"The pool's {prefix.pool.pool_bytes} bytes have no room for the file now. Try again later.")
     return intake
