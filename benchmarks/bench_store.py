@@ -146,7 +146,7 @@ def bench_stall(args: Any, model: Any, folder: Path, context: int, steps: int, r
         rng = random.Random(1)
         for i in range(8):
             engine.insert(Request([rng.randrange(VOCAB) for _ in range(context + 31 * i)], max_tokens=100_000))
-        while engine.num_waiting or any(running.in_prefill or running.is_new for running in engine.live):
+        while len(engine.waiting) or any(running.in_prefill or running.is_new for running in engine.live):
             engine.next()
 
     def run(name: str) -> float:

@@ -87,6 +87,10 @@ STOCK: dict[str, StockName] = {
         "the handler reads it before the first token",
         "(has_tool_calling, has_thinking, tool_parser, text_sm, initial_state, prompt, prompt_cache_count, _should_stop)",
     ),
+    "server.Vision": StockName("the images of a prompt, which the workers prepare", "(pixel_values, starts, cache_key)"),
+    "processors.muse_spark.Processor.preprocess_image": StockName(
+        "the pixels of an image; its copy leaves them in numpy", "(self, image)", ("mx",)
+    ),
     "server.GenerationContext._should_stop": StockName("the handler sets it when a client hangs up"),
     "server.Response": StockName("the handler reads one for each token", "(text, token, logprob, finish_reason, top_tokens)"),
     # ResponseGenerator, which BlockpoolGenerator extends.
@@ -94,10 +98,6 @@ STOCK: dict[str, StockName] = {
         "tokenizes, and serves alone what the engine does not take", "(model_provider, prompt_cache)"
     ),
     "server.ResponseGenerator._run_generate": StockName("the body of the generation thread, which ours replaces", "(self)"),
-    "server.ResponseGenerator._generate": StockName("the loop of the generation thread, which ours replaces", "(self)"),
-    "server.ResponseGenerator._await_response": StockName(
-        "ours ends the wait when the thread has ended", "(self, response_queue)"
-    ),
     "server.ResponseGenerator._tokenize": StockName(
         "renders and tokenizes; it reads chat_template_args and the processor of self", "(self, tokenizer, request, args)"
     ),
@@ -121,7 +121,7 @@ STOCK: dict[str, StockName] = {
     "server.ResponseGenerator._stop": StockName("tells the thread to end"),
     # APIHandler, which our handler extends.
     "server.APIHandler": StockName("mlx-lm's endpoints", "(response_generator, *args, system_fingerprint, **kwargs)"),
-    "server.APIHandler.do_GET": StockName("GET of models and health", "(self)"),
+    "server.APIHandler.do_GET": StockName("ours knows more paths", "(self)"),
     "server.APIHandler.do_POST": StockName("ours knows more paths", "(self)"),
     "server.APIHandler.handle_completion": StockName("writes the reply of a completion", "(self, request, stop_words)"),
     "server.APIHandler.generate_response": StockName(
@@ -132,8 +132,6 @@ STOCK: dict[str, StockName] = {
     "server.APIHandler.completion_usage_response": StockName(
         "makes the last packet of a chat's stream", "(self, prompt_token_count, completion_token_count, prompt_cache_count)"
     ),
-    "server.APIHandler.handle_health_check": StockName("ours says what stalls", "(self)"),
-    "server.APIHandler.handle_models_request": StockName("ours lists what may be loaded", "(self)"),
     "server.APIHandler._set_completion_headers": StockName("begins a response", "(self, status_code)"),
     "server.APIHandler._set_stream_headers": StockName("begins a stream", "(self, status_code)"),
     "server.APIHandler._set_cors_headers": StockName("headers of our own endpoints", "(self)"),
@@ -197,6 +195,7 @@ EXPORTS = {
     "Response": "server.Response",
     "ResponseGenerator": "server.ResponseGenerator",
     "SamplingArguments": "server.SamplingArguments",
+    "Vision": "server.Vision",
     "download": "utils._download",
     "format_top_logprobs": "server._format_top_logprobs",
     "get_classes": "utils._get_classes",

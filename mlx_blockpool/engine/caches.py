@@ -41,50 +41,100 @@ class Opened:
 
 
 class Caches(Protocol):
-    """What the engine needs of PooledCaches, PaddedCaches and StockCaches.
+    """What the engine needs of PooledCaches, PaddedCaches and StockCaches. Bodies are those of caches without pool and disk.
 
     ragged:       batches need no padding, and members keep their own caches while they decode.
     merges:       several sequences may decode together.
-    pads_prompts: prompts of several lengths may be computed together.
     needs_marks:  a prompt can be resumed only where something was kept.
     keeps_chunks: keeping costs nothing and serves at any token, so that every chunk is kept.
-    is_restoring: records are on their way that advance() takes in; num_arrived counts those that have arrived.
-    is_room_coming: blocks are held by a restore that ends by itself.
     """
 
     ragged: bool
     merges: bool
+    needs_marks: bool
+    keeps_chunks: bool
 
     @property
-    def pads_prompts(self) -> bool: ...
+    def pads_prompts(self) -> bool:
+        """Whether prompts of several lengths may be computed together."""
+        return False
+
     @property
-    def needs_marks(self) -> bool: ...
+    def num_arrived(self) -> int:
+        """Records that came from disk until now."""
+        return 0
+
     @property
-    def keeps_chunks(self) -> bool: ...
+    def is_restoring(self) -> bool:
+        """Whether a request waits for records that advance() takes in."""
+        return False
+
     @property
-    def num_arrived(self) -> int: ...
-    @property
-    def is_restoring(self) -> bool: ...
-    @property
-    def is_room_coming(self) -> bool: ...
-    def capacity(self) -> int | None: ...
-    def is_ready(self, sequence: Sequence) -> bool: ...
-    def open(self, sequence: Sequence, others: Collection[Sequence]) -> Opened: ...
-    def ensure_next_blocks(self, batch: Collection[Sequence]) -> None: ...
-    def insert(self, sequence: Sequence, kind: str) -> None: ...
-    def take_in(self, sequence: Sequence, caches: list[Any]) -> None: ...
-    def release(self, sequence: Sequence, kind: str) -> None: ...
-    def discard(self, sequence: Sequence) -> None: ...
-    def release_all(self) -> None: ...
-    def advance(self, idle: bool) -> bool: ...
-    def restoring(self) -> list[Restoring]: ...
-    def stop_restoring(self) -> bool: ...
-    def abandon(self, sequence: Sequence) -> int: ...
-    def computed(self, tokens: int, seconds: float) -> None: ...
-    def cached_tokens(self, tokens: list[int], salt: bytes = SHARED) -> int: ...
+    def is_room_coming(self) -> bool:
+        """Whether blocks are held by a restore that ends by itself, such as one that an agent's owner has asked for."""
+        return False
+
+    def capacity(self) -> int | None:
+        """The most tokens that one sequence can have; None: no limit."""
+        return None
+
+    def is_ready(self, sequence: Sequence) -> bool:
+        """Whether open() would not have to wait for the disk; what is missing is read from now on, see advance()."""
+        return True
+
+    def open(self, sequence: Sequence, others: Collection[Sequence]) -> Opened:
+        """Caches for a request beside `others`. Raises PoolExhaustedError if there is no room now."""
+        ...
+
+    def ensure_next_blocks(self, batch: Collection[Sequence]) -> None:
+        """Reserve the blocks of each member's next token. Raises PoolExhaustedError and reserves nothing."""
+        return
+
+    def insert(self, sequence: Sequence, kind: str) -> None:
+        """Let others share what is computed of a sequence that goes on."""
+
+    def take_in(self, sequence: Sequence, caches: list[Any]) -> None:
+        """Cache what given caches hold of a prompt."""
+
+    def release(self, sequence: Sequence, kind: str) -> None:
+        """Keep what is computed of a sequence and take its caches back."""
+
+    def discard(self, sequence: Sequence) -> None:
+        """Take its caches back and keep nothing."""
+
+    def release_all(self) -> None:
+        """After a failure: no caches that were handed out are in use any more."""
+        return
+
+    def advance(self, idle: bool) -> bool:
+        """Between two steps: write behind, and go on reading. Returns whether waiting requests may be ready now.
+
+        `idle`: there is nothing to compute meanwhile, so that it may take its time.
+        """
+        return False
+
+    def restoring(self) -> list[Restoring]:
+        """The progress of each restore, every REPORT_SECONDS: few take as long."""
+        return []
+
+    def stop_restoring(self) -> bool:
+        """Give up the blocks of what is being read: who can go on now goes first. Returns whether there were any."""
+        return False
+
+    def abandon(self, sequence: Sequence) -> int:
+        """End the restore of a request that has started, or never will. Returns the tokens that were read for it."""
+        return 0
+
+    def computed(self, tokens: int, seconds: float) -> None:
+        """Prefill took so long for so many tokens: what is to be brought back from disk has to be faster."""
+        return
+
+    def cached_tokens(self, tokens: list[int], salt: bytes = SHARED) -> int:
+        """How many tokens of a prompt open() would find now, once it is ready."""
+        ...
 
 
-class PooledCaches:
+class PooledCaches(Caches):
     """Caches in the pool of `prefix`, for a model that was attached: batches are ragged and live in the pool."""
 
     ragged = True
@@ -92,6 +142,8 @@ class PooledCaches:
     def __init__(self, prefix: TieredPrefixCache) -> None:
         self.prefix = prefix
         self.merges = True
+        self.needs_marks = prefix.arena.spec.needs_checkpoints
+        self.keeps_chunks = self.ragged and not self.needs_marks
         # Where each agent's last turn ended, until the server has noted it.
         self.turns: dict[str, PrefixRef] = {}
         self._restores: dict[int, RestoreJob] = {}
@@ -102,45 +154,28 @@ class PooledCaches:
 
     @property
     def num_arrived(self) -> int:
-        """Records that came from disk until now."""
         return 0 if self.prefix.stored is None else self.prefix.stored.restores.num_arrived
 
     @property
     def is_restoring(self) -> bool:
-        """Whether a request waits for records that advance() takes in."""
         return bool(self._restores)
 
     @property
     def is_room_coming(self) -> bool:
-        """Whether blocks are held by a restore that ends by itself, such as one that an agent's owner has asked for."""
         stored = self.prefix.stored
         return stored is not None and bool(stored.restores.jobs) and not stored.restores.is_stuck
 
     @property
-    def keeps_chunks(self) -> bool:
-        """Whether keeping costs nothing and serves at any token, so that every chunk of a prefill is kept."""
-        return self.ragged and not self.prefix.arena.spec.needs_checkpoints
-
-    @property
-    def needs_marks(self) -> bool:
-        """Whether a prompt can be resumed only where something was kept."""
-        return self.prefix.arena.spec.needs_checkpoints
-
-    @property
     def pads_prompts(self) -> bool:
-        """Whether prompts of several lengths may be computed together: what is padded must not reach a state."""
+        # Padding must not reach a state.
         return self.ragged and not self.prefix.arena.state_leaves
 
     def capacity(self) -> int | None:
-        """The most tokens that one sequence can have; None: no limit."""
         return self.prefix.pool.sequence_capacity()
 
     def open(self, sequence: Sequence, others: Collection[Sequence]) -> Opened:
-        """Caches for a request beside `others`, with room to begin with: the rest is secured step by step.
-
-        Raises PoolExhaustedError if there is no room now. Who was swapped out needs a block to spare for each of the others, or
-        it would soon have to go again.
-        """
+        # The rest is reserved step by step. A sequence that was preempted needs a block to spare for each of the others, or it
+        # would soon be preempted again.
         restored = self.abandon(sequence)
         room = min(sequence.left_to_produce(), BLOCK_TOKENS)
         try:
@@ -179,7 +214,6 @@ class PooledCaches:
             self.prefix.pin_for(sequence.tokens[: pin[0]], pin[1], sequence.terms.salt, sequence.prefix)
 
     def is_ready(self, sequence: Sequence) -> bool:
-        """Whether open() would not have to wait for the disk; what is missing is read from now on, see advance()."""
         stored = self.prefix.stored
         if stored is None:
             return True
@@ -200,10 +234,6 @@ class PooledCaches:
         return self._restores[sequence.uid].advance()
 
     def advance(self, idle: bool) -> bool:
-        """Between two steps: write behind, and go on reading. Returns whether requests that wait are to be looked at again.
-
-        `idle`: there is nothing to compute meanwhile, so that it may take its time.
-        """
         self.prefix.keep_up()
         stored = self.prefix.stored
         if stored is None:
@@ -215,7 +245,6 @@ class PooledCaches:
         return any(done) or released != stored.restores.num_released or stored.restores.is_stuck
 
     def restoring(self) -> list[Restoring]:
-        """The progress of each restore, every REPORT_SECONDS: few take as long."""
         now = time.monotonic()
         due = [uid for uid in self._restores if now - self._reported[uid] >= REPORT_SECONDS]
         self._reported.update(dict.fromkeys(due, now))
@@ -223,12 +252,11 @@ class PooledCaches:
         return [Restoring(uid, restore.have + restore.done, restore.have + restore.tokens) for uid, restore in found]
 
     def computed(self, tokens: int, seconds: float) -> None:
-        """So long it took to compute so many tokens of prompts: what is to be brought back from disk has to be faster."""
         if self.prefix.stored is not None:
             self.prefix.stored.restores.rates.computed(tokens, seconds)
 
     def abandon(self, sequence: Sequence) -> int:
-        """A request that has started, or never will: what was read for it is known like anything else. Returns its tokens."""
+        # What was read for it stays cached.
         restore = self._restores.pop(sequence.uid, None)
         self._reported.pop(sequence.uid, None)
         if restore is None:
@@ -237,7 +265,6 @@ class PooledCaches:
         return restore.done
 
     def stop_restoring(self) -> bool:
-        """Give up the blocks of what is being read: who can go on now goes first. Returns whether there were any."""
         stopped = list(self._restores.values())
         self._restores.clear()
         self._reported.clear()
@@ -246,26 +273,21 @@ class PooledCaches:
         return bool(stopped)
 
     def cached_tokens(self, tokens: list[int], salt: bytes = SHARED) -> int:
-        """How many tokens of a prompt open() would find now, once it is ready."""
         return self.prefix.within_reach(tokens, salt)
 
     def ensure_next_blocks(self, batch: Collection[Sequence]) -> None:
-        """Promise each member the blocks of its next token, or raise PoolExhaustedError and promise nothing."""
         self.prefix.admission.ensure_next_blocks([sequence.caches or [] for sequence in batch])
 
     def insert(self, sequence: Sequence, kind: str) -> None:
-        """Let others share what is computed of a sequence that goes on."""
         caches = sequence.caches or []
         known = self.prefix.insert(sequence.tokens[: sequence.computed], caches, kind, sequence.terms)
         sequence.prefix = self.prefix.ref_of(caches)
         self._pin(sequence, known)
 
     def take_in(self, sequence: Sequence, caches: list[Any]) -> None:
-        """Know what given caches hold of a prompt."""
         self.prefix.insert(sequence.tokens[: tokens_held(caches)], caches, KIND, sequence.terms)
 
     def release(self, sequence: Sequence, kind: str) -> None:
-        """Keep what is computed of a sequence and take its caches back."""
         tokens = sequence.tokens[: sequence.computed]
         caches = sequence.caches or []
         known = self.prefix.release(tokens, caches, kind, sequence.terms)
@@ -277,13 +299,11 @@ class PooledCaches:
             self.turns[name] = self.prefix.match(tokens, sequence.terms.salt, sequence.prefix).detached()
 
     def discard(self, sequence: Sequence) -> None:
-        """Take its caches back and keep nothing."""
         if sequence.caches is not None:
             self.prefix.discard(sequence.caches)
             sequence.caches = None
 
     def release_all(self) -> None:
-        """After a failure: no caches that were handed out are in use any more."""
         self.stop_restoring()
         self.prefix.release_all()
 

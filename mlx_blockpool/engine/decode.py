@@ -8,7 +8,6 @@ from __future__ import annotations
 import copy
 import secrets
 from collections.abc import Collection
-from dataclasses import dataclass, field
 from typing import Any
 
 import mlx.core as mx
@@ -18,13 +17,8 @@ from mlx_lm.sample_utils import greedy_sampler
 from ..kv.parts import batch_of, member_of
 from .sequence import Sequence
 
-
-@dataclass
-class Stepped:
-    """A step's results: (member, token, logprobs) of each token emitted, and (member, error) of each that cannot go on."""
-
-    emitted: list[tuple[Sequence, int, mx.array]] = field(default_factory=list)
-    failed: list[tuple[Sequence, Exception]] = field(default_factory=list)
+# A token that a sequence emits, and the logprobs [vocabulary] that it was drawn from.
+Emitted = tuple[Sequence, int, mx.array]
 
 
 class DecodeBatch:
@@ -42,8 +36,6 @@ class DecodeBatch:
         self._inputs: mx.array | None = None
         self._logprobs: list[mx.array | None] = []
         self._contexts: list[TokenBuffer | None] = []
-        # A request fails once, also where both its processor and its sampler do.
-        self._failed: dict[Sequence, Exception] = {}
 
     def __len__(self) -> int:
         return len(self.members)
@@ -104,29 +96,31 @@ class DecodeBatch:
             mx.eval(sequence.logprobs)
         self.leave([sequence])
 
-    def step(self) -> Stepped:
-        """Compute one token of each member, and emit the tokens that the step before has drawn."""
+    def run(self) -> tuple[list[Emitted], dict[Sequence, Exception]]:
+        """Compute one token of each member. Returns the tokens that the step before has drawn, and who failed in this one."""
         inputs, logprobs = self._inputs, self._logprobs
         assert inputs is not None
         logits = self.model(inputs[:, None], cache=self._layers)[:, -1, :]
-        self._failed = {}
+        failed: dict[Sequence, Exception] = {}
         contexts: list[mx.array] = []
-        logits = self._process(logits, inputs, contexts)
+        logits = self._process(logits, inputs, contexts, failed)
         found = logits - mx.logsumexp(logits, axis=-1, keepdims=True)
-        self._inputs = self._draw(found)
+        self._inputs = self._draw(found, failed)
         self._logprobs = list(found)
         mx.async_eval(self._inputs, self._logprobs, contexts)  # type: ignore[no-untyped-call]
         mx.eval(inputs, [row for row in logprobs if row is not None])
-        result = Stepped(failed=list(self._failed.items()))
+        emitted: list[Emitted] = []
         for member, token, row in zip(self.members, _ids(inputs), logprobs, strict=True):
             if member.computed == len(member.tokens):
                 member.tokens.append(token)
             member.computed = len(member.tokens)
-            if row is not None:
-                result.emitted.append((member, token, row))
-        return result
+            if row is not None and member not in failed:
+                emitted.append((member, token, row))
+        return emitted, failed
 
-    def _process(self, logits: mx.array, inputs: mx.array, contexts: list[mx.array]) -> mx.array:
+    def _process(
+        self, logits: mx.array, inputs: mx.array, contexts: list[mx.array], failed: dict[Sequence, Exception]
+    ) -> mx.array:
         if all(context is None for context in self._contexts):
             return logits
         rows = [logits[i : i + 1] for i in range(len(self.members))]
@@ -140,11 +134,11 @@ class DecodeBatch:
                     rows[i] = processor(context, rows[i])
             except Exception as error:
                 # A processor is the request's own code: its error fails this request alone.
-                self._failed[member] = error
+                failed[member] = error
                 rows[i] = logits[i : i + 1]
         return mx.concatenate(rows)
 
-    def _draw(self, logprobs: mx.array) -> mx.array:
+    def _draw(self, logprobs: mx.array, failed: dict[Sequence, Exception]) -> mx.array:
         """Tokens [members] from logprobs [members, vocabulary], in one call where all draw the same way."""
         samplers = [member.request.sampler or greedy_sampler for member in self.members]
         rows: list[mx.array] = []
@@ -155,9 +149,9 @@ class DecodeBatch:
             try:
                 drawn = sampler(row)
             except Exception as error:
-                # As above.
+                # As above. A request fails once, also where both its processor and its sampler do.
                 mend_random_state()
-                self._failed.setdefault(self.members[i], error)
+                failed.setdefault(self.members[i], error)
                 drawn = greedy_sampler(row)
             rows.append(drawn.astype(mx.uint32))
         return mx.concatenate(rows)

@@ -24,9 +24,9 @@ from ..errors import PoolExhaustedError, RequestTooLargeError
 from ..kv.parts import tokens_held
 from ..spec import BLOCK_TOKENS
 from .caches import Caches
-from .decode import DecodeBatch
+from .decode import DecodeBatch, Emitted
 from .opening import open_caches
-from .prefill import choose, chunk_end, compute, still_shared
+from .prefill import Chunk, choose, chunk_end, still_shared
 from .request import KIND, Event, Failed, Progress, Request, Started, Token
 from .sequence import Sequence
 
@@ -66,7 +66,7 @@ class BlockPoolBatchEngine:
         self.counts: Counter[str] = Counter()
         self._work = BatchCounters()
         self._uids = 0
-        self._waiting: list[Sequence] = []
+        self.waiting: list[Sequence] = []
         self._prefilling: list[Sequence] = []
         self._batch = DecodeBatch(model, caches.merges)
         self._events: list[Event] = []
@@ -108,7 +108,7 @@ class BlockPoolBatchEngine:
             if own is not None:
                 self.caches.take_in(sequence, own)
         self._uids += len(inserted)
-        self._waiting += inserted
+        self.waiting += inserted
         self._may_admit = True
         return [sequence.uid for sequence in inserted]
 
@@ -126,9 +126,9 @@ class BlockPoolBatchEngine:
 
     def cancel(self, uid: int) -> None:
         """End a request. What it computed stays cached."""
-        for sequence in [r for r in (*self._waiting, *self.live) if r.uid == uid]:
+        for sequence in [each for each in self.sequences if each.uid == uid]:
             self._withdraw(sequence)
-            self._waiting = [r for r in self._waiting if r is not sequence]
+            self.waiting = [r for r in self.waiting if r is not sequence]
 
     def remove(self, uids: Collection[int], return_prompt_caches: bool = False) -> dict[int, Extracted]:
         """cancel() of several requests, also in the middle of a prompt. Returns what extract_cache() does, if it is asked for."""
@@ -139,7 +139,7 @@ class BlockPoolBatchEngine:
 
     def extract_cache(self, uids: Collection[int]) -> dict[int, Extracted]:
         """Caches of these requests, which go on by themselves, and the tokens that they hold; none of those that wait."""
-        found: dict[int, Extracted] = {sequence.uid: ([], []) for sequence in self._waiting}
+        found: dict[int, Extracted] = {sequence.uid: ([], []) for sequence in self.waiting}
         for sequence in self.live:
             if sequence.uid in uids:
                 in_batch = sequence in self._batch.members
@@ -162,22 +162,22 @@ class BlockPoolBatchEngine:
 
         resume() takes them in again, here or in a later engine of the same model; no token is emitted twice.
         """
-        suspended = sorted([*self._waiting, *self.live], key=lambda sequence: sequence.uid)
+        suspended = sorted(self.sequences, key=lambda sequence: sequence.uid)
         for sequence in self.live:
             self._preempt(sequence)
-        for sequence in self._waiting:
+        for sequence in self.waiting:
             self.caches.abandon(sequence)
         for sequence in suspended:
             # It refers to this trie, and the sequence may go on beside another one.
             sequence.prefix = None
-        self._waiting = []
+        self.waiting = []
         return suspended
 
     def resume(self, sequence: Sequence) -> int:
         """Take in a request that suspend() took out. Returns its new uid."""
         self._uids += 1
         sequence.uid = self._uids
-        self._waiting.append(sequence)
+        self.waiting.append(sequence)
         self._may_admit = True
         return sequence.uid
 
@@ -187,22 +187,17 @@ class BlockPoolBatchEngine:
         return [*self._prefilling, *self._batch.members]
 
     @property
-    def waiting(self) -> list[Sequence]:
-        """The requests that have no caches yet, or none any more."""
-        return list(self._waiting)
-
-    @property
-    def num_waiting(self) -> int:
-        return len(self._waiting)
+    def sequences(self) -> list[Sequence]:
+        """The requests that have not ended."""
+        return [*self.live, *self.waiting]
 
     def __len__(self) -> int:
-        """Requests that have not ended."""
-        return len(self._waiting) + len(self._prefilling) + len(self._batch)
+        return len(self.waiting) + len(self._prefilling) + len(self._batch)
 
     @property
     def is_blocked(self) -> bool:
         """Whether next() has nothing to do before something arrives from elsewhere, such as what others bring back from disk."""
-        return not (self.live or (self._waiting and self._may_admit) or self.caches.is_restoring)
+        return not (self.live or (self.waiting and self._may_admit) or self.caches.is_restoring)
 
     @property
     def progress(self) -> int:
@@ -216,8 +211,8 @@ class BlockPoolBatchEngine:
         """
         dropped = sorted({sequence.uid for sequence in self.live} | {event.uid for event in self._events})
         if not dropped:
-            dropped = [sequence.uid for sequence in self._waiting]
-        self._waiting = [sequence for sequence in self._waiting if sequence.uid not in dropped]
+            dropped = [sequence.uid for sequence in self.waiting]
+        self.waiting = [sequence for sequence in self.waiting if sequence.uid not in dropped]
         self._prefilling = []
         self._batch = DecodeBatch(self.model, self.caches.merges)
         self._events = []
@@ -228,7 +223,7 @@ class BlockPoolBatchEngine:
     def close(self) -> None:
         """Drop everything and give the wired limit back."""
         self.reset()
-        self._waiting = []
+        self.waiting = []
         if self._wired_limit is not None:
             mx.synchronize()
             mx.set_wired_limit(self._wired_limit)
@@ -237,26 +232,36 @@ class BlockPoolBatchEngine:
     # -- one step ------------------------------------------------------------------------------------------------------
 
     def next(self) -> list[Event]:
-        """One step: admit sequences, then compute a chunk of prompts or a token of each decoding sequence.
+        """One step: schedule, run and postprocess a chunk of prompts, or a token of each decoding sequence.
 
         Returns the events of the step. Raises what the model raised: call reset() then.
         """
-        self._may_admit |= self.caches.advance(idle=not self.live)
-        self._admit()
-        is_prefill = self._is_prefill_next()
+        chunk = self._schedule()
         start = time.perf_counter()
-        if is_prefill:
-            self._prefill()
+        if chunk is not None:
+            self._postprocess_chunk(chunk, chunk.run(self.model, self.caches.ragged), time.perf_counter() - start)
         elif self._batch.members:
-            self._decode()
-        self._account(is_prefill, time.perf_counter() - start)
+            self._postprocess_tokens(*self._batch.run(), time.perf_counter() - start)
+        self._account(chunk is not None, time.perf_counter() - start)
         events, self._events = [*self._events, *self.caches.restoring()], []
         return events
 
-    def _is_prefill_next(self) -> bool:
-        """Prefill goes first, until it owes decode its share of the time, or a first token is computed and not emitted."""
+    def _schedule(self) -> Chunk | None:
+        """Admit sequences. Returns the next chunk of prompts, or None once the next token of each decoding sequence has room."""
+        self._may_admit |= self.caches.advance(idle=not self.live)
+        self._admit()
         decode_is_due = len(self._batch) and (self._decode_debt > 0 or self._batch.has_first_token_pending)
-        return bool(self._prefilling) and not decode_is_due
+        if self._prefilling and not decode_is_due:
+            return self._next_chunk()
+        self._ensure_next_blocks()
+        return None
+
+    def _next_chunk(self) -> Chunk:
+        tokens = self.config.prefill_tokens
+        most = self.config.prefill_rows if self.caches.pads_prompts else 1
+        rows = [(each, chunk_end(each, tokens)) for each in choose(self._prefilling, tokens, most, self._long_first)]
+        self._long_first = len(rows) > 1 or rows[0][1] == rows[0][0].prefill_end
+        return Chunk(rows)
 
     def _account(self, is_prefill: bool, seconds: float) -> None:
         """While both wait, decode gets `decode_share` of the time: each chunk adds to its debt, each decode step pays it."""
@@ -265,16 +270,13 @@ class BlockPoolBatchEngine:
         if not (self._prefilling and len(self._batch)):
             self._decode_debt = 0.0
 
-    def _prefill(self) -> None:
-        """Schedule a chunk, compute it, and let the sequences whose prompts are complete join the batch."""
-        config = self.config
-        rows = config.prefill_rows if self.caches.pads_prompts else 1
-        chosen = choose(self._prefilling, config.prefill_tokens, rows, self._long_first)
-        ends = [chunk_end(sequence, config.prefill_tokens) for sequence in chosen]
-        self._long_first = len(chosen) > 1 or ends[0] == chosen[0].prefill_end
-        tokens, seconds = compute(self.model, chosen, ends, self.caches.ragged)
-        self._count_chunk(tokens, seconds)
-        for sequence in chosen:
+    def _postprocess_chunk(self, chunk: Chunk, tokens: int, seconds: float) -> None:
+        """Cache what the chunk has computed, and let the sequences whose prompts are complete join the batch."""
+        self.counts.update(chunks=1, prompt_tokens=tokens)
+        self._work.prompt_tokens += tokens
+        self._work.prompt_time += seconds
+        self.caches.computed(tokens, seconds)
+        for sequence, _ in chunk.rows:
             kind = sequence.marks.pop(sequence.computed, None)
             if kind is not None or (self.caches.keeps_chunks and sequence.in_prefill):
                 self.caches.insert(sequence, kind or KIND)
@@ -284,25 +286,16 @@ class BlockPoolBatchEngine:
                 self._prefilling.remove(sequence)
                 self._join(sequence)
 
-    def _count_chunk(self, tokens: int, seconds: float) -> None:
-        self.counts.update(chunks=1, prompt_tokens=tokens)
-        self._work.prompt_tokens += tokens
-        self._work.prompt_time += seconds
-        self.caches.computed(tokens, seconds)
-
-    def _decode(self) -> None:
-        """Reserve the batch's next blocks, compute a token of each member, and emit the tokens of the step before."""
-        self._ensure_next_blocks()
-        if not self._batch.members:
-            return
-        start = time.perf_counter()
-        stepped = self._batch.step()
-        self._count_decode_step(len(stepped.emitted), time.perf_counter() - start)
-        failed = {sequence.uid: error for sequence, error in stepped.failed}
-        ended = [sequence for sequence, _ in stepped.failed]
-        for sequence, token, logprobs in stepped.emitted:
-            if sequence.uid in failed:
-                continue
+    def _postprocess_tokens(self, emitted: list[Emitted], failed: dict[Sequence, Exception], seconds: float) -> None:
+        """Emit tokens, and let the sequences that have ended leave the batch."""
+        self.counts.update(decode_steps=1, tokens=len(emitted))
+        self._work.decode_time += seconds
+        self._work.generation_steps += 1
+        self._work.generation_tokens += len(emitted)
+        if self.counts["decode_steps"] % CLEAR_STEPS == 0:
+            mx.clear_cache()
+        ended: list[Sequence] = list(failed)
+        for sequence, token, logprobs in emitted:
             reason = sequence.append_token(token)
             self._events.append(Token(sequence.uid, token, logprobs, reason))
             if reason is not None:
@@ -311,15 +304,7 @@ class BlockPoolBatchEngine:
                 self.caches.insert(sequence, "assistant")
         self._batch.leave(ended)
         for sequence in ended:
-            self._end(sequence, failed.get(sequence.uid))
-
-    def _count_decode_step(self, tokens: int, seconds: float) -> None:
-        self.counts.update(decode_steps=1, tokens=tokens)
-        self._work.decode_time += seconds
-        self._work.generation_steps += 1
-        self._work.generation_tokens += tokens
-        if self.counts["decode_steps"] % CLEAR_STEPS == 0:
-            mx.clear_cache()
+            self._end(sequence, failed.get(sequence))
 
     # -- room ----------------------------------------------------------------------------------------------------------
 
@@ -330,7 +315,7 @@ class BlockPoolBatchEngine:
         self._may_admit = False
         busy = {sequence.request.agent for sequence in self.live} - {None}
         most = self.config.max_members if self.caches.merges else 1
-        for sequence in list(self._waiting):
+        for sequence in list(self.waiting):
             if len(self._prefilling) + len(self._batch) >= most:
                 break
             agent = sequence.request.agent
@@ -366,7 +351,7 @@ class BlockPoolBatchEngine:
                 return False
             self._fail(sequence, error)
             return True
-        self._waiting.remove(sequence)
+        self.waiting.remove(sequence)
         sequence.caches, sequence.computed = opened.caches, opened.cached
         if sequence.swaps:
             self.counts["swapped_in"] += 1
@@ -402,8 +387,8 @@ class BlockPoolBatchEngine:
         self._withdraw(sequence)
         sequence.swaps += 1
         sequence.computed = 0
-        self._waiting.append(sequence)
-        self._waiting.sort(key=lambda waiting: waiting.uid)
+        self.waiting.append(sequence)
+        self.waiting.sort(key=lambda waiting: waiting.uid)
         self.counts["swapped_out"] += 1
 
     def _withdraw(self, sequence: Sequence) -> None:
@@ -420,11 +405,11 @@ class BlockPoolBatchEngine:
     def _end(self, sequence: Sequence, error: Exception | None) -> None:
         """Finish a sequence that has left the batch."""
         self._may_admit = True
-        if error is not None:
+        if error is None:
+            self._keep(sequence)
+        else:
             self.caches.discard(sequence)
             self._fail(sequence, error)
-            return
-        self._keep(sequence)
 
     def _keep(self, sequence: Sequence) -> None:
         """Cache what a sequence has computed and take its caches back. A failure is logged and fails no request."""
@@ -439,4 +424,4 @@ class BlockPoolBatchEngine:
         # Without its traceback, whose frames hold caches and with them blocks.
         self._events.append(Failed(sequence.uid, error.with_traceback(None)))
         self._may_admit = True
-        self._waiting = [r for r in self._waiting if r is not sequence]
+        self.waiting = [r for r in self.waiting if r is not sequence]

@@ -1,4 +1,4 @@
-"""Which prompts are computed next, how far, and computing them.
+"""Which prompts are computed next, how far, and the chunk that computes them.
 
 Chunks end on an absolute grid, so that cold and warm runs of a prompt are computed in the same shapes, and at the marks of a
 prompt.
@@ -6,8 +6,8 @@ prompt.
 
 from __future__ import annotations
 
-import time
 from collections.abc import Collection
+from dataclasses import dataclass
 from typing import Any
 
 import mlx.core as mx
@@ -15,6 +15,36 @@ import mlx.core as mx
 from ..kv.parts import batch_of, member_of
 from ..prefix.trie import common_prefix
 from .sequence import Sequence
+
+
+@dataclass(frozen=True)
+class Chunk:
+    """Tokens [computed, end) of each row, which are computed together: (row, end) pairs."""
+
+    rows: list[tuple[Sequence, int]]
+
+    def run(self, model: Any, merges: bool) -> int:
+        """Returns the number of tokens. Several rows are padded on the right; caches ignore the padding."""
+        assert merges or len(self.rows) == 1, "these caches cannot be merged"
+        chunks = [row.tokens[row.computed : end] for row, end in self.rows]
+        caches = [row.caches or [] for row, _ in self.rows]
+        layers = batch_of(caches) if merges else caches[0]
+        lengths = [len(chunk) for chunk in chunks]
+        padding = [max(lengths) - length for length in lengths]
+        if any(padding):
+            for layer in layers:
+                layer.prepare(lengths=lengths, right_padding=padding)
+        model(mx.array([chunk + [0] * pad for chunk, pad in zip(chunks, padding, strict=True)]), cache=layers)
+        if any(padding):
+            for layer in layers:
+                layer.finalize()
+        mx.eval([layer.state for layer in layers])
+        mx.clear_cache()
+        for i, (row, end) in enumerate(self.rows):
+            row.computed = end
+            if merges:
+                row.caches = member_of(layers, i)
+        return sum(lengths)
 
 
 def chunk_end(sequence: Sequence, step: int) -> int:
@@ -26,9 +56,9 @@ def chunk_end(sequence: Sequence, step: int) -> int:
 def choose(prefilling: Collection[Sequence], step: int, rows: int, long_first: bool) -> list[Sequence]:
     """The prompts of the next chunk: the oldest long one, or short ones together.
 
-    A prompt is short if one chunk is left of it. Short ones go first, so that nobody waits for a long prompt; where both wait
-    they take turns (`long_first`), so that a stream of short ones does not stop a long one. At most `rows` go together, and
-    at most `step` tokens, padding included.
+    A prompt is short if one chunk is left of it. Short ones go first, so that they do not wait for a long prompt; where both
+    wait they take turns (`long_first`), so that a stream of short ones does not stop a long one. At most `rows` go together,
+    and at most `step` tokens, padding included.
     """
     long = [r for r in prefilling if chunk_end(r, step) < r.prefill_end]
     short = [r for r in prefilling if r not in long]
@@ -50,32 +80,3 @@ def still_shared(sequence: Sequence, other: Sequence) -> int:
         return 0
     shared = min(common_prefix(sequence.tokens, other.tokens), sequence.prefill_end, other.prefill_end)
     return shared if shared > other.computed else 0
-
-
-def compute(model: Any, rows: Collection[Sequence], ends: list[int], merges: bool) -> tuple[int, float]:
-    """Compute tokens [computed, ends[i]) of each row. Returns how many, and the seconds that it took.
-
-    Several rows are padded on the right; caches ignore the padding.
-    """
-    start = time.perf_counter()
-    chunks = [row.tokens[row.computed : end] for row, end in zip(rows, ends, strict=True)]
-    assert merges or len(rows) == 1, "these caches cannot be merged"
-    caches = [row.caches or [] for row in rows]
-    layers = batch_of(caches) if merges else caches[0]
-    lengths = [len(chunk) for chunk in chunks]
-    longest = max(lengths)
-    padding = [longest - length for length in lengths]
-    if any(padding):
-        for layer in layers:
-            layer.prepare(lengths=lengths, right_padding=padding)
-    model(mx.array([chunk + [0] * pad for chunk, pad in zip(chunks, padding, strict=True)]), cache=layers)
-    if any(padding):
-        for layer in layers:
-            layer.finalize()
-    mx.eval([layer.state for layer in layers])
-    mx.clear_cache()
-    for i, (row, end) in enumerate(zip(rows, ends, strict=True)):
-        row.computed = end
-        if merges:
-            row.caches = member_of(layers, i)
-    return sum(lengths), time.perf_counter() - start

@@ -12,18 +12,16 @@ from mlx_lm.models.cache import make_prompt_cache as stock_prompt_cache
 
 from ..kv.parts import tokens_held
 from ..prefix.salts import SHARED
-from .caches import Opened
-from .request import KIND, Restoring
+from .caches import Caches, Opened
+from .request import KIND
 from .sequence import Sequence
 
 
-class StockCaches:
+class StockCaches(Caches):
     """In place of PooledCaches. What goes on is kept by copy; there is no limit but that of `known`."""
 
-    ragged = False
-    pads_prompts = False
+    ragged = keeps_chunks = False
     needs_marks = True
-    keeps_chunks = False
 
     def __init__(self, model: Any, key: Any, known: GuardedPromptCache, merges: bool) -> None:
         self.merges = merges
@@ -31,72 +29,35 @@ class StockCaches:
         self._key = key
         self._known = known
 
-    def capacity(self) -> int | None:
-        return None
-
     def open(self, sequence: Sequence, others: Collection[Sequence]) -> Opened:
         caches, rest = self._known.fetch_nearest_cache(self._key_of(sequence.terms.salt), sequence.tokens)
         if caches is None:
             caches, rest = stock_prompt_cache(self._model), sequence.tokens
         return Opened(caches, len(sequence.tokens) - len(rest), None)
 
-    def is_ready(self, sequence: Sequence) -> bool:
-        return True
-
-    def advance(self, idle: bool) -> bool:
-        """Nothing is on disk."""
-        return False
-
-    def restoring(self) -> list[Restoring]:
-        """Nothing is on its way."""
-        return []
-
-    num_arrived = 0
-    is_restoring = is_room_coming = False
-
-    def computed(self, tokens: int, seconds: float) -> None:
-        """The speed matters only beside a disk."""
-
-    def stop_restoring(self) -> bool:
-        """Nothing is on its way."""
-        return False
-
-    def abandon(self, sequence: Sequence) -> int:
-        """Nothing is on its way."""
-        return 0
-
     def cached_tokens(self, tokens: list[int], salt: bytes = SHARED) -> int:
         return self._known.known_tokens(self._key_of(salt), list(tokens))
 
-    def ensure_next_blocks(self, batch: Collection[Sequence]) -> None:
-        """There is no limit."""
-
     def insert(self, sequence: Sequence, kind: str) -> None:
-        self._insert(sequence, copy.deepcopy(sequence.caches), kind)
+        self._insert(sequence, sequence.computed, copy.deepcopy(sequence.caches), kind)
 
     def take_in(self, sequence: Sequence, caches: list[Any]) -> None:
-        """Cache what given caches hold of a prompt."""
-        tokens = sequence.tokens[: tokens_held(caches)]
-        self._known.insert_cache(self._key_of(sequence.terms.salt), tokens, copy.deepcopy(caches), cache_type=KIND)
+        self._insert(sequence, tokens_held(caches), copy.deepcopy(caches), KIND)
 
     def release(self, sequence: Sequence, kind: str) -> None:
-        self._insert(sequence, sequence.caches, kind)
+        self._insert(sequence, sequence.computed, sequence.caches, kind)
         sequence.caches = None
 
     def discard(self, sequence: Sequence) -> None:
         sequence.caches = None
 
-    def release_all(self) -> None:
-        """mlx-lm's caches are not counted."""
-
     def _key_of(self, salt: bytes) -> Any:
         """To mlx-lm's cache, prompts under a salt belong to another model."""
         return (self._key, salt) if salt else self._key
 
-    def _insert(self, sequence: Sequence, caches: Any, kind: str) -> None:
-        if sequence.computed:
-            tokens = sequence.tokens[: sequence.computed]
-            self._known.insert_cache(self._key_of(sequence.terms.salt), tokens, caches, cache_type=kind)
+    def _insert(self, sequence: Sequence, held: int, caches: Any, kind: str) -> None:
+        if held:
+            self._known.insert_cache(self._key_of(sequence.terms.salt), sequence.tokens[:held], caches, cache_type=kind)
 
 
 class GuardedPromptCache(LRUPromptCache):  # type: ignore[misc]

@@ -16,7 +16,7 @@ from jinja2 import TemplateError
 from ..messages import Message
 from ..mlx_lm_compat import process_message_content
 from ..prefix.trie import common_prefix
-from .request import Mark, PromptRequest
+from .request import Mark
 
 log = logging.getLogger(__name__)
 
@@ -46,11 +46,6 @@ def checkpoint_positions(
         if 0 < end < len(prompt):
             marks[end] = kind
     return sorted(marks.items())
-
-
-def pins_of(request: PromptRequest) -> list[tuple[int, int]]:
-    """(tokens, seconds) of the beginnings that its client has marked to be kept, once its prompt was tokenized."""
-    return list(request.rendered.marks or ())
 
 
 def _end_of(tokenizer: Any, prompt: list[int], beginning: list[dict[str, Any]], options: dict[str, Any]) -> int:

@@ -7,6 +7,7 @@ caches). A request's failure ends that request alone: the thread goes on, and is
 from __future__ import annotations
 
 import logging
+import threading
 import time
 from collections.abc import Iterator
 from dataclasses import replace
@@ -18,7 +19,7 @@ import mlx.core as mx
 from ..config import EngineConfig, ImageConfig, ModelsConfig, PoolConfig, PromptConfig, StoreConfig
 from ..engine.stock import GuardedPromptCache
 from ..errors import BlockpoolError, LoadError, UnavailableError
-from ..mlx_lm_compat import ResponseGenerator, image_parts
+from ..mlx_lm_compat import ResponseGenerator
 from ..store.agent_files import Agents
 from ..store.paths import default_folder
 from ..store.spool import Spool
@@ -32,13 +33,11 @@ from .models.provider import BlockpoolModelProvider
 from .models.queue import QueueEntry
 from .models.registry import LoadCommand, ModelRegistry
 from .normalise import Normalisers
-from .prompts.job import PreparedPrompt
-from .prompts.preparation import AgentOrder, PromptPreparation, tokenize_with_images
+from .prompts.preparation import AgentOrder, PromptPreparation
 from .prompts.workers import PromptWorkers
-from .replies import HangUps, Reply
-from .requests import Live, Suspended, Waiting, fit
+from .replies import HangUps, Reply, fit
 from .sampling import check_sampling
-from .sequential import SequentialCache, SequentialReply
+from .sequential import SequentialCache, SequentialReply, tokenized
 
 log = logging.getLogger(__name__)
 
@@ -107,16 +106,16 @@ class BlockpoolGenerator(ResponseGenerator):  # type: ignore[misc]
         args = replace(generation_args, model=self.registry.find(generation_args.model))
         with self._order.turn(request.options.agent) as request.turn:
             args = self._preparation.prepare(request, args)
-            reply = Reply()
+            reply = Reply(request, args)
             self.hang_ups.watch(request.connection, reply)
-            self.requests.put((reply, request, args))
-            context = self._await_response(reply)
+            self.requests.put(reply)
+            context = self.receive(reply)
             if isinstance(context, Exception):
                 raise context
             return context, self._parts(reply, progress_callback)
 
     def _parts(self, reply: Reply, progress_callback: Any) -> Iterator[Any]:
-        while (part := self._await_response(reply)) is not None:
+        while (part := self.receive(reply)) is not None:
             if isinstance(part, Exception):
                 raise part
             if not isinstance(part, tuple):
@@ -124,11 +123,11 @@ class BlockpoolGenerator(ResponseGenerator):  # type: ignore[misc]
             elif progress_callback is not None:
                 progress_callback(*part)
 
-    def _await_response(self, response_queue: Queue[Any]) -> Any:
-        """The next part of a reply. Raises UnavailableError if none can come any more."""
+    def receive(self, queue: Queue[Any]) -> Any:
+        """The next item that the generation thread puts on a queue. Raises UnavailableError if none can come any more."""
         while True:
             try:
-                return response_queue.get(timeout=1.0)
+                return queue.get(timeout=1.0)
             except Empty:
                 if self._stop or not self.generation_available():
                     raise shutting_down() from None
@@ -146,7 +145,7 @@ class BlockpoolGenerator(ResponseGenerator):  # type: ignore[misc]
     def run_command(self, command: LoadCommand, waits: bool) -> None:
         """Have a model loaded or unloaded and, if the client `waits`, return once it is. Raises why it is not."""
         self.requests.put(command)
-        error = self._await_response(command.queue) if waits else None
+        error = self.receive(command.queue) if waits else None
         if error is not None:
             raise error
 
@@ -172,44 +171,46 @@ class BlockpoolGenerator(ResponseGenerator):  # type: ignore[misc]
     # -- the thread ----------------------------------------------------------------------------------------------------
 
     def _run_generate(self) -> None:
-        """Supervise _generate(): whatever ends it, the requests learn of it and the next ones are served."""
+        """Turn after turn until the server stops: take arrivals, start requests, change models, step an engine."""
         self._started.put(self._load_default())
-        while not self._stop:
-            try:
-                self._generate()
-            except BaseException as error:
-                # The top of the thread: not even an exit that some model's code asks for may end it.
-                log.exception("the generation thread starts anew; %d requests have failed", len(self._live))
-                self.health.restarts += 1
-                self._fail_all(RuntimeError(f"The generation thread failed: {type(error).__name__}: {error}"))
-        self._shut_down()
-
-    def _generate(self) -> None:
         stream = mx.default_stream(mx.default_device())
         while not self._stop:
-            self._take_arrivals()
-            stalls = self.health.is_stalled(self.has_waiting)
             try:
-                self._drop_hung_up()
+                self._take_arrivals()
+                stalls = self.health.is_stalled(self.has_waiting)
+                self._drop_left()
                 self.registry.make_plan()
                 self._start_waiting(stream)
                 self._change_models()
                 self._step()
                 if stalls and self.health.is_stalled(self.has_waiting):
                     self._drop_stalled()
-            except Exception as error:
-                # Whatever went wrong, it was these requests and not the next ones.
-                log.exception("generation failed for %d requests", len(self._live))
-                for served in self._models:
-                    served.fail(RuntimeError(f"The batch failed: {type(error).__name__}: {error}"))
+            except BaseException as error:
+                # The top of the thread: not even an exit that some model's code asks for may end it.
+                self._recover(error)
+        self._shut_down()
+
+    def _recover(self, error: BaseException) -> None:
+        """Fail the requests that an exception has met: those that run, or all where it was none of theirs."""
+        log.exception("generation failed for %d requests", len(self._live), exc_info=error)
+        cause = f"{type(error).__name__}: {error}"
+        try:
+            if not isinstance(error, Exception):
+                raise error
+            for served in self._models:
+                served.fail(RuntimeError(f"The batch failed: {cause}"))
+        except BaseException:
+            log.exception("the generation thread starts anew")
+            self.health.restarts += 1
+            self._fail_all(RuntimeError(f"The generation thread failed: {cause}"))
 
     @property
     def _models(self) -> list[LoadedModel]:
         return list(self.registry.loaded.values())
 
     @property
-    def _live(self) -> list[Live]:
-        return [live for served in self._models for live in served.live.values()]
+    def _live(self) -> list[Reply]:
+        return [reply for served in self._models for reply in served.live.values()]
 
     def _load_default(self) -> Exception | None:
         try:
@@ -217,6 +218,7 @@ class BlockpoolGenerator(ResponseGenerator):  # type: ignore[misc]
             if key is None:
                 return None
             self.registry.check_files(key)
+            threading.Thread(target=self._preparation.load, args=[key], name="tokenizer", daemon=True).start()
             swap = self.registry.begin_with(key)
             while not self._stop and self.registry.advance() is None:
                 pass
@@ -246,26 +248,27 @@ class BlockpoolGenerator(ResponseGenerator):  # type: ignore[misc]
         if isinstance(item, Job):
             self.health.doing("a job")
             item.run()
-        elif not isinstance(item, LoadCommand):
-            waiting = Waiting(*item)
-            if waiting.request.turn is not None:
-                waiting.request.turn.set()
-            self.registry.queue.add(waiting.args.model, waiting)
+        elif isinstance(item, Reply):
+            if item.request.turn is not None:
+                item.request.turn.set()
+            self.registry.queue.add(item.args.model, item)
         elif item.unload:
             self.registry.unload(item)
         else:
             self.registry.queue.add(item.key, item)
 
-    def _drop_hung_up(self) -> None:
-        """Requests that have not started and whose clients are gone; those that have started end with a step."""
+    def _drop_left(self) -> None:
+        """Drop waiting requests whose clients are gone, or whose model could not be loaded in time."""
         for place in list(self.registry.queue):
-            is_left = isinstance(place.item, Waiting) and place.item.queue.is_hung_up
-            if is_left or (isinstance(place.item, Suspended) and place.item.live.is_left):
+            reply = place.item
+            if not isinstance(reply, Reply):
+                continue
+            if reply.is_left:
                 self.registry.queue.remove(place)
-            elif isinstance(place.item, Waiting) and self._has_waited_too_long(place):
+            elif reply.sequence is None and self._has_waited_too_long(place):
                 self.registry.queue.remove(place)
                 seconds = self.registry.config.wait_seconds
-                place.item.fail(LoadError(f"{place.key.model} could not be loaded within {seconds:g} seconds. Try again later."))
+                reply.fail(LoadError(f"{place.key.model} could not be loaded within {seconds:g} seconds. Try again later."))
 
     def _has_waited_too_long(self, place: QueueEntry) -> bool:
         waited = self.registry.queue.clock() - place.arrived
@@ -321,15 +324,13 @@ class BlockpoolGenerator(ResponseGenerator):  # type: ignore[misc]
     # -- requests ------------------------------------------------------------------------------------------------------
 
     def _start_waiting(self, stream: mx.Stream) -> None:
-        """Hand requests on in the order of the line. One that needs its model to itself waits for all others of that model."""
+        """Start requests in the order of the queue. One that needs its model to itself waits for all others of that model."""
         passed: set[Any] = set()
         while (place := self.registry.queue.next(self.registry.usages(), passed)) is not None:
             served, item = self.registry.loaded[place.key], place.item
             try:
                 if isinstance(item, LoadCommand):
                     item.done()
-                elif isinstance(item, Suspended):
-                    self._resume(served, item)
                 elif not self._start(served, item, stream):
                     passed.add(place.key)
                     continue
@@ -340,80 +341,74 @@ class BlockpoolGenerator(ResponseGenerator):  # type: ignore[misc]
                 item.fail(error if isinstance(error, Exception) else RuntimeError(f"The model's code asked to exit: {error}"))
             self.registry.queue.remove(place)
 
-    def _start(self, served: LoadedModel, waiting: Waiting, stream: mx.Stream) -> bool:
-        """Give one request to the engine or serve it; False if it has to wait for those that are live."""
+    def _start(self, served: LoadedModel, reply: Reply, stream: mx.Stream) -> bool:
+        """Start or resume one request. Returns False if it needs the model to itself and others are running."""
         self._choose(served)
         served.open_engine()
-        alone = served.engine is None or any(image_parts(waiting.request.messages))
+        alone = served.engine is None or reply.request.prepared.images is not None
         if alone and served.live:
             return False
-        provider, args = served.provider, waiting.args
-        if waiting.tokenized is None:
-            waiting.tokenized = self._tokenize(provider.tokenizer, waiting.request, args)
-            check_sampling(args, provider.tokenizer, served.vocab_size)
-        default = self._config.alone_tokens if alone else None
-        waiting.args = fit(args, waiting.tokenized[0], served.capacity(), served.positions, default)
-        if alone:
-            self._serve_alone(served, waiting, stream)
+        served.join(self._models)
+        if reply.sequence is not None:
+            served.resume(reply)
         else:
-            stop, text_sm = self._make_state_machine(provider.model_key, provider.tokenizer, waiting.args.stop_words)
-            served.join(self._models)
-            served.insert(waiting, stop, text_sm)
+            self._begin(served, reply, alone, stream)
         served.used = self.registry.queue.clock()
         return True
 
-    def _tokenize(self, tokenizer: Any, request: Any, args: Any) -> Any:
-        """The prepared prompt, or mlx-lm's own tokenization of one with images."""
-        prepared: PreparedPrompt | None = request.prepared
-        if prepared is not None:
-            return prepared.tokenized()
-        return tokenize_with_images(super()._tokenize, self.model_provider, request, args)
+    def _begin(self, served: LoadedModel, reply: Reply, alone: bool, stream: mx.Stream) -> None:
+        provider, default = served.provider, self._config.alone_tokens if alone else None
+        check_sampling(reply.args, provider.tokenizer, served.vocab_size)
+        reply.args = fit(reply.args, reply.request.prepared.tokens, served.capacity(), served.positions, default)
+        if alone:
+            self._serve_alone(served, reply, stream)
+        else:
+            stop, text_sm = self._make_state_machine(provider.model_key, provider.tokenizer, reply.args.stop_words)
+            served.insert(reply, stop, text_sm)
 
-    def _resume(self, served: LoadedModel, suspended: Suspended) -> None:
-        self._choose(served)
-        served.open_engine()
-        served.join(self._models)
-        served.resume(suspended)
-        served.used = self.registry.queue.clock()
-
-    def _serve_alone(self, served: LoadedModel, waiting: Waiting, stream: mx.Stream) -> None:
+    def _serve_alone(self, served: LoadedModel, reply: Reply, stream: mx.Stream) -> None:
         """Through mlx-lm's sequential path, with room for what a draft writes and takes back."""
+        cache, explained = served.sequential, reply.request.explained
         self.health.doing("a request alone")
-        self.prompt_cache.max_tokens = waiting.args.max_tokens
-        self.prompt_cache.lookup = None
-        self.prompt_cache.salt = served.salt_of(waiting.request.options)
-        queue = SequentialReply(waiting.queue, self.health.mark, lambda context: served.explain_alone(waiting, context))
-        self._serve_single((queue, waiting.request, waiting.args), stream)
+        cache.max_tokens, cache.lookup, cache.salt = reply.args.max_tokens, None, served.salt_of(reply.request.options)
+        if explained is not None:
+            explained.salt = cache.salt
+
+        def started() -> None:
+            assert reply.context is not None
+            served.explain(reply, reply.context.prompt_cache_count, cache.lookup)
+
+        self._serve_single((SequentialReply(reply, self.health.mark, started), reply.request, reply.args), stream)
         self.health.idle()
         self._report()
+
+    def _tokenize(self, tokenizer: Any, request: Any, args: Any) -> Any:
+        """In place of mlx-lm's, for its sequential path: the prompt is tokenized already."""
+        return tokenized(request.prepared)
 
     # -- a step of an engine -------------------------------------------------------------------------------------------
 
     def _step(self) -> None:
-        """A step of the model that has had the least time, of those that have something to do."""
+        """A step of the model that has had the least time, of those that can compute; the others look at their disks."""
+        if time.monotonic() - self._reported > REPORT_SECONDS:
+            self._report()
         busy = [served for served in self._models if served.live]
-        self._report_again()
         if not busy:
             self._rest()
             return
         self.health.doing("prefill and decode")
-        computing = [served for served in busy if not served.is_blocked]
-        turn = min(computing, key=lambda served: served.spent, default=None)
-        for served in busy:
-            # Those that wait for a disk only look whether it has answered.
-            if served is turn or served not in computing:
-                self._step_of(served)
-
-    def _step_of(self, served: LoadedModel) -> None:
-        try:
-            if served.step():
-                self.health.mark()
-        except Exception as error:
-            # Whatever went wrong, it was the requests of this model and not the next ones.
-            log.exception("generation failed for %d requests", len(served.live))
-            served.fail(RuntimeError(f"The batch failed: {type(error).__name__}: {error}"))
-        if not served.live:
-            served.update_report()
+        blocked = [served for served in busy if served.is_blocked]
+        turn = min((served for served in busy if served not in blocked), key=lambda served: served.spent, default=None)
+        for served in [*blocked, *([] if turn is None else [turn])]:
+            try:
+                if served.step():
+                    self.health.mark()
+            except Exception as error:
+                # Whatever went wrong, it was the requests of this model and not the next ones.
+                log.exception("generation failed for %d requests", len(served.live))
+                served.fail(RuntimeError(f"The batch failed: {type(error).__name__}: {error}"))
+            if not served.live:
+                served.update_report()
 
     def _rest(self) -> None:
         if self.registry.swap is None and not self.has_waiting:
@@ -422,10 +417,6 @@ class BlockpoolGenerator(ResponseGenerator):  # type: ignore[misc]
             self.health.doing("waiting for a model")
         for served in self._models:
             served.idle()
-
-    def _report_again(self) -> None:
-        if time.monotonic() - self._reported > REPORT_SECONDS:
-            self._report()
 
     def _report(self) -> None:
         """Figures of all models; those that rest write behind meanwhile."""

@@ -11,7 +11,8 @@ import json
 import logging
 import math
 import time
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
 from email.message import Message
 from http import HTTPStatus
 from typing import Any
@@ -26,6 +27,7 @@ from .api.completions import CompletionsEndpoint
 from .api.errors import anthropic_error, in_shape, is_openai, openai_error, openai_status
 from .api.responses import ResponsesEndpoint, is_responses
 from .explain import answer_about, is_explain
+from .generator import BlockpoolGenerator
 from .incoming import TimedReader, WireBody, buffer_body, drain, file_deadline
 from .models.http import COMMANDS, ModelsEndpoint, cache_report
 from .outgoing import OnlyHeaders, Outgoing
@@ -48,18 +50,15 @@ class BlockpoolHandler(APIHandler):  # type: ignore[misc]
     # Headers and body are separate writes: without this the second waits for the client's delayed acknowledgement.
     disable_nagle_algorithm = True
 
+    response_generator: Any
     wfile: Any
     rfile: Any
     headers: Any
     request_version: str
 
-    def __init__(self, response_generator: Any, *args: Any, **kwargs: Any) -> None:
-        self._generator = response_generator
-        self.scope = RequestScope(response_generator)
-        super().__init__(self.scope, *args, **kwargs)
-
     def setup(self) -> None:
         super().setup()
+        self._generator: BlockpoolGenerator = self.response_generator
         self.rfile.close()
         self._incoming = TimedReader(self.connection, 0.0, 0.0)
         self._reader = io.BufferedReader(self._incoming)
@@ -83,29 +82,27 @@ class BlockpoolHandler(APIHandler):  # type: ignore[misc]
         self.created = int(time.time())
         self.stream = self.answered = False
 
-    def handle(self) -> None:
-        self.close_connection = False
-        try:
-            while not self.close_connection and self._has_next():
-                self._begin_request()
-                self._serve_one()
-                self._is_new = False
-        except ConnectionError:
-            self.log_message("the client hung up")
-
-    def _serve_one(self) -> None:
-        """Serve one request with a place of the policy's, or reject it."""
-        guard = self.guard
-        self._crowded = not guard.room.acquire(blocking=False)
+    def handle_one_request(self) -> None:
+        """Serve the connection's next request with a place of the policy's, or reject it."""
+        if not self._has_next():
+            self.close_connection = True
+            return
+        self._begin_request()
+        room = self.guard.room
+        self._crowded = not room.acquire(blocking=False)
         if self._crowded:
             self._incoming.until = time.monotonic() + CROWDED_SECONDS
         try:
-            self.handle_one_request()
+            super().handle_one_request()
             self._end_request()
+        except ConnectionError:
+            self.close_connection = True
+            self.log_message("the client hung up")
         finally:
             self._share.release()
             if not self._crowded:
-                guard.room.release()
+                room.release()
+        self._is_new = False
 
     def _end_request(self) -> None:
         """End the response, and the connection where the next request could not be told from the rest of this one."""
@@ -212,7 +209,8 @@ class BlockpoolHandler(APIHandler):  # type: ignore[misc]
     # -- endpoints -----------------------------------------------------------------------------------------------------
 
     def do_GET(self) -> None:  # noqa: N802
-        self._serve(self._get)
+        with self._failures_answered():
+            self._get()
 
     def do_HEAD(self) -> None:  # noqa: N802
         """The headers of do_GET; clients send HEAD / to see whether the server runs."""
@@ -223,15 +221,34 @@ class BlockpoolHandler(APIHandler):  # type: ignore[misc]
             self.do_GET()
 
     def do_DELETE(self) -> None:  # noqa: N802
-        self._serve(self._delete)
+        with self._failures_answered():
+            if is_agents(self.path):
+                AgentsEndpoint(self).answer()
+            elif is_messages(self.route):
+                MessagesEndpoint(self).refuse_path()
+            else:
+                self._unknown_path()
 
     def do_POST(self) -> None:  # noqa: N802
-        self._serve(self._post)
+        with self._failures_answered():
+            if is_messages(self.route):
+                MessagesEndpoint(self).post()
+            elif is_responses(self.route):
+                ResponsesEndpoint(self).post()
+            elif is_agents(self.path):
+                AgentsEndpoint(self).answer()
+            elif self.route in COMMANDS:
+                self._load_command()
+            elif self.route in GENERATES:
+                CompletionsEndpoint(self).post()
+            else:
+                self._unknown_path()
 
-    def _serve(self, endpoint: Any) -> None:
-        """The top of the request's thread: whatever the endpoint raises is this request's failure."""
+    @contextmanager
+    def _failures_answered(self) -> Iterator[None]:
+        """The top of the request's thread: whatever an endpoint raises is this request's failure."""
         try:
-            endpoint()
+            yield
         except ConnectionError as error:
             log.info("%s: the client hung up: %s", self.path, error)
         except Exception as error:
@@ -249,14 +266,14 @@ class BlockpoolHandler(APIHandler):  # type: ignore[misc]
         return 503 if isinstance(error, UnavailableError) else 500, {"error": cause_of(error)}
 
     def _get(self) -> None:
-        scope = self.scope
+        scope, generator = self.scope, self._generator
         if self.route == "/v1/cache":
-            report = own_figures(scope.owner, cache_report(scope.registry, scope.report))
-            self.send_json(200, {**report, "prompts": scope.prompts.counts})
+            report = own_figures(scope.owner, cache_report(generator.registry, generator.report))
+            self.send_json(200, {**report, "prompts": generator.prompts.counts})
         elif is_explain(self.route):
-            self.send_json(*answer_about(self.route, scope.explanations, scope.asker(self.headers)))
+            self.send_json(*answer_about(self.route, generator.explanations, scope.asker(self.headers)))
         elif self.route == "/admin/models":
-            self.send_json(200, ModelsEndpoint(scope).figures())
+            self.send_json(200, ModelsEndpoint(generator).figures())
         elif is_models(self.route, self.headers):
             MessagesEndpoint(self).get_models()
         elif is_messages(self.route):
@@ -267,51 +284,26 @@ class BlockpoolHandler(APIHandler):  # type: ignore[misc]
             ResponsesEndpoint(self).get()
         elif is_agents(self.path):
             AgentsEndpoint(self).answer()
-        elif self.route in ("/v1/models", "/health") or is_model(self.route):
-            self.path = self.route
-            super().do_GET()
-        else:
-            self._unknown_path()
-
-    def _delete(self) -> None:
-        if is_agents(self.path):
-            AgentsEndpoint(self).answer()
-        elif is_messages(self.route):
-            MessagesEndpoint(self).refuse_path()
-        else:
-            self._unknown_path()
-
-    def _post(self) -> None:
-        if is_messages(self.route):
-            MessagesEndpoint(self).post()
-        elif is_responses(self.route):
-            ResponsesEndpoint(self).post()
-        elif is_agents(self.path):
-            AgentsEndpoint(self).answer()
-        elif self.route in COMMANDS:
-            self._load_command()
-        elif self.route in GENERATES:
-            CompletionsEndpoint(self).post()
+        elif self.route == "/health":
+            self.send_json(*generator.health.report(generator.is_healthy, generator.has_waiting))
+        elif self.route == "/v1/models" or is_model(self.route):
+            self._models()
         else:
             self._unknown_path()
 
     def _unknown_path(self) -> None:
         self.send_json(404, {"error": f"Unknown path {self.route}. See the server's README for the endpoints."})
 
-    def handle_health_check(self) -> None:
-        generator = self.scope
-        self.send_json(*generator.health.report(generator.is_healthy, generator.has_waiting))
-
-    def handle_models_request(self) -> None:
+    def _models(self) -> None:
         try:
-            self.send_json(200, ModelsEndpoint(self.scope).find(self.path, self.created))
+            self.send_json(200, ModelsEndpoint(self._generator).find(self.route, self.created))
         except ModelNotFoundError as error:
             self.send_json(404, {"error": str(error)})
 
     def _load_command(self) -> None:
         """Have a model loaded or unloaded."""
         try:
-            answer = ModelsEndpoint(self.scope).command(self.route, self.rfile.read())
+            answer = ModelsEndpoint(self._generator).command(self.route, self.rfile.read())
         except (BlockpoolError, ValueError, RuntimeError) as error:
             answer = openai_status(error), {"error": str(error)}
         self.send_json(*answer)

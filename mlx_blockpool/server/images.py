@@ -23,12 +23,12 @@ from .bodies import InvalidRequestError
 READ_BYTES = 64 << 10
 
 
-def sees(config: dict[str, Any]) -> bool:
-    """Whether mlx-lm has an image processor for the model of this config."""
+def processor_of(config: dict[str, Any]) -> str | None:
+    """The name of mlx-lm's image processor for the model of this config; None: the model takes no images."""
     if not config.get("vision_config"):
-        return False
+        return None
     name = config.get("processor_type") or get_classes(config)[0].__module__.rsplit(".", 1)[-1]
-    return name in PROCESSORS
+    return name if name in PROCESSORS else None
 
 
 def has_images(messages: list[Message]) -> bool:

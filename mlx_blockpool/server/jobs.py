@@ -41,7 +41,7 @@ def run_on_generation_thread(generator: Any, act: Callable[[], T]) -> T:
     """Let a generation thread do something now, and wait for it. Raises what `act` raises; RuntimeError if the thread ended."""
     job = Job(act)
     generator.requests.put(job)
-    return job.result(generator._await_response)
+    return job.result(generator.receive)
 
 
 def _bare(error: Exception) -> Exception:

@@ -28,7 +28,6 @@ from ..errors import StoreError
 from ..kv.arena import state_share
 from ..kv.attach import batches_padded
 from ..kv.pool import BlockPool
-from ..mlx_lm_compat import GenerationContext
 from ..modelfile import positions_of
 from ..prefix.lookup import Lookup, beside
 from ..prefix.salts import SHARED
@@ -39,11 +38,10 @@ from ..store.record import Key
 from ..tier.cache import TieredPrefixCache
 from ..tier.opening import digests_of, open_store
 from .agents.served import ServedAgents
-from .explain import Explained
 from .models.caches import batch_report, describe, open_drafted, pool_report, warn_of_few_checkpoints
 from .models.provider import BlockpoolModelProvider, ModelKey, WeightsHash
+from .replies import Reply
 from .request import RequestOptions
-from .requests import Live, Suspended, Waiting
 from .sequential import DraftedPrefix, SequentialCache
 
 log = logging.getLogger(__name__)
@@ -70,7 +68,7 @@ class LoadedModel:
         self.prefix: TieredPrefixCache | None = None
         self.sequential = SequentialCache(GuardedPromptCache(provider.cli_args.prompt_cache_size))
         self.agents: ServedAgents | None = None
-        self.live: dict[int, Live] = {}
+        self.live: dict[int, Reply] = {}
         self.vocab_size = 0
         self.weights_bytes = self.read_bytes = self.pool_bytes = 0
         self.ready = self.used = time.monotonic()
@@ -286,18 +284,14 @@ class LoadedModel:
         if not self.live:
             self.spent = max(self.spent, min((other.spent for other in others if other.live), default=0.0))
 
-    def insert(self, waiting: Waiting, stop: StopSequences, text_sm: Any) -> None:
-        """Start a tokenized request. `text_sm`: mlx-lm's state machine for the parts of its reply."""
+    def insert(self, reply: Reply, stop: StopSequences, text_sm: Any) -> None:
+        """Start a request. `text_sm`: mlx-lm's state machine for the parts of its reply."""
         assert self.engine is not None
-        tokenizer, options = self.provider.tokenizer, waiting.request.options
-        context = waiting.context(tokenizer, text_sm)
-        request = waiting.engine_request(tokenizer, stop, self.engine.caches.needs_marks, self.salt_of(options))
-        uid = self.engine.insert(request)
-        explained = waiting.request.explained
-        if explained is not None:
-            explained.salt = request.salt
-        args = waiting.args
-        self.live[uid] = Live(waiting.queue, context, tokenizer, tokenizer.detokenizer, args.top_logprobs, explained)
+        salt = self.salt_of(reply.request.options)
+        request = reply.start(self.provider.tokenizer, text_sm, stop, self.engine.caches.needs_marks, salt)
+        self.live[self.engine.insert(request)] = reply
+        if reply.request.explained is not None:
+            reply.request.explained.salt = salt
 
     def salt_of(self, options: RequestOptions) -> bytes:
         """The salt of a request's prefixes: that of its agent's import, or else its own."""
@@ -305,17 +299,22 @@ class LoadedModel:
         imported = SHARED if agents is None or options.agent is None else agents.salt_of_import(options.agent)
         return imported or options.salt
 
-    def suspend(self) -> list[Suspended]:
+    def suspend(self) -> list[Reply]:
         """Remove all requests, because the model is unloaded."""
-        running = [] if self.engine is None else self.engine.suspend()
-        suspended = [Suspended(each, self.live.pop(each.uid)) for each in running if each.uid in self.live]
+        suspended = []
+        for sequence in [] if self.engine is None else self.engine.suspend():
+            if sequence.uid in self.live:
+                suspended.append(self.live.pop(sequence.uid))
+                suspended[-1].sequence = sequence
         assert not self.live, f"{len(self.live)} requests are not in the engine"
         return suspended
 
-    def resume(self, suspended: Suspended) -> None:
+    def resume(self, reply: Reply) -> None:
         """Continue a request that suspend() removed."""
         assert self.engine is not None
-        self.live[self.engine.resume(suspended.sequence)] = suspended.live
+        assert reply.sequence is not None
+        self.live[self.engine.resume(reply.sequence)] = reply
+        reply.sequence = None
 
     @property
     def is_blocked(self) -> bool:
@@ -354,28 +353,30 @@ class LoadedModel:
 
     def _deliver(self, event: Event) -> None:
         """Put an event of the engine on the queue of its request."""
-        live = self.live[event.uid]
+        reply = self.live[event.uid]
         if isinstance(event, Token):
-            live.tell(event)
+            reply.emit(event)
             if event.finish_reason is not None:
                 del self.live[event.uid]
         elif isinstance(event, Progress):
-            live.queue.put((event.done, event.total))
+            reply.put((event.done, event.total))
         elif isinstance(event, Started):
-            self.explain(live.explained, live.context.prompt, event.cached, event.why)
-            live.begin(event.cached)
+            self.explain(reply, event.cached, event.why)
+            reply.begin(event.cached)
         elif isinstance(event, Restoring):
-            if not live.is_begun:
+            if not reply.is_begun:
                 # So many tokens unless the disk fails. A client that receives nothing would give up.
-                if live.explained is not None:
-                    live.explained.restore(self.provider.name, len(live.context.prompt), event.total)
-                live.begin(event.total)
-            live.queue.put((event.done, event.total))
+                if reply.request.explained is not None:
+                    tokens = len(reply.request.prepared.tokens)
+                    reply.request.explained.restore(self.provider.name, tokens, event.total)
+                reply.begin(event.total)
+            reply.put((event.done, event.total))
         elif isinstance(event, Failed):
             self.live.pop(event.uid).fail(event.error)
 
-    def explain(self, explained: Explained | None, prompt: Sequence[int], cached: int, lookup: Lookup | None) -> None:
+    def explain(self, reply: Reply, cached: int, lookup: Lookup | None) -> None:
         """Explain the cached tokens of a request that has its caches."""
+        explained, prompt = reply.request.explained, reply.request.prepared.tokens
         if explained is None:
             return
         agents, is_own = self.agents, bool(explained.salt)
@@ -383,13 +384,6 @@ class LoadedModel:
             lookup, is_own = beside(lookup, prompt, self._own_tokens(explained.account))
         namespace = None if agents is None else agents.namespace
         explained.start(self.provider.name, namespace, self.provider.tokenizer, prompt, cached, lookup, is_own)
-
-    def explain_alone(self, waiting: Waiting, context: GenerationContext) -> None:
-        """Explain the cached tokens of a request that mlx-lm serves."""
-        explained = waiting.request.explained
-        if explained is not None:
-            explained.salt = self.sequential.salt
-        self.explain(explained, context.prompt, context.prompt_cache_count, self.sequential.lookup)
 
     def fail(self, error: Exception) -> None:
         """Fail the requests that have caches, which cannot be trusted after an error; without an engine all requests."""

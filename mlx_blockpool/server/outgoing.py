@@ -32,26 +32,21 @@ class Outgoing:
     def finish(self) -> None:
         """End the body of a response."""
         if self._chunked:
-            self._chunked, self._promised = False, 0
-            self._send(b"0\r\n\r\n")
-        elif self._promised is None or self._written != self._promised:
-            return
-        self.is_whole = True
+            self._chunked = False
+            self.write(b"0\r\n\r\n")
+            self.is_whole = True
+        elif self._promised is not None:
+            self.is_whole = self._written == self._promised
 
     def write(self, data: bytes) -> int:
         if self._promised is not None:
             self._written += len(data)
-        if not self._chunked:
-            self._send(data)
-        elif data:
-            self._send(b"%x\r\n%s\r\n" % (len(data), data))
-        return len(data)
-
-    def _send(self, data: bytes) -> None:
+        framed = b"%x\r\n%s\r\n" % (len(data), data) if self._chunked and data else data
         try:
-            self._wfile.write(data)
+            self._wfile.write(framed)
         except TimeoutError as error:
             raise ConnectionAbortedError("the client does not read its response") from error
+        return len(data)
 
     def flush(self) -> None:
         self._wfile.flush()

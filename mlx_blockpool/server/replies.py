@@ -1,6 +1,6 @@
-"""The queue on which a request's reply comes, and a watch over the sockets of the clients that wait for one.
+"""Reply: one request on the generation thread, and the queue on which its reply goes to the socket's thread.
 
-The generation thread puts, the request's own thread takes; the watch has a thread of its own.
+The generation thread puts, the socket's thread takes. HangUps watches the sockets of clients that wait, on a thread of its own.
 """
 
 from __future__ import annotations
@@ -9,8 +9,19 @@ import select
 import socket
 import threading
 import weakref
+from dataclasses import replace
+from itertools import accumulate
 from queue import Queue
 from typing import Any
+
+from mlx_lm.generate import StopSequences
+
+from ..config import WHAT_FITS, EngineConfig
+from ..engine.request import KIND, Request, Token
+from ..engine.sequence import Sequence
+from ..errors import RequestTooLargeError, TooManyPositionsError
+from ..mlx_lm_compat import GenerationContext, Response, format_top_logprobs, make_logits_processors
+from .sampling import make_sampler
 
 # A client that hangs up is noticed after so long.
 WATCH_SECONDS = 0.25
@@ -19,14 +30,118 @@ READ_HANG_UP: int = getattr(select, "POLLRDHUP", 0)
 
 
 class Reply(Queue[Any]):
-    """What the generation thread says to one request. `is_hung_up`: nobody waits for it any more."""
+    """A request from its arrival at the generation thread to the end of its reply.
 
-    is_hung_up = False
+    Its items: mlx-lm's GenerationContext, then (done, total) tokens of the prompt and a Response for each token, then None; or
+    the exception that ends it.
+
+    request, args: as the socket's thread has prepared them; max_tokens is lowered to what fits when the request starts.
+    context:       what mlx-lm's handler reads of the reply; None until the request starts.
+    sequence:      where a request that had to leave its engine goes on; None for others.
+    is_hung_up:    the client is gone.
+    """
+
+    def __init__(self, request: Any, args: Any) -> None:
+        super().__init__()
+        self.request = request
+        self.args = args
+        self.context: GenerationContext | None = None
+        self.sequence: Sequence | None = None
+        self.is_hung_up = self.is_begun = False
+        self._tokenizer: Any = None
+        self._detokenizer: Any = None
+
+    @property
+    def is_left(self) -> bool:
+        """Whether nobody waits for the rest of the reply."""
+        return self.is_hung_up or (self.context is not None and self.context._should_stop)
 
     def hang_up(self) -> None:
-        """The client is gone: whoever waits for this reply learns of it, and the generation thread drops the request."""
+        """The client is gone: end the wait for this reply, and let the generation thread drop the request."""
         self.is_hung_up = True
         self.put(ConnectionAbortedError("the client hung up"))
+
+    def fail(self, error: Exception) -> None:
+        # Without its traceback, whose frames hold caches and with them blocks.
+        self.put(error.with_traceback(None))
+
+    def start(self, tokenizer: Any, text_sm: Any, stop: StopSequences, needs_marks: bool, salt: bytes) -> Request:
+        """The request as the engine takes it. `needs_marks`: its caches can be resumed only where a checkpoint was made."""
+        options, prepared = self.request.options, self.request.prepared
+        self._tokenizer, self._detokenizer = tokenizer, tokenizer.detokenizer
+        self.context = GenerationContext(
+            has_tool_calling=tokenizer.has_tool_calling,
+            has_thinking=tokenizer.has_thinking,
+            tool_parser=tokenizer.tool_parser,
+            text_sm=text_sm,
+            initial_state=prepared.initial_state,
+            prompt=list(prepared.tokens),
+        )
+        marks = list(zip(accumulate(prepared.segments), prepared.types, strict=True))
+        if needs_marks:
+            marks = sorted({**{end: KIND for end, _ in prepared.marks}, **dict(prepared.checkpoints or ())}.items())
+        return Request(
+            self.context.prompt,
+            self.args.max_tokens,
+            make_sampler(self.args, tokenizer),
+            make_logits_processors(self.args),
+            stop,
+            marks,
+            options.agent,
+            noted_as=options.conversation,
+            pins=prepared.marks,
+            retention=options.retention,
+            salt=salt,
+        )
+
+    def begin(self, cached: int) -> None:
+        """Let the client's thread answer: progress and tokens follow. `cached` tokens of the prompt need not be computed."""
+        assert self.context is not None
+        self.context.prompt_cache_count = cached
+        if not self.is_begun:
+            self.is_begun = True
+            self.put(self.context)
+
+    def emit(self, event: Token) -> None:
+        """Send a token to the client, with the text that it adds."""
+        self.put(
+            Response(
+                text_of(self._detokenizer, event),
+                event.token,
+                event.logprobs[event.token].item(),
+                event.finish_reason,
+                format_top_logprobs(event.logprobs, self.args.top_logprobs, self._tokenizer),
+            )
+        )
+        if event.finish_reason is not None:
+            self.put(None)
+
+
+def fit(args: Any, prompt: list[int], capacity: int | None, positions: int | None = None, default: int | None = None) -> Any:
+    """The arguments with max_tokens lowered to what fits behind the prompt in the pool and in the model's positions.
+
+    `default`: the most for a request that names no max_tokens; None: whatever fits. Raises ValueError for an empty prompt and
+    RequestTooLargeError where not one token fits behind it.
+    """
+    if not prompt:
+        raise ValueError("The prompt is empty. Send at least one token.")
+    if positions is not None and len(prompt) + 1 > positions:
+        raise TooManyPositionsError(len(prompt) + 1, positions)
+    if capacity is not None and len(prompt) + 1 > capacity:
+        raise RequestTooLargeError(len(prompt) + 1, capacity)
+    most = [limit - len(prompt) for limit in (capacity, positions) if limit is not None]
+    if args.max_tokens >= WHAT_FITS:
+        most += [default] if default is not None else [] if most else [EngineConfig.endless_tokens]
+    return replace(args, max_tokens=min([args.max_tokens, *most]))
+
+
+def text_of(detokenizer: Any, response: Token) -> str:
+    """The text that a token adds. The token that stops a reply is not part of it."""
+    if response.finish_reason != "stop":
+        detokenizer.add_token(response.token)
+    if response.finish_reason is not None:
+        detokenizer.finalize()
+    return str(detokenizer.last_segment)
 
 
 class HangUps:
@@ -43,7 +158,7 @@ class HangUps:
         self._is_running = False
 
     def watch(self, connection: socket.socket | None, reply: Reply) -> None:
-        """From now on a reply whose client hangs up is told. None: a request that came over no connection."""
+        """Call the reply's hang_up() when its client hangs up. None: a request that came over no connection."""
         if connection is None:
             return
         with self._changing:
@@ -53,7 +168,7 @@ class HangUps:
                 threading.Thread(target=self._run, name="hang-ups", daemon=True).start()
 
     def look(self) -> int:
-        """Tell the replies whose clients have hung up. Returns how many are still watched."""
+        """Hang up the replies whose clients have. Returns how many are still watched."""
         with self._changing:
             watched = [(connection, reply) for connection, waits in self._watched if (reply := waits()) is not None]
         gone = [reply for connection, reply in watched if has_hung_up(connection)]

@@ -16,10 +16,10 @@ from typing import TYPE_CHECKING, Any, Literal
 from ..messages import Message
 from ..mlx_lm_compat import CompletionRequest, GenerationArguments
 from ..prefix.salts import SHARED
+from .prompts.job import PreparedPrompt
 
 if TYPE_CHECKING:
     from .explain import Explained
-    from .prompts.job import PreparedPrompt
 
 SECONDS = {"5m": 300, "1h": 3600}
 
@@ -56,21 +56,6 @@ class RequestOptions:
 
 
 @dataclass
-class Rendered:
-    """What rendering has found out about a request's prompt. Complete when the reply's context is there.
-
-    marks:   (tokens, seconds) of each beginning that was marked, by tokens; None until then.
-    stops:   the stop words by their token ids.
-    call:    what stands before and behind a tool call.
-    """
-
-    prompt_tokens: int = 0
-    marks: list[tuple[int, int]] | None = None
-    stops: Mapping[tuple[int, ...], str] = field(default_factory=dict)
-    call: tuple[str, str] = ("", "")
-
-
-@dataclass
 class PromptRequest(CompletionRequest):  # type: ignore[misc]
     """mlx-lm's request with what the generation thread reads beside the prompt.
 
@@ -78,16 +63,15 @@ class PromptRequest(CompletionRequest):  # type: ignore[misc]
     image_at:    where the client's first image is.
     explained:   where the request's use of the cache is written down; None: nowhere.
     turn:        set once the request is queued, so that the agent's next one may follow.
-    prepared:    the rendered prompt; None: the generation thread renders it, because it has images.
+    prepared:    the rendered prompt; empty until PromptPreparation has prepared it.
     """
 
     options: RequestOptions = field(default_factory=RequestOptions)
     connection: socket.socket | None = None
     image_at: str | None = None
-    rendered: Rendered = field(default_factory=Rendered)
     explained: Explained | None = None
     turn: threading.Event | None = None
-    prepared: PreparedPrompt | None = None
+    prepared: PreparedPrompt = field(default_factory=PreparedPrompt)
 
 
 @dataclass
@@ -104,11 +88,6 @@ class ChatRequest(PromptRequest):
     calls: Literal["may", "must", "never"] = "may"
     begin: str = ""
     only_count: bool = False
-
-    @property
-    def marks_wanted(self) -> list[Mark]:
-        """All beginnings that the client has marked, as long as mlx-lm has not joined the parts of the messages."""
-        return [*self.tool_marks, *message_marks(self.messages)]
 
 
 @dataclass(frozen=True)

@@ -5,7 +5,6 @@ from __future__ import annotations
 import socket
 import time
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import replace
 from typing import Any
 
 from ..errors import BlockpoolError, ModelNotFoundError
@@ -14,6 +13,8 @@ from ..store.agent_files import Agent
 from .access import LONGEST_AGENT, checked_text, header_text, noted_name, own_name
 from .agents import by_content
 from .explain import Asker, Explained, Explanation
+from .generator import BlockpoolGenerator
+from .models.provider import ModelKey
 from .normalise import LAST, Normalisers, scope_of
 from .request import PromptRequest, RequestOptions
 
@@ -43,21 +44,22 @@ def retention_of(body: Mapping[str, Any]) -> str | None:
 
 
 class RequestScope:
-    """One request to `generator`, whose generate() it wraps; other attributes are the generator's.
+    """One request to `generator`. To mlx-lm's handler it is the generator: cli_args and generate() are all that it reads.
 
     owner:        the name of the key that the request has shown; None: keys have no names.
     path:         without query. error: what generate() raised. normalisers: the names of those that the prompt goes through.
     explained:    how the request has used the cache, once it is known; None for a path that is not explained.
     """
 
-    def __init__(self, generator: Any, connection: socket.socket | None = None) -> None:
+    def __init__(self, generator: BlockpoolGenerator, connection: socket.socket | None = None) -> None:
+        self.generator = generator
+        self.cli_args = generator.cli_args
         self.options = RequestOptions()
         self.owner: str | None = None
         self.path = ""
         self.error: Exception | None = None
         self.explained: Explained | None = None
         self.normalisers: tuple[str, ...] = ()
-        self._generator = generator
         self._connection = connection
         self._messages: list[Any] = []
         self._scope = b""
@@ -66,78 +68,60 @@ class RequestScope:
         self._prompt: Sequence[int] = ()
         self._sampled: list[int] = []
 
-    def __getattr__(self, name: str) -> Any:
-        return getattr(self._generator, name)
-
     def parse_headers(self, headers: Any, body: Mapping[str, Any], names: tuple[str, ...] = AGENT_FIELDS) -> None:
         """Set the options that headers and body name. Raises ValueError."""
         self.options.agent = agent_of(headers.get("X-Agent-Id"), body, names)
         self.normalisers = self.known_normalisers.chosen(headers.get("X-Normalise"))
 
-    def generate(self, request: Any, arguments: Any, *args: Any, **kwargs: Any) -> Any:
+    def generate(self, request: Any, arguments: Any, progress_callback: Any = None) -> Any:
         """The generator's own, for this request's agent and owner, with its prompt normalised. Raises what that raises."""
         if not isinstance(request, PromptRequest):
             request = PromptRequest(**vars(request))
         try:
-            request = self._prepared(request, arguments)
-            context, responses = self._generator.generate(request, arguments, *args, **kwargs)
-            self._prompt = context.prompt
+            self._prepare(request, arguments)
+            context, responses = self.generator.generate(request, arguments, progress_callback)
         except Exception as error:
             self.error = error
             self.fail(error)
             raise
+        self._prompt = context.prompt
         return context, self._collected(responses)
 
-    def _prepared(self, request: PromptRequest, arguments: Any) -> PromptRequest:
-        """The request with its prompt normalised, and with what the generation thread reads of this scope."""
-        is_chat = request.request_type == "chat"
+    def _prepare(self, request: PromptRequest, arguments: Any) -> None:
+        """Normalise the prompt, and give the request what the generation thread reads of this scope."""
         self._check(arguments.model)
-        if self.options.agent is None and is_chat:
-            self.options.conversation = self._conversation(request, arguments.model)
+        options, known, key = self.options, self.known_normalisers, self._key(arguments.model)
+        is_chat = request.request_type == "chat"
+        if options.agent is None and is_chat and key is not None:
+            # As the client sent it: what the model is to see has its dates elsewhere.
+            options.conversation = by_content.name_of(key, request.messages, known)
+        self._scope = scope_of(self.owner, self.salt, key and key.model)
         changed: tuple[str, ...] = ()
-        self._scope = scope_of(self.owner, self.salt, self._model(arguments.model))
         if self.normalisers and is_chat:
-            messages, changed = self.known_normalisers.changes(self.normalisers, request.messages, self._scope)
-            request = replace(request, messages=messages)  # type: ignore[call-arg]
-        self._own()
-        self._messages = request.messages
-        self._context = [request.tools, getattr(arguments, "chat_template_kwargs", None)]
-        request.options, request.connection = self.options, self._connection
-        if self.path in GENERATES:
-            request.explained = self._explain(arguments.model.model, request.messages, changed, bool(request.tools))
-            request.explained.last_turn = self._last_turn()
-        return request
-
-    def _own(self) -> None:
-        """Give the names under which the request is noted its owner's name."""
-        options = self.options
+            request.messages, changed = known.changes(self.normalisers, request.messages, self._scope)
         options.agent = options.agent and noted_name(self.owner, own_name(options.agent))
         options.conversation = options.conversation and noted_name(self.owner, own_name(options.conversation))
         options.salt = self.salt
+        self._messages = request.messages
+        self._context = [request.tools, getattr(arguments, "chat_template_kwargs", None)]
+        request.options, request.connection = options, self._connection
+        if self.path in GENERATES:
+            request.explained = self._explain(arguments.model.model, request.messages, changed, bool(request.tools))
+            request.explained.last_turn = self._last_turn()
 
     @property
     def salt(self) -> bytes:
         """The salt of the owner's prefixes."""
-        is_private = self.owner is not None and self._generator.guard.config.private_prefixes
-        return salt_of_key(self.owner) if is_private and self.owner is not None else SHARED
+        if self.owner is None or not self.generator.guard.config.private_prefixes:
+            return SHARED
+        return salt_of_key(self.owner)
 
-    def _model(self, wanted: Any) -> str | None:
-        """The model that replies are sampled by, however the request names it."""
+    def _key(self, wanted: Any) -> ModelKey | None:
+        """The model, however the request names it; None where it is not found: the generator says why."""
         try:
-            model: str | None = self._generator.registry.catalog.key_of(wanted).model
+            return self.generator.registry.catalog.key_of(wanted)
         except (OSError, ValueError, BlockpoolError):
-            # The generator says why.
             return None
-        return model
-
-    def _conversation(self, request: Any, wanted: Any) -> str | None:
-        """None where no model is found; the generator says why."""
-        try:
-            key = self._generator.registry.catalog.key_of(wanted)
-        except (OSError, ValueError):
-            return None
-        # As the client sent it: what the model is to see has its dates elsewhere.
-        return by_content.name_of(key, request.messages, self.known_normalisers)
 
     def fail(self, error: Exception) -> None:
         """Explain the request's failure. Only the first one counts."""
@@ -171,8 +155,7 @@ class RequestScope:
     @property
     def known_normalisers(self) -> Normalisers:
         """The server's normalisers and remembered replies."""
-        known: Normalisers = self._generator.normalisers
-        return known
+        return self.generator.normalisers
 
     def _collected(self, responses: Iterator[Any]) -> Iterator[Any]:
         try:
@@ -212,16 +195,15 @@ class RequestScope:
         if messages and LAST not in self.normalisers:
             replies = self.known_normalisers.replies
             self.explained.replies = replies.rendered_anew(messages, self._scope, self._context)
-        self._generator.explanations.add(self.explained)
+        self.generator.explanations.add(self.explained)
         return self.explained
 
     def _last_turn(self) -> Agent | None:
         """The agent's file before this turn, which will replace it."""
-        files = self._generator.agent_files
+        files = self.generator.agent_files
         if self.options.agent is None or files is None:
             return None
         try:
-            found: Agent | None = files.get(self.options.agent)
-            return found
+            return files.get(self.options.agent)
         except (OSError, BlockpoolError):
             return None

@@ -9,16 +9,18 @@ from collections.abc import Callable
 from dataclasses import replace
 from typing import Any
 
+import mlx.core as mx
 from mlx_lm.models.cache import can_trim_prompt_cache, trim_prompt_cache
 
 from ..engine.stock import GuardedPromptCache
 from ..errors import BlockpoolError
-from ..mlx_lm_compat import GenerationContext
+from ..mlx_lm_compat import GenerationContext, Vision
 from ..prefix.cache import ORDINARY, Acquired
 from ..prefix.lookup import Lookup
 from ..prefix.retention import RetentionPolicy
 from ..prefix.salts import SHARED
 from ..tier.cache import TieredPrefixCache
+from .prompts.job import PreparedPrompt
 from .replies import Reply
 
 
@@ -123,36 +125,45 @@ class DraftedPrefix:
 
 
 class SequentialReply:
-    """A client's reply queue, as mlx-lm's sequential path writes to it.
+    """A reply's queue, as mlx-lm's sequential path writes to it.
 
     `mark` is called for every item, which is the only sign of progress that this path gives. The reply's context is held back
-    until the next item: only then is its prompt looked up, and `started` is called with it. Once the client has hung up, a
-    prefill ends with ConnectionAbortedError and a reply with the token computed last.
+    until the next item: only then is its prompt looked up, and `started` is called. Once the client has hung up, a prefill ends
+    with ConnectionAbortedError and a reply with the token computed last.
     """
 
-    def __init__(self, queue: Reply, mark: Callable[[], None], started: Callable[[Any], None]) -> None:
-        self._queue = queue
+    def __init__(self, reply: Reply, mark: Callable[[], None], started: Callable[[], None]) -> None:
+        self._reply = reply
         self._mark = mark
         self._started = started
-        self._context: Any = None
-        self._told: Any = None
 
     def put(self, item: Any) -> None:
+        reply = self._reply
         self._mark()
         if isinstance(item, GenerationContext):
-            self._context = self._told = item
+            reply.context = item
             return
-        if self._queue.is_hung_up:
-            self._leave(item)
-        context, self._context = self._context, None
-        if context is not None and not isinstance(item, Exception):
-            self._started(context)
-            self._queue.put(context)
-        # An error's traceback holds the frames that hold the caches.
-        self._queue.put(item.with_traceback(None) if isinstance(item, Exception) else item)
-
-    def _leave(self, item: Any) -> None:
-        if isinstance(item, tuple):
+        if reply.is_hung_up and isinstance(item, tuple):
             raise ConnectionAbortedError("the client hung up")
-        if self._told is not None:
-            self._told.stop()
+        if reply.is_hung_up and reply.context is not None:
+            reply.context.stop()
+        if isinstance(item, Exception):
+            reply.fail(item)
+            return
+        if not reply.is_begun and reply.context is not None:
+            self._started()
+            reply.begin(reply.context.prompt_cache_count)
+        reply.put(item)
+
+
+def tokenized(prepared: PreparedPrompt) -> Any:
+    """What mlx-lm's ResponseGenerator._tokenize() returns."""
+    segments, start = [], 0
+    for number, length in enumerate(prepared.segments):
+        if number == len(prepared.segments) - 1:
+            start = len(prepared.tokens) - length
+        segments.append(prepared.tokens[start : start + length])
+        start += length
+    images = prepared.images
+    vision = images and Vision([mx.array(pixels) for pixels in images.pixels], images.starts, list(images.cache_key))
+    return list(prepared.tokens), segments, list(prepared.types), prepared.initial_state, vision

@@ -88,11 +88,11 @@ def test_waiting_requests_stay_in_the_order_of_their_arrival() -> None:
     uids = [engine.insert(Request(near_the_end_of_a_block(i), 12)) for i in range(4)]
     for _ in range(200):
         engine.next()
-        waiting = [r.uid for r in engine._waiting]
+        waiting = [r.uid for r in engine.waiting]
         assert waiting == sorted(waiting)
         if engine.counts["swapped_out"]:
             break
-    assert [r.uid for r in engine._waiting] == uids[1:]
+    assert [r.uid for r in engine.waiting] == uids[1:]
     told = drive(engine)
     assert [e.uid for e in told.order if getattr(e, "finish_reason", None)] == uids
 

@@ -106,7 +106,7 @@ def test_who_waits_starts_by_itself_when_the_other_is_cancelled(name: str, chunk
     engine, prefix = make_engine(name)
     first, second, third = (engine.insert(Request(branch(i, 60), 4)) for i in range(3))
     told = drive(engine, after=lambda _: engine.counts["chunks"] == chunks)
-    assert engine.num_waiting == 2
+    assert len(engine.waiting) == 2
     engine.cancel(first)
     drive(engine, told)
     kept = chunks * 128

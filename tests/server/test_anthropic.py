@@ -540,16 +540,16 @@ def test_a_body_that_is_too_large(claude: anthropic.Anthropic) -> None:
 
 
 def test_a_failure_in_mid_stream_is_an_error_event(claude: anthropic.Anthropic, monkeypatch: pytest.MonkeyPatch) -> None:
-    from mlx_blockpool.server import requests
+    from mlx_blockpool.server import replies
 
-    text, calls = requests.text_of, iter(range(1000))
+    text, calls = replies.text_of, iter(range(1000))
 
     def failing(detokenizer: Any, response: Any) -> str:
         if next(calls) == 3:
             raise RuntimeError("no word for this")
         return text(detokenizer, response)
 
-    monkeypatch.setattr(requests, "text_of", failing)
+    monkeypatch.setattr(replies, "text_of", failing)
     asked: Any = {"model": "default_model", "max_tokens": 10, "messages": [{"role": "user", "content": "Speak."}]}
     with claude.messages.stream(**asked) as stream, pytest.raises(anthropic.APIStatusError) as failed:
         stream.until_done()

@@ -15,7 +15,8 @@ from mlx_lm.tool_parsers import json_tools, pythonic
 
 from mlx_blockpool.server.api.anthropic_reply import ContentBlocks, input_usage
 from mlx_blockpool.server.api.reply import BlockEnd, Blocks, Call, Done, ReplyParser, ReplyReader, Silence, Text, Thinking
-from mlx_blockpool.server.request import ChatRequest, Rendered
+from mlx_blockpool.server.prompts.job import PreparedPrompt
+from mlx_blockpool.server.request import ChatRequest
 
 START, END = "<tool_call>", "</tool_call>"
 EDGES = {
@@ -34,8 +35,8 @@ def reading(words: list[str] | None = None, stops: dict[tuple[int, ...], str] | 
         initial_state=options.pop("state", "normal"),
         tool_parser=options.pop("parser", json_tools.parse_tool_call),
     )
-    rendered = Rendered(stops=stops or {}, call=(START, END))
-    request = ChatRequest("chat", "", [], options.pop("tools", TOOLS), None, rendered=rendered, calls=options.pop("calls", "may"))
+    prepared = PreparedPrompt(stops=list((stops or {}).items()), call=(START, END))
+    request = ChatRequest("chat", "", [], options.pop("tools", TOOLS), None, prepared=prepared, calls=options.pop("calls", "may"))
     return ReplyParser(context, request, words or [], **options)
 
 

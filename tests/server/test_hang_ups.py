@@ -127,10 +127,10 @@ def test_a_request_that_waits_behind_its_agents_other_goes_with_its_client(clien
     (served,) = client.generator.registry.loaded.values()
     until(lambda: served.engine.live)
     waiting = ask(client, path, body)
-    until(lambda: served.engine.num_waiting == 1 and len(served.live) == 2)
+    until(lambda: len(served.engine.waiting) == 1 and len(served.live) == 2)
     waiting.close()
     until(lambda: len(served.live) == 1)
-    assert served.engine.num_waiting == 0
+    assert len(served.engine.waiting) == 0
     left_alone(client, running.close)
 
 
@@ -181,10 +181,10 @@ def test_an_end_behind_unread_bytes_is_a_hang_up() -> None:
 
 def test_a_reply_that_nobody_has_any_more_is_not_watched() -> None:
     ours, theirs = pair()
-    watch, kept, gone = HangUps(3600), Reply(), Reply()
+    watch, kept, gone = HangUps(3600), Reply(None, None), Reply(None, None)
     watch.watch(ours, kept)
     watch.watch(ours, gone)
-    watch.watch(None, Reply())
+    watch.watch(None, Reply(None, None))
     assert watch.look() == 2
     del gone
     assert watch.look() == 1

@@ -3,18 +3,29 @@
 from __future__ import annotations
 
 import base64
+import copy
 import io
 import threading
 from collections.abc import Iterator
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
-from models import save_model
+from mlx_lm.processors import PROCESSORS
+from mlx_lm.server import CompletionRequest, ResponseGenerator
+from mlx_lm.tokenizer_utils import load as load_tokenizer
+from mlx_lm.utils import load_config
+from models import CONFIGS, character_tokenizer, make_model, save_model, write_model
 
-from mlx_blockpool.config import ImageConfig
+from mlx_blockpool.config import ImageConfig, PromptConfig
 from mlx_blockpool.server.bodies import InvalidRequestError
-from mlx_blockpool.server.images import sees, take_images
+from mlx_blockpool.server.generator import BlockpoolGenerator
+from mlx_blockpool.server.images import processor_of, take_images
+from mlx_blockpool.server.prompts.job import PromptJob, TokenizerSource
+from mlx_blockpool.server.prompts.workers import PromptWorkers
+from mlx_blockpool.server.sequential import tokenized
 from server.serving import blockpool_server
 
 DATA = "data:image/png;base64,AAAA"
@@ -135,11 +146,76 @@ def test_pixels_are_counted_before_an_image_is_decoded() -> None:
         take_images(shown(DATA), "messages.0", ImageConfig())
 
 
-def test_a_model_sees_where_mlx_lm_has_a_processor_for_it() -> None:
-    assert not sees({"model_type": "llama"})
-    assert not sees({"model_type": "llama", "vision_config": {}})
-    assert not sees({"model_type": "llama", "vision_config": {"x": 1}})
-    assert sees({"model_type": "llama", "vision_config": {"x": 1}, "processor_type": "muse_spark"})
+def test_a_model_takes_images_where_mlx_lm_has_a_processor_for_it() -> None:
+    assert processor_of({"model_type": "llama"}) is None
+    assert processor_of({"model_type": "llama", "vision_config": {}}) is None
+    assert processor_of({"model_type": "llama", "vision_config": {"x": 1}}) is None
+    assert processor_of({"model_type": "llama", "vision_config": {"x": 1}, "processor_type": "muse_spark"}) == "muse_spark"
+
+
+# Writes the token of an image where one is.
+WITH_IMAGES = (
+    "{% for m in messages %}{% if m.content is string %}{{ m.content }}{% else %}{% for part in m.content %}"
+    "{% if part.type == 'text' %}{{ part.text }}{% else %}<|patch|>{% endif %}{% endfor %}{% endif %}<|im_end|>{% endfor %}"
+)
+
+
+@pytest.fixture
+def seeing(tmp_path: Path) -> Path:
+    """A model with an image processor."""
+    tokenizer = character_tokenizer()
+    tokenizer.add_special_tokens(["<|image_start|>", "<|patch|>", "<|image_end|>"])
+    changes = {"vocab_size": tokenizer.get_vocab_size()}
+    config = {**CONFIGS["llama"], **changes, "vision_config": {"patch_size": 4}, "processor_type": "muse_spark"}
+    return write_model(tmp_path / "seeing", make_model("llama", **changes), config, WITH_IMAGES, tokenizer)
+
+
+def data_url(width: int, height: int) -> str:
+    image = pytest.importorskip("PIL.Image")
+    written = io.BytesIO()
+    image.linear_gradient("L").resize((width, height)).convert("RGB").save(written, "PNG")
+    return f"data:image/png;base64,{base64.b64encode(written.getvalue()).decode()}"
+
+
+def test_a_worker_renders_images_as_mlx_lm_does(seeing: Path) -> None:
+    messages = [*shown(data_url(20, 30)), *shown(data_url(40, 8), "And this?")]
+    tokenizer = load_tokenizer(seeing)
+    processor = PROCESSORS["muse_spark"].from_config(load_config(seeing))
+    generator = SimpleNamespace(
+        model_provider=SimpleNamespace(processor=processor, cli_args=SimpleNamespace(chat_template_args={}))
+    )
+    request = CompletionRequest("chat", "", copy.deepcopy(messages), None, None)
+    *expected, vision = ResponseGenerator._tokenize(generator, tokenizer, request, SimpleNamespace(chat_template_kwargs=None))
+    workers = PromptWorkers(PromptConfig())
+    try:
+        prepared = workers.prepare(PromptJob(TokenizerSource(str(seeing), {}), "chat", messages=messages, processor="muse_spark"))
+    finally:
+        workers.close()
+    *found, images = tokenized(prepared)
+    assert found == expected
+    assert (images.starts, images.cache_key) == (vision.starts, vision.cache_key)
+    assert [pixels.tolist() for pixels in images.pixel_values] == [pixels.tolist() for pixels in vision.pixel_values]
+
+
+def test_a_request_with_images_is_rendered_before_it_is_queued(seeing: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The reply itself needs a model that computes images."""
+    served: list[Any] = []
+
+    def serve(self: Any, request: Any, stream: Any) -> None:
+        served.append(self._tokenize(None, request[1], request[2]))
+        request[0].put(ValueError("the model computes no images"))
+
+    monkeypatch.setattr(BlockpoolGenerator, "_serve_single", serve)
+    with blockpool_server(seeing) as client:
+        body = {"messages": shown(data_url(20, 30)), "max_tokens": 4}
+        status, answer = client.send("/v1/chat/completions", body)
+        assert (status, answer["error"]["message"]) == (400, "the model computes no images")
+        broken = shown(data_url(20, 30)[:-40])
+        status, answer = client.send("/v1/chat/completions", {"messages": broken, "max_tokens": 4})
+        assert (status, answer["error"]["message"][:13]) == (400, "messages[0]: ")
+    ((tokens, *_, vision),) = served
+    assert vision.pixel_values[0].shape[0] == 3
+    assert len(vision.cache_key) == len(tokens)
 
 
 @pytest.mark.parametrize("path", ["/v1/chat/completions", "/v1/messages", "/v1/responses"])

@@ -11,7 +11,7 @@ from models import character_tokenizer, save_model
 
 from mlx_blockpool.config import EngineConfig
 from mlx_blockpool.server.options import CHANGED_OPTIONS
-from mlx_blockpool.server.requests import fit
+from mlx_blockpool.server.replies import fit
 from server.serving import Client, blockpool_server, parse
 
 PROMPT = "x" * 40

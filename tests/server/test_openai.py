@@ -385,16 +385,16 @@ def test_what_programs_look_for_has_a_code(server: Client, gpt: openai.OpenAI) -
 
 
 def test_a_failure_in_mid_stream_reaches_the_client(gpt: openai.OpenAI, monkeypatch: pytest.MonkeyPatch) -> None:
-    from mlx_blockpool.server import requests
+    from mlx_blockpool.server import replies
 
-    text, calls = requests.text_of, iter(range(1000))
+    text, calls = replies.text_of, iter(range(1000))
 
     def failing(detokenizer: Any, response: Any) -> str:
         if next(calls) == 3:
             raise LookupError("no word for this")
         return text(detokenizer, response)
 
-    monkeypatch.setattr(requests, "text_of", failing)
+    monkeypatch.setattr(replies, "text_of", failing)
     with pytest.raises(openai.APIError, match="no word for this") as failed:
         list(chat(gpt, stream=True))
     assert failed.value.type == "server_error"

@@ -491,16 +491,16 @@ def test_other_errors(server: Client, gpt: openai.OpenAI) -> None:
 
 
 def test_a_failure_in_mid_stream_is_the_last_event(server: Client, gpt: openai.OpenAI, monkeypatch: pytest.MonkeyPatch) -> None:
-    from mlx_blockpool.server import requests
+    from mlx_blockpool.server import replies
 
-    text, calls = requests.text_of, iter(range(1000))
+    text, calls = replies.text_of, iter(range(1000))
 
     def failing(detokenizer: Any, response: Any) -> str:
         if next(calls) == 3:
             raise LookupError("no word for this")
         return text(detokenizer, response)
 
-    monkeypatch.setattr(requests, "text_of", failing)
+    monkeypatch.setattr(replies, "text_of", failing)
     events = raw_events(server, input="speak", max_output_tokens=10)
     assert events[-1]["type"] == "response.failed"
     response = events[-1]["response"]

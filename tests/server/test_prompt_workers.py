@@ -9,8 +9,10 @@ import subprocess
 import sys
 import threading
 from pathlib import Path
+from queue import Queue
 from typing import Any
 
+import numpy as np
 import pytest
 from mlx_lm.tokenizer_utils import load as load_tokenizer
 from models import save_model
@@ -18,11 +20,22 @@ from models import save_model
 from mlx_blockpool.config import PromptConfig
 from mlx_blockpool.errors import PromptError, RequestTooLargeError
 from mlx_blockpool.server.bodies import InvalidRequestError
-from mlx_blockpool.server.prompts.job import PreparedPrompt, PromptJob, TokenizerSource, pack_error, unpack
+from mlx_blockpool.server.prompts import worker
+from mlx_blockpool.server.prompts.job import (
+    Limits,
+    LoadJob,
+    PreparedImages,
+    PreparedPrompt,
+    PromptJob,
+    TokenizerSource,
+    pack_error,
+    unpack,
+)
 from mlx_blockpool.server.prompts.preparation import AgentOrder
 from mlx_blockpool.server.prompts.renderer import PromptRenderer, longest_token
 from mlx_blockpool.server.prompts.template_options import Switches, check_template_options
 from mlx_blockpool.server.prompts.workers import Lane, PromptWorkers, WorkerEndedError
+from mlx_blockpool.server.sequential import tokenized
 from server.serving import at_once, blockpool_server
 
 HELLO = [{"role": "user", "content": "Hello"}]
@@ -57,13 +70,39 @@ def test_a_worker_prepares_what_mlx_lm_tokenizes(folder: Path, workers: PromptWo
     prepared = workers.prepare(job(folder, [dict(m) for m in messages]))
     tokenizer = load_tokenizer(folder)
     assert prepared.tokens == tokenizer.apply_chat_template(messages, add_generation_prompt=True)
-    assert prepared.tokenized()[1] == [prepared.tokens[: prepared.segments[0]], prepared.tokens[prepared.segments[0] :]]
+    assert tokenized(prepared)[1] == [prepared.tokens[: prepared.segments[0]], prepared.tokens[prepared.segments[0] :]]
     assert prepared.types == ["system", "user"]
 
 
 def test_what_is_packed_comes_back() -> None:
-    prompt = PreparedPrompt([1, 2, 3], [1, 2], ["a", "b"], "normal", [(2, 300)], [(1, "system")], [([7], "x")], ("<", ">"), 9)
+    prompt = PreparedPrompt([1, 2, 3], [1, 2], ["a", "b"], "normal", [(2, 300)], [(1, "system")], [((7,), "x")], ("<", ">"), 9)
     assert unpack(prompt.pack()) == prompt
+
+
+def test_images_that_are_packed_come_back() -> None:
+    pixels = [np.arange(6, dtype=np.float32).reshape(1, 2, 3), np.arange(100, 104, dtype=np.uint8).reshape(1, 2, 2)]
+    found = unpack(PreparedPrompt([1, 2, 3], images=PreparedImages(pixels, [1, 2], [1, -(2**59), 3])).pack())
+    assert found.images is not None
+    for ours, theirs in zip(found.images.pixels, pixels, strict=True):
+        assert (ours.dtype, ours.tolist()) == (theirs.dtype, theirs.tolist())
+    assert (found.tokens, found.images.starts, found.images.cache_key) == ([1, 2, 3], [1, 2], [1, -(2**59), 3])
+
+
+def test_a_tokenizer_is_loaded_before_the_first_prompt_asks_for_it(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    loads, load, limits, tokenizers = [], worker._load, Limits(60, 20, 3 << 30), worker.Tokenizers()
+    monkeypatch.setattr(worker, "_load", lambda source: loads.append(source.folder) or load(source))
+    assert unpack(worker._answer(tokenizers, limits, LoadJob(job(folder).source))) == PreparedPrompt()
+    assert loads == [str(folder)]
+    assert len(unpack(worker._answer(tokenizers, limits, job(folder))).tokens) == HELLO_TOKENS
+    assert loads == [str(folder)]
+
+
+def test_a_server_has_its_tokenizer_loaded_beside_the_model(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    asked: Queue[str] = Queue()
+    monkeypatch.setattr(PromptWorkers, "load", lambda self, source: asked.put(source.folder))
+    with blockpool_server(folder) as client:
+        assert asked.get(timeout=60) == str(folder)
+        assert client.chat(HELLO, max_tokens=2)["choices"]
 
 
 @pytest.mark.parametrize("error", [ValueError("no such role"), RequestTooLargeError(30, 20)])
@@ -75,7 +114,7 @@ def test_an_error_comes_back(error: Exception) -> None:
 
 def test_segments_that_overlap_are_those_of_mlx_lm() -> None:
     prompt = PreparedPrompt([1, 2, 3, 4], [3, 2], ["system", "assistant"], "reasoning")
-    assert prompt.tokenized()[1] == [[1, 2, 3], [3, 4]]
+    assert tokenized(prompt)[1] == [[1, 2, 3], [3, 4]]
 
 
 def test_a_tokenizer_whose_files_have_changed_is_loaded_anew(tmp_path: Path, workers: PromptWorkers) -> None:
@@ -202,6 +241,7 @@ import os, signal
 from mlx_blockpool.config import PromptConfig
 from mlx_blockpool.server.prompts.job import PromptJob, TokenizerSource
 from mlx_blockpool.server.prompts.workers import Lane, PromptWorkers, WorkerEndedError
+from mlx_blockpool.server.sequential import tokenized
 workers = PromptWorkers(PromptConfig())
 workers.prepare(PromptJob(TokenizerSource({str(folder)!r}, {{}}), "chat", messages=[{{"role": "user", "content": "x"}}]))
 print(workers._small._idle[0]._pid, flush=True)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import math
 import threading
 import types
 from collections.abc import Sequence
@@ -178,8 +179,7 @@ def test_models_take_turns_by_the_time_that_their_steps_take() -> None:
         return served
 
     models = [model("short", 1.0), model("long", 3.0)]
-    thread = types.SimpleNamespace(_models=models, _report_again=lambda: None, health=Health(10))
-    thread._step_of = lambda served: BlockpoolGenerator._step_of(thread, served)  # type: ignore[arg-type]
+    thread = types.SimpleNamespace(_models=models, _reported=math.inf, health=Health(10))
     for _ in range(40):
         BlockpoolGenerator._step(thread)  # type: ignore[arg-type]
     assert taken.count("short") == 3 * taken.count("long") == 30

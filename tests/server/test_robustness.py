@@ -197,9 +197,9 @@ def test_pool_bytes_hold_over_500_requests(client: Client) -> None:
 
 
 def test_a_failure_in_mid_stream_is_told_and_is_that_requests_own(client: Client, monkeypatch: pytest.MonkeyPatch) -> None:
-    from mlx_blockpool.server import requests
+    from mlx_blockpool.server import replies
 
-    text = requests.text_of
+    text = replies.text_of
     calls = iter(range(1000))
 
     def failing(detokenizer: Any, response: Any) -> str:
@@ -207,7 +207,7 @@ def test_a_failure_in_mid_stream_is_told_and_is_that_requests_own(client: Client
             raise LookupError("no word for this")
         return text(detokenizer, response)
 
-    monkeypatch.setattr(requests, "text_of", failing)
+    monkeypatch.setattr(replies, "text_of", failing)
     body = {"messages": [{"role": "user", "content": "speak"}], "max_tokens": 10, "stream": True}
     request = urllib.request.Request(f"http://127.0.0.1:{client.port}/v1/chat/completions", json.dumps(body).encode())
     answer = urllib.request.urlopen(request).read().decode()

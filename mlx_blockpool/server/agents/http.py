@@ -95,7 +95,7 @@ class AgentsEndpoint:
         raise RefusedError(404, f"Unknown request {method} {asked}. There are POST {acts} and GET export.")
 
     def _list(self) -> Report:
-        service, warm_up = self._service, self._scope.warm_up
+        service, warm_up = self._service, self._scope.generator.warm_up
         views = service.look()
         is_all = self._scope.owner is None
         return {
@@ -145,11 +145,11 @@ class AgentsEndpoint:
     def _import(self, name: str) -> Report:
         """Spool the body to a file of at most the pools' size, then import it."""
         length = unread = self._length()
-        pools = [served.pool_bytes for served in self._scope.registry.loaded.values()]
+        pools = [served.pool_bytes for served in self._scope.generator.registry.loaded.values()]
         most = max(pools, default=0) + HEADER_BYTES
         if length > most:
             raise RefusedError(413, f"The file has {length} bytes, and the pool has room for {most}. Raise --pool-bytes.")
-        with self._scope.spool.file(length) as file:
+        with self._scope.generator.spool.file(length) as file:
             with file.open("wb") as out:
                 while unread and (data := self._handler.rfile.read(min(unread, READ_BYTES))):
                     out.write(data)

@@ -27,7 +27,7 @@ from ..access import belongs, own_name
 from ..jobs import run_on_generation_thread
 from ..model import LoadedModel
 from ..models.provider import ModelKey
-from ..requests import Waiting
+from ..replies import Reply
 from ..scope import RequestScope
 from .by_content import is_by_content
 from .served import ServedAgents, bound_notes, path_of
@@ -96,7 +96,7 @@ class AgentService:
 
     def __init__(self, scope: RequestScope) -> None:
         self.scope = scope
-        self.files: Agents | None = scope.agent_files
+        self.files: Agents | None = scope.generator.agent_files
         self.root: Path | None = None if self.files is None else self.files.root
         self.records = None if self.root is None else AgentRecords(self.root, naming)
         self.bad: list[tuple[Path, str]] = []
@@ -213,7 +213,7 @@ class AgentService:
                 view.home.agents.run(act)
             else:
                 act(self.files)
-                bound_notes(self.files, self.scope.store_config or StoreConfig(), {})
+                bound_notes(self.files, self.scope.generator.store_config or StoreConfig(), {})
         except StoreError as error:
             raise RefusedError(409, str(error)) from error
 
@@ -260,7 +260,7 @@ class AgentService:
         """
         self.refuse_if_busy(view.name)
         agents_of(served).forget(view.name)
-        live = [] if served.engine is None else [*served.engine.live, *served.engine.waiting]
+        live = [] if served.engine is None else served.engine.sequences
         in_use = [(sequence.tokens, sequence.terms.salt) for sequence in live if _name_of(sequence.request) != view.name]
         freed = uncache(prefix.index, view.path, exclusive_from(prefix.index, view.path, shared, in_use))
         if prefix.stored is not None:
@@ -271,7 +271,7 @@ class AgentService:
 
     def do(self, act: Callable[[], T]) -> T:
         """Run `act` on the generation thread and return its result. Raises its errors; RuntimeError if the thread has ended."""
-        return run_on_generation_thread(self.scope, act)
+        return run_on_generation_thread(self.scope.generator, act)
 
     def at(self, home: Home, act: Callable[[LoadedModel, TieredPrefixCache], T]) -> T:
         """do() with a model, unless it has been unloaded."""
@@ -279,14 +279,14 @@ class AgentService:
 
     def served(self, home: Home) -> tuple[LoadedModel, TieredPrefixCache]:
         """The model and its prefixes, unless it has been unloaded. On the generation thread."""
-        served = self.scope.registry.loaded.get(home.key)
+        served = self.scope.generator.registry.loaded.get(home.key)
         if served is None or served.agents is not home.agents or served.prefix is None:
             raise RefusedError(409, f"Model {shown(home.agents.model_id)} was unloaded meanwhile. Try again.")
         return served, served.prefix
 
     def _homes(self) -> list[Home]:
         homes = []
-        for key, served in self.scope.registry.loaded.items():
+        for key, served in self.scope.generator.registry.loaded.items():
             served.note_turns()
             agents = served.agents
             if agents is not None:
@@ -295,10 +295,10 @@ class AgentService:
         return homes
 
     def _requests(self) -> tuple[Counter[str | None], Counter[str | None]]:
-        engines = [served.engine for served in self.scope.registry.loaded.values() if served.engine is not None]
+        engines = [served.engine for served in self.scope.generator.registry.loaded.values() if served.engine is not None]
         running = Counter(_name_of(live.request) for engine in engines for live in engine.live)
         waiting = Counter(_name_of(waits.request) for engine in engines for waits in engine.waiting)
-        queued = [entry.item.request.options for entry in self.scope.registry.queue if isinstance(entry.item, Waiting)]
+        queued = [entry.item.request.options for entry in self.scope.generator.registry.queue if isinstance(entry.item, Reply)]
         waiting.update(options.agent or options.conversation for options in queued)
         return running, waiting
 

@@ -196,7 +196,7 @@ def export(service: AgentService, name: str) -> Iterator[Path]:
     weights = _weights(service, service.at(home, lambda served, _: served.provider))
     writer = service.at(home, lambda served, prefix: _begin_export(served, prefix, view, weights))
     try:
-        with service.scope.spool.file(writer.nbytes) as file:
+        with service.scope.generator.spool.file(writer.nbytes) as file:
             with file.open("wb") as out:
                 pieces = iter(writer)
                 while (piece := service.at(home, lambda *_: next(pieces, None))) is not None:

@@ -52,7 +52,7 @@ class MessagesEndpoint(Endpoint):
 
     def _get_models(self) -> None:
         query = parse_qs(urlsplit(self._handler.path.rstrip("/")).query)
-        models = [_model(model["id"]) for model in ModelsEndpoint(self._scope).models(0)]
+        models = [_model(model["id"]) for model in ModelsEndpoint(self._scope.generator).models(0)]
         name = unquote(self._handler.route.removeprefix(MODELS).removeprefix("/"))
         if not name:
             self._handler.send_json(200, _page(models, query))

@@ -115,7 +115,7 @@ class MessageRenderer(Renderer):
         return {"stop_word": "stop_sequence", "calls": "tool_use", "stop": "end_turn"}[done.reason]
 
     def _input_usage(self) -> Json:
-        return input_usage(len(self._context.prompt), self._cached, self._parsed.request.rendered.marks or [])
+        return input_usage(len(self._context.prompt), self._cached, self._parsed.request.prepared.marks)
 
 
 def input_usage(total: int, cached: int, marks: list[tuple[int, int]]) -> Json:

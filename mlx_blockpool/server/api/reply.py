@@ -253,7 +253,7 @@ class ReplyParser:
         self._before = TextStateMachine({**words, **ends}).make_state()
         self._within = context.text_sm.make_state(context.initial_state)
         self._called: str | None = "" if context.initial_state == "tool" else None
-        self._last: deque[int] = deque(maxlen=max(map(len, request.rendered.stops), default=0))
+        self._last: deque[int] = deque(maxlen=max((len(tokens) for tokens, _ in request.prepared.stops), default=0))
 
     def parse(self, responses: Iterable[Any]) -> Iterator[Piece]:
         """The pieces of all responses. Ends with the reply, at a stop word however it was tokenized, or with the one call."""
@@ -304,7 +304,7 @@ class ReplyParser:
     def _stopped_by(self) -> str | None:
         """The stop word whose tokens came last."""
         last = tuple(self._last)
-        stops = self._request.rendered.stops.items()
+        stops = self._request.prepared.stops
         return next((word for tokens, word in stops if tokens and last[-len(tokens) :] == tokens), None)
 
     def _split(self, text: str) -> list[Piece]:
@@ -331,7 +331,7 @@ class ReplyParser:
         written, self._called = self._called or "", None
         calls = self._parse(written) if self._request.tools and self._request.calls != "never" else []
         if not calls:
-            start, end = self._request.rendered.call
+            start, end = self._request.prepared.call
             return [Text(f"{start}{written}{end if is_closed else ''}")]
         if self._one_call:
             calls, self.finish = calls[:1], "stop"

@@ -30,7 +30,7 @@ class ResponsesEndpoint(Endpoint):
 
     def __init__(self, handler: Any) -> None:
         super().__init__(handler)
-        self._kept: KeptResponses = self._scope.responses
+        self._kept: KeptResponses = self._scope.generator.responses
 
     def get(self) -> None:
         """One response that a client has let be stored."""

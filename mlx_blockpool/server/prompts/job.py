@@ -3,15 +3,18 @@
 from __future__ import annotations
 
 import json
+import math
 from array import array
 from collections.abc import Mapping
-from dataclasses import asdict, dataclass, field
+from dataclasses import dataclass, field
 from typing import Any
+
+import numpy as np
 
 from ...errors import PromptError, RequestTooLargeError
 from ...messages import Message
 
-# Tokens cross the pipe as 32-bit integers behind a header of JSON; so many bytes say how long the header is.
+# Tokens (32-bit integers) and pixels cross the pipe behind a header of JSON; so many bytes say how long the header is.
 HEADER_BYTES = 4
 # The result of a job that has used up its time.
 OUT_OF_TIME = b""
@@ -42,6 +45,13 @@ class BodyJob:
     data: bytes
 
 
+@dataclass(frozen=True)
+class LoadJob:
+    """A tokenizer to load, so that the first prompt finds it loaded."""
+
+    source: TokenizerSource
+
+
 @dataclass
 class PromptJob:
     """A prompt to render and tokenize.
@@ -53,6 +63,8 @@ class PromptJob:
     is_chat_request: whether `calls`, `begin` and marks on whole messages count; mlx-lm's own requests have parts with marks only.
     checkpoints:  whether the ends of the system prompt and of the conversation are wanted.
     capacity:     the most tokens that the prompt may have; None: not known.
+    processor:    mlx-lm's name of the image processor for the images in the messages; None: they have none.
+    image_at:     where the client's first image is.
     """
 
     source: TokenizerSource
@@ -69,6 +81,20 @@ class PromptJob:
     is_chat_request: bool = False
     checkpoints: bool = True
     capacity: int | None = None
+    processor: str | None = None
+    image_at: str = "messages"
+
+
+@dataclass(frozen=True)
+class PreparedImages:
+    """What mlx-lm's Vision has of the images of a prompt, as numpy arrays.
+
+    pixels: of each image. starts: the position of its first token. cache_key: the prompt, in which its tokens name its content.
+    """
+
+    pixels: list[np.ndarray]
+    starts: list[int]
+    cache_key: list[int]
 
 
 @dataclass
@@ -81,43 +107,36 @@ class PreparedPrompt:
     stops:        the tokens of each stop word.
     call:         what stands before and behind a tool call.
     never:        the token that must not be drawn, so that no call begins.
+    images:       None for a prompt without.
     """
 
-    tokens: list[int]
-    segments: list[int]
-    types: list[str]
-    initial_state: str
+    tokens: list[int] = field(default_factory=list)
+    segments: list[int] = field(default_factory=list)
+    types: list[str] = field(default_factory=list)
+    initial_state: str = "normal"
     marks: list[tuple[int, int]] = field(default_factory=list)
     checkpoints: list[tuple[int, str]] | None = None
-    stops: list[tuple[list[int], str]] = field(default_factory=list)
+    stops: list[tuple[tuple[int, ...], str]] = field(default_factory=list)
     call: tuple[str, str] = ("", "")
     never: int | None = None
-
-    def tokenized(self) -> tuple[list[int], list[list[int]], list[str], str, None]:
-        """What mlx-lm's ResponseGenerator._tokenize() returns."""
-        segments, start = [], 0
-        for number, length in enumerate(self.segments):
-            if number == len(self.segments) - 1:
-                start = len(self.tokens) - length
-            segments.append(self.tokens[start : start + length])
-            start += length
-        return list(self.tokens), segments, list(self.types), self.initial_state, None
-
-    @classmethod
-    def empty(cls) -> PreparedPrompt:
-        """The result of a job that was not for a prompt."""
-        return cls([], [], [], "normal")
+    images: PreparedImages | None = None
 
     def pack(self) -> bytes:
         """For the pipe."""
-        return _pack({**asdict(self), "tokens": []}, array("i", self.tokens).tobytes())
+        header = {**vars(self), "tokens": len(self.tokens)}
+        blobs = [array("i", self.tokens).tobytes()]
+        if self.images is not None:
+            shapes = [(pixels.dtype.str, pixels.shape) for pixels in self.images.pixels]
+            header["images"] = {**vars(self.images), "pixels": shapes}
+            blobs += [pixels.tobytes() for pixels in self.images.pixels]
+        return _pack(header, *blobs)
 
 
 def pack_error(error: BaseException) -> bytes:
     """A job's failure, for the pipe."""
     if isinstance(error, RequestTooLargeError):
-        return _pack({"too_large": [error.needed, error.capacity]}, b"")
-    return _pack({"error": str(error) or type(error).__name__}, b"")
+        return _pack({"too_large": [error.needed, error.capacity]})
+    return _pack({"error": str(error) or type(error).__name__})
 
 
 def unpack(data: bytes) -> PreparedPrompt:
@@ -128,14 +147,22 @@ def unpack(data: bytes) -> PreparedPrompt:
         raise RequestTooLargeError(*header["too_large"])
     if "error" in header:
         raise PromptError(header["error"])
-    tokens = array("i")
-    tokens.frombytes(memoryview(data)[HEADER_BYTES + length :])
-    header["tokens"] = tokens.tolist()
-    for name in ("marks", "checkpoints", "stops"):
+    rest, tokens = memoryview(data)[HEADER_BYTES + length :], array("i")
+    end = header["tokens"] * tokens.itemsize
+    tokens.frombytes(rest[:end])
+    header["tokens"], header["call"] = tokens.tolist(), tuple(header["call"])
+    header["stops"] = [(tuple(ids), word) for ids, word in header["stops"]]
+    for name in ("marks", "checkpoints"):
         header[name] = None if header[name] is None else [tuple(pair) for pair in header[name]]
-    return PreparedPrompt(**{**header, "call": tuple(header["call"])})
+    if header["images"] is not None:
+        pixels = []
+        for kind, shape in header["images"]["pixels"]:
+            pixels.append(np.frombuffer(rest, kind, math.prod(shape), end).reshape(shape))
+            end += pixels[-1].nbytes
+        header["images"] = PreparedImages(**{**header["images"], "pixels": pixels})
+    return PreparedPrompt(**header)
 
 
-def _pack(header: dict[str, Any], tokens: bytes) -> bytes:
+def _pack(header: dict[str, Any], *blobs: bytes) -> bytes:
     written = json.dumps(header).encode()
-    return len(written).to_bytes(HEADER_BYTES, "little") + written + tokens
+    return b"".join((len(written).to_bytes(HEADER_BYTES, "little"), written, *blobs))

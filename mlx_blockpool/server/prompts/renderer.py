@@ -10,16 +10,20 @@ import logging
 import types
 from collections.abc import Sequence
 from dataclasses import replace
+from pathlib import Path
 from typing import Any
 
+import numpy as np
 from jinja2 import TemplateError
+from mlx_lm.processors import PROCESSORS
+from mlx_lm.utils import load_config
 
 from ...errors import RequestTooLargeError
 from ...messages import Message
-from ...mlx_lm_compat import CompletionRequest, ResponseGenerator, process_message_content
+from ...mlx_lm_compat import CompletionRequest, ResponseGenerator, process_message_content, rebind
 from ..breakpoints import checkpoint_positions, mark_positions
 from ..request import Mark, message_marks
-from .job import PreparedPrompt, PromptJob
+from .job import PreparedImages, PreparedPrompt, PromptJob
 from .replay import Replay
 
 log = logging.getLogger(__name__)
@@ -41,6 +45,8 @@ class PromptRenderer:
             self._check_length(job, job.prompt)
             return self._prepared(job, self._tokenize(job))
         begin, never = beginning(self.tokenizer, job) if job.is_chat_request else ("", None)
+        if job.processor is not None:
+            return self._with_images(job, begin, never)
         if not self.tokenizer.has_chat_template:
             if job.is_chat_request:
                 process_message_content(job.messages)
@@ -68,10 +74,25 @@ class PromptRenderer:
             prepared.checkpoints = sorted({**dict(prepared.checkpoints), replayed[1]: "user"}.items())
         return prepared
 
-    def _tokenize(self, job: PromptJob) -> Any:
-        """mlx-lm's own, which reads the generator's options and nothing else of it."""
+    def _with_images(self, job: PromptJob, begin: str, never: int | None) -> PreparedPrompt:
+        """A chat with images: mlx-lm keeps no earlier replies and no beginnings of it."""
+        assert job.processor is not None
+        try:
+            tokenized = self._tokenize(job, image_processor(job.processor, job.source.folder))
+        except OSError as error:
+            raise ValueError(f"{job.image_at}: {error}") from error
+        if begin:
+            tokenized = begun(self.tokenizer, tokenized, begin, "tool" if job.calls == "must" else "normal")
+        prepared, vision = self._prepared(job, tokenized), tokenized[4]
+        prepared.never = never
+        if vision is not None:
+            prepared.images = PreparedImages(vision.pixel_values, vision.starts, vision.cache_key)
+        return prepared
+
+    def _tokenize(self, job: PromptJob, processor: Any = None) -> Any:
+        """mlx-lm's own, which reads the generator's processor and options and nothing else of it."""
         options = types.SimpleNamespace(chat_template_args=job.options)
-        generator = types.SimpleNamespace(model_provider=types.SimpleNamespace(processor=None, cli_args=options))
+        generator = types.SimpleNamespace(model_provider=types.SimpleNamespace(processor=processor, cli_args=options))
         request = CompletionRequest(job.request_type, job.prompt, job.messages, job.tools, job.role_mapping)
         arguments = types.SimpleNamespace(chat_template_kwargs=None)
         return ResponseGenerator._tokenize(generator, self.tokenizer, request, arguments)
@@ -100,7 +121,7 @@ class PromptRenderer:
             raise RequestTooLargeError(len(prompt) + 1, job.capacity)
         encode = self.tokenizer.encode
         prepared = PreparedPrompt(list(prompt), [len(segment) for segment in segments], list(kinds), initial_state)
-        prepared.stops = [(list(encode(word, add_special_tokens=False)), word) for word in job.stop_words]
+        prepared.stops = [(tuple(encode(word, add_special_tokens=False)), word) for word in job.stop_words]
         if self.tokenizer.has_tool_calling:
             prepared.call = self.tokenizer.tool_call_start, self.tokenizer.tool_call_end or ""
         return prepared
@@ -143,10 +164,18 @@ def parts_of(content: Any) -> list[dict[str, Any]]:
     return [{"type": "text", "text": content}] if isinstance(content, str) else list(content or ())
 
 
-def beginning(tokenizer: Any, job: Any) -> tuple[str, int | None]:
+def image_processor(name: str, folder: str) -> Any:
+    """mlx-lm's image processor of this name, for the model in `folder`. Its pixels stay numpy arrays: a worker has no device."""
+    stock: Any = PROCESSORS[name]
+    on_numpy = rebind(stock.preprocess_image, mx=types.SimpleNamespace(array=np.ascontiguousarray))
+    ours: Any = type(stock.__name__, (stock,), {"preprocess_image": on_numpy})
+    return ours.from_config(load_config(Path(folder)))
+
+
+def beginning(tokenizer: Any, job: PromptJob) -> tuple[str, int | None]:
     """(the text that the reply has to begin with, the token that must not be drawn so that no call begins).
 
-    `job`: a PromptJob or ChatRequest, whose tools are taken out where that is the only way to have no calls.
+    The job's tools are taken out where that is the only way to have no calls.
     Raises ValueError where a call is needed and the model cannot be made to begin one.
     """
     never = None

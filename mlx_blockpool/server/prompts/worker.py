@@ -28,7 +28,7 @@ from mlx_lm.utils import load_config, load_tokenizer
 
 from ...errors import PromptError
 from ..bodies import check_json
-from .job import OUT_OF_TIME, BodyJob, Limits, PreparedPrompt, PromptJob, TokenizerSource, pack_error
+from .job import OUT_OF_TIME, BodyJob, Limits, LoadJob, PreparedPrompt, PromptJob, TokenizerSource, pack_error
 from .renderer import PromptRenderer
 
 log = logging.getLogger(__name__)
@@ -81,15 +81,17 @@ def serve(connection: Connection) -> None:
             return
 
 
-def _answer(tokenizers: Tokenizers, limits: Limits, job: PromptJob | BodyJob) -> bytes:
+def _answer(tokenizers: Tokenizers, limits: Limits, job: PromptJob | BodyJob | LoadJob) -> bytes:
     try:
         with _memory(limits.memory_bytes):
             if isinstance(job, BodyJob):
                 with _processor_time(limits.seconds):
                     check_json(job.data)
-                return PreparedPrompt.empty().pack()
+                return PreparedPrompt().pack()
             with _processor_time(limits.load_seconds):
                 renderer = tokenizers.get(job.source)
+            if isinstance(job, LoadJob):
+                return PreparedPrompt().pack()
             with _processor_time(limits.seconds):
                 return renderer.render(job).pack()
     except OutOfTimeError:

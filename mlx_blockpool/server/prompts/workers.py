@@ -25,7 +25,7 @@ from pathlib import Path
 from ...config import PromptConfig
 from ...errors import PromptError, UnavailableError
 from ..bodies import UNCHECKED_BYTES
-from .job import OUT_OF_TIME, BodyJob, Limits, PreparedPrompt, PromptJob, unpack
+from .job import OUT_OF_TIME, BodyJob, Limits, LoadJob, PreparedPrompt, PromptJob, TokenizerSource, unpack
 
 log = logging.getLogger(__name__)
 
@@ -268,6 +268,12 @@ class PromptWorkers:
             self.counts["slow"] += 1
         raise PromptError(f"The prompt takes more than {self.config.seconds:g} seconds to be rendered and tokenized. Shorten it.")
 
+    def load(self, source: TokenizerSource) -> None:
+        """Have the worker for small prompts load a tokenizer, which the first prompt would wait for. Raises as prepare() does."""
+        answer = self._small.run(self._packed(LoadJob(source), self._small.seconds))
+        if answer is not None:
+            unpack(answer)
+
     def check_body(self, data: bytes) -> None:
         """Raises PromptError for a request's body that is no JSON or takes too long to be read."""
         if len(data) <= UNCHECKED_BYTES:
@@ -283,6 +289,6 @@ class PromptWorkers:
         self._small.close()
         self._large.close()
 
-    def _packed(self, job: PromptJob | BodyJob, seconds: float) -> bytes:
+    def _packed(self, job: PromptJob | BodyJob | LoadJob, seconds: float) -> bytes:
         limits = Limits(self.config.load_seconds, seconds, self.config.memory_bytes)
         return pickle.dumps((limits, job), pickle.HIGHEST_PROTOCOL)
