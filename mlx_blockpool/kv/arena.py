@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import weakref
 from collections import deque
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Protocol
 
@@ -200,3 +200,8 @@ def state_share(spec: ModelCacheSpec, pool_bytes: int, config: PoolConfig) -> in
         hint = f"The states of one sequence take {own} bytes, and {share} of {pool_bytes} are theirs. Raise --pool-bytes."
         raise PoolExhaustedError(1, 0, 0, spec.model_id, hint)
     return share if own else 0
+
+
+def concatenated(arrays: Sequence[mx.array], axis: int = 0) -> mx.array:
+    """One array of several along an axis; of one array itself, not a copy."""
+    return arrays[0] if len(arrays) == 1 else mx.concatenate(list(arrays), axis=axis)

@@ -11,7 +11,7 @@ from typing import Any
 import mlx.core as mx
 
 from ..mlx_lm_compat import BaseCache
-from .arena import View
+from .arena import View, concatenated
 from .decode_attention import Step, step_of
 from .layer_caches import PooledLayer
 
@@ -97,8 +97,8 @@ class PooledBatchCache(BaseCache):  # type: ignore[misc]
                 parts.append(member.attend(queries[i : i + 1, :, :count], *read, scale, own_mask, sinks))
             if count < n:
                 parts.append(mx.zeros((1, queries.shape[1], n - count, dim), queries.dtype))
-            outputs.append(parts[0] if len(parts) == 1 else mx.concatenate(parts, axis=2))
-        return outputs[0] if len(outputs) == 1 else mx.concatenate(outputs)
+            outputs.append(concatenated(parts, 2))
+        return concatenated(outputs)
 
     def make_mask(self, N: int, return_array: bool = False, window_size: int | None = None) -> Any:  # noqa: N803
         """A stand-in: each member has its own mask, made where it attends."""
@@ -142,7 +142,7 @@ class PooledBatchCache(BaseCache):  # type: ignore[misc]
         return all(m.is_trimmable() for m in self.members)  # type: ignore[attr-defined]
 
     def trim(self, n: int) -> int:
-        return min(int(m.trim(n)) for m in self.members)  # type: ignore[attr-defined]
+        return min(m.trim(n) for m in self.members)
 
     def empty(self) -> bool:
         return all(m.empty() for m in self.members)

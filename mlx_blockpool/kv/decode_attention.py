@@ -12,7 +12,7 @@ from typing import Any
 import mlx.core as mx
 
 from ..spec import BLOCK_TOKENS, WindowLayer
-from .arena import KVArena, Slab, View
+from .arena import KVArena, Slab, View, concatenated
 from .decode_policy import Cluster, Share, device, divide, find_clusters
 from .layer_caches import PooledLayer
 from .runs import attend_cluster, attend_grouped, group_queries
@@ -99,11 +99,11 @@ class Step:
                 read = [(share, self._read(share, index, grouped, sinks)) for share in load]
                 # Joined on their own stream: else mlx hands out the work of both in turns, and they wait for each other.
                 own = [out for share, out in read if self._is_whole(share)]
-                whole += [_join(own, 0)] if own else []
+                whole += [concatenated(own, 0)] if own else []
             for share, out in read:
                 if not self._is_whole(share):
                     parts[share.members][share.heads[0]] = out
-        out = _join(whole + [_join([p[first] for first in sorted(p)], 1) for p in parts.values()], 0)
+        out = concatenated(whole + [concatenated([p[first] for first in sorted(p)], 1) for p in parts.values()], 0)
         out = out if self.order is None else out[self.order]
         return out.reshape(batch, heads, 1, -1)
 
@@ -193,7 +193,7 @@ def _gather(pieces: list[list[Piece]], sizes: list[int], index: int) -> View:
     for mine, size in zip(pieces, sizes, strict=True):
         views = zip(*(slab.read(index, start, count) for slab, start, count in mine), strict=True)
         for row, parts in zip(rows, views, strict=True):
-            whole = _join(list(parts), 2)
+            whole = concatenated(parts, 2)
             row.append(whole if size == longest else mx.pad(whole, [(0, 0), (0, 0), (0, longest - size), (0, 0)]))
     return mx.concatenate(rows[0]), mx.concatenate(rows[1])
 
@@ -204,7 +204,3 @@ def _tokens(pieces: list[Piece]) -> int:
 
 def _is_range(rows: tuple[int, ...]) -> bool:
     return rows[-1] - rows[0] == len(rows) - 1
-
-
-def _join(arrays: list[mx.array], axis: int) -> mx.array:
-    return arrays[0] if len(arrays) == 1 else mx.concatenate(arrays, axis=axis)

@@ -27,11 +27,13 @@ class PooledLayer(SequenceCache):
     """What both have in common. Subclasses say where tokens go (write) and how many places are read (size).
 
     first_held:    tokens before it are in no block: the state that was assigned lacks them.
+    reads_runs:    whether one token attends to all that is held, which may lie in several runs.
     _stock_batch:  mlx-lm's class of a batch.
     """
 
     offset: int
     first_held = 0
+    reads_runs = True
     _stock_batch: Any
 
     def __init__(self, sequence: SequenceBlocks, layer: int) -> None:
@@ -84,10 +86,16 @@ class PooledLayer(SequenceCache):
         """Whether the next token needs a block that is not promised to the sequence yet."""
         return self.sequence.needs_block(self.place.group, self.next_place())
 
+    def trim(self, n: int) -> int:
+        """Take back the last `n` tokens, fewer where it holds fewer. Returns how many; whole blocks go back to the pool."""
+        n = int(super().trim(n))  # type: ignore[misc]
+        self.sequence.cut(self.place.group, self.size())
+        return n
+
     def attend(self, queries: mx.array, keys: mx.array, values: mx.array, scale: float, mask: Any, sinks: Any) -> mx.array:
         """Attention of queries [1, heads, n, dim]; keys and values are what update_and_fetch returned."""
-        scattered = len(self.sequence.pieces(self.place.group, self.size())) > 1
-        if scattered and queries.shape[2] == 1 and mask is None:
+        one = self.reads_runs and queries.shape[2] == 1 and mask is None
+        if one and len(self.sequence.pieces(self.place.group, self.size())) > 1:
             return attend_runs(queries, self.views(), scale, sinks)
         out: mx.array = scaled_dot_product_attention(queries, keys, values, None, scale=scale, mask=mask, sinks=sinks)
         return out
@@ -246,11 +254,6 @@ class PooledKVCache(PooledLayer, KVCache):  # type: ignore[misc]
     def size(self) -> int:
         return self.offset
 
-    def trim(self, n: int) -> int:
-        n = int(super().trim(n))
-        self.sequence.cut(self.place.group, self.size())
-        return n
-
     @property
     def state(self) -> tuple[Any, ...]:
         """(keys, values, offset), as KVCache has them: views where the sequence is one run."""
@@ -380,9 +383,7 @@ class PooledRotatingKVCache(PooledLayer, RotatingKVCache):  # type: ignore[misc]
         """Raises ValueError once the window is full: what it held before is gone."""
         if n > 0 and not self.is_trimmable():
             raise ValueError(f"A window of {self.max_size} tokens that is full cannot be trimmed: the tokens before are gone.")
-        n = int(super().trim(n))
-        self.sequence.cut(self.place.group, self.size())
-        return n
+        return super().trim(n)
 
 
 def _is_put_back(caller: FrameType) -> bool:

@@ -7,7 +7,6 @@ from copy import copy, deepcopy
 from typing import Any
 
 import mlx.core as mx
-from mlx_lm.models.base import scaled_dot_product_attention
 from mlx_lm.models.cache import CacheList, ChunkedKVCache, KVCache
 
 from ..mlx_lm_compat import BaseCache, saved_as
@@ -49,6 +48,8 @@ class PooledChunkedKVCache(PooledKVCache, ChunkedKVCache):  # type: ignore[misc]
     """
 
     _stock = ChunkedKVCache
+    # Runs begin before the chunk does.
+    reads_runs = False
 
     def __init__(self, sequence: SequenceBlocks, layer: int) -> None:
         super().__init__(sequence, layer)
@@ -59,18 +60,12 @@ class PooledChunkedKVCache(PooledKVCache, ChunkedKVCache):  # type: ignore[misc]
     def maybe_trim_front(self) -> None:
         self.start_position = max(self.start_position, self.offset - self.chunk_size)
 
-    def attend(self, queries: mx.array, keys: mx.array, values: mx.array, scale: float, mask: Any, sinks: Any) -> mx.array:
-        """As in PooledLayer, and never over more than `keys`: runs begin before the chunk does."""
-        out: mx.array = scaled_dot_product_attention(queries, keys, values, None, scale=scale, mask=mask, sinks=sinks)
-        return out
-
     def keys_and_values(self) -> View:
         keys, values = super().keys_and_values()
         return keys[..., self.start_position :, :], values[..., self.start_position :, :]
 
     def trim(self, n: int) -> int:
-        n = min(self.offset - self.start_position, n)
-        self.offset -= n
+        n = int(ChunkedKVCache.trim(self, n))
         self.sequence.cut(self.place.group, self.size())
         return n
 
@@ -123,17 +118,10 @@ class UnusedBatch(BaseCache):  # type: ignore[misc]
     def extract(self, idx: int) -> UnusedKVCache:
         return UnusedKVCache()
 
-    def filter(self, batch_indices: Any) -> None:
-        """A batch of empty caches has no rows."""
+    def filter(self, *_: Any, **__: Any) -> None:
+        """A batch of empty caches has no rows, and nothing to pad."""
 
-    def extend(self, other: UnusedBatch) -> None:
-        """A batch of empty caches has no rows."""
-
-    def prepare(self, **_: Any) -> None:
-        """There is nothing to pad."""
-
-    def finalize(self) -> None:
-        """There is nothing to pad."""
+    extend = prepare = finalize = filter
 
     def make_mask(self, *args: Any, **_: Any) -> Any:
         return "causal" if args and args[0] > 1 else None

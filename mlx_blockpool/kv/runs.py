@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import mlx.core as mx
 
-from .arena import View
+from .arena import View, concatenated
 
 
 def attend_runs(queries: mx.array, views: list[View], scale: float, sinks: mx.array | None) -> mx.array:
@@ -70,7 +70,7 @@ def _own_scores(grouped: mx.array, own: list[list[View]]) -> mx.array:
     rows = []
     for mine, views in zip(mx.split(grouped, len(own)), own, strict=True):
         scores = [mine @ keys.swapaxes(-1, -2) for keys, _ in views]
-        rows.append(scores[0] if len(scores) == 1 else mx.concatenate(scores, axis=-1))
+        rows.append(concatenated(scores, -1))
     longest = max(r.shape[-1] for r in rows)
     for i, r in enumerate(rows):
         if r.shape[-1] < longest:

@@ -14,7 +14,7 @@ import mlx.core as mx
 
 from ..errors import ReleasedCacheError
 from ..spec import BLOCK_TOKENS, blocks_for
-from .arena import KVArena, Place, Slab, View
+from .arena import KVArena, Place, Slab, View, concatenated
 from .blocks import BlockTable
 
 # (slab, first token in it, tokens): a part of a sequence that lies in one piece.
@@ -287,6 +287,4 @@ class SequenceCache(StandIn):
 
 def join(views: list[View]) -> View:
     """One pair of arrays: the view itself where there is one, else a copy."""
-    if len(views) == 1:
-        return views[0]
-    return mx.concatenate([k for k, _ in views], axis=2), mx.concatenate([v for _, v in views], axis=2)
+    return concatenated([keys for keys, _ in views], 2), concatenated([values for _, values in views], 2)

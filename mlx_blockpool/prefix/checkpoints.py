@@ -11,7 +11,7 @@ from typing import NamedTuple
 
 import mlx.core as mx
 
-from ..kv.arena import KVArena
+from ..kv.arena import KVArena, concatenated
 from ..kv.block_bytes import Content, as_bytes, contents, copy_in, copy_out
 from ..spec import BLOCK_TOKENS, WindowLayer, blocks_for
 from .residency import Checkpoint
@@ -68,7 +68,7 @@ class WindowCheckpoint:
             ids, index = checkpoint.rings[group]
             places = self._places(group, index - (checkpoint.position - start), segment.end - start)
             parts = [self._copy(group, ids, place, count) for place, count in places]
-            found += [mx.concatenate(list(same), axis=1) if len(same) > 1 else same[0] for same in zip(*parts, strict=True)]
+            found += [concatenated(same, 1) for same in zip(*parts, strict=True)]
         mx.eval(found)
         return [as_bytes(array) for array in found]
 
