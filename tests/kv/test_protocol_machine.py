@@ -30,7 +30,8 @@ from thorough import tried
 
 from mlx_blockpool.errors import ReleasedCacheError
 from mlx_blockpool.kv.arena import KVArena
-from mlx_blockpool.kv.factory import from_stock, pooled_caches
+from mlx_blockpool.kv.factory import pooled_caches
+from mlx_blockpool.kv.intake import from_stock
 from mlx_blockpool.kv.parts import leaves_of, sequence_of
 from mlx_blockpool.spec import CompositeLayer, FullLayer, ModelCacheSpec, StateLayer, WindowLayer
 
