@@ -10,6 +10,7 @@ import json
 import sys
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -131,7 +132,7 @@ def stats(root: Path) -> Report:
         "quarantine": _sizes(file for file in listing.quarantined if file.path.suffix != ".txt"),
         "leftovers": _sizes(listing.leftovers),
         "foreign": [str(path) for path in listing.foreign],
-        "unreadable": [{"path": str(path), "reason": str(error)} for path, error in listing.unreadable],
+        "unreadable": _reasons(listing.unreadable),
     }
 
 
@@ -152,9 +153,7 @@ def _model_stats(found: Survey, namespace: str) -> Report:
 
 def _uses(files: Iterable[File]) -> Report:
     times = [file.used for file in files]
-    if not times:
-        return {"oldest_use": None, "newest_use": None}
-    return {key: utc(pick(times)) for key, pick in (("oldest_use", min), ("newest_use", max))}
+    return {"oldest_use": utc(min(times)) if times else None, "newest_use": utc(max(times)) if times else None}
 
 
 def _sizes(files: Iterable[File]) -> Report:
@@ -170,14 +169,14 @@ def describe_stats(report: Report) -> str:
         rows += [[_name(model), model["namespace"], *_cells(model)] for model in report["models"]]
         rows += [["all", "", *_cells(report["total"])]]
         lines += [*table(rows, left=2), ""]
-    parts = [f"{name}: {count(report[key]['files'], 'file')} ({human_bytes(report[key]['bytes'])})" for key, name in _ASIDE]
+    parts = [
+        f"{name}: {count(report[name.lower()]['files'], 'file')} ({human_bytes(report[name.lower()]['bytes'])})"
+        for name in ("Quarantine", "leftovers")
+    ]
     lines.append(f"{'; '.join(parts)}; {count(len(report['agents']), 'agent')}.")
     if report["total"]["bad"] or report["total"]["orphans"] or report["leftovers"]["files"] or report["unreadable"]:
         lines.append("Some of it is of no use; `mlx-blockpool store check` says what.")
     return "\n".join(lines)
-
-
-_ASIDE = (("quarantine", "Quarantine"), ("leftovers", "leftovers"))
 
 
 def _name(model: Report) -> str:
@@ -199,16 +198,14 @@ def check(root: Path, with_data: bool = False, fix: bool = False) -> Report:
     found = survey(root, with_data)
     listing = found.listing
     problems = [*found.bad, *listing.leftovers, *found.orphans, *found.bad_agents, *listing.unreadable]
-    failed = [{"path": str(path), "reason": str(error)} for path, error in listing.unreadable]
-    if fix:
-        failed += _fix(root, found)
+    failed = _reasons([*listing.unreadable, *(_fix(root, found) if fix else ())])
     return {
         "folder": str(root),
         "records": len(found.judged),
         "bytes": sum(judged.file.size for judged in found.judged),
         "with_data": with_data,
-        "bad": [{"path": str(judged.file.path), "reason": judged.problem} for judged in found.bad],
-        "bad_agents": [{"path": str(path), "reason": reason} for path, reason in found.bad_agents],
+        "bad": _reasons((judged.file.path, judged.problem) for judged in found.bad),
+        "bad_agents": _reasons(found.bad_agents),
         "orphans": [str(file.path) for file in found.orphans],
         "leftovers": [str(file.path) for file in listing.leftovers],
         "foreign": [str(path) for path in listing.foreign],
@@ -218,22 +215,24 @@ def check(root: Path, with_data: bool = False, fix: bool = False) -> Report:
     }
 
 
-def _fix(root: Path, found: Survey) -> list[dict[str, str]]:
+def _fix(root: Path, found: Survey) -> list[tuple[Path, OSError]]:
     """Returns what could not be done, and why."""
-    failed = []
     # A server may have written an agent anew meanwhile.
-    for path, reason in [*((judged.file.path, str(judged.problem)) for judged in found.bad), *Agents(root).look().bad]:
+    bad = [*((judged.file.path, str(judged.problem)) for judged in found.bad), *Agents(root).look().bad]
+    acts: list[tuple[Path, Callable[[], object]]] = [(path, partial(fsck.set_aside, root, path, why)) for path, why in bad]
+    acts += [(file.path, partial(fsck.remove, [file])) for file in [*found.orphans, *found.listing.leftovers]]
+    failed = []
+    for path, act in acts:
         try:
-            fsck.set_aside(root, path, reason)
+            act()
         except OSError as error:
-            failed.append({"path": str(path), "reason": str(error)})
-    for file in [*found.orphans, *found.listing.leftovers]:
-        try:
-            fsck.remove([file])
-        except OSError as error:
-            failed.append({"path": str(file.path), "reason": str(error)})
+            failed.append((path, error))
     fsck.remove_empty(found.listing.folders)
     return failed
+
+
+def _reasons(found: Iterable[tuple[Path, Any]]) -> list[dict[str, str]]:
+    return [{"path": str(path), "reason": str(reason)} for path, reason in found]
 
 
 def describe_check(report: Report) -> str:
