@@ -43,15 +43,18 @@ def _listing(args: argparse.Namespace) -> Report:
 
 
 def _change(args: argparse.Namespace) -> Report:
-    """Pin, unpin, rename or fork an agent. Raises StoreError."""
-    records = AgentRecords(folder_at(args.store_dir), naming)
-    old = records.resolve(args.name)
-    agent = records.change(args.change, old, *([args.new] if "new" in args else []))
-    return {"folder": str(records.root), "act": args.change, "of": shown(old), "agent": fields(agent)}
+    return change(folder_at(args.store_dir), args.change, args.name, *([args.new] if "new" in args else []))
 
 
 def _delete(args: argparse.Namespace) -> Report:
     return delete(folder_at(args.store_dir), args.name, args.yes)
+
+
+def change(root: Path, act: str, name: str, *new: str) -> Report:
+    """Pin, unpin, rename or fork an agent. Raises StoreError."""
+    records = AgentRecords(root, naming)
+    old = records.resolve(name)
+    return {"folder": str(root), "act": act, "of": shown(old), "agent": fields(records.change(act, old, *new))}
 
 
 def delete(root: Path, name: str, yes: bool = False) -> Report:
