@@ -8,13 +8,14 @@ from __future__ import annotations
 
 import dataclasses
 import logging
-from collections.abc import Callable, Collection, Iterable, Sequence
+from collections.abc import Callable, Collection, Sequence
 from itertools import pairwise
 from typing import Annotated, Any, TypeVar
 
 from pydantic import (
     AfterValidator,
     BaseModel,
+    BeforeValidator,
     ConfigDict,
     Discriminator,
     FailFast,
@@ -80,6 +81,13 @@ def known(values: Collection[str], place: str) -> AfterValidator:
     return AfterValidator(check)
 
 
+def _few(biases: Any) -> Any:
+    # pydantic would list the errors of all of them.
+    if isinstance(biases, dict) and len(biases) > RequestConfig.logit_bias:
+        raise ValueError(f"there may be {RequestConfig.logit_bias:,} of them in a request; found {len(biases):,}")
+    return biases
+
+
 class Body(BaseModel):
     """A JSON object. A field that is null counts as left out, and fields that the model does not have are ignored."""
 
@@ -101,22 +109,49 @@ class Sampling(Body):
     top_k: Count | None = None
 
 
-def _is_text(value: Any) -> Any:
-    if value.type != "text":
+class AllSampling(Sampling):
+    """Everything that mlx-lm's server reads beside the prompt, with its defaults."""
+
+    draft_model: Text = "default_model"
+    adapters: Text | None = None
+    num_draft_tokens: Count | None = None
+    min_p: Share | None = None
+    xtc_probability: Share = 0.0
+    xtc_threshold: Share = 0.1
+    repetition_penalty: Annotated[Number, Field(ge=0)] = 0.0
+    repetition_context_size: Count = 20
+    presence_penalty: Number = 0.0
+    presence_context_size: Count = 20
+    frequency_penalty: Number = 0.0
+    frequency_context_size: Count = 20
+    logit_bias: Annotated[dict[Annotated[Int, Field(strict=False)], Number], BeforeValidator(_few)] | None = None
+    logprobs: bool = False
+    top_logprobs: Annotated[Int, Field(ge=-1, le=11)] = -1
+    seed: Int | None = None
+
+
+def _is_text(shape: dict[str, Any]) -> dict[str, Any]:
+    if shape.get("type") not in (None, "text"):
         why = "mlx-lm cannot hold a reply to a format; describe it in the prompt, or use a tool"
-        raise ValueError(f"found {_short(value.type)}; {why}")
-    return value
-
-
-class _Format(Body):
-    type: Text = "text"
+        raise ValueError(f"found {_short(shape['type'])}; {why}")
+    return shape
 
 
 # The format of a reply in both of OpenAI's protocols.
-ReplyFormat = Annotated[_Format, AfterValidator(_is_text)]
+ReplyFormat = Annotated[Object, AfterValidator(_is_text)]
 
 
-def validated(model: type[B], value: Any, place: Callable[[Sequence[Any]], str]) -> B:
+def dotted(path: Sequence[Any]) -> str:
+    """`messages.1.content`, as Anthropic writes the place of a field."""
+    return ".".join(str(part)[:50] for part in path)
+
+
+def indexed(path: Sequence[Any]) -> str:
+    """`messages[1].content`, as OpenAI writes the place of a field."""
+    return "".join(f"[{part}]" if isinstance(part, int) else f".{part[:50]}" for part in path).removeprefix(".")
+
+
+def validated(model: type[B], value: Any, place: Callable[[Sequence[Any]], str] = indexed) -> B:
     """The model of a body. `place`: writes the path of a field. Raises InvalidRequestError for the first thing that is wrong."""
     try:
         return model.model_validate(value)
@@ -159,44 +194,17 @@ def _short(value: Any) -> str:
     return repr(value[:50] if isinstance(value, str) else value)[:60]
 
 
-def dotted(path: Sequence[Any]) -> str:
-    """`messages.1.content`, as Anthropic writes the place of a field."""
-    return ".".join(str(part)[:50] for part in path)
-
-
-def indexed(path: Sequence[Any]) -> str:
-    """`messages[1].content`, as OpenAI writes the place of a field."""
-    return "".join(f"[{part}]" if isinstance(part, int) else f".{part[:50]}" for part in path).removeprefix(".")
-
-
-# What mlx-lm's server takes where a request says nothing and no option does.
-DEFAULTS: dict[str, Any] = {
-    "draft_model": "default_model",
-    "adapters": None,
-    "xtc_probability": 0.0,
-    "xtc_threshold": 0.1,
-    "logit_bias": None,
-    "repetition_penalty": 0.0,
-    "repetition_context_size": 20,
-    "presence_penalty": 0.0,
-    "presence_context_size": 20,
-    "frequency_penalty": 0.0,
-    "frequency_context_size": 20,
-    "logprobs": False,
-    "top_logprobs": -1,
-    "seed": None,
-}
-
-
 def generation_arguments(
-    given: Iterable[tuple[str, Any]], options: Any, max_tokens: int, stop_words: list[str], template: dict[str, Any] | None
+    body: Sampling, options: Any, max_tokens: int, stop_words: list[str], template: dict[str, Any] | None
 ) -> GenerationArguments:
-    """mlx-lm's arguments from a body's fields, and from the server's `options` for those that are None or not among them.
+    """mlx-lm's arguments for a body, and the server's `options` for what the body leaves open.
 
     `template`: arguments of the chat template.
     """
-    values = {name: getattr(options, name) for name in ("top_p", "top_k", "min_p", "num_draft_tokens")}
-    values |= {**DEFAULTS, "temperature": options.temp} | {name: value for name, value in given if value is not None}
+    given = {name: getattr(body, name) for name in (AllSampling if isinstance(body, AllSampling) else Sampling).model_fields}
+    values = {name: field.default for name, field in AllSampling.model_fields.items()}
+    values |= {name: getattr(options, name) for name in ("top_p", "top_k", "min_p", "num_draft_tokens")}
+    values |= {"temperature": options.temp} | {name: value for name, value in given.items() if value is not None}
 
     def part(kind: Any) -> Any:
         return kind(**{field.name: values[field.name] for field in dataclasses.fields(kind)})

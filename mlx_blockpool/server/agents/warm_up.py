@@ -18,7 +18,7 @@ from ...errors import BlockpoolError
 from ..bodies import InvalidRequestError
 from ..request import PromptRequest
 from ..scope import RequestScope
-from ..validation import Body, Text, dotted, generation_arguments, validated
+from ..validation import Body, Sampling, Text, dotted, generation_arguments, validated
 from . import by_content
 from .service import AgentService, RefusedError, checked_name
 
@@ -132,7 +132,7 @@ class WarmUp:
             text = [{"role": "user", "content": prompt.prompt}]
             scope.options.conversation = by_content.name_of([prompt.model], text, scope.known_normalisers)
         options = self._generator.cli_args
-        arguments = generation_arguments([("model", prompt.model)], options, 1, [], prompt.chat_template_kwargs)
+        arguments = generation_arguments(Sampling(model=prompt.model), options, 1, [], prompt.chat_template_kwargs)
         context, responses = scope.generate(request, arguments)
         for _ in responses:
             pass

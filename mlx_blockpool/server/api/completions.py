@@ -9,32 +9,15 @@ from __future__ import annotations
 import types
 import uuid
 from collections.abc import Iterable, Iterator
-from typing import Annotated, Any, Literal, TypeVar
+from typing import Annotated, Any, Literal
 
-from pydantic import AfterValidator, BeforeValidator, Field
+from pydantic import AfterValidator, Field
 
-from ...config import RequestConfig
 from ...mlx_lm_compat import image_parts
 from ..bodies import InvalidRequestError
 from ..request import ChatRequest, ParsedRequest, PromptRequest
 from ..scope import retention_of
-from ..validation import (
-    Body,
-    Count,
-    Int,
-    List,
-    Number,
-    Object,
-    ReplyFormat,
-    Sampling,
-    Share,
-    Text,
-    TextOr,
-    generation_arguments,
-    indexed,
-    only,
-    validated,
-)
+from ..validation import AllSampling, Body, Int, List, Object, ReplyFormat, Text, TextOr, generation_arguments, only, validated
 from .conversation import ToolChoice, calls_of, tools_named
 from .endpoint import Endpoint
 from .errors import StatusError, openai_answer
@@ -42,8 +25,6 @@ from .reply import BlockEnd, Call, Done, Event, Json, Packet, Renderer, Thinking
 from .reply import Text as TextEvent
 
 FINISH_REASONS = {"stop": "stop", "stop_word": "stop", "length": "length", "calls": "tool_calls"}
-AT_LEAST_0 = Field(ge=0)
-B = TypeVar("B", bound="CompletionBody")
 
 
 def _has_role(message: dict[str, Any]) -> dict[str, Any]:
@@ -52,39 +33,17 @@ def _has_role(message: dict[str, Any]) -> dict[str, Any]:
     return message
 
 
-def _few(biases: Any) -> Any:
-    if isinstance(biases, dict) and len(biases) > RequestConfig.logit_bias:
-        raise ValueError(f"there may be {RequestConfig.logit_bias:,} of them in a request; found {len(biases):,}")
-    return biases
-
-
 class StreamOptions(Body):
     include_usage: bool = False
 
 
-class CompletionBody(Sampling):
-    """What both endpoints read. Where a field is None, an option of the server or mlx-lm's default holds."""
+class CompletionBody(AllSampling):
+    """What both endpoints read."""
 
-    draft_model: Text | None = None
-    adapters: Text | None = None
     stream_options: StreamOptions = StreamOptions()
     max_tokens: Annotated[Int, Field(ge=1)] | None = None
     max_completion_tokens: Annotated[Int, Field(ge=1)] | None = None
     stop: TextOr[List[Text]] = ""
-    num_draft_tokens: Count | None = None
-    min_p: Share | None = None
-    xtc_probability: Share | None = None
-    xtc_threshold: Share | None = None
-    repetition_penalty: Annotated[Number, AT_LEAST_0] | None = None
-    repetition_context_size: Count | None = None
-    presence_penalty: Number | None = None
-    presence_context_size: Count | None = None
-    frequency_penalty: Number | None = None
-    frequency_context_size: Count | None = None
-    logit_bias: Annotated[dict[Annotated[Int, Field(strict=False)], Number], BeforeValidator(_few)] | None = None
-    logprobs: bool | None = None
-    top_logprobs: Annotated[Int, Field(ge=-1, le=11)] | None = None
-    seed: Int | None = None
     chat_template_kwargs: Object | None = None
 
     def request(self) -> PromptRequest:
@@ -220,7 +179,7 @@ class CompletionsEndpoint(Endpoint):
     def _parsed(self, body: Json) -> ParsedRequest:
         """The request, after what its packets have is set in mlx-lm's handler. Raises InvalidRequestError."""
         is_chat = self._handler.route.endswith("/chat/completions")
-        given = validated(ChatBody if is_chat else TextBody, body, indexed)
+        given = validated(ChatBody if is_chat else TextBody, body)
         options = self._scope.cli_args
         most = given.max_completion_tokens or given.max_tokens or options.max_tokens
         stop_words = [given.stop] if isinstance(given.stop, str) else given.stop

@@ -25,6 +25,16 @@ ANTHROPIC_TYPES = {
 }
 OPENAI_TYPES = {401: "authentication_error", 403: "permission_error", 429: "rate_limit_error"}
 OTHER_TYPE = "invalid_request_error"
+# The first that fits an exception has its statuses: Anthropic's, where only the server's own failures are 5xx, and OpenAI's.
+STATUSES: tuple[tuple[type[Exception], int, int], ...] = (
+    (PoolExhaustedError, 529, 503),
+    (LoadError, 529, 503),
+    (UnavailableError, 503, 503),
+    (OSError, 404, 404),
+    (RecursionError, 400, 400),
+    (RuntimeError, 500, 503),
+    (Exception, 400, 400),
+)
 # The endpoints of mlx-lm that are OpenAI's.
 OPENAI_PATHS = ("/v1/chat/completions", "/chat/completions", "/v1/completions", "/v1/models")
 
@@ -46,22 +56,20 @@ def anthropic_error(status: int, message: str, request_id: str) -> dict[str, Any
     }
 
 
-def anthropic_status(error: Exception) -> tuple[int, str]:
-    """Status and message for any exception of a request; only the server's own failures are 5xx."""
+def statuses(error: Exception) -> tuple[int, int]:
+    """The statuses for Anthropic's and for OpenAI's clients."""
     if isinstance(error, StatusError):
-        return error.status, str(error)
+        return error.status, error.status
+    return next((anthropic, openai) for kind, anthropic, openai in STATUSES if isinstance(error, kind))
+
+
+def anthropic_status(error: Exception) -> tuple[int, str]:
+    """Status and message for any exception of a request."""
     if isinstance(error, RequestTooLargeError):
         # Clients look for these words and then shorten the conversation.
         return 400, f"prompt is too long: {error.needed} tokens > {error.capacity} maximum. {error}"
-    if isinstance(error, PoolExhaustedError | LoadError):
-        return 529, str(error)
-    if isinstance(error, UnavailableError):
-        return 503, str(error)
-    if isinstance(error, OSError):
-        return 404, f"model: {error}"
-    if isinstance(error, RuntimeError) and not isinstance(error, RecursionError):
-        return 500, str(error)
-    return 400, str(error) or type(error).__name__
+    status, message = statuses(error)[0], str(error) or type(error).__name__
+    return status, f"model: {message}" if isinstance(error, OSError) else message
 
 
 def is_openai(path: str) -> bool:
@@ -72,15 +80,10 @@ def is_openai(path: str) -> bool:
 
 def openai_status(error: Exception) -> int:
     """404: no such model. 503: the server cannot now. 400: the request cannot be served as it is."""
-    if isinstance(error, StatusError):
-        return error.status
-    if isinstance(error, OSError):
-        return 404
-    overloaded = isinstance(error, PoolExhaustedError | RuntimeError) and not isinstance(error, RecursionError)
-    return 503 if overloaded else 400
+    return statuses(error)[1]
 
 
-def openai_code(error: Exception | None) -> str | None:
+def openai_code(error: Exception) -> str | None:
     """What clients act on: they shorten a conversation that is too long, and do not retry with a model that is not there."""
     if isinstance(error, RequestTooLargeError):
         return "context_length_exceeded"

@@ -16,7 +16,7 @@ from ...messages import Message
 from ...mlx_lm_compat import GenerationArguments
 from ..bodies import InvalidRequestError
 from ..request import ChatRequest, ParsedRequest
-from ..validation import generation_arguments, indexed, validated
+from ..validation import generation_arguments, validated
 from . import responses_body
 from .conversation import Calls, Conversation, Part, calls_of, function_tool, template_arguments, tools_named
 from .responses_body import FunctionTool, Items, Namespace, ResponsesBody, TextPart
@@ -70,7 +70,7 @@ def parse(
     if isinstance(text := body.get("input"), str):
         message = {"type": "message", "role": "user", "content": [{"type": "input_text", "text": text}]}
         body = {**body, "input": [message]}
-    given = validated(ResponsesBody, body, indexed)
+    given = validated(ResponsesBody, body)
     conversation = _conversation(given, body, kept, owner)
     tools = Tools(given.tools)
     calls, shown = _choice(given, tools)
@@ -96,7 +96,7 @@ def _conversation(given: ResponsesBody, body: dict[str, Any], kept: KeptResponse
         if earlier is None:
             why = f"found no response with id {before[:80]!r}; this server keeps the last ones only, and none over a restart"
             raise InvalidRequestError("previous_response_id", f"{why}. Send the whole conversation as input.")
-        conversation.add(earlier.items, validated(Items, {"input": earlier.items}, indexed), "previous_response_id")
+        conversation.add(earlier.items, validated(Items, {"input": earlier.items}), "previous_response_id")
     conversation.add(body.get("input") or [], given, "input")
     if not conversation.messages:
         raise InvalidRequestError("input", "Field required")
@@ -184,7 +184,7 @@ class InputItems(Conversation):
                 if known is None:
                     what = f"Item {model.id[:50]!r} is not known, or not any more; needed the item itself, not a reference to it"
                     raise InvalidRequestError(f"{at}.id", what)
-                item, (model,) = known, validated(Items, {"input": [known]}, indexed).input
+                item, (model,) = known, validated(Items, {"input": [known]}).input
             self.items.append(item)
             self._add(model, at)
 
