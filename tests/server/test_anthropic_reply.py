@@ -14,7 +14,7 @@ from mlx_lm.generate import TextStateMachine
 from mlx_lm.tool_parsers import json_tools, pythonic
 
 from mlx_blockpool.server.api.anthropic_reply import ContentBlocks, input_usage
-from mlx_blockpool.server.api.reply import BlockEnd, Blocks, Call, Done, ReplyParser, ReplyReader, Silence, Text, Thinking
+from mlx_blockpool.server.api.reply import BlockEnd, Blocks, Call, Done, ReplyParser, Silence, Text, Thinking
 from mlx_blockpool.server.prompts.job import PreparedPrompt
 from mlx_blockpool.server.request import ChatRequest
 
@@ -186,7 +186,7 @@ def test_space_at_the_edges_of_blocks_is_the_templates() -> None:
 
 def test_the_end_of_a_block_has_all_of_it_and_says_whether_it_was_cut() -> None:
     for reason in ("stop", "length"):
-        events = list(ReplyReader(reading()).events(responses(["<think>", "Hm", ".</think>", "Yes", "."], reason)))
+        events = list(reading().events(responses(["<think>", "Hm", ".</think>", "Yes", "."], reason)))
         assert events == [
             Thinking("Hm"), Thinking("."), BlockEnd("Hm."),
             Text("Yes"), Text("."), BlockEnd("Yes.", is_cut=reason == "length"),
@@ -196,7 +196,7 @@ def test_the_end_of_a_block_has_all_of_it_and_says_whether_it_was_cut() -> None:
 
 def test_why_a_reply_has_ended() -> None:
     def done(texts: list[str], reason: str = "stop", words: list[str] | None = None) -> Any:
-        *_, last = ReplyReader(reading(words)).events(responses(texts, reason))
+        *_, last = reading(words).events(responses(texts, reason))
         return last
 
     assert (done(["a"]).reason, done(["a"], "length").reason, done([ADD]).reason) == ("stop", "length", "calls")
@@ -205,7 +205,7 @@ def test_why_a_reply_has_ended() -> None:
 
 def test_silence_is_an_event_after_many_tokens_that_show_nothing() -> None:
     hidden = [START, '{"name": "add", "arguments": {"a": "', *["x"] * 62, '"}}', END]
-    events = list(ReplyReader(reading()).events(responses(hidden)))
+    events = list(reading().events(responses(hidden)))
     assert [type(event) for event in events] == [Silence, Silence, Call, Done]
 
 

@@ -135,7 +135,7 @@ class ChatRenderer(Renderer):
             usage = [handler.completion_usage_response(*counts)] if handler.stream_options["include_usage"] else []
             return [handler.generate_response("", reason), *usage, b"data: [DONE]\n\n"]
         self.whole = handler.generate_response(
-            self.reader.message[0],
+            self.parser.blocks.text,
             reason,
             *counts,
             token_logprobs=self._logprobs,

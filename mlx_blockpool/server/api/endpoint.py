@@ -88,8 +88,8 @@ class Endpoint:
         finally:
             context.stop()
         # A forced call and a given beginning are text that was not sampled.
-        if parsed.request.calls != "must" and not parsed.request.begin and renderer.reader.is_whole:
-            self._scope.remember(*renderer.reader.message)
+        if parsed.request.calls != "must" and not parsed.request.begin and renderer.parser.is_whole:
+            self._scope.remember(renderer.parser.blocks.text, renderer.parser.blocks.calls)
 
     def _render(self, parsed: Any, context: Any) -> Renderer:
         """What renders the reply for the protocol."""

@@ -87,8 +87,7 @@ class Renderer:
     """Renders one reply for the clients of a protocol. `whole`: the whole response, once all packets are made."""
 
     def __init__(self, parsed: ParsedRequest, context: Any, keeps_space: bool = False) -> None:
-        parser = ReplyParser(context, parsed.request, parsed.arguments.stop_words, parsed.one_call)
-        self.reader = ReplyReader(parser, keeps_space)
+        self.parser = ReplyParser(context, parsed.request, parsed.arguments.stop_words, parsed.one_call, keeps_space)
         self.whole: Json = {}
         self._parsed = parsed
         self._context = context
@@ -113,7 +112,7 @@ class Renderer:
         return error
 
     def _events(self, responses: Iterable[Any]) -> Iterator[Event]:
-        return self.reader.events(responses)
+        return self.parser.events(responses)
 
     def _begin(self) -> Iterable[Packet]:
         return ()
@@ -136,41 +135,8 @@ def call_id(call: Call) -> str:
     return f"call_{call.id or uuid.uuid4().hex[:24]}"
 
 
-class ReplyReader:
-    """The events of one reply."""
-
-    def __init__(self, parser: ReplyParser, keeps_space: bool = False) -> None:
-        self._parser = parser
-        self._blocks = Blocks(keeps_space)
-
-    def events(self, responses: Iterable[Any]) -> Iterator[Event]:
-        """All events, Done last; `responses` are read on the way."""
-        silent = 0
-        for piece in self._parser.parse(responses):
-            silent = silent + 1 if isinstance(piece, Silence) else 0
-            if silent and silent % SILENT_TOKENS == 0:
-                yield Silence()
-            yield from self._blocks.add(piece)
-        yield from self._blocks.end(self._parser.finish == "length")
-        yield self._parser.done()
-
-    def done(self) -> Done:
-        """How the reply has ended, or its counts so far."""
-        return self._parser.done()
-
-    @property
-    def is_whole(self) -> bool:
-        """Whether the reply has ended, and not at a stop word, which would be missing from it."""
-        return self._parser.finish is not None and self._parser.stop_word is None
-
-    @property
-    def message(self) -> tuple[str, list[dict[str, Any]]]:
-        """Text and calls as they were emitted, the calls in the shape of OpenAI's API."""
-        return self._blocks.text, self._blocks.calls
-
-
 class Blocks:
-    """Pieces of a reply as blocks, one after the other. `text` and `calls`: as in ReplyReader.message.
+    """Pieces of a reply as blocks, one after the other. `text` and `calls`: as they were emitted, in OpenAI's shape.
 
     Space at the edges belongs to the template and not to the reply: before a call and around thinking. A reply of space alone is
     empty without `keeps_space`.
@@ -233,13 +199,17 @@ class Blocks:
 
 
 class ReplyParser:
-    """Takes mlx-lm's responses apart.
+    """Takes mlx-lm's responses apart, for the events of one reply.
 
     finish:      "stop" or "length", None while the reply goes on. stop_word: the client's word that ended it.
+    blocks:      the text and calls that were emitted.
     num_tokens:  generated so far; num_thinking of them before the end of the thinking.
     """
 
-    def __init__(self, context: Any, request: ChatRequest, stop_words: list[str], one_call: bool = False) -> None:
+    def __init__(
+        self, context: Any, request: ChatRequest, stop_words: list[str], one_call: bool = False, keeps_space: bool = False
+    ) -> None:
+        self.blocks = Blocks(keeps_space)
         self.finish: str | None = None
         self.stop_word: str | None = None
         self.num_tokens = self.num_thinking = self.num_calls = 0
@@ -254,6 +224,22 @@ class ReplyParser:
         self._within = context.text_sm.make_state(context.initial_state)
         self._called: str | None = "" if context.initial_state == "tool" else None
         self._last: deque[int] = deque(maxlen=max((len(tokens) for tokens, _ in request.prepared.stops), default=0))
+
+    def events(self, responses: Iterable[Any]) -> Iterator[Event]:
+        """All events, Done last; `responses` are read on the way."""
+        silent = 0
+        for piece in self.parse(responses):
+            silent = silent + 1 if isinstance(piece, Silence) else 0
+            if silent and silent % SILENT_TOKENS == 0:
+                yield Silence()
+            yield from self.blocks.add(piece)
+        yield from self.blocks.end(self.finish == "length")
+        yield self.done()
+
+    @property
+    def is_whole(self) -> bool:
+        """Whether the reply has ended, and not at a stop word, which would be missing from it."""
+        return self.finish is not None and self.stop_word is None
 
     def parse(self, responses: Iterable[Any]) -> Iterator[Piece]:
         """The pieces of all responses. Ends with the reply, at a stop word however it was tokenized, or with the one call."""
@@ -270,7 +256,7 @@ class ReplyParser:
         self.finish = self.finish or "stop"
 
     def done(self) -> Done:
-        """How the reply has ended."""
+        """How the reply has ended, or its counts so far."""
         reason: Any = "stop_word" if self.stop_word is not None else "calls" if self.num_calls else "stop"
         return Done("length" if self.finish == "length" else reason, self.stop_word, self.num_tokens, self.num_thinking)
 

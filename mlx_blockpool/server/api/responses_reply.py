@@ -184,7 +184,7 @@ class ResponseRenderer(Renderer):
 
     def _usage(self) -> Json:
         """Tokens of the prompt, of them those that were cached and those that are from now on; and of the reply."""
-        prompt, reply = len(self._context.prompt), self.reader.done()
+        prompt, reply = len(self._context.prompt), self.parser.done()
         return {
             "input_tokens": prompt,
             "input_tokens_details": {"cached_tokens": self._cached, "cache_write_tokens": prompt - self._cached},
