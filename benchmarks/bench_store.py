@@ -29,8 +29,7 @@ from mlx_blockpool.prefix.trie import Trie, naming
 from mlx_blockpool.spec import BLOCK_TOKENS
 from mlx_blockpool.store.agent_files import Agents
 from mlx_blockpool.store.agent_records import AgentRecords
-from mlx_blockpool.store.digests import SETTLED_SECONDS, Digests
-from mlx_blockpool.store.identity import identity
+from mlx_blockpool.store.identity import SETTLED_SECONDS, Digests, identity
 from mlx_blockpool.store.paths import name_of
 from mlx_blockpool.store.prompt_store import PromptStore
 from mlx_blockpool.store.record import BLOCK, Part, Record, encode

@@ -165,7 +165,7 @@ class Agents:
         self.root = root
         self.folder = root / FOLDER
         self._disk = disk or Disk()
-        self._known: dict[str, tuple[Entry, float, Agent]] = {}
+        self._read_before: dict[str, tuple[Entry, float, Agent]] = {}
 
     # -- looking -------------------------------------------------------------------------------------------------------
 
@@ -181,24 +181,24 @@ class Agents:
         try:
             return self._read(self._path(name))
         except FileNotFoundError:
-            known = ", ".join(shown(agent.name) for agent in self.all()) or "none"
+            names = ", ".join(shown(agent.name) for agent in self.all()) or "none"
             raise StoreError(
-                f"Found no agent {shown(name)} in {self.folder}, but {known}. Give a name that `store agents` shows."
+                f"Found no agent {shown(name)} in {self.folder}, but {names}. Give a name that `store agents` shows."
             ) from None
 
     def look(self) -> AgentsFound:
         """Every file. Those that did not change since the last look are not read again. Raises OSError for the folder."""
         found = AgentsFound([], [])
-        known: dict[str, tuple[Entry, float, Agent]] = {}
+        read: dict[str, tuple[Entry, float, Agent]] = {}
         for entry in self._entries():
             try:
-                known[entry.name] = self._looked_at(entry)
+                read[entry.name] = self._read_again(entry)
             except FileNotFoundError:
                 continue
             except (BadRecordError, OSError) as error:
                 found.bad.append((self.folder / entry.name, str(error)))
-        self._known = known
-        found.agents.extend(sorted((agent for _, _, agent in known.values()), key=lambda agent: agent.name))
+        self._read_before = read
+        found.agents.extend(sorted((agent for _, _, agent in read.values()), key=lambda agent: agent.name))
         return found
 
     def all(self) -> list[Agent]:
@@ -219,9 +219,9 @@ class Agents:
         # A link or a pipe is not the store's.
         return sorted(e for e in entries if e.name.endswith(SUFFIX) and not e.name.startswith(".") and e.is_file)
 
-    def _looked_at(self, entry: Entry) -> tuple[Entry, float, Agent]:
-        """With the moment at which it was read."""
-        before = self._known.get(entry.name)
+    def _read_again(self, entry: Entry) -> tuple[Entry, float, Agent]:
+        """The agent of an entry with the time at which it was read; a file that did not change is not read again."""
+        before = self._read_before.get(entry.name)
         if before is not None and before[0] == entry and before[1] - entry.modified > SETTLED_SECONDS:
             return before
         now = time.time()
@@ -316,7 +316,7 @@ class Agents:
         """
         agents = [agent for agent in self.all() if not agent.pinned and which(agent.name)]
         if len(agents) > most:
-            written = {agent.name: entry.modified for entry, _, agent in self._known.values()}
+            written = {agent.name: entry.modified for entry, _, agent in self._read_before.values()}
             agents.sort(key=lambda agent: (max(agent.used, used.get(agent.name, 0)), written.get(agent.name, 0.0)))
             for agent in agents[: len(agents) - most]:
                 with suppress(StoreError):

@@ -62,11 +62,11 @@ def judge(
     `noted`: believe the headers that a server has noted, for reports that change nothing.
     """
     used = disk or Disk()
-    known = _noted(files, naming, used) if noted else {}
-    yield from (Judged(file, _place(known[file])) for file in files if file in known)
+    headers = _noted(files, naming, used) if noted else {}
+    yield from (Judged(file, _place(headers[file])) for file in files if file in headers)
     readers = ThreadPoolExecutor(READERS)
     try:
-        rest = [file for file in files if file not in known]
+        rest = [file for file in files if file not in headers]
         yield from readers.map(lambda file: _judge(used, file, naming, with_data), rest)
     finally:
         readers.shutdown(cancel_futures=True)

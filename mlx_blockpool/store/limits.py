@@ -21,7 +21,7 @@ OVER_BUDGET = "over budget"
 
 @dataclass(frozen=True)
 class Put:
-    """Why a record was not taken, and the keys of those of the same model that had to go for it."""
+    """Why a record was refused, or None, and the keys of those of the same model that were dropped for it."""
 
     refusal: str | None
     dropped: list[Key]
@@ -47,13 +47,13 @@ class WriteLimits:
         self._has_warned = False
 
     def refusal(self, size: int, queue_takes: bool) -> str | None:
-        """Why `size` bytes cannot be written now; None: they can. `queue_takes`: whether the writer's queue has room for them."""
+        """Why `size` bytes cannot be written now, or None. `queue_takes`: whether the writer's queue has room for them."""
         found = self._refusal(size, queue_takes)
         self.refused = size if found is not None else None
         return found
 
     def over_budget(self, pinned: int) -> str:
-        """The refusal where dropping records makes too little room. If `pinned` bytes are the reason, a warning says so once."""
+        """The refusal if dropping records makes too little room. If `pinned` bytes are the reason, a warning says so once."""
         if pinned and not self._has_warned:
             self._has_warned = True
             budget = self._config.own_bytes
@@ -65,7 +65,7 @@ class WriteLimits:
         return None if self.refused is None else self.refusal(self.refused, queue_takes)
 
     def charge(self, size: int) -> None:
-        """Count bytes that will be written. After a failure one record is let through to try the disk."""
+        """Count bytes that will be written. After a failure one record tries the disk."""
         self._day = (self._date(), self._today() + size)
         if self.problem is not None:
             self.wait()

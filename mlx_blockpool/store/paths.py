@@ -5,7 +5,7 @@ models/<namespace>/headers                        as in headers.py
 models/<namespace>/<folder of the kind>/ab/<hash>.safetensors
 agents/, quarantine/                              as in agent_files.py and quarantine.py
 export.key                                        signs exported files, see signing.py
-weights.json                                      as in digests.py
+weights.json                                      as in identity.py
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""Reads records, several at a time, and proves what they hold before anything of it is handed out; bad files go into quarantine.
+"""Reader: reads records, several at a time, and proves their content before it returns any of it; bad files go into quarantine.
 
 Knows bytes and tokens; no arrays, no index, no budget. Any thread may call anything here.
 """
@@ -83,7 +83,7 @@ def read(disk: Disk, path: Path, expected: Expected, naming: Naming, into: Into 
 
 
 def check(disk: Disk, path: Path, expected: Expected, naming: Naming) -> Record:
-    """read() of a record of any size whose bytes nobody wants: no more than PIECE_BYTES of them are in memory."""
+    """Prove a record of any size without returning its bytes: at most PIECE_BYTES of them are in memory."""
     record = read_header(disk, path, expected, naming)
     with _named(path):
         start = disk.size(path) - record.nbytes

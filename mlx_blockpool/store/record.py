@@ -1,10 +1,10 @@
-"""Records: one file in the safetensors format that proves what it holds. Knows bytes and tokens; no arrays, no trie, no pool.
+"""Records: files in the safetensors format that prove their content. Knows bytes and tokens; no arrays, no trie, no pool.
 
     8 bytes   length of the header, little endian
     header    JSON: metadata (seal first), then name, dtype, shape and place of each part; spaces to a multiple of 8
     data      the parts, in order, without gaps
 
-The seal is a hash of the header as it was written; the header holds a CRC-32 of each part. Only what both prove is handed out.
+The seal is a hash of the header as it was written; the header holds a CRC-32 of each part. Readers return only what both prove.
 Any thread may call anything here.
 """
 
@@ -29,13 +29,13 @@ FORMAT = "mlx-blockpool"
 VERSION = 1
 SUFFIX = ".safetensors"
 HASH_BYTES = 32
-# What the parts of a record are: the full layers of one block, what window layers held of its tokens, or what state layers
-# held behind its last one.
+# The kinds of records: the full layers of one block, the keys and values of window layers for its tokens, and the states of state
+# layers behind its last token.
 BLOCK, WINDOW, STATE = "block", "window", "state"
 # In `extra` of a record that begins under a salt: the salt, in hexadecimal.
 SALT = "salt"
 MAX_HEADER_BYTES = 1 << 20
-# Far more than any model has for 256 tokens: what says more is not ours, and is not read.
+# Far more than any model has for 256 tokens: a file that claims more is not ours, and is not read.
 MAX_DATA_BYTES = 1 << 34
 _LENGTH = struct.Struct("<Q")
 _HEAD = b'{"__metadata__":{"seal":"'
@@ -48,7 +48,7 @@ Naming: TypeAlias = Callable[[bytes, tuple[int, ...]], bytes]
 
 
 class Key(NamedTuple):
-    """What a record is called within its namespace."""
+    """The name of a record within its namespace."""
 
     kind: str
     hash: bytes
@@ -69,12 +69,12 @@ class Part:
 
 @dataclass(frozen=True)
 class Record:
-    """What a record says of itself.
+    """The header of a record.
 
-    kind, namespace  what its parts are, and what they were computed with.
+    kind, namespace  of its parts, and of the weights and settings that computed them.
     hash, parent     names of the prefix with and without `tokens`; 32 bytes each.
     start, tokens    absolute position of the first token, and at most 256 token ids of 64 bits.
-    extra            what else the parts need to be understood, ASCII.
+    extra            further facts about the parts, ASCII.
     checksums        CRC-32 of each part; `encode` works them out.
     """
 
@@ -104,10 +104,10 @@ class Record:
 
 @dataclass(frozen=True)
 class Expected:
-    """What a reader knows of a record beforehand.
+    """The properties that a reader expects of a record.
 
     hash       None: the one in the file's name.
-    parts      None: those that its header says, which then have `max_bytes` together at most.
+    parts      None: those of its header, which then have `max_bytes` together at most.
     """
 
     namespace: str
@@ -120,7 +120,7 @@ class Expected:
 def encode(record: Record, buffers: Sequence[Buffer]) -> list[Buffer]:
     """The bytes of a file: its header, then `buffers` themselves, one for each part, contiguous.
 
-    They must not change before they are written. Raises BadRecordError for what could not be read again.
+    They must not change before they are written. Raises BadRecordError for a record that could not be read again.
     """
     need(len(buffers) == len(record.parts), "buffers", len(buffers), len(record.parts))
     checksums = tuple(zlib.crc32(buffer) for buffer in buffers)
@@ -176,7 +176,7 @@ def _header(record: Record) -> bytes:
 
 @lru_cache(maxsize=64)
 def _entries(parts: tuple[Part, ...]) -> bytes:
-    """How a header ends, behind its metadata."""
+    """The end of a header, behind its metadata."""
     entries: dict[str, Any] = {}
     start = 0
     for part in parts:

@@ -41,9 +41,9 @@ STATE_SLACK = 2
 
 @dataclass(frozen=True)
 class CheckpointWrite:
-    """One record of a checkpoint that is to be written.
+    """One record of a checkpoint to write.
 
-    record, copy   what it says, and the function that copies its bytes out of the pool.
+    record, copy   the record, and the function that copies its bytes out of the pool.
     of             the node whose tokens it covers; `node` is the one that the checkpoint is in.
     """
 
@@ -67,20 +67,15 @@ class StoredCheckpoints:
         window_bytes = sum(part.nbytes for part in whole)
         self._max_bytes = {WINDOW: window_bytes, STATE: STATE_SLACK * arena.spec.fixed_bytes_per_agent()}
         self._pending: WeakKeyDictionary[Checkpoint, Node] = WeakKeyDictionary()
-        # Those whose last segment waits for its time.
+        # Those whose last segment waits for its time, in seconds of time.monotonic().
         self._resting: WeakKeyDictionary[Checkpoint, tuple[Node, float]] = WeakKeyDictionary()
         self._places: dict[Key, tuple[Node, int]] = {}
         self._sources: dict[Key, tuple[Node, ref[Checkpoint]]] = {}
 
     @property
-    def num_pending(self) -> int:
-        """Checkpoints with a record that may be written now."""
-        return len(self._pending)
-
-    @property
-    def num_resting(self) -> int:
-        """Checkpoints whose last record waits for its time."""
-        return len(self._resting)
+    def num_queued(self) -> tuple[int, int]:
+        """Checkpoints with a record that may be written now, and those whose last record waits for its time."""
+        return len(self._pending), len(self._resting)
 
     def place(self, record: Record, parent: Node | None) -> bool:
         """Note a record found on disk behind `parent`. Returns whether it belongs to any node there."""
@@ -110,7 +105,8 @@ class StoredCheckpoints:
             write = self._unwritten(node, checkpoint)
             if write is None:
                 self.give_up(checkpoint)
-            elif not self._may_rest(write):
+            elif write.record.kind == WINDOW and write.of.is_full and write.record.hash == write.of.hash:
+                # The segment of a whole block: no longer one will take its place.
                 return write
             elif not self._rests(write, now):
                 if not is_superseded(node, checkpoint):
@@ -119,7 +115,7 @@ class StoredCheckpoints:
         return None
 
     def written(self, write: CheckpointWrite) -> None:
-        """The store has taken this record."""
+        """The store has accepted this record."""
         record = write.record
         self._add(record.key, write.of, record.start + len(record.tokens), write.checkpoint.position)
         self._sources[record.key] = (write.node, ref(write.checkpoint))
@@ -136,12 +132,8 @@ class StoredCheckpoints:
                 return
             yield checkpoint, node
 
-    def _may_rest(self, write: CheckpointWrite) -> bool:
-        """Whether a longer one may take its place soon: not that of a whole block of a window."""
-        return not (write.record.kind == WINDOW and write.of.is_full and write.record.hash == write.of.hash)
-
     def _rests(self, write: CheckpointWrite, now: float) -> bool:
-        """Have it wait for its time, where disk has something near it. Returns whether it waits."""
+        """Let a record wait for its time if disk has a position near it. Returns whether it waits."""
         checkpoint, node = write.checkpoint, write.node
         due = self._resting.get(checkpoint, (node, now + self.store.config.idle_seconds))[1]
         if due <= now or not self._is_near(node, checkpoint.position):
@@ -161,12 +153,14 @@ class StoredCheckpoints:
                 record = record_of(self.store, WINDOW, *segment, self._parts(segment, position), extra)
                 return CheckpointWrite(record, partial(self.rings.cut, segment, checkpoint), segment.node, node, checkpoint)
         if checkpoint.states and position not in node.residency.state_records:
-            record = record_of(self.store, STATE, node, position, state_parts(checkpoint.states), {"kind": checkpoint.kind})
-            return CheckpointWrite(record, partial(state_bytes, checkpoint.states), node, node, checkpoint)
+            arrays = _named(checkpoint.states)
+            parts = tuple(Part(name, safetensors_name(array.dtype), tuple(array.shape)) for name, array in arrays)
+            record = record_of(self.store, STATE, node, position, parts, {"kind": checkpoint.kind})
+            return CheckpointWrite(record, lambda: [as_bytes(array) for _, array in arrays], node, node, checkpoint)
         return None
 
     def _is_near(self, node: Node, position: int) -> bool:
-        """Whether disk has a place to resume at so near that this one may wait."""
+        """Whether disk has a position to resume at that is near enough for this one to wait."""
         found = self.find(node.path(), position)
         at = 0 if found is None else found[1]
         if self.arena.state_leaves:
@@ -264,19 +258,9 @@ def record_of(store: PromptStore, kind: str, node: Node, end: int, parts: tuple[
 
 
 def _cut_of(record: Record) -> int | None:
-    """At which position what windows held was cut; None: the record does not say."""
+    """The position at which a record of windows was cut; None: it names none."""
     text = record.extra.get(CUT, "")
     return int(text) if text.isdecimal() and len(text) <= MOST_DIGITS else None
-
-
-def state_parts(states: Mapping[int, Sequence[Any]]) -> tuple[Part, ...]:
-    """One for each array, by leaf and entry; an entry without an array has none."""
-    return tuple(Part(name, safetensors_name(array.dtype), tuple(array.shape)) for name, array in _named(states))
-
-
-def state_bytes(states: Mapping[int, Sequence[Any]]) -> list[memoryview]:
-    """The bytes of evaluated states, in the order of state_parts()."""
-    return [as_bytes(array) for _, array in _named(states)]
 
 
 def states_in(data: RecordData, arena: KVArena) -> dict[int, list[Any]]:
@@ -295,4 +279,5 @@ def states_in(data: RecordData, arena: KVArena) -> dict[int, list[Any]]:
 
 
 def _named(states: Mapping[int, Sequence[Any]]) -> list[tuple[str, Any]]:
+    """The arrays of states with the names of their parts, by leaf and entry; an entry without an array has none."""
     return [(f"states.{leaf}.{i}", a) for leaf in sorted(states) for i, a in enumerate(states[leaf]) if a is not None]

@@ -18,8 +18,7 @@ from ..mlx_lm_compat import download
 from ..plugins import spec_of_model
 from ..prefix.trie import naming
 from ..spec import ModelCacheSpec
-from ..store.digests import Digests
-from ..store.identity import identity, namespace
+from ..store.identity import Digests, identity, namespace
 from ..store.paths import default_folder
 from ..store.prompt_store import PromptStore
 from ..store.record import VERSION

@@ -9,9 +9,9 @@ import time
 from collections.abc import Callable
 from typing import Any
 
-# A disk that was too slow is tried again after so long, for it may have been busy, or asleep.
+# Seconds after which a disk that was too slow is tried again: it may have been busy, or asleep.
 RETRY_SECONDS = 300.0
-# Of what was measured before, this share counts beside the next measurement.
+# The share of earlier measurements that counts beside the next one.
 MEMORY = 0.75
 
 
@@ -33,7 +33,7 @@ class Rate:
 
 
 class Busy:
-    """The seconds in which something went on, where several things did at a time, and how much they got done."""
+    """The seconds in which any of several simultaneous jobs ran, and the amount that they got done."""
 
     def __init__(self) -> None:
         self.amount = 0
@@ -41,14 +41,14 @@ class Busy:
         self._until = 0.0
 
     def between(self, start: float, end: float, amount: int = 0) -> None:
-        """Something ended at `end`: what began before the last one ended is not counted twice."""
+        """A job ran from `start` to `end`. Time that an earlier call covers is not counted twice."""
         self.amount += amount
         self.seconds += max(0.0, end - max(start, self._until))
         self._until = max(self._until, end)
 
 
 class Rates:
-    """Tokens per second of prefill, bytes per second of restores, and whether it is worth it to bring something back."""
+    """Tokens per second of prefill and bytes per second of restores, and which of the two is faster for a prefix."""
 
     def __init__(self, clock: Callable[[], float] = time.monotonic) -> None:
         self._clock = clock
@@ -66,7 +66,7 @@ class Rates:
         self._restored_at = self._clock()
 
     def is_worth_reading(self, n_bytes: int, tokens: int) -> bool:
-        """Whether so many bytes come back before so many tokens are computed. If one is not known, or not any more, try it."""
+        """Whether so many bytes are read before so many tokens are computed; True if either rate is unmeasured or too old."""
         prefill, restore = self._prefill.per_second, self._restore.per_second
         if prefill is None or restore is None or self._is_old():
             return True

@@ -105,26 +105,25 @@ class StoredPrefixes:
             limit -= written
 
     def write_tails(self) -> None:
-        """Pass everything queued to the writer, ends of conversations too, as a server does that stops."""
+        """Pass everything queued to the writer, ends of conversations too, as before a stop."""
         self.write_behind(1 << 62, at_once=True)
 
     def report(self) -> dict[str, Any]:
-        """Figures of the store and of what was brought back from it; sizes in bytes."""
-        pending = {
-            "pending": len(self._pending) + self.checkpoints.num_pending,
-            "resting": len(self._resting) + self.checkpoints.num_resting,
-        }
+        """Figures of the store and of restores; sizes in bytes."""
+        pending, resting = self.checkpoints.num_queued
         restores = self.restores
-        restored = {
+        figures = {
+            "pending": len(self._pending) + pending,
+            "resting": len(self._resting) + resting,
             "restored_tokens": restores.num_restored,
             "unread": restores.num_unread,
             "cheaper_to_compute": self.num_cheaper,
             "restoring": [{"tokens": job.tokens, "done": job.done} for job in restores.jobs],
         }
-        return pending | restored | restores.rates.report() | self.store.report()
+        return figures | restores.rates.report() | self.store.report()
 
     def close(self) -> bool:
-        """Write what is queued, within the store's `flush_seconds`, and close the store. Returns whether all of it is on disk."""
+        """Write all that is queued within the store's `flush_seconds`, and close the store. Returns whether all is on disk."""
         until = time.monotonic() + self.store.config.flush_seconds
         left, before = self._num_unwritten(), -1
         # The queue takes a part at a time.
@@ -132,13 +131,12 @@ class StoredPrefixes:
             self.write_tails()
             self.store.flush(_seconds_until(until))
             left, before = self._num_unwritten(), left
-        # Files of what was forgotten since the last step, or is covered by what was just written.
+        # Remove files of nodes that left the trie since the last step, or that longer ones have just superseded.
         self._settle()
         return self.store.close(_seconds_until(until))
 
     def _num_unwritten(self) -> int:
-        unwritten = sum(1 for node in self.index.trie if not node.residency.on_disk)
-        return unwritten + self.checkpoints.num_pending + self.checkpoints.num_resting
+        return sum(not node.residency.on_disk for node in self.index.trie) + sum(self.checkpoints.num_queued)
 
     def _due(self, at_once: bool) -> Node | None:
         """The next queued node: a full block, or a partial one whose time has come."""

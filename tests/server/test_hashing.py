@@ -13,8 +13,8 @@ from models import save_model
 
 from mlx_blockpool.server import app
 from mlx_blockpool.server.models.provider import BlockpoolModelProvider
-from mlx_blockpool.store import digests
-from mlx_blockpool.store.digests import Digests
+from mlx_blockpool.store import identity as identity_module
+from mlx_blockpool.store.identity import Digests
 from server.serving import Client, blockpool_server, parse
 
 HELLO = [{"role": "user", "content": "Hello, you " * 120}]
@@ -57,7 +57,7 @@ def stored(tmp_path: Path) -> tuple[str, ...]:
 
 @pytest.fixture
 def settled(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
-    monkeypatch.setattr(digests, "SETTLED_SECONDS", -60.0)
+    monkeypatch.setattr(identity_module, "SETTLED_SECONDS", -60.0)
     return
 
 

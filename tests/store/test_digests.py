@@ -16,16 +16,15 @@ from store.disks import BrokenDisk
 from store.stores import temporaries
 
 from mlx_blockpool.errors import StoreError
-from mlx_blockpool.store import digests
-from mlx_blockpool.store.digests import Digests, stamp_of
-from mlx_blockpool.store.identity import check_unchanged, identity, stamps_of
+from mlx_blockpool.store import identity as identity_module
+from mlx_blockpool.store.identity import Digests, check_unchanged, identity, stamp_of, stamps_of
 from mlx_blockpool.store.scan import Listing
 
 
 @pytest.fixture
 def settled(monkeypatch: pytest.MonkeyPatch) -> None:
     """Files that a test has just written count as old."""
-    monkeypatch.setattr(digests, "SETTLED_SECONDS", -60.0)
+    monkeypatch.setattr(identity_module, "SETTLED_SECONDS", -60.0)
 
 
 @pytest.fixture
@@ -61,7 +60,7 @@ def no_check(path: Path) -> None:
 
 
 def test_digests_are_those_of_whole_files_in_the_order_given(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(digests, "PIECE_BYTES", 1000)
+    monkeypatch.setattr(identity_module, "PIECE_BYTES", 1000)
     paths = files_in(tmp_path / "files", [0, 1, 999, 1000, 1001, 5000])
     found = Digests(None)
     assert found.of(paths, no_check) == [hashlib.sha256(path.read_bytes()).digest() for path in paths]
@@ -112,7 +111,7 @@ def test_a_byte_that_changes_in_its_place_is_seen_though_size_and_time_are_as_be
 
 
 def test_a_file_that_has_just_changed_is_not_remembered(model: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(digests, "SETTLED_SECONDS", 3600.0)
+    monkeypatch.setattr(identity_module, "SETTLED_SECONDS", 3600.0)
     identity(model, None, Digests(tmp_path / "store"))
     assert not (tmp_path / "store").exists()
 
@@ -125,7 +124,7 @@ def in_place_of_it(make: Callable[[Path], object]) -> Callable[[Path], object]:
     return lambda path: (path.unlink(), make(path))
 
 
-HEAD = json.dumps({"format": digests.FORMAT})[:-1]
+HEAD = json.dumps({"format": identity_module.FORMAT})[:-1]
 DAMAGES: dict[str, Callable[[Path], object]] = {
     "cut": lambda path: path.write_bytes(path.read_bytes()[:-3]),
     "empty": lie(""),
@@ -139,7 +138,7 @@ DAMAGES: dict[str, Callable[[Path], object]] = {
     "a long digest": lambda path: path.write_text(path.read_text().replace('"]]}', '00"]]}')),
     "deep": lie("[" * 100_000),
     "a long number": lie(HEAD + ', "files": [[' + "9" * 10_000 + "]]}"),
-    "too large": lambda path: path.write_bytes(path.read_bytes() + b" " * digests.MAX_BYTES),
+    "too large": lambda path: path.write_bytes(path.read_bytes() + b" " * identity_module.MAX_BYTES),
     "a link": in_place_of_it(lambda path: path.symlink_to("/dev/zero")),
     "a pipe": in_place_of_it(lambda path: os.mkfifo(path)),
     "a folder": in_place_of_it(lambda path: path.mkdir()),
@@ -170,7 +169,7 @@ def test_a_disk_that_writes_nothing_costs_the_memory_alone(model: Path, tmp_path
 
 
 def test_the_files_hashed_last_are_remembered(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, settled: None) -> None:
-    monkeypatch.setattr(digests, "MOST_FILES", 3)
+    monkeypatch.setattr(identity_module, "MOST_FILES", 3)
     paths = files_in(tmp_path / "files", [10] * 4)
     for path in paths:
         Digests(tmp_path / "store").of([path], no_check)
@@ -189,7 +188,7 @@ def test_what_is_remembered_is_for_its_owner_and_belongs_to_the_store(model: Pat
 
 
 def test_a_file_that_changes_while_it_is_read_has_no_digest(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(digests, "PIECE_BYTES", 100)
+    monkeypatch.setattr(identity_module, "PIECE_BYTES", 100)
     (path,) = files_in(tmp_path / "files", [1000])
 
     class Slow(Digests):
@@ -207,7 +206,7 @@ def test_a_file_that_changes_while_it_is_read_has_no_digest(tmp_path: Path, monk
 
 
 def test_stopped_digests_end_before_the_file_does(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(digests, "PIECE_BYTES", 100)
+    monkeypatch.setattr(identity_module, "PIECE_BYTES", 100)
     found = Digests(None)
     found.stop()
     with pytest.raises(StoreError, match="stopped"):

@@ -14,7 +14,6 @@ from store.damages import ODD_FILES, make_sparse
 from store.records import make_file, naming
 from store.stores import NAMESPACE, open_store
 
-from mlx_blockpool.commands import agents as agents_command
 from mlx_blockpool.commands import store as store_command
 from mlx_blockpool.errors import BadRecordError, StoreError
 from mlx_blockpool.prefix import trie
@@ -103,9 +102,9 @@ def test_commands_see_them_and_go_on(tmp_path: Path, make: Callable[[Path], None
         assert report["records"] - len(report["bad"]) == 3
     assert Agents(tmp_path).get("odd") is None
     with pytest.raises(StoreError, match=r"odd\.json: Agent: found|odd\.json: Found"):
-        agents_command.change(tmp_path, "pin", "odd")
+        AgentRecords(tmp_path, trie.naming).change("pin", "odd")
     with pytest.raises(StoreError, match="needed a name that is free"):
-        agents_command.change(tmp_path, "fork", "whole", "odd")
+        AgentRecords(tmp_path, trie.naming).change("fork", "whole", "odd")
 
 
 def test_turns_are_noted_beside_them(tmp_path: Path, make: Callable[[Path], None]) -> None:

@@ -25,8 +25,7 @@ from ...prefix.retention import RetentionPolicy
 from ...prefix.salts import SHARED, is_of_import, salt_of_import
 from ...prefix.trie import PrefixRef
 from ...store.agent_files import shown
-from ...store.digests import Digests
-from ...store.identity import check_unchanged, identity
+from ...store.identity import Digests, check_unchanged, identity
 from ...store.limits import OVER_BUDGET
 from ...store.prompt_store import PromptStore
 from ...store.signing import KEY_BYTES, export_key, sign

@@ -21,8 +21,7 @@ from ...demo import NAMES, model_path
 from ...errors import BlockpoolError, StoreError
 from ...mlx_lm_compat import ModelProvider, load, rebind
 from ...modelfile import local_folder
-from ...store.digests import Digests
-from ...store.identity import Stamps, check_unchanged, identity, stamps_of
+from ...store.identity import Digests, Stamps, check_unchanged, identity, stamps_of
 
 log = logging.getLogger(__name__)
 
