@@ -1,1 +1,1 @@
-"""Known prefixes on disk as well: what is written behind, what a restart finds, what is brought back."""
+"""Cached prefixes on disk: written behind, found again by a restart, and brought back when that is faster than computing."""
