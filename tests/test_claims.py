@@ -160,23 +160,18 @@ def test_the_same_config_is_tried_once(monkeypatch: pytest.MonkeyPatch) -> None:
 # -- commands ----------------------------------------------------------------------------------------------------------
 
 
+def export_from(folder: Path, tmp_path: Path) -> list[str]:
+    """The command that exports two tokens of this model from an empty store."""
+    (tmp_path / "store").mkdir(exist_ok=True)
+    options = ["--model", str(folder), "--tokens", "1,2", "--store-dir", str(tmp_path / "store")]
+    return ["store", "export", *options, "out.safetensors"]
+
+
 def test_plan_and_export_refuse_what_no_model_has(folder: Path, capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
     (folder / "config.json").write_text(json.dumps({**LLAMA, "num_hidden_layers": 10**6}))
     assert main(["plan", "--model", str(folder)]) == 1
     assert "num_hidden_layers 1000000" in capsys.readouterr().err
-    (tmp_path / "store").mkdir()
-    export = [
-        "store",
-        "export",
-        "--model",
-        str(folder),
-        "--tokens",
-        "1,2",
-        "--store-dir",
-        str(tmp_path / "store"),
-        "out.safetensors",
-    ]
-    assert main(export) == 1
+    assert main(export_from(folder, tmp_path)) == 1
     assert "num_hidden_layers 1000000" in capsys.readouterr().err
 
 
@@ -187,20 +182,8 @@ def test_code_in_a_folder_is_not_run_by_a_command(folder: Path, capsys: pytest.C
     about = json.loads((folder / "tokenizer_config.json").read_text())
     auto = {"AutoConfig": "own.Config", "AutoTokenizer": ["own.Tokenizer", None]}
     (folder / "tokenizer_config.json").write_text(json.dumps({**about, "tokenizer_class": "Own", "auto_map": auto}))
-    (tmp_path / "store").mkdir()
-    export = [
-        "store",
-        "export",
-        "--model",
-        str(folder),
-        "--tokens",
-        "1,2",
-        "--store-dir",
-        str(tmp_path / "store"),
-        "out.safetensors",
-    ]
     for changes in ({"auto_map": auto}, {"model_file": "own.py"}):
         (folder / "config.json").write_text(json.dumps({**config, **changes}))
-        assert main(export) == 1
+        assert main(export_from(folder, tmp_path)) == 1
         assert main(["plan", "--model", str(folder)]) in (0, 1)
     assert not ran.exists()

@@ -13,7 +13,7 @@ from typing import Any
 
 import pytest
 from models import save_model
-from store.conversations import file_of, hashes_of, keep, note, path_of
+from store.chains import file_of, hashes_of, keep, note, path_of
 from store.stores import NAMESPACE, record_files
 from test_cli_store import fill, open_prefix
 

@@ -14,6 +14,7 @@ import pluggy
 import pytest
 from mlx_blockpool_plugins import default, gemma3, gpt_oss, llama, qwen2
 from models import CONFIGS, make_model
+from published import GEMMA_12B, GPT_OSS_20B, LLAMA_8B, QWEN_14B
 
 from mlx_blockpool.errors import PluginError, SpecError
 from mlx_blockpool.hookspecs import hookimpl
@@ -35,23 +36,6 @@ GEMMA_12B_TEXT = {
     "torch_dtype": "bfloat16",
     "vocab_size": 262208,
 }
-# As published: the vision model's config leaves out head_dim and the pattern.
-GEMMA_12B = {
-    "model_type": "gemma3",
-    "architectures": ["Gemma3ForConditionalGeneration"],
-    "mm_tokens_per_image": 256,
-    "text_config": {
-        "hidden_size": 3840,
-        "intermediate_size": 15360,
-        "model_type": "gemma3_text",
-        "num_attention_heads": 16,
-        "num_hidden_layers": 48,
-        "num_key_value_heads": 8,
-        "rope_scaling": {"factor": 8.0, "rope_type": "linear"},
-        "sliding_window": 1024,
-    },
-    "torch_dtype": "bfloat16",
-}
 GEMMA_4B = {
     "model_type": "gemma3",
     "text_config": {
@@ -63,59 +47,6 @@ GEMMA_4B = {
         "sliding_window": 1024,
     },
     "torch_dtype": "bfloat16",
-}
-GPT_OSS_20B = {
-    "model_type": "gpt_oss",
-    "architectures": ["GptOssForCausalLM"],
-    "head_dim": 64,
-    "hidden_size": 2880,
-    "intermediate_size": 2880,
-    "layer_types": ["sliding_attention", "full_attention"] * 12,
-    "num_attention_heads": 64,
-    "num_experts_per_tok": 4,
-    "num_hidden_layers": 24,
-    "num_key_value_heads": 8,
-    "num_local_experts": 32,
-    "rms_norm_eps": 1e-05,
-    "rope_theta": 150000,
-    "sliding_window": 128,
-    "vocab_size": 201088,
-}
-QWEN_14B = {
-    "model_type": "qwen2",
-    "hidden_size": 5120,
-    "intermediate_size": 13824,
-    "max_position_embeddings": 32768,
-    "max_window_layers": 70,
-    "num_attention_heads": 40,
-    "num_hidden_layers": 48,
-    "num_key_value_heads": 8,
-    "rms_norm_eps": 1e-06,
-    "rope_theta": 1000000.0,
-    "sliding_window": 131072,
-    "tie_word_embeddings": False,
-    "torch_dtype": "bfloat16",
-    "use_sliding_window": False,
-    "vocab_size": 152064,
-}
-LLAMA_8B = {
-    "model_type": "llama",
-    "hidden_size": 4096,
-    "intermediate_size": 14336,
-    "num_attention_heads": 32,
-    "num_hidden_layers": 32,
-    "num_key_value_heads": 8,
-    "rms_norm_eps": 1e-05,
-    "rope_scaling": {
-        "factor": 8.0,
-        "high_freq_factor": 4.0,
-        "low_freq_factor": 1.0,
-        "original_max_position_embeddings": 8192,
-        "rope_type": "llama3",
-    },
-    "rope_theta": 500000.0,
-    "torch_dtype": "bfloat16",
-    "vocab_size": 128256,
 }
 TINY_LLAMA = CONFIGS["llama"]
 SLIDING = ["sliding_attention", "sliding_attention", "full_attention"]

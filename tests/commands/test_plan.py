@@ -11,8 +11,10 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from commands.planning import output, refusal
 from documents import TEXTS
 from models import CONFIGS
+from published import write_config
 
 from mlx_blockpool.cli import main
 from mlx_blockpool.demo import model_path
@@ -71,29 +73,6 @@ MAMBA = {
 
 def demo_spec() -> ModelCacheSpec:
     return spec_from_config(json.loads((Path(model_path()) / "config.json").read_text()), "demo")
-
-
-def write_config(folder: Path, content: Any) -> Path:
-    path = folder / "config.json"
-    path.write_text(content if isinstance(content, str) else json.dumps(content))
-    return path
-
-
-def output(capsys: pytest.CaptureFixture[str], *arguments: str) -> str:
-    assert main(["plan", *arguments]) == 0
-    found = capsys.readouterr()
-    assert found.err == ""
-    return found.out
-
-
-def refusal(capsys: pytest.CaptureFixture[str], *arguments: str) -> str:
-    """The one line that a refused plan leaves."""
-    assert main(["plan", *arguments]) == 1
-    found = capsys.readouterr()
-    assert found.out == ""
-    assert found.err.startswith("mlx-blockpool: ")
-    assert found.err.count("\n") == 1
-    return found.err.removeprefix("mlx-blockpool: ").rstrip()
 
 
 def test_the_example_with_the_demo_model(capsys: pytest.CaptureFixture[str]) -> None:

@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from commands.planning import output, refusal
 from documents import TEXTS
 from models import save_model
 from published import (
@@ -90,22 +91,6 @@ def here(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
         write_config(tmp_path / name, config)
     monkeypatch.chdir(tmp_path)
     return tmp_path
-
-
-def output(capsys: pytest.CaptureFixture[str], *arguments: str) -> str:
-    assert main(["plan", *arguments]) == 0
-    found = capsys.readouterr()
-    assert found.err == ""
-    return found.out
-
-
-def refusal(capsys: pytest.CaptureFixture[str], *arguments: str) -> str:
-    """The one line that a refused plan leaves."""
-    assert main(["plan", *arguments]) == 1
-    found = capsys.readouterr()
-    assert found.out == ""
-    assert found.err.count("\n") == 1
-    return found.err.removeprefix("mlx-blockpool: ").rstrip()
 
 
 def given(*names: str) -> list[str]:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import threading
 
-from prefix.test_states import SPECS
+from prefix.lives import SPECS
 
 from mlx_blockpool.kv.arena import KVArena
 from mlx_blockpool.kv.sequence import SequenceBlocks

@@ -6,8 +6,8 @@ import random
 from pathlib import Path
 
 import pytest
-from prefix.keepers import BLOCK, SPECS, Keeper
-from prefix.test_states import text
+from prefix.computed import text
+from prefix.lives import BLOCK, SPECS, Keeper
 from thorough import seeds
 
 from mlx_blockpool.errors import PoolExhaustedError
@@ -63,7 +63,7 @@ def test_a_block_that_another_agent_fills_stays_on_the_account_of_who_began_it()
 def test_what_comes_from_disk_is_nobodys_unless_it_is_known_whose(tmp_path: Path) -> None:
     first = Keeper(SPECS["full"], 20, tmp_path, idle_seconds=0.0)
     first.ask(prompt := text(1, 768), terms=A)
-    first.write()
+    first.write(tails=True)
     first.prefix.trim_to(0)
     assert first.agents == {}
     assert first.ask([*prompt, 1], terms=B) == 768
@@ -77,7 +77,7 @@ def test_what_comes_from_disk_is_nobodys_unless_it_is_known_whose(tmp_path: Path
 def test_who_computes_anew_what_is_on_disk_only_is_charged(tmp_path: Path) -> None:
     keeper = Keeper(SPECS["full"], 20, tmp_path, idle_seconds=0.0)
     keeper.ask(prompt := text(1, 768), terms=A)
-    keeper.write()
+    keeper.write(tails=True)
     keeper.prefix.trim_to(0)
     # A disk that does not answer.
     keeper.prefix.stored.restores.is_worth_reading = lambda wanted: False  # type: ignore[method-assign, union-attr]
@@ -150,7 +150,7 @@ def test_what_is_over_the_quota_stays_on_disk(tmp_path: Path) -> None:
         found = keeper.prefix.acquire(prompt, 20)
         keeper.compute(found, prompt, A)
         keeper.prefix.insert(prompt, found.caches, "user", A)
-        keeper.write()
+        keeper.write(tails=True)
         keeper.end(found, prompt, terms=A)
     assert keeper.agents == {"a": 2 * BLOCK}
     assert [keeper.ask([*prompt, 1], terms=B) for prompt in prompts] == [512, 512, 512]

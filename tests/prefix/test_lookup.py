@@ -5,9 +5,9 @@ from __future__ import annotations
 from pathlib import Path
 
 import pytest
+from prefix.computed import answer
 from prefix.test_cache import LONG, compute, prefix_cache, serve
-from prefix.test_prefix_machine import answer
-from tier.lives import BLOCK, ONE, Life
+from tier.lives import BLOCK, ONE, start
 
 from mlx_blockpool.prefix.lookup import CAUSES, SHOWN, Lookup
 from mlx_blockpool.server.sequential import DraftedPrefix
@@ -42,10 +42,10 @@ def test_without_a_checkpoint_the_tokens_are_told_too() -> None:
 
 
 def test_what_stays_on_disk_is_not_said_to_be_different(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    first = Life(tmp_path)
+    first = start(tmp_path)
     answer(first.prefix, ONE)
     assert first.prefix.close()
-    again = Life(tmp_path)
+    again = start(tmp_path)
     monkeypatch.setattr(again.stored, "is_worth_reading", lambda wanted: False)
     for prompt in ([*ONE, 1], [*ONE[: BLOCK + 9], 1, 2, 3], [*ONE[:9], 1, 2]):
         fetched = again.prefix.acquire(prompt, 20)

@@ -6,8 +6,8 @@ import random
 from pathlib import Path
 
 import pytest
-from prefix.keepers import BLOCK, SPECS, Keeper
-from prefix.test_states import text
+from prefix.computed import text
+from prefix.lives import BLOCK, SPECS, Keeper
 from thorough import seeds
 
 from mlx_blockpool.errors import PoolExhaustedError
@@ -206,13 +206,13 @@ def test_the_disks_budget_spares_it_until_then(tmp_path: Path, spec: ModelCacheS
     system = text(1, 300)
     terms = RetentionPolicy(retention="day") if how == "day" else RetentionPolicy()
     keeper.ask(system, pins=[(300, HOUR)] if how == "mark" else (), terms=terms)
-    keeper.write()
+    keeper.write(tails=True)
 
     def fill(first: int) -> None:
         for n in range(first, first + 16):
             keeper.ask(text(n, 600))
             keeper.wait(0)
-            keeper.write()
+            keeper.write(tails=True)
 
     fill(100)
     assert 50_000 < keeper.prefix.stored.store.report()["bytes"] <= 100_000  # type: ignore[union-attr]
@@ -241,9 +241,9 @@ def test_at_most_half_of_the_disks_budget_is_spared(tmp_path: Path) -> None:
     for n in range(12):
         keeper.ask(text(n, 512), terms=RetentionPolicy(retention="day"))
         keeper.wait(1)
-        keeper.write()
+        keeper.write(tails=True)
     keeper.ask(text(50, 512))
-    keeper.write()
+    keeper.write(tails=True)
     store = keeper.prefix.stored.store  # type: ignore[union-attr]
     report = store.report()
     # What is not written yet is counted without the head of its file.

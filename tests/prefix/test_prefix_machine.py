@@ -1,15 +1,8 @@
-"""PrefixCache under random requests, without a model: every token's key says what it was computed from.
-
-The key of a token is a number made of its position and of all tokens up to it, its value 1000 more. So a block of another
-prompt, of another position or of a neighbour that wrote into a shared block is found, and can be read in the failure.
-"""
+"""PrefixCache under random requests, without a model: every token's key says what it was computed from (computed.py)."""
 
 from __future__ import annotations
 
 import copy
-from collections.abc import Sequence
-from dataclasses import dataclass
-from functools import lru_cache
 from typing import Any
 
 import mlx.core as mx
@@ -17,7 +10,9 @@ import numpy as np
 import pytest
 from hypothesis import HealthCheck
 from hypothesis import strategies as st
-from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
+from hypothesis.stateful import initialize, invariant, precondition, rule
+from prefix.computed import LAYER_STEP, answer, family, keys_of, numbers
+from prefix.machines import LENGTHS, Conversation, ConversationMachine
 from thorough import tried
 
 from mlx_blockpool.config import PoolConfig
@@ -25,62 +20,21 @@ from mlx_blockpool.errors import PoolExhaustedError, RequestTooLargeError
 from mlx_blockpool.kv.arena import KVArena
 from mlx_blockpool.kv.layer_caches import PooledRotatingKVCache
 from mlx_blockpool.prefix.cache import PrefixCache
-from mlx_blockpool.prefix.retention import RetentionPolicy
-from mlx_blockpool.prefix.salts import SHARED
 from mlx_blockpool.spec import FullLayer, ModelCacheSpec, WindowLayer
 
 WINDOW = 300
 # A block of the two full layers is 8192 bytes, one of the window layer 4096; a ring has 2 blocks.
 SPEC = ModelCacheSpec("m", (FullLayer(1, 2, 2), WindowLayer(1, 2, 2, WINDOW), FullLayer(1, 2, 2)), "float32")
-# Numbers of different layers are this far apart; all are whole numbers that float32 has.
-LAYER_STEP = 2**22
 
 FAMILIES = 3
 room = st.sampled_from([1, 20, 300])
 steps = st.sampled_from([1, 7, 64, 256, 299, 300, 301, 2000])
 # What follows a fetch at once: (size of the prefill's steps, tokens to decode, whether it finishes).
 afterwards = st.none() | st.tuples(st.sampled_from([64, 256, 300, 2000]), st.integers(0, 12), st.booleans())
-LENGTHS = (1, 40, 255, 256, 257, 300, 310, 512, 600)
-
-
-def family(number: int, length: int) -> tuple[int, ...]:
-    """Prompts of one family start alike."""
-    return tuple(number * 10 + i % 7 for i in range(length))
-
-
-@lru_cache(maxsize=20_000)
-def numbers(tokens: tuple[int, ...]) -> np.ndarray[Any, Any]:
-    """[tokens] of layer 0: 1024 * (a checksum of all tokens up to here, below 4000) + position."""
-    total, out = 0, []
-    for position, token in enumerate(tokens):
-        total = (total * 31 + token + 1) % 4000
-        out.append(total * 1024 + position)
-    return np.array(out, np.float32)
-
-
-def keys_of(tokens: Sequence[int], start: int, layer: int) -> mx.array:
-    """What a model would compute for tokens[start:]: [1, 1, n, 2]."""
-    row = numbers(tuple(tokens))[start:] + layer * LAYER_STEP
-    return mx.array(np.stack([row, -row], axis=-1)[None, None])
-
-
-@dataclass(eq=False)
-class Conversation:
-    """`tokens` of which the caches hold the first `fed`. `room`: tokens that may still come after the prompt.
-
-    `forked`: it shares blocks that it did not expect to share, so that its room is not certain any more.
-    """
-
-    tokens: list[int]
-    caches: list[Any]
-    fed: int
-    prompt: int
-    room: int
-    forked: bool = False
 
 
 @tried(25, 1500, stateful_step_count=40, suppress_health_check=[HealthCheck.too_slow, HealthCheck.data_too_large])
-class PrefixMachine(RuleBasedStateMachine):
+class PrefixMachine(ConversationMachine):
     @initialize(
         size=st.integers(60_000, 400_000),
         slabs=st.integers(1, 5),
@@ -293,31 +247,6 @@ class PrefixMachine(RuleBasedStateMachine):
 
     # -- what always holds ---------------------------------------------------------------------------------------------
 
-    def look_into(self, conversation: Conversation) -> None:
-        expected = numbers(tuple(conversation.tokens[: conversation.fed]))
-        for layer, cache in enumerate(conversation.caches):
-            assert cache.offset == conversation.fed
-            if not conversation.fed:
-                assert cache.empty()
-                continue
-            keys, values = (np.array(a)[0, 0] for a in (cache.keys, cache.values))
-            wanted = expected + layer * LAYER_STEP
-            if isinstance(cache, PooledRotatingKVCache):
-                wanted = wanted[-WINDOW:]
-                assert cache.size() == len(wanted)
-                order, given = np.argsort(keys[:, 0] % 1024), np.argsort(wanted % 1024)
-                keys, values, wanted = keys[order], values[order], wanted[given]
-            assert_right(layer, wanted, keys, values)
-
-    @invariant()
-    def nobody_writes_into_what_others_read(self) -> None:
-        for conversation in self.live:
-            self.look_into(conversation)
-
-    @invariant()
-    def trie_and_pool_agree(self) -> None:
-        self.prefix.check()
-
     @invariant()
     def the_budget_holds(self) -> None:
         assert self.arena.pool.nbytes <= self.pool_bytes
@@ -336,30 +265,7 @@ class PrefixMachine(RuleBasedStateMachine):
             assert [(c.held, c.reserved) for c in self.arena.pool.settle()] == [(0, 0), (0, 0)]
 
 
-def assert_right(layer: int, wanted: np.ndarray[Any, Any], keys: np.ndarray[Any, Any], values: np.ndarray[Any, Any]) -> None:
-    """Keys and values [tokens, 2] are those of the numbers `wanted`."""
-    assert np.array_equal(wanted, keys[:, 0]), f"layer {layer}: {difference(wanted, keys[:, 0])}"
-    assert np.array_equal(-wanted, keys[:, 1])
-    assert np.array_equal(wanted + 1000, values[:, 0]), f"layer {layer}: {difference(wanted + 1000, values[:, 0])}"
-
-
-def difference(expected: Any, actual: Any) -> str:
-    if len(expected) != len(actual):
-        return f"{len(actual)} tokens, needed {len(expected)}"
-    first = int(np.argmax(expected != actual))
-    return f"token {first} is {actual[first]:.0f}, needed {expected[first]:.0f}"
-
-
 TestPrefixMachine = PrefixMachine.TestCase
-
-
-def answer(prefix: PrefixCache, prompt: list[int], salt: bytes = SHARED) -> None:
-    """A whole request that says nothing."""
-    found = prefix.acquire(prompt, 20, salt=salt)
-    for layer, cache in enumerate(found.caches):
-        keys = keys_of(prompt, found.lookup.hit, layer)
-        mx.eval(cache.update_and_fetch(keys, keys + 1000))
-    prefix.release(prompt, found.caches, terms=RetentionPolicy(salt=salt))
 
 
 @pytest.mark.parametrize("ragged", [True, False])

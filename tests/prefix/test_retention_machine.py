@@ -5,8 +5,8 @@ from __future__ import annotations
 from hypothesis import HealthCheck
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
-from prefix.keepers import BLOCK, SPECS, Keeper
-from prefix.test_states import text
+from prefix.computed import text
+from prefix.lives import BLOCK, SPECS, Keeper
 from thorough import tried
 
 from mlx_blockpool.errors import PoolExhaustedError

@@ -2,113 +2,20 @@
 
 from __future__ import annotations
 
+import copy
 import random
-from collections.abc import Sequence
 from pathlib import Path
-from typing import Any
 
-import mlx.core as mx
-import numpy as np
 import pytest
-from prefix.test_prefix_machine import LAYER_STEP, keys_of, numbers
-from store.disks import QuickDisk
-from store.stores import open_store
+from prefix.computed import compute, look, text
+from prefix.lives import STATED as SPECS
+from prefix.lives import Life
 from thorough import seeds
+from tier.lives import record_files
 
-from mlx_blockpool.config import PoolConfig
 from mlx_blockpool.errors import PoolExhaustedError
-from mlx_blockpool.kv.arena import KVArena
-from mlx_blockpool.kv.layer_caches import PooledKVCache, PooledRotatingKVCache
-from mlx_blockpool.kv.parts import leaves_of, sequence_of
-from mlx_blockpool.kv.state_caches import PooledArraysCache
-from mlx_blockpool.spec import CompositeLayer, FullLayer, ModelCacheSpec, StateLayer, WindowLayer
-from mlx_blockpool.store.fs import Disk
-from mlx_blockpool.tier.cache import TieredPrefixCache
-
-STATE = StateLayer((((1, 3), "float32"), ((1, 2, 2), "int64")))
-# 12 and 32 bytes.
-STATE_BYTES = 44
-FULL, WINDOW = FullLayer(1, 2, 2), WindowLayer(1, 2, 2, 300)
-SPECS = {
-    "hybrid": ModelCacheSpec("m", (STATE, FULL, STATE), "float32"),
-    "composite": ModelCacheSpec("m", (CompositeLayer((STATE, FULL)), CompositeLayer((STATE, WINDOW))), "float32"),
-    "states alone": ModelCacheSpec("m", (STATE, STATE), "float32"),
-}
-
-
-def state_of(tokens: Sequence[int], leaf: int) -> list[mx.array]:
-    """What a model would have behind these tokens."""
-    last = float(numbers(tuple(tokens))[-1]) + leaf * LAYER_STEP
-    return [mx.array([[last, -last, float(len(tokens))]]), mx.full((1, 2, 2), len(tokens) * 1000 + leaf, mx.int64)]
-
-
-class Life:
-    """A prefix cache, over a store where a folder is given."""
-
-    def __init__(self, spec: ModelCacheSpec, folder: Path | None = None, disk: Disk | None = None, **config: Any) -> None:
-        self.arena = KVArena(spec, 4_000_000, PoolConfig(state_bytes=config.pop("state_bytes", 100_000)))
-        self.arena.ragged = True
-        store = None if folder is None else open_store(folder, disk or QuickDisk(), **config)
-        self.prefix = TieredPrefixCache(self.arena, store=store)
-
-    def answer(self, prompt: Sequence[int], places: Sequence[int] = (), kind: str = "assistant") -> int:
-        """A request that is kept at `places` on its way. Returns its hit; what it took over is right."""
-        found = self.prefix.acquire(list(prompt), 20)
-        self.go_on(found.caches, prompt, found.lookup.hit, places)
-        self.prefix.release(list(prompt), found.caches, kind)
-        self.check()
-        return found.lookup.hit
-
-    def go_on(self, caches: list[Any], prompt: Sequence[int], at: int, places: Sequence[int]) -> None:
-        look(caches, prompt, at)
-        for end in [*(p for p in places if at < p < len(prompt)), len(prompt)]:
-            for leaf, cache in enumerate(leaves_of(caches)):
-                if isinstance(cache, PooledArraysCache):
-                    cache.cache = state_of(prompt[:end], leaf)
-                else:
-                    keys = keys_of(prompt[:end], at, leaf)
-                    mx.eval(cache.update_and_fetch(keys, keys + 1000))
-            at = end
-            if end < len(prompt):
-                self.prefix.insert(list(prompt[:end]), caches, "user")
-        look(caches, prompt, at)
-
-    def check(self) -> None:
-        self.prefix.check()
-        assert self.arena.running_bytes + self.prefix.index.state_bytes <= self.arena.state_bytes
-
-    def write(self, tails: bool = True) -> None:
-        assert self.prefix.stored is not None
-        for _ in range(2):
-            self.prefix.stored.write_behind(1 << 40, at_once=tails)
-            assert self.prefix.stored.store.flush()
-
-
-def look(caches: list[Any], prompt: Sequence[int], count: int) -> None:
-    """What caches have of the first `count` tokens is right."""
-    for leaf, cache in enumerate(leaves_of(caches)):
-        if not count:
-            continue
-        if isinstance(cache, PooledArraysCache):
-            for found, wanted in zip(cache.cache, state_of(prompt[:count], leaf), strict=True):
-                assert found.dtype == wanted.dtype
-                assert np.array_equal(np.array(found), np.array(wanted)), f"leaf {leaf}"
-            continue
-        assert isinstance(cache, PooledKVCache | PooledRotatingKVCache)
-        wanted = numbers(tuple(prompt))[:count] + leaf * LAYER_STEP
-        keys = cache.keys
-        if isinstance(cache, PooledRotatingKVCache):
-            keys, wanted = cache._temporal_order(keys), wanted[-cache.max_size :]
-        assert np.array_equal(np.array(keys)[0, 0, :, 0], wanted), f"leaf {leaf}"
-
-
-def record_files(folder: Path) -> list[Path]:
-    """Records of every kind."""
-    return sorted(folder.glob("models/*/*/*/*.safetensors"))
-
-
-def text(seed: int, count: int) -> list[int]:
-    return random.Random(seed).choices(range(50), k=count)
+from mlx_blockpool.kv.parts import sequence_of
+from mlx_blockpool.spec import ModelCacheSpec
 
 
 @pytest.mark.parametrize("spec", SPECS.values(), ids=SPECS)
@@ -154,13 +61,11 @@ def test_a_pinned_state_stays() -> None:
 
 
 def test_a_fork_has_states_of_its_own() -> None:
-    import copy
-
     life = Life(SPECS["hybrid"])
     found = life.prefix.acquire(prompt := text(1, 40), 20)
-    life.go_on(found.caches, prompt, 0, ())
+    compute(found.caches, prompt, 0)
     other = copy.deepcopy(found.caches)
-    life.go_on(other, longer := [*prompt, 7, 8], 40, ())
+    compute(other, longer := [*prompt, 7, 8], 40)
     look(found.caches, prompt, 40)
     look(other, longer, 42)
     assert sequence_of(other) is not sequence_of(found.caches)
@@ -191,7 +96,7 @@ def test_what_a_conversation_has_left_behind_is_not_written(tmp_path: Path) -> N
     for turn in range(2, 8):
         prompt = [*prompt, *text(turn, 90)]
         life.answer(prompt, places=[len(prompt) - 5])
-    life.write()
+    life.write(tails=True)
     assert len([file for file in record_files(tmp_path) if "states" in file.parts]) == 3
     again = Life(SPECS["hybrid"], tmp_path)
     assert again.answer([*prompt[:300], 49]) == 300

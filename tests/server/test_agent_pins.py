@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import pytest
-from prefix.test_states import SPECS, Life
+from prefix.lives import STATED as SPECS
+from prefix.lives import Life
 
 from mlx_blockpool.server.agents.served import ServedAgents
 

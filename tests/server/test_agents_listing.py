@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pytest
 from models import save_model
-from store.conversations import hashes_of, keep, note
+from store.chains import hashes_of, keep, note
 from store.disks import QuickDisk
 from store.stores import NAMESPACE
 

@@ -5,8 +5,7 @@ from __future__ import annotations
 import http.client
 import json
 import socket
-import urllib.request
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -17,55 +16,27 @@ import mlx_lm.server
 import openai
 import pytest
 
-from server.anthropic_agents import ADD, LOOK_UP, Say, anthropic_client, content, save_agent, say, total
+from server import scripted
+from server.scripted import ADD, CALL, LOOK_UP, SYSTEM, Say, anthropic_client, content, save_agent, total
 from server.serving import Client, at_once, blockpool_server
-
-__all__ = ["say"]
-
-SYSTEM = "You are an agent that looks things up before it answers. " * 6
-CALL = '<tool_call>\n{"name": "look_up", "arguments": {"word": "pool"}}\n</tool_call>'
-
-
-@pytest.fixture(scope="module")
-def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Client]:
-    model = save_agent(tmp_path_factory.mktemp("agent"))
-    with blockpool_server(model, "--pool-bytes", "20MB", "--prefill-step-size", "128") as running:
-        yield running
 
 
 @pytest.fixture
-def small(tmp_path: Path) -> Iterator[Client]:
+def small(agent: Path) -> Iterator[Client]:
     """A server whose pool holds 3,840 tokens of one sequence."""
-    with blockpool_server(save_agent(tmp_path / "agent"), "--pool-bytes", "2MB", "--prefill-step-size", "512") as running:
+    with blockpool_server(agent, "--pool-bytes", "2MB", "--prefill-step-size", "512") as running:
         running.chat([{"role": "user", "content": "x"}], max_tokens=1)
         yield running
 
 
-@pytest.fixture
-def claude(server: Client) -> Iterator[anthropic.Anthropic]:
-    """A client; afterwards the server is well and holds no block."""
-    yield anthropic_client(server)
-    server.settle()
-    assert server.send("/health")[0] == 200
+def raw_events(server: Client, **body: Any) -> list[dict[str, Any]]:
+    return scripted.raw_events(server, "/v1/messages", **{"max_tokens": 40, **body})
 
 
 def ask(claude: anthropic.Anthropic, *messages: Any, **options: Any) -> Any:
     """The answer to messages, of which texts are the user's."""
     said = [{"role": "user", "content": m} if isinstance(m, str) else m for m in messages]
     return claude.messages.create(**{"model": "default_model", "max_tokens": 40, "messages": said, **options})
-
-
-def raw_events(server: Client, **body: Any) -> list[dict[str, Any]]:
-    """What is on the wire, each event under its own name."""
-    data = json.dumps({"max_tokens": 40, "stream": True, **body}).encode()
-    with urllib.request.urlopen(urllib.request.Request(f"http://127.0.0.1:{server.port}/v1/messages", data)) as answer:
-        assert answer.headers["Content-type"] == "text/event-stream"
-        found = []
-        for block in answer.read().decode().strip().split("\n\n"):
-            name, written = block.split("\n")
-            found.append(json.loads(written.removeprefix("data: ")))
-            assert name == f"event: {found[-1]['type']}"
-        return found
 
 
 # -- messages and streams ----------------------------------------------------------------------------------------------
@@ -539,17 +510,10 @@ def test_a_body_that_is_too_large(claude: anthropic.Anthropic) -> None:
     assert (large.value.status_code, large.value.body["error"]["type"]) == (413, "request_too_large")  # type: ignore[index]
 
 
-def test_a_failure_in_mid_stream_is_an_error_event(claude: anthropic.Anthropic, monkeypatch: pytest.MonkeyPatch) -> None:
-    from mlx_blockpool.server import replies
-
-    text, calls = replies.text_of, iter(range(1000))
-
-    def failing(detokenizer: Any, response: Any) -> str:
-        if next(calls) == 3:
-            raise RuntimeError("no word for this")
-        return text(detokenizer, response)
-
-    monkeypatch.setattr(replies, "text_of", failing)
+def test_a_failure_in_mid_stream_is_an_error_event(
+    claude: anthropic.Anthropic, fourth_word_fails: Callable[[Exception], None]
+) -> None:
+    fourth_word_fails(RuntimeError("no word for this"))
     asked: Any = {"model": "default_model", "max_tokens": 10, "messages": [{"role": "user", "content": "Speak."}]}
     with claude.messages.stream(**asked) as stream, pytest.raises(anthropic.APIStatusError) as failed:
         stream.until_done()
@@ -598,8 +562,8 @@ def test_a_look_at_the_headers_alone(server: Client, path: str) -> None:
         assert (answer.status_code, answer.content) == (200, b"")
 
 
-def test_shutting_down_is_told(tmp_path: Path) -> None:
-    with blockpool_server(save_agent(tmp_path / "m"), "--pool-bytes", "20MB") as server:
+def test_shutting_down_is_told(agent: Path) -> None:
+    with blockpool_server(agent, "--pool-bytes", "20MB") as server:
         client = anthropic_client(server)
         server.generator.stop_and_join()
         with pytest.raises(anthropic.InternalServerError) as ended:

@@ -26,8 +26,8 @@ from mlx_blockpool.server.models.provider import ModelKey
 from mlx_blockpool.server.prompts.preparation import Counted, PromptPreparation
 from mlx_blockpool.server.prompts.renderer import PromptRenderer
 from mlx_blockpool.server.request import Mark, ParsedRequest, message_marks
-from server.anthropic_agents import ADD, LOOK_UP, TEMPLATE, save_agent
-from server.serving import Client, blockpool_server
+from server.scripted import ADD, LOOK_UP, TEMPLATE, save_agent
+from server.serving import Client
 
 OPTIONS = Namespace(
     temp=0.0, top_p=1.0, top_k=0, min_p=0.0, num_draft_tokens=3, chat_template_args={}, use_default_chat_template=False
@@ -433,12 +433,6 @@ def test_the_servers_own_failures_alone_are_5xx() -> None:
         anthropic_status(error)[0] for error in (ValueError("x"), RecursionError("x"), FileNotFoundError("x"), RuntimeError("x"))
     ]
     assert answers == [400, 400, 404, 500]
-
-
-@pytest.fixture(scope="module")
-def server(tmp_path_factory: pytest.TempPathFactory) -> Any:
-    with blockpool_server(save_agent(tmp_path_factory.mktemp("agent")), "--pool-bytes", "20MB") as running:
-        yield running
 
 
 ODD: list[Any] = [

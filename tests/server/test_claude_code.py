@@ -8,8 +8,8 @@ from pathlib import Path
 
 import pytest
 
-from server.anthropic_agents import save_agent
 from server.claude_code import BILLING, INSTRUCTIONS, NAMES, Window, tool
+from server.scripted import save_agent
 from server.serving import blockpool_server
 
 POOL = ("--pool-bytes", "60MB", "--max-positions", "20000")

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -12,10 +13,8 @@ from mlx_blockpool.plugins import make_plugin_manager
 from mlx_blockpool.prefix.lookup import Lookup
 from mlx_blockpool.server.explain import Explained, Explanation
 from mlx_blockpool.server.normalise import Normalisers, scope_of
-from server.anthropic_agents import Say, save_agent, say
+from server.scripted import Say
 from server.serving import Client, blockpool_server
-
-__all__ = ["say"]
 
 PATH = "/v1/chat/completions"
 TOOL = {"type": "function", "function": {"name": "look_up", "parameters": {"type": "object", "properties": {}}}}
@@ -25,11 +24,10 @@ KEEPS = "--normalise replay would put it back"
 
 
 @pytest.fixture(scope="module")
-def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Client]:
+def server(agent: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Client]:
     keys = tmp_path_factory.mktemp("keys") / "keys"
     keys.write_text("ann:key-of-ann\nbob:key-of-bob\n")
-    model = save_agent(tmp_path_factory.mktemp("agent"))
-    with blockpool_server(model, "--pool-bytes", "20MB", "--api-key-file", str(keys)) as running:
+    with blockpool_server(agent, "--pool-bytes", "20MB", "--api-key-file", str(keys)) as running:
         yield running
 
 

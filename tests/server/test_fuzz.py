@@ -8,6 +8,7 @@ from __future__ import annotations
 import json
 import os
 from collections.abc import Iterator
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -15,8 +16,8 @@ from hypothesis import HealthCheck, Phase, given, settings
 from hypothesis import strategies as st
 from thorough import is_thorough
 
-from server.anthropic_agents import LOOK_UP, save_agent
 from server.fuzzing import Answer, Sent, requests, send
+from server.scripted import LOOK_UP
 from server.serving import Client, at_once, blockpool_server
 
 EXAMPLES = int(os.environ.get("BLOCKPOOL_FUZZ", "1200" if is_thorough() else "60"))
@@ -113,11 +114,19 @@ ENDPOINTS: dict[str, tuple[tuple[str, ...], tuple[str, ...], tuple[dict[str, Any
 
 
 @pytest.fixture(scope="module")
-def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Client]:
+def server(agent: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Client]:
     """A pool of some hundred tokens, so that what asks for very many is soon over."""
-    folder = tmp_path_factory.mktemp("fuzz")
-    options = ("--pool-bytes", "700KB", "--max-tokens", "3", "--store-dir", str(folder / "store"), "--log-level", "CRITICAL")
-    with blockpool_server(save_agent(folder / "model"), *options) as running:
+    options = (
+        "--pool-bytes",
+        "700KB",
+        "--max-tokens",
+        "3",
+        "--store-dir",
+        str(tmp_path_factory.mktemp("store")),
+        "--log-level",
+        "CRITICAL",
+    )
+    with blockpool_server(agent, *options) as running:
         yield running
 
 

@@ -16,10 +16,8 @@ from models import save_model
 from mlx_blockpool.messages import Replayed
 from mlx_blockpool.plugins import make_plugin_manager
 from mlx_blockpool.server.normalise import MAX_REPLIES, Normalisers, RememberedReplies
-from server.anthropic_agents import Say, save_agent, say
+from server.scripted import Say, save_agent
 from server.serving import Client, blockpool_server
-
-__all__ = ["say"]
 
 NO_REPLIES = RememberedReplies()
 SYSTEM = (

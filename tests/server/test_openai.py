@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import json
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -16,42 +16,14 @@ from mlx_blockpool.server.api.errors import in_shape
 from mlx_blockpool.server.generator import BlockpoolGenerator
 from mlx_blockpool.server.request import RequestOptions
 from mlx_blockpool.server.scope import agent_of, retention_of
-from server.anthropic_agents import LOOK_UP, Say, anthropic_client, save_agent, say
+from server.scripted import CALL, LOOK_UP, SYSTEM, Say, anthropic_client, openai_client
 from server.serving import Client, at_once, blockpool_server, stock_server
 
-__all__ = ["say"]
-
-SYSTEM = "You are an agent that looks things up before it answers. " * 6
-CALL = '<tool_call>\n{"name": "look_up", "arguments": {"word": "pool"}}\n</tool_call>'
 TOOL: Any = {
     "type": "function",
     "function": {"name": LOOK_UP["name"], "description": LOOK_UP["description"], "parameters": LOOK_UP["input_schema"]},
 }
 SAID: Any = [{"role": "system", "content": SYSTEM}, {"role": "user", "content": "What is a pool?"}]
-
-
-@pytest.fixture(scope="module")
-def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return save_agent(tmp_path_factory.mktemp("agent"))
-
-
-@pytest.fixture(scope="module")
-def server(model: Path) -> Iterator[Client]:
-    with blockpool_server(model, "--pool-bytes", "20MB", "--prefill-step-size", "128") as running:
-        yield running
-
-
-def client_of(server: Client) -> openai.OpenAI:
-    return openai.OpenAI(base_url=f"http://127.0.0.1:{server.port}/v1", api_key="any", max_retries=0, timeout=60)
-
-
-@pytest.fixture
-def gpt(server: Client) -> Iterator[openai.OpenAI]:
-    """A client; afterwards the server is well and holds no block."""
-    with client_of(server) as client:
-        yield client
-    server.settle()
-    assert server.send("/health")[0] == 200
 
 
 def chat(gpt: openai.OpenAI, messages: Any = SAID, **options: Any) -> Any:
@@ -108,9 +80,9 @@ def asked_of(gpt: openai.OpenAI) -> list[Any]:
 
 
 @pytest.fixture(scope="module")
-def stock(model: Path) -> Iterator[openai.OpenAI]:
-    with stock_server(model) as running:
-        yield client_of(running)
+def stock(agent: Path) -> Iterator[openai.OpenAI]:
+    with stock_server(agent) as running:
+        yield openai_client(running)
 
 
 def test_replies_are_those_of_stock(server: Client, gpt: openai.OpenAI, stock: openai.OpenAI) -> None:
@@ -222,12 +194,12 @@ def test_a_tool_is_called_and_its_result_comes_back(gpt: openai.OpenAI, say: Say
     assert cached(second) > len(SYSTEM)
 
 
-def test_the_models_are_listed(server: Client, gpt: openai.OpenAI, model: Path) -> None:
-    assert [m.id for m in gpt.models.list()] == [model.name, "default_model"]
-    assert gpt.models.retrieve(model.name).owned_by == "mlx-blockpool"
+def test_the_models_are_listed(server: Client, gpt: openai.OpenAI, agent: Path) -> None:
+    assert [m.id for m in gpt.models.list()] == [agent.name, "default_model"]
+    assert gpt.models.retrieve(agent.name).owned_by == "mlx-blockpool"
     with pytest.raises(openai.NotFoundError) as missing:
         gpt.models.retrieve("no-such-model")
-    assert model.name in missing.value.body["message"]  # type: ignore[index]
+    assert agent.name in missing.value.body["message"]  # type: ignore[index]
 
 
 def test_several_at_once(server: Client, gpt: openai.OpenAI) -> None:
@@ -276,7 +248,7 @@ def test_what_was_cached_is_said_where_requests_run_alone(tmp_path: Path, option
     model = save_model(tmp_path / "llama", "llama", head_dim=32)
     if options == ("--draft-model",):
         options = ("--draft-model", str(save_model(tmp_path / "draft", "llama", seed=1, num_hidden_layers=1)))
-    with blockpool_server(model, "--pool-bytes", "20MB", *options) as alone, client_of(alone) as gpt:
+    with blockpool_server(model, "--pool-bytes", "20MB", *options) as alone, openai_client(alone) as gpt:
         (long, none), *again = figures(gpt, "Nobody has asked this before. " * 10)
         alone.settle()
     assert none == 0
@@ -384,17 +356,8 @@ def test_what_programs_look_for_has_a_code(server: Client, gpt: openai.OpenAI) -
         assert (status, set(answer["error"])) == (400, {"message", "type", "param", "code"})
 
 
-def test_a_failure_in_mid_stream_reaches_the_client(gpt: openai.OpenAI, monkeypatch: pytest.MonkeyPatch) -> None:
-    from mlx_blockpool.server import replies
-
-    text, calls = replies.text_of, iter(range(1000))
-
-    def failing(detokenizer: Any, response: Any) -> str:
-        if next(calls) == 3:
-            raise LookupError("no word for this")
-        return text(detokenizer, response)
-
-    monkeypatch.setattr(replies, "text_of", failing)
+def test_a_failure_in_mid_stream_reaches_the_client(gpt: openai.OpenAI, fourth_word_fails: Callable[[Exception], None]) -> None:
+    fourth_word_fails(LookupError("no word for this"))
     with pytest.raises(openai.APIError, match="no word for this") as failed:
         list(chat(gpt, stream=True))
     assert failed.value.type == "server_error"

@@ -5,8 +5,7 @@ from __future__ import annotations
 import asyncio
 import json
 import socket
-import urllib.request
-from collections.abc import Iterator
+from collections.abc import Callable
 from typing import Any
 
 import openai
@@ -17,13 +16,10 @@ from thorough import tried
 
 from mlx_blockpool.server.api import responses_kept, responses_reply
 from mlx_blockpool.server.api.responses_kept import KeptResponses
-from server.anthropic_agents import LOOK_UP, Say, anthropic_client, save_agent, say
-from server.serving import Client, blockpool_server
+from server import scripted
+from server.scripted import CALL, LOOK_UP, SYSTEM, Say, anthropic_client
+from server.serving import Client
 
-__all__ = ["say"]
-
-SYSTEM = "You are an agent that looks things up before it answers. " * 6
-CALL = '<tool_call>\n{"name": "look_up", "arguments": {"word": "pool"}}\n</tool_call>'
 TOOL: Any = {
     "type": "function",
     "name": LOOK_UP["name"],
@@ -40,22 +36,6 @@ SPAWN: Any = {
     "tools": [{"type": "function", "name": "spawn", "strict": False, "parameters": TOOL["parameters"]}],
 }
 CHAT_TOOL: Any = {"type": "function", "function": {k: v for k, v in TOOL.items() if k not in ("type", "strict")}}
-
-
-@pytest.fixture(scope="module")
-def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Client]:
-    model = save_agent(tmp_path_factory.mktemp("agent"))
-    with blockpool_server(model, "--pool-bytes", "20MB", "--prefill-step-size", "128") as running:
-        yield running
-
-
-@pytest.fixture
-def gpt(server: Client) -> Iterator[openai.OpenAI]:
-    """A client; afterwards the server is well and holds no block."""
-    with openai.OpenAI(base_url=f"http://127.0.0.1:{server.port}/v1", api_key="any", max_retries=0, timeout=60) as client:
-        yield client
-    server.settle()
-    assert server.send("/health")[0] == 200
 
 
 def ask(gpt: openai.OpenAI, said: Any, **options: Any) -> Any:
@@ -76,17 +56,9 @@ def message(text: str, status: str = "completed") -> dict[str, Any]:
 
 
 def raw_events(server: Client, **body: Any) -> list[dict[str, Any]]:
-    """What is on the wire, each event under its own name and number."""
-    data = json.dumps({"stream": True, "max_output_tokens": 400, **body}).encode()
-    with urllib.request.urlopen(urllib.request.Request(f"http://127.0.0.1:{server.port}/v1/responses", data)) as answer:
-        assert answer.headers["Content-type"] == "text/event-stream"
-        blocks = [b for b in answer.read().decode().strip().split("\n\n") if not b.startswith(":")]
-    found = []
-    for number, block in enumerate(blocks):
-        name, written = block.split("\n")
-        found.append(json.loads(written.removeprefix("data: ")))
-        assert name == f"event: {found[-1]['type']}"
-        assert found[-1]["sequence_number"] == number
+    """What a stream has on the wire, each event under its own number."""
+    found = scripted.raw_events(server, "/v1/responses", **{"max_output_tokens": 400, **body})
+    assert [event["sequence_number"] for event in found] == list(range(len(found)))
     return found
 
 
@@ -490,17 +462,10 @@ def test_other_errors(server: Client, gpt: openai.OpenAI) -> None:
     assert server.send("/v1/responses/resp_x/cancel", {})[0] == 404
 
 
-def test_a_failure_in_mid_stream_is_the_last_event(server: Client, gpt: openai.OpenAI, monkeypatch: pytest.MonkeyPatch) -> None:
-    from mlx_blockpool.server import replies
-
-    text, calls = replies.text_of, iter(range(1000))
-
-    def failing(detokenizer: Any, response: Any) -> str:
-        if next(calls) == 3:
-            raise LookupError("no word for this")
-        return text(detokenizer, response)
-
-    monkeypatch.setattr(replies, "text_of", failing)
+def test_a_failure_in_mid_stream_is_the_last_event(
+    server: Client, gpt: openai.OpenAI, fourth_word_fails: Callable[[Exception], None], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    fourth_word_fails(LookupError("no word for this"))
     events = raw_events(server, input="speak", max_output_tokens=10)
     assert events[-1]["type"] == "response.failed"
     response = events[-1]["response"]

@@ -1,18 +1,26 @@
-"""Paths of small records of one size, and a store that is asked about them."""
+"""Paths of records: chains of small ones of one size, and token sequences as a server keeps them, full blocks and a tail.
+
+What puts them into a store, asks a store about them, writes them without one, and names agents on them.
+"""
 
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from pathlib import Path
 
+from store.disks import QuickDisk
+from store.records import PARTS as BLOCK_PARTS
 from store.records import make_buffers
-from store.stores import NAMESPACE
+from store.stores import NAMESPACE, open_store
 
-from mlx_blockpool.prefix.trie import naming
+from mlx_blockpool.prefix.trie import Trie, naming
+from mlx_blockpool.spec import BLOCK_TOKENS
+from mlx_blockpool.store.agent_files import Agent, Agents
+from mlx_blockpool.store.fs import write_whole
 from mlx_blockpool.store.paths import name_of
 from mlx_blockpool.store.prompt_store import PromptStore
-from mlx_blockpool.store.record import BLOCK, Expected, Part, Record, file_size
+from mlx_blockpool.store.record import BLOCK, Expected, Part, Record, encode, file_size
 
 PARTS = (Part("data", "U8", (1000,)),)
 ROOT = hashlib.blake2b(b"root", digest_size=32).digest()
@@ -68,3 +76,44 @@ def is_right(store: PromptStore, record: Record) -> bool:
 
 def file_of(folder: Path, record: Record) -> Path:
     return folder / name_of(record.namespace, record.key)
+
+
+# -- token sequences ---------------------------------------------------------------------------------------------------
+
+
+def path_of(tokens: Sequence[int], namespace: str = NAMESPACE) -> list[Record]:
+    """The records of a sequence; their contents are told apart by where they begin."""
+    parent, found = Trie(namespace).root.hash, []
+    for start in range(0, len(tokens), BLOCK_TOKENS):
+        edge = tuple(tokens[start : start + BLOCK_TOKENS])
+        found.append(Record(BLOCK, namespace, naming(parent, edge), parent, start, edge, BLOCK_PARTS, {"kind": "assistant"}))
+        parent = found[-1].hash
+    return found
+
+
+def hashes_of(tokens: Sequence[int], namespace: str = NAMESPACE) -> list[bytes]:
+    return [record.hash for record in path_of(tokens, namespace)]
+
+
+def keep(root: Path, *sequences: Sequence[int], namespace: str = NAMESPACE) -> None:
+    """Every record of every sequence, written by a store."""
+    store = open_store(root, namespace=namespace)
+    store.open()
+    for tokens in sequences:
+        for record in path_of(tokens, namespace):
+            buffers = make_buffers(record, record.start)
+            assert store.put(record, lambda buffers=buffers: buffers).taken  # type: ignore[misc]
+    assert store.close()
+
+
+def place(root: Path, records: Iterable[Record]) -> None:
+    """Records of any kind, without a store."""
+    for record in records:
+        path = file_of(root, record)
+        path.parent.mkdir(parents=True, exist_ok=True)
+        write_whole(QuickDisk(), path, encode(record, make_buffers(record, record.start)))
+
+
+def note(root: Path, name: str, tokens: Sequence[int], namespace: str = NAMESPACE) -> Agent:
+    """An agent whose path are the records of these tokens."""
+    return Agents(root, QuickDisk()).note(name, namespace, "tiny", hashes_of(tokens, namespace), len(tokens))

@@ -9,7 +9,7 @@ from collections.abc import Callable
 from pathlib import Path
 
 import pytest
-from store.conversations import keep, note, path_of
+from store.chains import keep, note, path_of
 from store.damages import ODD_FILES, make_sparse
 from store.disks import StillDisk
 from store.records import expected_of, make_buffers, make_file, make_record, naming

@@ -7,9 +7,7 @@ from collections.abc import Callable
 from pathlib import Path
 
 import pytest
-from store.chains import chain, data_of, file_of, is_right, put, put_all, settled
-from store.conversations import file_of as conversation_file_of
-from store.conversations import keep, note, path_of
+from store.chains import chain, data_of, file_of, is_right, keep, note, path_of, put, put_all, settled
 from store.damages import ODD_FILES, make_sparse
 from store.records import make_file, naming
 from store.stores import NAMESPACE, open_store
@@ -91,7 +89,7 @@ def test_commands_see_them_and_go_on(tmp_path: Path, make: Callable[[Path], None
     for name in ("whole", "odd"):
         note(tmp_path, name, range(600))
     records = path_of(range(1000, 1100))
-    make(conversation_file_of(tmp_path, records[0]))
+    make(file_of(tmp_path, records[0]))
     make(tmp_path / folder_of(NAMESPACE) / MODEL_FILE)
     make(tmp_path / "agents/odd.json")
     make(tmp_path / "quarantine")

@@ -8,7 +8,7 @@ from dataclasses import replace
 from pathlib import Path
 
 import pytest
-from store.conversations import file_of, hashes_of, keep, note, path_of, place
+from store.chains import file_of, hashes_of, keep, note, path_of, place
 from store.stores import NAMESPACE, record_files
 from thorough import seeds
 

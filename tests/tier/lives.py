@@ -1,4 +1,4 @@
-"""A prefix cache over a store, from a start to its end; keys are those of test_prefix_machine and say which token they are."""
+"""Lives over a store on one folder, and what they bring back."""
 
 from __future__ import annotations
 
@@ -6,20 +6,14 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-import mlx.core as mx
-import numpy as np
-from prefix.test_prefix_machine import LAYER_STEP, family, keys_of, numbers
-from store.stores import open_store
+from prefix import computed
+from prefix.computed import family
+from prefix.lives import Life
 
-from mlx_blockpool.kv.arena import KVArena
-from mlx_blockpool.kv.layer_caches import PooledRotatingKVCache
 from mlx_blockpool.prefix.resume import lay_out
 from mlx_blockpool.spec import FullLayer, ModelCacheSpec, WindowLayer
 from mlx_blockpool.store.fs import Disk
-from mlx_blockpool.store.prompt_store import PromptStore
-from mlx_blockpool.tier.cache import TieredPrefixCache
 from mlx_blockpool.tier.restore import RestorePlan
-from mlx_blockpool.tier.write_behind import StoredPrefixes
 
 # A block is 8192 bytes.
 SPEC = ModelCacheSpec("m", (FullLayer(1, 2, 2), FullLayer(1, 2, 2)), "float32")
@@ -30,45 +24,13 @@ FILE = 10_500
 ONE, TWO, THREE = (list(family(n, 5 * BLOCK + 30)) for n in (1, 2, 3))
 
 
-class Life:
-    """A prefix cache over a store, from a start to its end."""
+def start(folder: Path, disk: Disk | None = None, pool: int = 100 * 8192, spec: ModelCacheSpec = SPEC, **config: Any) -> Life:
+    return Life(spec, folder, disk, pool, **config)
 
-    def __init__(
-        self, folder: Path, disk: Disk | None = None, pool: int = 100 * 8192, spec: ModelCacheSpec = SPEC, **config: Any
-    ) -> None:
-        self.arena = KVArena(spec, pool)
-        self.arena.ragged = True
-        self.store: PromptStore = open_store(folder, disk, **config)
-        self.prefix = TieredPrefixCache(self.arena, store=self.store)
 
-    @property
-    def stored(self) -> StoredPrefixes:
-        assert self.prefix.stored is not None
-        return self.prefix.stored
-
-    def write(self) -> None:
-        self.stored.write_behind(1 << 40)
-        assert self.store.flush()
-        self.stored.write_behind(0)
-
-    def hashes(self, tokens: Sequence[int]) -> list[bytes]:
-        return [node.hash for node in self.prefix.index.trie.match(tokens).path]
-
-    def on_disk(self, tokens: Sequence[int]) -> list[bool]:
-        return [node.residency.on_disk for node in self.prefix.index.trie.match(tokens).path]
-
-    def fetched(self, tokens: Sequence[int]) -> int:
-        """A hit whose every key is right."""
-        found = self.prefix.acquire(tokens, 20)
-        for layer, cache in enumerate(found.caches if found.lookup.hit else ()):
-            keys, expected = cache.keys_and_values()[0], numbers(tuple(tokens))[: found.lookup.hit] + layer * LAYER_STEP
-            if isinstance(cache, PooledRotatingKVCache):
-                keys, expected = cache._temporal_order(keys), expected[-cache.max_size :]
-            assert np.array_equal(np.array(keys)[0, 0, :, 0], expected)
-        self.prefix.discard(found.caches)
-        self.prefix.check()
-        assert {(c.held, c.reserved) for c in self.arena.pool.settle()} == {(0, 0)}
-        return found.lookup.hit
+def record_files(folder: Path) -> list[Path]:
+    """Records of every kind."""
+    return sorted(folder.glob("models/*/*/*/*.safetensors"))
 
 
 def wanted(life: Life, tokens: Sequence[int]) -> RestorePlan:
@@ -81,7 +43,5 @@ def wanted(life: Life, tokens: Sequence[int]) -> RestorePlan:
 def compute(life: Life, tokens: list[int]) -> None:
     """From the first token on, as somebody does who could not wait."""
     caches = lay_out(life.prefix.admission, life.prefix.index.trie.match([]), 0, None, len(tokens), len(tokens) + 20)
-    for layer, cache in enumerate(caches):
-        keys = keys_of(tokens, 0, layer)
-        mx.eval(cache.update_and_fetch(keys, keys + 1000))
+    computed.compute(caches, tokens, 0)
     life.prefix.release(tokens, caches)

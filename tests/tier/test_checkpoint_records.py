@@ -3,27 +3,22 @@
 from __future__ import annotations
 
 import random
-from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import mlx.core as mx
-import numpy as np
 import pytest
-from prefix import test_states
-from prefix.test_prefix_machine import LAYER_STEP, keys_of, numbers
+from prefix.computed import keys_of, text
+from prefix.lives import STATED, Life
 from store.disks import BrokenDisk, QuickDisk, WatchedDisk
-from store.stores import open_store
 from thorough import seeds
+from tier.lives import record_files
 
-from mlx_blockpool.kv.arena import KVArena
-from mlx_blockpool.kv.layer_caches import PooledRotatingKVCache
 from mlx_blockpool.spec import FullLayer, ModelCacheSpec, WindowLayer
 from mlx_blockpool.store.fs import Disk
 from mlx_blockpool.store.record import Part, decode_header, encode
 from mlx_blockpool.tier import restore
-from mlx_blockpool.tier.cache import TieredPrefixCache
 
 SPECS = {
     "mixed": ModelCacheSpec("m", (WindowLayer(1, 2, 2, 300), FullLayer(1, 2, 2), WindowLayer(1, 2, 2, 300)), "float32"),
@@ -32,75 +27,14 @@ SPECS = {
 }
 
 
-class Life:
-    """A prefix cache over a store, from a start to its end."""
-
-    def __init__(self, folder: Path, spec: ModelCacheSpec, disk: Disk | None = None, **config: Any) -> None:
-        self.arena = KVArena(spec, 400 * 256 * 16 * len(spec.layers))
-        self.arena.ragged = True
-        self.store = open_store(folder, disk or QuickDisk(), **config)
-        self.prefix = TieredPrefixCache(self.arena, store=self.store)
-        assert self.prefix.stored is not None
-        self.stored = self.prefix.stored
-
-    def answer(self, prompt: Sequence[int], places: Sequence[int] = (), step: int = 0) -> int:
-        """A request that is kept at `places` on its way; in steps of `step` tokens at its end. Returns its hit."""
-        found = self.prefix.acquire(list(prompt), 20)
-        at = found.lookup.hit
-        self.look(found.caches, prompt, at)
-        ends = [*(p for p in places if at < p < len(prompt)), len(prompt)]
-        for end in ends:
-            stops = [end] if not step else [*range(at + step, end, step), end]
-            for stop in stops:
-                for layer, cache in enumerate(found.caches):
-                    keys = keys_of(prompt[:stop], at, layer)
-                    mx.eval(cache.update_and_fetch(keys, keys + 1000))
-                at = stop
-            if end < len(prompt):
-                self.prefix.insert(list(prompt), found.caches, "user")
-        self.look(found.caches, prompt, at)
-        self.prefix.release(list(prompt), found.caches)
-        self.prefix.check()
-        return found.lookup.hit
-
-    def look(self, caches: list[Any], prompt: Sequence[int], count: int) -> None:
-        """Every key of the first `count` tokens that the caches have is right."""
-        for layer, cache in enumerate(caches):
-            if not count:
-                continue
-            wanted = numbers(tuple(prompt))[:count] + layer * LAYER_STEP
-            keys, values = cache.keys, cache.values
-            if isinstance(cache, PooledRotatingKVCache):
-                keys, values = (cache._temporal_order(a) for a in (keys, values))
-                wanted = wanted[-cache.max_size :]
-            assert np.array_equal(np.array(keys)[0, 0, :, 0], wanted), f"layer {layer}"
-            assert np.array_equal(np.array(values)[0, 0, :, 0], wanted + 1000), f"layer {layer}"
-
-    def write(self, tails: bool = False) -> None:
-        for _ in range(2):
-            if tails:
-                self.stored.write_tails()
-            self.stored.write_behind(1 << 40)
-            assert self.store.flush()
-
-
-def record_files(folder: Path) -> list[Path]:
-    """Records of every kind."""
-    return sorted(folder.glob("models/*/*/*/*.safetensors"))
-
-
-def text(seed: int, count: int) -> list[int]:
-    return random.Random(seed).choices(range(50), k=count)
-
-
 @pytest.mark.parametrize("spec", SPECS.values(), ids=SPECS)
 @pytest.mark.parametrize("length", [1, 99, 100, 255, 256, 257, 300, 301, 512, 700, 1300])
 def test_a_conversation_goes_on_after_a_restart(tmp_path: Path, spec: ModelCacheSpec, length: int) -> None:
-    life = Life(tmp_path, spec)
+    life = Life(spec, tmp_path)
     prompt = text(1, length)
     life.answer(prompt)
     assert life.prefix.close()
-    again = Life(tmp_path, spec)
+    again = Life(spec, tmp_path)
     assert again.answer([*prompt, *text(2, 50)]) == length
     assert again.stored.restores.num_unread == 0
 
@@ -108,35 +42,35 @@ def test_a_conversation_goes_on_after_a_restart(tmp_path: Path, spec: ModelCache
 @pytest.mark.parametrize("spec", SPECS.values(), ids=SPECS)
 def test_what_was_written_behind_serves_after_a_kill(tmp_path: Path, spec: ModelCacheSpec) -> None:
     """Turns that are shorter than the window: the last whole block can be resumed though no tail was written."""
-    life = Life(tmp_path, spec)
+    life = Life(spec, tmp_path)
     prompt = text(1, 700)
     for turn in range(2, 7):
         life.answer(prompt, step=7)
         life.write()
         prompt = [*prompt, *text(turn, 90)]
-    again = Life(tmp_path, spec)
+    again = Life(spec, tmp_path)
     assert again.answer([*prompt, 1, 2]) >= (len(prompt) - 90) // 256 * 256
 
 
 def test_a_first_prompt_can_be_resumed_at_once(tmp_path: Path) -> None:
     """No whole block of it has all that the window needs: the piece at its end does not wait."""
-    life = Life(tmp_path, SPECS["mixed"])
+    life = Life(SPECS["mixed"], tmp_path)
     system = text(1, 1000)
     life.answer(system)
     life.write()
-    again = Life(tmp_path, SPECS["mixed"])
+    again = Life(SPECS["mixed"], tmp_path)
     assert again.answer([*system, *text(2, 30)]) == 1000
 
 
 @pytest.mark.parametrize("spec", SPECS.values(), ids=SPECS)
 def test_agents_share_what_their_system_prompt_left_on_disk(tmp_path: Path, spec: ModelCacheSpec) -> None:
     system = text(1, 900)
-    life = Life(tmp_path, spec)
+    life = Life(spec, tmp_path)
     agents = [[*system, *text(n, 40 * n)] for n in range(2, 6)]
     for agent in agents:
         life.answer(agent, [900])
     assert life.prefix.close()
-    again = Life(tmp_path, spec)
+    again = Life(spec, tmp_path)
     assert [again.answer([*agent, 7]) for agent in agents] == [len(agent) for agent in agents]
     assert again.answer([*system, 49, 48, 47]) == 900
 
@@ -144,7 +78,7 @@ def test_agents_share_what_their_system_prompt_left_on_disk(tmp_path: Path, spec
 @pytest.mark.parametrize("spec", SPECS.values(), ids=SPECS)
 def test_each_token_is_written_about_once(tmp_path: Path, spec: ModelCacheSpec) -> None:
     disk = WatchedDisk(tmp_path)
-    life = Life(tmp_path, spec, disk)
+    life = Life(spec, tmp_path, disk)
     prompt: list[int] = []
     for turn in range(40):
         prompt = [*prompt, *text(turn, 130)]
@@ -163,7 +97,7 @@ def test_any_history_with_kills_in_between_gives_the_right_keys(
     """Forks at any token, eviction, a small disk budget, torn files and kills: a hit is never a wrong key."""
     rng = random.Random(f"{seed} {bits}")
     known: list[list[int]] = [[]]
-    life = Life(tmp_path, spec, bits=bits, store_bytes=rng.choice([60_000, 1 << 30]))
+    life = Life(spec, tmp_path, bits=bits, store_bytes=rng.choice([60_000, 1 << 30]))
     hits = 0
     for _ in range(25):
         base = rng.choice(known)
@@ -179,7 +113,7 @@ def test_any_history_with_kills_in_between_gives_the_right_keys(
         elif what < 5:
             assert not rng.randrange(2) or life.prefix.close()
             life.store.flush()
-            life = Life(tmp_path, spec, bits=bits, store_bytes=rng.choice([60_000, 1 << 30]))
+            life = Life(spec, tmp_path, bits=bits, store_bytes=rng.choice([60_000, 1 << 30]))
         elif what == 5 and (files := record_files(tmp_path)):
             file = rng.choice(sorted(files))
             data = bytearray(file.read_bytes())
@@ -191,7 +125,7 @@ def test_any_history_with_kills_in_between_gives_the_right_keys(
 
 def test_a_piece_that_could_not_be_written_is_tried_again(tmp_path: Path) -> None:
     disk = BrokenDisk()
-    life = Life(tmp_path, SPECS["mixed"], disk, retry_seconds=0.0)
+    life = Life(SPECS["mixed"], tmp_path, disk, retry_seconds=0.0)
     life.answer(prompt := text(1, 700))
     life.stored.write_tails()
     assert life.store.flush()
@@ -201,23 +135,23 @@ def test_a_piece_that_could_not_be_written_is_tried_again(tmp_path: Path) -> Non
     disk.broken.clear()
     life.write(tails=True)
     life.write(tails=True)
-    assert Life(tmp_path, SPECS["mixed"]).answer([*longer, 1]) == len(longer)
+    assert Life(SPECS["mixed"], tmp_path).answer([*longer, 1]) == len(longer)
 
 
 def test_a_ring_that_always_keeps_its_first_tokens_stays_in_memory(tmp_path: Path) -> None:
     spec = ModelCacheSpec("m", (WindowLayer(1, 2, 2, 300, keep=4), FullLayer(1, 2, 2)), "float32")
-    life = Life(tmp_path, spec)
+    life = Life(spec, tmp_path)
     found = life.prefix.acquire(prompt := text(1, 700), 20)
     for layer, cache in enumerate(found.caches):
         mx.eval(cache.update_and_fetch(*[keys_of(prompt, 0, layer)] * 2))
     life.prefix.release(prompt, found.caches)
     assert life.prefix.close()
-    again = Life(tmp_path, spec)
+    again = Life(spec, tmp_path)
     assert again.prefix.look([*prompt, 1]).hit == 0
 
 
 def test_evicted_from_memory_it_comes_back_from_disk(tmp_path: Path) -> None:
-    life = Life(tmp_path, SPECS["two windows"])
+    life = Life(SPECS["two windows"], tmp_path)
     prompt = text(1, 1500)
     life.answer(prompt)
     life.write(tails=True)
@@ -229,18 +163,18 @@ def test_evicted_from_memory_it_comes_back_from_disk(tmp_path: Path) -> None:
 
 def test_an_end_that_went_on_stays_on_disk_until_the_new_one_is_there(tmp_path: Path) -> None:
     """Evicted, or killed, before the longer end was written."""
-    life = Life(tmp_path, SPECS["mixed"])
+    life = Life(SPECS["mixed"], tmp_path)
     prompt = text(1, 700)
     life.answer(prompt)
     life.write(tails=True)
     longer = [*prompt, *text(2, 30)]
     life.answer(longer)
     life.write()
-    assert Life(tmp_path, SPECS["mixed"]).prefix.look(longer).known == 700
+    assert Life(SPECS["mixed"], tmp_path).prefix.look(longer).known == 700
     life.prefix.trim_to(0)
     assert life.answer(longer) == 700
     life.write(tails=True)
-    assert Life(tmp_path, SPECS["mixed"]).answer([*longer, 1]) == 730
+    assert Life(SPECS["mixed"], tmp_path).answer([*longer, 1]) == 730
     assert len([file for file in record_files(tmp_path) if "blocks" in file.parts]) == 3
 
 
@@ -267,7 +201,7 @@ class CountingDisk(QuickDisk):
 def test_the_budget_holds_for_records_of_every_kind(tmp_path: Path, spec: ModelCacheSpec) -> None:
     budget = 120_000
     disk = CountingDisk(tmp_path)
-    life = Life(tmp_path, spec, disk, store_bytes=budget)
+    life = Life(spec, tmp_path, disk, store_bytes=budget)
     written = 0
     for n in range(60):
         life.answer([*text(n % 7, 300), *text(n, 700)], [300])
@@ -292,7 +226,7 @@ def test_what_claims_more_than_the_model_has_is_a_miss_and_is_not_read(
     tmp_path: Path, kind: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     def start() -> Any:
-        return Life(tmp_path, SPECS["mixed"]) if kind == "windows" else test_states.Life(test_states.SPECS["hybrid"], tmp_path)
+        return Life(SPECS["mixed"], tmp_path) if kind == "windows" else Life(STATED["hybrid"], tmp_path)
 
     prompt = text(1, 700)
     life = start()
@@ -312,8 +246,8 @@ def test_what_claims_more_than_the_model_has_is_a_miss_and_is_not_read(
     monkeypatch.setattr(Disk, "read_into", lambda disk, path, give, most: into(disk, path, sized(give, sizes), most))
     again = start()
     assert again.answer([*prompt, 7]) == 0
-    assert again.prefix.stored.restores.num_unread == 1
-    assert again.prefix.stored.store.counts["quarantined"] > 0
+    assert again.stored.restores.num_unread == 1
+    assert again.store.counts["quarantined"] > 0
     assert max(sizes) < CLAIMED // 2
 
 
@@ -328,7 +262,7 @@ def sized(give: Any, sizes: list[int]) -> Any:
 @pytest.mark.parametrize("where", ["reading", "taking"])
 def test_no_memory_for_a_record_is_a_miss_and_it_stays(tmp_path: Path, where: str, monkeypatch: pytest.MonkeyPatch) -> None:
     prompt = text(1, 700)
-    life = Life(tmp_path, SPECS["mixed"])
+    life = Life(SPECS["mixed"], tmp_path)
     life.answer(prompt)
     assert life.prefix.close()
     before = record_files(tmp_path)
@@ -336,7 +270,7 @@ def test_no_memory_for_a_record_is_a_miss_and_it_stays(tmp_path: Path, where: st
     def none_left(*_: Any) -> None:
         raise MemoryError
 
-    again = Life(tmp_path, SPECS["mixed"], retry_seconds=0.0)
+    again = Life(SPECS["mixed"], tmp_path, retry_seconds=0.0)
     with monkeypatch.context() as patch:
         patch.setattr(restore._Scratch, "take", none_left) if where == "reading" else patch.setattr(restore, "copy_in", none_left)
         assert again.prefix.acquire([*prompt, 7], 20).lookup.hit == 0

@@ -10,13 +10,12 @@ from types import SimpleNamespace
 from typing import Any
 
 import pytest
-from prefix.keepers import SPECS, Keeper
-from prefix.test_prefix_machine import answer, family
-from prefix.test_states import text
+from prefix.computed import answer, family, text
+from prefix.lives import SPECS, Keeper
 from store.clock import Clock
 from store.disks import BrokenDisk, GatedDisk
 from store.stores import record_files
-from tier.lives import BLOCK, ONE, TWO, WINDOWED, Life, wanted
+from tier.lives import BLOCK, ONE, TWO, WINDOWED, start, wanted
 
 from mlx_blockpool.store.fs import Into
 from mlx_blockpool.store.record import Record
@@ -25,7 +24,7 @@ from mlx_blockpool.tier import write_behind as stored_module
 
 
 def test_what_the_store_does_not_take_is_not_copied(tmp_path: Path, clock: Clock, monkeypatch: pytest.MonkeyPatch) -> None:
-    life = Life(tmp_path, BrokenDisk(create=OSError(errno.ENOSPC, "full")))
+    life = start(tmp_path, BrokenDisk(create=OSError(errno.ENOSPC, "full")))
     life.store._limits.suspend(OSError(errno.ENOSPC, "full"))
     answer(life.prefix, ONE)
 
@@ -51,7 +50,7 @@ def test_a_record_that_would_be_refused_is_not_made_at_each_step(
 
     monkeypatch.setattr(records_module, "Record", record)
     config: dict[str, Any] = {"queue full": {"queue_bytes": 1}, "daily limit": {"daily_bytes": 1}}.get(why, {})
-    life = Life(tmp_path, spec=WINDOWED, **config)
+    life = start(tmp_path, spec=WINDOWED, **config)
     if why == "disk failed":
         life.store._limits.suspend(OSError(errno.EIO, "broken"))
     with life.store._writer._changed:
@@ -66,12 +65,12 @@ def test_a_record_that_would_be_refused_is_not_made_at_each_step(
             life.stored.write_behind(at_once=True)
             assert life.store.flush()
         assert set(made) == {"block", "window"}
-        assert Life(tmp_path, spec=WINDOWED).fetched([*ONE, 1]) == len(ONE)
+        assert start(tmp_path, spec=WINDOWED).fetched([*ONE, 1]) == len(ONE)
 
 
 def test_what_failed_is_written_once_the_disk_is_well(tmp_path: Path, clock: Clock) -> None:
     disk = BrokenDisk()
-    life = Life(tmp_path, disk)
+    life = start(tmp_path, disk)
     disk.broken["write"] = OSError(errno.ENOSPC, "full")
     answer(life.prefix, ONE)
     life.write()
@@ -86,11 +85,11 @@ def test_what_failed_is_written_once_the_disk_is_well(tmp_path: Path, clock: Clo
     assert life.on_disk(ONE) == [True] * 5 + [False]
     assert life.stored.report()["problem"] is None
     assert life.prefix.close()
-    assert Life(tmp_path).fetched([*ONE, 1]) == len(ONE)
+    assert start(tmp_path).fetched([*ONE, 1]) == len(ONE)
 
 
 def test_what_was_evicted_before_it_could_be_written_is_not_waited_for(tmp_path: Path) -> None:
-    life = Life(tmp_path)
+    life = start(tmp_path)
     life.store._limits.suspend(OSError(errno.ENOSPC, "full"))
     for n in range(20):
         answer(life.prefix, list(family(n, 2 * BLOCK)))
@@ -115,12 +114,12 @@ def reads_of(disk: BrokenDisk) -> int:
 @pytest.mark.parametrize("number", [errno.EIO, errno.EMFILE])
 def test_what_cannot_be_read_once_is_a_miss_and_nothing_is_given_up(tmp_path: Path, clock: Clock, number: int, spec: str) -> None:
     specs: dict[str, Any] = {} if spec == "full" else {"spec": WINDOWED}
-    first = Life(tmp_path, **specs)
+    first = start(tmp_path, **specs)
     answer(first.prefix, ONE)
     assert first.prefix.close()
     files = len(list(tmp_path.rglob("*.safetensors")))
     disk = BrokenDisk()
-    life = Life(tmp_path, disk, **specs)
+    life = start(tmp_path, disk, **specs)
     disk.broken["read"] = OSError(number, os.strerror(number))
     assert life.prefix.acquire([*ONE, 1], 20).lookup.hit == 0
     assert life.stored.restores.num_unread == 1
@@ -138,7 +137,7 @@ def test_what_cannot_be_read_once_is_a_miss_and_nothing_is_given_up(tmp_path: Pa
 
 
 def test_what_lies_before_a_record_that_cannot_be_read_comes_back(tmp_path: Path, clock: Clock) -> None:
-    first = Life(tmp_path)
+    first = start(tmp_path)
     answer(first.prefix, ONE)
     assert first.prefix.close()
 
@@ -150,7 +149,7 @@ def test_what_lies_before_a_record_that_cannot_be_read_comes_back(tmp_path: Path
                 raise OSError(errno.EIO, "broken sector")
             return super().read_into(path, into, most)
 
-    life = Life(tmp_path, disk := Sector())
+    life = start(tmp_path, disk := Sector())
     disk.bad = life.hashes(ONE)[2].hex()
     assert [life.fetched([*ONE, 1]) for _ in range(2)] == [2 * BLOCK, 2 * BLOCK]
     assert life.stored.restores.num_unread == 1
@@ -158,14 +157,14 @@ def test_what_lies_before_a_record_that_cannot_be_read_comes_back(tmp_path: Path
     assert life.fetched([*ONE, 1]) == len(ONE), "it was computed again"
     assert life.prefix.close()
     assert len(record_files(tmp_path)) == 6
-    assert Life(tmp_path).fetched([*ONE, 1]) == len(ONE)
+    assert start(tmp_path).fetched([*ONE, 1]) == len(ONE)
 
 
 def test_what_is_damaged_or_gone_is_given_up_with_all_behind_it(tmp_path: Path) -> None:
-    first = Life(tmp_path)
+    first = start(tmp_path)
     answer(first.prefix, ONE)
     assert first.prefix.close()
-    life = Life(tmp_path)
+    life = start(tmp_path)
     for path in record_files(tmp_path):
         if path.stem == life.hashes(ONE)[2].hex():
             path.unlink()
@@ -180,13 +179,13 @@ def test_what_is_damaged_or_gone_is_given_up_with_all_behind_it(tmp_path: Path) 
 @pytest.mark.parametrize("spec", ["full", "windowed"])
 def test_a_disk_that_was_away_at_the_start_is_known_once_it_is_back(tmp_path: Path, clock: Clock, spec: str) -> None:
     specs: dict[str, Any] = {} if spec == "full" else {"spec": WINDOWED}
-    first = Life(tmp_path, **specs)
+    first = start(tmp_path, **specs)
     for prompt in (ONE, TWO):
         answer(first.prefix, prompt)
     assert first.prefix.close()
     files = len(list(tmp_path.rglob("*.safetensors")))
     disk = BrokenDisk(scan=OSError(errno.EIO, "asleep"))
-    life = Life(tmp_path, disk, **specs)
+    life = start(tmp_path, disk, **specs)
     # Computed meanwhile, and in memory.
     answer(life.prefix, TWO)
     life.write()
@@ -201,17 +200,17 @@ def test_a_disk_that_was_away_at_the_start_is_known_once_it_is_back(tmp_path: Pa
     life.prefix.check()
     assert life.prefix.close()
     assert len(list(tmp_path.rglob("*.safetensors"))) == files
-    assert Life(tmp_path, **specs).fetched([*TWO, 1]) == len(TWO)
+    assert start(tmp_path, **specs).fetched([*TWO, 1]) == len(TWO)
 
 
 def test_a_restore_that_has_ended_and_waits_does_not_make_the_disk_hang(tmp_path: Path) -> None:
     """Its request may wait for a place for longer than a disk may take to answer."""
-    life = Life(tmp_path)
+    life = start(tmp_path)
     for prompt in (ONE, TWO):
         answer(life.prefix, prompt)
     life.prefix.close()
     disk = GatedDisk()
-    again = Life(tmp_path, disk)
+    again = start(tmp_path, disk)
     ended = again.stored.restores.begin(wanted(again, ONE))
     while not ended.advance(wait=1.0, seconds=1.0):
         pass

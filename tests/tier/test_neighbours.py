@@ -7,11 +7,11 @@ import random
 from pathlib import Path
 
 import pytest
-from prefix.test_prefix_machine import answer, family
+from prefix.computed import answer, family
 from store.disks import GatedDisk, WatchedDisk
 from store.stores import record_files, temporaries
 from thorough import seeds
-from tier.lives import BLOCK, FILE, ONE, SPEC, THREE, TWO, WINDOWED, Life, wanted
+from tier.lives import BLOCK, FILE, ONE, SPEC, THREE, TWO, WINDOWED, Life, start, wanted
 
 from mlx_blockpool.prefix.salts import salt_of_import
 from mlx_blockpool.spec import ModelCacheSpec
@@ -27,7 +27,7 @@ SPECS = {"full": SPEC, "windowed": WINDOWED}
 
 def test_the_end_of_the_path_used_longest_ago_goes_first(tmp_path: Path) -> None:
     disk = WatchedDisk(tmp_path)
-    life = Life(tmp_path, disk, store_bytes=11 * FILE)
+    life = start(tmp_path, disk, store_bytes=11 * FILE)
     answer(life.prefix, ONE)
     life.write()
     answer(life.prefix, TWO)
@@ -42,7 +42,7 @@ def test_the_end_of_the_path_used_longest_ago_goes_first(tmp_path: Path) -> None
 
 @pytest.mark.parametrize("how", ["closed", "killed"])
 def test_after_a_restart_too(tmp_path: Path, how: str) -> None:
-    first = Life(tmp_path)
+    first = start(tmp_path)
     for prompt in (ONE, TWO):
         answer(first.prefix, prompt)
         first.write()
@@ -53,7 +53,7 @@ def test_after_a_restart_too(tmp_path: Path, how: str) -> None:
             # As they were written: a path's beginning first.
             os.utime(path, (1000 + age, 1000 + age))
     disk = WatchedDisk(tmp_path)
-    life = Life(tmp_path, disk, store_bytes=sum(path.stat().st_size for path in record_files(tmp_path)) - 3 * 8192)
+    life = start(tmp_path, disk, store_bytes=sum(path.stat().st_size for path in record_files(tmp_path)) - 3 * 8192)
     life.store.flush()
     assert len(disk.unlinked) >= 3
     assert disk.unlinked == ends[: -len(disk.unlinked) - 1 : -1]
@@ -65,7 +65,7 @@ def test_after_a_restart_too(tmp_path: Path, how: str) -> None:
 
 def test_an_end_that_the_budget_took_is_not_known_again_where_what_followed_it_is_forgotten(tmp_path: Path) -> None:
     """A prefix that is known as stored, and has no file, would be a hit that cannot be read, and would never be written again."""
-    life = Life(tmp_path, store_bytes=2 * FILE)
+    life = start(tmp_path, store_bytes=2 * FILE)
     answer(life.prefix, end := ONE[:100])
     life.stored.write_tails()
     record = Key(RECORD, life.hashes(end)[0])
@@ -79,16 +79,16 @@ def test_an_end_that_the_budget_took_is_not_known_again_where_what_followed_it_i
 
     answer(life.prefix, end)
     assert life.prefix.close()
-    assert Life(tmp_path).fetched([*end, 1]) == len(end)
+    assert start(tmp_path).fetched([*end, 1]) == len(end)
 
 
 def test_what_is_being_read_is_spared(tmp_path: Path, gated: GatedDisk) -> None:
-    first = Life(tmp_path)
+    first = start(tmp_path)
     for prompt in (ONE, TWO):
         answer(first.prefix, prompt[: 3 * BLOCK])
         first.write()
     first.prefix.close()
-    life = Life(tmp_path, gated, store_bytes=7 * FILE)
+    life = start(tmp_path, gated, store_bytes=7 * FILE)
     gated.reads.clear()
     # ONE was used longest ago.
     restore = life.stored.restores.begin(wanted(life, ONE))
@@ -112,7 +112,7 @@ def answer_now(life: Life, tokens: list[int]) -> None:
 def test_a_churn_of_ten_times_the_budget_stays_within_it(tmp_path: Path) -> None:
     budget = 8 * FILE
     disk = WatchedDisk(tmp_path)
-    life = Life(tmp_path, disk, pool=12 * 8192, store_bytes=budget)
+    life = start(tmp_path, disk, pool=12 * 8192, store_bytes=budget)
     for n in range(40):
         prompt = list(family(n % 13, 3 * BLOCK + 10 * n))
         life.fetched([*prompt, 1])
@@ -132,24 +132,24 @@ def test_a_churn_of_ten_times_the_budget_stays_within_it(tmp_path: Path) -> None
 
 
 def test_two_caches_in_one_folder_use_each_others_files_after_a_restart(tmp_path: Path) -> None:
-    one, two = Life(tmp_path), Life(tmp_path)
+    one, two = start(tmp_path), start(tmp_path)
     for life, own in ((one, ONE), (two, TWO)):
         for prompt in (own, THREE):
             answer(life.prefix, prompt)
             life.stored.write_tails()
     assert one.prefix.close()
     assert two.prefix.close()
-    again = Life(tmp_path)
+    again = start(tmp_path)
     assert [again.fetched([*prompt, 1]) for prompt in (ONE, TWO, THREE)] == [len(ONE), len(TWO), len(THREE)]
     assert again.stored.restores.num_unread == 0
 
 
 def test_one_that_drops_files_under_the_other_makes_it_miss(tmp_path: Path) -> None:
-    one = Life(tmp_path)
+    one = start(tmp_path)
     answer(one.prefix, ONE)
     one.stored.write_tails()
     assert one.store.flush()
-    two = Life(tmp_path)
+    two = start(tmp_path)
     two.prefix.clear()
     two.stored.write_behind()
     assert two.store.flush()
@@ -160,7 +160,7 @@ def test_one_that_drops_files_under_the_other_makes_it_miss(tmp_path: Path) -> N
     answer(one.prefix, ONE)
     assert one.prefix.close()
     assert one.store.problem is None
-    assert Life(tmp_path).fetched([*ONE, 1]) == len(ONE)
+    assert start(tmp_path).fetched([*ONE, 1]) == len(ONE)
 
 
 def look(life: Life) -> None:
@@ -172,7 +172,7 @@ def look(life: Life) -> None:
 
 @pytest.mark.parametrize("spec", SPECS.values(), ids=SPECS)
 def test_what_another_one_wrote_is_known_after_a_look(tmp_path: Path, spec: ModelCacheSpec) -> None:
-    one, two = Life(tmp_path, spec=spec), Life(tmp_path, spec=spec)
+    one, two = start(tmp_path, spec=spec), start(tmp_path, spec=spec)
     answer(two.prefix, ONE[:BLOCK])
     whole = ONE[: 5 * BLOCK]
     for prompt in (whole, TWO):
@@ -193,7 +193,7 @@ def test_what_another_one_wrote_is_known_after_a_look(tmp_path: Path, spec: Mode
 
 
 def test_what_another_one_wrote_under_a_salt_is_known_under_it(tmp_path: Path) -> None:
-    one, two, salt = Life(tmp_path), Life(tmp_path), salt_of_import()
+    one, two, salt = start(tmp_path), start(tmp_path), salt_of_import()
     answer(one.prefix, ONE, salt)
     one.stored.write_tails()
     assert one.store.flush()
@@ -204,7 +204,7 @@ def test_what_another_one_wrote_under_a_salt_is_known_under_it(tmp_path: Path) -
 
 def test_no_more_is_learned_between_two_steps_than_allowed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(learned_module, "LEARN_AT_ONCE", 2)
-    one, two = Life(tmp_path), Life(tmp_path)
+    one, two = start(tmp_path), start(tmp_path)
     answer(one.prefix, ONE)
     one.write()
     two.store._look()
@@ -217,7 +217,7 @@ def test_no_more_is_learned_between_two_steps_than_allowed(tmp_path: Path, monke
 
 
 def test_the_end_of_a_conversation_that_goes_on_here_is_not_given_up_for_a_longer_one(tmp_path: Path) -> None:
-    one, two = Life(tmp_path), Life(tmp_path)
+    one, two = start(tmp_path), start(tmp_path)
     answer(two.prefix, ONE[: BLOCK + 100])
     two.write()
     answer(one.prefix, ONE)
@@ -230,11 +230,11 @@ def test_the_end_of_a_conversation_that_goes_on_here_is_not_given_up_for_a_longe
     assert two.fetched([*ONE, 1]) == len(ONE)
     assert two.prefix.close()
     assert one.prefix.close()
-    assert Life(tmp_path).fetched([*ONE, 1]) == len(ONE)
+    assert start(tmp_path).fetched([*ONE, 1]) == len(ONE)
 
 
 def test_what_another_one_dropped_is_written_again_if_it_is_used_again(tmp_path: Path) -> None:
-    one, two = Life(tmp_path), Life(tmp_path)
+    one, two = start(tmp_path), start(tmp_path)
     for prompt in (ONE, TWO):
         answer(one.prefix, prompt)
     one.write()
@@ -249,7 +249,7 @@ def test_what_another_one_dropped_is_written_again_if_it_is_used_again(tmp_path:
     one.write()
     assert all(one.on_disk(ONE)[:5])
     assert len(record_files(tmp_path)) == 6
-    assert Life(tmp_path).fetched([*ONE, 1]) == len(ONE)
+    assert start(tmp_path).fetched([*ONE, 1]) == len(ONE)
 
 
 @pytest.mark.parametrize("spec", SPECS.values(), ids=SPECS)
@@ -258,7 +258,7 @@ def test_any_history_of_two_on_one_folder_gives_the_right_keys(tmp_path: Path, s
     """A small budget, eviction from memory, looks at any time, kills and clean ends: no wrong key, no error, nothing torn."""
     rng = random.Random(seed)
     config = {"store_bytes": rng.choice([60_000, 200_000, 1 << 30]), "look_bytes": rng.choice([1, 30_000])}
-    lives = [Life(tmp_path, spec=spec, **config) for _ in range(2)]
+    lives = [start(tmp_path, spec=spec, **config) for _ in range(2)]
     hits = 0
     for _ in range(60):
         number = rng.randrange(2)
@@ -277,7 +277,7 @@ def test_any_history_of_two_on_one_folder_gives_the_right_keys(tmp_path: Path, s
         elif what == 5:
             assert rng.randrange(2) or life.prefix.close()
             life.store.close()
-            lives[number] = Life(tmp_path, spec=spec, **config)
+            lives[number] = start(tmp_path, spec=spec, **config)
         elif what == 6:
             life.prefix.clear()
     assert hits
@@ -286,7 +286,7 @@ def test_any_history_of_two_on_one_folder_gives_the_right_keys(tmp_path: Path, s
         assert (life.store.counts["failed"], life.store.counts["quarantined"]) == (0, 0)
         assert life.prefix.close()
     assert temporaries(tmp_path) == []
-    last = Life(tmp_path, spec=spec)
+    last = start(tmp_path, spec=spec)
     for number in range(3):
         last.fetched([*family(number, 900), 1])
     assert last.stored.restores.num_unread == 0

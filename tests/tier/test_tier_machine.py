@@ -1,6 +1,6 @@
 """TieredPrefixCache over a store, under random requests, restarts and damage: what comes back from disk is what was computed.
 
-Keys are made as in test_prefix_machine. Nothing is computed by a model.
+Nothing is computed by a model: see prefix/computed.py.
 """
 
 from __future__ import annotations
@@ -10,12 +10,11 @@ import shutil
 import tempfile
 from pathlib import Path
 
-import mlx.core as mx
-import numpy as np
 from hypothesis import HealthCheck
 from hypothesis import strategies as st
-from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
-from prefix.test_prefix_machine import LAYER_STEP, LENGTHS, Conversation, assert_right, family, keys_of, numbers
+from hypothesis.stateful import initialize, invariant, precondition, rule
+from prefix.computed import compute, family
+from prefix.machines import LENGTHS, Conversation, ConversationMachine
 from store.damages import DAMAGES, remove_bad
 from store.disks import QuickDisk
 from store.stores import open_store, record_files, temporaries
@@ -34,7 +33,7 @@ SPEC = ModelCacheSpec("m", (FullLayer(1, 2, 2), FullLayer(1, 2, 2)), "float32")
 
 
 @tried(30, 1500, stateful_step_count=40, suppress_health_check=[HealthCheck.too_slow, HealthCheck.data_too_large])
-class StoredMachine(RuleBasedStateMachine):
+class StoredMachine(ConversationMachine):
     @initialize(
         size=st.integers(60_000, 250_000),
         slabs=st.integers(1, 5),
@@ -97,10 +96,8 @@ class StoredMachine(RuleBasedStateMachine):
             self.finish(len(self.live) - 1)
 
     def feed(self, conversation: Conversation) -> None:
-        for layer, cache in enumerate(conversation.caches):
-            keys = keys_of(conversation.tokens, conversation.fed, layer)
-            if keys.shape[2]:
-                mx.eval(cache.update_and_fetch(keys, keys + 1000))
+        if conversation.fed < len(conversation.tokens):
+            compute(conversation.caches, conversation.tokens, conversation.fed)
         conversation.fed = len(conversation.tokens)
 
     @precondition(lambda self: self.live)
@@ -175,24 +172,6 @@ class StoredMachine(RuleBasedStateMachine):
             assert before == now or (self.has_orphans and before < now)
 
     # -- what always holds ---------------------------------------------------------------------------------------------
-
-    def look_into(self, conversation: Conversation) -> None:
-        expected = numbers(tuple(conversation.tokens[: conversation.fed]))
-        for layer, cache in enumerate(conversation.caches):
-            assert cache.offset == conversation.fed
-            if not conversation.fed:
-                continue
-            keys, values = (np.array(a)[0, 0] for a in cache.keys_and_values())
-            assert_right(layer, expected + layer * LAYER_STEP, keys, values)
-
-    @invariant()
-    def nobody_writes_into_what_others_read(self) -> None:
-        for conversation in self.live:
-            self.look_into(conversation)
-
-    @invariant()
-    def trie_and_pool_agree(self) -> None:
-        self.prefix.check()
 
     @invariant()
     def what_is_on_disk_can_be_reached(self) -> None:

@@ -9,10 +9,10 @@ from pathlib import Path
 import mlx.core as mx
 import numpy as np
 import pytest
-from prefix.test_prefix_machine import answer, family
+from prefix.computed import answer, family
 from store.disks import GatedDisk
 from store.stores import record_files
-from tier.lives import BLOCK, FILE, ONE, SPEC, THREE, TWO, WINDOWED, Life, compute, wanted
+from tier.lives import BLOCK, FILE, ONE, SPEC, THREE, TWO, WINDOWED, Life, compute, start, wanted
 
 from mlx_blockpool.errors import PoolExhaustedError
 from mlx_blockpool.prefix.salts import SHARED, salt_of_import, salt_of_key
@@ -22,7 +22,7 @@ from mlx_blockpool.spec import ModelCacheSpec
 
 
 def test_full_blocks_are_written_behind_and_tails_when_nothing_is_asked(tmp_path: Path) -> None:
-    life = Life(tmp_path)
+    life = start(tmp_path)
     answer(life.prefix, ONE)
     assert record_files(tmp_path) == []
     life.write()
@@ -33,14 +33,14 @@ def test_full_blocks_are_written_behind_and_tails_when_nothing_is_asked(tmp_path
 
 
 def test_no_more_is_copied_between_two_steps_than_allowed(tmp_path: Path) -> None:
-    life = Life(tmp_path, step_bytes=2 * 8192)
+    life = start(tmp_path, step_bytes=2 * 8192)
     answer(life.prefix, ONE)
     life.stored.write_behind()
     assert life.on_disk(ONE) == [True, True, False, False, False, False]
 
 
 def test_a_tail_that_went_on_leaves_no_file_behind(tmp_path: Path) -> None:
-    life = Life(tmp_path)
+    life = start(tmp_path)
     answer(life.prefix, ONE)
     life.stored.write_tails()
     answer(life.prefix, [*ONE, *[9] * 300])
@@ -48,11 +48,11 @@ def test_a_tail_that_went_on_leaves_no_file_behind(tmp_path: Path) -> None:
     life.stored.write_tails()
     assert life.store.flush()
     assert len(record_files(tmp_path)) == 7
-    assert Life(tmp_path).fetched([*ONE, *[9] * 300, 1]) == len(ONE) + 300
+    assert start(tmp_path).fetched([*ONE, *[9] * 300, 1]) == len(ONE) + 300
 
 
 def test_a_shutdown_writes_everything_through_the_smallest_queue(tmp_path: Path) -> None:
-    life = Life(tmp_path, queue_bytes=1)
+    life = start(tmp_path, queue_bytes=1)
     prompts = [list(family(n, 100 + n * 200)) for n in range(1, 6)]
     answer(life.prefix, prompts[0])
     life.stored.write_tails()
@@ -61,12 +61,12 @@ def test_a_shutdown_writes_everything_through_the_smallest_queue(tmp_path: Path)
     for prompt in prompts:
         answer(life.prefix, prompt)
     assert life.prefix.close()
-    again = Life(tmp_path)
+    again = start(tmp_path)
     assert [again.fetched([*prompt, 1]) for prompt in prompts] == [len(prompt) for prompt in prompts]
 
 
 def test_one_that_is_larger_than_the_budget_does_not_stop_the_others(tmp_path: Path) -> None:
-    life = Life(tmp_path, store_bytes=3 * FILE)
+    life = start(tmp_path, store_bytes=3 * FILE)
     answer(life.prefix, ONE)
     answer(life.prefix, small := list(family(7, BLOCK)))
     life.write()
@@ -81,7 +81,7 @@ def test_one_that_is_larger_than_the_budget_does_not_stop_the_others(tmp_path: P
 
 def test_blocks_of_a_prefix_that_was_forgotten_are_not_written_under_its_name(tmp_path: Path) -> None:
     """They are somebody else's by then."""
-    life = Life(tmp_path, pool=8 * 8192)
+    life = start(tmp_path, pool=8 * 8192)
     answer(life.prefix, ONE)
     life.stored.write_behind(1)
     assert life.on_disk(ONE)[:2] == [True, False]
@@ -94,17 +94,17 @@ def test_blocks_of_a_prefix_that_was_forgotten_are_not_written_under_its_name(tm
 
     answer(life.prefix, ONE[:BLOCK])
     assert life.prefix.close()
-    again = Life(tmp_path)
+    again = start(tmp_path)
     assert again.fetched([*ONE, 1]) == BLOCK
     assert again.fetched([*TWO, 1]) == len(TWO)
 
 
 def brought_back(folder: Path, gated: GatedDisk, meanwhile: Callable[[Life], None]) -> Life:
     """A life in which ONE was on its way from disk when something happened."""
-    first = Life(folder)
+    first = start(folder)
     answer(first.prefix, ONE)
     assert first.prefix.close()
-    life = Life(folder, gated)
+    life = start(folder, gated)
     gated.reads.clear()
     restore = life.stored.restores.begin(wanted(life, ONE))
     meanwhile(life)
@@ -133,7 +133,7 @@ def test_what_was_computed_meanwhile_is_not_overwritten(tmp_path: Path, gated: G
 
 
 def test_what_is_still_in_the_queue_comes_back_from_there(tmp_path: Path, gated: GatedDisk) -> None:
-    life = Life(tmp_path, gated)
+    life = start(tmp_path, gated)
     gated.writes.clear()
     answer(life.prefix, ONE)
     life.stored.write_tails()
@@ -148,11 +148,11 @@ def test_what_is_still_in_the_queue_comes_back_from_there(tmp_path: Path, gated:
 
 @pytest.mark.parametrize("closes", [True, False])
 def test_all_of_a_prefix_comes_back_after_a_restart(tmp_path: Path, closes: bool) -> None:
-    life = Life(tmp_path)
+    life = start(tmp_path)
     answer(life.prefix, ONE)
     life.write()
     assert not closes or life.prefix.close()
-    again = Life(tmp_path)
+    again = start(tmp_path)
     assert again.prefix.look(ONE).known == (len(ONE) if closes else 5 * BLOCK)
     assert again.fetched([*ONE, 1]) == (len(ONE) if closes else 5 * BLOCK)
     assert again.fetched([*ONE[:700], 99]) == 700
@@ -160,7 +160,7 @@ def test_all_of_a_prefix_comes_back_after_a_restart(tmp_path: Path, closes: bool
 
 
 def test_what_is_evicted_in_mid_run_comes_back(tmp_path: Path) -> None:
-    life = Life(tmp_path, pool=8 * 8192)
+    life = start(tmp_path, pool=8 * 8192)
     for prompt in (ONE, TWO, THREE):
         answer(life.prefix, prompt)
         life.stored.write_tails()
@@ -172,10 +172,10 @@ def test_what_is_evicted_in_mid_run_comes_back(tmp_path: Path) -> None:
 
 
 def test_no_room_is_a_shorter_hit_and_no_error(tmp_path: Path) -> None:
-    first = Life(tmp_path)
+    first = start(tmp_path)
     answer(first.prefix, ONE)
     assert first.prefix.close()
-    life = Life(tmp_path, pool=8 * 8192)
+    life = start(tmp_path, pool=8 * 8192)
     held = life.prefix.acquire(TWO[:BLOCK], 3 * BLOCK)
     with pytest.raises(PoolExhaustedError):
         life.stored.restores.begin(wanted(life, ONE))
@@ -189,7 +189,7 @@ def test_no_room_is_a_shorter_hit_and_no_error(tmp_path: Path) -> None:
 
 def test_a_longer_tail_makes_a_shorter_file_superfluous(tmp_path: Path) -> None:
     for prompt in (ONE[:300], ONE[:400]):
-        life = Life(tmp_path / str(len(prompt)))
+        life = start(tmp_path / str(len(prompt)))
         answer(life.prefix, prompt)
         assert life.prefix.close()
     for path in record_files(tmp_path / "300"):
@@ -197,7 +197,7 @@ def test_a_longer_tail_makes_a_shorter_file_superfluous(tmp_path: Path) -> None:
         target.parent.mkdir(exist_ok=True)
         os.replace(path, target)
     assert len(record_files(tmp_path / "400")) == 3
-    life = Life(tmp_path / "400")
+    life = start(tmp_path / "400")
     assert life.store.flush()
     assert len(record_files(tmp_path / "400")) == 2
     assert life.fetched([*ONE[:400], 1]) == 400
@@ -207,14 +207,14 @@ def test_32_blocks_are_32_records_and_come_back_bit_by_bit(tmp_path: Path) -> No
     rng = np.random.default_rng(1)
     tokens = rng.integers(0, 50_000, 32 * BLOCK).tolist()
     bits = rng.integers(0, 1 << 32, (2, 2, 1, 1, len(tokens), 2), np.uint32).view(np.float32)
-    life = Life(tmp_path)
+    life = start(tmp_path)
     caches = life.prefix.acquire(tokens, 20).caches
     for cache, (keys, values) in zip(caches, bits, strict=True):
         cache.update_and_fetch(mx.array(keys), mx.array(values))
     life.prefix.release(tokens, caches)
     assert life.prefix.close()
     assert len(record_files(tmp_path)) == 32
-    again = Life(tmp_path)
+    again = start(tmp_path)
     found = again.prefix.acquire([*tokens, 1], 20)
     assert found.lookup.hit == len(tokens) == 8192
     for cache, expected in zip(found.caches, bits, strict=True):
@@ -225,14 +225,14 @@ def test_32_blocks_are_32_records_and_come_back_bit_by_bit(tmp_path: Path) -> No
 
 
 def test_what_was_forgotten_before_the_end_is_gone_from_the_disk(tmp_path: Path) -> None:
-    first = Life(tmp_path)
+    first = start(tmp_path)
     answer(first.prefix, ONE)
     assert first.prefix.close()
-    life = Life(tmp_path)
+    life = start(tmp_path)
     answer(life.prefix, longer := [*ONE, *[9] * 300])
     assert life.prefix.close()
     assert len(record_files(tmp_path)) == 7
-    life = Life(tmp_path)
+    life = start(tmp_path)
     assert life.fetched([*longer, 1]) == len(longer)
     life.prefix.clear()
     assert life.prefix.close()
@@ -244,7 +244,7 @@ def test_what_was_forgotten_before_the_end_is_gone_from_the_disk(tmp_path: Path)
 
 @pytest.mark.parametrize("spec", [SPEC, WINDOWED], ids=["full", "windowed"])
 def test_what_is_under_a_salt_comes_back_under_it_alone(spec: ModelCacheSpec, tmp_path: Path) -> None:
-    life, salt = Life(tmp_path, spec=spec), salt_of_import()
+    life, salt = start(tmp_path, spec=spec), salt_of_import()
     answer(life.prefix, ONE)
     once = len(record_files(tmp_path))
     assert life.prefix.look(ONE, salt).cause == "new"
@@ -252,7 +252,7 @@ def test_what_is_under_a_salt_comes_back_under_it_alone(spec: ModelCacheSpec, tm
     life.prefix.check()
     assert life.prefix.close()
     assert len(record_files(tmp_path)) % 2 == once % 2 == 0
-    again = Life(tmp_path, spec=spec)
+    again = start(tmp_path, spec=spec)
     again.prefix.check()
     paths = [again.prefix.index.trie.match(ONE, each).detached() for each in (SHARED, salt, salt_of_key("one"))]
     assert [path.tokens for path in paths] == [len(ONE), len(ONE), 0]

@@ -1,15 +1,15 @@
-"""Tiny models that can think and call tools, replies that are said for them, and Anthropic's client for a server of ours."""
+"""Tiny models that can think and call tools, of which a test says what they reply, and the SDKs' clients for a server of ours."""
 
 from __future__ import annotations
 
+import json
+import urllib.request
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import anthropic
-import mlx.core as mx
-import pytest
-from mlx_lm import server
+import openai
 from models import CONFIGS, character_tokenizer, make_model, write_model
 
 from server.serving import Client
@@ -35,6 +35,8 @@ LOOK_UP: Any = {
     "description": "Looks a word up.",
     "input_schema": {"type": "object", "properties": {"word": {"type": "string"}}, "required": ["word"]},
 }
+SYSTEM = "You are an agent that looks things up before it answers. " * 6
+CALL = '<tool_call>\n{"name": "look_up", "arguments": {"word": "pool"}}\n</tool_call>'
 ADD: Any = {"name": "add", "input_schema": {"type": "object", "properties": {"a": {"type": "integer"}}}}
 
 
@@ -46,31 +48,30 @@ def save_agent(folder: Path, template: str = TEMPLATE, name: str = "llama", **ch
     return write_model(folder, make_model(name, **changes), {**CONFIGS[name], **changes}, template, tokenizer)
 
 
+# say(text, ...): what the model generates from now on, one text a request; then it ends its turn. The last text stays.
 Say = Callable[..., None]
-
-
-@pytest.fixture
-def say(monkeypatch: pytest.MonkeyPatch) -> Say:
-    """say(text, ...): what the model generates from now on, one text a request; then it ends its turn. The last text stays."""
-
-    def says(*texts: str) -> None:
-        left = list(texts)
-        # Samplers are tried before they are used; a request's own object stays the same until then.
-        said: dict[int, tuple[Any, str]] = {}
-
-        def make_sampler(args: Any, tokenizer: Any) -> Any:
-            if id(args.sampling) not in said:
-                said[id(args.sampling)] = args.sampling, left.pop(0) if len(left) > 1 else left[0]
-            tokens = iter(tokenizer.encode(said[id(args.sampling)][1], add_special_tokens=False))
-            return lambda logprobs: mx.array([next(tokens, tokenizer.eos_token_id)])
-
-        monkeypatch.setattr(server, "_make_sampler", make_sampler)
-
-    return says
 
 
 def anthropic_client(server: Client) -> anthropic.Anthropic:
     return anthropic.Anthropic(base_url=f"http://127.0.0.1:{server.port}", api_key="any", max_retries=0, timeout=60)
+
+
+def openai_client(server: Client) -> openai.OpenAI:
+    return openai.OpenAI(base_url=f"http://127.0.0.1:{server.port}/v1", api_key="any", max_retries=0, timeout=60)
+
+
+def raw_events(server: Client, path: str, **body: Any) -> list[dict[str, Any]]:
+    """What a stream has on the wire, each event under its own name."""
+    data = json.dumps({"stream": True, **body}).encode()
+    with urllib.request.urlopen(urllib.request.Request(f"http://127.0.0.1:{server.port}{path}", data)) as answer:
+        assert answer.headers["Content-type"] == "text/event-stream"
+        blocks = [block for block in answer.read().decode().strip().split("\n\n") if not block.startswith(":")]
+    found = []
+    for block in blocks:
+        name, written = block.split("\n")
+        found.append(json.loads(written.removeprefix("data: ")))
+        assert name == f"event: {found[-1]['type']}"
+    return found
 
 
 def content(message: Any) -> list[dict[str, Any]]:
