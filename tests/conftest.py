@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import sys
 import tempfile
 
 import pytest
@@ -14,6 +15,9 @@ from thorough import is_thorough, mark_samples
 os.environ["HF_HUB_OFFLINE"] = "1"
 CACHES = tempfile.TemporaryDirectory(prefix="mlx-blockpool-tests-")
 os.environ["XDG_CACHE_HOME"] = CACHES.name
+# Without bytecode on disk each process would compile what it imports, and each run would rewrite the tests' asserts.
+os.environ.pop("PYTHONDONTWRITEBYTECODE", None)
+sys.dont_write_bytecode = False
 
 # How fast a shared machine is at the moment says nothing about the code.
 settings.register_profile("shared machine", deadline=None, suppress_health_check=[HealthCheck.too_slow])

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import contextlib
 import inspect
+import io
 import json
 import os
 import re
@@ -15,19 +17,20 @@ import sys
 import time
 import urllib.error
 import urllib.request
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 from unittest.mock import ANY
 
+import mlx_lm.server
 import pytest
 from documents import ROOT, TEXTS, blocks, commands, section
 from mlx_blockpool_plugins import volatile
 from thorough import only
 
-from mlx_blockpool import hookspecs
+from mlx_blockpool import cli, hookspecs
 
 BIN = Path(sys.executable).parent
 COMMANDS = commands()
@@ -83,20 +86,23 @@ def test_every_benchmark_has_a_question() -> None:
     assert named == {path.stem for path in (ROOT / "benchmarks").glob("bench_*.py")}
 
 
-def test_the_options_are_those_of_the_server() -> None:
-    def options(*command: str) -> set[str]:
-        ran = subprocess.run([*command, "--help"], capture_output=True, text=True, check=True)
-        return set(re.findall(r"^  (--[\w-]+)", ran.stdout, re.MULTILINE))
+def test_the_options_are_those_of_the_server(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:
+    def options(main: Callable[[], Any]) -> set[str]:
+        with pytest.raises(SystemExit):
+            main()
+        return set(re.findall(r"^  (--[\w-]+)", capsys.readouterr().out, re.MULTILINE))
 
     shown = {re.match(r"`(--[\w-]+)", row[0]) for row in rows(section(SERVER, "Options"))}
-    ours = options(*installed(".venv/bin/mlx-blockpool serve")) - options(sys.executable, "-m", "mlx_lm", "server")
+    monkeypatch.setattr(sys, "argv", ["mlx_lm.server", "--help"])
+    ours = options(lambda: cli.main(["serve", "--help"])) - options(mlx_lm.server.main)
     assert {name[1] for name in shown if name} == ours | {"--max-tokens"}
 
 
 @pytest.mark.parametrize(("command", "room"), [("mlx-blockpool", ""), ("mlx-blockpool store", "store/")])
-def test_every_command_has_a_line(command: str, room: str) -> None:
-    ran = subprocess.run([*installed(f".venv/bin/{command}"), "--help"], capture_output=True, text=True, check=True)
-    names = re.findall(r"^    (\w+) ", ran.stdout, re.MULTILINE)
+def test_every_command_has_a_line(command: str, room: str, capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit):
+        cli.main([*command.split()[1:], "--help"])
+    names = re.findall(r"^    (\w+) ", capsys.readouterr().out, re.MULTILINE)
     lines = " ".join(row[0] for row in rows(section(f"mlx_blockpool/{room}README.md", "Commands")))
     assert names
     assert [name for name in names if f"{command.split()[-1]} {name}" not in lines] == []
@@ -156,17 +162,29 @@ SERVE = next(c for c in COMMANDS if " serve " in c)
 
 
 @pytest.fixture(scope="module")
-def port() -> Iterator[int]:
+def served() -> Iterator[tuple[int, dict[str, Any]]]:
+    """The server of the README, and what it answers to each request that a document shows."""
     with serving(SERVE) as port:
-        yield port
+        yield port, {command: json.loads(curl(command, port)) for command in COMMANDS if command.startswith("curl")}
+
+
+@pytest.fixture
+def port(served: tuple[int, dict[str, Any]]) -> int:
+    return served[0]
+
+
+def run(example: str) -> str:
+    """What an example prints."""
+    with contextlib.redirect_stdout(io.StringIO()) as out:
+        exec(example, {"__name__": "__main__"})
+    return out.getvalue()
 
 
 def test_clients_of_the_readme_get_an_answer(port: int) -> None:
     examples = blocks("python client")
     assert [example.split()[1] for example in examples] == ["openai", "anthropic"]
     for example in examples:
-        ran = subprocess.run([sys.executable, "-c", example.replace("8080", str(port))], capture_output=True, text=True)
-        assert "256 tokens" in ran.stdout, ran.stderr
+        assert "256 tokens" in run(example.replace("8080", str(port)))
 
 
 def status_of(method: str, url: str, body: dict[str, Any] | None = None, **headers: str) -> tuple[int, Any]:
@@ -197,10 +215,8 @@ def test_the_endpoints_are_those_of_the_server(port: int) -> None:
     assert status_of("GET", f"{url}/v1/nothing") == (404, ANY)
 
 
-def test_the_server_starts_and_the_requests_are_answered() -> None:
-    with serving(SERVE) as port:
-        answers = {command: json.loads(curl(command, port)) for command in COMMANDS if command.startswith("curl")}
-    chat, cache, health, ann, agents, save, fork, delete, explain, models, load, unload = answers.values()
+def test_the_requests_are_answered(served: tuple[int, dict[str, Any]]) -> None:
+    chat, cache, health, ann, agents, save, fork, delete, explain, models, load, unload = served[1].values()
     assert "256 tokens" in chat["choices"][0]["message"]["content"]
     assert cache["backend"] == "blockpool"
     assert health["status"] == "ok"
@@ -234,7 +250,8 @@ def copied_mlx_lm(tmp_path: Path) -> dict[str, str]:
     return {**os.environ, "PYTHONPATH": str(tmp_path)}
 
 
-def test_patched_mlx_lm_serves_from_the_pool_and_goes_back_to_the_byte(copied_mlx_lm: dict[str, str]) -> None:
+@pytest.mark.parametrize("start", only(["command", "module"], "command"))
+def test_patched_mlx_lm_serves_from_the_pool_and_goes_back_to_the_byte(copied_mlx_lm: dict[str, str], start: str) -> None:
     server = Path(copied_mlx_lm["PYTHONPATH"]) / "mlx_lm/server.py"
     before = server.read_bytes()
     status, apply, revert = (installed(c) for c in COMMANDS if "mlx-blockpool patch" in c)
@@ -242,10 +259,10 @@ def test_patched_mlx_lm_serves_from_the_pool_and_goes_back_to_the_byte(copied_ml
     subprocess.run(apply, env=copied_mlx_lm, check=True)
     assert server.read_bytes() != before
     command = next(c for c in COMMANDS if "--cache-backend" in c)
-    module = command.replace(".venv/bin/mlx_lm.server", ".venv/bin/python -m mlx_lm server")
-    for start in (command, module):
-        with serving(start, copied_mlx_lm) as port:
-            assert json.loads(curl("curl -s http://127.0.0.1:8080/v1/cache", port))["backend"] == "blockpool"
+    if start == "module":
+        command = command.replace(".venv/bin/mlx_lm.server", ".venv/bin/python -m mlx_lm server")
+    with serving(command, copied_mlx_lm) as port:
+        assert json.loads(curl("curl -s http://127.0.0.1:8080/v1/cache", port))["backend"] == "blockpool"
     subprocess.run(revert, env=copied_mlx_lm, check=True)
     assert server.read_bytes() == before
 
@@ -273,9 +290,7 @@ def test_a_patch_made_by_hand_is_the_same(copied_mlx_lm: dict[str, str], tmp_pat
 
 @pytest.mark.parametrize("example", EXAMPLES)
 def test_examples_run(example: str) -> None:
-    ran = subprocess.run([sys.executable, "-c", example], capture_output=True, text=True, cwd="/")
-    assert ran.returncode == 0, ran.stderr
-    assert ran.stdout
+    assert run(example)
     assert len([line for line in example.splitlines() if line and not re.match("from|import", line)]) <= 10
 
 

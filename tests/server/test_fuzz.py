@@ -116,16 +116,8 @@ ENDPOINTS: dict[str, tuple[tuple[str, ...], tuple[str, ...], tuple[dict[str, Any
 @pytest.fixture(scope="module")
 def server(agent: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Client]:
     """A pool of some hundred tokens, so that what asks for very many is soon over."""
-    options = (
-        "--pool-bytes",
-        "700KB",
-        "--max-tokens",
-        "3",
-        "--store-dir",
-        str(tmp_path_factory.mktemp("store")),
-        "--log-level",
-        "CRITICAL",
-    )
+    store = str(tmp_path_factory.mktemp("store"))
+    options = ("--pool-bytes", "700KB", "--max-tokens", "3", "--store-dir", store, "--log-level", "CRITICAL")
     with blockpool_server(agent, *options) as running:
         yield running
 
