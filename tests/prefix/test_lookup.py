@@ -46,7 +46,7 @@ def test_what_stays_on_disk_is_not_said_to_be_different(tmp_path: Path, monkeypa
     answer(first.prefix, ONE)
     assert first.prefix.close()
     again = start(tmp_path)
-    monkeypatch.setattr(again.stored, "is_worth_reading", lambda wanted: False)
+    monkeypatch.setattr(again.stored.restores, "is_worth_reading", lambda wanted: False)
     for prompt in ([*ONE, 1], [*ONE[: BLOCK + 9], 1, 2, 3], [*ONE[:9], 1, 2]):
         fetched = again.prefix.acquire(prompt, 20)
         again.prefix.discard(fetched.caches)
