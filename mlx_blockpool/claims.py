@@ -222,13 +222,20 @@ class Header:
 def read_header(path: Path) -> Header:
     """Raises OSError, ValueError or RecursionError for a file without one."""
     with _open(path) as file:
-        size, length = os.fstat(file.fileno()).st_size, int.from_bytes(file.read(8), "little")
-        if length > min(size, MAX_HEADER_BYTES):
-            raise ValueError(f"its header would have {length} bytes in a file of {size}")
-        header = json.loads(file.read(length))
+        head, size = head_of(file), os.fstat(file.fileno()).st_size
+    header = json.loads(head[8:])
     if not isinstance(header, dict):
         raise ValueError("its header is no JSON object")
-    return Header({name: about for name, about in header.items() if name != "__metadata__"}, 8 + length, size)
+    return Header({name: about for name, about in header.items() if name != "__metadata__"}, len(head), size)
+
+
+def head_of(file: BinaryIO) -> bytes:
+    """The header of an open safetensors file, behind the 8 bytes of its length. Raises ValueError for a file without one."""
+    length = file.read(8)
+    size = int.from_bytes(length, "little")
+    if len(length) < 8 or size > min(MAX_HEADER_BYTES, os.fstat(file.fileno()).st_size):
+        raise ValueError(f"a header of {size} bytes")
+    return length + file.read(size)
 
 
 def _open(path: Path) -> BinaryIO:

@@ -16,6 +16,7 @@ from pathlib import Path
 import house_map
 import pytest
 from packaging.requirements import Requirement
+from stock_names import find
 
 import mlx_blockpool
 from mlx_blockpool import mlx_lm_compat
@@ -153,7 +154,7 @@ def own_names(tree: ast.AST) -> set[str]:
 def stock_classes() -> dict[str, set[str]]:
     """What the classes of mlx-lm that ours extend define, by the path that mlx_lm_compat has for them."""
     classes = ("server.ResponseGenerator", "server.APIHandler", "server.ModelProvider", "models.cache.LRUPromptCache")
-    return {path: own_names(ast.parse(inspect.getsource(mlx_lm_compat.find(path)))) for path in classes}
+    return {path: own_names(ast.parse(inspect.getsource(find(path)))) for path in classes}
 
 
 def subclasses_of(path: str) -> Iterator[tuple[str, ast.ClassDef]]:

@@ -10,10 +10,11 @@ from importlib import metadata
 from pathlib import Path
 
 import pytest
+from stock_names import problem
 
 from mlx_blockpool import mlx_lm_compat
 from mlx_blockpool.errors import UnsupportedVersionError
-from mlx_blockpool.mlx_lm_compat import EXPORTS, STOCK, SUPPORTED, StockName, check_version, installed, problem, rebind
+from mlx_blockpool.mlx_lm_compat import EXPORTS, STOCK, SUPPORTED, StockName, check_version, installed, rebind
 
 GREETING = "hello"
 

@@ -9,13 +9,13 @@ from __future__ import annotations
 import errno
 import hmac
 import json
-import os
 import re
 import secrets
 from contextlib import suppress
 from pathlib import Path
 from typing import BinaryIO
 
+from ..claims import head_of
 from ..errors import BadRecordError, StoreError
 from .fs import Disk, temporary_for, write_synced
 from .paths import KEY_FILE
@@ -24,7 +24,6 @@ KEY_BYTES = 32
 # A field of the header's metadata as mlx-lm's save_prompt_cache names it, and what stands there before the file is signed.
 FIELD = "0.signature"
 UNSIGNED = "0" * 64
-MAX_HEADER_BYTES = 100_000_000
 
 _SIGNATURE = re.compile("[0-9a-f]{64}")
 _DOMAIN = b"mlx-blockpool export 1\n"
@@ -73,15 +72,6 @@ def is_signed(file: Path, key: bytes) -> bool:
             return False
         needed = _digest(opened, head.replace(found.encode(), UNSIGNED.encode()), key)
         return hmac.compare_digest(found, needed)
-
-
-def head_of(opened: BinaryIO) -> bytes:
-    """The header of a safetensors file with its length before it. Raises ValueError for what cannot be one."""
-    length = opened.read(8)
-    size = int.from_bytes(length, "little")
-    if len(length) < 8 or size > min(MAX_HEADER_BYTES, os.fstat(opened.fileno()).st_size):
-        raise ValueError(f"a header of {size} bytes")
-    return length + opened.read(size)
 
 
 def _digest(opened: BinaryIO, head: bytes, key: bytes) -> str:

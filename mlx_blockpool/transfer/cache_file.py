@@ -28,6 +28,7 @@ from mlx_lm.models.cache import (
     save_prompt_cache,
 )
 
+from ..claims import head_of
 from ..dtypes import ITEM_BYTES, safetensors_name
 from ..errors import StoreError
 from ..formatting import Report
@@ -36,7 +37,7 @@ from ..mlx_lm_compat import rebind
 from ..prefix.salts import is_of_import
 from ..spec import ChunkLayer, FullLayer, LayerSpec, ModelCacheSpec, StateLayer, WindowLayer
 from ..store.agent_files import shown
-from ..store.signing import UNSIGNED, head_of, is_signed
+from ..store.signing import UNSIGNED, is_signed
 
 # Of a file whose metadata names no weights, these many tokens are computed and compared ...
 COMPARED_TOKENS = 16
