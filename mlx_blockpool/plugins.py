@@ -9,7 +9,7 @@ from __future__ import annotations
 import importlib
 import inspect
 import traceback
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from importlib.metadata import EntryPoint, entry_points
 from typing import Any
 
@@ -95,7 +95,8 @@ def ask(manager: pluggy.PluginManager, model: Any, config: dict[str, Any], model
         found = manager.hook.model_cache_spec(model=model, config=config, model_id=model_id)
     except SpecError as error:
         plugin = _raiser(manager, error)
-        if plugin is None or _is_bundled(plugin):
+        if plugin is None or (inspect.ismodule(plugin) and plugin.__name__.startswith(f"{PACKAGE}.")):
+            # A bundled provider needs no name.
             raise
         raise SpecError(f"{str(error).rstrip('.')}. Raised by {name_of(manager, plugin)}.") from error
     except BlockpoolError:
@@ -189,14 +190,7 @@ def _culprit(manager: pluggy.PluginManager, error: BaseException) -> str:
 
 def _raiser(manager: pluggy.PluginManager, error: BaseException) -> Any:
     """The plugin whose hook raised an error, or None."""
-    codes = {_code(impl.function): impl.plugin for impl in manager.hook.model_cache_spec.get_hookimpls()}
+    impls = manager.hook.model_cache_spec.get_hookimpls()
+    codes = {getattr(impl.function, "__code__", None): impl.plugin for impl in impls}
     passed = (frame.f_code for frame, _ in traceback.walk_tb(error.__traceback__))
     return next((codes[code] for code in passed if code in codes), None)
-
-
-def _code(function: Callable[..., Any]) -> Any:
-    return getattr(function, "__code__", None)
-
-
-def _is_bundled(plugin: Any) -> bool:
-    return inspect.ismodule(plugin) and plugin.__name__.startswith(f"{PACKAGE}.")

@@ -138,11 +138,11 @@ class ModelCacheSpec:
 
     @cached_property
     def groups(self) -> tuple[LayerGroup, ...]:
-        """Layer groups of the leaves that live in blocks, in order of their first leaf."""
+        """Groups of the leaves that are kept in blocks, in order of their first leaf."""
         members: dict[FullLayer, list[int]] = {}
         for index, layer in enumerate(self.leaves):
-            if is_poolable(layer):
-                assert isinstance(layer, FullLayer)
+            # A model may make caches that it never uses.
+            if isinstance(layer, FullLayer) and layer.values_per_token:
                 members.setdefault(layer, []).append(index)
         return tuple(LayerGroup(layer, tuple(layers)) for layer, layers in members.items())
 
@@ -208,11 +208,6 @@ class ModelCacheSpec:
     def bits_per_value(self, bits: int | None = None) -> int:
         """`bits`, or those of the dtype."""
         return 8 * DTYPE_BYTES[self.dtype] if bits is None else bits
-
-
-def is_poolable(layer: LayerSpec) -> bool:
-    """Whether a leaf is kept in blocks: states are not, nor caches that a model makes and never uses."""
-    return isinstance(layer, FullLayer) and layer.values_per_token > 0
 
 
 def leaves_of(layer: LayerSpec) -> Iterator[LayerSpec]:

@@ -82,7 +82,7 @@ def _add_request_options(add: Callable[..., Any]) -> None:
     add("--warm-up", type=Path, metavar="FILE", help=warm_up)
     add("--max-body", **SIZE, default=GuardConfig.max_body_bytes, help="Limit for one request, such as 64MB (default: 16 MiB)")
     kwargs = "Names that chat_template_kwargs may hold beside the usual switches of templates, or any (default: none)"
-    add("--allow-template-kwargs", type=_or_word(_plain_names, any=None), default=(), metavar="NAMES", help=kwargs)
+    add("--allow-template-kwargs", type=_or_word(_names, any=None), default=(), metavar="NAMES", help=kwargs)
     hosts = "Hosts from which images in requests are fetched (default: none; images come as data URLs)"
     add("--allow-image-hosts", **HOSTS, help=hosts)
 
@@ -104,15 +104,11 @@ def _or_word(parse: Callable[[str], Any], **words: Any) -> Callable[[str], Any]:
 
 
 def _names(text: str) -> tuple[str, ...]:
-    return tuple(name for name in text.split(",") if name)
-
-
-def _plain_names(text: str) -> tuple[str, ...]:
-    return tuple(name.strip() for name in text.split(","))
+    return tuple(name.strip() for name in text.split(",") if name.strip())
 
 
 def _hosts(text: str) -> tuple[str, ...]:
-    return tuple(host_name(name) for name in text.split(",") if name.strip())
+    return tuple(map(host_name, _names(text)))
 
 
 def _aliases(text: str) -> tuple[tuple[str, str], ...]:
