@@ -7,7 +7,7 @@ import math
 from array import array
 from collections.abc import Mapping
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, TypeAlias
 
 import numpy as np
 
@@ -36,20 +36,6 @@ class TokenizerSource:
     folder: str
     config: Mapping[str, Any]
     use_default_chat_template: bool = False
-
-
-@dataclass(frozen=True)
-class BodyJob:
-    """A request's body to check before it is parsed: that it is JSON which does not take long."""
-
-    data: bytes
-
-
-@dataclass(frozen=True)
-class LoadJob:
-    """A tokenizer to load, so that the first prompt finds it loaded."""
-
-    source: TokenizerSource
 
 
 @dataclass
@@ -130,6 +116,11 @@ class PreparedPrompt:
             header["images"] = {**vars(self.images), "pixels": shapes}
             blobs += [pixels.tobytes() for pixels in self.images.pixels]
         return _pack(header, *blobs)
+
+
+# What a worker does: a prompt to render, a tokenizer to load before its first prompt, or a request's body, of which it checks
+# that it is JSON which does not take long.
+Job: TypeAlias = PromptJob | TokenizerSource | bytes
 
 
 def pack_error(error: BaseException) -> bytes:

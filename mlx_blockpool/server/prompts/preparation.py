@@ -34,7 +34,7 @@ class Counted(Exception):  # noqa: N818
 
     def __init__(self, tokens: int) -> None:
         self.tokens = tokens
-        super().__init__(f"the prompt has {tokens} tokens, and no more was asked")
+        super().__init__(f"the prompt has {tokens} tokens, and the request asked for no more")
 
 
 class PromptPreparation:

@@ -46,7 +46,11 @@ class PromptRenderer:
             return self._prepared(job, self._tokenize(job))
         begin, never = beginning(self.tokenizer, job) if job.is_chat_request else ("", None)
         if job.processor is not None:
-            return self._with_images(job, begin, never)
+            # mlx-lm keeps no earlier replies and no beginnings of a chat with images.
+            try:
+                return self._prepared(job, self._tokenize(job), begin, never)
+            except OSError as error:
+                raise ValueError(f"{job.image_at}: {error}") from error
         if not self.tokenizer.has_chat_template:
             if job.is_chat_request:
                 process_message_content(job.messages)
@@ -64,33 +68,16 @@ class PromptRenderer:
         replayed = Replay(self.tokenizer, job.messages, job.tools, job.options).tokens()
         if replayed is not None:
             tokenized = replayed[0], [replayed[0]], ["assistant"], *tokenized[3:]
-        if begin:
-            tokenized = begun(self.tokenizer, tokenized, begin, "tool" if job.calls == "must" else "normal")
-        prepared = self._prepared(job, tokenized)
-        prepared.never = never
+        prepared = self._prepared(job, tokenized, begin, never)
         self._find_marks(job, original, prepared)
         if replayed is not None and prepared.checkpoints is not None:
             # The template's own rendering of the chat parts from the prompt at its first reply.
             prepared.checkpoints = sorted({**dict(prepared.checkpoints), replayed[1]: "user"}.items())
         return prepared
 
-    def _with_images(self, job: PromptJob, begin: str, never: int | None) -> PreparedPrompt:
-        """A chat with images: mlx-lm keeps no earlier replies and no beginnings of it."""
-        assert job.processor is not None
-        try:
-            tokenized = self._tokenize(job, image_processor(job.processor, job.source.folder))
-        except OSError as error:
-            raise ValueError(f"{job.image_at}: {error}") from error
-        if begin:
-            tokenized = begun(self.tokenizer, tokenized, begin, "tool" if job.calls == "must" else "normal")
-        prepared, vision = self._prepared(job, tokenized), tokenized[4]
-        prepared.never = never
-        if vision is not None:
-            prepared.images = PreparedImages(vision.pixel_values, vision.starts, vision.cache_key)
-        return prepared
-
-    def _tokenize(self, job: PromptJob, processor: Any = None) -> Any:
+    def _tokenize(self, job: PromptJob) -> Any:
         """mlx-lm's own, which reads the generator's processor and options and nothing else of it."""
+        processor = None if job.processor is None else image_processor(job.processor, job.source.folder)
         options = types.SimpleNamespace(chat_template_args=job.options)
         generator = types.SimpleNamespace(model_provider=types.SimpleNamespace(processor=processor, cli_args=options))
         request = CompletionRequest(job.request_type, job.prompt, job.messages, job.tools, job.role_mapping)
@@ -115,12 +102,16 @@ class PromptRenderer:
         if least >= job.capacity:
             raise RequestTooLargeError(least + 1, job.capacity)
 
-    def _prepared(self, job: PromptJob, tokenized: Any) -> PreparedPrompt:
-        prompt, segments, kinds, initial_state, _ = tokenized
+    def _prepared(self, job: PromptJob, tokenized: Any, begin: str = "", never: int | None = None) -> PreparedPrompt:
+        if begin:
+            tokenized = begun(self.tokenizer, tokenized, begin, "tool" if job.calls == "must" else "normal")
+        prompt, segments, kinds, initial_state, vision = tokenized
         if job.capacity is not None and len(prompt) + 1 > job.capacity:
             raise RequestTooLargeError(len(prompt) + 1, job.capacity)
         encode = self.tokenizer.encode
-        prepared = PreparedPrompt(list(prompt), [len(segment) for segment in segments], list(kinds), initial_state)
+        prepared = PreparedPrompt(list(prompt), [len(segment) for segment in segments], list(kinds), initial_state, never=never)
+        if vision is not None:
+            prepared.images = PreparedImages(vision.pixel_values, vision.starts, vision.cache_key)
         prepared.stops = [(tuple(encode(word, add_special_tokens=False)), word) for word in job.stop_words]
         if self.tokenizer.has_tool_calling:
             prepared.call = self.tokenizer.tool_call_start, self.tokenizer.tool_call_end or ""

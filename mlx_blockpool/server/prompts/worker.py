@@ -28,7 +28,7 @@ from mlx_lm.utils import load_config, load_tokenizer
 
 from ...errors import PromptError
 from ..bodies import check_json
-from .job import OUT_OF_TIME, BodyJob, Limits, LoadJob, PreparedPrompt, PromptJob, TokenizerSource, pack_error
+from .job import OUT_OF_TIME, Job, Limits, PreparedPrompt, TokenizerSource, pack_error
 from .renderer import PromptRenderer
 
 log = logging.getLogger(__name__)
@@ -65,7 +65,7 @@ class Tokenizers:
 
 
 def serve(connection: Connection) -> None:
-    """Answer jobs until the server has closed its end."""
+    """Do jobs until the server has closed its end."""
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     signal.signal(signal.SIGTERM, signal.SIG_DFL)
     signal.signal(signal.SIGPROF, _out_of_time)
@@ -74,23 +74,22 @@ def serve(connection: Connection) -> None:
     connection.send(os.getpid())
     while True:
         limits, job = pickle.loads(connection.recv_bytes())
-        answer = _answer(tokenizers, limits, job)
-        connection.send_bytes(answer)
+        connection.send_bytes(_result(tokenizers, limits, job))
         if _resident_bytes() - fresh > WORN * limits.memory_bytes:
             gc.collect()
             return
 
 
-def _answer(tokenizers: Tokenizers, limits: Limits, job: PromptJob | BodyJob | LoadJob) -> bytes:
+def _result(tokenizers: Tokenizers, limits: Limits, job: Job) -> bytes:
     try:
         with _memory(limits.memory_bytes):
-            if isinstance(job, BodyJob):
+            if isinstance(job, bytes):
                 with _processor_time(limits.seconds):
-                    check_json(job.data)
+                    check_json(job)
                 return PreparedPrompt().pack()
             with _processor_time(limits.load_seconds):
-                renderer = tokenizers.get(job.source)
-            if isinstance(job, LoadJob):
+                renderer = tokenizers.get(job if isinstance(job, TokenizerSource) else job.source)
+            if isinstance(job, TokenizerSource):
                 return PreparedPrompt().pack()
             with _processor_time(limits.seconds):
                 return renderer.render(job).pack()

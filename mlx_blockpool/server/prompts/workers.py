@@ -25,7 +25,7 @@ from pathlib import Path
 from ...config import PromptConfig
 from ...errors import PromptError, UnavailableError
 from ..bodies import UNCHECKED_BYTES
-from .job import OUT_OF_TIME, BodyJob, Limits, LoadJob, PreparedPrompt, PromptJob, TokenizerSource, unpack
+from .job import OUT_OF_TIME, Job, Limits, PreparedPrompt, PromptJob, TokenizerSource, unpack
 
 log = logging.getLogger(__name__)
 
@@ -178,14 +178,22 @@ class Lane:
         self._changed = threading.Condition()
         self._closed = False
 
-    def run(self, data: bytes) -> bytes | None:
-        """A worker's result; None if the job took too long. Raises PromptError, and UnavailableError when the server stops."""
+    def pack(self, job: Job) -> bytes:
+        return pickle.dumps(
+            (Limits(self._config.load_seconds, self.seconds, self._config.memory_bytes), job), pickle.HIGHEST_PROTOCOL
+        )
+
+    def run(self, data: bytes) -> PreparedPrompt | None:
+        """The result of a packed job; None if it took too long.
+
+        Raises what unpack() raises, and UnavailableError when the server stops.
+        """
         patience = PATIENCE * self.seconds + self._config.load_seconds
         for _ in range(2):
             with self._turn(len(data)) as worker:
                 try:
                     result = worker.run(data, patience, self._config.memory_bytes)
-                    return None if result == OUT_OF_TIME else result
+                    return None if result == OUT_OF_TIME else unpack(result)
                 except WorkerEndedError:
                     # It was worn out, or this job has ended it: the second time it was the job.
                     log.info("a prompt worker has ended; a new one takes its job")
@@ -259,36 +267,28 @@ class PromptWorkers:
         """Raises PromptError for what cannot be rendered, RequestTooLargeError, and UnavailableError when the server stops."""
         self.counts["prompts"] += 1
         for lane in (self._small, self._large):
-            data = self._packed(job, lane.seconds)
+            data = lane.pack(job)
             if lane is self._small and len(data) > self.config.small_bytes:
                 continue
-            result = lane.run(data)
-            if result is not None:
-                return unpack(result)
+            prepared = lane.run(data)
+            if prepared is not None:
+                return prepared
             self.counts["slow"] += 1
         raise PromptError(f"The prompt takes more than {self.config.seconds:g} seconds to be rendered and tokenized. Shorten it.")
 
     def load(self, source: TokenizerSource) -> None:
         """Have the worker for small prompts load a tokenizer, which the first prompt would wait for. Raises as prepare() does."""
-        answer = self._small.run(self._packed(LoadJob(source), self._small.seconds))
-        if answer is not None:
-            unpack(answer)
+        self._small.run(self._small.pack(source))
 
     def check_body(self, data: bytes) -> None:
         """Raises PromptError for a request's body that is no JSON or takes too long to be read."""
         if len(data) <= UNCHECKED_BYTES:
             return
         self.counts["bodies"] += 1
-        result = self._large.run(self._packed(BodyJob(data), self._large.seconds))
-        if result is None:
+        if self._large.run(self._large.pack(data)) is None:
             raise PromptError(f"The body takes more than {self.config.seconds:g} seconds to be read. Shorten it.")
-        unpack(result)
 
     def close(self) -> None:
         """End all workers."""
         self._small.close()
         self._large.close()
-
-    def _packed(self, job: PromptJob | BodyJob | LoadJob, seconds: float) -> bytes:
-        limits = Limits(self.config.load_seconds, seconds, self.config.memory_bytes)
-        return pickle.dumps((limits, job), pickle.HIGHEST_PROTOCOL)
