@@ -101,7 +101,7 @@ class Block:
 
 @dataclass(frozen=True)
 class BlockCounts:
-    """Blocks of one layer group; free + held + evictable = total. `reserved` of the free ones are promised."""
+    """Blocks of one layer group; free + held + evictable = total. `reserved` of the free ones belong to tables already."""
 
     group: str
     total: int
@@ -119,7 +119,7 @@ class GroupBlocks:
     stride:       the most blocks that a slab can have; `share`: those of an ordinary slab.
     slabs:        slab index -> blocks in it.
     evictable:    the least recently used first.
-    reserved:     how many free blocks are promised to tables.
+    reserved:     how many free blocks tables have reserved.
     share_epoch:  counts what may have made a block shared.
     """
 
@@ -248,15 +248,15 @@ class GroupBlocks:
             is_held, is_cached = state.ref_count > 0, state.cached_refs > 0
             assert (i in free) == (not is_held and not is_cached), f"{name} block {i}: free={i in free}, {state}"
             assert (i in self.evictable) == (not is_held and is_cached), f"{name} block {i}: {state}"
-        promised = sum(t.reserved for t in tables)
-        assert self.reserved == promised, f"{name}: {self.reserved} reserved != {promised} in tables"
+        reserved = sum(t.reserved for t in tables)
+        assert self.reserved == reserved, f"{name}: {self.reserved} reserved != {reserved} in tables"
         assert self.available >= 0, f"{name}: {self.free.count} free < {self.reserved} reserved"
 
 
 class BlockTable:
     """ids[i] holds the tokens [256 * i, 256 * (i + 1)) of the sequence, or of its ring where the group is a window.
 
-    `reserved` blocks are promised to this table and not yet taken; `promised`: the most that it was ever promised to hold.
+    `reserved` blocks are to be taken by this table alone; `capacity`: the most that it ever had and had reserved together.
     """
 
     def __init__(self, group: int, stride: int, max_blocks: int | None) -> None:
@@ -264,13 +264,17 @@ class BlockTable:
         self.max_blocks = max_blocks
         self.ids: list[int] = []
         self.reserved = 0
-        self.promised = 0
+        self.capacity = 0
         self._stride = stride
         self.version = 0
         self._runs: list[tuple[int, int]] | None = None
 
     def __len__(self) -> int:
         return len(self.ids)
+
+    def reserve(self, count: int) -> None:
+        self.reserved += count
+        self.capacity = max(self.capacity, len(self) + self.reserved)
 
     def changed(self) -> None:
         self.version += 1

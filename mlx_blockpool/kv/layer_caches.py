@@ -83,7 +83,7 @@ class PooledLayer(SequenceCache):
         self.offset += 1
 
     def needs_block(self) -> bool:
-        """Whether the next token needs a block that is not promised to the sequence yet."""
+        """Whether the next token needs a block that is not reserved for the sequence."""
         return self.sequence.needs_block(self.place.group, self.next_place())
 
     def trim(self, n: int) -> int:

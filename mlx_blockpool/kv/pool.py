@@ -1,8 +1,8 @@
 """Which blocks are free, held, evictable or pinned.
 
     open_table(group)          the blocks of one sequence in one layer group
-    reserve(tables, counts)    promise blocks to tables, all or none
-    extend(table, count)       take blocks, those that were promised first
+    reserve(tables, counts)    set blocks aside for tables, all or none
+    extend(table, count)       take blocks, the reserved ones first
     append_shared, fork        hold blocks that others hold or that are cached
     copy_on_write              take a block of one's own before a write that others would see
     cut, release               give blocks back; cached ones become evictable
@@ -64,12 +64,11 @@ class BlockPool:
         return table
 
     def reserve(self, tables: Sequence[BlockTable], counts: Sequence[int]) -> None:
-        """Promise counts[i] more blocks to tables[i]: all or nothing. Later extends of these tables cannot fail."""
+        """Reserve counts[i] more blocks for tables[i]: all or nothing. Later extends of these tables cannot fail."""
         self._drain()
         self._budget.grow_for(by_group(tables, counts))
         for table, count in zip(tables, counts, strict=True):
-            table.reserved += count
-            table.promised = max(table.promised, len(table) + table.reserved)
+            table.reserve(count)
             self._groups[table.group].reserved += count
 
     def extend(self, table: BlockTable, count: int) -> None:
@@ -129,31 +128,30 @@ class BlockPool:
         return copy
 
     def hand_over(self, table: BlockTable, heir: BlockTable) -> None:
-        """The blocks that were promised to `table` are promised to `heir` from now on."""
-        heir.reserved += table.reserved
-        heir.promised = max(heir.promised, len(heir) + heir.reserved)
+        """Pass what `table` has reserved on to `heir`."""
+        heir.reserve(table.reserved)
         table.reserved = 0
 
     def cut(self, table: BlockTable, length: int) -> None:
-        """Release all blocks but the first `length`. What becomes free of those promised to the table stays promised to it."""
+        """Release all blocks but the first `length`. Of its reserved capacity, what becomes free is reserved again."""
         blocks = self._groups[table.group]
         free = blocks.free.count
         blocks.release(reversed(table.ids[length:]))
         del table.ids[length:]
         table.changed()
-        again = max(0, min(table.promised - len(table) - table.reserved, blocks.free.count - free))
+        again = max(0, min(table.capacity - len(table) - table.reserved, blocks.free.count - free))
         table.reserved += again
         blocks.reserved += again
 
     def release(self, table: BlockTable) -> None:
-        """Release all blocks and promises of a table; its first block becomes the most recently used."""
+        """Release all blocks of a table, the reserved ones too; its first block becomes the most recently used."""
         self.release_deferred(table)
         self._drain()
 
     def release_deferred(self, table: BlockTable) -> None:
         """release() for any thread and for finalizers: takes effect at the pool's next operation."""
         self._returned.append((table.group, table.ids, table.reserved))
-        table.ids, table.reserved, table.promised = [], 0, 0
+        table.ids, table.reserved, table.capacity = [], 0, 0
         table.changed()
 
     # -- cached blocks --------------------------------------------------------------------------------------------------
@@ -272,11 +270,11 @@ class BlockPool:
 
     def _take(self, table: BlockTable, count: int, after: int | None) -> list[int]:
         self._drain()
-        promised = min(count, table.reserved)
-        self._budget.grow_for({table.group: count - promised})
+        reserved = min(count, table.reserved)
+        self._budget.grow_for({table.group: count - reserved})
         blocks = self._groups[table.group]
-        blocks.reserved -= promised
-        table.reserved -= promised
+        blocks.reserved -= reserved
+        table.reserved -= reserved
         ids = blocks.free.take(count, after)
         for i in ids:
             blocks.blocks[i].ref_count = 1

@@ -211,9 +211,9 @@ class SequenceBlocks:
 
     def _make_room(self, group: int, blocks: int) -> None:
         """Evict for blocks that were not reserved, as a fork in one of mlx-lm's batches takes them."""
-        unpromised = blocks - self.tables[group].reserved
-        if unpromised > 0:
-            self.arena.make_room({group: unpromised})
+        missing = blocks - self.tables[group].reserved
+        if missing > 0:
+            self.arena.make_room({group: missing})
 
     def _locate(self, group: int, start: int, end: int) -> list[Piece]:
         pieces = []

@@ -278,7 +278,7 @@ class KVIndex:
         if other.residency.on_disk:
             self.written(other)
 
-    # -- questions -----------------------------------------------------------------------------------------------------
+    # -- figures -------------------------------------------------------------------------------------------------------
 
     def was_evicted(self, parent: Node, edge: bytes) -> bool:
         """Whether this edge was cached before and was removed."""
