@@ -91,8 +91,8 @@ class AgentsEndpoint:
                 return MOVES[act](service, self._noted(name), self._new_name())
             case "DELETE", [name]:
                 return service.delete(self._noted(name))
-        asked, acts = "/".join([PATH, "...", *parts[1:]]), ", ".join([*ACTS, *MOVES, "import"])
-        raise RefusedError(404, f"Unknown request {method} {asked}. There are POST {acts} and GET export.")
+        path, acts = "/".join([PATH, "...", *parts[1:]]), ", ".join([*ACTS, *MOVES, "import"])
+        raise RefusedError(404, f"Unknown request {method} {path}. There are POST {acts} and GET export.")
 
     def _list(self) -> Report:
         service, warm_up = self._service, self._scope.generator.warm_up

@@ -96,6 +96,7 @@ class AgentService:
 
     def __init__(self, scope: RequestScope) -> None:
         self.scope = scope
+        self._registry = scope.generator.registry
         self.files: Agents | None = scope.generator.agent_files
         self.root: Path | None = None if self.files is None else self.files.root
         self.records = None if self.root is None else AgentRecords(self.root, naming)
@@ -279,14 +280,14 @@ class AgentService:
 
     def served(self, home: Home) -> tuple[LoadedModel, TieredPrefixCache]:
         """The model and its prefixes, unless it has been unloaded. On the generation thread."""
-        served = self.scope.generator.registry.loaded.get(home.key)
+        served = self._registry.loaded.get(home.key)
         if served is None or served.agents is not home.agents or served.prefix is None:
             raise RefusedError(409, f"Model {shown(home.agents.model_id)} was unloaded meanwhile. Try again.")
         return served, served.prefix
 
     def _homes(self) -> list[Home]:
         homes = []
-        for key, served in self.scope.generator.registry.loaded.items():
+        for key, served in self._registry.loaded.items():
             served.note_turns()
             agents = served.agents
             if agents is not None:
@@ -295,10 +296,10 @@ class AgentService:
         return homes
 
     def _requests(self) -> tuple[Counter[str | None], Counter[str | None]]:
-        engines = [served.engine for served in self.scope.generator.registry.loaded.values() if served.engine is not None]
+        engines = [served.engine for served in self._registry.loaded.values() if served.engine is not None]
         running = Counter(_name_of(live.request) for engine in engines for live in engine.live)
         waiting = Counter(_name_of(waits.request) for engine in engines for waits in engine.waiting)
-        queued = [entry.item.request.options for entry in self.scope.generator.registry.queue if isinstance(entry.item, Reply)]
+        queued = [entry.item.request.options for entry in self._registry.queue if isinstance(entry.item, Reply)]
         waiting.update(options.agent or options.conversation for options in queued)
         return running, waiting
 
