@@ -22,10 +22,10 @@ from ..errors import BlockpoolError, ModelNotFoundError, PromptError, Unavailabl
 from ..mlx_lm_compat import APIHandler
 from .access import FILES, HELLO, AccessPolicy, BudgetShare, Rejected, cause_of, is_model, own_figures
 from .agents.http import AgentsEndpoint, is_agents
-from .api.anthropic import MessagesEndpoint, is_messages, is_models
+from .api.anthropic import MESSAGES, MessagesEndpoint, is_models
 from .api.completions import CompletionsEndpoint
-from .api.errors import anthropic_error, in_shape, is_openai, openai_error, openai_status
-from .api.responses import ResponsesEndpoint, is_responses
+from .api.errors import anthropic_error, in_shape, is_below, is_openai, openai_error, openai_status
+from .api.responses import RESPONSES, ResponsesEndpoint
 from .explain import answer_about, is_explain
 from .generator import BlockpoolGenerator
 from .incoming import TimedReader, WireBody, buffer_body, drain, file_deadline
@@ -190,7 +190,7 @@ class BlockpoolHandler(APIHandler):  # type: ignore[misc]
             # http.server could not read the version, and would send a response without a status.
             self.request_version = "HTTP/1.0"
         self.connection.settimeout(self.guard.config.send_seconds)
-        if is_messages(self.route) or "anthropic-version" in self.headers:
+        if is_below(self.route, MESSAGES) or "anthropic-version" in self.headers:
             content = anthropic_error(rejected.status, rejected.message, self.scope.options.id)
         else:
             content = openai_error(rejected.status, rejected.message)
@@ -224,16 +224,16 @@ class BlockpoolHandler(APIHandler):  # type: ignore[misc]
         with self._failures_answered():
             if is_agents(self.path):
                 AgentsEndpoint(self).answer()
-            elif is_messages(self.route):
+            elif is_below(self.route, MESSAGES):
                 MessagesEndpoint(self).refuse_path()
             else:
                 self._unknown_path()
 
     def do_POST(self) -> None:  # noqa: N802
         with self._failures_answered():
-            if is_messages(self.route):
+            if is_below(self.route, MESSAGES):
                 MessagesEndpoint(self).post()
-            elif is_responses(self.route):
+            elif is_below(self.route, RESPONSES):
                 ResponsesEndpoint(self).post()
             elif is_agents(self.path):
                 AgentsEndpoint(self).answer()
@@ -276,11 +276,11 @@ class BlockpoolHandler(APIHandler):  # type: ignore[misc]
             self.send_json(200, ModelsEndpoint(generator).figures())
         elif is_models(self.route, self.headers):
             MessagesEndpoint(self).get_models()
-        elif is_messages(self.route):
+        elif is_below(self.route, MESSAGES):
             MessagesEndpoint(self).refuse_path()
         elif self.route == HELLO:
             self.send_json(200, {"message": "hello"})
-        elif is_responses(self.route):
+        elif is_below(self.route, RESPONSES):
             ResponsesEndpoint(self).get()
         elif is_agents(self.path):
             AgentsEndpoint(self).answer()
@@ -312,7 +312,7 @@ class BlockpoolHandler(APIHandler):  # type: ignore[misc]
 
     def send_json(self, status: int, content: Any, headers: Mapping[str, str] | None = None) -> None:
         """Write a whole response; an error of OpenAI's endpoints in its shape."""
-        body = json.dumps(in_shape(status, content) if status >= 400 and is_openai(self.path) else content).encode()
+        body = json.dumps(in_shape(status, content) if status >= 400 and is_openai(self.route) else content).encode()
         self._headers_buffer = []
         self._set_completion_headers(status)
         for name, value in (headers or {}).items():

@@ -47,7 +47,7 @@ class RequestScope:
     """One request to `generator`. To mlx-lm's handler it is the generator: cli_args and generate() are all that it reads.
 
     owner:        the name of the key that the request has shown; None: keys have no names.
-    path:         without query. error: what generate() raised. normalisers: the names of those that the prompt goes through.
+    path:         without query. normalisers: the names of those that the prompt goes through.
     explained:    how the request has used the cache, once it is known; None for a path that is not explained.
     """
 
@@ -57,7 +57,6 @@ class RequestScope:
         self.options = RequestOptions()
         self.owner: str | None = None
         self.path = ""
-        self.error: Exception | None = None
         self.explained: Explained | None = None
         self.normalisers: tuple[str, ...] = ()
         self._connection = connection
@@ -73,15 +72,12 @@ class RequestScope:
         self.options.agent = agent_of(headers.get("X-Agent-Id"), body, names)
         self.normalisers = self.known_normalisers.chosen(headers.get("X-Normalise"))
 
-    def generate(self, request: Any, arguments: Any, progress_callback: Any = None) -> Any:
+    def generate(self, request: PromptRequest, arguments: Any, progress_callback: Any = None) -> Any:
         """The generator's own, for this request's agent and owner, with its prompt normalised. Raises what that raises."""
-        if not isinstance(request, PromptRequest):
-            request = PromptRequest(**vars(request))
         try:
             self._prepare(request, arguments)
             context, responses = self.generator.generate(request, arguments, progress_callback)
         except Exception as error:
-            self.error = error
             self.fail(error)
             raise
         self._prompt = context.prompt

@@ -13,16 +13,11 @@ from ..models.http import MODELS, ModelsEndpoint
 from ..request import ParsedRequest
 from .anthropic_reply import MessageRenderer
 from .anthropic_request import parse
-from .endpoint import Endpoint, is_below
-from .errors import StatusError, anthropic_error, anthropic_status
+from .endpoint import Endpoint
+from .errors import StatusError, anthropic_error, anthropic_status, is_below
 from .reply import Json
 
-PATH = "/v1/messages"
-
-
-def is_messages(route: str) -> bool:
-    """Whether a path belongs to the Messages API."""
-    return is_below(route, PATH)
+MESSAGES = "/v1/messages"
 
 
 def is_models(route: str, headers: Any) -> bool:
@@ -36,16 +31,18 @@ class MessagesEndpoint(Endpoint):
     def refuse_path(self) -> None:
         """Answer a request for what the protocol has and this server does not, such as batches."""
         path = self._handler.route[:80]
-        self._fail(StatusError(404, f"{self._handler.command} {path}: there are only POST {PATH} and {PATH}/count_tokens"))
+        self._fail(
+            StatusError(404, f"{self._handler.command} {path}: there are only POST {MESSAGES} and /count_tokens below")
+        )
 
     def get_models(self) -> None:
         """All models, or the one that the path names."""
         self._serve(self._get_models)
 
     def _post(self) -> None:
-        if self._handler.route == PATH:
+        if self._handler.route == MESSAGES:
             self._reply(self._parsed())
-        elif self._handler.route == PATH + "/count_tokens":
+        elif self._handler.route == MESSAGES + "/count_tokens":
             self._handler.send_json(200, {"input_tokens": self._count(self._parsed(counts=True))})
         else:
             self.refuse_path()

@@ -20,10 +20,6 @@ from .reply import Packet, Renderer
 log = logging.getLogger(__name__)
 
 
-def is_below(route: str, root: str) -> bool:
-    return route == root or route.startswith(root + "/")
-
-
 class Endpoint:
     """Answers one request of `handler`. Only a client that is gone lets it raise: ConnectionError."""
 

@@ -72,10 +72,13 @@ def anthropic_status(error: Exception) -> tuple[int, str]:
     return status, f"model: {message}" if isinstance(error, OSError) else message
 
 
-def is_openai(path: str) -> bool:
+def is_below(route: str, root: str) -> bool:
+    return route == root or route.startswith(root + "/")
+
+
+def is_openai(route: str) -> bool:
     """Whether errors under this path have OpenAI's shape, wherever they are raised."""
-    path = path.partition("?")[0]
-    return any(path == known or path.startswith(known + "/") for known in OPENAI_PATHS)
+    return any(is_below(route, known) for known in OPENAI_PATHS)
 
 
 def openai_status(error: Exception) -> int:

@@ -9,20 +9,15 @@ from typing import Any
 from urllib.parse import unquote
 
 from ..scope import retention_of
-from .endpoint import Endpoint, is_below
+from .endpoint import Endpoint
 from .errors import StatusError, openai_answer
 from .reply import Json
 from .responses_kept import KeptResponses
 from .responses_reply import ResponseRenderer
 from .responses_request import ResponsesRequest, parse
 
-PATH = "/v1/responses"
+RESPONSES = "/v1/responses"
 COUNT = "input_tokens"
-
-
-def is_responses(route: str) -> bool:
-    """Whether a path belongs to the Responses API."""
-    return is_below(route, PATH)
 
 
 class ResponsesEndpoint(Endpoint):
@@ -42,7 +37,9 @@ class ResponsesEndpoint(Endpoint):
                 200, {"object": "response.input_tokens", "input_tokens": self._count(self._parsed(counts=True))}
             )
         elif self._name:
-            raise StatusError(404, f"Unknown path {self._handler.path[:80]} for POST; there are {PATH} and {PATH}/{COUNT}")
+            raise StatusError(
+                404, f"Unknown path {self._handler.path[:80]} for POST; there are {RESPONSES} and /{COUNT} below"
+            )
         else:
             self._reply(self._parsed())
 
@@ -55,7 +52,7 @@ class ResponsesEndpoint(Endpoint):
 
     @property
     def _name(self) -> str:
-        return unquote(self._handler.route.removeprefix(PATH).removeprefix("/"))
+        return unquote(self._handler.route.removeprefix(RESPONSES).removeprefix("/"))
 
     def _parsed(self, counts: bool = False) -> ResponsesRequest:
         """The request's body and headers. Raises what openai_answer() answers."""
