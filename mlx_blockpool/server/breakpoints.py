@@ -1,4 +1,4 @@
-"""Cache breakpoints of a chat's prompt: those that its client marks, and the checkpoints of models with windows or states.
+"""Cache breakpoints of a chat's prompt: those of its client, and the checkpoints of models with windows or states.
 
 Such models can resume only at a checkpoint: behind the system prompt and tools, and behind the last message. Positions are found
 by rendering the template again, so that they are right for any template, also where the last message is a tool's result.
@@ -16,7 +16,7 @@ from jinja2 import TemplateError
 from ..messages import Message
 from ..mlx_lm_compat import process_message_content
 from ..prefix.trie import common_prefix
-from .request import Mark
+from .request import Breakpoint
 
 log = logging.getLogger(__name__)
 
@@ -40,12 +40,12 @@ def checkpoint_positions(
     beginnings = [("user", messages)]
     if leading or tools:
         beginnings.append(("system", [*messages[:leading], NOBODY]))
-    marks = {}
+    checkpoints = {}
     for kind, beginning in beginnings:
         end = _end_of(tokenizer, prompt, beginning, options)
         if 0 < end < len(prompt):
-            marks[end] = kind
-    return sorted(marks.items())
+            checkpoints[end] = kind
+    return sorted(checkpoints.items())
 
 
 def _end_of(tokenizer: Any, prompt: list[int], beginning: list[dict[str, Any]], options: dict[str, Any]) -> int:
@@ -58,15 +58,15 @@ def _end_of(tokenizer: Any, prompt: list[int], beginning: list[dict[str, Any]], 
     return common_prefix(list(tokens), prompt)
 
 
-def mark_positions(
+def breakpoint_positions(
     tokenizer: Any,
     prompt: list[int],
     messages: list[Message],
     tools: list[Any] | None,
-    marks: list[Mark],
+    breakpoints: list[Breakpoint],
     options: dict[str, Any],
 ) -> list[tuple[int, int]]:
-    """(tokens, seconds) of each mark whose place the rendered text shows, in order of the tokens.
+    """(tokens, seconds) of each breakpoint whose place the rendered text shows, in order of the tokens.
 
     `messages`: as the client gave them, parts not joined. `options`: arguments of the template beside them and `tools`.
     """
@@ -74,9 +74,9 @@ def mark_positions(
     found: dict[int, int] = {}
     text = chat.text(messages, tools or [], add_generation_prompt=True)
     count = _counter(tokenizer, prompt, text)
-    for mark in marks:
-        if tokens := count(chat.end_of(mark, text)):
-            found[tokens] = max(mark.seconds, found.get(tokens, 0))
+    for point in breakpoints:
+        if tokens := count(chat.end_of(point, text)):
+            found[tokens] = max(point.seconds, found.get(tokens, 0))
     return sorted(found.items())
 
 
@@ -89,15 +89,15 @@ class _Chat:
         self._tools = tools
         self._options = options
 
-    def end_of(self, mark: Mark, text: str) -> int:
+    def end_of(self, point: Breakpoint, text: str) -> int:
         """How many characters of the rendered chat a marked beginning takes; 0 where that cannot be said."""
-        if mark.message is None:
-            return self._end_of_tools(mark.parts or 0, text)
-        message = self._messages[mark.message]
-        if mark.parts is not None:
+        if point.message is None:
+            return self._end_of_tools(point.parts or 0, text)
+        message = self._messages[point.message]
+        if point.parts is not None:
             message = {name: value for name, value in message.items() if name != "tool_calls"}
-            message["content"] = message["content"][: mark.parts]
-        return self._common([*self._messages[: mark.message], message], self._tools, text)
+            message["content"] = message["content"][: point.parts]
+        return self._common([*self._messages[: point.message], message], self._tools, text)
 
     def _end_of_tools(self, count: int, text: str) -> int:
         """Tools stand before the system prompt in some templates, and behind it in others."""

@@ -79,7 +79,7 @@ class Reply(Queue[Any]):
         )
         marks = list(zip(accumulate(prepared.segments), prepared.types, strict=True))
         if needs_marks:
-            marks = sorted({**{end: KIND for end, _ in prepared.marks}, **dict(prepared.checkpoints or ())}.items())
+            marks = sorted({**{end: KIND for end, _ in prepared.breakpoints}, **dict(prepared.checkpoints or ())}.items())
         return Request(
             self.context.prompt,
             self.args.max_tokens,
@@ -89,7 +89,7 @@ class Reply(Queue[Any]):
             marks,
             options.agent,
             noted_as=options.conversation,
-            pins=prepared.marks,
+            pins=prepared.breakpoints,
             retention=options.retention,
             salt=salt,
         )

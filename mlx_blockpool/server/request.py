@@ -25,7 +25,7 @@ SECONDS = {"5m": 300, "1h": 3600}
 
 
 @dataclass(frozen=True)
-class Mark:
+class Breakpoint:
     """A beginning of a chat that is worth keeping for `seconds`.
 
     It ends behind `parts` content parts of message number `message`, behind the whole message where `parts` is None, and behind
@@ -78,13 +78,13 @@ class PromptRequest(CompletionRequest):  # type: ignore[misc]
 class ChatRequest(PromptRequest):
     """A chat in any of the protocols.
 
-    tool_marks:  marks on tools; those on messages are in the messages.
+    tool_breakpoints: those on tools; those on messages are in the messages.
     calls:       whether the reply may call tools, must begin with a call, or never calls one.
     begin:       text that the reply begins with; it is part of the prompt.
     only_count:  nothing is generated, only the prompt's tokens are counted.
     """
 
-    tool_marks: tuple[Mark, ...] = ()
+    tool_breakpoints: tuple[Breakpoint, ...] = ()
     calls: Literal["may", "must", "never"] = "may"
     begin: str = ""
     only_count: bool = False
@@ -100,16 +100,18 @@ class ParsedRequest:
     one_call: bool
 
 
-def message_marks(messages: list[Message]) -> list[Mark]:
-    """The marks in messages, in their order."""
-    marks = []
+def message_breakpoints(messages: list[Message]) -> list[Breakpoint]:
+    """The breakpoints in messages, in their order."""
+    breakpoints = []
     for i, message in enumerate(messages):
         content = message.get("content")
         parts = content if isinstance(content, list) else []
-        marks += [Mark(i, j, s) for j, part in enumerate(parts, 1) if isinstance(part, dict) and (s := seconds_of(part))]
+        breakpoints += [
+            Breakpoint(i, j, s) for j, part in enumerate(parts, 1) if isinstance(part, dict) and (s := seconds_of(part))
+        ]
         if seconds := seconds_of(message):
-            marks.append(Mark(i, None, seconds))
-    return marks
+            breakpoints.append(Breakpoint(i, None, seconds))
+    return breakpoints
 
 
 def seconds_of(marked: Mapping[str, Any]) -> int:

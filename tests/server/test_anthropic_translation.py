@@ -25,7 +25,7 @@ from mlx_blockpool.server.bodies import InvalidRequestError
 from mlx_blockpool.server.models.provider import ModelKey
 from mlx_blockpool.server.prompts.preparation import Counted, PromptPreparation
 from mlx_blockpool.server.prompts.renderer import PromptRenderer
-from mlx_blockpool.server.request import Mark, ParsedRequest, message_marks
+from mlx_blockpool.server.request import Breakpoint, ParsedRequest, message_breakpoints
 from server.scripted import ADD, LOOK_UP, TEMPLATE, save_agent
 from server.serving import Client
 
@@ -173,7 +173,7 @@ def test_any_conversation_has_the_prompt_that_it_has_in_the_other_protocol(promp
     tokens, request = prompts.ours(body)
     assert tokens == prompts.theirs(messages, tools)
     assert body == before, "the client's own body was changed"
-    marks = request.prepared.marks
+    marks = request.prepared.breakpoints
     assert all(0 < end <= len(tokens) for end, _ in marks)
     assert [end for end, _ in marks] == sorted({end for end, _ in marks})
     assert len(marks) <= json.dumps(body).count("cache_control")
@@ -187,7 +187,7 @@ def test_what_is_marked_is_a_beginning_of_the_next_turns_prompt_too(tools_first:
     tokens, request = tools_first.ours(body)
     more = [{"role": "assistant", "content": "Yes."}, {"role": "user", "content": "And then?"}]
     later, _ = tools_first.ours({**body, "messages": [*body["messages"], *more]})
-    for end, _ in request.prepared.marks:
+    for end, _ in request.prepared.breakpoints:
         assert later[:end] == tokens[:end]
 
 
@@ -200,7 +200,7 @@ ASKED: Any = [{"role": "user", "content": "Go."}]
 
 def marked(prompts: Tokenizing, body: dict[str, Any]) -> list[tuple[str, int]]:
     tokens, request = prompts.ours(body)
-    return [(prompts.tokenizer.decode(tokens[:end]), seconds) for end, seconds in request.prepared.marks]
+    return [(prompts.tokenizer.decode(tokens[:end]), seconds) for end, seconds in request.prepared.breakpoints]
 
 
 def test_marks_in_the_system_prompt_and_in_messages(prompts: Tokenizing) -> None:
@@ -237,7 +237,7 @@ def test_the_mark_of_the_request_stands_at_the_end(prompts: Tokenizing) -> None:
     body = {"system": "Be brief.", "messages": ASKED, **MARK}
     assert marked(prompts, body) == [(prompts.text(body).removesuffix("<|im_start|>assistant\n"), 300)]
     request = parse({"max_tokens": 1, **body}, OPTIONS).request
-    assert [*request.tool_marks, *message_marks(request.messages)] == [Mark(1, None, 300)]
+    assert [*request.tool_breakpoints, *message_breakpoints(request.messages)] == [Breakpoint(1, None, 300)]
 
 
 def test_a_tokenizer_that_does_not_tell_where_its_tokens_stand(prompts: Tokenizing, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -31,9 +31,7 @@ class MessagesEndpoint(Endpoint):
     def refuse_path(self) -> None:
         """Answer a request for what the protocol has and this server does not, such as batches."""
         path = self._handler.route[:80]
-        self._fail(
-            StatusError(404, f"{self._handler.command} {path}: there are only POST {MESSAGES} and /count_tokens below")
-        )
+        self._fail(StatusError(404, f"{self._handler.command} {path}: there are only POST {MESSAGES} and /count_tokens below"))
 
     def get_models(self) -> None:
         """All models, or the one that the path names."""

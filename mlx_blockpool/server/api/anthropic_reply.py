@@ -115,18 +115,18 @@ class MessageRenderer(Renderer):
         return {"stop_word": "stop_sequence", "calls": "tool_use", "stop": "end_turn"}[done.reason]
 
     def _input_usage(self) -> Json:
-        return input_usage(len(self._context.prompt), self._cached, self._parsed.request.prepared.marks)
+        return input_usage(len(self._context.prompt), self._cached, self._parsed.request.prepared.breakpoints)
 
 
-def input_usage(total: int, cached: int, marks: list[tuple[int, int]]) -> Json:
+def input_usage(total: int, cached: int, breakpoints: list[tuple[int, int]]) -> Json:
     """How the tokens of a prompt are counted. The first three figures add up to `total`.
 
-    Read: `cached` tokens that were not computed again. Created: those that were, up to the last of `marks`, (tokens, seconds);
-    without marks all of them, for this server keeps what it computes. Input: the rest.
+    Read: `cached` tokens that were not computed again. Created: those that were, up to the last of `breakpoints`, which are
+    (tokens, seconds); without breakpoints all of them, for this server keeps what it computes. Input: the rest.
     """
     created = {300: 0, 3600: 0}
     begin = cached
-    for end, seconds in marks or [(total, 300)]:
+    for end, seconds in breakpoints or [(total, 300)]:
         created[seconds] += max(end - begin, 0)
         begin = max(begin, end)
     return {

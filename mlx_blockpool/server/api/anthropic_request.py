@@ -10,7 +10,7 @@ import logging
 from typing import Any
 
 from ..bodies import InvalidRequestError
-from ..request import SECONDS, ChatRequest, Mark, ParsedRequest
+from ..request import SECONDS, Breakpoint, ChatRequest, ParsedRequest
 from ..validation import dotted, generation_arguments, validated
 from . import anthropic_body as blocks
 from .anthropic_body import MessagesBody
@@ -19,7 +19,7 @@ from .thinking import thinking_in
 
 log = logging.getLogger(__name__)
 
-MAX_MARKS = 4
+MAX_BREAKPOINTS = 4
 # Between messages of one role that follow each other: to the protocol they are one turn.
 SEAM: Part = {"type": "text", "text": "\n\n"}
 
@@ -33,18 +33,18 @@ def parse(body: dict[str, Any], options: Any, counts: bool = False) -> ParsedReq
     given = validated(MessagesBody, body | {"max_tokens": 1} if counts else body, dotted)
     turns = MessageTurns()
     turns.add_system(given.system)
-    tools, marks = _tools(given.tools, turns)
+    tools, breakpoints = _tools(given.tools, turns)
     turns.add(given.messages)
     if given.cache_control is not None:
-        turns.messages[-1].update(turns.mark(given.cache_control, "cache_control"))
-    calls, tools, tool_marks = _choice(given, tools, marks)
+        turns.messages[-1].update(turns.cache_control(given.cache_control, "cache_control"))
+    calls, tools, tool_breakpoints = _choice(given, tools, breakpoints)
     for place, schema in (("output_config.format", given.output_config.format), ("output_format", given.output_format)):
         if schema is not None:
             # A schema is a wish: clients parse any reply.
             log.info("%s has no effect: mlx-lm cannot hold a reply to a schema", place)
     request = ChatRequest(
         "chat", "", turns.end(), tools or None, None,
-        tool_marks=tool_marks,
+        tool_breakpoints=tool_breakpoints,
         calls=calls,
         begin=turns.begin,
         only_count=counts,
@@ -58,36 +58,38 @@ def parse(body: dict[str, Any], options: Any, counts: bool = False) -> ParsedReq
     return ParsedRequest(request, arguments, given, one_call)
 
 
-def _tools(given: list[blocks.Tool], turns: MessageTurns) -> tuple[list[Any], list[Mark]]:
-    """Tools in OpenAI's shape, and the marks on them."""
-    tools, marks = {}, []
+def _tools(given: list[blocks.Tool], turns: MessageTurns) -> tuple[list[Any], list[Breakpoint]]:
+    """Tools in OpenAI's shape, and the breakpoints on them."""
+    tools, breakpoints = {}, []
     for i, tool in enumerate(given):
         if tool.name in tools:
             raise InvalidRequestError("tools", f"Tool names must be unique; found {tool.name[:50]!r} twice")
         tools[tool.name] = function_tool(tool.name, tool.description, tool.input_schema)
-        if marked := turns.mark(tool.cache_control, f"tools.{i}.cache_control"):
-            marks.append(Mark(None, i + 1, SECONDS[marked["cache_control"]["ttl"]]))
-    return list(tools.values()), marks
+        if marked := turns.cache_control(tool.cache_control, f"tools.{i}.cache_control"):
+            breakpoints.append(Breakpoint(None, i + 1, SECONDS[marked["cache_control"]["ttl"]]))
+    return list(tools.values()), breakpoints
 
 
-def _choice(given: MessagesBody, tools: list[Any], marks: list[Mark]) -> tuple[Calls, list[Any], tuple[Mark, ...]]:
-    """(ChatRequest.calls, the tools to show, their marks)."""
+def _choice(
+    given: MessagesBody, tools: list[Any], breakpoints: list[Breakpoint]
+) -> tuple[Calls, list[Any], tuple[Breakpoint, ...]]:
+    """(ChatRequest.calls, the tools to show, their breakpoints)."""
     if isinstance(given.tool_choice, blocks.NamedChoice):
         tools = tools_named(given.tool_choice.name, tools, "tool_choice.name")
-        return "must", tools, tuple(Mark(None, 1, mark.seconds) for mark in marks[-1:])
-    return calls_of("auto" if given.tool_choice is None else given.tool_choice.type, tools), tools, tuple(marks)
+        return "must", tools, tuple(Breakpoint(None, 1, point.seconds) for point in breakpoints[-1:])
+    return calls_of("auto" if given.tool_choice is None else given.tool_choice.type, tools), tools, tuple(breakpoints)
 
 
 class MessageTurns(Conversation):
     """The turns of a conversation as messages. Its methods raise InvalidRequestError.
 
-    `begin`: the text of a last assistant message, which the reply continues. `marks`: how many cache_control were found.
+    `begin`: the text of a last assistant message, which the reply continues. `breakpoints`: how many cache_control were found.
     """
 
     def __init__(self) -> None:
         super().__init__()
         self.begin = ""
-        self.marks = 0
+        self.breakpoints = 0
 
     def add_system(self, system: str | list[Any]) -> None:
         """The system prompt."""
@@ -108,13 +110,13 @@ class MessageTurns(Conversation):
                 self._assistant(turn.content, place)
         self._take_beginning()
 
-    def mark(self, control: blocks.CacheControl | None, at: str) -> Part:
+    def cache_control(self, control: blocks.CacheControl | None, at: str) -> Part:
         """A cache_control in the shape that messages have it in; empty without one."""
         if control is None:
             return {}
-        self.marks += 1
-        if self.marks > MAX_MARKS:
-            found = f"A maximum of {MAX_MARKS} blocks with cache_control may be provided. Found {self.marks}."
+        self.breakpoints += 1
+        if self.breakpoints > MAX_BREAKPOINTS:
+            found = f"A maximum of {MAX_BREAKPOINTS} blocks with cache_control may be provided. Found {self.breakpoints}."
             raise InvalidRequestError(at, found)
         return {"cache_control": {"type": "ephemeral", "ttl": control.ttl or "5m"}}
 
@@ -129,7 +131,7 @@ class MessageTurns(Conversation):
                 content = self._content(block.content, f"{at}.content") or ""
                 if block.is_error:
                     content = [{"type": "text", "text": "Error: "}, *_as_parts(content)]
-                self._result(block.tool_use_id, content).update(self.mark(block.cache_control, f"{at}.cache_control"))
+                self._result(block.tool_use_id, content).update(self.cache_control(block.cache_control, f"{at}.cache_control"))
             else:
                 parts.append(self._part(block, at))
         if parts:
@@ -144,7 +146,7 @@ class MessageTurns(Conversation):
                 self._think(message, thinking_in(block.thinking, block.signature))
             elif isinstance(block, blocks.UseBlock):
                 self._call(message, block.id, block.name, block.input)
-                message.update(self.mark(block.cache_control, f"{at}.cache_control"))
+                message.update(self.cache_control(block.cache_control, f"{at}.cache_control"))
 
     def _add(self, role: str, content: str | list[Part]) -> dict[str, Any]:
         """Add content to the last message if that has the same role, or else as a message. Returns the message."""
@@ -173,16 +175,16 @@ class MessageTurns(Conversation):
         return content if isinstance(content, str) else [self._part(block, f"{place}.{j}") for j, block in enumerate(content)]
 
     def _part(self, block: Any, at: str) -> Part:
-        mark = self.mark(block.cache_control, f"{at}.cache_control")
+        control = self.cache_control(block.cache_control, f"{at}.cache_control")
         if isinstance(block, blocks.ImageBlock):
             source = block.source
             url = f"data:{source.media_type};base64,{source.data}" if isinstance(source, blocks.Base64Source) else source.url
-            return {**self._image(url, at), **mark}
+            return {**self._image(url, at), **control}
         if isinstance(block, blocks.DocumentBlock):
             text = f"{block.title}\n{block.source.data}" if block.title else block.source.data
         else:
             text = block.tool_name if isinstance(block, blocks.ReferenceBlock) else block.text
-        return {"type": "text", "text": text, **mark}
+        return {"type": "text", "text": text, **control}
 
 
 def _as_parts(content: str | list[Part]) -> list[Part]:

@@ -37,9 +37,7 @@ class ResponsesEndpoint(Endpoint):
                 200, {"object": "response.input_tokens", "input_tokens": self._count(self._parsed(counts=True))}
             )
         elif self._name:
-            raise StatusError(
-                404, f"Unknown path {self._handler.path[:80]} for POST; there are {RESPONSES} and /{COUNT} below"
-            )
+            raise StatusError(404, f"Unknown path {self._handler.path[:80]} for POST; there are {RESPONSES} and /{COUNT} below")
         else:
             self._reply(self._parsed())
 

@@ -44,9 +44,9 @@ class PromptJob:
 
     options:      arguments for the template beside messages and tools.
     stop_words:   their tokens are wanted too.
-    tool_marks:   (tools, seconds) of the marks on tools; those on messages are in the messages.
+    tool_breakpoints: (tools, seconds) of the breakpoints on tools; those on messages are in the messages.
     calls, begin: as in ChatRequest.
-    is_chat_request: whether `calls`, `begin` and marks on whole messages count; mlx-lm's own requests have parts with marks only.
+    is_chat_request: whether `calls`, `begin` and breakpoints on whole messages count; mlx-lm's own requests have those of parts.
     checkpoints:  whether the ends of the system prompt and of the conversation are wanted.
     capacity:     the most tokens that the prompt may have; None: not known.
     processor:    mlx-lm's name of the image processor for the images in the messages; None: they have none.
@@ -61,7 +61,7 @@ class PromptJob:
     role_mapping: Any = None
     options: dict[str, Any] = field(default_factory=dict)
     stop_words: list[str] = field(default_factory=list)
-    tool_marks: list[tuple[int, int]] = field(default_factory=list)
+    tool_breakpoints: list[tuple[int, int]] = field(default_factory=list)
     calls: str = "may"
     begin: str = ""
     is_chat_request: bool = False
@@ -88,7 +88,7 @@ class PreparedPrompt:
     """A prompt that was rendered and tokenized.
 
     segments:     the lengths of mlx-lm's segments; the first begins with the prompt, the last ends with it.
-    marks:        (tokens, seconds) of each beginning that the client has marked.
+    breakpoints:  (tokens, seconds) of each of the client's breakpoints.
     checkpoints:  (tokens, kind) of the beginnings that other prompts will have too; None: not asked for.
     stops:        the tokens of each stop word.
     call:         what stands before and behind a tool call.
@@ -100,7 +100,7 @@ class PreparedPrompt:
     segments: list[int] = field(default_factory=list)
     types: list[str] = field(default_factory=list)
     initial_state: str = "normal"
-    marks: list[tuple[int, int]] = field(default_factory=list)
+    breakpoints: list[tuple[int, int]] = field(default_factory=list)
     checkpoints: list[tuple[int, str]] | None = None
     stops: list[tuple[tuple[int, ...], str]] = field(default_factory=list)
     call: tuple[str, str] = ("", "")
@@ -143,7 +143,7 @@ def unpack(data: bytes) -> PreparedPrompt:
     tokens.frombytes(rest[:end])
     header["tokens"], header["call"] = tokens.tolist(), tuple(header["call"])
     header["stops"] = [(tuple(ids), word) for ids, word in header["stops"]]
-    for name in ("marks", "checkpoints"):
+    for name in ("breakpoints", "checkpoints"):
         header[name] = None if header[name] is None else [tuple(pair) for pair in header[name]]
     if header["images"] is not None:
         pixels = []

@@ -115,7 +115,7 @@ class PromptPreparation:
         if isinstance(request, ChatRequest):
             job.is_chat_request = True
             job.stop_words = list(args.stop_words)
-            job.tool_marks = [(mark.parts or 0, mark.seconds) for mark in request.tool_marks]
+            job.tool_breakpoints = [(point.parts or 0, point.seconds) for point in request.tool_breakpoints]
             job.calls, job.begin = request.calls, request.begin
             if request.only_count:
                 job.capacity, job.checkpoints = None, False

@@ -1,4 +1,4 @@
-"""Renders and tokenizes one prompt: mlx-lm's own tokenization, how a reply has to begin, and where marks stand.
+"""Renders and tokenizes one prompt: mlx-lm's own tokenization, how a reply has to begin, and where breakpoints stand.
 
 Runs in a worker process, and knows nothing of pipes and limits.
 """
@@ -21,8 +21,8 @@ from mlx_lm.utils import load_config
 from ...errors import RequestTooLargeError
 from ...messages import Message
 from ...mlx_lm_compat import CompletionRequest, ResponseGenerator, process_message_content, rebind
-from ..breakpoints import checkpoint_positions, mark_positions
-from ..request import Mark, message_marks
+from ..breakpoints import breakpoint_positions, checkpoint_positions
+from ..request import Breakpoint, message_breakpoints
 from .job import PreparedImages, PreparedPrompt, PromptJob
 from .replay import Replay
 
@@ -69,7 +69,7 @@ class PromptRenderer:
         if replayed is not None:
             tokenized = replayed[0], [replayed[0]], ["assistant"], *tokenized[3:]
         prepared = self._prepared(job, tokenized, begin, never)
-        self._find_marks(job, original, prepared)
+        self._find_breakpoints(job, original, prepared)
         if replayed is not None and prepared.checkpoints is not None:
             # The template's own rendering of the chat parts from the prompt at its first reply.
             prepared.checkpoints = sorted({**dict(prepared.checkpoints), replayed[1]: "user"}.items())
@@ -117,10 +117,15 @@ class PromptRenderer:
             prepared.call = self.tokenizer.tool_call_start, self.tokenizer.tool_call_end or ""
         return prepared
 
-    def _find_marks(self, job: PromptJob, original: list[Message], prepared: PreparedPrompt) -> None:
-        marks: list[Mark] = [*(Mark(None, tools, seconds) for tools, seconds in job.tool_marks), *message_marks(original)]
-        if marks and self.tokenizer.has_chat_template:
-            prepared.marks = mark_positions(self.tokenizer, prepared.tokens, original, job.tools, marks, job.options)
+    def _find_breakpoints(self, job: PromptJob, original: list[Message], prepared: PreparedPrompt) -> None:
+        breakpoints: list[Breakpoint] = [
+            *(Breakpoint(None, tools, seconds) for tools, seconds in job.tool_breakpoints),
+            *message_breakpoints(original),
+        ]
+        if breakpoints and self.tokenizer.has_chat_template:
+            prepared.breakpoints = breakpoint_positions(
+                self.tokenizer, prepared.tokens, original, job.tools, breakpoints, job.options
+            )
         if job.checkpoints:
             prepared.checkpoints = checkpoint_positions(self.tokenizer, prepared.tokens, job.messages, job.tools, job.options)
 
