@@ -9,8 +9,12 @@ from typing import Any
 import pytest
 from mlx_lm.server import CompletionRequest, LogitsProcessorArguments
 from models import save_model
+from pydantic import ValidationError
 
 from mlx_blockpool.config import RequestConfig
+from mlx_blockpool.server.api.anthropic_body import MessagesBody
+from mlx_blockpool.server.api.completions import ChatBody
+from mlx_blockpool.server.api.responses_body import ResponsesBody
 from mlx_blockpool.server.bodies import (
     MOST_DIGITS,
     MOST_ESCAPES,
@@ -118,6 +122,30 @@ def test_more_than_a_request_may_have_is_refused_by_name(messages: Any, tools: A
     with pytest.raises(InvalidRequestError) as raised:
         check_bounds(CompletionRequest("chat", "", messages, tools, None), args, config)
     assert raised.value.place == place
+
+
+MANY = 5_000
+
+
+@pytest.mark.parametrize(
+    ("model", "body"),
+    [
+        (ChatBody, {"messages": [1] * MANY}),
+        (ChatBody, {"messages": HELLO, "stop": [1] * MANY}),
+        (ChatBody, {"messages": HELLO, "logit_bias": {f"a{i}": "b" for i in range(MANY)}}),
+        (MessagesBody, {"max_tokens": 1, "messages": [{}] * MANY}),
+        (MessagesBody, {"max_tokens": 1, "messages": [{"role": "user", "content": [{"type": "text"}] * MANY}]}),
+        (MessagesBody, {"max_tokens": 1, "messages": HELLO, "tools": [{"name": "a"}] * MANY}),
+        (MessagesBody, {"max_tokens": 1, "messages": HELLO, "stop_sequences": [""] * MANY}),
+        (ResponsesBody, {"input": [{}] * MANY}),
+        (ResponsesBody, {"input": [{"role": "user", "content": [{"type": "input_text"}] * MANY}]}),
+        (ResponsesBody, {"tools": [{"type": "namespace", "name": "n", "tools": [{"type": "function"}] * MANY}]}),
+    ],
+)
+def test_a_large_body_that_is_wrong_everywhere_has_one_error(model: Any, body: dict[str, Any]) -> None:
+    with pytest.raises(ValidationError) as raised:
+        model.model_validate(body)
+    assert raised.value.error_count() == 1
 
 
 @pytest.mark.parametrize(

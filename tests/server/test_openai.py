@@ -170,6 +170,8 @@ def test_what_cannot_be_honoured_is_refused_by_its_name(gpt: openai.OpenAI, body
 def test_values_that_change_nothing_are_taken(gpt: openai.OpenAI) -> None:
     assert chat(gpt, n=1, response_format={"type": "text"}, tool_choice="none").choices
     assert chat(gpt, n=None, response_format=None, tool_choice=None, parallel_tool_calls=None).choices
+    nulls = dict.fromkeys(("temperature", "stop", "seed", "logprobs", "top_logprobs", "xtc_threshold", "stream_options"))
+    assert chat(gpt, extra_body=nulls).choices
 
 
 def test_half_a_call_comes_back_as_text(gpt: openai.OpenAI, say: Say) -> None:
