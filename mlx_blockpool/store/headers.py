@@ -128,19 +128,19 @@ class Headers:
             width = 4 if fits else 8
             facts = _FACTS.pack(width, len(record.tokens), len(extra), record.start, record.parent)
             tokens = struct.pack(f"<{len(record.tokens)}{'I' if fits else 'q'}", *record.tokens)
-            self._note(_key(_HEADER, record.key) + _STAMP.pack(*stamp) + facts + extra + tokens)
+            self._new.append(_key(_HEADER, record.key) + _STAMP.pack(*stamp) + facts + extra + tokens)
 
     def touch(self, name: str, stamp: Stamp) -> None:
         """Note another time of a file."""
         key = self._own(name)
         if key is not None:
-            self._note(_key(_TOUCHED, key) + _STAMP.pack(*stamp))
+            self._new.append(_key(_TOUCHED, key) + _STAMP.pack(*stamp))
 
     def remove(self, name: str) -> None:
         """Note that a file was removed."""
         key = self._own(name)
         if key is not None:
-            self._note(_key(_GONE, key))
+            self._new.append(_key(_GONE, key))
 
     def _own(self, name: str) -> Key | None:
         return key_of(name) if name.startswith(folder_of(self._namespace) + "/") else None
@@ -168,9 +168,6 @@ class Headers:
         buffers = [MAGIC, *(_framed(note) for note in [*notes.values(), *new])]
         write_whole(self._disk, self.path, buffers)
         self._whole, self._behind = sum(map(len, buffers)), 0
-
-    def _note(self, note: bytes) -> None:
-        self._new.append(note)
 
 
 def _key(act: int, key: Key) -> bytes:

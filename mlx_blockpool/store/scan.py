@@ -164,7 +164,7 @@ class Folder:
         self._files: dict[str, File] = {}
 
     def look(self) -> FolderChanges:
-        """What other processes changed since the last look; removes leftovers of writes that never ended.
+        """What other processes changed since the last look; removes leftovers of records whose writes never ended.
 
         Raises OSError if the folder cannot be read. The files of an inner folder that cannot be read count as unchanged.
         """
@@ -177,8 +177,10 @@ class Folder:
             inside = f"{path.relative_to(self.root).as_posix()}/"
             files |= {name: file for name, file in before.items() if name.startswith(inside)}
         for leftover in listing.leftovers:
-            with suppress(OSError):
-                self.disk.unlink(leftover.path)
+            # Files in the store's own folder may be on their way in or out for long, see spool.py.
+            if leftover.namespace:
+                with suppress(OSError):
+                    self.disk.unlink(leftover.path)
         self._files = files
         found = []
         for file in files.values():

@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 from store.disks import BrokenDisk, QuickDisk
 
-from mlx_blockpool.store.fs import Disk
+from mlx_blockpool.store.fs import TEMPORARY, Disk
 from mlx_blockpool.store.scan import ChangedFile, Folder
 
 A, B, C = (f"models/m/blocks/{n}/{n}.safetensors" for n in ("aa", "bb", "cc"))
@@ -136,3 +136,13 @@ def test_a_part_that_cannot_be_read_is_as_it_was(tmp_path: Path, place: Path) ->
     assert look(folder) == ([], [OTHERS])
     disk.is_broken = False
     assert look(folder) == ([], [A])
+
+
+def test_a_look_removes_old_leftovers_of_records_and_no_file_on_its_way_in_or_out(tmp_path: Path) -> None:
+    make(tmp_path, A, 5, 10)
+    for place in (Path(A).parent, Path()):
+        make(tmp_path, str(place / f"{TEMPORARY}1-old"), 1, 10)
+        (tmp_path / place / f"{TEMPORARY}1-young").write_bytes(b"x")
+    assert look(Folder(QuickDisk(), tmp_path)) == ([A], [])
+    left = sorted(path.relative_to(tmp_path) for path in tmp_path.rglob(f"{TEMPORARY}*"))
+    assert left == sorted([Path(A).parent / f"{TEMPORARY}1-young", Path(f"{TEMPORARY}1-old"), Path(f"{TEMPORARY}1-young")])
