@@ -22,11 +22,11 @@ from ..tier.restore import RestoreJob
 from .request import KIND, Restoring
 from .sequence import Sequence
 
-# A long prompt is kept behind so many tokens, and behind twice, four times.. as many.
+# A long prompt gets a checkpoint behind this many tokens, and behind twice, four times... as many.
 LATTICE_TOKENS = 2048
-# Records are copied into the pool for so long at a time, so that running replies go on.
+# The longest time for copying records into the pool in one step, so that running replies go on.
 RESTORE_SECONDS = 0.02
-# While there is nothing to compute, records that are on their way are waited for so long at a time.
+# How long one step waits for records that are being read while there is nothing to compute.
 WAIT_SECONDS = 0.02
 REPORT_SECONDS = 1.0
 
@@ -71,7 +71,7 @@ class Caches(Protocol):
 
     @property
     def is_room_coming(self) -> bool:
-        """Whether blocks are held by a restore that ends by itself, such as one that an agent's owner has asked for."""
+        """Whether a restore holds blocks and ends by itself, such as one that a client has ordered for an agent."""
         return False
 
     def capacity(self) -> int | None:
@@ -79,7 +79,7 @@ class Caches(Protocol):
         return None
 
     def is_ready(self, sequence: Sequence) -> bool:
-        """Whether open() would not have to wait for the disk; what is missing is read from now on, see advance()."""
+        """Whether open() need not wait for the disk. If it would, the missing records are read from now on, see advance()."""
         return True
 
     def open(self, sequence: Sequence, others: Collection[Sequence]) -> Opened:
@@ -118,7 +118,7 @@ class Caches(Protocol):
         return []
 
     def stop_restoring(self) -> bool:
-        """Give up the blocks of what is being read: who can go on now goes first. Returns whether there were any."""
+        """Release the blocks of all restores, for a sequence that can go on now. Returns whether there were any."""
         return False
 
     def abandon(self, sequence: Sequence) -> int:
@@ -126,7 +126,7 @@ class Caches(Protocol):
         return 0
 
     def computed(self, tokens: int, seconds: float) -> None:
-        """Prefill took so long for so many tokens: what is to be brought back from disk has to be faster."""
+        """Note the speed of prefill: restoring from disk has to be faster."""
         return
 
     def cached_tokens(self, tokens: list[int], salt: bytes = SHARED) -> int:
@@ -223,13 +223,13 @@ class PooledCaches(Caches):
             if wanted is None:
                 return True
             if not stored.restores.arriving.isdisjoint(wanted.arriving):
-                # Another request, or an agent's restore, brings back the same. Where that has stopped, this one computes it.
+                # Another restore reads the same records. If it is stuck, this request computes them.
                 return stored.restores.is_stuck
             try:
                 self._restores[sequence.uid] = stored.restores.begin(wanted)
                 self._reported[sequence.uid] = time.monotonic()
             except PoolExhaustedError:
-                # Those that are on their way start first. Else it starts from what is in memory, once there is room for that.
+                # Started restores end first. Without any, the request starts from what is in memory, once that has room.
                 return not self._restores
         return self._restores[sequence.uid].advance()
 

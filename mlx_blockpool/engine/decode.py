@@ -1,4 +1,4 @@
-"""One token for each sequence of a batch: the forward pass, the draw, and who is in the batch.
+"""One token for each sequence of a batch: the forward pass, the draw, and the members of the batch.
 
 A step is encoded before the one before it is read, so that the device never waits for Python.
 """
@@ -97,7 +97,7 @@ class DecodeBatch:
         self.leave([sequence])
 
     def run(self) -> tuple[list[Emitted], dict[Sequence, Exception]]:
-        """Compute one token of each member. Returns the tokens that the step before has drawn, and who failed in this one."""
+        """Compute one token of each member. Returns the tokens drawn by the step before, and the members that have failed."""
         inputs, logprobs = self._inputs, self._logprobs
         assert inputs is not None
         logits = self.model(inputs[:, None], cache=self._layers)[:, -1, :]

@@ -1,7 +1,7 @@
 """BlockPoolBatchEngine: prefill and decode of many requests over one pool.
 
-Decides who starts, whose blocks make room for whom, and what is computed next; caches.py knows the pool, prefill.py and decode.py
-call the model. Not thread-safe: one thread owns it.
+Admits sequences, preempts them, and schedules what is computed next; caches.py knows the pool, prefill.py and decode.py call the
+model. Not thread-safe: one thread owns it.
 """
 
 from __future__ import annotations
@@ -40,7 +40,7 @@ Extracted = tuple[list[Any], list[int]]
 
 
 def _wire(n_bytes: int | None) -> int | None:
-    """Let Metal wire so many bytes; None: what the device recommends, as mlx-lm does; 0: leave the limit alone.
+    """Let Metal wire `n_bytes`; None: what the device recommends, as mlx-lm does; 0: leave the limit alone.
 
     Returns the limit before, which close() restores; None where nothing was set.
     """
@@ -55,8 +55,8 @@ def _wire(n_bytes: int | None) -> int | None:
 class BlockPoolBatchEngine:
     """In place of mlx-lm's BatchGenerator: insert() requests, call next() until they are through.
 
-    `counts` says what happened: chunks, prompt_tokens, decode_steps, tokens, swapped_out, swapped_in, and shared: the requests
-    that waited for a prefix in prefill.
+    `counts`: chunks, prompt_tokens, decode_steps, tokens, swapped_out, swapped_in, and shared: the requests that waited for a
+    prefix in prefill.
     """
 
     def __init__(self, model: Any, caches: Caches, config: EngineConfig | None = None) -> None:
@@ -100,7 +100,7 @@ class BlockPoolBatchEngine:
         """insert() of several requests: all of them, or none where one raises."""
         given = [None] * len(requests) if caches is None else list(caches)
         if len(given) != len(requests):
-            raise ValueError(f"Found caches for {len(given)} requests; needed one entry for each of {len(requests)}, or None.")
+            raise ValueError(f"There are caches for {len(given)} requests. Give an entry, or None, for each of {len(requests)}.")
         for request, own in zip(requests, given, strict=True):
             self._check(request, own)
         inserted = [Sequence(self._uids + i, request) for i, request in enumerate(requests, 1)]
@@ -115,14 +115,13 @@ class BlockPoolBatchEngine:
     def _check(self, request: Request, caches: list[Any] | None) -> None:
         capacity = self.caches.capacity()
         if not request.tokens or request.max_tokens < 1:
-            found = f"{len(request.tokens)} prompt tokens and max_tokens {request.max_tokens}"
-            raise ValueError(f"Found {found}; needed at least one of each.")
+            given = f"{len(request.tokens)} prompt tokens and max_tokens {request.max_tokens}"
+            raise ValueError(f"The request has {given}. Give at least one of each.")
         if capacity is not None and len(request.tokens) + request.max_tokens > capacity:
             raise RequestTooLargeError(len(request.tokens) + request.max_tokens, capacity)
         held = 1 if caches is None else tokens_held(caches)
         if caches is not None and not 0 < held < len(request.tokens):
-            total = len(request.tokens)
-            raise ValueError(f"The given caches hold {held} tokens; needed the first of the {total} prompt tokens and not all.")
+            raise ValueError(f"The caches hold {held} of {len(request.tokens)} prompt tokens. Give the first ones, not all.")
 
     def cancel(self, uid: int) -> None:
         """End a request. What it computed stays cached."""
@@ -131,14 +130,14 @@ class BlockPoolBatchEngine:
             self.waiting = [r for r in self.waiting if r is not sequence]
 
     def remove(self, uids: Collection[int], return_prompt_caches: bool = False) -> dict[int, Extracted]:
-        """cancel() of several requests, also in the middle of a prompt. Returns what extract_cache() does, if it is asked for."""
+        """cancel() of several requests, also within a prompt. Returns extract_cache() if `return_prompt_caches`."""
         extracted = self.extract_cache(uids) if return_prompt_caches else {}
         for uid in uids:
             self.cancel(uid)
         return extracted
 
     def extract_cache(self, uids: Collection[int]) -> dict[int, Extracted]:
-        """Caches of these requests, which go on by themselves, and the tokens that they hold; none of those that wait."""
+        """Copies of these requests' caches, and the tokens that they hold; empty for requests that wait."""
         found: dict[int, Extracted] = {sequence.uid: ([], []) for sequence in self.waiting}
         for sequence in self.live:
             if sequence.uid in uids:
@@ -196,7 +195,7 @@ class BlockPoolBatchEngine:
 
     @property
     def is_blocked(self) -> bool:
-        """Whether next() has nothing to do before something arrives from elsewhere, such as what others bring back from disk."""
+        """Whether next() has nothing to do before something arrives, such as a request or a record from disk."""
         return not (self.live or (self.waiting and self._may_admit) or self.caches.is_restoring)
 
     @property
@@ -207,7 +206,7 @@ class BlockPoolBatchEngine:
     def reset(self) -> list[int]:
         """After next() has raised: drop the live requests, whose caches cannot be trusted, and the events not returned yet.
 
-        Where none was live, those that wait would meet the same error, and go too. Returns the uids of all that have ended.
+        Where none was live, the waiting requests would meet the same error, and are dropped too. Returns all dropped uids.
         """
         dropped = sorted({sequence.uid for sequence in self.live} | {event.uid for event in self._events})
         if not dropped:
@@ -309,7 +308,7 @@ class BlockPoolBatchEngine:
     # -- room ----------------------------------------------------------------------------------------------------------
 
     def _admit(self) -> None:
-        """Start waiting sequences, first come first served; those that wait for their agent or for a prefix let others pass."""
+        """Start waiting sequences, first come first served; one that waits for its agent or for a prefix lets others pass."""
         if not self._may_admit:
             return
         self._may_admit = False

@@ -1,4 +1,4 @@
-"""Which caches a model is run with: found out by describing it and trying it, not by a list."""
+"""Chooses the caches of a model, by describing the model and trying it, not by a list."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ log = logging.getLogger(__name__)
 def open_caches(model: Any, pool_bytes: int | None = None, max_kv_size: int | None = None) -> PooledCaches | StockCaches:
     """Caches for a loaded model in a new pool of `pool_bytes` at most (default: half of what the model leaves free).
 
-    `max_kv_size` as in open_pool. A model that nobody can describe, for its caches are of classes of its own, runs on them.
+    `max_kv_size` as in open_pool. A model whose caches are of its own classes cannot be described, and runs on them.
     """
     try:
         spec = spec_of_model(model, config_of(model), type(model).__module__.rpartition(".")[2])

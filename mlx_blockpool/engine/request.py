@@ -1,4 +1,4 @@
-"""What goes into the engine and what comes out: requests and events. Knows token ids; no caches and no text."""
+"""Requests to the engine, and its events. Knows token ids; no caches and no text."""
 
 from __future__ import annotations
 
@@ -29,9 +29,9 @@ class Request:
     marks:       (tokens, kind) of each beginning of the prompt that is worth keeping by itself, such as the system prompt.
     agent:       requests with the same name run one after the other, in the order of their arrival.
     noted_as:    the name under which its end is noted; None: that of the agent.
-    pins:        (tokens, seconds) of each beginning of the prompt that is to stay in memory for so long after each use.
-    retention:   how what it computes is kept on disk: see Terms.
-    salt:        it finds, and leaves behind, what is known under this salt alone: 32 bytes; empty: what all requests share.
+    pins:        (tokens, seconds) of each beginning of the prompt that stays in memory for `seconds` after each use.
+    retention:   how long its prefixes stay on disk: see RetentionPolicy.
+    salt:        of its prefixes, 32 bytes: only requests with the same salt share them. Empty: all without one.
     """
 
     tokens: Sequence[int]

@@ -84,5 +84,5 @@ class GuardedPromptCache(LRUPromptCache):  # type: ignore[misc]
         if found.longer is None or found.common_prefix <= whole:
             return whole
         cut = can_trim_prompt_cache(self._trie.get(model, found.longer).prompt_cache)
-        # mlx-lm leaves one of the tokens that it is asked for.
+        # mlx-lm leaves one token of the prompt to compute.
         return min(found.common_prefix, len(tokens) - 2) if cut else whole

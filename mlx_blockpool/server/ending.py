@@ -1,7 +1,6 @@
-"""The end of a server's process, when it is asked to stop and when it cannot go on.
+"""Ends a server's process on a signal, in order if possible and in any case soon.
 
-A process that was asked to stop ends in order if it can, and in any case soon: a thread ends it where another thread hangs, and a
-guardian process where no thread gets to run.
+A thread ends the process if another thread hangs, and a guardian process ends it if no thread gets to run.
 """
 
 from __future__ import annotations
@@ -13,7 +12,7 @@ import sys
 import threading
 from typing import Any
 
-# The guardian leaves this much more to the thread that ends the process, which says why.
+# The guardian waits this much longer than the thread, which logs why it ends the process.
 GUARDIAN_SECONDS = 0.6
 # A process of its own: it reads what a signal writes, and kills the process if the pipe is still open some time later.
 GUARDIAN = """
@@ -34,12 +33,12 @@ def end_on_signals(seconds: float) -> None:
 
     A second signal ends it at once. For the main thread.
     """
-    asked = threading.Event()
+    signalled = threading.Event()
 
     def interrupt(*_: Any) -> None:
-        if asked.is_set():
+        if signalled.is_set():
             os._exit(1)
-        asked.set()
+        signalled.set()
         late = threading.Timer(seconds, _end_late, [seconds])
         late.daemon = True
         late.start()
@@ -62,7 +61,7 @@ def _start_guardian(seconds: float) -> None:
 
 def _end_late(seconds: float) -> None:
     # Nothing that could wait, such as a log whose reader hangs, comes before the exit.
-    said = f"The server did not stop within {seconds:g} seconds and is ended; what was not written yet is computed again.\n"
-    threading.Thread(target=sys.stderr.write, args=[said], daemon=True).start()
+    text = f"The server did not stop within {seconds:g} seconds and is ended; what was not written yet is computed again.\n"
+    threading.Thread(target=sys.stderr.write, args=[text], daemon=True).start()
     threading.Event().wait(0.1)
     os._exit(1)

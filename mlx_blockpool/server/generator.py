@@ -30,7 +30,6 @@ from .health import Health
 from .jobs import Job
 from .model import LoadedModel
 from .models.provider import BlockpoolModelProvider
-from .models.queue import QueueEntry
 from .models.registry import LoadCommand, ModelRegistry
 from .normalise import Normalisers
 from .prompts.preparation import AgentOrder, PromptPreparation
@@ -42,7 +41,7 @@ from .sequential import SequentialCache, SequentialReply, tokenized
 log = logging.getLogger(__name__)
 
 IDLE_SECONDS = 0.1
-# Who waits for a model's rest, a disk or a file is looked at this often.
+# How often the thread looks at requests that wait for a disk, and at a model that is being loaded.
 CHANGE_SECONDS = 0.005
 REPORT_SECONDS = 0.5
 STOP_LOOKS_SECONDS = 0.05
@@ -191,7 +190,7 @@ class BlockpoolGenerator(ResponseGenerator):  # type: ignore[misc]
         self._shut_down()
 
     def _recover(self, error: BaseException) -> None:
-        """Fail the requests that an exception has met: those that run, or all where it was none of theirs."""
+        """After an exception: fail the running requests, or all of them where that fails or the thread was to exit."""
         log.exception("generation failed for %d requests", len(self._live), exc_info=error)
         cause = f"{type(error).__name__}: {error}"
         try:
@@ -226,11 +225,11 @@ class BlockpoolGenerator(ResponseGenerator):  # type: ignore[misc]
                 self._choose(self.registry.loaded[key])
             return swap.error
         except Exception as error:
-            # Whatever is wrong with a model's files is for wait_until_loaded to tell.
+            # wait_until_loaded() raises whatever is wrong with a model's files.
             return error
 
     def _take_arrivals(self) -> None:
-        """Take what has arrived. An idle thread waits for the first, and a moment more for those that come with it."""
+        """Take what has arrived. An idle thread waits for the first request, and a moment more for others that come with it."""
         idle = not (self._live or self.registry.queue or self.registry.swap)
         computes = any(served.live and not served.is_blocked for served in self._models)
         wait = IDLE_SECONDS if idle else 0.0 if computes else CHANGE_SECONDS
@@ -265,17 +264,14 @@ class BlockpoolGenerator(ResponseGenerator):  # type: ignore[misc]
                 continue
             if reply.is_left:
                 self.registry.queue.remove(place)
-            elif reply.sequence is None and self._has_waited_too_long(place):
-                self.registry.queue.remove(place)
+            elif reply.sequence is None and place.key not in self.registry.loaded:
                 seconds = self.registry.config.wait_seconds
-                reply.fail(LoadError(f"{place.key.model} could not be loaded within {seconds:g} seconds. Try again later."))
-
-    def _has_waited_too_long(self, place: QueueEntry) -> bool:
-        waited = self.registry.queue.clock() - place.arrived
-        return place.key not in self.registry.loaded and waited > self.registry.config.wait_seconds
+                if self.registry.queue.clock() - place.arrived > seconds:
+                    self.registry.queue.remove(place)
+                    reply.fail(LoadError(f"{place.key.model} could not be loaded within {seconds:g} seconds. Try again later."))
 
     def _drop_stalled(self) -> None:
-        """Whatever has gone wrong where requests wait and a whole turn has computed nothing, the next ones are to be served."""
+        """Fail all requests after a turn that has computed nothing for too long, so that the next ones are served."""
         seconds = self.health.stall_seconds
         failed = len(self._live) + len(self.registry.queue)
         log.error("nothing was computed for %g seconds; %d requests have failed", seconds, failed)
@@ -300,7 +296,7 @@ class BlockpoolGenerator(ResponseGenerator):  # type: ignore[misc]
     # -- models --------------------------------------------------------------------------------------------------------
 
     def _change_models(self) -> None:
-        """Go on with what is to be loaded and unloaded; tell those that wait for a model that cannot be."""
+        """Continue the change of models; fail the requests for a model that cannot be loaded."""
         if not self.registry.begin():
             return
         self.health.doing("loading a model")
@@ -389,7 +385,7 @@ class BlockpoolGenerator(ResponseGenerator):  # type: ignore[misc]
     # -- a step of an engine -------------------------------------------------------------------------------------------
 
     def _step(self) -> None:
-        """A step of the model that has had the least time, of those that can compute; the others look at their disks."""
+        """A step of the model that has had the least time, of those that can compute; blocked models look at their disks."""
         if time.monotonic() - self._reported > REPORT_SECONDS:
             self._report()
         busy = [served for served in self._models if served.live]
@@ -404,7 +400,7 @@ class BlockpoolGenerator(ResponseGenerator):  # type: ignore[misc]
                 if served.step():
                     self.health.mark()
             except Exception as error:
-                # Whatever went wrong, it was the requests of this model and not the next ones.
+                # It was the requests of this model, and not the next ones.
                 log.exception("generation failed for %d requests", len(served.live))
                 served.fail(RuntimeError(f"The batch failed: {type(error).__name__}: {error}"))
             if not served.live:
@@ -419,7 +415,7 @@ class BlockpoolGenerator(ResponseGenerator):  # type: ignore[misc]
             served.idle()
 
     def _report(self) -> None:
-        """Figures of all models; those that rest write behind meanwhile."""
+        """Update the figures of all models; idle ones write behind meanwhile."""
         self._reported = time.monotonic()
         for served in self._models:
             if not served.live:

@@ -47,7 +47,7 @@ class Health:
         self.mark()
 
     def seconds_stalled(self, waits: bool) -> float:
-        """How long ago the last progress was, if there is work to do; `waits`: a request waits, whatever the thread says."""
+        """How long ago the last progress was, if there is work to do; `waits`: a request waits, whatever the thread reports."""
         return self._clock() - self._marked if waits or self._doing is not None else 0.0
 
     def is_stalled(self, waits: bool) -> bool:

@@ -105,7 +105,7 @@ class BlockpoolHandler(APIHandler):  # type: ignore[misc]
         self._is_new = False
 
     def _end_request(self) -> None:
-        """End the response, and the connection where the next request could not be told from the rest of this one."""
+        """End the response, and the connection if the next request would begin within the rest of this one."""
         self._outgoing.finish()
         if not self._outgoing.is_whole:
             self.close_connection = True

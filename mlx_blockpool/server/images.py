@@ -31,10 +31,6 @@ def processor_of(config: dict[str, Any]) -> str | None:
     return name if name in PROCESSORS else None
 
 
-def has_images(messages: list[Message]) -> bool:
-    return any(image_parts(messages))
-
-
 def take_images(messages: list[Message], place: str, config: ImageConfig) -> None:
     """Replace URLs by data URLs of the fetched images, and check all images.
 

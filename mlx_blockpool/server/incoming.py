@@ -83,5 +83,5 @@ def drain(connection: socket.socket, reader: Any, incoming: TimedReader, length:
 
 
 def file_deadline(seconds: float, n_bytes: int) -> float:
-    """When a file of so many bytes has to be through, in seconds of time.monotonic()."""
+    """When the transfer of a file has to end, in seconds of time.monotonic()."""
     return time.monotonic() + seconds + n_bytes / FILE_BYTES_PER_SECOND

@@ -23,7 +23,7 @@ from ..errors import RequestTooLargeError, TooManyPositionsError
 from ..mlx_lm_compat import GenerationContext, Response, format_top_logprobs, make_logits_processors
 from .sampling import make_sampler
 
-# A client that hangs up is noticed after so long.
+# How often the connections are looked at.
 WATCH_SECONDS = 0.25
 # Where the system has it, this is reported also while bytes of a next request wait to be read.
 READ_HANG_UP: int = getattr(select, "POLLRDHUP", 0)
@@ -147,7 +147,7 @@ def text_of(detokenizer: Any, response: Token) -> str:
 class HangUps:
     """Watches the connections of clients that wait. Any thread may call watch().
 
-    Its thread runs as long as there is something to watch. A reply that nobody refers to is not watched any more.
+    Its thread runs as long as there is a connection to watch. A reply without references is not watched any more.
     """
 
     def __init__(self, seconds: float = WATCH_SECONDS) -> None:

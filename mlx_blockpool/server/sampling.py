@@ -13,7 +13,7 @@ from ..mlx_lm_compat import rebind
 
 
 def make_sampler(args: Any, tokenizer: Any) -> Any:
-    """The sampler that mlx-lm's server makes. With a seed it draws what mlx-lm draws alone, whoever else is in the batch."""
+    """The sampler that mlx-lm's server makes. With a seed it draws the same in any batch as mlx-lm draws alone."""
     if args.seed is None:
         return mlx_lm_compat.make_sampler(args, tokenizer)
     own = OwnRandomness(args.seed)
@@ -22,13 +22,13 @@ def make_sampler(args: Any, tokenizer: Any) -> Any:
 
 
 def check_sampling(args: Any, tokenizer: Any, vocab_size: int) -> None:
-    """Try the request's sampler and processors on made-up logits: what they refuse must not fail a whole batch.
+    """Try the request's sampler and processors on made-up logits: an error of theirs must not fail a whole batch.
 
     Raises ValueError.
     """
     outside = [i for i in args.logits.logit_bias or {} if not 0 <= i < vocab_size]
     if outside:
-        raise ValueError(f"logit_bias has token ids {outside[:5]}; needed ids from 0 to {vocab_size - 1}.")
+        raise ValueError(f"logit_bias has token ids {outside[:5]}. Give ids from 0 to {vocab_size - 1}.")
     if args.top_logprobs > vocab_size:
         raise ValueError(f"top_logprobs is {args.top_logprobs}; the vocabulary has {vocab_size} tokens.")
     logits = mx.zeros((1, vocab_size))

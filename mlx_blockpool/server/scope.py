@@ -15,7 +15,7 @@ from .agents import by_content
 from .explain import Asker, Explained, Explanation
 from .generator import BlockpoolGenerator
 from .models.provider import ModelKey
-from .normalise import LAST, Normalisers, scope_of
+from .normalise import LAST, scope_of
 from .request import PromptRequest, RequestOptions
 
 # Fields of a body that name the agent, the first that is there. `user` comes last: one person may have several agents.
@@ -70,7 +70,7 @@ class RequestScope:
     def parse_headers(self, headers: Any, body: Mapping[str, Any], names: tuple[str, ...] = AGENT_FIELDS) -> None:
         """Set the options that headers and body name. Raises ValueError."""
         self.options.agent = agent_of(headers.get("X-Agent-Id"), body, names)
-        self.normalisers = self.known_normalisers.chosen(headers.get("X-Normalise"))
+        self.normalisers = self.generator.normalisers.chosen(headers.get("X-Normalise"))
 
     def generate(self, request: PromptRequest, arguments: Any, progress_callback: Any = None) -> Any:
         """The generator's own, for this request's agent and owner, with its prompt normalised. Raises what that raises."""
@@ -86,7 +86,7 @@ class RequestScope:
     def _prepare(self, request: PromptRequest, arguments: Any) -> None:
         """Normalise the prompt, and give the request what the generation thread reads of this scope."""
         self._check(arguments.model)
-        options, known, key = self.options, self.known_normalisers, self._key(arguments.model)
+        options, known, key = self.options, self.generator.normalisers, self._key(arguments.model)
         is_chat = request.request_type == "chat"
         if options.agent is None and is_chat and key is not None:
             # As the client sent it: what the model is to see has its dates elsewhere.
@@ -113,7 +113,7 @@ class RequestScope:
         return salt_of_key(self.owner)
 
     def _key(self, wanted: Any) -> ModelKey | None:
-        """The model, however the request names it; None where it is not found: the generator says why."""
+        """The model, however the request names it; None where it is not found: generate() raises why."""
         try:
             return self.generator.registry.catalog.key_of(wanted)
         except (OSError, ValueError, BlockpoolError):
@@ -128,14 +128,14 @@ class RequestScope:
             explained.fail(error)
 
     def headers(self, explain: str | None) -> dict[str, str]:
-        """Of the response: the request's id, and what is known of its cache. `explain`: the request's X-Explain."""
+        """Headers of the response: the request's id and its cached tokens. `explain`: the request's X-Explain."""
         names = {"request-id": self.options.id, "X-Request-Id": self.options.id}
         if self.explained is None:
             return names
         return names | self.explained.now.headers(explain is not None and explain.strip().lower() in ("1", "true", "yes"))
 
     def asker(self, headers: Any) -> Asker:
-        """Who reads explanations, by the headers of the request."""
+        """The client that reads explanations, by the headers of the request."""
         return Asker(header_text(headers.get("X-Agent-Id") or "") or None, self.owner)
 
     def remember(self, content: str, tool_calls: list[Any]) -> None:
@@ -144,14 +144,9 @@ class RequestScope:
             # The keys and values were not computed here, so the reply proves nothing.
             return
         message = {"role": "assistant", "content": content, "tool_calls": tool_calls}
-        self.known_normalisers.replies.remember(
+        self.generator.normalisers.replies.remember(
             self._messages, message, self._sampled, self._scope, self._prompt, self._context, self.options.agent
         )
-
-    @property
-    def known_normalisers(self) -> Normalisers:
-        """The server's normalisers and remembered replies."""
-        return self.generator.normalisers
 
     def _collected(self, responses: Iterator[Any]) -> Iterator[Any]:
         try:
@@ -187,9 +182,9 @@ class RequestScope:
             normalised=changed,
             owner=self.owner,
         )
-        self.explained = Explained(first, self.known_normalisers, self.normalisers, list(messages or ()), agent, has_tools)
+        self.explained = Explained(first, self.generator.normalisers, self.normalisers, list(messages or ()), agent, has_tools)
         if messages and LAST not in self.normalisers:
-            replies = self.known_normalisers.replies
+            replies = self.generator.normalisers.replies
             self.explained.replies = replies.rendered_anew(messages, self._scope, self._context)
         self.generator.explanations.add(self.explained)
         return self.explained

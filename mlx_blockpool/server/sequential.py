@@ -85,13 +85,12 @@ class DraftedPrefix:
 
     def acquire(self, tokens: list[int], room: int, salt: bytes = SHARED) -> Acquired:
         """Caches of both that end at the same token. Raises what TieredPrefixCache.acquire raises, and holds nothing then."""
-        room += 1  # what is verified last is written one token behind the reply
+        room += 1  # the draft's last tokens are verified one token behind the reply
         hit = min(self.prefix.look(tokens, salt).hit, self.draft.look(tokens, salt).hit)
         first = self.prefix.acquire(tokens, room, hit, salt)
         try:
             second = self.draft.acquire(tokens, room, first.lookup.hit, salt)
         except BlockpoolError:
-            # Nobody will use the first.
             self.prefix.discard(first.caches)
             raise
         if second.lookup.hit != first.lookup.hit:

@@ -95,10 +95,10 @@ def test_given_caches_are_gone_on_from_and_stay_as_they_are(name: str, pooled: b
 def test_given_caches_that_hold_none_or_all_of_a_prompt_are_refused() -> None:
     engine = open_engine("llama")
     caches = stock_prompt_cache(attached("llama")[0])
-    with pytest.raises(ValueError, match="hold 0 tokens; needed the first of the 3"):
+    with pytest.raises(ValueError, match="hold 0 of 3 prompt tokens"):
         engine.insert(Request([1, 2, 3]), caches)
     attached("llama")[0](mx.array([[1, 2, 3]]), cache=caches)
-    with pytest.raises(ValueError, match="hold 3 tokens; needed the first of the 3"):
+    with pytest.raises(ValueError, match="hold 3 of 3 prompt tokens"):
         engine.insert(Request([1, 2, 3]), caches)
     assert len(engine) == 0
 

@@ -125,12 +125,12 @@ class WarmUp:
         """Tokens of the prompt, and how many of them were known. Raises what RequestScope.generate() raises."""
         scope = RequestScope(self._generator)
         scope.options.agent = prompt.agent
-        scope.normalisers = scope.known_normalisers.default
+        scope.normalisers = scope.generator.normalisers.default
         kind = "chat" if prompt.messages else "text"
         request = PromptRequest(kind, prompt.prompt, prompt.messages, prompt.tools, prompt.role_mapping)
         if prompt.agent is None and not prompt.messages:
             text = [{"role": "user", "content": prompt.prompt}]
-            scope.options.conversation = by_content.name_of([prompt.model], text, scope.known_normalisers)
+            scope.options.conversation = by_content.name_of([prompt.model], text, scope.generator.normalisers)
         options = self._generator.cli_args
         arguments = generation_arguments(Sampling(model=prompt.model), options, 1, [], prompt.chat_template_kwargs)
         context, responses = scope.generate(request, arguments)

@@ -13,8 +13,9 @@ from mlx_lm.utils import load_config
 
 from ...config import ImageConfig, RequestConfig
 from ...errors import BlockpoolError, RequestTooLargeError, TooManyPositionsError
+from ...mlx_lm_compat import image_parts
 from ...modelfile import local_folder
-from ..images import has_images, processor_of, take_images
+from ..images import processor_of, take_images
 from ..models.provider import ModelKey
 from ..models.registry import ModelRegistry
 from ..request import ChatRequest
@@ -58,7 +59,7 @@ class PromptPreparation:
         """
         job = self._job(request, args)
         is_chat_request = isinstance(request, ChatRequest)
-        if has_images(request.messages):
+        if any(image_parts(request.messages)):
             job.processor = self._processor(args.model)
         if job.processor is not None:
             job.image_at = request.image_at or "messages"
