@@ -17,6 +17,7 @@ AGENTS = 5
 SYSTEM = "You are one of five agents, and all of them begin with this text. " * 12
 
 
+@pytest.mark.sampled
 @pytest.mark.parametrize("ending", ["kill -9", "SIGTERM"])
 @pytest.mark.parametrize("name", ["llama", "gemma3_text", "gpt_oss"])
 @needs_proc

@@ -12,6 +12,7 @@ from typing import Any
 
 import pytest
 from models import save_model
+from thorough import only
 
 from server.serving import Client, at_once, blockpool_server, stock_server
 
@@ -184,11 +185,12 @@ def random_request(rng: random.Random) -> tuple[str, Any, bytes | None]:
     return path, good, raw
 
 
-def test_pool_bytes_hold_over_500_requests(client: Client) -> None:
-    """Bytes of the arrays themselves, after each of 500 requests whose prefixes come and go."""
+@pytest.mark.parametrize("count", only([100, 500], 100))
+def test_pool_bytes_hold_over_many_requests(client: Client, count: int) -> None:
+    """Bytes of the arrays themselves, after each of so many requests whose prefixes come and go."""
     rng = random.Random(1)
     slabs = client.generator.model.prefix.arena
-    for _ in range(500):
+    for _ in range(count):
         family = rng.randrange(12)
         prompt = f"family {family} " * 40 + "x" * rng.randrange(300)
         assert complete(client, prompt, rng.randrange(1, 4))["choices"]

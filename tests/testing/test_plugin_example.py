@@ -129,6 +129,7 @@ def test_its_own_tests_pass(installed: Environment) -> None:
     assert f"{len(CHECKS) - 1} passed, 1 skipped" in said
 
 
+@pytest.mark.thorough
 def test_the_checks_run_on_its_config(installed: Environment) -> None:
     said = installed.must(next(c for c in COMMANDS if "--blockpool-config" in c))
     assert f"{len(CHECKS) - 1} passed, 1 skipped" in said

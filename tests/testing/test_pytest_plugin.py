@@ -30,14 +30,14 @@ class TestWrong(Conformance):
     provider = saboteurs.Provider("llama", saboteurs.one_less)
 
 class TestRight(Conformance):
-    provider = saboteurs.Provider("jamba")
+    provider = saboteurs.Provider("mamba2")
     made = 0
 
     def make_model(self):
         from mlx_blockpool.testing import tiny_model
         type(self).made += 1
         assert self.made == 1
-        return tiny_model(CONFIGS["jamba"])
+        return tiny_model(CONFIGS["mamba2"])
 """
 
 
@@ -54,7 +54,7 @@ def write(pytester: pytest.Pytester, config: Any, name: str = "config.json") -> 
 
 def test_a_config_is_checked_and_other_tests_are_not_run(pytester: pytest.Pytester) -> None:
     pytester.makepyfile("def test_mine(): assert False")
-    ran = run(pytester, "-v", "-rs", "--blockpool-config", write(pytester, CONFIGS["jamba"]))
+    ran = run(pytester, "-v", "-rs", "--blockpool-config", write(pytester, CONFIGS["mamba2"]))
     ran.assert_outcomes(passed=len(CHECKS) - 1, skipped=1)
     ran.stdout.fnmatch_lines([f"config.json::{check} PASSED*" for check in CHECKS if check != "wrap"])
     ran.stdout.fnmatch_lines(["SKIPPED * No layer has a window or a chunk."])
