@@ -168,6 +168,8 @@ def validated(model: type[B], value: Any, place: Callable[[Sequence[Any]], str] 
         message = str(context["error"])
     elif kind == "too_short":
         message = "Input should not be empty"
+    elif kind == "too_long":
+        message = f"Input should have a length of at most {context['max_length']:,}; found {context['actual_length']:,}"
     elif kind != "missing":
         if kind in ("is_instance_of", "model_type", "model_attributes_type"):
             message = f"Input should be a valid {'string' if context.get('class') == 'str' else 'dictionary'}"
