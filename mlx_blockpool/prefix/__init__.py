@@ -1,1 +1,1 @@
-"""Known prefixes: block hashes, trie, checkpoints of window layers, and the cache that hands them out."""
+"""Cached prefixes: block hashes, trie, checkpoints of window layers, and the cache that shares them."""

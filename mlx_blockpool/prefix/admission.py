@@ -1,4 +1,4 @@
-"""Room in the pool for sequences, made by evicting cached blocks that no sequence holds. Owned by the generation thread."""
+"""Admission: room for sequences, made by evicting cached blocks that no sequence holds. Owned by the generation thread."""
 
 from __future__ import annotations
 
@@ -43,7 +43,7 @@ class Admission:
             if not self._could_reserve(tables, counts) or not self._reserve_without_pins(tables, counts):
                 raise
 
-    def can_reserve(self, tables: list[BlockTable], counts: list[int]) -> bool:
+    def try_reserve(self, tables: list[BlockTable], counts: list[int]) -> bool:
         """reserve() without unpinning anything. Returns whether there was room."""
         try:
             self._reserve(tables, counts)
@@ -60,7 +60,7 @@ class Admission:
         released = []
         while (pin := self.pins.release_soonest()) is not None:
             released.append(pin)
-            if self.can_reserve(tables, counts):
+            if self.try_reserve(tables, counts):
                 self.pins.num_gave_way += len(released)
                 return True
         for pin in released:
@@ -146,12 +146,12 @@ class Admission:
     def admit_import(self, theirs: list[Any]) -> Intake | None:
         """An intake of mlx-lm's caches, with room reserved for it; None: there is no room."""
         intake = Intake(self.arena, theirs)
-        return intake if self.can_reserve(intake.sequence.tables, intake.blocks) else None
+        return intake if self.try_reserve(intake.sequence.tables, intake.blocks) else None
 
     def reserve_second_rings(self, sequence: SequenceBlocks) -> bool:
         """Reserve copies of a checkpoint's ring blocks for a sequence that goes on. Returns whether there was room."""
         tables = [sequence.tables[g] for g in self.arena.window_groups]
-        return self.can_reserve(tables, [max(0, (table.max_blocks or 0) - table.reserved) for table in tables])
+        return self.try_reserve(tables, [max(0, (table.max_blocks or 0) - table.reserved) for table in tables])
 
     def trim_to(self, n_bytes: int) -> None:
         """Evict, in every group in turn, until at most `n_bytes` are cached."""
