@@ -113,7 +113,7 @@ def test_agents_for_people(capsys: pytest.CaptureFixture[str], root: Path) -> No
 def test_a_store_without_agents(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
     assert run(capsys, tmp_path, "agents") == {"folder": str(tmp_path), "agents": [], "bad": []}
     assert said(capsys, tmp_path, "agents") == f"{tmp_path}: 0 agents\n"
-    assert refusal(capsys, tmp_path / "none", "agents").startswith("Found no folder")
+    assert refusal(capsys, tmp_path / "none", "agents").startswith("There is no folder")
     assert list(tmp_path.iterdir()) == []
 
 

@@ -191,7 +191,7 @@ def test_an_empty_store_has_no_models(capsys: pytest.CaptureFixture[str], tmp_pa
 @pytest.mark.parametrize("action", ["stats", "check", "scrub", "clear"])
 def test_a_folder_that_is_not_there_is_refused(capsys: pytest.CaptureFixture[str], tmp_path: Path, action: str) -> None:
     found = refusal(capsys, tmp_path / "none", action)
-    assert found.startswith(f"Found no folder {tmp_path / 'none'}; needed the one of a prompt store.")
+    assert found.startswith(f"There is no folder {tmp_path / 'none'}. Give --store-dir")
 
 
 # -- check and scrub -----------------------------------------------------------------------------------------------------
@@ -443,7 +443,7 @@ def save_stock(folder: Path, tokens: list[int], path: Path, **metadata: str) -> 
 def test_a_file_of_stock_mlx_lm_is_taken_with_its_tokens(capsys: pytest.CaptureFixture[str], llama: Path, tmp_path: Path) -> None:
     path = save_stock(llama, FIRST[:300], tmp_path / "stock.safetensors", model="elsewhere")
     root = tmp_path / "store"
-    assert refusal(capsys, root, "import", "--model", str(llama), str(path)).startswith("Found no token ids in the metadata of")
+    assert refusal(capsys, root, "import", "--model", str(llama), str(path)).endswith(" --tokens 1,2,3 or --prompt-file.\n")
     given = ("--tokens", ids(FIRST[:300]), str(path))
     assert "Give --agent NAME" in refusal(capsys, root, "import", "--model", str(llama), *given)
     assert "Only agent one goes on" in said(capsys, root, "import", "--model", str(llama), "--agent", "one", *given)
@@ -464,7 +464,7 @@ def test_what_cannot_be_the_prefix_of_the_model_is_refused(
         return refusal(capsys, root, "import", "--model", str(llama), "--tokens", ids(given), str(path))
 
     assert refused(wide, tokens).startswith("Layer 0: found ('float32', 1, 4,")
-    assert refused(deep, tokens) == "Found a file of 3 layers; needed 2 as alpha has.\n"
+    assert refused(deep, tokens) == "The file has 3 layers, and alpha has 2.\n"
     assert refused(llama, tokens[:299]).startswith("Layer 0: the file holds 300 tokens, and its prompt has 299.")
     assert refused(other, tokens).startswith("Layer 0: the keys and values of the first 16 tokens are off by")
     assert "off by" in refused(llama, [1, *tokens[:299]])
@@ -477,7 +477,7 @@ def test_an_export_says_whose_it_is(capsys: pytest.CaptureFixture[str], root: Pa
     out = tmp_path / "out.safetensors"
     store(capsys, root, "export", "--model", str(llama), "--tokens", ids(FIRST), str(out))
     other = save_model(tmp_path / "other", "llama", seed=3)
-    assert refusal(capsys, root, "import", "--model", str(other), str(out)).startswith(f"Found a file of other weights ({llama})")
+    assert refusal(capsys, root, "import", "--model", str(other), str(out)).startswith(f"The file is of other weights ({llama})")
 
 
 def test_a_quantised_store_is_its_own(capsys: pytest.CaptureFixture[str], llama: Path, tmp_path: Path) -> None:
@@ -504,7 +504,9 @@ def test_an_import_over_its_limit_is_refused_with_both_figures(
 def test_models_that_cannot_be_loaded_are_refused(capsys: pytest.CaptureFixture[str], root: Path, tmp_path: Path) -> None:
     window = save_model(tmp_path / "window", "gpt_oss")
     out = str(tmp_path / "out.safetensors")
-    assert refusal(capsys, root, "export", "--model", str(tmp_path / "none"), "--tokens", "1", out).startswith("Found no folder")
+    assert refusal(capsys, root, "export", "--model", str(tmp_path / "none"), "--tokens", "1", out).startswith(
+        "There is no folder"
+    )
     assert refusal(capsys, root, "export", "--model", str(tmp_path), "--tokens", "1", out).startswith(
         "Found no model*.safetensors"
     )

@@ -153,7 +153,7 @@ def _find_version(folder: Path) -> str:
     try:
         return metadata.version("mlx-lm")
     except metadata.PackageNotFoundError:
-        raise PatchError(f"Found no version of the mlx-lm in {folder}; needed its installed metadata.") from None
+        raise PatchError(f"The mlx-lm in {folder} has no metadata with its version. Install it with pip.") from None
 
 
 def _load_patches(version: str) -> list[_FilePatch] | None:

@@ -97,7 +97,7 @@ def plan(models: Sequence[str], lengths: str | None, context: str | None, memory
 def parse_lengths(text: str) -> list[int]:
     """'500,4000,1200' as tokens of each sequence. Raises BlockpoolError on anything but whole numbers from 1 to LONGEST."""
     if not text.strip():
-        raise BlockpoolError(f"Found no lengths; needed the tokens of each sequence, such as {LENGTHS_EXAMPLE}.")
+        raise BlockpoolError(f"--lengths is empty. Write the tokens of each sequence, such as {LENGTHS_EXAMPLE}.")
     return [_length(part.strip()) for part in text.split(",")]
 
 
@@ -107,7 +107,7 @@ def parse_context(text: str) -> int:
     tokens = int(found[1]) * {"": 1, "k": 2**10, "m": 2**20}[found[2]] if found else 0
     if not 1 <= tokens <= LONGEST:
         raise BlockpoolError(
-            f"Found context {text!r}; needed tokens as a whole number from 1 to {LONGEST:,}. Write --context 8192 or 8k."
+            f"{text!r} is no context: it is a whole number of tokens from 1 to {LONGEST:,}. Write --context 8192 or 8k."
         )
     return tokens
 
@@ -119,9 +119,7 @@ def parse_memory(text: str) -> int:
     except (BlockpoolError, OverflowError):
         size = 0
     if not 1 <= size <= LARGEST:
-        raise BlockpoolError(
-            f"Found memory {text!r}; needed what model and agents may take together. Write --memory 24GB or 24GiB."
-        )
+        raise BlockpoolError(f"{text!r} is no memory that model and agents may take together. Write --memory 24GB or 24GiB.")
     return size
 
 
@@ -129,6 +127,6 @@ def _length(text: str) -> int:
     found = re.fullmatch(r"0*([1-9][0-9]{0,9})", text)
     if found is None or int(found[1]) > LONGEST:
         raise BlockpoolError(
-            f"Found {text!r} among the lengths; needed tokens as whole numbers from 1 to {LONGEST:,}. Write {LENGTHS_EXAMPLE}."
+            f"{text!r} is no length: lengths are whole numbers of tokens from 1 to {LONGEST:,}. Write {LENGTHS_EXAMPLE}."
         )
     return int(found[1])

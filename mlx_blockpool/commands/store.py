@@ -102,7 +102,7 @@ def folder_at(store_dir: Path | None) -> Path:
     """The folder of a prompt store; None: this user's, which need not be there yet. Raises StoreError if another is missing."""
     root = default_folder() if store_dir is None else store_dir
     if store_dir is not None and not root.is_dir():
-        raise StoreError(f"Found no folder {root}; needed the one of a prompt store. Give --store-dir the path that it has.")
+        raise StoreError(f"There is no folder {root}. Give --store-dir the path of a prompt store.")
     return root
 
 

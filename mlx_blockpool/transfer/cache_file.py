@@ -148,7 +148,7 @@ class CacheFile:
     def read(cls, path: Path, tokens: list[int] | None = None) -> CacheFile:
         """`tokens`: the prompt's, if its metadata need not name them."""
         if not path.is_file():
-            raise StoreError(f"Found no file {path}; needed one of mlx-lm's save_prompt_cache.")
+            raise StoreError(f"There is no file {path}. Give one of mlx-lm's save_prompt_cache.")
         _check_header(path)
         try:
             caches, metadata = load_prompt_cache(str(path), return_metadata=True)
@@ -161,7 +161,7 @@ class CacheFile:
         """The model must have every token, or it is a piece of an image, whose ids are negative; the caches must fit its spec."""
         highest = max(self.tokens, default=0)
         if highest >= vocab_size:
-            raise StoreError(f"Found token {highest} in the file; needed those of the model, which end with {vocab_size - 1}.")
+            raise StoreError(f"The file has token {highest}; the model's last one is {vocab_size - 1}.")
         _check_shapes(spec, self.caches, self.tokens)
 
     def names_weights(self, model: str, weights: str, bits: int | None) -> bool:
@@ -171,11 +171,9 @@ class CacheFile:
         """
         found = str(self.metadata.get("bits", "0"))
         if found not in ("0", str(bits or 0)):
-            raise StoreError(
-                f"Found keys and values that were stored in {found} bits; needed the same store. Give --store-bits {found}."
-            )
+            raise StoreError(f"The file's keys and values were stored in {found} bits. Give --store-bits {found}.")
         if "weights" in self.metadata and self.metadata["weights"] != weights:
-            raise StoreError(f"Found a file of other weights ({self.metadata.get('model')}); needed one of {model}.")
+            raise StoreError(f"The file is of other weights ({self.metadata.get('model')}) than those of {model}.")
         return "weights" in self.metadata and self.metadata.get("tokens") == ",".join(map(str, self.tokens))
 
     def compare(self, name: str, model: Any) -> None:
@@ -208,7 +206,7 @@ def _tokens_in(metadata: dict[str, Any], file: Path) -> list[int]:
         return list(ids_in(metadata["tokens"]))
     except (KeyError, ValueError, AttributeError) as error:
         raise StoreError(
-            f"Found no token ids in the metadata of {file}; needed those of its prompt. Give --tokens 1,2,3 or --prompt-file."
+            f"The metadata of {file} names no token ids. Give those of its prompt: --tokens 1,2,3 or --prompt-file."
         ) from error
 
 
@@ -268,17 +266,19 @@ def _check_names(names: list[str]) -> None:
 def _check_shapes(spec: ModelCacheSpec, caches: list[Any], tokens: list[int]) -> None:
     """Raises StoreError unless these can be caches of so many tokens of the model."""
     if len(caches) != len(spec.layers):
-        raise StoreError(f"Found a file of {len(caches)} layers; needed {len(spec.layers)} as {spec.model_id} has.")
+        raise StoreError(f"The file has {len(caches)} layers, and {spec.model_id} has {len(spec.layers)}.")
     leaves = leaves_of(caches)
     if len(leaves) != len(spec.leaves):
-        raise StoreError(f"Found a file of {len(leaves)} caches; needed {len(spec.leaves)} as {spec.model_id} has.")
+        raise StoreError(f"The file has {len(leaves)} caches, and {spec.model_id} has {len(spec.leaves)}.")
     for index, (cache, leaf) in enumerate(zip(leaves, spec.leaves, strict=True)):
         wanted, found = STOCK.get(type(leaf), KVCache).__name__, type(cache).__name__
         holds = isinstance(leaf, FullLayer) and leaf.values_per_token > 0
         if found != wanted or (holds and cache.keys is None):
-            raise StoreError(f"Layer {index}: found {found} in the file; needed a {wanted} that is not empty.")
+            raise StoreError(f"Layer {index}: the file has a {found} where the model has a {wanted} that is not empty.")
         if isinstance(leaf, StateLayer) and len(cache.cache) != len(leaf.arrays):
-            raise StoreError(f"Layer {index}: found {len(cache.cache)} state arrays in the file; needed {len(leaf.arrays)}.")
+            raise StoreError(
+                f"Layer {index}: the file has {len(cache.cache)} state arrays, and the model has {len(leaf.arrays)}."
+            )
         if isinstance(leaf, FullLayer) and holds:
             _check_keys(spec, index, cache, leaf, len(tokens))
 
@@ -289,11 +289,11 @@ def _check_keys(spec: ModelCacheSpec, index: int, cache: Any, leaf: FullLayer, t
             f"Layer {index}: the file holds {cache.offset} tokens, and its prompt has {tokens}. Give its own prompt."
         )
     if getattr(cache, "start_position", 0):
-        raise StoreError(f"Layer {index}: found a chunk from token {cache.start_position} on in the file; needed all tokens.")
+        raise StoreError(f"Layer {index}: the file has a chunk from token {cache.start_position} on, and not all tokens.")
     held = min(tokens, leaf.max_size) if isinstance(leaf, WindowLayer) else tokens
     for array, dim in ((cache.keys, leaf.key_dim), (cache.values, leaf.value_dim)):
         found = (str(array.dtype).rpartition(".")[2], *array.shape)
         needed = (spec.dtype, 1, leaf.kv_heads, held, dim)
         long_enough = array.ndim == 4 and array.shape[2] >= held
         if not long_enough or (*found[:3], found[4]) != (*needed[:3], needed[4]):
-            raise StoreError(f"Layer {index}: found {found} in the file; needed {needed} as {spec.model_id} has.")
+            raise StoreError(f"Layer {index}: the file has {found}, and {spec.model_id} has {needed}.")

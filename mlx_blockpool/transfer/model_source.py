@@ -131,4 +131,4 @@ def _model_folder(name: str) -> Path:
             return folder
     except (OSError, ValueError):
         pass
-    raise StoreError(f"Found no folder {name}; needed one with a model, or the id of a model that was downloaded.")
+    raise StoreError(f"There is no folder {name}. Give one with a model, or the id of a downloaded model.")

@@ -121,7 +121,7 @@ def test_a_hybrid_model_is_said_to_be_served_by_mlx_lm(capsys: pytest.CaptureFix
 
 @pytest.mark.parametrize("text", ["", " "])
 def test_no_lengths_are_refused(capsys: pytest.CaptureFixture[str], text: str) -> None:
-    expected = "Found no lengths; needed the tokens of each sequence, such as --lengths 500,4000,1200."
+    expected = "--lengths is empty. Write the tokens of each sequence, such as --lengths 500,4000,1200."
     assert refusal(capsys, "--lengths", text) == expected
 
 
@@ -147,8 +147,7 @@ def test_no_lengths_are_refused(capsys: pytest.CaptureFixture[str], text: str) -
 )
 def test_lengths_that_are_none_are_named(capsys: pytest.CaptureFixture[str], text: str, wrong: str) -> None:
     assert refusal(capsys, "--lengths", text) == (
-        f"Found {wrong!r} among the lengths; needed tokens as whole numbers from 1 to 1,000,000,000. "
-        "Write --lengths 500,4000,1200."
+        f"{wrong!r} is no length: lengths are whole numbers of tokens from 1 to 1,000,000,000. Write --lengths 500,4000,1200."
     )
 
 

@@ -264,7 +264,7 @@ def test_contexts(text: str, tokens: int) -> None:
 )
 def test_contexts_that_are_none(capsys: pytest.CaptureFixture[str], text: str) -> None:
     assert refusal(capsys, "--context", text) == (
-        f"Found context {text!r}; needed tokens as a whole number from 1 to 1,000,000,000. Write --context 8192 or 8k."
+        f"{text!r} is no context: it is a whole number of tokens from 1 to 1,000,000,000. Write --context 8192 or 8k."
     )
 
 
@@ -276,7 +276,7 @@ def test_memory(text: str, size: int) -> None:
 @pytest.mark.parametrize("text", ["", "0", "0GB", "lots", "24 apples", "9" * 400 + "GB", "2000TB"])
 def test_memory_that_is_none(capsys: pytest.CaptureFixture[str], text: str) -> None:
     assert refusal(capsys, "--memory", text) == (
-        f"Found memory {text!r}; needed what model and agents may take together. Write --memory 24GB or 24GiB."
+        f"{text!r} is no memory that model and agents may take together. Write --memory 24GB or 24GiB."
     )
 
 

@@ -73,13 +73,13 @@ def test_the_first_request_finds_what_was_computed(model: Path, tmp_path: Path) 
     ("text", "problem"),
     [
         ('"good"\n{"messages": []}', 'line 2: needed "messages" or "prompt"'),
-        ('{"prompt": "x"}\n\nnonsense', "line 3: found no JSON"),
+        ('{"prompt": "x"}\n\nnonsense', "line 3 is no JSON"),
         ('["good", 5]', "item 2: Input should be a valid dictionary"),
         ('{"messages": [{"content": "x"}]}', "line 1: found a message without a role"),
         ('{"messages": [{"role": "user"}], "prompt": "x"}', "line 1: needed .*, one of them"),
         ('{"prompt": "x", "pin": "yes"}', "line 1: pin: Input should be a valid boolean"),
         ('{"prompt": "x", "agent": ""}', "line 1: '' cannot be an agent's name"),
-        ('[{"prompt": "x"', "found no JSON"),
+        ('[{"prompt": "x"', "is no JSON"),
     ],
 )
 def test_a_bad_line_is_told_before_the_server_listens(tmp_path: Path, text: str, problem: str) -> None:

@@ -67,7 +67,7 @@ def _json(text: str, place: str) -> Any:
     try:
         return json.loads(text)
     except (ValueError, RecursionError) as error:
-        raise BlockpoolError(f"--warm-up {place}: found no JSON ({error}); needed a chat's body, or a text in quotes.") from error
+        raise BlockpoolError(f"--warm-up {place} is no JSON ({error}). Write a chat's body, or a text in quotes.") from error
 
 
 def _prompt(item: Any, place: str) -> Prompt:
