@@ -463,7 +463,7 @@ def test_what_cannot_be_the_prefix_of_the_model_is_refused(
         save_stock(folder, tokens, path)
         return refusal(capsys, root, "import", "--model", str(llama), "--tokens", ids(given), str(path))
 
-    assert refused(wide, tokens).startswith("Layer 0: found ('float32', 1, 4,")
+    assert refused(wide, tokens).startswith("Layer 0: the file has ('float32', 1, 4,")
     assert refused(deep, tokens) == "The file has 3 layers, and alpha has 2.\n"
     assert refused(llama, tokens[:299]).startswith("Layer 0: the file holds 300 tokens, and its prompt has 299.")
     assert refused(other, tokens).startswith("Layer 0: the keys and values of the first 16 tokens are off by")
