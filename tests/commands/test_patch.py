@@ -304,10 +304,10 @@ def test_patch_command_gives_the_same_file(copy: Path) -> None:
 @pytest.mark.parametrize(
     ("args", "argv"),
     [
-        (["mlx_lm", "server", "--cache-backend", "fake", "--port", "1"], ["--port", "1"]),
+        pytest.param(["mlx_lm", "server", "--cache-backend", "fake", "--port", "1"], ["--port", "1"], marks=pytest.mark.thorough),
         (["mlx_lm", "server", "--port", "1", "--cache-backend=fake", "--new", "-x"], ["--port", "1", "--new", "-x"]),
         (["mlx_lm", "server", "--help", "--cache-backend", "fake"], ["--help"]),
-        (
+        pytest.param(
             [
                 "mlx_lm.server",
                 "--chat-template-args",
@@ -320,6 +320,7 @@ def test_patch_command_gives_the_same_file(copy: Path) -> None:
                 "9",
             ],
             ["--chat-template-args", '{"a": 1}', "--seed", "-1", "--cache", "9"],
+            marks=pytest.mark.thorough,
         ),
     ],
 )

@@ -13,8 +13,8 @@ from mlx_blockpool import StoreConfig, open_prefix
 from server.processes import needs_proc, process, turn, written
 from server.serving import at_once, blockpool_server, stock_server
 
-AGENTS = 5
-SYSTEM = "You are one of five agents, and all of them begin with this text. " * 12
+AGENTS = 3
+SYSTEM = "You are one of three agents, and all of them begin with this text. " * 12
 
 
 @pytest.mark.sampled

@@ -75,7 +75,11 @@ def test_what_fails_is_said_without_a_traceback(pytester: pytest.Pytester) -> No
 
 
 @pytest.mark.parametrize(
-    ("text", "said"), [("{", "Cannot read *config.json: *"), ("[]", "Cannot read *config.json: it holds a list. *")]
+    ("text", "said"),
+    [
+        pytest.param("{", "Cannot read *config.json: *", marks=pytest.mark.thorough),
+        ("[]", "Cannot read *config.json: it holds a list. *"),
+    ],
 )
 def test_what_is_no_config_is_said(pytester: pytest.Pytester, text: str, said: str) -> None:
     ran = run(pytester, "--blockpool-config", write(pytester, text))
