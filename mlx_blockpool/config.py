@@ -151,7 +151,7 @@ class ImageConfig:
     image_bytes: int = 20 << 20  # of one image
     pixels: int = 50_000_000  # of one image
     seconds: float = 20.0  # for fetching all images of a request
-    characters: int = 400_000  # of text in a request with images, which the generation thread renders
+    characters: int = 400_000  # of text in a request with images, which a worker renders
 
 
 @dataclass(frozen=True)

@@ -210,7 +210,30 @@ class BlockpoolHandler(APIHandler):  # type: ignore[misc]
 
     def do_GET(self) -> None:  # noqa: N802
         with self._failures_answered():
-            self._get()
+            scope, generator = self.scope, self._generator
+            if self.route == "/v1/cache":
+                report = own_figures(scope.owner, cache_report(generator.registry, generator.report))
+                self.send_json(200, {**report, "prompts": generator.prompts.counts})
+            elif is_explain(self.route):
+                self.send_json(*answer_about(self.route, generator.explanations, scope.asker(self.headers)))
+            elif self.route == "/admin/models":
+                self.send_json(200, ModelsEndpoint(generator).figures())
+            elif is_models(self.route, self.headers):
+                MessagesEndpoint(self).get_models()
+            elif is_below(self.route, MESSAGES):
+                MessagesEndpoint(self).refuse_path()
+            elif self.route == HELLO:
+                self.send_json(200, {"message": "hello"})
+            elif is_below(self.route, RESPONSES):
+                ResponsesEndpoint(self).get()
+            elif is_agents(self.path):
+                AgentsEndpoint(self).answer()
+            elif self.route == "/health":
+                self.send_json(*generator.health.report(generator.is_healthy, generator.has_waiting))
+            elif self.route == "/v1/models" or is_model(self.route):
+                self._models()
+            else:
+                self._unknown_path()
 
     def do_HEAD(self) -> None:  # noqa: N802
         """The headers of do_GET; clients send HEAD / to see whether the server runs."""
@@ -264,32 +287,6 @@ class BlockpoolHandler(APIHandler):  # type: ignore[misc]
             return 400, {"error": f"The body is {fault}: {error}"}
         log.exception("%s failed", self.path)
         return 503 if isinstance(error, UnavailableError) else 500, {"error": cause_of(error)}
-
-    def _get(self) -> None:
-        scope, generator = self.scope, self._generator
-        if self.route == "/v1/cache":
-            report = own_figures(scope.owner, cache_report(generator.registry, generator.report))
-            self.send_json(200, {**report, "prompts": generator.prompts.counts})
-        elif is_explain(self.route):
-            self.send_json(*answer_about(self.route, generator.explanations, scope.asker(self.headers)))
-        elif self.route == "/admin/models":
-            self.send_json(200, ModelsEndpoint(generator).figures())
-        elif is_models(self.route, self.headers):
-            MessagesEndpoint(self).get_models()
-        elif is_below(self.route, MESSAGES):
-            MessagesEndpoint(self).refuse_path()
-        elif self.route == HELLO:
-            self.send_json(200, {"message": "hello"})
-        elif is_below(self.route, RESPONSES):
-            ResponsesEndpoint(self).get()
-        elif is_agents(self.path):
-            AgentsEndpoint(self).answer()
-        elif self.route == "/health":
-            self.send_json(*generator.health.report(generator.is_healthy, generator.has_waiting))
-        elif self.route == "/v1/models" or is_model(self.route):
-            self._models()
-        else:
-            self._unknown_path()
 
     def _unknown_path(self) -> None:
         self.send_json(404, {"error": f"Unknown path {self.route}. See the server's README for the endpoints."})
