@@ -254,7 +254,7 @@ def import_file(service: AgentService, name: str, path: Path) -> Report:
     private = found.is_private(names_weights, _key(service))
     if private:
         before = service.look().get(name)
-        # A name that chats get by their content is nobody's to give.
+        # Names that chats get by their content are never free.
         check_agent(name, SHARED if is_by_content(name) else None if before is None else before.agent.salt)
     salt = salt_of_import() if private else service.scope.salt
     intake = service.at(home, lambda _, prefix: _begin_import(prefix, found.caches))

@@ -89,7 +89,7 @@ class PreparedPrompt:
 
     segments:     the lengths of mlx-lm's segments; the first begins with the prompt, the last ends with it.
     breakpoints:  (tokens, seconds) of each of the client's breakpoints.
-    checkpoints:  (tokens, kind) of the beginnings that other prompts will have too; None: not asked for.
+    checkpoints:  (tokens, kind) of the beginnings that other prompts will have too; None: not wanted.
     stops:        the tokens of each stop word.
     call:         what stands before and behind a tool call.
     never:        the token that must not be drawn, so that no call begins.

@@ -31,11 +31,11 @@ NEVER = -1e4
 
 
 class Counted(Exception):  # noqa: N818
-    """Ends a request that only asked for the length of its prompt: `tokens`."""
+    """Ends a request for the length of its prompt alone: `tokens`."""
 
     def __init__(self, tokens: int) -> None:
         self.tokens = tokens
-        super().__init__(f"the prompt has {tokens} tokens, and the request asked for no more")
+        super().__init__(f"the prompt has {tokens} tokens")
 
 
 class PromptPreparation:
