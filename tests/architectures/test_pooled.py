@@ -83,4 +83,4 @@ def test_agents_get_what_each_gets_alone_and_turn_two_reuses_turn_one(name: str)
         assert again == [stock_reply(agents.model, p) for p in later]
         assert cached == [len(p) + TOKENS for p in prompts]
     finally:
-        agents.close(60)
+        agents.close()
