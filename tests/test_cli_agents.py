@@ -19,6 +19,7 @@ from test_cli_store import fill, open_prefix
 
 from mlx_blockpool.cli import main
 from mlx_blockpool.commands import agents as room
+from mlx_blockpool.store import agent_files
 from mlx_blockpool.store.agent_files import Agents
 from mlx_blockpool.store.agent_records import AgentRecords
 from mlx_blockpool.store.fs import safe_name
@@ -331,8 +332,12 @@ def test_a_record_that_is_there_again_is_named(
     assert (found["still_there"], found["gone"]["records"], found["clean"]) == ([str(last)], 1, False)
 
 
-def test_files_come_and_go_while_agents_are_looked_at(capsys: pytest.CaptureFixture[str], root: Path) -> None:
+def test_files_come_and_go_while_agents_are_looked_at(
+    capsys: pytest.CaptureFixture[str], root: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """A server that writes and drops the records of both agents, and notes them, all the while."""
+    # A thread that makes no pause may keep others waiting.
+    monkeypatch.setattr(agent_files, "LOCK_SECONDS", 60)
     done = threading.Event()
     data = {path: path.read_bytes() for path in record_files(root)}
 
