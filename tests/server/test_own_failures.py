@@ -14,6 +14,7 @@ from models import save_endless
 from mlx_blockpool.prefix.cache import PrefixCache
 from mlx_blockpool.server.jobs import run_on_generation_thread
 from mlx_blockpool.server.model import LoadedModel
+from mlx_blockpool.server.replies import Reply
 from server.serving import Client, blockpool_server
 
 
@@ -47,10 +48,10 @@ def test_a_request_that_fails_at_its_start_takes_nobody_along(client: Client, mo
     """Its start and its progress come with the same step."""
     explain = LoadedModel.explain
 
-    def broken(self: Any, explained: Any, prompt: Any, cached: int, lookup: Any) -> None:
-        if len(prompt) == 5:
+    def broken(self: Any, reply: Reply, cached: int, lookup: Any) -> None:
+        if len(reply.request.prepared.tokens) == 5:
             raise LookupError("cannot explain this")
-        explain(self, explained, prompt, cached, lookup)
+        explain(self, reply, cached, lookup)
 
     monkeypatch.setattr(LoadedModel, "explain", broken)
     with long_reply(client) as lines:
