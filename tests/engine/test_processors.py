@@ -9,10 +9,11 @@ import pytest
 from engine.engines import drive, make_engine, serve, stock_model, words
 from mlx_lm.generate import BatchGenerator, generate_step
 from mlx_lm.sample_utils import make_logits_processors
+from thorough import only
 
 from mlx_blockpool.engine.request import Request
 
-RAGGED = ["llama", "gemma3_text", "gpt_oss"]
+RAGGED = only(["llama", "gemma3_text", "gpt_oss"], "gemma3_text", "gpt_oss")
 
 
 @pytest.mark.parametrize("name", RAGGED)

@@ -9,11 +9,12 @@ import mlx.core as mx
 import pytest
 from engine.engines import Told, assert_nothing_held, assert_stock, drive, make_engine, serve, stock_reply, words
 from mlx_lm.generate import StopSequences
+from thorough import only
 
 from mlx_blockpool.engine.request import Request, Started, Token
 from mlx_blockpool.errors import PoolExhaustedError
 
-RAGGED = ["llama", "gemma3_text", "gpt_oss"]
+RAGGED = only(["llama", "gemma3_text", "gpt_oss"], "gemma3_text", "gpt_oss")
 
 
 # -- order -------------------------------------------------------------------------------------------------------------

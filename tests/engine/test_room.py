@@ -11,14 +11,14 @@ from hypothesis import given
 from hypothesis import strategies as st
 from mlx_lm.generate import generate_step
 from mlx_lm.sample_utils import make_logits_processors, make_sampler
-from thorough import tried
+from thorough import only, tried
 
 from mlx_blockpool.engine import caches as caches_module
 from mlx_blockpool.engine.request import Request, Started
 from mlx_blockpool.errors import PoolExhaustedError, RequestTooLargeError
 from mlx_blockpool.server.sampling import OwnRandomness
 
-RAGGED = ["llama", "gemma3_text", "gpt_oss"]
+RAGGED = only(["llama", "gemma3_text", "gpt_oss"], "gemma3_text", "gpt_oss")
 
 
 @pytest.fixture

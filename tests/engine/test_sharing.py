@@ -6,10 +6,11 @@ from typing import Any
 
 import pytest
 from engine.engines import Told, assert_nothing_held, assert_stock, drive, make_engine, serve, words
+from thorough import only
 
 from mlx_blockpool.engine.request import Request
 
-RAGGED = ["llama", "gemma3_text", "gpt_oss"]
+RAGGED = only(["llama", "gemma3_text", "gpt_oss"], "gemma3_text", "gpt_oss")
 COMMON = words(1, 500)
 
 

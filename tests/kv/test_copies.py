@@ -12,6 +12,7 @@ from mlx_lm.generate import BatchGenerator
 from mlx_lm.models.cache import LRUPromptCache
 from mlx_lm.models.cache import make_prompt_cache as stock_prompt_cache
 from models import make_model
+from thorough import only
 
 from mlx_blockpool import PrefixCache, attach, make_prompt_cache, open_pool
 from mlx_blockpool.errors import ReleasedCacheError
@@ -21,7 +22,7 @@ from mlx_blockpool.kv.factory import pooled_caches
 from mlx_blockpool.kv.parts import sequence_of
 from mlx_blockpool.spec import CompositeLayer, FullLayer, ModelCacheSpec, StateLayer
 
-ATTACHED = ["llama", "gemma3_text", "gpt_oss", "lfm2"]
+ATTACHED = only(["llama", "gemma3_text", "gpt_oss", "lfm2"], "gemma3_text", "lfm2")
 SYSTEM = [i * 7 % 131 for i in range(290)]
 QUESTIONS = ([5, 9, 2, 77], [8, 8, 120])
 

@@ -9,6 +9,7 @@ from typing import Any
 
 import pytest
 from models import save_model
+from thorough import only
 
 from mlx_blockpool.errors import BlockpoolError
 from server.serving import Client, at_once, blockpool_server, parse
@@ -114,6 +115,7 @@ def test_an_hour_is_an_hour(client: Client) -> None:
     assert message(client, system, "two")["cache_read_input_tokens"] >= len(system)
 
 
+@pytest.mark.parametrize("server", only(MODELS, "llama"), indirect=True)
 def test_marks_on_openais_messages_do_the_same(client: Client) -> None:
     clock = timed(client)
     system = "In the other protocol. " + SYSTEM[:300]
