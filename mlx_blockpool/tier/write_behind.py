@@ -133,7 +133,7 @@ class StoredPrefixes:
             left, before = self._num_unwritten(), left
         # Remove files of nodes that left the trie since the last step, or that longer ones have just superseded.
         self._settle()
-        return self.store.close(_seconds_until(until))
+        return self.store.close(_seconds_until(until)) and left in (0, before)
 
     def _num_unwritten(self) -> int:
         return sum(not node.residency.on_disk for node in self.index.trie) + sum(self.checkpoints.num_queued)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 from collections.abc import Callable
 from pathlib import Path
+from types import SimpleNamespace
 
 import mlx.core as mx
 import numpy as np
@@ -17,6 +18,7 @@ from tier.lives import BLOCK, FILE, ONE, SPEC, THREE, TWO, WINDOWED, Life, compu
 from mlx_blockpool.errors import PoolExhaustedError
 from mlx_blockpool.prefix.salts import SHARED, salt_of_import, salt_of_key
 from mlx_blockpool.spec import ModelCacheSpec
+from mlx_blockpool.tier import write_behind
 
 # -- written -----------------------------------------------------------------------------------------------------------
 
@@ -52,7 +54,7 @@ def test_a_tail_that_went_on_leaves_no_file_behind(tmp_path: Path) -> None:
 
 
 def test_a_shutdown_writes_everything_through_the_smallest_queue(tmp_path: Path) -> None:
-    life = start(tmp_path, queue_bytes=1)
+    life = start(tmp_path, queue_bytes=1, flush_seconds=60.0)
     prompts = [list(family(n, 100 + n * 200)) for n in range(1, 6)]
     answer(life.prefix, prompts[0])
     life.stored.write_tails()
@@ -63,6 +65,22 @@ def test_a_shutdown_writes_everything_through_the_smallest_queue(tmp_path: Path)
     assert life.prefix.close()
     again = start(tmp_path)
     assert [again.fetched([*prompt, 1]) for prompt in prompts] == [len(prompt) for prompt in prompts]
+
+
+def test_a_shutdown_that_runs_out_of_time_says_so(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    life, clock = start(tmp_path, queue_bytes=1), [0.0]
+    for n in range(1, 4):
+        answer(life.prefix, list(family(n, 2 * BLOCK)))
+    flush = life.store.flush
+
+    def flush_slowly(seconds: float) -> bool:
+        clock[0] += seconds + 1
+        return flush()
+
+    monkeypatch.setattr(life.store, "flush", flush_slowly)
+    monkeypatch.setattr(write_behind, "time", SimpleNamespace(monotonic=lambda: clock[0]))
+    assert not life.prefix.close()
+    assert 0 < len(record_files(tmp_path)) < 6
 
 
 def test_one_that_is_larger_than_the_budget_does_not_stop_the_others(tmp_path: Path) -> None:
