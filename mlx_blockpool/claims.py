@@ -89,18 +89,17 @@ def read_config(path: Path) -> dict[str, Any]:
     return config
 
 
-def check_model(folder: Path, name: str, build_seconds: float) -> dict[str, Any]:
-    """The config.json of a folder, which agrees with its weights and describes a model that can be built.
-
-    Raises BadModelError. `name` is for its text.
-    """
+def check_config(folder: Path, name: str) -> dict[str, Any]:
+    """The config.json of a folder, which agrees with its weights. Raises BadModelError. `name` is for its text."""
     check_folder(folder)
-    config, held = read_config(folder / "config.json"), held_by(folder)
-    if held.tensors:
-        check_claims(config, name, held)
-    if config.get("model_file") is None:
-        try_to_build(config, name, build_seconds)
+    config = read_config(folder / "config.json")
+    check_claims(config, name, held_by(folder) if any(folder.glob(WEIGHTS)) else None)
     return config
+
+
+def check_model(folder: Path, name: str, build_seconds: float) -> None:
+    """check_config() of a folder, and try_to_build() of its model. Raises BadModelError."""
+    try_to_build(check_config(folder, name), name, build_seconds)
 
 
 def check_folder(folder: Path) -> None:
@@ -144,8 +143,10 @@ def check_claims(config: dict[str, Any], name: str, held: Held | None = None) ->
 def try_to_build(config: dict[str, Any], name: str, seconds: float) -> None:
     """Build the model's layers in a separate process, which is killed if it takes too long or too much memory.
 
-    Raises BadModelError then. Other errors are mlx-lm's to raise when it loads the model.
+    Raises BadModelError then. Other errors are mlx-lm's to raise when it loads the model. Code in the model's folder is not run.
     """
+    if config.get("model_file") is not None:
+        return
     problem = _trial(json.dumps(config, sort_keys=True), seconds)
     if problem is not None:
         raise BadModelError(f"{name}: building the layers of its config.json {problem}.")

@@ -12,7 +12,7 @@ import pytest
 from models import CONFIGS, save_model
 
 from mlx_blockpool import claims, modelfile
-from mlx_blockpool.claims import Held, check_claims, check_folder, held_by, read_bounded, read_json, try_to_build
+from mlx_blockpool.claims import Held, check_claims, check_config, check_folder, held_by, read_bounded, read_json, try_to_build
 from mlx_blockpool.cli import main
 from mlx_blockpool.errors import BadModelError, BlockpoolError
 
@@ -115,6 +115,15 @@ def test_more_than_the_weights_hold_is_refused(folder: Path, claim: dict[str, An
         check_claims({**LLAMA, **claim}, "m", held_by(folder))
     with pytest.raises(BadModelError, match="no model has"):
         check_claims({"n_layer": 10**5}, "m")
+
+
+def test_weights_without_tensors_hold_no_layers(folder: Path) -> None:
+    header = b"{}"
+    (folder / "model.safetensors").write_bytes(len(header).to_bytes(8, "little") + header)
+    with pytest.raises(BadModelError, match="the weights of m have 0 tensors"):
+        check_config(folder, "m")
+    (folder / "model.safetensors").unlink()
+    assert check_config(folder, "m")["model_type"] == "llama"
 
 
 @pytest.mark.parametrize("name", CONFIGS)

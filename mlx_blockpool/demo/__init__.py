@@ -1,6 +1,6 @@
 """Two tiny chat models, with the data and the scripts that made them: one answers questions about this project, one calls tools.
 
-Knows where the models lie. Does not know mlx; only train and agent do.
+Knows where the models lie. Does not know mlx; only train, agent and numpy_math do.
 """
 
 from __future__ import annotations

@@ -10,6 +10,7 @@ import json
 import random
 import time
 from collections.abc import Iterable
+from contextlib import nullcontext
 from pathlib import Path
 from typing import Any
 
@@ -25,6 +26,7 @@ from tqdm import tqdm  # type: ignore[import-untyped]
 
 from . import model_path
 from .conversations import Conversations, Message
+from .numpy_math import numpy_math
 from .tokenizer import END_OF_TEXT, IM_END, encode, save_tokenizer, train_tokenizer
 
 SEED = 0
@@ -134,7 +136,9 @@ def main() -> None:
     tokenizer = train_tokenizer(conversations.texts(), VOCAB_SIZE)
     config = model_config(tokenizer)
     model = new_model(config)
-    fit(model, tokenizer, conversations, draw, arguments.steps)
+    on_cpu = mx.default_device() == mx.Device(mx.cpu)
+    with numpy_math() if on_cpu else nullcontext():
+        fit(model, tokenizer, conversations, draw, arguments.steps)
     save(model, tokenizer, config, arguments.out)
     print(f"Trained in {time.perf_counter() - started:.0f} s; wrote {arguments.out}.")
     loaded = mlx_lm.load(str(arguments.out))[0]

@@ -21,7 +21,8 @@ from urllib.parse import urlsplit
 from ..errors import BlockpoolError, ModelNotFoundError, PromptError, UnavailableError
 from ..mlx_lm_compat import APIHandler
 from .access import FILES, HELLO, AccessPolicy, BudgetShare, Rejected, cause_of, is_model, own_figures
-from .agents.http import AgentsEndpoint, is_agents
+from .agents.http import PATH as AGENTS
+from .agents.http import AgentsEndpoint
 from .api.anthropic import MESSAGES, MessagesEndpoint, is_models
 from .api.completions import CompletionsEndpoint
 from .api.errors import anthropic_error, in_shape, is_below, is_openai, openai_error, openai_status
@@ -226,7 +227,7 @@ class BlockpoolHandler(APIHandler):  # type: ignore[misc]
                 self.send_json(200, {"message": "hello"})
             elif is_below(self.route, RESPONSES):
                 ResponsesEndpoint(self).get()
-            elif is_agents(self.path):
+            elif is_below(self.route, AGENTS):
                 AgentsEndpoint(self).answer()
             elif self.route == "/health":
                 self.send_json(*generator.health.report(generator.is_healthy, generator.has_waiting))
@@ -245,7 +246,7 @@ class BlockpoolHandler(APIHandler):  # type: ignore[misc]
 
     def do_DELETE(self) -> None:  # noqa: N802
         with self._failures_answered():
-            if is_agents(self.path):
+            if is_below(self.route, AGENTS):
                 AgentsEndpoint(self).answer()
             elif is_below(self.route, MESSAGES):
                 MessagesEndpoint(self).refuse_path()
@@ -258,7 +259,7 @@ class BlockpoolHandler(APIHandler):  # type: ignore[misc]
                 MessagesEndpoint(self).post()
             elif is_below(self.route, RESPONSES):
                 ResponsesEndpoint(self).post()
-            elif is_agents(self.path):
+            elif is_below(self.route, AGENTS):
                 AgentsEndpoint(self).answer()
             elif self.route in COMMANDS:
                 self._load_command()

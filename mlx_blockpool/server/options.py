@@ -66,7 +66,7 @@ def _add_model_options(add: Callable[..., Any]) -> None:
     patience = "How long requests for loaded models may overtake those for another, such as 30s (default: 30s)"
     add("--swap-patience", **TIME, default=ModelsConfig.patience_seconds, help=patience)
     add("--idle-unload", **TIME, help="Unload a model that has had no request for this time, such as 15m (default: never)")
-    allowed = "Folders, folders of models and hub ids that requests may name beside --model (default: the downloaded models)"
+    allowed = "Folders, folders of models and hub ids, separated by commas, for requests to name (default: the downloaded models)"
     add("--allow-models", **NAMES, help=allowed)
     add("--allow-downloads", action="store_true", help="Let requests download models from the hub")
     aliases = "Other names of models, as NAME=MODEL,..; off: none (default: a server of one model accepts unknown names)"
@@ -81,9 +81,10 @@ def _add_request_options(add: Callable[..., Any]) -> None:
     warm_up = 'Compute prompts at the start: each line is JSON, a chat\'s body, {"prompt": "text"} or a text in quotes'
     add("--warm-up", type=Path, metavar="FILE", help=warm_up)
     add("--max-body", **SIZE, default=GuardConfig.max_body_bytes, help="Limit for one request, such as 64MB (default: 16 MiB)")
-    kwargs = "Names that chat_template_kwargs may hold beside the usual switches of templates, or any (default: none)"
+    kwargs = "Names, separated by commas, that chat_template_kwargs may hold beside the usual switches of templates, or any; "
+    kwargs += "any and chat_template let requests bring templates of their own (default: none)"
     add("--allow-template-kwargs", type=_or_word(_names, any=None), default=(), metavar="NAMES", help=kwargs)
-    hosts = "Hosts from which images in requests are fetched (default: none; images come as data URLs)"
+    hosts = "Hosts, separated by commas, that images in requests are fetched from (default: none; images come as data URLs)"
     add("--allow-image-hosts", **HOSTS, help=hosts)
 
 
@@ -95,7 +96,8 @@ def _add_access_options(add: Callable[..., Any]) -> None:
     private = "Share no prefixes between the names of --api-key-file: times and cached tokens reveal no others' prompts"
     add("--private-prefixes", action="store_true", help=private)
     add("--allow-remote", action="store_true", help="Listen on addresses that other machines reach, without a key")
-    add("--allow-hosts", **HOSTS, help="Names under which clients reach this server (default: localhost, if --host is that)")
+    names = "Names, separated by commas, under which clients reach this server (default: localhost, if --host is that)"
+    add("--allow-hosts", **HOSTS, help=names)
 
 
 def _or_word(parse: Callable[[str], Any], **words: Any) -> Callable[[str], Any]:

@@ -127,7 +127,7 @@ class AllSampling(Sampling):
     logit_bias: Annotated[dict[Annotated[Int, Field(strict=False)], Number], BeforeValidator(_few)] | None = None
     logprobs: bool = False
     top_logprobs: Annotated[Int, Field(ge=-1, le=11)] = -1
-    seed: Int | None = None
+    seed: Annotated[int, Field(ge=-LARGEST, lt=2**64)] | None = None
 
 
 def _is_text(shape: dict[str, Any]) -> dict[str, Any]:
@@ -169,7 +169,8 @@ def validated(model: type[B], value: Any, place: Callable[[Sequence[Any]], str] 
     elif kind == "too_short":
         message = "Input should not be empty"
     elif kind == "too_long":
-        message = f"Input should have a length of at most {context['max_length']:,}; found {context['actual_length']:,}"
+        found = context["actual_length"]
+        message = f"Input should have a length of at most {context['max_length']:,}" + (f"; found {found:,}" if found else "")
     elif kind != "missing":
         if kind in ("is_instance_of", "model_type", "model_attributes_type"):
             message = f"Input should be a valid {'string' if context.get('class') == 'str' else 'dictionary'}"

@@ -4,15 +4,18 @@ from __future__ import annotations
 
 import json
 import threading
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
 from models import save_model
 
+from mlx_blockpool.config import ModelsConfig
 from mlx_blockpool.server.model import LoadedModel
-from mlx_blockpool.server.models.provider import BlockpoolModelProvider
+from mlx_blockpool.server.models.http import ModelsEndpoint
+from mlx_blockpool.server.models.provider import BlockpoolModelProvider, ModelKey
 from mlx_blockpool.server.models.swap import ModelSwap
 from server.serving import Client, at_once, blockpool_server
 
@@ -42,6 +45,35 @@ def client(models: list[Path]) -> Iterator[Client]:
 
 def ask(client: Client, model: Any, **fields: Any) -> tuple[int, Any]:
     return client.send("/v1/chat/completions", {"messages": HELLO, "max_tokens": 2, "model": str(model), **fields})
+
+
+class EndingSwap:
+    """A swap whose models have come and gone when somebody looks for the second time."""
+
+    load = unload = None
+    stage, began, since = "loading", 0.0, 0.0
+
+    def __init__(self, model: Any) -> None:
+        self._first = {"coming": model, "leaving": model}
+
+    @property
+    def coming(self) -> Any:
+        return self._first.pop("coming", None)
+
+    @property
+    def leaving(self) -> Any:
+        return self._first.pop("leaving", None)
+
+
+@pytest.mark.parametrize("look", [lambda endpoint: endpoint.models(0), lambda endpoint: endpoint.figures()])
+def test_models_are_listed_while_a_swap_ends(look: Callable[[ModelsEndpoint], Any]) -> None:
+    model = SimpleNamespace(key=ModelKey("m"), weights_bytes=1, read_bytes=1, hashing=None)
+    catalog = SimpleNamespace(default=None, listed=lambda: ["m"], ids=lambda: {"m": "m"}, id_of=str, allowed_models=lambda: ["m"])
+    registry = SimpleNamespace(
+        swap=EndingSwap(model), plan=None, catalog=catalog, config=ModelsConfig(), loaded={}, queue=[], failures={}, sizes={},
+        counts={},
+    )  # fmt: skip
+    assert look(ModelsEndpoint(SimpleNamespace(registry=registry)))
 
 
 def test_models_are_listed_in_openais_shape_with_their_states(models: list[Path]) -> None:

@@ -42,12 +42,6 @@ ACTS: dict[str, Callable[[AgentService, str], Report]] = {
 MOVES: dict[str, Callable[[AgentService, str, str], Report]] = {"fork": AgentService.fork, "rename": AgentService.rename}
 
 
-def is_agents(path: str) -> bool:
-    """Whether a path, with its query, is one of these."""
-    path = path.partition("?")[0]
-    return path == PATH or path.startswith(PATH + "/")
-
-
 class AgentsEndpoint:
     """Answers one request of `handler`."""
 

@@ -7,16 +7,17 @@ from __future__ import annotations
 
 import time
 from queue import Queue
-from typing import Any
+from typing import Annotated, Any
 from urllib.parse import unquote
 
 import mlx.core as mx
+from pydantic import Field
 
 from ...errors import ModelNotFoundError
 from ...mlx_lm_compat import ModelDescription
 from ..bodies import parse_json
 from ..model import LoadedModel
-from ..validation import Body, Text, dotted, validated
+from ..validation import Body, dotted, validated
 from .catalog import DEFAULT
 from .provider import ModelKey
 from .registry import LoadCommand, ModelRegistry
@@ -25,10 +26,14 @@ MODELS = "/v1/models"
 COMMANDS = ("/admin/load", "/admin/unload")
 
 
+# Of a model in a command; longer than any path.
+Name = Annotated[str, Field(max_length=10_000)]
+
+
 class CommandBody(Body):
-    model: Text
-    draft_model: Text = DEFAULT
-    adapters: Text | None = None
+    model: Name
+    draft_model: Name = DEFAULT
+    adapters: Name | None = None
     wait: bool = True
 
 
@@ -103,16 +108,18 @@ class ModelsEndpoint:
     def _state(self, name: str) -> str:
         """loaded: it is in memory. loading: it will be soon. available: a request for it loads it."""
         swap = self._registry.swap
-        if swap is not None and swap.coming is not None and swap.coming.key.model == name:
+        # The generation thread changes them meanwhile.
+        coming, leaving = (None, None) if swap is None else (swap.coming, swap.leaving)
+        if coming is not None and coming.key.model == name:
             return "loading"
-        leaving = [] if swap is None or swap.leaving is None else [swap.leaving.key]
-        return "loaded" if any(key.model == name for key in (*self._registry.loaded, *leaving)) else "available"
+        loaded = [*self._registry.loaded] + ([] if leaving is None else [leaving.key])
+        return "loaded" if any(key.model == name for key in loaded) else "available"
 
     def _model(self, key: ModelKey) -> dict[str, Any]:
         registry, swap, id_of = self._registry, self._registry.swap, self._catalog.id_of
         loaded = registry.loaded.get(key)
-        coming = None if swap is None or swap.coming is None or swap.coming.key != key else swap.coming
-        model = loaded or coming
+        coming = None if swap is None else swap.coming
+        model = loaded or (coming if coming is not None and coming.key == key else None)
         failure, until = registry.failures.get(key, (None, 0.0))
         parts = (("adapter", key.adapter), ("draft_model", key.draft))
         return {
@@ -133,7 +140,7 @@ class ModelsEndpoint:
                 return None
             return {"load": id_of(plan.load.model), "unload": id_of(plan.unload.model), "stage": "draining"}
         now, coming = time.monotonic(), swap.coming
-        load = swap.load if coming is None else coming.key
+        load, hashing = (swap.load, None) if coming is None else (coming.key, coming.hashing)
         return {
             "load": load and id_of(load.model),
             "unload": swap.unload and id_of(swap.unload.model),
@@ -142,7 +149,7 @@ class ModelsEndpoint:
             "seconds": round(now - swap.began, 3),
             "weights_bytes": 0 if coming is None else coming.weights_bytes,
             "read_bytes": 0 if coming is None else coming.read_bytes,
-            "hashed_bytes": 0 if coming is None or coming.hashing is None else coming.hashing.read_bytes,
+            "hashed_bytes": 0 if hashing is None else hashing.read_bytes,
         }
 
 

@@ -99,9 +99,12 @@ def _line(error: Exception) -> str:
 
 def _weights(folder: Path, build_seconds: float, trusts_code: bool) -> int:
     """Bytes of the weights in a folder, whose files are checked. Raises BadModelError."""
-    _check_type(folder, claims.check_model(folder, folder.name, build_seconds), trusts_code)
+    # What is cheap to refuse is refused before anything is built.
+    config = claims.check_config(folder, folder.name)
+    _check_type(folder, config, trusts_code)
     if not any(any(folder.glob(pattern)) for pattern in TOKENIZERS):
         raise BadModelError(f"{folder} has no tokenizer, which is one of {', '.join(TOKENIZERS)}.")
+    claims.try_to_build(config, folder.name, build_seconds)
     return sum(path.stat().st_size for path in folder.glob(claims.WEIGHTS))
 
 
