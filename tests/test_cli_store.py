@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import io
 import json
 import os
@@ -22,11 +23,13 @@ from platformdirs.macos import MacOS
 from platformdirs.unix import Unix
 
 from mlx_blockpool.cli import main
+from mlx_blockpool.commands import store as store_command
 from mlx_blockpool.config import StoreConfig
 from mlx_blockpool.kv.arena import KVArena
 from mlx_blockpool.plugins import spec_of_model
 from mlx_blockpool.store import fsck
-from mlx_blockpool.store.fs import TEMPORARY
+from mlx_blockpool.store.agent_files import Agents
+from mlx_blockpool.store.fs import TEMPORARY, Disk, Entry
 from mlx_blockpool.store.paths import default_folder
 from mlx_blockpool.tier.cache import TieredPrefixCache
 from mlx_blockpool.tier.opening import open_store
@@ -362,6 +365,63 @@ def test_clear_removes_nothing_that_is_not_the_stores(capsys: pytest.CaptureFixt
     assert {path for path in root.rglob("*") if path.is_file()} == {*own[:3], *root.glob("models/*/model.json")}
 
 
+def test_a_linked_folder_of_agents_is_left_alone(capsys: pytest.CaptureFixture[str], root: Path, tmp_path: Path) -> None:
+    file = tmp_path / "documents/package.json"
+    file.parent.mkdir()
+    file.write_text("mine")
+    (root / "agents").symlink_to(file.parent)
+    assert store(capsys, root, "stats")["agents"] == []
+    report = store(capsys, root, "check", "--fix")
+    assert (report["bad_agents"], report["foreign"], report["clean"]) == ([], [str(root / "agents")], True)
+    assert file.read_text() == "mine"
+    assert not (root / "quarantine").exists()
+
+
+def test_a_file_in_place_of_the_folder_of_agents_is_not_the_stores(capsys: pytest.CaptureFixture[str], root: Path) -> None:
+    (root / "agents").write_text("mine")
+    for action in (("stats",), ("check",), ("check", "--fix")):
+        assert store(capsys, root, *action)["foreign"] == [str(root / "agents")]
+    assert (root / "agents").read_text() == "mine"
+
+
+def test_a_folder_of_agents_that_cannot_be_read_is_reported(
+    capsys: pytest.CaptureFixture[str], root: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    scan = Disk.scan
+
+    def refusing(disk: Disk, path: Path) -> list[Entry]:
+        if path == root / "agents":
+            raise PermissionError(errno.EACCES, "Permission denied", str(path))
+        return scan(disk, path)
+
+    (root / "agents").mkdir()
+    monkeypatch.setattr(Disk, "scan", refusing)
+    needed = [str(root / "agents")]
+    assert [item["path"] for item in store(capsys, root, "stats")["unreadable"]] == needed
+    for action in (("check",), ("check", "--fix")):
+        assert [item["path"] for item in store(capsys, root, *action, status=1)["failed"]] == needed
+
+
+def test_an_agent_that_was_written_anew_meanwhile_is_not_moved(
+    capsys: pytest.CaptureFixture[str], root: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (root / "agents").mkdir()
+    for name in ("bad", "mended"):
+        (root / f"agents/{name}.json").write_text("{}")
+    survey = store_command.survey
+
+    def survey_before_a_turn(*args: Any) -> store_command.Survey:
+        found = survey(*args)
+        (root / "agents/mended.json").unlink()
+        Agents(root).note("mended", "n", "m", [], 0)
+        return found
+
+    monkeypatch.setattr(store_command, "survey", survey_before_a_turn)
+    report = store(capsys, root, "check", "--fix")
+    assert [Path(item["path"]).stem for item in report["bad_agents"]] == ["bad", "mended"]
+    assert [path.name for path in (root / "agents").iterdir()] == ["mended.json"]
+
+
 # -- export and import -----------------------------------------------------------------------------------------------------
 
 
@@ -511,6 +571,24 @@ def test_models_that_cannot_be_loaded_are_refused(capsys: pytest.CaptureFixture[
         "Found no model*.safetensors"
     )
     assert refusal(capsys, root, "export", "--model", str(window), "--tokens", "1,x", out).startswith("'1,x' are no token ids.")
+
+
+@pytest.mark.parametrize("error", [PermissionError(errno.EACCES, "Permission denied"), ValueError("embedded null byte")])
+def test_a_model_folder_that_cannot_be_read_is_refused(
+    capsys: pytest.CaptureFixture[str],
+    root: Path,
+    llama: Path,
+    tmp_path: Path,
+    error: Exception,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    def failing(*_: Any) -> None:
+        raise error
+
+    monkeypatch.setattr("mlx_blockpool.transfer.model_source.claims.check_model", failing)
+    arguments = ("--model", str(llama), "--tokens", "1", str(tmp_path / "file"))
+    for action in ("export", "import"):
+        assert refusal(capsys, root, action, *arguments).startswith(f"Cannot load {llama}: {error}. Needed a model folder")
 
 
 @pytest.mark.parametrize("module", ["commands.store", "store.fsck"])

@@ -112,7 +112,9 @@ def survey(root: Path, with_data: bool = False, noted: bool = False) -> Survey:
     lost, seen = [], {file.name for file in listing.records}
     for namespace in listing.namespaces:
         lost += fsck.orphans(j for j in judged + later if j.file.namespace == namespace)
-    return Survey(listing, judged, [file for file in lost if file.name in seen], Agents(root).look().bad)
+    # Of the listing, which follows no links: a linked folder of agents is not the store's.
+    bad_agents = Agents(root).bad_among(file.path.name for file in listing.agents)
+    return Survey(listing, judged, [file for file in lost if file.name in seen], bad_agents)
 
 
 # -- stats -------------------------------------------------------------------------------------------------------------
@@ -218,7 +220,8 @@ def check(root: Path, with_data: bool = False, fix: bool = False) -> Report:
 def _fix(root: Path, found: Survey) -> list[tuple[Path, OSError]]:
     """Returns what could not be done, and why."""
     # A server may have written an agent anew meanwhile.
-    bad = [*((judged.file.path, str(judged.problem)) for judged in found.bad), *Agents(root).look().bad]
+    bad_agents = Agents(root).bad_among(path.name for path, _ in found.bad_agents)
+    bad = [*((judged.file.path, str(judged.problem)) for judged in found.bad), *bad_agents]
     acts: list[tuple[Path, Callable[[], object]]] = [(path, partial(fsck.set_aside, root, path, why)) for path, why in bad]
     acts += [(file.path, partial(fsck.remove, [file])) for file in [*found.orphans, *found.listing.leftovers]]
     failed = []

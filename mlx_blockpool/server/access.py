@@ -46,7 +46,7 @@ NO_HEADERS = (
     email_errors.MissingHeaderBodySeparatorDefect,
 )
 # All but the last part of a path in an error's text.
-FOLDERS = re.compile(r"(?<![\w.:/])(?:/[^\s/'\":,;()\[\]]+)+/(?=[^\s/'\":,;()\[\]])")
+FOLDERS = re.compile(r"(?<![\w.:/])(?:/[^\s/'\":,;()]+)+/(?=[^\s/'\":,;()])")
 
 
 @dataclass(frozen=True)

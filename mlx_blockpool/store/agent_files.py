@@ -12,7 +12,7 @@ import hashlib
 import json
 import os
 import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -200,6 +200,18 @@ class Agents:
         self._read_before = read
         found.agents.extend(sorted((agent for _, _, agent in read.values()), key=lambda agent: agent.name))
         return found
+
+    def bad_among(self, names: Iterable[str]) -> list[tuple[Path, str]]:
+        """The bad ones of these files of the folder, with the reason. A file that is gone is not bad."""
+        bad = []
+        for name in names:
+            try:
+                self._read(self.folder / name)
+            except FileNotFoundError:
+                continue
+            except (BadRecordError, OSError) as error:
+                bad.append((self.folder / name, str(error)))
+        return bad
 
     def all(self) -> list[Agent]:
         """Every agent, by name. Raises OSError."""

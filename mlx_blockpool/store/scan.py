@@ -62,7 +62,7 @@ class File(NamedTuple):
 
 
 class Listing:
-    """Every file of the store in `root`, sorted by what its name says.
+    """Every file of the store in `root`, sorted by what its name says; `below`: only those in that folder, which may be a link.
 
     namespaces   folders of models.
     leftovers    of writes that never ended; younger ones may be live and are not listed.
@@ -70,7 +70,7 @@ class Listing:
     unreadable   folders, and why.
     """
 
-    def __init__(self, root: Path, disk: Disk | None = None) -> None:
+    def __init__(self, root: Path, disk: Disk | None = None, below: str = "") -> None:
         self.root = root
         self.namespaces: list[str] = []
         self.records: list[File] = []
@@ -82,7 +82,7 @@ class Listing:
         self.folders: list[Path] = []
         self._disk = disk or Disk()
         self._young = time.time() - LEFTOVER_SECONDS
-        self._walk("")
+        self._walk(below)
 
     @cached_property
     def models(self) -> dict[str, dict[str, Any] | None]:
@@ -166,18 +166,18 @@ class Folder:
     def look(self) -> FolderChanges:
         """What other processes changed since the last look; removes leftovers of records whose writes never ended.
 
-        Raises OSError if the folder cannot be read. The files of an inner folder that cannot be read count as unchanged.
+        Raises OSError if the folder of the models cannot be read. The files of an inner one that cannot count as unchanged.
         """
-        listing = Listing(self.root, self.disk)
+        # By its name: `models` may be a link to another disk, and writes follow it.
+        listing = Listing(self.root, self.disk, "models")
         before, files = self._files, {file.name: file for file in listing.records}
         for path, error in listing.unreadable:
-            if path in (self.root, self.root / "models"):
+            if path == self.root / "models":
                 raise error
             log.warning("prompt store: %s", error)
             inside = f"{path.relative_to(self.root).as_posix()}/"
             files |= {name: file for name, file in before.items() if name.startswith(inside)}
         for leftover in listing.leftovers:
-            # Files in the store's own folder may be on their way in or out for long, see spool.py.
             if leftover.namespace:
                 with suppress(OSError):
                     self.disk.unlink(leftover.path)

@@ -90,7 +90,7 @@ class Source:
         try:
             if (self.folder / "config.json").exists():
                 claims.check_model(self.folder, self.name, ModelsConfig.build_seconds)
-        except BadModelError as error:
+        except (BadModelError, OSError, ValueError) as error:
             raise self._cannot_load(error) from error
 
     def _load(self) -> tuple[Any, Any, dict[str, Any]]:

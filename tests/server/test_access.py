@@ -463,6 +463,8 @@ def test_an_unexpected_error_is_one_line_without_our_folders(server: Client, mon
     status, answer = ask(server, "GET", "/v1/cache")
     assert (status, answer["error"]) == (500, "KeyError: 'place.py is gone\\nTraceback: more'")
     assert cause_of(OSError("open /a/b/c.txt, see http://x/y/z\nat line 2")) == "OSError: open c.txt, see http://x/y/z"
+    for text, needed in (("'/home/a/[b]/secret/file.json'", "'file.json'"), ("[/a/b/c]", "[c]"), ("[load] /a/[b]", "[load] [b]")):
+        assert cause_of(OSError(text)) == f"OSError: {needed}"
 
 
 def test_text_of_names_and_headers() -> None:

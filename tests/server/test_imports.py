@@ -12,7 +12,9 @@ import numpy as np
 import pytest
 from models import save_model
 
+from mlx_blockpool.errors import StoreError
 from mlx_blockpool.store.spool import MOST
+from mlx_blockpool.transfer.cache_file import CacheFile
 from server.serving import Client
 from server.test_agents_http import Agent, Served, ask, call, listed
 
@@ -172,6 +174,33 @@ def test_what_says_nonsense_is_refused(served: Served, exported: tuple[Path, byt
         text = (int.from_bytes(text[:8], "little") + 4999).to_bytes(8, "little") + text[8:]
         assert call(client, "POST", "/bad/import", text)[0] == 400
         assert listed(client) == {}
+        client.settle()
+
+
+@pytest.mark.parametrize(("kind", "needed"), [(StoreError, 400), (RuntimeError, 503)])
+def test_an_answer_to_a_bad_file_calls_it_the_body(
+    kind: type[Exception], needed: int, served: Served, exported: tuple[Path, bytes], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def failing(file: CacheFile, *_: Any) -> bool:
+        raise kind(f"Cannot read {file.path}: {file.path.name} has an end.")
+
+    monkeypatch.setattr(CacheFile, "is_private", failing)
+    with served.server() as client:
+        status, answer = call(client, "POST", "/bad/import", exported[1])
+        assert (status, json.loads(answer)["error"]) == (needed, "Cannot read the body: the body has an end.")
+        status, answer = call(client, "POST", "/bad/import", exported[1][:300])
+        assert (status, json.loads(answer)["error"][:21]) == (400, "Cannot read the body:")
+        client.settle()
+
+
+def test_a_store_without_a_key_takes_no_file(served: Served, exported: tuple[Path, bytes], tmp_path: Path) -> None:
+    (tmp_path / "export.key").write_bytes(b"short")
+    with served.server("--store-dir", str(tmp_path)) as client:
+        status, answer = call(client, "POST", "/one/import", exported[1])
+        assert (status, json.loads(answer)["error"]) == (
+            400,
+            "export.key holds no key of 32 bytes. Remove it: a new one will be made.",
+        )
         client.settle()
 
 

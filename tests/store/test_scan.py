@@ -9,8 +9,8 @@ from pathlib import Path
 import pytest
 from store.disks import BrokenDisk, QuickDisk
 
-from mlx_blockpool.store.fs import TEMPORARY, Disk
-from mlx_blockpool.store.scan import ChangedFile, Folder
+from mlx_blockpool.store.fs import TEMPORARY, Disk, Entry
+from mlx_blockpool.store.scan import ChangedFile, Folder, Listing
 
 A, B, C = (f"models/m/blocks/{n}/{n}.safetensors" for n in ("aa", "bb", "cc"))
 OTHERS = "models/other/windows/aa/aa.safetensors"
@@ -136,6 +136,38 @@ def test_a_part_that_cannot_be_read_is_as_it_was(tmp_path: Path, place: Path) ->
     assert look(folder) == ([], [OTHERS])
     disk.is_broken = False
     assert look(folder) == ([], [A])
+
+
+def test_a_link_in_place_of_the_folder_of_models_is_followed_and_none_below_it(tmp_path: Path) -> None:
+    make(tmp_path / "disk", A, 5, 10)
+    make(tmp_path / "disk", OTHERS, 5, 10)
+    root, models = tmp_path / "store", tmp_path / "disk/models"
+    root.mkdir()
+    (root / "models").symlink_to(models)
+    (models / "linked").symlink_to(models / "other")
+    (models / "m/windows").symlink_to(models / "other/windows")
+    folder = Folder(QuickDisk(), root)
+    assert look(folder) == ([A, OTHERS], [])
+    folder.write(B, [b"12345"], 5)
+    assert look(folder) == ([], [])
+    (root / A).unlink()
+    assert look(folder) == ([], [A])
+    assert Listing(root).records == []
+    assert Listing(root).foreign == [root / "models"]
+
+
+def test_a_look_scans_only_the_folders_of_records(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    class Others(QuickDisk):
+        def scan(self, path: Path) -> list[Entry]:
+            if path in (tmp_path, tmp_path / "agents", tmp_path / "quarantine"):
+                raise PermissionError(errno.EACCES, "not allowed")
+            return super().scan(path)
+
+    make(tmp_path, A, 5, 10)
+    for name in ("agents", "quarantine"):
+        (tmp_path / name).mkdir()
+    assert look(Folder(Others(), tmp_path)) == ([A], [])
+    assert caplog.records == []
 
 
 def test_a_look_removes_old_leftovers_of_records_and_no_file_on_its_way_in_or_out(tmp_path: Path) -> None:

@@ -49,6 +49,8 @@ class AgentsEndpoint:
         self._handler = handler
         self._scope: RequestScope = handler.scope
         self._service = AgentService(handler.scope)
+        # The file that holds the body, whose name no client sees.
+        self._spooled: Path | None = None
 
     def answer(self) -> None:
         """Send the report of the request's method and path, or its error as JSON."""
@@ -144,13 +146,17 @@ class AgentsEndpoint:
         if length > most:
             raise RefusedError(413, f"The file has {length} bytes, and the pool has room for {most}. Raise --pool-bytes.")
         with self._scope.generator.spool.file(length) as file:
+            self._spooled = file
             with file.open("wb") as out:
                 while unread and (data := self._handler.rfile.read(min(unread, READ_BYTES))):
                     out.write(data)
                     unread -= len(data)
             if unread:
                 raise RefusedError(400, f"The body ended {unread} bytes before its Content-Length.")
-            return transfer.import_file(self._service, name, file)
+            try:
+                return transfer.import_file(self._service, name, file)
+            except StoreError as error:
+                raise RefusedError(400, str(error)) from error
 
     def _fail(self, status: int, error: Exception) -> None:
         if self._handler.answered:
@@ -159,6 +165,8 @@ class AgentsEndpoint:
             self._handler.close_connection = True
             return
         text = os.strerror(error.errno) if isinstance(error, OSError) and error.errno else str(error)
+        if self._spooled is not None:
+            text = text.replace(str(self._spooled), "the body").replace(self._spooled.name, "the body")
         owner = self._scope.owner
         shown = text if owner is None else text.replace(f"{owner}/", "")
         self._handler.send_json(status, {"error": without_folders(shown)})

@@ -242,20 +242,18 @@ def _weights(service: AgentService, provider: BlockpoolModelProvider) -> str:
 def import_file(service: AgentService, name: str, path: Path) -> Report:
     """Make an agent of a prompt-cache file of mlx-lm, in the memory of the loaded model whose caches the file holds.
 
-    All agents share a prefix that this store has signed; any other is this agent's alone. Raises RefusedError and StoreError.
+    All agents share a prefix that this store has signed; any other is this agent's alone. Raises RefusedError, and StoreError for
+    a file or a key that cannot be read.
     """
     start = time.monotonic()
     service.do(lambda: service.refuse_if_busy(name))
-    try:
-        found = CacheFile.read(path)
-    except StoreError as error:
-        raise RefusedError(400, str(error).replace(str(path), "the body")) from error
+    found = CacheFile.read(path)
     home, names_weights = _home_of(service, found)
     private = found.is_private(names_weights, _key(service))
     if private:
         before = service.look().get(name)
         # Names that chats get by their content are never free.
-        check_agent(name, SHARED if is_by_content(name) else None if before is None else before.agent.salt)
+        _refuse_overwriting(name, SHARED if is_by_content(name) else None if before is None else before.agent.salt)
     salt = salt_of_import() if private else service.scope.salt
     intake = service.at(home, lambda _, prefix: _begin_import(prefix, found.caches))
     try:
@@ -270,6 +268,14 @@ def import_file(service: AgentService, name: str, path: Path) -> Report:
         service.do(intake.sequence.release)
     report = {"agent": name, "imported": True, "seconds": _since(start), "tokens": noted.tokens}
     return report | privacy_report(private) | asdict(_measure(service, home, noted))
+
+
+def _refuse_overwriting(name: str, salt: bytes | None) -> None:
+    """check_agent(), as a RefusedError: the agent is in the way, and nothing is wrong with the file."""
+    try:
+        check_agent(name, salt)
+    except StoreError as error:
+        raise RefusedError(409, str(error)) from error
 
 
 def _home_of(service: AgentService, file: CacheFile) -> tuple[Home, bool]:
@@ -306,7 +312,7 @@ def _end_import(
     before = agents_of(served).path_of(name)
     if is_of_import(salt) and before is not None:
         # It may have had a turn since import_file() has looked.
-        check_agent(name, before.salt)
+        _refuse_overwriting(name, before.salt)
     prefix.release(tokens, intake.pooled, terms=RetentionPolicy(salt=salt))
     path = prefix.index.trie.match(tokens, salt).detached()
     hit = resumable(prefix.arena, in_memory(prefix.index.trie.find(path)), path.tokens)[0]
