@@ -150,6 +150,7 @@ class ImageConfig:
     most: int = 20  # images in one request
     image_bytes: int = 20 << 20  # of one image
     pixels: int = 50_000_000  # of one image
+    pixel_bytes: int = 1 << 30  # what all requests that wait or run may hold of pixels for the model
     seconds: float = 20.0  # for fetching all images of a request
     characters: int = 400_000  # of text in a request with images, which a worker renders
 

@@ -170,8 +170,8 @@ def _given(headers: Any) -> list[str]:
 class ByteBudget:
     """Bytes that all requests share. No request waits for them; any thread may call this."""
 
-    def __init__(self, left: int) -> None:
-        self.left = left
+    def __init__(self, size: int) -> None:
+        self.size = self.left = size
         self._changing = threading.Lock()
 
     def acquire(self, count: int) -> bool:

@@ -23,7 +23,7 @@ from ..mlx_lm_compat import ResponseGenerator
 from ..store.agent_files import Agents
 from ..store.paths import default_folder
 from ..store.spool import Spool
-from .access import AccessPolicy
+from .access import AccessPolicy, ByteBudget
 from .api.responses_kept import KeptResponses
 from .explain import Explanations
 from .health import Health
@@ -54,8 +54,9 @@ class BlockpoolGenerator(ResponseGenerator):  # type: ignore[misc]
 
     generate() runs on the thread of a socket and prepares the prompt there; everything below _run_generate() runs on the
     generation thread. `model` is the one whose request has started last; mlx-lm reads its `model_provider` and `prompt_cache`.
-    `normalisers`, `guard`, `warm_up`, `responses` and `spool` are kept for the socket threads. `explanations`: how the last
-    requests used the cache. `agent_files`: the agents' files in the store's folder, each read once; None without a store.
+    `normalisers`, `guard`, `warm_up`, `responses` and `spool` are kept for the socket threads, and so is `pixels`, the budget for
+    the images of all requests. `explanations`: how the last requests used the cache. `agent_files`: the agents' files in the
+    store's folder, each read once; None without a store.
     """
 
     prompt_cache: SequentialCache
@@ -86,7 +87,9 @@ class BlockpoolGenerator(ResponseGenerator):  # type: ignore[misc]
         self.hang_ups = HangUps()
         self.registry = ModelRegistry(model_provider, config, pool, store, models)
         self.prompts = PromptWorkers(prompts or PromptConfig())
-        self._preparation = PromptPreparation(self.prompts, images or ImageConfig(), self.registry)
+        images = images or ImageConfig()
+        self.pixels = ByteBudget(images.pixel_bytes)
+        self._preparation = PromptPreparation(self.prompts, images, self.registry)
         self._order = AgentOrder()
         self._config = config
         self._reported = 0.0

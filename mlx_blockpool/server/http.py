@@ -101,6 +101,7 @@ class BlockpoolHandler(APIHandler):  # type: ignore[misc]
             self.log_message("the client hung up")
         finally:
             self._share.release()
+            self.scope.pixels.release()
             if not self._crowded:
                 room.release()
         self._is_new = False

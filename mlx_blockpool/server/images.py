@@ -16,11 +16,42 @@ from urllib.parse import urlsplit
 from mlx_lm.processors import PROCESSORS
 
 from ..config import ImageConfig
+from ..errors import UnavailableError
 from ..messages import Message
 from ..mlx_lm_compat import get_classes, image_parts, image_url
+from .access import BudgetShare, ByteBudget
 from .bodies import InvalidRequestError
+from .prompts.job import PreparedImages
 
 READ_BYTES = 64 << 10
+
+
+class HeldPixels:
+    """The pixels that one request holds from its rendering to its end, of a budget that all requests share."""
+
+    def __init__(self, budget: ByteBudget) -> None:
+        self._budget = budget
+        self._share = BudgetShare(budget)
+        self._held: list[PreparedImages] = []
+
+    def hold(self, images: PreparedImages, place: str) -> None:
+        """Raises UnavailableError where others hold too many, and InvalidRequestError for more than the whole budget.
+
+        What is refused is dropped by release() too.
+        """
+        self._held.append(images)
+        count, most = images.nbytes, self._budget.size
+        if count > most:
+            raise InvalidRequestError(place, f"the images take {count:,} bytes in the model's size; at most {most:,} are allowed")
+        if not self._share.grow(count):
+            raise UnavailableError("The server has too many requests with images at once. Try again when one of them has ended.")
+
+    def release(self) -> None:
+        """Drop the pixels, also where the request is still in a queue."""
+        for images in self._held:
+            images.pixels.clear()
+        self._held.clear()
+        self._share.release()
 
 
 def processor_of(config: dict[str, Any]) -> str | None:

@@ -20,6 +20,7 @@ from .prompts.job import PreparedPrompt
 
 if TYPE_CHECKING:
     from .explain import Explained
+    from .images import HeldPixels
 
 SECONDS = {"5m": 300, "1h": 3600}
 
@@ -63,6 +64,7 @@ class PromptRequest(CompletionRequest):  # type: ignore[misc]
     image_at:    where the client's first image is.
     explained:   where the request's use of the cache is written down; None: nowhere.
     turn:        set once the request is queued, so that the agent's next one may follow.
+    pixels:      where the pixels of its images are held; None: no budget bounds them.
     prepared:    the rendered prompt; empty until PromptPreparation has prepared it.
     """
 
@@ -71,6 +73,7 @@ class PromptRequest(CompletionRequest):  # type: ignore[misc]
     image_at: str | None = None
     explained: Explained | None = None
     turn: threading.Event | None = None
+    pixels: HeldPixels | None = None
     prepared: PreparedPrompt = field(default_factory=PreparedPrompt)
 
 

@@ -14,6 +14,7 @@ from .access import LONGEST_AGENT, checked_text, header_text, noted_name, own_na
 from .agents import by_content
 from .explain import Asker, Explained, Explanation
 from .generator import BlockpoolGenerator
+from .images import HeldPixels
 from .models.provider import ModelKey
 from .normalise import LAST, scope_of
 from .request import PromptRequest, RequestOptions
@@ -49,6 +50,7 @@ class RequestScope:
     owner:        the name of the key that the request has shown; None: keys have no names.
     path:         without query. normalisers: the names of those that the prompt goes through.
     explained:    how the request has used the cache, once it is known; None for a path that is not explained.
+    pixels:       of the request's images; whoever serves the request releases them at its end.
     """
 
     def __init__(self, generator: BlockpoolGenerator, connection: socket.socket | None = None) -> None:
@@ -58,6 +60,7 @@ class RequestScope:
         self.owner: str | None = None
         self.path = ""
         self.explained: Explained | None = None
+        self.pixels = HeldPixels(generator.pixels)
         self.normalisers: tuple[str, ...] = ()
         self._connection = connection
         self._messages: list[Any] = []
@@ -100,7 +103,7 @@ class RequestScope:
         options.salt = self.salt
         self._messages = request.messages
         self._context = [request.tools, getattr(arguments, "chat_template_kwargs", None)]
-        request.options, request.connection = options, self._connection
+        request.options, request.connection, request.pixels = options, self._connection, self.pixels
         if self.path in GENERATES:
             request.explained = self._explain(arguments.model.model, request.messages, changed, bool(request.tools))
             request.explained.last_turn = self._last_turn()

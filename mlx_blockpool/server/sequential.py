@@ -20,7 +20,7 @@ from ..prefix.lookup import Lookup
 from ..prefix.retention import RetentionPolicy
 from ..prefix.salts import SHARED
 from ..tier.cache import TieredPrefixCache
-from .prompts.job import PreparedPrompt
+from .prompts.job import PreparedImages, PreparedPrompt
 from .replies import Reply
 
 
@@ -156,13 +156,20 @@ class SequentialReply:
 
 
 def tokenized(prepared: PreparedPrompt) -> Any:
-    """What mlx-lm's ResponseGenerator._tokenize() returns."""
+    """What mlx-lm's ResponseGenerator._tokenize() returns. Raises ConnectionAbortedError for images that were dropped."""
     segments, start = [], 0
     for number, length in enumerate(prepared.segments):
         if number == len(prepared.segments) - 1:
             start = len(prepared.tokens) - length
         segments.append(prepared.tokens[start : start + length])
         start += length
-    images = prepared.images
-    vision = images and Vision([mx.array(pixels) for pixels in images.pixels], images.starts, list(images.cache_key))
+    vision = prepared.images and vision_of(prepared.images)
     return list(prepared.tokens), segments, list(prepared.types), prepared.initial_state, vision
+
+
+def vision_of(images: PreparedImages) -> Vision:
+    # A copy of the list: the socket's thread empties it when the client hangs up.
+    pixels = list(images.pixels)
+    if not pixels:
+        raise ConnectionAbortedError("the request has ended before its images were read")
+    return Vision([mx.array(each) for each in pixels], images.starts, list(images.cache_key))

@@ -7,11 +7,13 @@ import copy
 import io
 import threading
 from collections.abc import Iterator
+from dataclasses import replace
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
+import numpy as np
 import pytest
 from mlx_lm.processors import PROCESSORS
 from mlx_lm.server import CompletionRequest, ResponseGenerator
@@ -20,13 +22,16 @@ from mlx_lm.utils import load_config
 from models import CONFIGS, character_tokenizer, make_model, save_model, write_model
 
 from mlx_blockpool.config import ImageConfig, PromptConfig
+from mlx_blockpool.errors import UnavailableError
+from mlx_blockpool.server.access import ByteBudget
 from mlx_blockpool.server.bodies import InvalidRequestError
 from mlx_blockpool.server.generator import BlockpoolGenerator
-from mlx_blockpool.server.images import processor_of, take_images
-from mlx_blockpool.server.prompts.job import PromptJob, TokenizerSource
+from mlx_blockpool.server.images import HeldPixels, processor_of, take_images
+from mlx_blockpool.server.prompts.job import PreparedImages, PreparedPrompt, PromptJob, TokenizerSource
 from mlx_blockpool.server.prompts.workers import PromptWorkers
 from mlx_blockpool.server.sequential import tokenized
 from server.serving import blockpool_server
+from server.test_hang_ups import ask, until
 
 DATA = "data:image/png;base64,AAAA"
 
@@ -153,6 +158,41 @@ def test_a_model_takes_images_where_mlx_lm_has_a_processor_for_it() -> None:
     assert processor_of({"model_type": "llama", "vision_config": {"x": 1}, "processor_type": "muse_spark"}) == "muse_spark"
 
 
+# -- pixels ------------------------------------------------------------------------------------------------------------
+
+
+def pixels_of(count: int) -> PreparedImages:
+    """One image with `count` bytes of pixels, at the second of three tokens."""
+    return PreparedImages([np.arange(count, dtype=np.uint8)], [1], [1, -5, 3])
+
+
+def test_requests_share_the_bytes_of_their_pixels() -> None:
+    budget = ByteBudget(100)
+    first, second = HeldPixels(budget), HeldPixels(budget)
+    first.hold(pixels_of(60), "messages.0")
+    with pytest.raises(UnavailableError, match="too many requests with images"):
+        second.hold(pixels_of(41), "messages.0")
+    with pytest.raises(InvalidRequestError, match=r"messages\.0: the images take 101 bytes .* at most 100"):
+        second.hold(pixels_of(101), "messages.0")
+    second.hold(pixels_of(40), "messages.0")
+    assert budget.left == 0
+    first.release()
+    second.release()
+    assert budget.left == 100
+
+
+def test_released_pixels_are_gone_wherever_their_request_waits() -> None:
+    held = HeldPixels(ByteBudget(100))
+    prompt = PreparedPrompt([1, 2, 3], [3], ["user"], images=pixels_of(60))
+    assert prompt.images is not None
+    held.hold(prompt.images, "messages.0")
+    assert len(tokenized(prompt)[4].pixel_values) == 1
+    held.release()
+    assert prompt.images.nbytes == 0
+    with pytest.raises(ConnectionAbortedError):
+        tokenized(prompt)
+
+
 # Writes the token of an image where one is.
 WITH_IMAGES = (
     "{% for m in messages %}{% if m.content is string %}{{ m.content }}{% else %}{% for part in m.content %}"
@@ -195,6 +235,60 @@ def test_a_worker_renders_images_as_mlx_lm_does(seeing: Path) -> None:
     assert found == expected
     assert (images.starts, images.cache_key) == (vision.starts, vision.cache_key)
     assert [pixels.tolist() for pixels in images.pixel_values] == [pixels.tolist() for pixels in vision.pixel_values]
+
+
+def test_counting_tokens_ships_no_pixels(seeing: Path) -> None:
+    image = data_url(20, 30)
+    workers = PromptWorkers(PromptConfig())
+    try:
+        whole, counted = (
+            workers.prepare(
+                PromptJob(
+                    TokenizerSource(str(seeing), {}), "chat", messages=shown(image), processor="muse_spark", only_count=only
+                )
+            )
+            for only in (False, True)
+        )
+    finally:
+        workers.close()
+    assert (counted.tokens, counted.images) == (whole.tokens, None)
+
+
+def test_the_pixels_of_waiting_requests_are_bounded(seeing: Path, checked: list[str], monkeypatch: pytest.MonkeyPatch) -> None:
+    """The first request is served and the second waits for it; a third finds no room until one of them has ended."""
+    starts, ends = threading.Event(), threading.Event()
+
+    def serve(self: Any, request: Any, stream: Any) -> None:
+        starts.set()
+        ends.wait()
+        request[0].put(ValueError("the model computes no images"))
+
+    prepared = PreparedPrompt([1, 2, 3], [3], ["user"])
+    monkeypatch.setattr(BlockpoolGenerator, "_serve_single", serve)
+    monkeypatch.setattr(PromptWorkers, "prepare", lambda self, job: replace(prepared, images=pixels_of(100)))
+    source = {"type": "base64", "media_type": "image/png", "data": "AAAA"}
+    message = {"max_tokens": 4, "messages": [{"role": "user", "content": [{"type": "image", "source": source}]}]}
+    chat = {"max_tokens": 4, "messages": shown(DATA)}
+    with blockpool_server(seeing) as client:
+        client.generator.wait_until_loaded()
+        budget = client.generator.pixels = ByteBudget(250)
+        try:
+            with ask(client, "/v1/chat/completions", chat):
+                starts.wait()
+                with ask(client, "/v1/chat/completions", chat):
+                    until(lambda: budget.left == 50)
+                    status, answer = client.send("/v1/chat/completions", chat)
+                    assert (status, answer["error"]["type"]) == (503, "server_error")
+                    status, answer = client.send("/v1/messages", message)
+                    assert (status, answer["error"]["type"]) == (503, "api_error")
+                    assert client.send("/v1/messages/count_tokens", message) == (200, {"input_tokens": 3})
+                until(lambda: budget.left == 150)
+        finally:
+            ends.set()
+        until(lambda: budget.left == 250)
+        status, answer = client.send("/v1/chat/completions", chat)
+        assert (status, answer["error"]["message"]) == (400, "the model computes no images")
+        until(lambda: budget.left == 250)
 
 
 def test_a_request_with_images_is_rendered_before_it_is_queued(seeing: Path, monkeypatch: pytest.MonkeyPatch) -> None:

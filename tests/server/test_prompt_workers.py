@@ -176,6 +176,33 @@ def test_a_worker_that_was_ended_is_replaced(folder: Path, workers: PromptWorker
     assert worker not in workers._small._idle
 
 
+def test_a_worker_that_is_worn_out_takes_no_further_job(folder: Path) -> None:
+    workers = PromptWorkers(PromptConfig(small_seconds=60, memory_bytes=1 << 30))
+    try:
+        wide = "{% set wide = '%200000000s' % 'x' %}hello"
+        assert workers.prepare(job(folder, options={"chat_template": wide})).tokens
+        assert (workers._small._idle, workers.counts["slow"]) == ([], 0)
+        assert workers.prepare(job(folder)).tokens
+        assert len(workers._small._idle) == 1
+    finally:
+        workers.close()
+
+
+def test_a_job_whose_worker_had_ended_gets_a_fresh_one(folder: Path) -> None:
+    config = PromptConfig()
+    lane = Lane(2, config.seconds, config)
+    for _ in range(2):
+        lane.start()
+    for idle in lane._idle:
+        idle.run(lane.pack(job(folder).source), 600, config.memory_bytes)
+        assert idle._pid is not None
+        os.kill(idle._pid, signal.SIGKILL)
+    try:
+        assert lane.run(lane.pack(job(folder)))
+    finally:
+        lane.close()
+
+
 def test_small_prompts_pass_one_that_takes_its_time(folder: Path) -> None:
     workers = PromptWorkers(PromptConfig(small_seconds=0.1, seconds=60, large_workers=1))
     failed: list[str] = []
@@ -201,7 +228,7 @@ def test_small_prompts_pass_one_that_takes_its_time(folder: Path) -> None:
 def test_a_worker_that_has_not_said_hello_yet_takes_no_job_once_it_was_ended(folder: Path) -> None:
     workers = PromptWorkers(PromptConfig())
     lane = Lane(1, 600.0, workers.config)
-    with lane._turn(1) as worker:
+    with lane._turn(1), lane._worker([]) as worker:
         assert worker._pid is None
         lane.close()
         with pytest.raises(WorkerEndedError):

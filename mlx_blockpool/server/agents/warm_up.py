@@ -133,9 +133,12 @@ class WarmUp:
             scope.options.conversation = by_content.name_of([prompt.model], text, scope.generator.normalisers)
         options = self._generator.cli_args
         arguments = generation_arguments(Sampling(model=prompt.model), options, 1, [], prompt.chat_template_kwargs)
-        context, responses = scope.generate(request, arguments)
-        for _ in responses:
-            pass
+        try:
+            context, responses = scope.generate(request, arguments)
+            for _ in responses:
+                pass
+        finally:
+            scope.pixels.release()
         name = scope.options.agent or scope.options.conversation
         if prompt.pin and name is not None and not AgentService(scope).pin(name)["pinned_in_memory"]:
             log.warning("warm-up: %s: no more can be pinned in memory", place)

@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 import json
-import math
 from array import array
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
+from multiprocessing.connection import Connection
+from struct import Struct
 from typing import Any, TypeAlias
 
 import numpy as np
@@ -14,10 +15,14 @@ import numpy as np
 from ...errors import PromptError, RequestTooLargeError
 from ...messages import Message
 
-# Tokens (32-bit integers) and pixels cross the pipe behind a header of JSON; so many bytes say how long the header is.
+# A result crosses the pipe in pieces: a header of JSON and behind it the tokens (32-bit integers), then the pixels of each image.
+Pieces: TypeAlias = Sequence[bytes | memoryview]
+# So many bytes say how long the header is.
 HEADER_BYTES = 4
 # The result of a job that has used up its time.
-OUT_OF_TIME = b""
+OUT_OF_TIME: Pieces = ()
+# Before the pieces: whether they are the last that this worker sends, and how many they are.
+_SENT = Struct("<?I")
 
 
 @dataclass(frozen=True)
@@ -51,6 +56,7 @@ class PromptJob:
     capacity:     the most tokens that the prompt may have; None: not known.
     processor:    mlx-lm's name of the image processor for the images in the messages; None: they have none.
     image_at:     where the client's first image is.
+    only_count:   only the number of tokens is wanted: the result has no images.
     """
 
     source: TokenizerSource
@@ -69,18 +75,24 @@ class PromptJob:
     capacity: int | None = None
     processor: str | None = None
     image_at: str = "messages"
+    only_count: bool = False
 
 
 @dataclass(frozen=True)
 class PreparedImages:
     """What mlx-lm's Vision has of the images of a prompt, as numpy arrays.
 
-    pixels: of each image. starts: the position of its first token. cache_key: the prompt, in which its tokens name its content.
+    pixels: of each image; empty once the request has ended. starts: the position of its first token. cache_key: the prompt, in
+    which its tokens name its content.
     """
 
     pixels: list[np.ndarray]
     starts: list[int]
     cache_key: list[int]
+
+    @property
+    def nbytes(self) -> int:
+        return sum(pixels.nbytes for pixels in self.pixels)
 
 
 @dataclass
@@ -107,15 +119,14 @@ class PreparedPrompt:
     never: int | None = None
     images: PreparedImages | None = None
 
-    def pack(self) -> bytes:
-        """For the pipe."""
-        header = {**vars(self), "tokens": len(self.tokens)}
-        blobs = [array("i", self.tokens).tobytes()]
+    def pack(self) -> Pieces:
+        """For the pipe. The pixels are not copied."""
+        header, pixels = {**vars(self), "tokens": len(self.tokens)}, []
         if self.images is not None:
-            shapes = [(pixels.dtype.str, pixels.shape) for pixels in self.images.pixels]
+            shapes = [(each.dtype.str, each.shape) for each in self.images.pixels]
             header["images"] = {**vars(self.images), "pixels": shapes}
-            blobs += [pixels.tobytes() for pixels in self.images.pixels]
-        return _pack(header, *blobs)
+            pixels = [np.ascontiguousarray(each).reshape(-1).view(np.uint8).data for each in self.images.pixels]
+        return _packed(header, array("i", self.tokens).tobytes()), *pixels
 
 
 # What a worker does: a prompt to render, a tokenizer to load before its first prompt, or a request's body, of which it checks
@@ -123,37 +134,48 @@ class PreparedPrompt:
 Job: TypeAlias = PromptJob | TokenizerSource | bytes
 
 
-def pack_error(error: BaseException) -> bytes:
+def pack_error(error: BaseException) -> Pieces:
     """A job's failure, for the pipe."""
     if isinstance(error, RequestTooLargeError):
-        return _pack({"too_large": [error.needed, error.capacity]})
-    return _pack({"error": str(error) or type(error).__name__})
+        return (_packed({"too_large": [error.needed, error.capacity]}),)
+    return (_packed({"error": str(error) or type(error).__name__}),)
 
 
-def unpack(data: bytes) -> PreparedPrompt:
+def unpack(pieces: Pieces) -> PreparedPrompt:
     """The result that a worker has packed. Raises PromptError and RequestTooLargeError if the job has failed."""
+    data, *blobs = pieces
     length = int.from_bytes(data[:HEADER_BYTES], "little")
-    header = json.loads(data[HEADER_BYTES : HEADER_BYTES + length])
+    header = json.loads(bytes(data[HEADER_BYTES : HEADER_BYTES + length]))
     if "too_large" in header:
         raise RequestTooLargeError(*header["too_large"])
     if "error" in header:
         raise PromptError(header["error"])
-    rest, tokens = memoryview(data)[HEADER_BYTES + length :], array("i")
-    end = header["tokens"] * tokens.itemsize
-    tokens.frombytes(rest[:end])
+    tokens = array("i")
+    tokens.frombytes(memoryview(data)[HEADER_BYTES + length :])
     header["tokens"], header["call"] = tokens.tolist(), tuple(header["call"])
     header["stops"] = [(tuple(ids), word) for ids, word in header["stops"]]
     for name in ("breakpoints", "checkpoints"):
         header[name] = None if header[name] is None else [tuple(pair) for pair in header[name]]
     if header["images"] is not None:
-        pixels = []
-        for kind, shape in header["images"]["pixels"]:
-            pixels.append(np.frombuffer(rest, kind, math.prod(shape), end).reshape(shape))
-            end += pixels[-1].nbytes
+        shapes = header["images"]["pixels"]
+        pixels = [np.frombuffer(blob, kind).reshape(shape) for blob, (kind, shape) in zip(blobs, shapes, strict=True)]
         header["images"] = PreparedImages(**{**header["images"], "pixels": pixels})
     return PreparedPrompt(**header)
 
 
-def _pack(header: dict[str, Any], *blobs: bytes) -> bytes:
+def _packed(header: dict[str, Any], tokens: bytes = b"") -> bytes:
     written = json.dumps(header).encode()
-    return b"".join((len(written).to_bytes(HEADER_BYTES, "little"), written, *blobs))
+    return b"".join((len(written).to_bytes(HEADER_BYTES, "little"), written, tokens))
+
+
+def send(connection: Connection, pieces: Pieces, is_last: bool) -> None:
+    """Send a result, and before it whether it is the worker's last."""
+    connection.send_bytes(_SENT.pack(is_last, len(pieces)))
+    for piece in pieces:
+        connection.send_bytes(piece)
+
+
+def receive(connection: Connection) -> tuple[Pieces, bool]:
+    """A result, and whether the worker ends behind it. Raises EOFError and OSError where it has ended before."""
+    is_last, count = _SENT.unpack(connection.recv_bytes(_SENT.size))
+    return tuple(connection.recv_bytes() for _ in range(count)), is_last

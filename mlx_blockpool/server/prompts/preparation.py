@@ -55,7 +55,7 @@ class PromptPreparation:
         """Set `request.prepared`. Returns mlx-lm's arguments, changed where the prompt needs it.
 
         `args.model` is a ModelKey. Raises Counted for a request that only asks for the length of its prompt, ValueError for what
-        requests may not ask for and the model cannot do, and what PromptWorkers.prepare() raises.
+        requests may not ask for and the model cannot do, and what PromptWorkers.prepare() and HeldPixels.hold() raise.
         """
         job = self._job(request, args)
         is_chat_request = isinstance(request, ChatRequest)
@@ -66,9 +66,12 @@ class PromptPreparation:
             take_images(job.messages, job.image_at, self._images)
         elif is_chat_request and request.image_at is not None:
             raise ValueError(f"{request.image_at}: this model takes no images")
-        prepared = request.prepared = self._rendered(job, args.model)
-        if is_chat_request and request.only_count:
+        prepared = self._rendered(job, args.model)
+        if job.only_count:
             raise Counted(len(prepared.tokens))
+        if prepared.images is not None and request.pixels is not None:
+            request.pixels.hold(prepared.images, job.image_at)
+        request.prepared = prepared
         return args if prepared.never is None else never_drawing(prepared.never, args)
 
     def load(self, key: ModelKey) -> None:
@@ -119,7 +122,7 @@ class PromptPreparation:
             job.tool_breakpoints = [(point.parts or 0, point.seconds) for point in request.tool_breakpoints]
             job.calls, job.begin = request.calls, request.begin
             if request.only_count:
-                job.capacity, job.checkpoints = None, False
+                job.capacity, job.checkpoints, job.only_count = None, False, True
         return job
 
 

@@ -110,7 +110,7 @@ class PromptRenderer:
             raise RequestTooLargeError(len(prompt) + 1, job.capacity)
         encode = self.tokenizer.encode
         prepared = PreparedPrompt(list(prompt), [len(segment) for segment in segments], list(kinds), initial_state, never=never)
-        if vision is not None:
+        if vision is not None and not job.only_count:
             prepared.images = PreparedImages(vision.pixel_values, vision.starts, vision.cache_key)
         prepared.stops = [(tuple(encode(word, add_special_tokens=False)), word) for word in job.stop_words]
         if self.tokenizer.has_tool_calling:

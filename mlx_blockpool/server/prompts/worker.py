@@ -28,7 +28,7 @@ from mlx_lm.utils import load_config, load_tokenizer
 
 from ...errors import PromptError
 from ..bodies import check_json
-from .job import OUT_OF_TIME, Job, Limits, PreparedPrompt, TokenizerSource, pack_error
+from .job import OUT_OF_TIME, Job, Limits, Pieces, PreparedPrompt, TokenizerSource, pack_error, send
 from .renderer import PromptRenderer
 
 log = logging.getLogger(__name__)
@@ -39,7 +39,7 @@ MOST_TOKENIZERS = 4
 GRACE_SECONDS = 2
 # How much a worker gives way to its server.
 NICE = 5
-# A worker that has needed this part of its memory for a job makes place for a fresh one.
+# A worker that has needed this part of its memory for a job ends behind its result.
 WORN = 0.25
 
 
@@ -74,13 +74,15 @@ def serve(connection: Connection) -> None:
     connection.send(os.getpid())
     while True:
         limits, job = pickle.loads(connection.recv_bytes())
-        connection.send_bytes(_result(tokenizers, limits, job))
-        if _resident_bytes() - fresh > WORN * limits.memory_bytes:
-            gc.collect()
+        pieces = _result(tokenizers, limits, job)
+        is_worn = _resident_bytes() - fresh > WORN * limits.memory_bytes
+        send(connection, pieces, is_worn)
+        if is_worn:
             return
+        del pieces
 
 
-def _result(tokenizers: Tokenizers, limits: Limits, job: Job) -> bytes:
+def _result(tokenizers: Tokenizers, limits: Limits, job: Job) -> Pieces:
     try:
         with _memory(limits.memory_bytes):
             if isinstance(job, bytes):

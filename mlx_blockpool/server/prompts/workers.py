@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import contextlib
 import functools
+import heapq
 import itertools
 import logging
 import os
@@ -25,7 +26,7 @@ from pathlib import Path
 from ...config import PromptConfig
 from ...errors import PromptError, UnavailableError
 from ..bodies import UNCHECKED_BYTES
-from .job import OUT_OF_TIME, Job, Limits, PreparedPrompt, PromptJob, TokenizerSource, unpack
+from .job import OUT_OF_TIME, Job, Limits, Pieces, PreparedPrompt, PromptJob, TokenizerSource, receive, unpack
 
 log = logging.getLogger(__name__)
 
@@ -97,8 +98,8 @@ class PromptWorker:
         self._connection = fork_server().connect() if FORKS else Connection(_start("serve").detach())
         self._pid: int | None = None
 
-    def run(self, data: bytes, seconds: float, memory_bytes: int) -> bytes:
-        """The result of a packed job; OUT_OF_TIME if it took too long.
+    def run(self, data: bytes, seconds: float, memory_bytes: int) -> Pieces:
+        """The result of a packed job; OUT_OF_TIME if it took too long. A worker that ends behind it is closed.
 
         Raises WorkerEndedError, and PromptError for too much memory.
         """
@@ -116,10 +117,13 @@ class PromptWorker:
                 if resident_bytes(self._pid) > memory_bytes:
                     self.close()
                     raise PromptError(f"The prompt needs more than {memory_bytes:,} bytes of memory to be rendered.")
-            return self._connection.recv_bytes()
+            pieces, is_last = receive(self._connection)
         except (EOFError, OSError) as error:
             self.close()
             raise WorkerEndedError from error
+        if is_last:
+            self.close()
+        return pieces
 
     @property
     def closed(self) -> bool:
@@ -188,54 +192,66 @@ class Lane:
 
         Raises what unpack() raises, and UnavailableError when the server stops.
         """
+        with self._turn(len(data)):
+            pieces = self._result(data)
+        return None if pieces == OUT_OF_TIME else unpack(pieces)
+
+    def _result(self, data: bytes) -> Pieces:
         patience = PATIENCE * self.seconds + self._config.load_seconds
-        for _ in range(2):
-            with self._turn(len(data)) as worker:
-                try:
-                    result = worker.run(data, patience, self._config.memory_bytes)
-                    return None if result == OUT_OF_TIME else unpack(result)
-                except WorkerEndedError:
-                    # It was worn out, or this job has ended it: the second time it was the job.
-                    log.info("a prompt worker has ended; a new one takes its job")
+        # An idle worker may have ended before the job; a fresh one is ended by the job.
+        for idle in (self._idle, []):
+            with self._worker(idle) as worker, contextlib.suppress(WorkerEndedError):
+                return worker.run(data, patience, self._config.memory_bytes)
+            log.info("a prompt worker has ended; a new one takes its job")
         limit = f"{self.seconds:g} seconds or {self._config.memory_bytes:,} bytes of memory"
         raise PromptError(
             f"The process that rendered the prompt ended twice: it needs more than {limit}, or breaks the tokenizer."
         )
 
     @contextlib.contextmanager
-    def _turn(self, size: int) -> Iterator[PromptWorker]:
-        """A worker, when it is this job's turn."""
+    def _turn(self, size: int) -> Iterator[None]:
+        """Wait until it is this job's turn to have a worker."""
         place = time.monotonic() + size / 1e6 * SECONDS_PER_MB, next(self._numbers)
         with self._changed:
-            self._waiting.append(place)
-            while not self._closed and (min(self._waiting) != place or not self._free):
+            heapq.heappush(self._waiting, place)
+            while not self._closed and (self._waiting[0] != place or not self._free):
                 self._changed.wait()
-            self._waiting.remove(place)
-            if self._closed:
-                raise UnavailableError("The server is shutting down.")
+            self._check_open()
+            heapq.heappop(self._waiting)
             self._free -= 1
-            worker = self._idle.pop() if self._idle else None
             self._changed.notify_all()
         try:
-            worker = worker or PromptWorker()
+            yield
+        finally:
             with self._changed:
+                self._free += 1
+                self._changed.notify_all()
+
+    @contextlib.contextmanager
+    def _worker(self, idle: list[PromptWorker]) -> Iterator[PromptWorker]:
+        """One of the idle workers, or a fresh one where there are none."""
+        with self._changed:
+            worker = idle.pop() if idle else None
+        worker = worker or PromptWorker()
+        try:
+            with self._changed:
+                self._check_open()
                 self._busy.add(worker)
-                if self._closed:
-                    raise UnavailableError("The server is shutting down.")
             yield worker
         finally:
             self._give_back(worker)
 
-    def _give_back(self, worker: PromptWorker | None) -> None:
+    def _give_back(self, worker: PromptWorker) -> None:
         with self._changed:
-            self._free += 1
-            if worker is not None:
-                self._busy.discard(worker)
-                if self._closed:
-                    worker.close()
-                elif not worker.closed:
-                    self._idle.append(worker)
-            self._changed.notify_all()
+            self._busy.discard(worker)
+            if self._closed:
+                worker.close()
+            elif not worker.closed:
+                self._idle.append(worker)
+
+    def _check_open(self) -> None:
+        if self._closed:
+            raise UnavailableError("The server is shutting down.")
 
     def start(self) -> None:
         """Have a worker ready for the first job."""
