@@ -246,7 +246,7 @@ class BlockPoolBatchEngine:
         return events
 
     def _schedule(self) -> Chunk | None:
-        """Admit sequences. Returns the next chunk of prompts, or None once the next token of each decoding sequence has room."""
+        """Admit sequences. Returns the next chunk of prompts; None: it is decode's turn, and every next token has room."""
         self._may_admit |= self.caches.advance(idle=not self.live)
         self._admit()
         decode_is_due = len(self._batch) and (self._decode_debt > 0 or self._batch.has_first_token_pending)
@@ -280,6 +280,7 @@ class BlockPoolBatchEngine:
             if kind is not None or (self.caches.keeps_chunks and sequence.in_prefill):
                 self.caches.insert(sequence, kind or KIND)
                 self._may_admit = True
+            # The last token of a prompt is computed by the first decode step.
             self._events.append(Progress(sequence.uid, sequence.computed + (not sequence.in_prefill), len(sequence.tokens)))
             if not sequence.in_prefill:
                 self._prefilling.remove(sequence)
@@ -322,13 +323,13 @@ class BlockPoolBatchEngine:
                 continue
             if agent is not None:
                 busy.add(agent)
-            if self._waits_for_prefix(sequence) or not self.caches.is_ready(sequence):
+            if self._wait_for_prefix(sequence) or not self.caches.is_ready(sequence):
                 continue
             if not self._start(sequence):
                 break
 
-    def _waits_for_prefix(self, sequence: Sequence) -> bool:
-        """Whether a live prefill is about to compute much of this prompt; if so, it gets a mark where the two part."""
+    def _wait_for_prefix(self, sequence: Sequence) -> bool:
+        """Mark the place up to which a live prefill is about to compute this prompt. Returns whether there is such a one."""
         least = self.config.shared_tokens
         ahead = [(still_shared(sequence, other), other) for other in self._prefilling]
         for shared, other in ahead:
@@ -375,11 +376,12 @@ class BlockPoolBatchEngine:
                 self.caches.ensure_next_blocks(self._batch.members)
                 return
             except PoolExhaustedError:
-                # A padded batch holds no blocks of the sequences outside of it.
+                if self.caches.stop_restoring():
+                    continue
+                # Beside a padded batch, sequences in prefill hold no blocks that it could use.
                 live = self.live if self.caches.ragged else self._batch.members
-                # Preempt even a lone sequence: on readmission it can evict its own checkpoints.
-                if not self.caches.stop_restoring():
-                    self._preempt(max(live, key=lambda sequence: sequence.uid))
+                # Also the last one: when it starts again, its own checkpoints may be evicted.
+                self._preempt(max(live, key=lambda sequence: sequence.uid))
 
     def _preempt(self, sequence: Sequence) -> None:
         """Take its caches back and queue it in its old place. Its blocks stay cached until the pool needs them."""

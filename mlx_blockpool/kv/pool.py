@@ -48,7 +48,7 @@ class BlockPool:
         self._groups = []
         for index, (group, size) in enumerate(zip(spec.groups, sizes, strict=True)):
             share = min(pool_bytes // config.slabs // size, config.slab_blocks)
-            self._groups.append(GroupBlocks(index, group, size, max(1, pool_bytes // size), max(1, share)))
+            self._groups.append(GroupBlocks(index, group, size, pool_bytes // size, max(1, share)))
         self._tables: weakref.WeakSet[BlockTable] = weakref.WeakSet()
         self._returned: deque[tuple[int, list[int], int]] = deque()
         self._budget = Budget(pool_bytes, self._groups)
@@ -246,9 +246,9 @@ class BlockPool:
         return sum(size * (blocks if limit is None else min(blocks, limit)) for size, limit in limits)
 
     def _largest_sequence(self) -> dict[int, int]:
-        tokens = self.sequence_capacity()
+        blocks = blocks_for(self.sequence_capacity())
         limits = [g.group.layer.max_blocks for g in self._groups]
-        return {g: blocks_for(tokens) if limit is None else limit for g, limit in enumerate(limits)}
+        return {g: blocks if limit is None else min(blocks, limit) for g, limit in enumerate(limits)}
 
     def fragmentation(self, group: int) -> float:
         return self._groups[group].fragmentation

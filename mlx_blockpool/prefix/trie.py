@@ -38,9 +38,9 @@ _FULL_EDGE = struct.Struct(f"{BLOCK_TOKENS}q")
 class Node:
     """One edge: up to 256 tokens. `hash` names the whole prefix up to its end.
 
-    salt:         that of a root.
+    salt:         that of a root; other nodes do not have it.
     merged_into:  the longer edge that has taken its place.
-    removed:      whether it is no longer in the trie.
+    removed:      whether remove() has cut it off.
     """
 
     parent: Node | None = field(repr=False)

@@ -563,6 +563,11 @@ def test_preallocate_keeps_the_budget_of_a_small_pool(blocks: int) -> None:
     assert two_groups(blocks, preallocate=True).nbytes <= blocks * BLOCK
 
 
+def test_preallocate_leaves_room_behind_a_window_that_the_pool_cannot_fill() -> None:
+    pool = BlockPool(spec_of(WINDOW, FULL), 4 * BLOCK, PoolConfig(preallocate=True))
+    assert [c.total for c in pool.counts()] == [2, 2]
+
+
 # -- threads and models ------------------------------------------------------------------------------------------------
 
 
