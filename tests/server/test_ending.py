@@ -15,6 +15,7 @@ from typing import Any
 
 import pytest
 from models import save_endless
+from thorough import only
 
 from mlx_blockpool.config import EngineConfig
 from mlx_blockpool.server.health import HUNG, Watchdog
@@ -106,7 +107,7 @@ BODY = {"model": "default_model", "messages": [{"role": "user", "content": "all"
 
 
 @needs_proc
-@pytest.mark.parametrize("what", HANGS)
+@pytest.mark.parametrize("what", only(HANGS, "an engine that lets no other thread run", "a store that does not close"))
 def test_a_server_that_is_asked_to_stop_ends_whatever_hangs(model: Path, what: str) -> None:
     """Without the end that is forced it would hang for ever."""
     with server(model, HANGS[what], 1.0) as process:

@@ -110,14 +110,14 @@ def test_those_that_arrive_within_a_moment_start_together() -> None:
     thread.requests.put("first")
     late = threading.Timer(0.05, lambda: thread.requests.put("second"))
     late.start()
-    watch = threading.Thread(target=BlockpoolGenerator._take_arrivals, args=(thread,))
+    # It ends with the moment, for which nobody waits.
+    watch = threading.Thread(target=BlockpoolGenerator._take_arrivals, args=(thread,), daemon=True)
     watch.start()
     late.join()
     while len(arrived) < 2:
         threading.Event().wait(0.005)
     assert watch.is_alive(), "it still waits for more"
     assert arrived == ["first", "second"]
-    watch.join()
 
 
 def test_a_draft_runs_on_pooled_caches_and_changes_no_reply(model: Path, tmp_path: Path) -> None:

@@ -11,12 +11,12 @@ from typing import Any
 
 import pytest
 from models import save_model
-from thorough import only
 
 from server.processes import needs_proc, process, send
 
 WITHIN = 0.05
 LARGE: dict[str, Any] = {"hidden_size": 512, "intermediate_size": 1024}
+ROUNDS = 5
 
 
 @pytest.fixture(autouse=True)
@@ -47,13 +47,13 @@ def memory(port: int, server: subprocess.Popen[str], model: Path) -> tuple[int, 
 
 
 @needs_proc
-@pytest.mark.parametrize("rounds", only([2, 5], 2))
-def test_memory_after_each_swap_is_that_of_a_fresh_start(models: list[Path], tmp_path: Path, rounds: int) -> None:
+@pytest.mark.thorough
+def test_memory_after_each_swap_is_that_of_a_fresh_start(models: list[Path], tmp_path: Path) -> None:
     found: dict[Path, list[tuple[int, int, int]]] = {model: [] for model in models}
     with process(models[0], tmp_path, "--allow-models", str(models[0].parent)) as (port, server):
-        for model in models * rounds:
+        for model in models * ROUNDS:
             found[model].append(memory(port, server, model))
-        assert send(port, "/admin/models")["counts"]["swaps"] == 2 * rounds - 1
+        assert send(port, "/admin/models")["counts"]["swaps"] == 2 * ROUNDS - 1
     for model in models:
         # On the same store, so that both restore the prefix instead of computing it.
         with process(model, tmp_path) as (port, server):

@@ -17,9 +17,17 @@ AGENTS = 3
 SYSTEM = "You are one of three agents, and all of them begin with this text. " * 12
 
 
-@pytest.mark.sampled
-@pytest.mark.parametrize("ending", ["kill -9", "SIGTERM"])
-@pytest.mark.parametrize("name", ["llama", "gemma3_text", "gpt_oss"])
+@pytest.mark.parametrize(
+    ("name", "ending"),
+    [
+        ("llama", "kill -9"),
+        ("gemma3_text", "SIGTERM"),
+        pytest.param("llama", "SIGTERM", marks=pytest.mark.thorough),
+        pytest.param("gemma3_text", "kill -9", marks=pytest.mark.thorough),
+        pytest.param("gpt_oss", "kill -9", marks=pytest.mark.thorough),
+        pytest.param("gpt_oss", "SIGTERM", marks=pytest.mark.thorough),
+    ],
+)
 @needs_proc
 def test_agents_go_on_after_a_restart(name: str, ending: str, tmp_path: Path) -> None:
     model = save_model(tmp_path / name, name)

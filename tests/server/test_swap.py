@@ -64,6 +64,7 @@ def alone(model: Path, turns: int) -> list[Talk]:
     return talks
 
 
+@pytest.mark.thorough
 @needs_proc
 def test_from_one_model_to_another_and_back_under_load(models: list[Path], tmp_path: Path) -> None:
     """Each wave begins while the replies of the one before it still run: A, B, A, B, each agent without a pause."""

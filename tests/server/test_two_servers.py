@@ -67,12 +67,9 @@ def dies(server: Any, talks: list[list[dict[str, str]]], port: int, agent: int) 
 
 @pytest.mark.parametrize(
     ("name", "store_bytes"),
-    [
-        ("llama", ROOMY),
-        pytest.param("llama", 5 * BLOCK_BYTES, marks=pytest.mark.thorough),
-        pytest.param("gemma3_text", ROOMY, marks=pytest.mark.thorough),
-    ],
+    [("llama", ROOMY), ("llama", 5 * BLOCK_BYTES), ("gemma3_text", ROOMY)],
 )
+@pytest.mark.thorough
 @needs_proc
 def test_two_servers_share_a_folder_and_one_is_killed(
     tmp_path: Path, talks: list[list[dict[str, str]]], name: str, store_bytes: int, capsys: pytest.CaptureFixture[str]

@@ -60,6 +60,7 @@ def test_a_config_is_checked_and_other_tests_are_not_run(pytester: pytest.Pytest
     ran.stdout.fnmatch_lines(["SKIPPED * No layer has a window or a chunk."])
 
 
+@pytest.mark.thorough
 def test_beside_paths_both_are_run(pytester: pytest.Pytester) -> None:
     mine = pytester.makepyfile("def test_mine(): pass")
     write(pytester, CONFIGS["mamba2"], "model/config.json")
