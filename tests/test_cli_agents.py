@@ -184,7 +184,7 @@ def test_rename_and_fork(capsys: pytest.CaptureFixture[str], root: Path) -> None
     assert run(capsys, root, "agent", "fork", "writer", "x")["agent"]["tokens"] == 812
     for act in ("rename", "fork"):
         assert refusal(capsys, root, "agent", act, "writer", "Planner") == (
-            f"Found an agent Planner in {root / 'agents'} already; needed a name that is free.\n"
+            f"An agent Planner exists in {root / 'agents'} already. Choose another name.\n"
         )
 
 

@@ -71,12 +71,12 @@ class Chat:
         prompt: Sequence[int],
         lookup: Lookup,
         replies: Sequence[RememberedReply],
-        account: str | None,
+        noted_as: str | None,
         is_own: bool,
     ) -> Divergence:
         """Compare a prompt with the cached text that its lookup found, and with earlier `replies` of the chat.
 
-        account: the name that the request's agent is noted under. is_own: the cached text is the same client's.
+        noted_as: the name that the request's agent is noted under. is_own: the cached text is the same client's.
         """
         reply = _cut_reply(tokenizer, prompt, lookup.known, replies)
         if reply is not None and lookup.cause == "longer":
@@ -84,7 +84,7 @@ class Chat:
             at = lookup.known
             expected = _path(tokenizer, reply)[at - reply.start + len(reply.before) :][:SHOWN]
             lookup = replace(lookup, cause="differs", given=tuple(prompt[at : at + SHOWN]), expected=tuple(expected))
-            is_own = is_own or (reply.agent is not None and reply.agent == account)
+            is_own = is_own or (reply.agent is not None and reply.agent == noted_as)
         whole = self.difference(tokenizer, prompt, lookup)
         shown = whole if is_own else self.difference(tokenizer, prompt, lookup, is_own=False)
         if reply is not None and LAST in self.off and getattr(tokenizer, "has_chat_template", False):

@@ -149,7 +149,7 @@ class Explained:
     """The explanation of one request as it is `now`. Text to compare, such as the chat's `messages`, is kept until it starts.
 
     on:        the normalisers that the prompt went through.
-    account:   the name that its agent is noted under; None: the client has named none.
+    noted_as:  the name that its agent is noted under; None: the client has named none.
     salt:      the salt that the prompt is looked up under.
     replies:   the remembered replies that the chat repeats, unless they are replayed.
     last_turn: the agent's file before this request.
@@ -161,11 +161,11 @@ class Explained:
         normalisers: Normalisers,
         on: Sequence[str],
         messages: list[Message],
-        account: str | None = None,
+        noted_as: str | None = None,
         has_tools: bool = False,
     ) -> None:
         self.now = first
-        self.account = account
+        self.noted_as = noted_as
         self.salt = SHARED
         self.replies: Sequence[RememberedReply] = ()
         self.last_turn: Agent | None = None
@@ -197,7 +197,7 @@ class Explained:
         if lookup is None:
             self.now = now
         else:
-            found = self._chat.compare(tokenizer, prompt, lookup, self.replies, self.account, is_own)
+            found = self._chat.compare(tokenizer, prompt, lookup, self.replies, self.noted_as, is_own)
             elsewhere = self._elsewhere(namespace) if found.lookup.cause in ("new", "differs", "longer") else None
             self.now = replace(
                 now,

@@ -381,7 +381,7 @@ class LoadedModel:
             return
         agents, is_own = self.agents, bool(explained.salt)
         if lookup is not None and lookup.expected and not is_own:
-            lookup, is_own = beside(lookup, prompt, self._own_tokens(explained.account))
+            lookup, is_own = beside(lookup, prompt, self._own_tokens(explained.noted_as))
         namespace = None if agents is None else agents.namespace
         explained.start(self.provider.name, namespace, self.provider.tokenizer, prompt, cached, lookup, is_own)
 

@@ -163,7 +163,7 @@ def _named(found: Iterable[Any]) -> dict[str, Normaliser]:
     named: dict[str, Normaliser] = {}
     for normaliser in found:
         if not isinstance(normaliser, Normaliser):
-            raise PluginError(f"Found {type(normaliser).__name__} from prompt_normalisers; needed a Normaliser.")
+            raise PluginError(f"A plugin's prompt_normalisers returned a {type(normaliser).__name__} among its Normalisers.")
         # The hook calls the last registered plugin first, which overrides.
         named.setdefault(normaliser.name, normaliser)
     return named

@@ -350,7 +350,7 @@ class Agents:
         except BadRecordError:
             # There is something that is not the store's.
             pass
-        raise StoreError(f"Found an agent {shown(name)} in {self.folder} already; needed a name that is free.")
+        raise StoreError(f"An agent {shown(name)} exists in {self.folder} already. Choose another name.")
 
     def _write(self, agent: Agent, becoming: str | None = None) -> None:
         write_whole(self._disk, self._path(agent.name), [encode(agent, becoming)])

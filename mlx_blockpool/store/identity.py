@@ -282,7 +282,7 @@ def _files(model: Path, adapter: Path | None) -> Iterator[tuple[str, Path, list[
             continue
         files = sorted(folder.glob(pattern))
         if not files:
-            raise StoreError(f"Found no {pattern} in {folder}; needed the weights, to tell their keys and values apart.")
+            raise StoreError(f"{folder} has no {pattern}, and keys and values of unknown weights are not stored.")
         yield pattern, folder, files
 
 

@@ -60,7 +60,7 @@ class Spool:
             free = self._disk.free_bytes(self.root) - sum(self._reserved.values()) - self.min_free_bytes
             if free < n_bytes:
                 raise NoRoomError(
-                    f"Found room for {max(0, free)} bytes beside those that the disk keeps free; needed {n_bytes} for a file. "
+                    f"The file has {n_bytes} bytes, and the disk has {max(0, free)} beside those that it keeps free. "
                     "Make room on the disk of the store's folder."
                 )
             self._reserved[path] = n_bytes

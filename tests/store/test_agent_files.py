@@ -225,7 +225,7 @@ def test_a_fork_has_the_same_path_and_a_life_of_its_own(agents: Agents, monkeypa
 def test_a_name_that_is_taken_is_refused(agents: Agents, change: Callable[..., Agent]) -> None:
     before = [one(agents, "New", NEW_HASHES, 1000), one(agents)]
     for new in ("New", "Old"):
-        with pytest.raises(StoreError, match=f"Found an agent {new} in .* already; needed a name that is free."):
+        with pytest.raises(StoreError, match=f"An agent {new} exists in .* already. Choose another name."):
             change(agents, "Old", new)
     assert agents.all() == before
     # What cannot be read may be somebody's.

@@ -141,13 +141,13 @@ def test_a_shard_that_is_missing_is_another_model(original: Path, model: Path) -
     assert identity(model) != identity(original)
     (model / "model-2.safetensors").unlink()
     (model / "model.safetensors").unlink()
-    with pytest.raises(StoreError, match=r"Found no model\*\.safetensors"):
+    with pytest.raises(StoreError, match=r"has no model\*\.safetensors"):
         identity(model)
 
 
 def test_an_adapter_without_weights_is_an_error(original: Path, tmp_path: Path) -> None:
     (tmp_path / "empty").mkdir()
-    with pytest.raises(StoreError, match=r"Found no adapters\.safetensors"):
+    with pytest.raises(StoreError, match=r"has no adapters\.safetensors"):
         identity(original, tmp_path / "empty")
 
 
