@@ -568,7 +568,7 @@ def test_models_that_cannot_be_loaded_are_refused(capsys: pytest.CaptureFixture[
         "There is no folder"
     )
     assert refusal(capsys, root, "export", "--model", str(tmp_path), "--tokens", "1", out).startswith(
-        "has no model*.safetensors"
+        f"{tmp_path} has no model*.safetensors"
     )
     assert refusal(capsys, root, "export", "--model", str(window), "--tokens", "1,x", out).startswith("'1,x' are no token ids.")
 
