@@ -12,13 +12,15 @@ import mlx_lm.models
 import pytest
 from mlx_lm.models import cache as upstream
 from mlx_lm.utils import _get_classes
+from thorough import only
 
-from architectures.configs import CONFIGS, NEEDS, OWN_CACHE, RUNNABLE, runs_here
+from architectures.configs import CONFIGS, NEEDS, OWN_CACHE, QUICK, RUNNABLE, runs_here
 from mlx_blockpool import plugins
 from mlx_blockpool.errors import SpecError
 from mlx_blockpool.spec import CompositeLayer, LayerSpec, StateLayer
 
 DESCRIBED = [name for name in RUNNABLE if name not in OWN_CACHE]
+ALWAYS = [name for name in QUICK if name in DESCRIBED]
 STATES_ONLY = ("mamba", "mamba2", "rwkv7")
 # The token ids that its n-grams look back on: the state has one more column a token until all are there.
 GROWING_STATE = ("longcat_flash_ngram",)
@@ -87,7 +89,7 @@ def test_what_does_not_run_here_needs_something_that_is_not_here(name: str) -> N
             run(build(name), [3])
 
 
-@pytest.mark.parametrize("name", DESCRIBED)
+@pytest.mark.parametrize("name", only(DESCRIBED, *ALWAYS))
 def test_the_spec_is_what_the_model_makes(name: str) -> None:
     spec = plugins.spec_from_config(CONFIGS[name], name)
     model = build(name)
@@ -96,7 +98,7 @@ def test_the_spec_is_what_the_model_makes(name: str) -> None:
     assert plugins.check_spec(spec, model).layers == spec.layers
 
 
-@pytest.mark.parametrize("name", [n for n in DESCRIBED if n not in STATES_ONLY])
+@pytest.mark.parametrize("name", only([n for n in DESCRIBED if n not in STATES_ONLY], *(set(ALWAYS) - set(STATES_ONLY))))
 def test_the_dtype_is_the_models_own(name: str) -> None:
     model = build(name)
     assert plugins.spec_of_model(model, {**CONFIGS[name], "torch_dtype": "bfloat16"}, name).dtype == "float32"

@@ -42,6 +42,7 @@ def test_a_session_reads_what_it_has_left(name: str, turns: int, tmp_path: Path)
     assert (again.content, again.read) == (window.replies[-1].content, 0)
 
 
+@pytest.mark.thorough
 def test_another_conversation_of_the_project_reads_all_that_they_have_in_common(tmp_path: Path) -> None:
     """Their billing lines differ, and stand before everything: it is left out, unless nothing is to be."""
     model = save_agent(tmp_path / "llama")

@@ -78,6 +78,7 @@ def test_an_unloaded_model_leaves_nothing_behind(models: list[Path], tmp_path: P
             assert now <= resident - 0.9 * active
 
 
+@pytest.mark.thorough
 def test_the_new_model_takes_no_memory_before_the_old_one_is_gone(models: list[Path], tmp_path: Path) -> None:
     small = save_model(tmp_path / "small", "llama")
     arguments = [sys.executable, "-m", "server.swap_stages", str(small), str(models[0])]
