@@ -189,6 +189,7 @@ def random_request(rng: random.Random) -> tuple[str, Any, bytes | None]:
 def test_pool_bytes_hold_over_many_requests(client: Client, count: int) -> None:
     """Bytes of the arrays themselves, after each of so many requests whose prefixes come and go."""
     rng = random.Random(1)
+    client.send("/v1/completions", {"prompt": "the first loads the model", "max_tokens": 1})
     slabs = client.generator.model.prefix.arena
     for _ in range(count):
         family = rng.randrange(12)
