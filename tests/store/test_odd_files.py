@@ -101,7 +101,7 @@ def test_commands_see_them_and_go_on(tmp_path: Path, make: Callable[[Path], None
     assert Agents(tmp_path).get("odd") is None
     with pytest.raises(StoreError, match=r"odd\.json: Agent: found|odd\.json: Found"):
         AgentRecords(tmp_path, trie.naming).change("pin", "odd")
-    with pytest.raises(StoreError, match="needed a name that is free"):
+    with pytest.raises(StoreError, match="Choose another name"):
         AgentRecords(tmp_path, trie.naming).change("fork", "whole", "odd")
 
 

@@ -30,7 +30,7 @@ def test_a_file_is_there_within_the_block_and_for_its_owner_only(tmp_path: Path)
 
 def test_all_of_them_together_leave_the_disk_its_room(tmp_path: Path) -> None:
     spool = Spool(tmp_path, 100, Full())
-    with pytest.raises(NoRoomError, match="room for 900 bytes"), spool.file(901):
+    with pytest.raises(NoRoomError, match="the disk has 900 beside"), spool.file(901):
         pass
     with spool.file(600):
         with pytest.raises(NoRoomError, match="room for 300 bytes"), spool.file(301):
