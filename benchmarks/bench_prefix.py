@@ -80,16 +80,16 @@ def script_fetch(length: int, attach: bool) -> tuple[Callable[[], float], dict[s
 
     def seconds() -> float:
         start = time.process_time()
-        fetched = prefix.acquire(prompt, 1)
+        acquired = prefix.acquire(prompt, 1)
         spent = time.process_time() - start
-        assert fetched.lookup.hit == length
-        prefix.discard(fetched.caches)
+        assert acquired.lookup.hit == length
+        prefix.discard(acquired.caches)
         return spent
 
     before = {block for node in prefix.index.trie for block in node.residency.blocks}
-    fetched = prefix.acquire(prompt, 1)
-    copied = len(set(fetched.caches[0].sequence.tables[0].ids[: blocks_for(length)]) - before)
-    prefix.discard(fetched.caches)
+    acquired = prefix.acquire(prompt, 1)
+    copied = len(set(acquired.caches[0].sequence.tables[0].ids[: blocks_for(length)]) - before)
+    prefix.discard(acquired.caches)
     return seconds, {"attached": prefix.arena.ragged, "blocks_copied": copied}
 
 

@@ -25,7 +25,7 @@ from mlx_blockpool.engine.engine import BlockPoolBatchEngine
 from mlx_blockpool.engine.request import Request, Token
 from mlx_blockpool.kv.attach import bind
 from mlx_blockpool.kv.factory import open_pool
-from mlx_blockpool.prefix.trie import Trie, naming
+from mlx_blockpool.prefix.trie import Trie, prefix_hash
 from mlx_blockpool.spec import BLOCK_TOKENS
 from mlx_blockpool.store.agent_files import Agents
 from mlx_blockpool.store.agent_records import AgentRecords
@@ -45,7 +45,7 @@ def opened(model: Any, folder: Path | None, config: PoolConfig | None = None, bi
     arena.ragged = True
     store = None
     if folder is not None:
-        store = PromptStore(StoreConfig(folder, min_free_bytes=0, bits=bits), "bench", naming, {"model": "bench"})
+        store = PromptStore(StoreConfig(folder, min_free_bytes=0, bits=bits), "bench", prefix_hash, {"model": "bench"})
     prefix = TieredPrefixCache(arena, store=store)
     return BlockPoolBatchEngine(model, PooledCaches(prefix), EngineConfig(decode_share=0))
 
@@ -175,7 +175,9 @@ def place(folder: Path, namespace: str, tokens: list[int], parts: tuple[Part, ..
     parent, found = Trie(namespace).root.hash, []
     for start in range(0, len(tokens), BLOCK_TOKENS):
         edge = tuple(tokens[start : start + BLOCK_TOKENS])
-        record = Record(BLOCK, namespace, naming(parent, edge), parent, start, edge, parts, {"kind": "assistant", "bits": "0"})
+        record = Record(
+            BLOCK, namespace, prefix_hash(parent, edge), parent, start, edge, parts, {"kind": "assistant", "bits": "0"}
+        )
         path = folder / name_of(namespace, record.key)
         path.parent.mkdir(parents=True, exist_ok=True)
         path.write_bytes(b"".join(bytes(buffer) for buffer in encode(record, [bytes(part.nbytes) for part in parts])))
@@ -212,7 +214,7 @@ def bench_listing(args: Any, count: int, folder: Path) -> None:
         tokens = [*system, *((number + n) % VOCAB for n in range(20 + number % 200))]
         hashes = [record.hash for record in place(folder, "bench", tokens, parts)]
         agents.note(f"agent {number}", "bench", "bench", hashes, len(tokens))
-    times, records = {}, AgentRecords(folder, naming)
+    times, records = {}, AgentRecords(folder, prefix_hash)
     for name, act in (("listed", lambda: len(records.listing()["agents"])), ("looked_again", lambda: len(agents.look().agents))):
         agents.look()
         wall, cpu = time.perf_counter(), time.process_time()

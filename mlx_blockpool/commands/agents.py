@@ -6,7 +6,7 @@ import argparse
 from pathlib import Path
 
 from ..formatting import Report, count, human_bytes, table
-from ..prefix.trie import naming
+from ..prefix.trie import prefix_hash
 from ..store.agent_files import shown
 from ..store.agent_records import AgentRecords, fields, sizes
 from .store import SHOWN, Actions, add_action, confirm, folder_at, records_text
@@ -39,7 +39,7 @@ def add_options(actions: Actions) -> None:
 
 
 def _listing(args: argparse.Namespace) -> Report:
-    return AgentRecords(folder_at(args.store_dir), naming).listing()
+    return AgentRecords(folder_at(args.store_dir), prefix_hash).listing()
 
 
 def _change(args: argparse.Namespace) -> Report:
@@ -52,7 +52,7 @@ def _delete(args: argparse.Namespace) -> Report:
 
 def change(root: Path, act: str, name: str, *new: str) -> Report:
     """Pin, unpin, rename or fork an agent. Raises StoreError."""
-    records = AgentRecords(root, naming)
+    records = AgentRecords(root, prefix_hash)
     old = records.resolve(name)
     return {"folder": str(root), "act": act, "of": shown(old), "agent": fields(records.change(act, old, *new))}
 
@@ -62,7 +62,7 @@ def delete(root: Path, name: str, yes: bool = False) -> Report:
 
     Raises StoreError if there is no such agent, no terminal for the question, or an agent that cannot be read.
     """
-    records = AgentRecords(root, naming)
+    records = AgentRecords(root, prefix_hash)
     real = records.resolve(name)
     share = records.share(real)
     if not yes:

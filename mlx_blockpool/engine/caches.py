@@ -179,26 +179,26 @@ class PooledCaches(Caches):
         restored = self.abandon(sequence)
         room = min(sequence.left_to_produce(), BLOCK_TOKENS)
         try:
-            fetched = self.prefix.acquire_resident(sequence.tokens, room, salt=sequence.terms.salt, start=sequence.prefix)
+            acquired = self.prefix.acquire_resident(sequence.tokens, room, salt=sequence.policy.salt, start=sequence.prefix)
         except PoolExhaustedError:
             if not self.stop_restoring():
                 raise
-            fetched = self.prefix.acquire_resident(sequence.tokens, room, salt=sequence.terms.salt, start=sequence.prefix)
+            acquired = self.prefix.acquire_resident(sequence.tokens, room, salt=sequence.policy.salt, start=sequence.prefix)
         try:
-            self.prefix.admission.need_spare(len(others) if sequence.swaps else 0)
+            self.prefix.admission.need_spare(len(others) if sequence.preemptions else 0)
         except PoolExhaustedError:
-            self.prefix.discard(fetched.caches)
+            self.prefix.discard(acquired.caches)
             raise
         if self.needs_marks:
-            self._mark(sequence, fetched.lookup)
-        sequence.prefix = self.prefix.ref_of(fetched.caches)
-        self._pin(sequence, fetched.lookup.hit)
-        lookup = replace(fetched.lookup, restored=min(restored, fetched.lookup.hit))
-        return Opened(fetched.caches, lookup.hit, lookup)
+            self._mark(sequence, acquired.lookup)
+        sequence.prefix = self.prefix.ref_of(acquired.caches)
+        self._pin(sequence, acquired.lookup.hit)
+        lookup = replace(acquired.lookup, restored=min(restored, acquired.lookup.hit))
+        return Opened(acquired.caches, lookup.hit, lookup)
 
     def _mark(self, sequence: Sequence, lookup: Lookup) -> None:
         """Beside what the request marks: where known prompts part from it, and a few places of a long prompt."""
-        places = [lookup.known] if lookup.known > lookup.hit else []
+        places = [lookup.matched] if lookup.matched > lookup.hit else []
         place = LATTICE_TOKENS
         while place < sequence.prefill_end:
             places.append(place)
@@ -211,14 +211,14 @@ class PooledCaches(Caches):
         """Pin those of the beginnings that the request marks which are known now."""
         for pin in [pin for pin in sequence.pins if pin[0] <= known]:
             sequence.pins.remove(pin)
-            self.prefix.pin_for(sequence.tokens[: pin[0]], pin[1], sequence.terms.salt, sequence.prefix)
+            self.prefix.pin_for(sequence.tokens[: pin[0]], pin[1], sequence.policy.salt, sequence.prefix)
 
     def is_ready(self, sequence: Sequence) -> bool:
         stored = self.prefix.stored
         if stored is None:
             return True
         if sequence.uid not in self._restores:
-            sequence.prefix = self.prefix.match(sequence.tokens, sequence.terms.salt, sequence.prefix)
+            sequence.prefix = self.prefix.match(sequence.tokens, sequence.policy.salt, sequence.prefix)
             wanted = self.prefix.plan_restore(sequence.prefix, sequence.prefill_end)
             if wanted is None:
                 return True
@@ -280,23 +280,23 @@ class PooledCaches(Caches):
 
     def insert(self, sequence: Sequence, kind: str) -> None:
         caches = sequence.caches or []
-        known = self.prefix.insert(sequence.tokens[: sequence.computed], caches, kind, sequence.terms)
+        known = self.prefix.insert(sequence.tokens[: sequence.computed], caches, kind, sequence.policy)
         sequence.prefix = self.prefix.ref_of(caches)
         self._pin(sequence, known)
 
     def take_in(self, sequence: Sequence, caches: list[Any]) -> None:
-        self.prefix.insert(sequence.tokens[: tokens_held(caches)], caches, KIND, sequence.terms)
+        self.prefix.insert(sequence.tokens[: tokens_held(caches)], caches, KIND, sequence.policy)
 
     def release(self, sequence: Sequence, kind: str) -> None:
         tokens = sequence.tokens[: sequence.computed]
         caches = sequence.caches or []
-        known = self.prefix.release(tokens, caches, kind, sequence.terms)
+        known = self.prefix.release(tokens, caches, kind, sequence.policy)
         sequence.prefix, sequence.caches = self.prefix.ref_of(caches), None
         self._pin(sequence, known)
-        self.prefix.retention.end(sequence.terms)
+        self.prefix.retention.end(sequence.policy)
         name = sequence.request.noted_as or sequence.request.agent
-        if name is not None and sequence.terms.is_written:
-            self.turns[name] = self.prefix.match(tokens, sequence.terms.salt, sequence.prefix).detached()
+        if name is not None and sequence.policy.is_written:
+            self.turns[name] = self.prefix.match(tokens, sequence.policy.salt, sequence.prefix).detached()
 
     def discard(self, sequence: Sequence) -> None:
         if sequence.caches is not None:

@@ -334,7 +334,7 @@ class BlockPoolBatchEngine:
         ahead = [(still_shared(sequence, other), other) for other in self._prefilling]
         for shared, other in ahead:
             if shared >= least and (
-                shared in other.marks or shared - self.caches.cached_tokens(sequence.tokens, sequence.terms.salt) >= least
+                shared in other.marks or shared - self.caches.cached_tokens(sequence.tokens, sequence.policy.salt) >= least
             ):
                 other.marks.setdefault(shared, KIND)
                 self.counts["shared"] += not sequence.has_waited
@@ -353,7 +353,7 @@ class BlockPoolBatchEngine:
             return True
         self.waiting.remove(sequence)
         sequence.caches, sequence.computed = opened.caches, opened.cached
-        if sequence.swaps:
+        if sequence.preemptions:
             self.counts["swapped_in"] += 1
         else:
             self._events.append(Started(sequence.uid, opened.cached, opened.lookup))
@@ -386,7 +386,7 @@ class BlockPoolBatchEngine:
     def _preempt(self, sequence: Sequence) -> None:
         """Take its caches back and queue it in its old place. Its blocks stay cached until the pool needs them."""
         self._withdraw(sequence)
-        sequence.swaps += 1
+        sequence.preemptions += 1
         sequence.computed = 0
         self.waiting.append(sequence)
         self.waiting.sort(key=lambda waiting: waiting.uid)

@@ -76,7 +76,7 @@ def choose(prefilling: Collection[Sequence], step: int, rows: int, long_first: b
 
 def still_shared(sequence: Sequence, other: Sequence) -> int:
     """The tokens that two prompts have in common, if the prefill of `other` has not come to their end; else 0."""
-    if sequence.terms.salt != other.terms.salt:
+    if sequence.policy.salt != other.policy.salt:
         return 0
     shared = min(common_prefix(sequence.tokens, other.tokens), sequence.prefill_end, other.prefill_end)
     return shared if shared > other.computed else 0

@@ -22,8 +22,8 @@ class Sequence:
     caches:    the layer caches; None while it waits, or while a padded batch has them.
     prefix:    the cached beginning of `tokens` that was found last; lookups go on from its end.
     logprobs:  of tokens[-1] where that was drawn and not emitted yet.
-    terms:     its retention: how long, and for whom, what it computes stays cached.
-    swaps, has_waited: how often it was preempted, and whether it waited for another's prefill.
+    policy:     its retention: how long, and for whom, what it computes stays cached.
+    preemptions, has_waited: how often it was preempted, and whether it waited for another's prefill.
     """
 
     def __init__(self, uid: int, request: Request) -> None:
@@ -35,10 +35,10 @@ class Sequence:
         self.prefix: PrefixRef | None = None
         self.logprobs: mx.array | None = None
         self.marks = {min(position, self.prefill_end): kind for position, kind in request.marks if position > 0}
-        self.terms = RetentionPolicy(request.agent, request.retention, request.salt)
+        self.policy = RetentionPolicy(request.agent, request.retention, request.salt)
         # The pins of `request` that are not set yet.
         self.pins = list(request.pins)
-        self.swaps = 0
+        self.preemptions = 0
         self.has_waited = False
         self._produced = 0
         self._matcher = request.stop.matcher()

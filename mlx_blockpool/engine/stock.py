@@ -30,7 +30,7 @@ class StockCaches(Caches):
         self._known = known
 
     def open(self, sequence: Sequence, others: Collection[Sequence]) -> Opened:
-        caches, rest = self._known.fetch_nearest_cache(self._key_of(sequence.terms.salt), sequence.tokens)
+        caches, rest = self._known.fetch_nearest_cache(self._key_of(sequence.policy.salt), sequence.tokens)
         if caches is None:
             caches, rest = stock_prompt_cache(self._model), sequence.tokens
         return Opened(caches, len(sequence.tokens) - len(rest), None)
@@ -57,7 +57,7 @@ class StockCaches(Caches):
 
     def _insert(self, sequence: Sequence, held: int, caches: Any, kind: str) -> None:
         if held:
-            self._known.insert_cache(self._key_of(sequence.terms.salt), sequence.tokens[:held], caches, cache_type=kind)
+            self._known.insert_cache(self._key_of(sequence.policy.salt), sequence.tokens[:held], caches, cache_type=kind)
 
 
 class GuardedPromptCache(LRUPromptCache):  # type: ignore[misc]

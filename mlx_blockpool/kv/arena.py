@@ -129,7 +129,7 @@ class KVArena:
         """Count running sequences with so many bytes more. Generation thread only."""
         self._running_bytes += change
 
-    def give_back_states(self, n_bytes: int) -> None:
+    def release_states_deferred(self, n_bytes: int) -> None:
         """count_states() the other way, for any thread and for finalizers."""
         self._returned_states.append(n_bytes)
 

@@ -88,7 +88,7 @@ class Block:
     ref_count:     block tables that hold it.
     cached_refs:   trie entries that point at it.
     cached_tokens: leading tokens that they may read; a write below needs a copy.
-    pins:          keep it from eviction.
+    pins:          while there are any, evict() skips it.
 
     A block is free when it is neither held nor cached, and evictable when it is cached and not held.
     """
@@ -101,7 +101,7 @@ class Block:
 
 @dataclass(frozen=True)
 class BlockCounts:
-    """Blocks of one layer group; free + held + evictable = total. `reserved` of the free ones belong to tables already."""
+    """Blocks of one layer group; free + held + evictable = total. `reserved` of the free ones are set aside for tables."""
 
     group: str
     total: int
@@ -118,7 +118,7 @@ class GroupBlocks:
 
     stride:       the most blocks that a slab can have; `share`: those of an ordinary slab.
     slabs:        slab index -> blocks in it.
-    evictable:    the least recently used first.
+    evictable:    the cached blocks that no table holds, pinned ones included; the least recently used first.
     reserved:     how many free blocks tables have reserved.
     share_epoch:  counts what may have made a block shared.
     """
@@ -220,13 +220,13 @@ class GroupBlocks:
 
     # -- eviction ------------------------------------------------------------------------------------------------------
 
-    def victims(self) -> Iterator[int]:
-        """The blocks that evict() would free, in its order."""
+    def eviction_order(self) -> Iterator[int]:
+        """The blocks that evict() would free, in order: evictable ones without a pin."""
         return (i for i in self.evictable if not self.blocks[i].pins)
 
     def evict(self, count: int) -> list[tuple[int, int]]:
         """Free the `count` least recently used evictable blocks, fewer if there are fewer. Returns (group, block) of each."""
-        return [self._evict(i) for i in list(islice(self.victims(), max(0, count)))]
+        return [self._evict(i) for i in list(islice(self.eviction_order(), max(0, count)))]
 
     def evict_slab(self, index: int) -> list[tuple[int, int]]:
         """Free the cached blocks of a slab that nobody holds or pins."""
@@ -256,7 +256,7 @@ class GroupBlocks:
 class BlockTable:
     """ids[i] holds the tokens [256 * i, 256 * (i + 1)) of the sequence, or of its ring where the group is a window.
 
-    `reserved` blocks are to be taken by this table alone; `capacity`: the most that it ever had and had reserved together.
+    `reserved` free blocks are set aside for this table; `capacity` is the most that it has ever held and reserved together.
     """
 
     def __init__(self, group: int, stride: int, max_blocks: int | None) -> None:

@@ -103,7 +103,7 @@ class Budget:
         droppable = self._slabs(evicting)
         for group, blocks in enumerate(self.groups):
             dropped = sum(blocks.slabs[i] for g, i in droppable if g == group)
-            usable = blocks.free.count - dropped + (sum(1 for _ in blocks.victims()) if evicting else 0)
+            usable = blocks.free.count - dropped + (sum(1 for _ in blocks.eviction_order()) if evicting else 0)
             left += dropped * blocks.bytes_per_block
             needed += max(0, counts.get(group, 0) + blocks.reserved - usable) * blocks.bytes_per_block
         return needed - left

@@ -16,7 +16,7 @@ from .arena import KVArena, Slab, View, concatenated
 from .decode_policy import Cluster, Share, device, divide, find_clusters
 from .layer_caches import PooledLayer
 from .runs import attend_cluster, attend_grouped, group_queries
-from .sequence import Piece
+from .sequence import SlabRun
 
 # Work for other cores runs on these streams, each thread has its own.
 _helpers = [mx.new_thread_local_stream(mx.cpu)]
@@ -51,7 +51,7 @@ def _key(arena: KVArena, group: int, members: Sequence[PooledLayer]) -> tuple[An
 class Step:
     """Where each member writes one token, what it reads then, on which path and on which stream."""
 
-    def __init__(self, arena: KVArena, group: int, members: Sequence[PooledLayer], places: list[Piece]) -> None:
+    def __init__(self, arena: KVArena, group: int, members: Sequence[PooledLayer], places: list[SlabRun]) -> None:
         self.key = _key(arena, group, members)
         self.tables = [m.sequence.tables[group] for m in members]
         self.pools = [m.sequence.pool for m in members]
@@ -64,7 +64,7 @@ class Step:
         self._targets = _targets(places)
         clusters = self._clusters(arena)
         self.path = arena.decode.choose(self.sizes, clusters)
-        pieces = [m.sequence.pieces(group, size) for m, size in zip(members, self.sizes, strict=True)]
+        pieces = [m.sequence.slab_runs(group, size) for m, size in zip(members, self.sizes, strict=True)]
         if self.path == "padded":
             self._pieces = pieces
             self._mask = _padding_mask(self.sizes)
@@ -149,16 +149,18 @@ class Step:
         return out.reshape(*mine.shape[:3], -1)
 
 
-def _targets(places: list[Piece]) -> list[tuple[Slab, slice, mx.array | int]]:
+def _targets(places: list[SlabRun]) -> list[tuple[Slab, slice, mx.array | int]]:
     """(slab, rows that write in it, their places): one write where all are in one slab, else one for each row."""
     if len(places) > 1 and all(slab is places[0][0] for slab, _, _ in places):
         return [(places[0][0], slice(None), mx.array([first for _, first, _ in places]))]
     return [(slab, slice(i, i + 1), first) for i, (slab, first, _) in enumerate(places)]
 
 
-def _readings(pieces: list[list[Piece]], clusters: list[Cluster]) -> dict[tuple[int, ...], tuple[list[Piece], list[list[Piece]]]]:
+def _readings(
+    pieces: list[list[SlabRun]], clusters: list[Cluster]
+) -> dict[tuple[int, ...], tuple[list[SlabRun], list[list[SlabRun]]]]:
     """Members -> what they read together and what each reads alone; a member of no cluster reads everything alone."""
-    readings: dict[tuple[int, ...], tuple[list[Piece], list[list[Piece]]]] = {
+    readings: dict[tuple[int, ...], tuple[list[SlabRun], list[list[SlabRun]]]] = {
         c.members: _cut([pieces[i] for i in c.members], c.blocks * BLOCK_TOKENS) for c in clusters
     }
     clustered = {i for together in readings for i in together}
@@ -166,10 +168,10 @@ def _readings(pieces: list[list[Piece]], clusters: list[Cluster]) -> dict[tuple[
     return readings
 
 
-def _cut(pieces: list[list[Piece]], shared: int) -> tuple[list[Piece], list[list[Piece]]]:
+def _cut(pieces: list[list[SlabRun]], shared: int) -> tuple[list[SlabRun], list[list[SlabRun]]]:
     """The first `shared` tokens, which are the same for all, and what follows them for each."""
-    together: list[Piece] = []
-    own: list[list[Piece]] = []
+    together: list[SlabRun] = []
+    own: list[list[SlabRun]] = []
     for mine in pieces:
         together, tail, left = [], [], shared
         for slab, start, count in mine:
@@ -186,7 +188,7 @@ def _padding_mask(sizes: list[int]) -> mx.array | None:
     return None if min(sizes) == max(sizes) else (mx.arange(max(sizes)) < mx.array(sizes)[:, None])[:, None, None]
 
 
-def _gather(pieces: list[list[Piece]], sizes: list[int], index: int) -> View:
+def _gather(pieces: list[list[SlabRun]], sizes: list[int], index: int) -> View:
     """Keys and values [members, kv_heads, longest, dim] of the group's layer `index`: a copy, zeros behind the shorter ones."""
     longest = max(sizes)
     rows: tuple[list[mx.array], list[mx.array]] = ([], [])
@@ -198,7 +200,7 @@ def _gather(pieces: list[list[Piece]], sizes: list[int], index: int) -> View:
     return mx.concatenate(rows[0]), mx.concatenate(rows[1])
 
 
-def _tokens(pieces: list[Piece]) -> int:
+def _tokens(pieces: list[SlabRun]) -> int:
     return sum(count for _, _, count in pieces)
 
 

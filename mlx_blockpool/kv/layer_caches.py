@@ -95,7 +95,7 @@ class PooledLayer(SequenceCache):
     def attend(self, queries: mx.array, keys: mx.array, values: mx.array, scale: float, mask: Any, sinks: Any) -> mx.array:
         """Attention of queries [1, heads, n, dim]; keys and values are what update_and_fetch returned."""
         one = self.reads_runs and queries.shape[2] == 1 and mask is None
-        if one and len(self.sequence.pieces(self.place.group, self.size())) > 1:
+        if one and len(self.sequence.slab_runs(self.place.group, self.size())) > 1:
             return attend_runs(queries, self.views(), scale, sinks)
         out: mx.array = scaled_dot_product_attention(queries, keys, values, None, scale=scale, mask=mask, sinks=sinks)
         return out

@@ -4,7 +4,7 @@
     reserve(tables, counts)    set blocks aside for tables, all or none
     extend(table, count)       take blocks, the reserved ones first
     append_shared, fork        hold blocks that others hold or that are cached
-    copy_on_write              take a block of one's own before a write that others would see
+    take_own, take_own_run     replace shared blocks before a write that others would see
     cut, release               give blocks back; cached ones become evictable
     cache, uncache             what the trie refers to
     make_room, evict           free evictable blocks, the least recently used first
@@ -74,7 +74,7 @@ class BlockPool:
     def extend(self, table: BlockTable, count: int) -> None:
         """Take `count` blocks to the end of a table, next to its last one where possible.
 
-        Raises PoolExhaustedError, before anything is changed, if they are not there or the window is at its cap.
+        Raises PoolExhaustedError, before anything is changed, if they are not available or the window is at its cap.
         """
         self._check_cap(table, count)
         if count > 1:
@@ -98,8 +98,8 @@ class BlockPool:
         blocks.release([old])
         table.changed()
 
-    def copy_on_write(self, table: BlockTable, index: int) -> tuple[int, int]:
-        """Copy-on-write: a block of its own at ids[index]. Returns (old, new): the caller copies what they hold."""
+    def take_own(self, table: BlockTable, index: int) -> tuple[int, int]:
+        """Replace ids[index] by a block that only this table holds. Returns (old, new) for the caller to copy."""
         after = table.ids[index - 1] if index else None
         old, (new,) = table.ids[index], self._take(table, 1, after)
         table.ids[index] = new
@@ -107,8 +107,8 @@ class BlockPool:
         table.changed()
         return old, new
 
-    def replace(self, table: BlockTable) -> BlockTable:
-        """As many new blocks, neighbours where possible, in place of a table's. Returns a table of the old ones."""
+    def take_own_run(self, table: BlockTable) -> BlockTable:
+        """Replace all blocks of a table by as many new ones, neighbours where possible. Returns a table of the old ones."""
         old = self.open_table(table.group)
         blocks = self._take(table, len(table), None)
         old.ids, table.ids = table.ids, blocks
@@ -186,10 +186,10 @@ class BlockPool:
         self._drain()
         return self._groups[group].evict(count)
 
-    def evictable(self, group: int) -> list[int]:
-        """The blocks that evict() would free, in its order."""
+    def eviction_order(self, group: int) -> list[int]:
+        """The blocks that evict() would free, in order: evictable ones without a pin."""
         self._drain()
-        return list(self._groups[group].victims())
+        return list(self._groups[group].eviction_order())
 
     def make_room(self, counts: Mapping[int, int]) -> list[tuple[int, int]]:
         """Evict what reserve() of these counts needs, or nothing if that would not be enough.

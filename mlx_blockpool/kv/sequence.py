@@ -17,8 +17,8 @@ from ..spec import BLOCK_TOKENS, blocks_for
 from .arena import KVArena, Place, Slab, View, concatenated
 from .blocks import BlockTable
 
-# (slab, first token in it, tokens): a part of a sequence that lies in one piece.
-Piece = tuple[Slab, int, int]
+# (slab, first token in it, tokens): a stretch of a sequence that lies in one piece.
+SlabRun = tuple[Slab, int, int]
 
 
 class SequenceBlocks:
@@ -47,8 +47,8 @@ class SequenceBlocks:
         self._is_new = True
         self._layers: weakref.WeakSet[Any] = weakref.WeakSet()
         self._masks: dict[tuple[int, ...], Any] = {}
-        self._writes: dict[int, tuple[tuple[int, ...], list[Piece]]] = {}
-        self._reads: dict[int, tuple[tuple[int, ...], list[Piece]]] = {}
+        self._writes: dict[int, tuple[tuple[int, ...], list[SlabRun]]] = {}
+        self._reads: dict[int, tuple[tuple[int, ...], list[SlabRun]]] = {}
 
     def __del__(self) -> None:
         if getattr(self, "released_by", "") is None:
@@ -56,7 +56,7 @@ class SequenceBlocks:
                 self.pool.release_deferred(table)
         if getattr(self, "state_bytes", 0):
             # Finalizers run on any thread.
-            self.arena.give_back_states(self.state_bytes)
+            self.arena.release_states_deferred(self.state_bytes)
 
     def __deepcopy__(self, memo: dict[int, Any]) -> SequenceBlocks:
         return self.fork()
@@ -156,10 +156,10 @@ class SequenceBlocks:
 
     def read(self, place: Place, end: int) -> list[View]:
         """Views of tokens [0, end), one for each run."""
-        return [slab.read(place.index, first, count) for slab, first, count in self.pieces(place.group, end)]
+        return [slab.read(place.index, first, count) for slab, first, count in self.slab_runs(place.group, end)]
 
-    def pieces(self, group: int, end: int) -> list[Piece]:
-        """Where tokens [0, end) lie: one piece for each run."""
+    def slab_runs(self, group: int, end: int) -> list[SlabRun]:
+        """Where tokens [0, end) lie: one entry for each run of neighbouring blocks."""
         key = (end, self.tables[group].version)
         if group not in self._reads or self._reads[group][0] != key:
             self._reads[group] = (key, self._locate(group, 0, end))
@@ -179,18 +179,18 @@ class SequenceBlocks:
         index, token = divmod(place, BLOCK_TOKENS)
         return not table.reserved and (index >= len(table) or self.pool.is_shared(table, index, token))
 
-    def own(self, group: int, index: int) -> None:
-        """Copy-on-write of one block, with what all layers of the group have in it."""
-        self.arena.copy_block(group, *self.pool.copy_on_write(self.tables[group], index))
+    def copy_on_write(self, group: int, index: int) -> None:
+        """Replace a shared block by a copy of its own, in all layers of the group."""
+        self.arena.copy_block(group, *self.pool.take_own(self.tables[group], index))
 
     def make_own_run(self, group: int) -> None:
         """Copy all blocks of a group to neighbouring places of its own: one piece for attention that reads nothing else."""
-        old = self.pool.replace(self.tables[group])
+        old = self.pool.take_own_run(self.tables[group])
         for source, target in zip(old.ids, self.tables[group].ids, strict=True):
             self.arena.copy_block(group, source, target)
         self.pool.release(old)
 
-    def writable(self, group: int, start: int, end: int) -> list[Piece]:
+    def writable(self, group: int, start: int, end: int) -> list[SlabRun]:
         """Where tokens [start, end) are to be written: blocks are taken as needed and shared ones copied."""
         table = self.tables[group]
         key = (start, end, table.version, self.pool.share_epoch(group))
@@ -204,7 +204,7 @@ class SequenceBlocks:
         for index in range(start // BLOCK_TOKENS, blocks_for(end)):
             if self.pool.is_shared(table, index, max(0, start - index * BLOCK_TOKENS)):
                 self._make_room(group, 1)
-                self.own(group, index)
+                self.copy_on_write(group, index)
         pieces = self._locate(group, start, end)
         self._writes[group] = ((start, end, table.version, self.pool.share_epoch(group)), pieces)
         return pieces
@@ -215,7 +215,7 @@ class SequenceBlocks:
         if missing > 0:
             self.arena.make_room({group: missing})
 
-    def _locate(self, group: int, start: int, end: int) -> list[Piece]:
+    def _locate(self, group: int, start: int, end: int) -> list[SlabRun]:
         pieces = []
         base = 0
         for block, blocks in self.tables[group].runs:

@@ -139,7 +139,7 @@ class Admission:
             if one_run and hit:
                 sequence.make_own_run(group)
             elif self._ends_in_shared_block(sequence, group, hit):
-                sequence.own(group, hit // BLOCK_TOKENS)
+                sequence.copy_on_write(group, hit // BLOCK_TOKENS)
             table = sequence.tables[group]
             self.pool.extend(table, blocks_for(prompt) - len(table))
 
@@ -165,7 +165,7 @@ class Admission:
         """Evict sequences that are the beginning of no other, those used longest ago first, until at most `count` are cached."""
         while (surplus := len(ends := self.index.ends()) - max(0, count)) > 0:
             order = {
-                (group, block): at for group in self.arena.full_groups for at, block in enumerate(self.pool.evictable(group))
+                (group, block): at for group in self.arena.full_groups for at, block in enumerate(self.pool.eviction_order(group))
             }
             evictable = [node for node in ends if self._is_evictable(node, order)]
             if not evictable:

@@ -71,7 +71,7 @@ class PrefixCache:
         # What mlx-lm's methods were given as the model: the first one, in a tuple, and the last other one.
         self._model: tuple[Any] | None = None
         self._refused: Any = None
-        self.num_lookups = self.num_prompt_tokens = self.num_known_tokens = self.num_hit_tokens = self.num_skipped = 0
+        self.num_lookups = self.num_prompt_tokens = self.num_matched_tokens = self.num_hit_tokens = self.num_skipped = 0
 
     # -- acquire ---------------------------------------------------------------------------------------------------------
 
@@ -117,7 +117,7 @@ class PrefixCache:
     def _count(self, lookup: Lookup) -> None:
         self.num_lookups += 1
         self.num_prompt_tokens += lookup.tokens
-        self.num_known_tokens += lookup.known
+        self.num_matched_tokens += lookup.matched
         self.num_hit_tokens += lookup.hit
 
     def match(self, tokens: Tokens[int], salt: bytes = SHARED, start: PrefixRef | None = None) -> PrefixRef:
@@ -148,19 +148,19 @@ class PrefixCache:
 
     # -- insert ----------------------------------------------------------------------------------------------------------
 
-    def insert(self, tokens: Tokens[int], caches: list[Any], kind: str = "assistant", terms: RetentionPolicy = ORDINARY) -> int:
+    def insert(self, tokens: Tokens[int], caches: list[Any], kind: str = "assistant", policy: RetentionPolicy = ORDINARY) -> int:
         """Cache what `caches` hold of `tokens`; the sequence may go on. Returns how many tokens are cached now.
 
         Takes pooled caches by reference and mlx-lm's own by copy. Where there is no room it skips, and counts num_skipped.
         """
-        return self.remember(tokens, caches, kind, terms, goes_on=True).tokens
+        return self.remember(tokens, caches, kind, policy, goes_on=True).tokens
 
-    def release(self, tokens: Tokens[int], caches: list[Any], kind: str = "assistant", terms: RetentionPolicy = ORDINARY) -> int:
+    def release(self, tokens: Tokens[int], caches: list[Any], kind: str = "assistant", policy: RetentionPolicy = ORDINARY) -> int:
         """insert(), and give the blocks back to the pool, evictable. Using the caches again raises ReleasedCacheError."""
-        count = self.remember(tokens, caches, kind, terms, goes_on=False).tokens
+        count = self.remember(tokens, caches, kind, policy, goes_on=False).tokens
         self._release(caches, "release()")
-        if terms.retention == "day":
-            ref = self.match(_ids(tokens)[:count], terms.salt, self.ref_of(caches))
+        if policy.retention == "day":
+            ref = self.match(_ids(tokens)[:count], policy.salt, self.ref_of(caches))
             self.retention.spare_for_a_day(pin_of(self.arena, ref))
         return count
 
@@ -173,7 +173,7 @@ class PrefixCache:
         if sequence is not None:
             sequence.release(released_by)
 
-    def remember(self, tokens: Tokens[int], caches: list[Any], kind: str, terms: RetentionPolicy, goes_on: bool) -> PrefixRef:
+    def remember(self, tokens: Tokens[int], caches: list[Any], kind: str, policy: RetentionPolicy, goes_on: bool) -> PrefixRef:
         """insert() or, where the sequence does not go on, the first half of release(): the caches still hold their blocks."""
         sequence = sequence_of(caches)
         if sequence is not None and sequence.arena is not self.arena:
@@ -181,7 +181,7 @@ class PrefixCache:
             sequence, caches = None, as_stock(caches)
         if sequence is None:
             imported = self._import(caches)
-            if imported is None or not self.release(tokens, imported, kind, terms):
+            if imported is None or not self.release(tokens, imported, kind, policy):
                 return PrefixRef()
             return self._refs[_sequence(imported)]
         leaves = leaves_of(caches)
@@ -197,11 +197,11 @@ class PrefixCache:
         places = self.arena.spec.needs_checkpoints and all(offset == count for offset in offsets)
         # Room before the path: making it may evict what the path would lean on.
         room = places and self._has_room(sequence, goes_on)
-        path = self._insert(_ids(tokens)[:count], sequence, kind, terms)
-        ref = self._refs[sequence] = PrefixRef.of(path, count, terms.salt)
+        path = self._insert(_ids(tokens)[:count], sequence, kind, policy)
+        ref = self._refs[sequence] = PrefixRef.of(path, count, policy.salt)
         node = path[-1]
         if room and count not in node.residency.checkpoints:
-            self._place(node, count, sequence, leaves, kind, terms)
+            self._place(node, count, sequence, leaves, kind, policy)
         self.num_skipped += places and not room
         self.index.prune(node)
         return ref
@@ -216,7 +216,7 @@ class PrefixCache:
         return not goes_on or self.admission.reserve_second_rings(sequence)
 
     def _place(
-        self, node: Node, position: int, sequence: SequenceBlocks, leaves: list[Any], kind: str, terms: RetentionPolicy
+        self, node: Node, position: int, sequence: SequenceBlocks, leaves: list[Any], kind: str, policy: RetentionPolicy
     ) -> None:
         rings = {
             leaf.place.group: (tuple(sequence.tables[leaf.place.group].ids), leaf.ring_index)
@@ -224,21 +224,21 @@ class PrefixCache:
             if isinstance(leaf, PooledRotatingKVCache)
         }
         states = {i: copied(leaf.cache) for i, leaf in state_caches(leaves).items()}
-        self.index.add_checkpoint(node, Checkpoint(position, rings, states, kind, terms.owner))
+        self.index.add_checkpoint(node, Checkpoint(position, rings, states, kind, policy.owner))
 
-    def _insert(self, tokens: Tokens[int], sequence: SequenceBlocks, kind: str, terms: RetentionPolicy) -> list[Node]:
+    def _insert(self, tokens: Tokens[int], sequence: SequenceBlocks, kind: str, policy: RetentionPolicy) -> list[Node]:
         """Add the path of `tokens`; blocks that are cached already replace the sequence's own."""
-        path = self._held_path(sequence, terms.salt)[: len(tokens) // BLOCK_TOKENS]
-        node = path[-1] if path else self.index.trie.begin(terms.salt)
+        path = self._held_path(sequence, policy.salt)[: len(tokens) // BLOCK_TOKENS]
+        node = path[-1] if path else self.index.trie.root_of(policy.salt)
         for index, start in enumerate(range(node.end, len(tokens), BLOCK_TOKENS), len(path)):
             edge = encode(tokens[start : start + BLOCK_TOKENS])
             child = self.index.trie.child(node, edge)
             if child is None:
                 blocks = tuple(sequence.tables[g].ids[index] for g in self.arena.full_groups)
-                child = self.index.add(node, edge, blocks, kind, terms.owner)
+                child = self.index.add(node, edge, blocks, kind, policy.owner)
             elif len(edge) == len(child.tokens) and not child.residency.in_memory:
                 blocks = tuple(sequence.tables[g].ids[index] for g in self.arena.full_groups)
-                self.index.revive(child, blocks, terms.owner)
+                self.index.revive(child, blocks, policy.owner)
             elif len(edge) == len(child.tokens) and child.is_full:
                 for group, block in zip(self.arena.full_groups, child.residency.blocks, strict=True):
                     if sequence.tables[group].ids[index] != block:
@@ -275,13 +275,13 @@ class PrefixCache:
             self._count(lookup)
             return None, tokens
         try:
-            fetched = self.acquire(tokens, min(self._max_tokens, room))
+            acquired = self.acquire(tokens, min(self._max_tokens, room))
         except PoolExhaustedError:
             return None, tokens
-        if not fetched.lookup.hit:
-            self.discard(fetched.caches)
+        if not acquired.lookup.hit:
+            self.discard(acquired.caches)
             return None, tokens
-        return fetched.caches, fetched.rest
+        return acquired.caches, acquired.rest
 
     def insert_cache(self, model: Any, tokens: list[int], prompt_cache: list[Any], *, cache_type: str = "assistant") -> None:
         """insert() under mlx-lm's name: the caches may be used on, and their blocks go back to the pool with the last of them."""
@@ -361,9 +361,9 @@ class PrefixCache:
     @property
     def alarm(self) -> str | None:
         """What is wrong if prompts are known again and again and next to nothing of them can be resumed."""
-        if self.num_known_tokens < ALARM_TOKENS or self.num_hit_tokens > self.num_known_tokens * ALARM_SHARE:
+        if self.num_matched_tokens < ALARM_TOKENS or self.num_hit_tokens > self.num_matched_tokens * ALARM_SHARE:
             return None
-        found = f"{self.num_hit_tokens} of {self.num_known_tokens} known tokens were reused"
+        found = f"{self.num_hit_tokens} of {self.num_matched_tokens} known tokens were reused"
         own = self.arena.spec.bytes_per_checkpoint()
         return f"{found}: checkpoints are evicted before they are used. One takes {own} bytes; raise --pool-bytes."
 

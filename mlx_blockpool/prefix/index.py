@@ -15,7 +15,7 @@ from ..spec import BLOCK_TOKENS
 from ..store.record import BLOCK, STATE, WINDOW, Key
 from .accounting import Accounting
 from .residency import Checkpoint, Owned, Residency
-from .trie import Node, PrefixRef, Trie, name_of
+from .trie import Node, PrefixRef, Trie, edge_hash
 
 MAX_REMEMBERED_EVICTIONS = 100_000
 
@@ -282,7 +282,7 @@ class KVIndex:
 
     def was_evicted(self, parent: Node, edge: bytes) -> bool:
         """Whether this edge was cached before and was removed."""
-        return name_of(parent.hash, edge) in self._evicted
+        return edge_hash(parent.hash, edge) in self._evicted
 
     def ends(self) -> list[Node]:
         """The nodes that have something in memory, and nothing in memory below them."""

@@ -27,14 +27,14 @@ SHOWN = 64
 
 @dataclass(frozen=True)
 class Lookup:
-    """`hit` of `tokens` prompt tokens need not be computed; `known` of them are in the trie.
+    """`hit` of `tokens` prompt tokens need not be computed; `matched` of them are in the trie.
 
     `cause` is a key of CAUSES. Where the known tokens end in others, `given` and `expected` are up to SHOWN ids of the prompt and
     of the known one, both from token number `known` on. `restored`: how many of the hit were brought back from disk for it.
     """
 
     tokens: int
-    known: int
+    matched: int
     hit: int
     cause: str
     given: tuple[int, ...] = ()
@@ -55,7 +55,7 @@ def explain(index: KVIndex, tokens: Sequence[int], match: PrefixRef, hit: int, s
 
 def beside(lookup: Lookup, tokens: Sequence[int], own: Sequence[int]) -> tuple[Lookup, bool]:
     """The lookup of `tokens` with the one of several known ways on that `own` tokens take, and whether it is the one now."""
-    at = lookup.known
+    at = lookup.matched
     if len(own) <= at or list(own[:at]) != list(tokens[:at]):
         return lookup, False
     return replace(lookup, expected=tuple(own[at : at + SHOWN])), True
@@ -67,7 +67,7 @@ def _cause(index: KVIndex, tokens: Sequence[int], match: PrefixRef, hit: int, sa
         return "all"
     if hit < min(match.tokens, most):
         return "no checkpoint"
-    parent = match.nodes[-1] if match.nodes else index.trie.begin(salt)
+    parent = match.full_nodes[-1] if match.full_nodes else index.trie.root_of(salt)
     if index.was_evicted(parent, encode(tokens[parent.end : parent.end + BLOCK_TOKENS])):
         return "evicted"
     beside = match.partial is None and any(not child.residency.in_memory for child in parent.children)
@@ -81,9 +81,9 @@ def _cause(index: KVIndex, tokens: Sequence[int], match: PrefixRef, hit: int, sa
 def _ahead(match: PrefixRef) -> list[int]:
     """Known tokens that follow a match; of several ways on the first one. None where nothing matched at all."""
     node: Node | None = match.partial
-    rest: list[int] = [] if node is None else decode(node.tokens)[match.count :]
-    if node is None and match.nodes:
-        node = match.nodes[-1]
+    rest: list[int] = [] if node is None else decode(node.tokens)[match.partial_tokens :]
+    if node is None and match.full_nodes:
+        node = match.full_nodes[-1]
     while node is not None and len(rest) < SHOWN:
         node = node.children[0] if node.children else None
         rest += [] if node is None else decode(node.tokens)

@@ -64,7 +64,7 @@ def lay_out(
     """Caches that hold `hit` tokens of a match, with room for `total`. Raises PoolExhaustedError and holds nothing then."""
     sequence = SequenceBlocks(admission.arena)
     try:
-        _adopt(sequence, match, hit, checkpoint)
+        _append_shared(sequence, match, hit, checkpoint)
         admission.admit(sequence, hit, prompt, total)
     except PoolExhaustedError:
         sequence.release()
@@ -75,7 +75,7 @@ def lay_out(
 def lay_out_to_read(arena: KVArena, match: PrefixRef, hit: int, checkpoint: Checkpoint | None) -> list[Any]:
     """Caches that hold `hit` tokens of a match and are not written to: they need no room."""
     sequence = SequenceBlocks(arena)
-    _adopt(sequence, match, hit, checkpoint)
+    _append_shared(sequence, match, hit, checkpoint)
     return _caches(arena, sequence, hit, checkpoint)
 
 
@@ -92,9 +92,9 @@ def _caches(arena: KVArena, sequence: SequenceBlocks, hit: int, checkpoint: Chec
     return caches
 
 
-def _adopt(sequence: SequenceBlocks, match: PrefixRef, hit: int, checkpoint: Checkpoint | None) -> None:
+def _append_shared(sequence: SequenceBlocks, match: PrefixRef, hit: int, checkpoint: Checkpoint | None) -> None:
     """Hold the blocks of the hit, before anything is evicted for the rest."""
-    path = [*match.nodes, match.partial][: blocks_for(hit)]
+    path = [*match.full_nodes, match.partial][: blocks_for(hit)]
     for index, group in enumerate(sequence.arena.full_groups):
         sequence.pool.append_shared(sequence.tables[group], [node.residency.blocks[index] for node in path if node is not None])
     if checkpoint is not None:

@@ -102,9 +102,9 @@ class Retention:
             found |= {Key(kind, last.hash_at(pin.position)) for kind in (WINDOW, STATE)}
         return found
 
-    def end(self, terms: RetentionPolicy) -> None:
+    def end(self, policy: RetentionPolicy) -> None:
         """A request has ended: what is over its agent's quota goes."""
-        self.quotas.enforce(terms.owner)
+        self.quotas.enforce(policy.owner)
 
     def clear(self) -> None:
         self.pins.clear()
@@ -164,7 +164,7 @@ class Quotas:
         """The owner's nodes with nothing in memory below them, and no other agent's checkpoint in them."""
         index = self.index
         for group in index.full_groups[:1]:
-            for block in index.pool.evictable(group):
+            for block in index.pool.eviction_order(group):
                 node = index.node_of((group, block))
                 if node is None or index.accounting.owner_of((group, block)) != owner:
                     continue

@@ -73,7 +73,7 @@ class Node:
         """The hash of the prefix that ends with the token before `end`, which is one of this edge."""
         if end == self.end or self.parent is None:
             return self.hash
-        return name_of(self.parent.hash, self.tokens[: (end - self.start) * TOKEN_BYTES])
+        return edge_hash(self.parent.hash, self.tokens[: (end - self.start) * TOKEN_BYTES])
 
     def path(self) -> list[Node]:
         """From the first edge to this one."""
@@ -125,19 +125,19 @@ class PrefixRef:
         return PrefixRef(tuple(hashes), tokens, salt, path)
 
     @property
-    def nodes(self) -> tuple[Node, ...]:
+    def full_nodes(self) -> tuple[Node, ...]:
         """The edges of which it has all 256 tokens."""
         return self.path[: self.tokens // BLOCK_TOKENS]
 
     @property
-    def count(self) -> int:
-        """How many tokens of `partial` it has."""
+    def partial_tokens(self) -> int:
+        """How many tokens of `partial` it ends with."""
         return self.tokens % BLOCK_TOKENS
 
     @property
     def partial(self) -> Node | None:
         """The edge that it ends inside of, or that is shorter than a block."""
-        return self.path[-1] if self.path and self.count else None
+        return self.path[-1] if self.path and self.partial_tokens else None
 
     def first(self, tokens: int) -> PrefixRef:
         """Its first `tokens` tokens, at most all."""
@@ -152,7 +152,7 @@ class PrefixRef:
 
     def cached_nodes(self) -> tuple[Node, ...]:
         """Its whole edges that are still in the trie."""
-        nodes = self.nodes
+        nodes = self.full_nodes
         while nodes and nodes[-1].removed:
             nodes = nodes[:-1]
         return nodes
@@ -167,7 +167,7 @@ class Trie:
         # A salted root stays for as long as an edge, or a caller, refers to it.
         self._salted: WeakValueDictionary[bytes, Node] = WeakValueDictionary()
         # Every edge by its hash, and some that are no longer part of the tree.
-        self._named: WeakValueDictionary[bytes, Node] = WeakValueDictionary()
+        self._by_hash: WeakValueDictionary[bytes, Node] = WeakValueDictionary()
 
     def __iter__(self) -> Iterator[Node]:
         for root in self.roots():
@@ -179,27 +179,27 @@ class Trie:
         """The shared root, then those of the salts that have edges."""
         return [self.root, *self._salted.values()]
 
-    def begin(self, salt: bytes = SHARED) -> Node:
+    def root_of(self, salt: bytes = SHARED) -> Node:
         """The root of the prefixes under a salt."""
         if not salt:
             return self.root
         root = self._salted.get(salt)
         if root is None:
             assert len(salt) == SALT_BYTES, f"{len(salt)} bytes of salt; needed {SALT_BYTES}"
-            root = Node(None, 0, b"", name_of(self.root.hash, salt), salt=salt)
+            root = Node(None, 0, b"", edge_hash(self.root.hash, salt), salt=salt)
             self._salted[salt] = root
         return root
 
-    def begin_of(self, parent: bytes, salt: str | None) -> Node | None:
-        """The root whose hash is `parent`, under the salt that a record names in hexadecimal; None: there is no such root."""
+    def root_named(self, digest: bytes, salt: str | None) -> Node | None:
+        """The root whose hash is `digest`, under the salt that a record names in hexadecimal; None: there is no such root."""
         if not salt:
-            return self.root if parent == self.root.hash else None
+            return self.root if digest == self.root.hash else None
         try:
-            digest = bytes.fromhex(salt)
+            salt_bytes = bytes.fromhex(salt)
         except ValueError:
             return None
-        root = self.begin(digest) if len(digest) == SALT_BYTES else None
-        return root if root is not None and root.hash == parent else None
+        root = self.root_of(salt_bytes) if len(salt_bytes) == SALT_BYTES else None
+        return root if root is not None and root.hash == digest else None
 
     def match(self, tokens: Sequence[int], salt: bytes = SHARED, start: PrefixRef | None = None) -> PrefixRef:
         """The longest cached prefix of `tokens` under a salt. Changes nothing.
@@ -207,10 +207,10 @@ class Trie:
         `start`: a prefix of these tokens that was matched before; its whole edges are not compared again if still cached.
         """
         nodes = [] if start is None or start.salt != salt else list(start.cached_nodes()[: len(tokens) // BLOCK_TOKENS])
-        node = nodes[-1] if nodes else self.begin(salt)
+        node = nodes[-1] if nodes else self.root_of(salt)
         for at in range(node.end, len(tokens), BLOCK_TOKENS):
             edge = encode(tokens[at : at + BLOCK_TOKENS])
-            child, count = _closest(node, edge)
+            child, count = _longest_match(node, edge)
             if child is None:
                 break
             nodes.append(child)
@@ -224,8 +224,8 @@ class Trie:
         nodes: list[Node] = []
         for index, digest in enumerate(ref.hashes):
             size = min(BLOCK_TOKENS, ref.tokens - index * BLOCK_TOKENS)
-            parent = nodes[-1] if nodes else self.begin(ref.salt)
-            child = self.named(parent, digest)
+            parent = nodes[-1] if nodes else self.root_of(ref.salt)
+            child = self.child_by_hash(parent, digest)
             if child is None and size < BLOCK_TOKENS:
                 child = next((child for child in parent.children if _starts_with(child, digest, size)), None)
             if child is None or child.end - child.start < size:
@@ -234,13 +234,13 @@ class Trie:
         return PrefixRef.of(nodes, min(ref.tokens, len(nodes) * BLOCK_TOKENS), ref.salt)
 
     def child(self, node: Node, edge: bytes) -> Node | None:
-        """The child that has all of these tokens, if there is one."""
-        child, count = _closest(node, edge)
+        """The child that begins with all tokens of `edge`, if there is one."""
+        child, count = _longest_match(node, edge)
         return child if child is not None and count * TOKEN_BYTES == len(edge) else None
 
-    def named(self, parent: Node, digest: bytes) -> Node | None:
-        """The child whose whole edge `digest` names, or the longer one that has taken its place; None: there is none."""
-        found = self._named.get(digest)
+    def child_by_hash(self, parent: Node, digest: bytes) -> Node | None:
+        """The child whose hash is `digest`, or the longer edge that it was merged into; None: there is neither."""
+        found = self._by_hash.get(digest)
         found = None if found is None else found.latest
         if found is None or found.parent is not parent:
             return None
@@ -249,7 +249,7 @@ class Trie:
 
     def add(self, node: Node, edge: bytes) -> tuple[Node, list[Node]]:
         """A new child. Returns it and the shorter siblings that it contains: they are merged into it and out of the tree."""
-        new = Node(node, node.end, edge, name_of(node.hash, edge))
+        new = Node(node, node.end, edge, edge_hash(node.hash, edge))
         shorter = [c for c in node.children if len(c.tokens) < len(edge) and edge.startswith(c.tokens)]
         for old in shorter:
             old.merged_into = new
@@ -265,7 +265,7 @@ class Trie:
     def _insert(self, node: Node) -> None:
         assert node.parent is not None
         insort(node.parent.children, node, key=_tokens)
-        self._named[node.hash] = node
+        self._by_hash[node.hash] = node
 
     def remove(self, node: Node) -> list[Node]:
         """Cut a node and all below it off. Returns them."""
@@ -287,18 +287,18 @@ class Trie:
             assert edges == sorted(edges), f"children at token {node.start} are out of order"
             covered = [e for e in edges if len(e) > len(node.tokens) and e.startswith(node.tokens)]
             assert not covered, f"the edge at token {node.start} is part of a longer one"
-            assert node.hash == name_of(parent.hash, node.tokens), f"hash at {node.start}"
+            assert node.hash == edge_hash(parent.hash, node.tokens), f"hash at {node.start}"
             assert not node.removed, f"the edge at token {node.start} is marked as removed"
 
 
-def name_of(parent: bytes, edge: bytes) -> bytes:
+def edge_hash(parent: bytes, edge: bytes) -> bytes:
     """The hash of a prefix, from that of its parent and its last tokens."""
     return hashlib.blake2b(parent + edge, digest_size=32).digest()
 
 
-def naming(parent: bytes, tokens: Sequence[int]) -> bytes:
-    """name_of() for token ids: the rule by which the store checks the names of its records."""
-    return name_of(parent, encode(tokens))
+def prefix_hash(parent: bytes, tokens: Sequence[int]) -> bytes:
+    """edge_hash() of token ids. The store checks the hashes of its records by this rule."""
+    return edge_hash(parent, encode(tokens))
 
 
 def encode(tokens: Sequence[int]) -> bytes:
@@ -319,7 +319,7 @@ def _tokens(node: Node) -> bytes:
     return node.tokens
 
 
-def _closest(node: Node, edge: bytes) -> tuple[Node | None, int]:
+def _longest_match(node: Node, edge: bytes) -> tuple[Node | None, int]:
     """The child with the longest common beginning, and its length in tokens.
 
     In sorted order that child stands next to where `edge` would stand.

@@ -28,9 +28,9 @@ class SharedPaths:
         self._ends: dict[bytes, dict[int, set[bytes]]] = {}
         for path in paths:
             self._users.update(path.hashes)
-            if path.count:
+            if path.partial_tokens:
                 before = path.hashes[-2] if len(path.hashes) > 1 else b""
-                self._ends.setdefault(before, {}).setdefault(path.count, set()).add(path.hashes[-1])
+                self._ends.setdefault(before, {}).setdefault(path.partial_tokens, set()).add(path.hashes[-1])
 
     def num_shared(self, nodes: Sequence[Node], path: PrefixRef) -> int:
         """How many of the first edges of one of these paths another one needs too; `nodes` are its cached edges."""

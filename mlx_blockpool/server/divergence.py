@@ -78,10 +78,10 @@ class Chat:
 
         noted_as: the name that the request's agent is noted under. is_own: the cached text is the same client's.
         """
-        reply = _cut_reply(tokenizer, prompt, lookup.known, replies)
+        reply = _cut_reply(tokenizer, prompt, lookup.matched, replies)
         if reply is not None and lookup.cause == "longer":
             # The cached tokens would have continued with the reply's.
-            at = lookup.known
+            at = lookup.matched
             expected = _path(tokenizer, reply)[at - reply.start + len(reply.before) :][:SHOWN]
             lookup = replace(lookup, cause="differs", given=tuple(prompt[at : at + SHOWN]), expected=tuple(expected))
             is_own = is_own or (reply.agent is not None and reply.agent == noted_as)
@@ -95,7 +95,7 @@ class Chat:
         """The difference, or None if the cached tokens do not continue with others."""
         if not lookup.expected:
             return None
-        at = lookup.known
+        at = lookup.matched
         before = list(prompt[max(0, at - BEFORE) : at])
         shown = (lookup.given, lookup.expected) if is_own else (lookup.given,)
         try:

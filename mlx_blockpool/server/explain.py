@@ -201,7 +201,7 @@ class Explained:
             elsewhere = self._elsewhere(namespace) if found.lookup.cause in ("new", "differs", "longer") else None
             self.now = replace(
                 now,
-                known_tokens=found.lookup.known,
+                known_tokens=found.lookup.matched,
                 restored_tokens=found.lookup.restored,
                 cause=found.lookup.cause if elsewhere is None else "other namespace",
                 difference=found.shown,

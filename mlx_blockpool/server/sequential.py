@@ -102,13 +102,13 @@ class DraftedPrefix:
         lookup = replace(first.lookup, cause="draft", given=(), expected=()) if behind else first.lookup
         return Acquired([*first.caches, *second.caches], first.rest, lookup)
 
-    def release(self, tokens: list[int], caches: list[Any], kind: str, terms: RetentionPolicy = ORDINARY) -> None:
+    def release(self, tokens: list[int], caches: list[Any], kind: str, policy: RetentionPolicy = ORDINARY) -> None:
         """Keep what both hold of `tokens`: behind a draft each is ahead of them by its own amount."""
         for prefix, own in zip((self.prefix, self.draft), self._parts(caches), strict=True):
             ahead = own[0].offset - len(tokens)
             if ahead > 0 and can_trim_prompt_cache(own):
                 trim_prompt_cache(own, ahead)
-            prefix.release(tokens, own, kind, terms)
+            prefix.release(tokens, own, kind, policy)
 
     def discard(self, caches: list[Any]) -> None:
         for prefix, own in zip((self.prefix, self.draft), self._parts(caches), strict=True):

@@ -44,7 +44,7 @@ _EXTRA = "extra."
 _MAX_DIMS = 8
 _PROPER = f"a name in ASCII, a dtype of {', '.join(ITEM_BYTES)} and at most {_MAX_DIMS} sizes"
 
-Naming: TypeAlias = Callable[[bytes, tuple[int, ...]], bytes]
+PrefixHash: TypeAlias = Callable[[bytes, tuple[int, ...]], bytes]
 
 
 class Key(NamedTuple):

@@ -12,7 +12,7 @@ from tempfile import TemporaryDirectory
 import mlx.core as mx
 
 from ..config import StoreConfig
-from ..prefix.trie import naming
+from ..prefix.trie import prefix_hash
 from ..spec import BLOCK_TOKENS, WindowLayer
 from ..store.fs import Disk
 from ..store.paths import FOLDERS
@@ -44,7 +44,7 @@ class Life:
         store = None
         if folder is not None:
             config = StoreConfig(folder=folder, min_free_bytes=0)
-            store = PromptStore(config, "conformance", naming, {"model_id": subject.model_id}, Unsynced())
+            store = PromptStore(config, "conformance", prefix_hash, {"model_id": subject.model_id}, Unsynced())
         self.prefix = TieredPrefixCache(subject.arena(), store=store)
 
     def serve(self, tokens: Sequence[int], places: Iterable[int] = ()) -> tuple[int, list[mx.array]]:
@@ -52,23 +52,23 @@ class Life:
 
         Returns the hit, and the logits behind the first token beyond it, each place and the prompt.
         """
-        fetched = self.prefix.acquire(list(tokens), ROOM)
-        hit = done = fetched.lookup.hit
+        acquired = self.prefix.acquire(list(tokens), ROOM)
+        hit = done = acquired.lookup.hit
         found = []
-        for part in cut(fetched.rest, (place - hit for place in (hit + 1, *places))):
-            found += run(self.subject.model, fetched.caches, [part])
+        for part in cut(acquired.rest, (place - hit for place in (hit + 1, *places))):
+            found += run(self.subject.model, acquired.caches, [part])
             done += len(part)
             if done in places:
-                self.prefix.insert(list(tokens[:done]), fetched.caches, "system")
-        self.prefix.release(list(tokens), fetched.caches)
+                self.prefix.insert(list(tokens[:done]), acquired.caches, "system")
+        self.prefix.release(list(tokens), acquired.caches)
         self.prefix.check()
         return hit, found
 
     def find(self, tokens: Sequence[int], at_most: int | None = None) -> tuple[int, list[bytes]]:
         """Look a prompt up; its hit, and the content of the caches that it receives."""
-        fetched = self.prefix.acquire(list(tokens), ROOM, at_most)
-        found = fetched.lookup.hit, content(fetched.caches)
-        self.prefix.discard(fetched.caches)
+        acquired = self.prefix.acquire(list(tokens), ROOM, at_most)
+        found = acquired.lookup.hit, content(acquired.caches)
+        self.prefix.discard(acquired.caches)
         return found
 
 

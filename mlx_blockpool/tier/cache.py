@@ -107,9 +107,9 @@ class TieredPrefixCache(PrefixCache):
         plan = self.plan_restore(self.match(tokens, salt), len(tokens) - 1)
         return super().within_reach(tokens, salt) if plan is None else plan.have + plan.tokens
 
-    def remember(self, tokens: Tokens[int], caches: list[Any], kind: str, terms: RetentionPolicy, goes_on: bool) -> PrefixRef:
-        ref = super().remember(tokens, caches, kind, terms, goes_on)
-        if self.stored is not None and terms.is_written:
+    def remember(self, tokens: Tokens[int], caches: list[Any], kind: str, policy: RetentionPolicy, goes_on: bool) -> PrefixRef:
+        ref = super().remember(tokens, caches, kind, policy, goes_on)
+        if self.stored is not None and policy.is_written:
             self.stored.note_path(ref.path, ref.tokens)
         return ref
 

@@ -89,7 +89,7 @@ class StoredNodes:
         self._store.remove(keys)
 
     def _parent_of(self, record: Record) -> Node | None:
-        first = self._index.trie.begin_of(record.parent, record.extra.get(SALT)) if record.start == 0 else None
+        first = self._index.trie.root_named(record.parent, record.extra.get(SALT)) if record.start == 0 else None
         return first or self.by_hash.get(record.parent)
 
     def _add(self, record: Record, at_start: bool = False) -> None:

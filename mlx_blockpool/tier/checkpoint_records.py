@@ -153,7 +153,7 @@ class StoredCheckpoints:
                 record = record_of(self.store, WINDOW, *segment, self._parts(segment, position), extra)
                 return CheckpointWrite(record, partial(self.rings.cut, segment, checkpoint), segment.node, node, checkpoint)
         if checkpoint.states and position not in node.residency.state_records:
-            arrays = _named(checkpoint.states)
+            arrays = _by_hash(checkpoint.states)
             parts = tuple(Part(name, safetensors_name(array.dtype), tuple(array.shape)) for name, array in arrays)
             record = record_of(self.store, STATE, node, position, parts, {"kind": checkpoint.kind})
             return CheckpointWrite(record, lambda: [as_bytes(array) for _, array in arrays], node, node, checkpoint)
@@ -278,6 +278,6 @@ def states_in(data: RecordData, arena: KVArena) -> dict[int, list[Any]]:
     return found
 
 
-def _named(states: Mapping[int, Sequence[Any]]) -> list[tuple[str, Any]]:
+def _by_hash(states: Mapping[int, Sequence[Any]]) -> list[tuple[str, Any]]:
     """The arrays of states with the names of their parts, by leaf and entry; an entry without an array has none."""
     return [(f"states.{leaf}.{i}", a) for leaf in sorted(states) for i, a in enumerate(states[leaf]) if a is not None]

@@ -106,7 +106,7 @@ def _keep(prefix: TieredPrefixCache, tokens: list[int], caches: list[Any], salt:
     """How many tokens are in the store now, from the first on."""
     stored = prefix.stored
     assert stored is not None
-    prefix.release(tokens, caches, terms=RetentionPolicy(salt=salt))
+    prefix.release(tokens, caches, policy=RetentionPolicy(salt=salt))
     before = -1
     # The store's queue takes a part at a time.
     while stored.store.counts["written"] > before:

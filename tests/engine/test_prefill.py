@@ -155,7 +155,7 @@ def test_a_window_model_keeps_nothing_to_go_on_from_where_there_is_no_mark() -> 
     engine, prefix = make_engine("gemma3_text")
     serve(engine, [words(1, 700)])
     lookup = prefix.look((*words(1, 350), *words(2, 40)))
-    assert (lookup.known, lookup.hit, lookup.cause) == (350, 0, "no checkpoint")
+    assert (lookup.matched, lookup.hit, lookup.cause) == (350, 0, "no checkpoint")
 
 
 class Clock:

@@ -202,10 +202,10 @@ def test_use_after_the_blocks_were_given_back_raises_and_says_by_what(name: str,
 def test_a_batch_whose_member_was_given_back_raises() -> None:
     model, slabs = attached("llama")
     prefix = PrefixCache(slabs)
-    fetched = [prefix.acquire(SYSTEM + q, max_tokens=20) for q in QUESTIONS]
-    batch = [PooledBatchCache(list(layer)) for layer in zip(*(f.caches for f in fetched), strict=True)]
+    acquired = [prefix.acquire(SYSTEM + q, max_tokens=20) for q in QUESTIONS]
+    batch = [PooledBatchCache(list(layer)) for layer in zip(*(f.caches for f in acquired), strict=True)]
     model(mx.array([[1], [2]]), cache=batch)
-    prefix.discard(fetched[0].caches)
+    prefix.discard(acquired[0].caches)
     with pytest.raises(ReleasedCacheError, match="discard"):
         model(mx.array([[1], [2]]), cache=batch)
 
@@ -293,9 +293,9 @@ def test_room_that_was_made_for_a_reply_goes_with_the_batch() -> None:
     slabs = open_pool(model, 3 * size)
     attach(model, slabs)
     prefix = PrefixCache(slabs)
-    fetched = prefix.acquire(SYSTEM[:200], max_tokens=400)
+    acquired = prefix.acquire(SYSTEM[:200], max_tokens=400)
     expected = replies(model, [SYSTEM[:200]], [stock_prompt_cache(model)], 400)[0]
-    assert replies(model, [SYSTEM[:200]], [fetched.caches], 400)[0] == expected
+    assert replies(model, [SYSTEM[:200]], [acquired.caches], 400)[0] == expected
 
 
 def test_a_batch_of_mlx_lms_evicts_what_nobody_uses_for_the_copies_that_it_needs() -> None:
@@ -309,8 +309,8 @@ def test_a_batch_of_mlx_lms_evicts_what_nobody_uses_for_the_copies_that_it_needs
         model(mx.array([tokens]), cache=known)
         prefix.release(tokens, known)
     assert slabs.pool.counts()[0].evictable == 5
-    fetched = prefix.acquire(SYSTEM[:200], max_tokens=50)
-    model(mx.array([fetched.rest[:-1]]), cache=fetched.caches)
+    acquired = prefix.acquire(SYSTEM[:200], max_tokens=50)
+    model(mx.array([acquired.rest[:-1]]), cache=acquired.caches)
     expected = replies(model, [SYSTEM[:200]], [stock_prompt_cache(model)], 40)[0]
-    assert replies(model, [SYSTEM[199:200]] * 3, [fetched.caches] * 3, 40) == [expected] * 3
+    assert replies(model, [SYSTEM[199:200]] * 3, [acquired.caches] * 3, 40) == [expected] * 3
     prefix.check()

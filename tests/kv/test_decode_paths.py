@@ -262,7 +262,7 @@ def test_a_shared_prefix_of_several_runs() -> None:
     for i in range(3):
         batch.join(*copy.deepcopy(forked), 3 + i)
     members = batch.caches[0].members
-    assert len(members[1].sequence.pieces(0, 768)) > 1
+    assert len(members[1].sequence.slab_runs(0, 768)) > 1
     for _ in range(3):
         batch.step()
     assert batch.took() == {"shared"}

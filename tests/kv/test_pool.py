@@ -34,10 +34,10 @@ def two_groups(blocks: int, **config: Any) -> BlockPool:
     return BlockPool(spec_of(FULL, WINDOW), blocks * BLOCK, PoolConfig(**config))
 
 
-def table_with(pool: BlockPool, count: int, group: int = 0, known: bool = False) -> BlockTable:
+def table_with(pool: BlockPool, count: int, group: int = 0, cached: bool = False) -> BlockTable:
     table = pool.open_table(group)
     pool.extend(table, count)
-    if known:
+    if cached:
         for block in table.ids:
             pool.cache(group, block, 256)
     return table
@@ -45,7 +45,7 @@ def table_with(pool: BlockPool, count: int, group: int = 0, known: bool = False)
 
 def evictable(pool: BlockPool, count: int, group: int = 0) -> list[int]:
     """Known blocks that nobody holds."""
-    table = table_with(pool, count, group, known=True)
+    table = table_with(pool, count, group, cached=True)
     ids = list(table.ids)
     pool.release(table)
     return ids
@@ -53,7 +53,7 @@ def evictable(pool: BlockPool, count: int, group: int = 0) -> list[int]:
 
 def state(pool: BlockPool) -> tuple[Any, ...]:
     groups = range(len(pool.counts()))
-    evictable = [pool.evictable(g) for g in groups]
+    evictable = [pool.eviction_order(g) for g in groups]
     return pool.counts(), [pool.slabs(g) for g in groups], pool.layout_version, pool.nbytes, evictable
 
 
@@ -93,10 +93,10 @@ def test_a_block_of_its_own_lies_next_to_the_one_before_it_where_that_is_free() 
     table = table_with(pool, 2)
     fork = pool.fork(table)
     # Block 1 is in use, so the copy goes to the middle of what is free.
-    assert pool.copy_on_write(fork, 1) == (1, 8)
+    assert pool.take_own(fork, 1) == (1, 8)
     other = pool.fork(fork)
     pool.release(table)
-    assert pool.copy_on_write(other, 1) == (8, 1)
+    assert pool.take_own(other, 1) == (8, 1)
     assert (fork.ids, other.ids) == ([0, 8], [0, 1])
     pool.check()
 
@@ -118,10 +118,10 @@ def test_replace_gives_neighbours_and_keeps_the_old_blocks_in_a_table() -> None:
     pool = one_slab(16)
     table = table_with(pool, 4)
     fork = pool.fork(table)
-    pool.copy_on_write(fork, 1)
+    pool.take_own(fork, 1)
     scattered = list(fork.ids)
     assert len(fork.runs) == 3
-    old = pool.replace(fork)
+    old = pool.take_own_run(fork)
     assert old.ids == scattered
     assert (len(fork), len(fork.runs)) == (4, 1)
     assert not set(fork.ids) & {*scattered, *table.ids}
@@ -235,9 +235,9 @@ def test_a_full_ring_can_still_own_and_replace_its_blocks() -> None:
     pool = two_groups(20)
     ring = table_with(pool, 4, group=1)
     fork = pool.fork(ring)
-    old, new = pool.copy_on_write(fork, 2)
+    old, new = pool.take_own(fork, 2)
     assert (old, new) == (ring.ids[2], fork.ids[2])
-    pool.release(pool.replace(fork))
+    pool.release(pool.take_own_run(fork))
     assert not set(fork.ids) & set(ring.ids)
     pool.check()
 
@@ -265,9 +265,9 @@ def test_owning_and_replacing_use_the_promise() -> None:
     table = table_with(pool, 2)
     fork = pool.fork(table)
     pool.reserve([fork], [4])
-    pool.copy_on_write(fork, 0)
+    pool.take_own(fork, 0)
     assert fork.reserved == 3
-    pool.release(pool.replace(fork))
+    pool.release(pool.take_own_run(fork))
     assert fork.reserved == 1
     assert len(set(fork.ids) | set(table.ids)) == 4
     pool.check()
@@ -306,7 +306,7 @@ def test_evict_returns_leaves_first() -> None:
 
 def test_evict_takes_the_sequence_released_first() -> None:
     pool = one_slab(8)
-    first, second = table_with(pool, 2, known=True), table_with(pool, 2, known=True)
+    first, second = table_with(pool, 2, cached=True), table_with(pool, 2, cached=True)
     order = [first.ids[1], first.ids[0], second.ids[1], second.ids[0]]
     pool.release(first)
     pool.release(second)
@@ -354,9 +354,9 @@ def test_a_free_block_is_not_pinned() -> None:
     assert pool.counts()[0].pinned == 0
 
 
-def test_a_block_that_two_entries_know_stays_until_both_forget_it() -> None:
+def test_a_block_that_two_entries_cache_stays_until_both_uncache_it() -> None:
     pool = one_slab(8)
-    table = table_with(pool, 1, known=True)
+    table = table_with(pool, 1, cached=True)
     pool.cache(0, 0, 100)
     pool.release(table)
     pool.uncache(0, 0)
@@ -368,14 +368,14 @@ def test_a_block_that_two_entries_know_stays_until_both_forget_it() -> None:
 
 def test_a_held_block_stays_when_it_is_forgotten() -> None:
     pool = one_slab(8)
-    table = table_with(pool, 1, known=True)
+    table = table_with(pool, 1, cached=True)
     pool.uncache(0, 0)
     assert figures(pool) == (8, 7, 1, 0)
     pool.release(table)
     assert figures(pool) == (8, 8, 0, 0)
 
 
-def test_a_free_block_can_be_neither_known_nor_forgotten() -> None:
+def test_a_free_block_can_be_neither_cached_nor_uncached() -> None:
     pool = one_slab(8)
     with pytest.raises(AssertionError, match=r"block 3 of full x1 .* is free and cannot be cached"):
         pool.cache(0, 3, 256)
@@ -527,14 +527,14 @@ def test_a_model_of_windows_only_takes_sequences_of_any_length() -> None:
 
 
 @pytest.mark.parametrize("served", [(1, 1), (2, 2), (7, 4), (13, 4)])
-@pytest.mark.parametrize("known", [False, True])
-def test_the_capacity_is_there_whatever_was_served_before(served: tuple[int, int], known: bool) -> None:
+@pytest.mark.parametrize("cached", [False, True])
+def test_the_capacity_is_there_whatever_was_served_before(served: tuple[int, int], cached: bool) -> None:
     pool = two_groups(20)
     first = [pool.open_table(0), pool.open_table(1)]
     pool.reserve(first, served)
     for table, count in zip(first, served, strict=True):
         pool.extend(table, count)
-        for block in table.ids if known else ():
+        for block in table.ids if cached else ():
             pool.cache(table.group, block, 256)
         pool.release(table)
     assert pool.sequence_capacity() == 16 * 256
@@ -571,17 +571,17 @@ def test_preallocate_leaves_room_behind_a_window_that_the_pool_cannot_fill() -> 
 # -- threads and models ------------------------------------------------------------------------------------------------
 
 
-def give_back_elsewhere(pool: BlockPool, table: BlockTable) -> None:
+def release_elsewhere(pool: BlockPool, table: BlockTable) -> None:
     thread = threading.Thread(target=pool.release_deferred, args=(table,))
     thread.start()
     thread.join()
 
 
-def test_give_back_from_another_thread_takes_effect_at_the_next_operation() -> None:
+def test_release_from_another_thread_takes_effect_at_the_next_operation() -> None:
     pool = one_slab(4)
     table = table_with(pool, 3)
     pool.reserve([table], [1])
-    give_back_elsewhere(pool, table)
+    release_elsewhere(pool, table)
     assert (table.ids, table.reserved) == ([], 0)
     assert figures(pool) == (4, 1, 3, 0)
     assert [c.free for c in pool.settle()] == [4]
@@ -590,20 +590,20 @@ def test_give_back_from_another_thread_takes_effect_at_the_next_operation() -> N
 
 def test_what_was_given_back_can_be_taken_at_once() -> None:
     pool = one_slab(4)
-    give_back_elsewhere(pool, table_with(pool, 4))
+    release_elsewhere(pool, table_with(pool, 4))
     assert table_with(pool, 4).ids == [0, 1, 2, 3]
 
 
 def test_what_was_given_back_can_be_evicted_at_once() -> None:
     pool = one_slab(4)
-    give_back_elsewhere(pool, table_with(pool, 2, known=True))
+    release_elsewhere(pool, table_with(pool, 2, cached=True))
     assert pool.evict(0, 2) == [(0, 1), (0, 0)]
 
 
 def test_what_was_given_back_is_shared_no_more() -> None:
     pool = one_slab(4)
     table = table_with(pool, 1)
-    give_back_elsewhere(pool, pool.fork(table))
+    release_elsewhere(pool, pool.fork(table))
     assert not pool.is_shared(table, 0, 0)
 
 
@@ -641,7 +641,7 @@ def test_own_gives_a_block_that_nobody_else_reads() -> None:
     pool = one_slab(8)
     table = table_with(pool, 2)
     fork = pool.fork(table)
-    old, new = pool.copy_on_write(fork, 1)
+    old, new = pool.take_own(fork, 1)
     assert old == 1
     assert fork.ids == [0, new]
     assert table.ids == [0, 1]
@@ -651,7 +651,7 @@ def test_own_gives_a_block_that_nobody_else_reads() -> None:
     pool.check()
 
 
-def test_a_known_block_may_be_written_behind_what_is_known_of_it() -> None:
+def test_a_cached_block_may_be_written_behind_what_is_cached_of_it() -> None:
     pool = one_slab(8)
     table = table_with(pool, 1)
     pool.cache(0, 0, 100)
@@ -666,10 +666,10 @@ def test_a_known_block_may_be_written_behind_what_is_known_of_it() -> None:
     assert not pool.is_shared(table, 0, 0)
 
 
-def test_a_known_block_that_was_owned_stays_known() -> None:
+def test_a_cached_block_stays_cached_after_take_own() -> None:
     pool = one_slab(8)
-    table = table_with(pool, 1, known=True)
-    assert pool.copy_on_write(table, 0)[0] == 0
+    table = table_with(pool, 1, cached=True)
+    assert pool.take_own(table, 0)[0] == 0
     assert figures(pool) == (8, 6, 1, 1)
     assert pool.evict(0, 1) == [(0, 0)]
 
@@ -680,7 +680,7 @@ def test_own_without_room_changes_nothing() -> None:
     fork = pool.fork(table)
     before = state(pool)
     with pytest.raises(PoolExhaustedError):
-        pool.copy_on_write(fork, 0)
+        pool.take_own(fork, 0)
     assert fork.ids == table.ids == [0, 1]
     assert state(pool) == before
     pool.check()
@@ -688,7 +688,7 @@ def test_own_without_room_changes_nothing() -> None:
 
 def test_swap_holds_another_block_and_lets_go_of_its_own() -> None:
     pool = one_slab(8)
-    first, second = table_with(pool, 1, known=True), table_with(pool, 1)
+    first, second = table_with(pool, 1, cached=True), table_with(pool, 1)
     mine = second.ids[0]
     pool.replace_shared(second, 0, first.ids[0])
     assert second.ids == first.ids == [0]
@@ -708,7 +708,7 @@ def test_a_table_tells_its_runs_after_every_change() -> None:
     pool.extend(table, 2)
     assert table.runs == [(0, 4)]
     fork = pool.fork(table)
-    _, new = pool.copy_on_write(fork, 1)
+    _, new = pool.take_own(fork, 1)
     assert fork.runs == [(0, 1), (new, 1), (2, 2)]
     pool.replace_shared(fork, 1, 1)
     assert fork.runs == [(0, 4)]
@@ -721,7 +721,7 @@ def test_a_table_tells_its_runs_after_every_change() -> None:
 
 def test_counts() -> None:
     pool = one_slab(10)
-    held = table_with(pool, 2, known=True)
+    held = table_with(pool, 2, cached=True)
     ids = evictable(pool, 3)
     pool.pin(0, ids[0])
     pool.pin(0, held.ids[0])

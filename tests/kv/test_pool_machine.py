@@ -28,7 +28,7 @@ amounts = st.integers(0, 4)
 
 @tried(60, 3000, stateful_step_count=60)
 class PoolMachine(RuleBasedStateMachine):
-    """`tables`: the blocks that each table must have and its promises. `known`, `pins`: counts of each block.
+    """`tables`: the blocks that each table must have and has reserved. `cached`, `pins`: counts of each block.
 
     `order`: the evictable blocks of each group, the next victim first.
     """
@@ -40,8 +40,8 @@ class PoolMachine(RuleBasedStateMachine):
         self.pool = BlockPool(SPEC, self.pool_bytes, config)
         self.tables: list[tuple[BlockTable, list[int]]] = []
         self.reserved: dict[int, int] = {}
-        self.known: Counter[Owned] = Counter()
-        self.frozen: dict[Owned, int] = {}
+        self.cached: Counter[Owned] = Counter()
+        self.cached_tokens: dict[Owned, int] = {}
         self.pins: Counter[Owned] = Counter()
         self.order: list[list[int]] = [[], []]
         self.add(self.pool.open_table(0), [])
@@ -53,20 +53,20 @@ class PoolMachine(RuleBasedStateMachine):
         return Counter(block for table, ids in self.tables if table.group == group for block in ids)
 
     def let_go(self, group: int, ids: list[int]) -> None:
-        """After the references are gone: what is known waits for eviction, last blocks first."""
+        """After the references are gone: what is cached waits for eviction, last blocks first."""
         held = self.refs(group)
         for block in reversed(ids):
-            if not held[block] and self.known[group, block]:
+            if not held[block] and self.cached[group, block]:
                 self.order[group].append(block)
 
     def hold(self, group: int, ids: list[int]) -> None:
         self.order[group] = [block for block in self.order[group] if block not in ids]
 
-    def forget(self, owned: Owned, times: int = 1) -> None:
-        self.known[owned] -= times
-        if not self.known[owned]:
+    def uncache(self, owned: Owned, times: int = 1) -> None:
+        self.cached[owned] -= times
+        if not self.cached[owned]:
             self.pins.pop(owned, None)
-            self.frozen.pop(owned, None)
+            self.cached_tokens.pop(owned, None)
             if owned[1] in self.order[owned[0]]:
                 self.order[owned[0]].remove(owned[1])
 
@@ -74,7 +74,7 @@ class PoolMachine(RuleBasedStateMachine):
         for owned in victims:
             assert owned[1] in self.order[owned[0]], f"{owned} was evicted and is not evictable"
             assert not self.pins[owned], f"{owned} was evicted and is pinned"
-            self.forget(owned, self.known[owned])
+            self.uncache(owned, self.cached[owned])
 
     def pick(self, number: int) -> tuple[BlockTable, list[int]]:
         return self.tables[number % len(self.tables)]
@@ -120,7 +120,7 @@ class PoolMachine(RuleBasedStateMachine):
         self.spend(table, count)
 
     def unchanged(self, before: Any) -> None:
-        """References, known blocks, tables and promises; an empty slab may have gone."""
+        """References, cached blocks, tables and what they reserve; an empty slab may have gone."""
         counts, ids, reserved = self.snapshot()
         assert [(c.held, c.evictable, c.pinned, c.reserved) for c in counts] == [
             (c.held, c.evictable, c.pinned, c.reserved) for c in before[0]
@@ -158,7 +158,7 @@ class PoolMachine(RuleBasedStateMachine):
         index = at % len(ids)
         before, promised = self.snapshot(), self.reserved[id(table)]
         try:
-            old, new = self.pool.copy_on_write(table, index)
+            old, new = self.pool.take_own(table, index)
         except PoolExhaustedError:
             assert not promised
             return self.unchanged(before)
@@ -189,7 +189,7 @@ class PoolMachine(RuleBasedStateMachine):
         table, ids = self.pick(number)
         before, promised = self.snapshot(), len(ids) <= self.reserved[id(table)]
         try:
-            old = self.pool.replace(table)
+            old = self.pool.take_own_run(table)
         except PoolExhaustedError:
             assert not promised
             return self.unchanged(before)
@@ -231,35 +231,35 @@ class PoolMachine(RuleBasedStateMachine):
         blocks = sorted((t.group, block) for t, ids in self.tables for block in ids)
         owned = blocks[number % len(blocks)]
         self.pool.cache(*owned, tokens)
-        self.known[owned] += 1
-        self.frozen[owned] = max(tokens, self.frozen.get(owned, 0))
+        self.cached[owned] += 1
+        self.cached_tokens[owned] = max(tokens, self.cached_tokens.get(owned, 0))
 
-    @precondition(lambda self: +self.known)
+    @precondition(lambda self: +self.cached)
     @rule(number=picks)
-    def forget_one(self, number: int) -> None:
-        owned = self.pick_known(number)
+    def uncache_one(self, number: int) -> None:
+        owned = self.pick_cached(number)
         self.pool.uncache(*owned)
-        self.forget(owned)
+        self.uncache(owned)
 
-    def pick_known(self, number: int) -> Owned:
-        blocks = sorted(+self.known)
+    def pick_cached(self, number: int) -> Owned:
+        blocks = sorted(+self.cached)
         return blocks[number % len(blocks)]
 
-    @precondition(lambda self: +self.known)
+    @precondition(lambda self: +self.cached)
     @rule(numbers=st.lists(picks, max_size=3))
     def touch(self, numbers: list[int]) -> None:
         for group in range(2):
-            ids = [block for g, block in map(self.pick_known, numbers) if g == group]
+            ids = [block for g, block in map(self.pick_cached, numbers) if g == group]
             self.pool.touch(group, ids)
             for block in ids:
                 if block in self.order[group]:
                     self.order[group].remove(block)
                     self.order[group].append(block)
 
-    @precondition(lambda self: +self.known)
+    @precondition(lambda self: +self.cached)
     @rule(number=picks, on=st.booleans())
     def pin(self, number: int, on: bool) -> None:
-        owned = self.pick_known(number)
+        owned = self.pick_cached(number)
         (self.pool.pin if on else self.pool.unpin)(*owned)
         self.pins[owned] = max(0, self.pins[owned] + (1 if on else -1))
 
@@ -285,7 +285,7 @@ class PoolMachine(RuleBasedStateMachine):
 
     @rule(group=groups, count=st.integers(1, 4))
     def serve(self, group: int, count: int) -> None:
-        """A whole request: its blocks are known and evictable at the end."""
+        """A whole request: its blocks are cached and evictable at the end."""
         count = min(count, CAPS[group] or count)
         self.take_away(self.pool.make_room({group: count}))
         table = self.pool.open_table(group)
@@ -296,7 +296,7 @@ class PoolMachine(RuleBasedStateMachine):
         assert not set(table.ids) & self.in_use(group)
         for block in table.ids:
             self.pool.cache(group, block, 256)
-            self.known[group, block], self.frozen[group, block] = 1, 256
+            self.cached[group, block], self.cached_tokens[group, block] = 1, 256
         self.order[group] += reversed(table.ids)
         self.pool.release(table)
 
@@ -347,9 +347,9 @@ class PoolMachine(RuleBasedStateMachine):
         for table, ids in self.tables:
             held = self.refs(table.group)
             for index, block in enumerate(ids):
-                frozen = self.frozen.get((table.group, block), 0)
-                for token in {0, max(0, frozen - 1), frozen}:
-                    expected = held[block] > 1 or token < frozen
+                cached_tokens = self.cached_tokens.get((table.group, block), 0)
+                for token in {0, max(0, cached_tokens - 1), cached_tokens}:
+                    expected = held[block] > 1 or token < cached_tokens
                     assert self.pool.is_shared(table, index, token) == expected
 
 

@@ -104,4 +104,4 @@ def answer(prefix: PrefixCache, prompt: Sequence[int], salt: bytes = SHARED) -> 
     """A whole request with an empty reply."""
     found = prefix.acquire(prompt, 20, salt=salt)
     compute(found.caches, prompt, found.lookup.hit)
-    prefix.release(prompt, found.caches, terms=RetentionPolicy(salt=salt))
+    prefix.release(prompt, found.caches, policy=RetentionPolicy(salt=salt))

@@ -81,7 +81,7 @@ class Life:
         self,
         found: Acquired,
         prompt: Sequence[int],
-        terms: RetentionPolicy = NOBODY,
+        policy: RetentionPolicy = NOBODY,
         places: Collection[int] = (),
         step: int = 0,
     ) -> None:
@@ -92,10 +92,10 @@ class Life:
             compute(found.caches, prompt[:end], at, step)
             at = end
             if end < len(prompt):
-                self.prefix.insert(list(prompt[:end]), found.caches, "user", terms)
+                self.prefix.insert(list(prompt[:end]), found.caches, "user", policy)
         look(found.caches, prompt, at)
 
-    def fetched(self, tokens: Sequence[int]) -> int:
+    def acquired(self, tokens: Sequence[int]) -> int:
         """A hit of which everything is right, and nothing is held any more."""
         found = self.prefix.acquire(tokens, 20)
         look(found.caches, tokens, found.lookup.hit)
@@ -147,21 +147,21 @@ class Keeper(Life):
         self,
         prompt: Sequence[int],
         pins: Sequence[tuple[int, float]] = (),
-        terms: RetentionPolicy = NOBODY,
+        policy: RetentionPolicy = NOBODY,
         places: Sequence[int] = (),
     ) -> int:
         """A request of which beginnings are marked. Returns its hit; what it took over is right."""
         found = self.prefix.acquire(list(prompt), 20)
-        self.compute(found, prompt, terms, {*places, *(end for end, _ in pins)})
-        return self.end(found, prompt, pins, terms)
+        self.compute(found, prompt, policy, {*places, *(end for end, _ in pins)})
+        return self.end(found, prompt, pins, policy)
 
     def end(
-        self, found: Acquired, prompt: Sequence[int], pins: Sequence[tuple[int, float]] = (), terms: RetentionPolicy = NOBODY
+        self, found: Acquired, prompt: Sequence[int], pins: Sequence[tuple[int, float]] = (), policy: RetentionPolicy = NOBODY
     ) -> int:
-        self.prefix.release(list(prompt), found.caches, terms=terms)
+        self.prefix.release(list(prompt), found.caches, policy=policy)
         for end, seconds in pins:
             self.prefix.pin_for(prompt[:end], seconds)
-        self.prefix.retention.end(terms)
+        self.prefix.retention.end(policy)
         self.check()
         return found.lookup.hit
 

@@ -41,9 +41,9 @@ def test_what_is_charged_stays_where_it_is_until_it_is_dropped() -> None:
 def test_shared_blocks_are_charged_once_to_whoever_computed_them_first() -> None:
     keeper = Keeper(SPECS["full"], 40)
     system = text(1, 512)
-    keeper.ask([*system, *text(2, 256)], terms=A)
+    keeper.ask([*system, *text(2, 256)], policy=A)
     assert keeper.agents == {"a": 3 * BLOCK}
-    keeper.ask([*system, *text(3, 512)], terms=B)
+    keeper.ask([*system, *text(3, 512)], policy=B)
     assert keeper.agents == {"a": 3 * BLOCK, "b": 2 * BLOCK}
     keeper.ask([*system, *text(4, 256)])
     assert keeper.agents == {"a": 3 * BLOCK, "b": 2 * BLOCK, ANONYMOUS: BLOCK}
@@ -52,8 +52,8 @@ def test_shared_blocks_are_charged_once_to_whoever_computed_them_first() -> None
 def test_a_block_that_another_agent_fills_stays_on_the_account_of_who_began_it() -> None:
     keeper = Keeper(SPECS["full"], 40)
     prompt = text(1, 100)
-    keeper.ask(prompt, terms=A)
-    keeper.ask([*prompt, *text(2, 300)], terms=B)
+    keeper.ask(prompt, policy=A)
+    keeper.ask([*prompt, *text(2, 300)], policy=B)
     # In place: there is one block fewer than if it had been copied.
     assert keeper.agents == {"a": BLOCK, "b": BLOCK}
     keeper.prefix.trim_to(0)
@@ -62,26 +62,26 @@ def test_a_block_that_another_agent_fills_stays_on_the_account_of_who_began_it()
 
 def test_what_comes_from_disk_is_nobodys_unless_it_is_known_whose(tmp_path: Path) -> None:
     first = Keeper(SPECS["full"], 20, tmp_path, idle_seconds=0.0)
-    first.ask(prompt := text(1, 768), terms=A)
+    first.ask(prompt := text(1, 768), policy=A)
     first.write(tails=True)
     first.prefix.trim_to(0)
     assert first.agents == {}
-    assert first.ask([*prompt, 1], terms=B) == 768
+    assert first.ask([*prompt, 1], policy=B) == 768
     assert first.agents == {"a": 3 * BLOCK, "b": BLOCK}
     first.prefix.close()
     again = Keeper(SPECS["full"], 20, tmp_path)
-    assert again.ask([*prompt, 1], terms=B) == 768
+    assert again.ask([*prompt, 1], policy=B) == 768
     assert again.agents == {}
 
 
 def test_who_computes_anew_what_is_on_disk_only_is_charged(tmp_path: Path) -> None:
     keeper = Keeper(SPECS["full"], 20, tmp_path, idle_seconds=0.0)
-    keeper.ask(prompt := text(1, 768), terms=A)
+    keeper.ask(prompt := text(1, 768), policy=A)
     keeper.write(tails=True)
     keeper.prefix.trim_to(0)
     # A disk that does not answer.
     keeper.prefix.stored.restores.is_worth_reading = lambda wanted: False  # type: ignore[method-assign, union-attr]
-    assert keeper.ask([*prompt, 1], terms=B) == 0
+    assert keeper.ask([*prompt, 1], policy=B) == 0
     assert keeper.agents == {"b": 4 * BLOCK}
 
 
@@ -91,10 +91,10 @@ def test_who_computes_anew_what_is_on_disk_only_is_charged(tmp_path: Path) -> No
 def test_an_agents_own_oldest_ends_go_and_no_other_agents() -> None:
     keeper = Keeper(SPECS["full"], 60, agent_bytes=6 * BLOCK)
     other = text(50, 1500)
-    keeper.ask(other, terms=B)
+    keeper.ask(other, policy=B)
     prompts = [text(n, 512) for n in range(5)]
     for prompt in prompts:
-        keeper.ask(prompt, terms=A)
+        keeper.ask(prompt, policy=A)
     assert keeper.agents == {"a": 6 * BLOCK, "b": 6 * BLOCK}
     assert [keeper.hit(prompt) >= 512 for prompt in prompts] == [False, False, True, True, True]
     assert keeper.hit(other) == 1500
@@ -107,7 +107,7 @@ def test_requests_without_a_name_are_one_account_with_a_limit_of_its_own() -> No
     assert keeper.agents == {ANONYMOUS: 4 * BLOCK}
     limited = Keeper(SPECS["full"], 60, anonymous_bytes=2 * BLOCK)
     limited.ask(text(1, 1024))
-    limited.ask(text(2, 1024), terms=A)
+    limited.ask(text(2, 1024), policy=A)
     assert limited.agents == {"a": 4 * BLOCK, ANONYMOUS: 2 * BLOCK}
 
 
@@ -117,7 +117,7 @@ def test_a_request_that_is_longer_than_the_quota_is_served_and_cut_when_it_ends(
     found = keeper.prefix.acquire(prompt, 20)
     keeper.compute(found, prompt, A, places=[512, 1024])
     assert keeper.agents["a"] == 4 * BLOCK, "nothing goes that is in use"
-    keeper.end(found, prompt, terms=A)
+    keeper.end(found, prompt, policy=A)
     assert keeper.agents == {"a": 3 * BLOCK}
     assert keeper.hit(prompt) == 768
 
@@ -128,18 +128,18 @@ def test_what_others_lead_on_from_and_what_is_pinned_or_in_use_stays() -> None:
     found = keeper.prefix.acquire(system, 20)
     keeper.compute(found, system, A)
     keeper.prefix.insert(system, found.caches, "system", A)
-    keeper.ask([*system, *text(2, 256)], terms=B)
-    keeper.end(found, system, terms=A)
+    keeper.ask([*system, *text(2, 256)], policy=B)
+    keeper.end(found, system, policy=A)
     assert keeper.agents == {"a": 2 * BLOCK, "b": BLOCK}, "another's end stands on it"
-    keeper.ask(marked := text(3, 512), pins=[(512, 300)], terms=A)
+    keeper.ask(marked := text(3, 512), pins=[(512, 300)], policy=A)
     assert keeper.hit(marked) >= 512
     running = keeper.prefix.acquire([*text(4, 512)], 20)
     keeper.compute(running, text(4, 512), A)
     keeper.prefix.insert(text(4, 512), running.caches, "user", A)
-    keeper.ask(text(5, 512), terms=A)
+    keeper.ask(text(5, 512), policy=A)
     assert keeper.hit(text(4, 512)) >= 512, "it is in use"
     assert keeper.hit(text(5, 512)) < 100
-    keeper.end(running, text(4, 512), terms=A)
+    keeper.end(running, text(4, 512), policy=A)
     assert keeper.agents == {"a": 4 * BLOCK, "b": BLOCK}
 
 
@@ -151,9 +151,9 @@ def test_what_is_over_the_quota_stays_on_disk(tmp_path: Path) -> None:
         keeper.compute(found, prompt, A)
         keeper.prefix.insert(prompt, found.caches, "user", A)
         keeper.write(tails=True)
-        keeper.end(found, prompt, terms=A)
+        keeper.end(found, prompt, policy=A)
     assert keeper.agents == {"a": 2 * BLOCK}
-    assert [keeper.ask([*prompt, 1], terms=B) for prompt in prompts] == [512, 512, 512]
+    assert [keeper.ask([*prompt, 1], policy=B) for prompt in prompts] == [512, 512, 512]
 
 
 def test_of_states_those_go_first_that_a_conversation_has_left_behind() -> None:
@@ -163,7 +163,7 @@ def test_of_states_those_go_first_that_a_conversation_has_left_behind() -> None:
     prompt = text(1, 100)
     for n in range(6):
         prompt = [*prompt, *text(2 + n, 60)]
-        assert keeper.ask(prompt, terms=A) == (0 if not n else len(prompt) - 60)
+        assert keeper.ask(prompt, policy=A) == (0 if not n else len(prompt) - 60)
     assert keeper.agents == {"a": 2 * BLOCK + 3 * state}
     assert keeper.hit(prompt) == len(prompt)
 
@@ -187,22 +187,22 @@ def test_charges_are_exact_whatever_happens(tmp_path: Path, name: str, seed: int
             start = choose.choice([*systems, choose.choice(past)])
             cut = start[: choose.randrange(1, len(start) + 1)] if choose.random() < 0.2 else start
             prompt = [*cut, *text(choose.randrange(10**6), choose.choice([1, 40, 200, 500]))][:2000]
-            terms = RetentionPolicy(choose.choice(["a", "b", None]), choose.choice([None, None, "memory", "day"]))
-            others = {who: n for who, n in keeper.agents.items() if who != terms.owner}
+            policy = RetentionPolicy(choose.choice(["a", "b", None]), choose.choice([None, None, "memory", "day"]))
+            others = {who: n for who, n in keeper.agents.items() if who != policy.owner}
             try:
                 found = keeper.prefix.acquire(prompt, 20)
             except PoolExhaustedError:
                 pytest.fail("nothing is in use, and there was no room")
-            keeper.compute(found, prompt, terms, places=[choose.randrange(1, len(prompt) + 1)])
-            keeper.prefix.release(prompt, found.caches, terms=terms)
+            keeper.compute(found, prompt, policy, places=[choose.randrange(1, len(prompt) + 1)])
+            keeper.prefix.release(prompt, found.caches, policy=policy)
             before = keeper.agents
-            keeper.prefix.retention.end(terms)
+            keeper.prefix.retention.end(policy)
             after = keeper.agents
-            assert {who: n for who, n in after.items() if who != terms.owner} == {
-                who: n for who, n in before.items() if who != terms.owner
+            assert {who: n for who, n in after.items() if who != policy.owner} == {
+                who: n for who, n in before.items() if who != policy.owner
             }, "a quota took what was another's"
             grown = {who for who, n in after.items() if n > others.get(who, 0)}
-            assert grown <= {terms.owner} or folder is not None, "only what comes back from disk goes on another's account"
+            assert grown <= {policy.owner} or folder is not None, "only what comes back from disk goes on another's account"
             past = [*past[-6:], prompt]
         elif what < 0.8:
             keeper.prefix.trim_to(choose.choice([0, 5 * BLOCK]))

@@ -22,19 +22,19 @@ def prefix_cache(*windows: tuple[int, int], blocks: int = 64) -> PrefixCache:
     return PrefixCache(slabs, "test")
 
 
-def compute(fetched: Acquired) -> list[Any]:
+def compute(acquired: Acquired) -> list[Any]:
     """Stands in for the model: writes token i as key i."""
-    for cache in fetched.caches:
-        cache.update_and_fetch(*numbered(cache.offset, len(fetched.rest)))
-    return fetched.caches
+    for cache in acquired.caches:
+        cache.update_and_fetch(*numbered(cache.offset, len(acquired.rest)))
+    return acquired.caches
 
 
 def serve(prefix: PrefixCache, tokens: list[int]) -> Acquired:
     """A request from fetch to finish."""
-    fetched = prefix.acquire(tokens, 10)
-    prefix.release(tokens, compute(fetched))
+    acquired = prefix.acquire(tokens, 10)
+    prefix.release(tokens, compute(acquired))
     prefix.check()
-    return fetched
+    return acquired
 
 
 def keys(cache: Any) -> list[float]:
@@ -44,9 +44,9 @@ def keys(cache: Any) -> list[float]:
 def test_second_request_takes_over_all_but_the_last_token() -> None:
     prefix = prefix_cache()
     assert serve(prefix, LONG).lookup.cause == "new"
-    fetched = prefix.acquire(LONG, 10)
-    assert (fetched.lookup.hit, fetched.rest, fetched.lookup.cause) == (699, LONG[-1:], "all")
-    assert keys(fetched.caches[0]) == list(range(699))
+    acquired = prefix.acquire(LONG, 10)
+    assert (acquired.lookup.hit, acquired.rest, acquired.lookup.cause) == (699, LONG[-1:], "all")
+    assert keys(acquired.caches[0]) == list(range(699))
 
 
 def test_a_hit_ends_at_the_exact_token_where_prompts_differ() -> None:
@@ -55,8 +55,8 @@ def test_a_hit_ends_at_the_exact_token_where_prompts_differ() -> None:
     other = [*LONG[:613], 7, 8, 9]
     lookup = prefix.look(other)
     assert (lookup.hit, lookup.cause, lookup.given, lookup.expected[:2]) == (613, "differs", (7, 8, 9), (10_613, 10_614))
-    fetched = serve(prefix, other)
-    assert fetched.lookup == lookup
+    acquired = serve(prefix, other)
+    assert acquired.lookup == lookup
     assert prefix.look(LONG).hit == 699, "the first is still known"
     assert prefix.nbytes == 4 * prefix.arena.spec.bytes_per_block(prefix.arena.spec.groups[0]), "two shared blocks and two tails"
 
@@ -78,9 +78,9 @@ def test_a_partial_block_that_somebody_reads_is_copied_before_writing() -> None:
     one, two = prefix.acquire([*LONG, 1], 10), prefix.acquire([*LONG, 2], 10)
     assert one.caches[0].sequence.tables[0].ids[:2] == two.caches[0].sequence.tables[0].ids[:2]
     assert one.caches[0].sequence.tables[0].ids[2] != two.caches[0].sequence.tables[0].ids[2]
-    for fetched in (one, two):
-        compute(fetched)
-        assert keys(fetched.caches[0]) == list(range(701))
+    for acquired in (one, two):
+        compute(acquired)
+        assert keys(acquired.caches[0]) == list(range(701))
     prefix.check()
 
 
@@ -100,12 +100,12 @@ def test_prompts_computed_side_by_side_are_kept_once() -> None:
 def test_insert_compares_only_what_follows_the_blocks_that_the_sequence_holds(monkeypatch: pytest.MonkeyPatch) -> None:
     prefix = prefix_cache()
     serve(prefix, LONG[:512])
-    fetched = prefix.acquire(LONG, 10)
+    acquired = prefix.acquire(LONG, 10)
     compared = []
     monkeypatch.setattr("mlx_blockpool.prefix.cache.encode", lambda tokens: compared.append(list(tokens)) or encode(tokens))
-    prefix.insert(LONG, compute(fetched))
+    prefix.insert(LONG, compute(acquired))
     assert compared == [LONG[512:]]
-    ref = prefix.ref_of(fetched.caches)
+    ref = prefix.ref_of(acquired.caches)
     assert ref == prefix.match(LONG)
     assert (ref.tokens, ref.token_ids()) == (700, LONG)
     prefix.check()
@@ -114,12 +114,12 @@ def test_insert_compares_only_what_follows_the_blocks_that_the_sequence_holds(mo
 def test_blocks_that_were_cut_off_and_written_anew_are_compared_again() -> None:
     prefix = prefix_cache()
     serve(prefix, LONG)
-    fetched = prefix.acquire([*LONG, 1], 300)
+    acquired = prefix.acquire([*LONG, 1], 300)
     other = [*LONG[:300], *[7] * 300]
-    for cache in fetched.caches:
+    for cache in acquired.caches:
         cache.trim(400)
         cache.update_and_fetch(*numbered(1300, 300))
-    assert prefix.insert(other, fetched.caches) == 600
+    assert prefix.insert(other, acquired.caches) == 600
     assert prefix.match(other).tokens == 600
     assert [prefix.look([*tokens, 9]).hit for tokens in (LONG, other)] == [700, 600]
     assert keys(prefix.acquire([*other, 9], 10).caches[0])[300:] == list(range(1300, 1600))
@@ -130,26 +130,26 @@ def test_blocks_that_were_cut_off_and_written_anew_are_compared_again() -> None:
 def test_what_was_evicted_since_a_sequence_began_is_inserted_again() -> None:
     prefix = prefix_cache()
     serve(prefix, LONG)
-    fetched = prefix.acquire([*LONG, 1], 10)
+    acquired = prefix.acquire([*LONG, 1], 10)
     prefix.index.clear()
-    assert prefix.insert([*LONG, 1], compute(fetched)) == 701
+    assert prefix.insert([*LONG, 1], compute(acquired)) == 701
     assert prefix.match([*LONG, 1]).tokens == 701
     prefix.check()
 
 
 def test_windows_resume_from_the_last_checkpoint_at_or_before() -> None:
     prefix = prefix_cache((300, 0))
-    fetched = prefix.acquire(LONG, 10)
-    for cache in fetched.caches:
+    acquired = prefix.acquire(LONG, 10)
+    for cache in acquired.caches:
         cache.update_and_fetch(*numbered(0, 500))
-    prefix.insert(LONG[:500], fetched.caches, "user")
-    for cache in fetched.caches:
+    prefix.insert(LONG[:500], acquired.caches, "user")
+    for cache in acquired.caches:
         cache.update_and_fetch(*numbered(500, 200))
-    prefix.release(LONG, fetched.caches)
+    prefix.release(LONG, acquired.caches)
     prefix.check()
     assert prefix.look([*LONG, 1]).hit == 700
     lookup = prefix.look([*LONG[:650], 1])
-    assert (lookup.hit, lookup.known, lookup.cause) == (500, 650, "no checkpoint")
+    assert (lookup.hit, lookup.matched, lookup.cause) == (500, 650, "no checkpoint")
     resumed = prefix.acquire([*LONG[:650], 1], 10)
     assert sorted(keys(resumed.caches[1])) == list(range(200, 500))
     assert keys(resumed.caches[0]) == list(range(500))
@@ -158,10 +158,10 @@ def test_windows_resume_from_the_last_checkpoint_at_or_before() -> None:
 def test_a_window_that_has_not_wrapped_resumes_at_any_token() -> None:
     prefix = prefix_cache((300, 0))
     serve(prefix, LONG[:280])
-    fetched = prefix.acquire([*LONG[:100], 5, 6], 10)
-    assert fetched.lookup.hit == 100
-    assert keys(fetched.caches[1]) == list(range(100))
-    compute(fetched)
+    acquired = prefix.acquire([*LONG[:100], 5, 6], 10)
+    assert acquired.lookup.hit == 100
+    assert keys(acquired.caches[1]) == list(range(100))
+    compute(acquired)
     prefix.check()
 
 
@@ -172,18 +172,18 @@ def test_stock_caches_are_kept_by_copy() -> None:
         cache.update_and_fetch(*numbered(0, 450))
         cache.update_and_fetch(*numbered(450, 1))
     assert prefix.release(LONG[:451], stock) == 451
-    fetched = prefix.acquire([*LONG[:451], 1], 10)
-    assert fetched.lookup.hit == 451
-    assert keys(fetched.caches[0]) == list(range(451))
-    assert sorted(keys(fetched.caches[1])) == list(range(151, 451))
+    acquired = prefix.acquire([*LONG[:451], 1], 10)
+    assert acquired.lookup.hit == 451
+    assert keys(acquired.caches[0]) == list(range(451))
+    assert sorted(keys(acquired.caches[1])) == list(range(151, 451))
     prefix.check()
 
 
 def test_what_was_not_computed_is_not_kept() -> None:
     prefix = prefix_cache()
-    fetched = prefix.acquire(LONG, 10)
-    fetched.caches[0].update_and_fetch(*numbered(0, 300))
-    assert prefix.release(LONG, fetched.caches) == 300
+    acquired = prefix.acquire(LONG, 10)
+    acquired.caches[0].update_and_fetch(*numbered(0, 300))
+    assert prefix.release(LONG, acquired.caches) == 300
     assert prefix.look(LONG).hit == 300
 
 
@@ -243,11 +243,11 @@ def test_without_attach_a_hit_is_one_run_of_its_own() -> None:
     prefix = prefix_cache()
     prefix.arena.ragged = False
     serve(prefix, LONG)
-    fetched = prefix.acquire([*LONG[:600], 5], 10)
-    table = fetched.caches[0].sequence.tables[0]
+    acquired = prefix.acquire([*LONG[:600], 5], 10)
+    table = acquired.caches[0].sequence.tables[0]
     assert len(table.runs) == 1
-    assert keys(fetched.caches[0]) == list(range(600))
-    mx.eval([c.state for c in fetched.caches])
+    assert keys(acquired.caches[0]) == list(range(600))
+    mx.eval([c.state for c in acquired.caches])
     prefix.check()
 
 

@@ -17,7 +17,7 @@ def test_the_tokens_ahead_go_on_in_the_next_block() -> None:
     prefix = prefix_cache()
     serve(prefix, LONG)
     lookup = prefix.look([*LONG[: BLOCK - 3], *range(99)])
-    assert (lookup.cause, lookup.known, lookup.given) == ("differs", BLOCK - 3, tuple(range(SHOWN)))
+    assert (lookup.cause, lookup.matched, lookup.given) == ("differs", BLOCK - 3, tuple(range(SHOWN)))
     assert lookup.expected == tuple(LONG[BLOCK - 3 : BLOCK - 3 + SHOWN])
     at_the_edge = prefix.look([*LONG[:BLOCK], 7])
     assert (at_the_edge.cause, at_the_edge.hit) == ("all", BLOCK)
@@ -37,7 +37,7 @@ def test_without_a_checkpoint_the_tokens_are_told_too() -> None:
     prefix = prefix_cache((1, 100))
     serve(prefix, LONG)
     lookup = prefix.look([*LONG[:600], 7, 8])
-    assert (lookup.hit, lookup.known, lookup.cause) == (0, 600, "no checkpoint")
+    assert (lookup.hit, lookup.matched, lookup.cause) == (0, 600, "no checkpoint")
     assert (lookup.given, lookup.expected[0]) == ((7, 8), 10_600)
 
 
@@ -48,9 +48,9 @@ def test_what_stays_on_disk_is_not_said_to_be_different(tmp_path: Path, monkeypa
     again = start(tmp_path)
     monkeypatch.setattr(again.stored.restores, "is_worth_reading", lambda wanted: False)
     for prompt in ([*ONE, 1], [*ONE[: BLOCK + 9], 1, 2, 3], [*ONE[:9], 1, 2]):
-        fetched = again.prefix.acquire(prompt, 20)
-        again.prefix.discard(fetched.caches)
-        assert (fetched.lookup.hit, fetched.lookup.cause, fetched.lookup.expected) == (0, "on disk", ())
+        acquired = again.prefix.acquire(prompt, 20)
+        again.prefix.discard(acquired.caches)
+        assert (acquired.lookup.hit, acquired.lookup.cause, acquired.lookup.expected) == (0, "on disk", ())
     assert again.prefix.look([*range(7, 90)]).cause == "new"
 
 
@@ -58,14 +58,14 @@ def test_a_draft_that_knows_less() -> None:
     model, draft = prefix_cache(), prefix_cache()
     serve(model, LONG)
     drafted = DraftedPrefix(model, draft)
-    fetched = drafted.acquire(LONG, 10)
-    assert (fetched.lookup.hit, fetched.lookup.known, fetched.lookup.cause) == (0, 700, "draft")
-    drafted.discard(fetched.caches)
+    acquired = drafted.acquire(LONG, 10)
+    assert (acquired.lookup.hit, acquired.lookup.matched, acquired.lookup.cause) == (0, 700, "draft")
+    drafted.discard(acquired.caches)
     serve(draft, LONG)
-    fetched = drafted.acquire(LONG, 10)
-    assert (fetched.lookup.hit, fetched.lookup.cause) == (699, "all")
-    assert compute(fetched)
-    drafted.discard(fetched.caches)
+    acquired = drafted.acquire(LONG, 10)
+    assert (acquired.lookup.hit, acquired.lookup.cause) == (699, "all")
+    assert compute(acquired)
+    drafted.discard(acquired.caches)
 
 
 def test_every_cause_has_words() -> None:

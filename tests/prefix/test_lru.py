@@ -150,7 +150,7 @@ def test_another_model_is_a_miss_and_is_not_kept(prefix: PrefixCache, caplog: py
     assert len(caplog.records) == 1
     assert "('other/model', None, None)" in caplog.text
     assert len(prefix) == 1
-    assert prefix.look(words(2, 300)).known == 0
+    assert prefix.look(words(2, 300)).matched == 0
 
 
 def strange_caches(slabs: Any) -> dict[str, list[Any]]:
@@ -222,7 +222,7 @@ def test_trimming_to_sequences_takes_those_used_longest_ago(prefix: PrefixCache)
     assert len(prefix) == 4
     prefix.trim_to(n_sequences=2)
     assert len(prefix) == 2
-    known = {first: prefix.look([*common, *words(first, 600)]).known for first in (5, 6, 7, 8)}
+    known = {first: prefix.look([*common, *words(first, 600)]).matched for first in (5, 6, 7, 8)}
     assert known == {5: 856, 6: 256, 7: 256, 8: 856}
     assert prefix.nbytes == 7 * prefix.arena.spec.bytes_per_block(prefix.arena.spec.groups[0])
     prefix.check()
@@ -237,7 +237,7 @@ def test_trimming_spares_what_is_held_or_pinned(prefix: PrefixCache) -> None:
     held = prefix.acquire([*words(5, 300), 3], 5)
     prefix.pin(words(6, 300))
     prefix.trim_to(n_sequences=0)
-    assert {first: prefix.look(words(first, 300)).known > 0 for first in (5, 6, 7)} == {5: True, 6: True, 7: False}
+    assert {first: prefix.look(words(first, 300)).matched > 0 for first in (5, 6, 7)} == {5: True, 6: True, 7: False}
     prefix.check()
     prefix.discard(held.caches)
     prefix.unpin(words(6, 300))
@@ -275,7 +275,7 @@ def test_a_chunk_without_its_first_tokens_is_not_known_to_others(pooled: bool) -
         caches = from_stock(caches, slabs)
         assert caches[0].keys_and_values()[0][0, 0, :, 0].tolist() == list(range(400, 700))
     assert prefix.release(words(1, 700), caches) == 0
-    assert prefix.look([*words(1, 700), 3]).known == 0
+    assert prefix.look([*words(1, 700), 3]).matched == 0
     assert prefix.num_skipped == 1
     prefix.check()
 

@@ -153,9 +153,9 @@ def test_pins_do_not_go_for_a_request_that_could_not_be_served_even_so() -> None
     assert keeper.pins.num_gave_way == 0
     found = keeper.prefix.acquire(text(3, 4 * 256), 20)
     assert (len(keeper.pins), keeper.pins.num_gave_way) == (0, 1)
-    for fetched, prompt in ((live, other), (found, text(3, 4 * 256))):
-        keeper.compute(fetched, prompt)
-        keeper.end(fetched, prompt)
+    for acquired, prompt in ((live, other), (found, text(3, 4 * 256))):
+        keeper.compute(acquired, prompt)
+        keeper.end(acquired, prompt)
 
 
 def test_running_states_go_before_pinned_ones() -> None:
@@ -204,8 +204,8 @@ def test_pins_are_forgotten_with_everything_else() -> None:
 def test_the_disks_budget_spares_it_until_then(tmp_path: Path, spec: ModelCacheSpec, how: str) -> None:
     keeper = Keeper(spec, 60, tmp_path, state_bytes=40 * 88, store_bytes=100_000, idle_seconds=0.0)
     system = text(1, 300)
-    terms = RetentionPolicy(retention="day") if how == "day" else RetentionPolicy()
-    keeper.ask(system, pins=[(300, HOUR)] if how == "mark" else (), terms=terms)
+    policy = RetentionPolicy(retention="day") if how == "day" else RetentionPolicy()
+    keeper.ask(system, pins=[(300, HOUR)] if how == "mark" else (), policy=policy)
     keeper.write(tails=True)
 
     def fill(first: int) -> None:
@@ -227,7 +227,7 @@ def test_the_disks_budget_spares_it_until_then(tmp_path: Path, spec: ModelCacheS
 
 def test_a_day_is_a_day_after_the_last_use(tmp_path: Path) -> None:
     keeper = Keeper(SPECS["full"], 60, tmp_path, idle_seconds=0.0)
-    keeper.ask(text(1, 300), terms=RetentionPolicy(retention="day"))
+    keeper.ask(text(1, 300), policy=RetentionPolicy(retention="day"))
     keeper.wait(23 * HOUR)
     keeper.ask([*text(1, 300), 3])
     keeper.wait(23 * HOUR)
@@ -239,7 +239,7 @@ def test_a_day_is_a_day_after_the_last_use(tmp_path: Path) -> None:
 def test_at_most_half_of_the_disks_budget_is_spared(tmp_path: Path) -> None:
     keeper = Keeper(SPECS["full"], 60, tmp_path, store_bytes=60_000, idle_seconds=0.0)
     for n in range(12):
-        keeper.ask(text(n, 512), terms=RetentionPolicy(retention="day"))
+        keeper.ask(text(n, 512), policy=RetentionPolicy(retention="day"))
         keeper.wait(1)
         keeper.write(tails=True)
     keeper.ask(text(50, 512))
@@ -255,11 +255,11 @@ def test_at_most_half_of_the_disks_budget_is_spared(tmp_path: Path) -> None:
 def test_what_is_for_memory_is_not_written_until_somebody_goes_on_from_it(tmp_path: Path, spec: ModelCacheSpec) -> None:
     keeper = Keeper(spec, 60, tmp_path, state_bytes=40 * 88, idle_seconds=0.0)
     system, turn = text(1, 512), text(2, 250)
-    keeper.ask([*system, *turn], terms=RetentionPolicy(retention="memory"), places=[512])
+    keeper.ask([*system, *turn], policy=RetentionPolicy(retention="memory"), places=[512])
     assert keeper.prefix.close()
     assert not any(path.suffix == ".safetensors" for path in tmp_path.rglob("*")), "not at the end of the server either"
     keeper = Keeper(spec, 60, tmp_path, state_bytes=40 * 88, idle_seconds=0.0)
-    keeper.ask([*system, *turn], terms=RetentionPolicy(retention="memory"), places=[512])
+    keeper.ask([*system, *turn], policy=RetentionPolicy(retention="memory"), places=[512])
     assert keeper.ask([*system, *text(3, 20)]) == 512
     assert keeper.prefix.close()
     again = Keeper(spec, 60, tmp_path, state_bytes=40 * 88)

@@ -96,7 +96,7 @@ class PrefixMachine(ConversationMachine):
         assert found.rest == prompt[found.lookup.hit :]
         assert 0 <= found.lookup.hit < len(prompt)
         assert found.lookup.hit in (expected.hit, 0)
-        assert found.lookup.known == expected.known
+        assert found.lookup.matched == expected.matched
         self.live.append(Conversation(prompt, found.caches, found.lookup.hit, len(prompt), max_tokens))
         self.look_into(self.live[-1])
         if then is not None:
@@ -198,7 +198,7 @@ class PrefixMachine(ConversationMachine):
         tokens = conversation.tokens[: conversation.fed]
         if tokens:
             self.past = [*self.past[-5:], tokens]
-            assert self.prefix.look(tokens).known == len(tokens)
+            assert self.prefix.look(tokens).matched == len(tokens)
 
     @precondition(lambda self: self.live)
     @rule(number=st.integers(0, 100))
@@ -222,7 +222,7 @@ class PrefixMachine(ConversationMachine):
     def pin(self, number: int) -> None:
         tokens = self.past[number % len(self.past)]
         known = self.prefix.pin(tokens)
-        assert known == self.prefix.look(tokens).known
+        assert known == self.prefix.look(tokens).matched
         if known:
             self.pinned = (tokens, known)
 
@@ -257,7 +257,7 @@ class PrefixMachine(ConversationMachine):
     def what_is_pinned_stays_known(self) -> None:
         if self.pinned is not None:
             tokens, known = self.pinned
-            assert self.prefix.look(tokens).known >= known
+            assert self.prefix.look(tokens).matched >= known
 
     def teardown(self) -> None:
         self.live.clear()
@@ -279,7 +279,7 @@ def test_a_pinned_prompt_stays_when_a_longer_one_takes_its_place_in_the_trie(rag
     answer(prefix, [*system, 9, 9])
     prefix.trim_to(0)
     lookup = prefix.look([*system, 8])
-    assert (lookup.known, lookup.hit) == (300, 300)
+    assert (lookup.matched, lookup.hit) == (300, 300)
     prefix.check()
     prefix.unpin(system)
     prefix.trim_to(0)
@@ -292,5 +292,5 @@ def test_a_prompt_of_the_pools_capacity_can_be_served_after_a_short_one(first: i
     answer(prefix, list(family(1, first)))
     prompt = list(family(2, prefix.pool.sequence_capacity() - 20))
     answer(prefix, prompt)
-    assert prefix.look(prompt).known == len(prompt)
+    assert prefix.look(prompt).matched == len(prompt)
     prefix.check()

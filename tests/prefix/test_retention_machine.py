@@ -37,8 +37,8 @@ class RetentionMachine(RuleBasedStateMachine):
     def pins(self) -> list[Pin]:
         return [*self.keeper.pins, *self.held]
 
-    @rule(prompt=prompts, terms=owners, room=st.sampled_from([1, 700, 1400]))
-    def acquire(self, prompt: list[int], terms: RetentionPolicy, room: int) -> None:
+    @rule(prompt=prompts, policy=owners, room=st.sampled_from([1, 700, 1400]))
+    def acquire(self, prompt: list[int], policy: RetentionPolicy, room: int) -> None:
         before = [pin.name for pin in self.keeper.pins]
         counts = [group.held for group in self.keeper.prefix.pool.counts()]
         try:
@@ -47,36 +47,36 @@ class RetentionMachine(RuleBasedStateMachine):
             assert [pin.name for pin in self.keeper.pins] == before, "a refusal unpins nothing"
             assert [group.held for group in self.keeper.prefix.pool.counts()] == counts, "a refusal holds nothing"
             return
-        self.live.append((found, prompt, terms))
+        self.live.append((found, prompt, policy))
 
-    @rule(prompt=prompts, terms=owners, end=ends, seconds=st.sampled_from([0.0, 300.0, 3600.0]))
-    def ask(self, prompt: list[int], terms: RetentionPolicy, end: int, seconds: float) -> None:
+    @rule(prompt=prompts, policy=owners, end=ends, seconds=st.sampled_from([0.0, 300.0, 3600.0]))
+    def ask(self, prompt: list[int], policy: RetentionPolicy, end: int, seconds: float) -> None:
         before = len(self.live)
-        self.acquire(prompt, terms, 1)
+        self.acquire(prompt, policy, 1)
         if len(self.live) > before:
             self.end(-1, (end, seconds) if seconds else None)
 
     @precondition(lambda self: self.live)
     @rule(at=st.integers(0, 3), pinned=st.none() | st.tuples(ends, st.sampled_from([300.0, 3600.0])))
     def end(self, at: int, pinned: tuple[int, float] | None) -> None:
-        found, prompt, terms = self.live.pop(at % len(self.live))
+        found, prompt, policy = self.live.pop(at % len(self.live))
         pins = [] if pinned is None else [pinned]
-        self.keeper.compute(found, prompt, terms, [end for end, _ in pins])
-        self.keeper.end(found, prompt, pins, terms)
+        self.keeper.compute(found, prompt, policy, [end for end, _ in pins])
+        self.keeper.end(found, prompt, pins, policy)
         charged = self.keeper.agents
-        if not self.live and not self.pins and not self.scripted and set(charged) == {terms.owner}:
-            limit = self.keeper.prefix.retention.quotas.limit(terms.owner)
+        if not self.live and not self.pins and not self.scripted and set(charged) == {policy.owner}:
+            limit = self.keeper.prefix.retention.quotas.limit(policy.owner)
             assert limit is not None
-            assert charged[terms.owner] <= limit, "nothing else needs what is over the quota"
+            assert charged[policy.owner] <= limit, "nothing else needs what is over the quota"
 
     @rule(seconds=st.sampled_from([1.0, 400.0]))
     def wait(self, seconds: float) -> None:
         self.keeper.wait(seconds)
         assert all(pin.until is not None and pin.until > self.keeper.now for pin in self.keeper.pins)
 
-    @rule(prompt=prompts, terms=owners, end=ends)
-    def hold(self, prompt: list[int], terms: RetentionPolicy, end: int) -> None:
-        self.ask(prompt, terms, end, 0.0)
+    @rule(prompt=prompts, policy=owners, end=ends)
+    def hold(self, prompt: list[int], policy: RetentionPolicy, end: int) -> None:
+        self.ask(prompt, policy, end, 0.0)
         prefix, pins = self.keeper.prefix, self.keeper.pins
         pin = pin_of(prefix.arena, prefix.match(prompt[:end]))
         before = prefix.index.pinned_bytes(self.held)

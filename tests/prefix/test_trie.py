@@ -39,8 +39,8 @@ def path_tokens(node: Node) -> list[int]:
 
 def matched(match: PrefixRef) -> list[int]:
     """The tokens that the nodes of a match stand for."""
-    tail = decode(match.partial.tokens)[: match.count] if match.partial else []
-    return [*(path_tokens(match.nodes[-1]) if match.nodes else []), *tail]
+    tail = decode(match.partial.tokens)[: match.partial_tokens] if match.partial else []
+    return [*(path_tokens(match.full_nodes[-1]) if match.full_nodes else []), *tail]
 
 
 def common(a: list[int], b: list[int]) -> int:
@@ -70,15 +70,15 @@ def test_a_prompt_matches_to_the_token(length: int) -> None:
     other = [*A[:length], 7, 7, 7]
     match = trie.match(other)
     assert match.tokens == length
-    assert len(match.nodes) == length // 256
-    assert match.count == length % 256
+    assert len(match.full_nodes) == length // 256
+    assert match.partial_tokens == length % 256
     assert matched(match) == A[:length]
     assert trie.match(A[:length]).tokens == length
 
 
 def test_a_block_that_ends_with_the_match_is_no_partial() -> None:
     match = trie_of(A).match([*A[:256], 7])
-    assert (len(match.nodes), match.partial, match.count) == (1, None, 0)
+    assert (len(match.full_nodes), match.partial, match.partial_tokens) == (1, None, 0)
 
 
 def test_a_partial_tail_matches_as_far_as_it_goes() -> None:
@@ -299,7 +299,7 @@ def test_match_is_the_longest_common_prefix_of_what_removal_leaves(data: st.Data
 
 
 def salted(trie: Trie, tokens: list[int], salt: bytes) -> Node:
-    node = trie.begin(salt)
+    node = trie.root_of(salt)
     for start in range(0, len(tokens), BLOCK_TOKENS):
         node = trie.add(node, encode(tokens[start : start + BLOCK_TOKENS]))[0]
     return node
@@ -325,16 +325,16 @@ def test_a_salted_root_goes_with_its_last_edge() -> None:
     trie = trie_of(A)
     salted(trie, A, b"1" * 32)
     assert len(trie.roots()) == 2
-    trie.remove(trie.match(A, b"1" * 32).nodes[0])
+    trie.remove(trie.match(A, b"1" * 32).full_nodes[0])
     gc.collect()
     assert len(trie.roots()) == 1
 
 
 def test_a_root_is_found_again_by_what_a_record_says_of_it() -> None:
     trie = Trie("namespace")
-    root = trie.begin(b"1" * 32)
-    assert trie.begin_of(root.hash, (b"1" * 32).hex()) is root
-    assert trie.begin_of(trie.root.hash, None) is trie.root
+    root = trie.root_of(b"1" * 32)
+    assert trie.root_named(root.hash, (b"1" * 32).hex()) is root
+    assert trie.root_named(trie.root.hash, None) is trie.root
     for parent, salt in (
         (root.hash, None),
         (root.hash, (b"2" * 32).hex()),
@@ -342,4 +342,4 @@ def test_a_root_is_found_again_by_what_a_record_says_of_it() -> None:
         (root.hash, "00"),
         (b"x" * 32, None),
     ):
-        assert trie.begin_of(parent, salt) is None
+        assert trie.root_named(parent, salt) is None

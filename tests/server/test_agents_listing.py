@@ -14,7 +14,7 @@ from store.chains import hashes_of, keep, note
 from store.disks import QuickDisk
 from store.stores import NAMESPACE
 
-from mlx_blockpool.prefix.trie import Node, PrefixRef, Trie, encode, naming
+from mlx_blockpool.prefix.trie import Node, PrefixRef, Trie, encode, prefix_hash
 from mlx_blockpool.prefix.uncache import SharedPaths
 from mlx_blockpool.store.agent_files import Agents
 from mlx_blockpool.store.agent_records import AgentRecords, Sharing
@@ -82,7 +82,7 @@ def test_a_command_reads_each_file_once(tmp_path: Path, monkeypatch: pytest.Monk
         return read(self, path, *args)
 
     monkeypatch.setattr(Disk, "read", counting)
-    assert len(AgentRecords(tmp_path, naming).listing()["agents"]) == 12
+    assert len(AgentRecords(tmp_path, prefix_hash).listing()["agents"]) == 12
     agents = {name: count for name, count in disk.reads.items() if name.startswith("agent")}
     records = {name: count for name, count in disk.reads.items() if name.endswith(".safetensors")}
     assert set(agents.values()) == {1}
@@ -167,17 +167,17 @@ def named(root: Path, count: int) -> int:
     calls: Counter[str] = Counter()
 
     def counting(parent: bytes, tokens: tuple[int, ...]) -> bytes:
-        calls["naming"] += 1
-        return naming(parent, tokens)
+        calls["prefix_hash"] += 1
+        return prefix_hash(parent, tokens)
 
-    judged = list(judge(Listing(root).records, naming))
+    judged = list(judge(Listing(root).records, prefix_hash))
     agents = Agents(root).all()
     found = Sharing(judged, agents, counting)
     for agent in agents:
         assert found.tokens_on_disk(agent) == agent.tokens
         assert len(found.share(agent).own) == agent.name.endswith(("1", "3", "5", "7", "9"))
     # Those of the headers are checked with the same rule.
-    return calls["naming"]
+    return calls["prefix_hash"]
 
 
 def test_who_stands_on_which_records_is_found_in_linear_time(tmp_path: Path) -> None:

@@ -178,7 +178,7 @@ def records(client: Client, text: str) -> list[bool]:
     while stored.report()["pending"] or stored.report()["queued_bytes"]:
         threading.Event().wait(0.02)
     tokens = client.generator.model_provider.tokenizer.encode(text, add_special_tokens=False)
-    return [node.residency.on_disk for node in stored.index.trie.match(tokens).nodes]
+    return [node.residency.on_disk for node in stored.index.trie.match(tokens).full_nodes]
 
 
 def chat(client: Client, text: str, **options: Any) -> int:

@@ -14,7 +14,7 @@ from store.records import PARTS as BLOCK_PARTS
 from store.records import make_buffers
 from store.stores import NAMESPACE, open_store
 
-from mlx_blockpool.prefix.trie import Trie, naming
+from mlx_blockpool.prefix.trie import Trie, prefix_hash
 from mlx_blockpool.spec import BLOCK_TOKENS
 from mlx_blockpool.store.agent_files import Agent, Agents
 from mlx_blockpool.store.fs import write_whole
@@ -32,7 +32,7 @@ def chain(start: int, count: int, namespace: str = NAMESPACE, kind: str = BLOCK)
     for n in range(count):
         parent = records[-1].hash if records else ROOT
         tokens = (start, n)
-        records.append(Record(kind, namespace, naming(parent, tokens), parent, 2 * n, tokens, PARTS))
+        records.append(Record(kind, namespace, prefix_hash(parent, tokens), parent, 2 * n, tokens, PARTS))
     return records
 
 
@@ -86,7 +86,7 @@ def path_of(tokens: Sequence[int], namespace: str = NAMESPACE) -> list[Record]:
     parent, found = Trie(namespace).root.hash, []
     for start in range(0, len(tokens), BLOCK_TOKENS):
         edge = tuple(tokens[start : start + BLOCK_TOKENS])
-        found.append(Record(BLOCK, namespace, naming(parent, edge), parent, start, edge, BLOCK_PARTS, {"kind": "assistant"}))
+        found.append(Record(BLOCK, namespace, prefix_hash(parent, edge), parent, start, edge, BLOCK_PARTS, {"kind": "assistant"}))
         parent = found[-1].hash
     return found
 

@@ -18,8 +18,8 @@ PARENT = hashlib.blake2b(b"parent", digest_size=32).digest()
 PARTS = (Part("layers.0.keys", "F32", (1, 2, 3, 4)), Part("layers.0.values", "BF16", (1, 2, 3, 5)), Part("ring", "U32", (7,)))
 
 
-def naming(parent: bytes, tokens: tuple[int, ...]) -> bytes:
-    """As prefix.trie.name_of, whose room this test does not need."""
+def prefix_hash(parent: bytes, tokens: tuple[int, ...]) -> bytes:
+    """As prefix.trie.edge_hash, whose room this test does not need."""
     return hashlib.blake2b(parent + struct.pack(f"{len(tokens)}q", *tokens), digest_size=32).digest()
 
 
@@ -31,7 +31,7 @@ def make_record(
     parts: tuple[Part, ...] = PARTS,
     **extra: str,
 ) -> Record:
-    return Record(kind, namespace, naming(PARENT, tokens), PARENT, 512, tokens, parts, extra)
+    return Record(kind, namespace, prefix_hash(PARENT, tokens), PARENT, 512, tokens, parts, extra)
 
 
 def make_buffers(record: Record, first: int = 1) -> list[bytes]:
@@ -58,7 +58,7 @@ NEW_FILE = make_file(NEW, first=7)
 def read_turn(disk: Disk, path: Path) -> str:
     """Whether the old record is there, the new one, or none; each of them whole."""
     try:
-        record, views, *_ = read(disk, path, expected_of(NEW), naming)
+        record, views, *_ = read(disk, path, expected_of(NEW), prefix_hash)
     except FileNotFoundError:
         return "absent"
     data = {"old": OLD_FILE, "new": NEW_FILE}[record.extra["turn"]]
@@ -80,5 +80,5 @@ def disk_with(data: bytes, name: str = PATH.name) -> StillDisk:
 def assert_bad(message: str, data: bytes = FILE, expected: Expected | None = None, name: str = PATH.name) -> None:
     """Neither the whole record nor, as far as it can tell, its header is read."""
     with pytest.raises(BadRecordError, match=message) as raised:
-        read(disk_with(data, name), FOLDER / name, expected or expected_of(RECORD), naming)
+        read(disk_with(data, name), FOLDER / name, expected or expected_of(RECORD), prefix_hash)
     assert str(raised.value).startswith(f"{FOLDER / name}: ")

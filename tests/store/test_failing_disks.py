@@ -13,7 +13,7 @@ from store.clock import Clock
 from store.disks import BrokenDisk
 from store.stores import NAMESPACE, open_store, record_files, temporaries
 
-from mlx_blockpool.prefix.trie import naming
+from mlx_blockpool.prefix.trie import prefix_hash
 from mlx_blockpool.store.record import BLOCK, WINDOW, Part, Record
 
 
@@ -66,7 +66,7 @@ def test_a_refusal_does_not_use_up_the_try(tmp_path: Path, clock: Clock) -> None
     store.poll()
     disk.broken.clear()
     clock.now += 31
-    large = Record(BLOCK, NAMESPACE, naming(ROOT, (5,)), ROOT, 0, (5,), (Part("data", "U8", (5000,)),))
+    large = Record(BLOCK, NAMESPACE, prefix_hash(ROOT, (5,)), ROOT, 0, (5,), (Part("data", "U8", (5000,)),))
     assert put(store, large) == "over budget"
     put_all(store, chain(1, 1))
 

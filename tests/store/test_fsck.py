@@ -6,7 +6,7 @@ import os
 from pathlib import Path
 
 import pytest
-from store.records import PARENT, make_file, make_record, naming
+from store.records import PARENT, make_file, make_record, prefix_hash
 
 from mlx_blockpool.store.fs import TEMPORARY
 from mlx_blockpool.store.fsck import Judged, RecordPlace, judge, orphans, remove, remove_empty, set_aside
@@ -30,14 +30,14 @@ def chain(lengths: list[int], namespace: str = "model") -> list[Record]:
     for length in lengths:
         tokens = tuple(range(start, start + length))
         base = make_record(tokens, namespace=namespace)
-        record = Record(base.kind, namespace, naming(parent, tokens), parent, start, tokens, base.parts)
+        record = Record(base.kind, namespace, prefix_hash(parent, tokens), parent, start, tokens, base.parts)
         found.append(record)
         parent, start = record.hash, start + length
     return found
 
 
 def judged(root: Path, with_data: bool = False) -> list[Judged]:
-    return list(judge(Listing(root).records, naming, with_data))
+    return list(judge(Listing(root).records, prefix_hash, with_data))
 
 
 def problem(root: Path, with_data: bool = False) -> str | None:
@@ -136,7 +136,7 @@ def test_a_file_that_goes_away_is_neither_good_nor_bad(tmp_path: Path) -> None:
     path = place(tmp_path, make_record())
     files = Listing(tmp_path).records
     path.unlink()
-    assert list(judge(files, naming)) == [Judged(files[0])]
+    assert list(judge(files, prefix_hash)) == [Judged(files[0])]
 
 
 def test_orphans_are_what_no_chain_of_full_blocks_leads_to(tmp_path: Path) -> None:

@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 from store.chains import chain, data_of, file_of, is_right, keep, note, path_of, put, put_all, settled
 from store.damages import ODD_FILES, make_sparse
-from store.records import make_file, naming
+from store.records import make_file, prefix_hash
 from store.stores import NAMESPACE, open_store
 
 from mlx_blockpool.commands import store as store_command
@@ -93,16 +93,16 @@ def test_commands_see_them_and_go_on(tmp_path: Path, make: Callable[[Path], None
     make(tmp_path / folder_of(NAMESPACE) / MODEL_FILE)
     make(tmp_path / "agents/odd.json")
     make(tmp_path / "quarantine")
-    assert [agent["name"] for agent in AgentRecords(tmp_path, trie.naming).listing()["agents"]] == ["whole"]
+    assert [agent["name"] for agent in AgentRecords(tmp_path, trie.prefix_hash).listing()["agents"]] == ["whole"]
     assert store_command.stats(tmp_path)["total"]["records"] in (3, 4)
     for with_data in (False, True):
         report = store_command.check(tmp_path, with_data)
         assert report["records"] - len(report["bad"]) == 3
     assert Agents(tmp_path).get("odd") is None
     with pytest.raises(StoreError, match=r"odd\.json: Agent: found|odd\.json: Found"):
-        AgentRecords(tmp_path, trie.naming).change("pin", "odd")
+        AgentRecords(tmp_path, trie.prefix_hash).change("pin", "odd")
     with pytest.raises(StoreError, match="Choose another name"):
-        AgentRecords(tmp_path, trie.naming).change("fork", "whole", "odd")
+        AgentRecords(tmp_path, trie.prefix_hash).change("fork", "whole", "odd")
 
 
 def test_turns_are_noted_beside_them(tmp_path: Path, make: Callable[[Path], None]) -> None:
@@ -132,17 +132,17 @@ def test_a_record_is_checked_to_its_last_byte_in_pieces(tmp_path: Path, monkeypa
             return super().read(path, start, size)
 
     expected = Expected(NAMESPACE, BLOCK)
-    assert check(Watched(), path, expected, trie.naming).hash == record.hash
+    assert check(Watched(), path, expected, trie.prefix_hash).hash == record.hash
     assert len(pieces) == 1 + 4, "the header, and four pieces of a thousand bytes"
     for at in random.Random(0).sample(range(len(data) - record.nbytes, len(data)), 50):
         data[at] ^= 1
         path.write_bytes(data)
         with pytest.raises(BadRecordError, match="Checksum of data: found"):
-            check(Disk(), path, expected, trie.naming)
+            check(Disk(), path, expected, trie.prefix_hash)
         data[at] ^= 1
 
 
 def test_a_record_that_says_it_is_larger_than_any_is_bad() -> None:
     parts = (Part("data", "U8", (1 << 35,)),)
     with pytest.raises(BadRecordError, match="Bytes of data: found"):
-        file_size(Record(BLOCK, NAMESPACE, naming(b"p" * 32, (1,)), b"p" * 32, 0, (1,), parts))
+        file_size(Record(BLOCK, NAMESPACE, prefix_hash(b"p" * 32, (1,)), b"p" * 32, 0, (1,), parts))

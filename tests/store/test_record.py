@@ -26,14 +26,14 @@ from store.records import (
     make_buffers,
     make_file,
     make_record,
-    naming,
+    prefix_hash,
 )
 from thorough import tried
 
 from mlx_blockpool.dtypes import ITEM_BYTES
 from mlx_blockpool.errors import BadRecordError
+from mlx_blockpool.prefix.trie import edge_hash
 from mlx_blockpool.prefix.trie import encode as edge_of
-from mlx_blockpool.prefix.trie import name_of
 from mlx_blockpool.store.fs import Disk, write_whole
 from mlx_blockpool.store.reader import read, read_header
 from mlx_blockpool.store.record import (
@@ -53,15 +53,15 @@ def test_a_record_is_read_as_it_was_written(tmp_path: Path) -> None:
     path = tmp_path / RECORD.file_name
     buffers = make_buffers(RECORD)
     write_whole(Disk(), path, encode(RECORD, buffers))
-    record, views, *_ = read(Disk(), path, expected_of(RECORD), naming)
+    record, views, *_ = read(Disk(), path, expected_of(RECORD), prefix_hash)
     assert dataclasses.replace(record, checksums=()) == RECORD
     assert [bytes(view) for view in views] == buffers
     assert all(view.readonly for view in views)
-    assert read_header(Disk(), path, expected_of(RECORD), naming) == record == decode_header(FILE)
+    assert read_header(Disk(), path, expected_of(RECORD), prefix_hash) == record == decode_header(FILE)
 
 
 def test_what_is_not_known_beforehand_is_read_from_the_header() -> None:
-    record, views, *_ = read(disk_with(FILE), PATH, Expected("model", "block"), naming)
+    record, views, *_ = read(disk_with(FILE), PATH, Expected("model", "block"), prefix_hash)
     assert record.parts == RECORD.parts
     assert [bytes(view) for view in views] == make_buffers(RECORD)
 
@@ -86,9 +86,9 @@ def test_any_record_is_read_as_it_was_written(
     tokens: tuple[int, ...], shapes: dict[str, tuple[str, tuple[int, ...]]], extra: dict[str, str], start: int
 ) -> None:
     parts = tuple(Part(name, dtype, shape) for name, (dtype, shape) in shapes.items())
-    record = Record("state", "model", naming(PARENT, tokens), PARENT, start, tokens, parts, extra)
+    record = Record("state", "model", prefix_hash(PARENT, tokens), PARENT, start, tokens, parts, extra)
     found, views, *_ = read(
-        disk_with(make_file(record), record.file_name), FOLDER / record.file_name, expected_of(record), naming
+        disk_with(make_file(record), record.file_name), FOLDER / record.file_name, expected_of(record), prefix_hash
     )
     assert dataclasses.replace(found, checksums=()) == record
     assert [bytes(view) for view in views] == make_buffers(record)
@@ -97,7 +97,7 @@ def test_any_record_is_read_as_it_was_written(
 
 def test_hashes_are_those_of_the_trie() -> None:
     tokens = tuple(range(256))
-    assert naming(PARENT, tokens) == name_of(PARENT, edge_of(tokens))
+    assert prefix_hash(PARENT, tokens) == edge_hash(PARENT, edge_of(tokens))
 
 
 def test_safetensors_reads_the_same_bytes(tmp_path: Path) -> None:
@@ -153,7 +153,7 @@ def test_tokens_and_parent_belong_to_the_hash() -> None:
         record = dataclasses.replace(RECORD, **change)
         assert_bad("Parent and tokens of hash: found", make_file(record))
         with pytest.raises(BadRecordError, match="Parent and tokens of hash"):
-            read_header(disk_with(make_file(record)), PATH, expected_of(RECORD), naming)
+            read_header(disk_with(make_file(record)), PATH, expected_of(RECORD), prefix_hash)
 
 
 def test_each_part_has_its_checksum() -> None:
@@ -199,9 +199,9 @@ def test_a_file_that_cannot_be_read_is_no_bad_record() -> None:
             raise OSError(errno.EIO, "broken")
 
     with pytest.raises(OSError, match="broken"):
-        read(BrokenDisk({}), PATH, expected_of(RECORD), naming)
+        read(BrokenDisk({}), PATH, expected_of(RECORD), prefix_hash)
     with pytest.raises(FileNotFoundError):
-        read(StillDisk({}), PATH, expected_of(RECORD), naming)
+        read(StillDisk({}), PATH, expected_of(RECORD), prefix_hash)
 
 
 def test_records_need_no_arrays() -> None:

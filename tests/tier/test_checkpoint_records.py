@@ -170,7 +170,7 @@ def test_an_end_that_went_on_stays_on_disk_until_the_new_one_is_there(tmp_path: 
     longer = [*prompt, *text(2, 30)]
     life.answer(longer)
     life.write()
-    assert Life(SPECS["mixed"], tmp_path).prefix.look(longer).known == 700
+    assert Life(SPECS["mixed"], tmp_path).prefix.look(longer).matched == 700
     life.prefix.trim_to(0)
     assert life.answer(longer) == 700
     life.write(tails=True)

@@ -65,7 +65,7 @@ def test_a_record_that_would_be_refused_is_not_made_at_each_step(
             life.stored.write_behind(at_once=True)
             assert life.store.flush()
         assert set(made) == {"block", "window"}
-        assert start(tmp_path, spec=WINDOWED).fetched([*ONE, 1]) == len(ONE)
+        assert start(tmp_path, spec=WINDOWED).acquired([*ONE, 1]) == len(ONE)
 
 
 def test_what_failed_is_written_once_the_disk_is_well(tmp_path: Path, clock: Clock) -> None:
@@ -77,7 +77,7 @@ def test_what_failed_is_written_once_the_disk_is_well(tmp_path: Path, clock: Clo
     life.write()
     assert life.on_disk(ONE) == [False] * 6
     assert life.stored.report()["problem"] is not None
-    assert life.fetched([*ONE, 1]) == len(ONE)
+    assert life.acquired([*ONE, 1]) == len(ONE)
     disk.broken.clear()
     clock.now += 31
     life.write()
@@ -85,7 +85,7 @@ def test_what_failed_is_written_once_the_disk_is_well(tmp_path: Path, clock: Clo
     assert life.on_disk(ONE) == [True] * 5 + [False]
     assert life.stored.report()["problem"] is None
     assert life.prefix.close()
-    assert start(tmp_path).fetched([*ONE, 1]) == len(ONE)
+    assert start(tmp_path).acquired([*ONE, 1]) == len(ONE)
 
 
 def test_what_was_evicted_before_it_could_be_written_is_not_waited_for(tmp_path: Path) -> None:
@@ -131,7 +131,7 @@ def test_what_cannot_be_read_once_is_a_miss_and_nothing_is_given_up(tmp_path: Pa
     life.write()
     assert len(list(tmp_path.rglob("*.safetensors"))) == files
     clock.now += 31
-    assert life.fetched([*ONE, 1]) == len(ONE)
+    assert life.acquired([*ONE, 1]) == len(ONE)
     assert life.stored.restores.num_unread == 1
     life.prefix.check()
 
@@ -151,13 +151,13 @@ def test_what_lies_before_a_record_that_cannot_be_read_comes_back(tmp_path: Path
 
     life = start(tmp_path, disk := Sector())
     disk.bad = life.hashes(ONE)[2].hex()
-    assert [life.fetched([*ONE, 1]) for _ in range(2)] == [2 * BLOCK, 2 * BLOCK]
+    assert [life.acquired([*ONE, 1]) for _ in range(2)] == [2 * BLOCK, 2 * BLOCK]
     assert life.stored.restores.num_unread == 1
     answer(life.prefix, ONE)
-    assert life.fetched([*ONE, 1]) == len(ONE), "it was computed again"
+    assert life.acquired([*ONE, 1]) == len(ONE), "it was computed again"
     assert life.prefix.close()
     assert len(record_files(tmp_path)) == 6
-    assert start(tmp_path).fetched([*ONE, 1]) == len(ONE)
+    assert start(tmp_path).acquired([*ONE, 1]) == len(ONE)
 
 
 def test_what_is_damaged_or_gone_is_given_up_with_all_behind_it(tmp_path: Path) -> None:
@@ -168,7 +168,7 @@ def test_what_is_damaged_or_gone_is_given_up_with_all_behind_it(tmp_path: Path) 
     for path in record_files(tmp_path):
         if path.stem == life.hashes(ONE)[2].hex():
             path.unlink()
-    assert life.fetched([*ONE, 1]) == 2 * BLOCK
+    assert life.acquired([*ONE, 1]) == 2 * BLOCK
     life.write()
     assert len(record_files(tmp_path)) == 2
 
@@ -189,18 +189,18 @@ def test_a_disk_that_was_away_at_the_start_is_known_once_it_is_back(tmp_path: Pa
     # Computed meanwhile, and in memory.
     answer(life.prefix, TWO)
     life.write()
-    assert life.fetched([*ONE, 1]) == 0
+    assert life.acquired([*ONE, 1]) == 0
     disk.broken.clear()
     clock.now += 31
     for _ in range(3):
         life.write()
-    assert life.fetched([*ONE, 1]) == len(ONE)
-    assert life.fetched([*TWO, 1]) == len(TWO)
+    assert life.acquired([*ONE, 1]) == len(ONE)
+    assert life.acquired([*TWO, 1]) == len(TWO)
     assert all(life.on_disk(TWO)[:5])
     life.prefix.check()
     assert life.prefix.close()
     assert len(list(tmp_path.rglob("*.safetensors"))) == files
-    assert start(tmp_path, **specs).fetched([*TWO, 1]) == len(TWO)
+    assert start(tmp_path, **specs).acquired([*TWO, 1]) == len(TWO)
 
 
 def test_a_restore_that_has_ended_and_waits_does_not_make_the_disk_hang(tmp_path: Path) -> None:

@@ -60,7 +60,7 @@ def test_after_a_restart_too(tmp_path: Path, how: str) -> None:
     for node in life.prefix.index.trie:
         assert node.parent is not None
         assert node.parent.parent is None or node.parent.residency.on_disk
-    assert life.fetched([*TWO, 1]) >= 5 * BLOCK
+    assert life.acquired([*TWO, 1]) >= 5 * BLOCK
 
 
 def test_an_end_that_the_budget_took_is_not_known_again_where_what_followed_it_is_forgotten(tmp_path: Path) -> None:
@@ -75,11 +75,11 @@ def test_an_end_that_the_budget_took_is_not_known_again_where_what_followed_it_i
     life.write()
     assert record not in life.store
     life.prefix.trim_to(0)
-    assert life.prefix.look([*end, 1]).known == 0
+    assert life.prefix.look([*end, 1]).matched == 0
 
     answer(life.prefix, end)
     assert life.prefix.close()
-    assert start(tmp_path).fetched([*end, 1]) == len(end)
+    assert start(tmp_path).acquired([*end, 1]) == len(end)
 
 
 def test_what_is_being_read_is_spared(tmp_path: Path, gated: GatedDisk) -> None:
@@ -100,12 +100,12 @@ def test_what_is_being_read_is_spared(tmp_path: Path, gated: GatedDisk) -> None:
         pass
     restore.release()
     assert life.stored.restores.num_unread == 0
-    assert life.fetched([*ONE[: 3 * BLOCK], 1]) == 3 * BLOCK
+    assert life.acquired([*ONE[: 3 * BLOCK], 1]) == 3 * BLOCK
 
 
 def answer_now(life: Life, tokens: list[int]) -> None:
     """A request that finds nothing and reads nothing."""
-    assert life.prefix.look(tokens).known == 0
+    assert life.prefix.look(tokens).matched == 0
     answer(life.prefix, tokens)
 
 
@@ -115,7 +115,7 @@ def test_a_churn_of_ten_times_the_budget_stays_within_it(tmp_path: Path) -> None
     life = start(tmp_path, disk, pool=12 * 8192, store_bytes=budget)
     for n in range(40):
         prompt = list(family(n % 13, 3 * BLOCK + 10 * n))
-        life.fetched([*prompt, 1])
+        life.acquired([*prompt, 1])
         answer(life.prefix, prompt)
         life.stored.write_tails()
         for node in life.prefix.index.trie:
@@ -140,7 +140,7 @@ def test_two_caches_in_one_folder_use_each_others_files_after_a_restart(tmp_path
     assert one.prefix.close()
     assert two.prefix.close()
     again = start(tmp_path)
-    assert [again.fetched([*prompt, 1]) for prompt in (ONE, TWO, THREE)] == [len(ONE), len(TWO), len(THREE)]
+    assert [again.acquired([*prompt, 1]) for prompt in (ONE, TWO, THREE)] == [len(ONE), len(TWO), len(THREE)]
     assert again.stored.restores.num_unread == 0
 
 
@@ -155,12 +155,12 @@ def test_one_that_drops_files_under_the_other_makes_it_miss(tmp_path: Path) -> N
     assert two.store.flush()
     assert record_files(tmp_path) == []
     one.prefix.trim_to(0)
-    assert one.fetched([*ONE, 1]) == 0
+    assert one.acquired([*ONE, 1]) == 0
     assert one.stored.restores.num_unread == 1
     answer(one.prefix, ONE)
     assert one.prefix.close()
     assert one.store.problem is None
-    assert start(tmp_path).fetched([*ONE, 1]) == len(ONE)
+    assert start(tmp_path).acquired([*ONE, 1]) == len(ONE)
 
 
 def look(life: Life) -> None:
@@ -179,15 +179,15 @@ def test_what_another_one_wrote_is_known_after_a_look(tmp_path: Path, spec: Mode
         answer(one.prefix, prompt)
     one.stored.write_tails()
     assert one.store.flush()
-    assert two.fetched([*whole, 1]) <= BLOCK
+    assert two.acquired([*whole, 1]) <= BLOCK
     look(two)
-    assert [two.fetched([*prompt, 1]) for prompt in (whole, TWO)] == [len(whole), len(TWO)]
+    assert [two.acquired([*prompt, 1]) for prompt in (whole, TWO)] == [len(whole), len(TWO)]
     before = two.store.counts["written"]
     answer(two.prefix, longer := [*whole, *THREE])
     two.stored.write_tails()
     assert two.store.flush()
     look(one)
-    assert one.fetched([*longer, 1]) == len(longer)
+    assert one.acquired([*longer, 1]) == len(longer)
     assert two.store.counts["written"] - before <= 2 * 6, "only what was new"
     assert (one.stored.restores.num_unread, two.stored.restores.num_unread) == (0, 0)
 
@@ -198,8 +198,8 @@ def test_what_another_one_wrote_under_a_salt_is_known_under_it(tmp_path: Path) -
     one.stored.write_tails()
     assert one.store.flush()
     look(two)
-    assert two.prefix.look([*ONE, 1], salt).known == len(ONE)
-    assert two.prefix.look([*ONE, 1]).known == 0
+    assert two.prefix.look([*ONE, 1], salt).matched == len(ONE)
+    assert two.prefix.look([*ONE, 1]).matched == 0
 
 
 def test_no_more_is_learned_between_two_steps_than_allowed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -227,10 +227,10 @@ def test_the_end_of_a_conversation_that_goes_on_here_is_not_given_up_for_a_longe
     assert two.prefix.look([*ONE, 1]).hit == BLOCK + 100
     answer(two.prefix, ONE)
     look(two)
-    assert two.fetched([*ONE, 1]) == len(ONE)
+    assert two.acquired([*ONE, 1]) == len(ONE)
     assert two.prefix.close()
     assert one.prefix.close()
-    assert start(tmp_path).fetched([*ONE, 1]) == len(ONE)
+    assert start(tmp_path).acquired([*ONE, 1]) == len(ONE)
 
 
 def test_what_another_one_dropped_is_written_again_if_it_is_used_again(tmp_path: Path) -> None:
@@ -249,7 +249,7 @@ def test_what_another_one_dropped_is_written_again_if_it_is_used_again(tmp_path:
     one.write()
     assert all(one.on_disk(ONE)[:5])
     assert len(record_files(tmp_path)) == 6
-    assert start(tmp_path).fetched([*ONE, 1]) == len(ONE)
+    assert start(tmp_path).acquired([*ONE, 1]) == len(ONE)
 
 
 @pytest.mark.parametrize("spec", SPECS.values(), ids=SPECS)
@@ -264,7 +264,7 @@ def test_any_history_of_two_on_one_folder_gives_the_right_keys(tmp_path: Path, s
         number = rng.randrange(2)
         life = lives[number]
         prompt = list(family(rng.randrange(3), rng.choice([40, 256, 600, 700, 900])))
-        hits += life.fetched([*prompt, 1])
+        hits += life.acquired([*prompt, 1])
         answer(life.prefix, prompt)
         life.prefix.check()
         what = rng.randrange(8)
@@ -288,5 +288,5 @@ def test_any_history_of_two_on_one_folder_gives_the_right_keys(tmp_path: Path, s
     assert temporaries(tmp_path) == []
     last = start(tmp_path, spec=spec)
     for number in range(3):
-        last.fetched([*family(number, 900), 1])
+        last.acquired([*family(number, 900), 1])
     assert last.stored.restores.num_unread == 0

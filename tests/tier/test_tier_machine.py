@@ -112,7 +112,7 @@ class StoredMachine(ConversationMachine):
         conversation = self.live.pop(number % len(self.live))
         self.prefix.release(conversation.tokens, conversation.caches)
         self.past = [*self.past[-5:], conversation.tokens]
-        assert self.prefix.look(conversation.tokens).known == len(conversation.tokens)
+        assert self.prefix.look(conversation.tokens).matched == len(conversation.tokens)
 
     @precondition(lambda self: self.live)
     @rule(number=st.integers(0, 100))

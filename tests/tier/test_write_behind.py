@@ -50,7 +50,7 @@ def test_a_tail_that_went_on_leaves_no_file_behind(tmp_path: Path) -> None:
     life.stored.write_tails()
     assert life.store.flush()
     assert len(record_files(tmp_path)) == 7
-    assert start(tmp_path).fetched([*ONE, *[9] * 300, 1]) == len(ONE) + 300
+    assert start(tmp_path).acquired([*ONE, *[9] * 300, 1]) == len(ONE) + 300
 
 
 def test_a_shutdown_writes_everything_through_the_smallest_queue(tmp_path: Path) -> None:
@@ -64,7 +64,7 @@ def test_a_shutdown_writes_everything_through_the_smallest_queue(tmp_path: Path)
         answer(life.prefix, prompt)
     assert life.prefix.close()
     again = start(tmp_path)
-    assert [again.fetched([*prompt, 1]) for prompt in prompts] == [len(prompt) for prompt in prompts]
+    assert [again.acquired([*prompt, 1]) for prompt in prompts] == [len(prompt) for prompt in prompts]
 
 
 def test_a_shutdown_that_runs_out_of_time_says_so(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -113,8 +113,8 @@ def test_blocks_of_a_prefix_that_was_forgotten_are_not_written_under_its_name(tm
     answer(life.prefix, ONE[:BLOCK])
     assert life.prefix.close()
     again = start(tmp_path)
-    assert again.fetched([*ONE, 1]) == BLOCK
-    assert again.fetched([*TWO, 1]) == len(TWO)
+    assert again.acquired([*ONE, 1]) == BLOCK
+    assert again.acquired([*TWO, 1]) == len(TWO)
 
 
 def brought_back(folder: Path, gated: GatedDisk, meanwhile: Callable[[Life], None]) -> Life:
@@ -144,7 +144,7 @@ def test_what_was_forgotten_is_not_brought_back_into_the_trie(tmp_path: Path, ga
 def test_what_was_computed_meanwhile_is_not_overwritten(tmp_path: Path, gated: GatedDisk) -> None:
     life = brought_back(tmp_path, gated, lambda life: compute(life, ONE[: 2 * BLOCK]))
     assert life.stored.restores.num_restored == len(ONE) - 2 * BLOCK
-    assert life.fetched([*ONE, 1]) == len(ONE)
+    assert life.acquired([*ONE, 1]) == len(ONE)
 
 
 # -- brought back ------------------------------------------------------------------------------------------------------
@@ -157,7 +157,7 @@ def test_what_is_still_in_the_queue_comes_back_from_there(tmp_path: Path, gated:
     life.stored.write_tails()
     life.prefix.trim_to(0)
     assert life.prefix.nbytes == 0
-    assert life.fetched([*ONE, 1]) == len(ONE)
+    assert life.acquired([*ONE, 1]) == len(ONE)
     assert life.stored.restores.num_unread == 0
     gated.writes.set()
     assert life.store.flush()
@@ -171,9 +171,9 @@ def test_all_of_a_prefix_comes_back_after_a_restart(tmp_path: Path, closes: bool
     life.write()
     assert not closes or life.prefix.close()
     again = start(tmp_path)
-    assert again.prefix.look(ONE).known == (len(ONE) if closes else 5 * BLOCK)
-    assert again.fetched([*ONE, 1]) == (len(ONE) if closes else 5 * BLOCK)
-    assert again.fetched([*ONE[:700], 99]) == 700
+    assert again.prefix.look(ONE).matched == (len(ONE) if closes else 5 * BLOCK)
+    assert again.acquired([*ONE, 1]) == (len(ONE) if closes else 5 * BLOCK)
+    assert again.acquired([*ONE[:700], 99]) == 700
     assert again.stored.restores.num_restored == (len(ONE) if closes else 5 * BLOCK)
 
 
@@ -183,7 +183,7 @@ def test_what_is_evicted_in_mid_run_comes_back(tmp_path: Path) -> None:
         answer(life.prefix, prompt)
         life.stored.write_tails()
     for prompt in (ONE, TWO, THREE, ONE):
-        assert life.fetched([*prompt, 1]) == len(prompt)
+        assert life.acquired([*prompt, 1]) == len(prompt)
     assert life.stored.restores.num_restored >= 3 * len(ONE)
     life.write()
     assert life.store.counts["written"] == 18
@@ -202,7 +202,7 @@ def test_no_room_is_a_shorter_hit_and_no_error(tmp_path: Path) -> None:
     assert short.lookup.hit == 2 * BLOCK - 1
     life.prefix.discard(short.caches)
     life.prefix.discard(held.caches)
-    assert life.fetched([*ONE, 1]) == len(ONE)
+    assert life.acquired([*ONE, 1]) == len(ONE)
 
 
 def test_a_longer_tail_makes_a_shorter_file_superfluous(tmp_path: Path) -> None:
@@ -218,7 +218,7 @@ def test_a_longer_tail_makes_a_shorter_file_superfluous(tmp_path: Path) -> None:
     life = start(tmp_path / "400")
     assert life.store.flush()
     assert len(record_files(tmp_path / "400")) == 2
-    assert life.fetched([*ONE[:400], 1]) == 400
+    assert life.acquired([*ONE[:400], 1]) == 400
 
 
 def test_32_blocks_are_32_records_and_come_back_bit_by_bit(tmp_path: Path) -> None:
@@ -251,7 +251,7 @@ def test_what_was_forgotten_before_the_end_is_gone_from_the_disk(tmp_path: Path)
     assert life.prefix.close()
     assert len(record_files(tmp_path)) == 7
     life = start(tmp_path)
-    assert life.fetched([*longer, 1]) == len(longer)
+    assert life.acquired([*longer, 1]) == len(longer)
     life.prefix.clear()
     assert life.prefix.close()
     assert record_files(tmp_path) == []

@@ -15,7 +15,7 @@ from typing import Any, TypeVar
 from ...config import StoreConfig
 from ...errors import BlockpoolError, StoreError
 from ...formatting import Report
-from ...prefix.trie import PrefixRef, naming
+from ...prefix.trie import PrefixRef, prefix_hash
 from ...prefix.uncache import SharedPaths, Uncached, exclusive_from, kept_hashes, uncache
 from ...store.agent_files import Agent, Agents, shown
 from ...store.agent_records import AgentRecords, PathRecords
@@ -99,7 +99,7 @@ class AgentService:
         self._registry = scope.generator.registry
         self.files: Agents | None = scope.generator.agent_files
         self.root: Path | None = None if self.files is None else self.files.root
-        self.records = None if self.root is None else AgentRecords(self.root, naming)
+        self.records = None if self.root is None else AgentRecords(self.root, prefix_hash)
         self.bad: list[tuple[Path, str]] = []
 
     # -- looking -------------------------------------------------------------------------------------------------------
@@ -262,7 +262,7 @@ class AgentService:
         self.refuse_if_busy(view.name)
         agents_of(served).forget(view.name)
         live = [] if served.engine is None else served.engine.sequences
-        in_use = [(sequence.tokens, sequence.terms.salt) for sequence in live if _name_of(sequence.request) != view.name]
+        in_use = [(sequence.tokens, sequence.policy.salt) for sequence in live if _name_of(sequence.request) != view.name]
         freed = uncache(prefix.index, view.path, exclusive_from(prefix.index, view.path, shared, in_use))
         if prefix.stored is not None:
             prefix.stored.write_behind(0)

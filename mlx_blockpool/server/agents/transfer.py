@@ -313,7 +313,7 @@ def _end_import(
     if is_of_import(salt) and before is not None:
         # It may have had a turn since import_file() has looked.
         _refuse_overwriting(name, before.salt)
-    prefix.release(tokens, intake.pooled, terms=RetentionPolicy(salt=salt))
+    prefix.release(tokens, intake.pooled, policy=RetentionPolicy(salt=salt))
     path = prefix.index.trie.match(tokens, salt).detached()
     hit = resumable(prefix.arena, in_memory(prefix.index.trie.find(path)), path.tokens)[0]
     if hit < len(tokens):

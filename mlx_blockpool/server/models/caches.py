@@ -82,7 +82,7 @@ def pool_report(prefix: TieredPrefixCache) -> dict[str, Any]:
         "lookups": prefix.num_lookups,
         "prompt_tokens": prefix.num_prompt_tokens,
         "cached_tokens": prefix.num_hit_tokens,
-        "known_tokens": prefix.num_known_tokens,
+        "known_tokens": prefix.num_matched_tokens,
         "skipped": prefix.num_skipped,
         "alarm": prefix.alarm,
         "groups": [asdict(c) for c in pool.settle()],
