@@ -140,6 +140,7 @@ class RequestConfig:
     logit_bias: int = 4_096
     stop_words: int = 64
     stop_characters: int = 256
+    salt_characters: int = 1_024
 
 
 @dataclass(frozen=True)

@@ -36,6 +36,7 @@ LONGEST_HEADER = 1500
 # Sentences for the causes of lookups and of our own.
 WORDS = CAUSES | {
     "other namespace": "the agent's last turn was computed by another model, or with another adapter or cache format",
+    "other salt": "the agent's last turn had another cache_salt, with which nothing is shared",
     "not told": "mlx-lm's own caches are used, which do not say why not more is cached",
 }
 
@@ -153,6 +154,7 @@ class Explained:
     salt:      the salt that the prompt is looked up under.
     replies:   the remembered replies that the chat repeats, unless they are replayed.
     last_turn: the agent's file before this request.
+    is_salted_anew: the agent's last turn was looked up under another salt.
     """
 
     def __init__(
@@ -169,6 +171,7 @@ class Explained:
         self.salt = SHARED
         self.replies: Sequence[RememberedReply] = ()
         self.last_turn: Agent | None = None
+        self.is_salted_anew = False
         off = [name for name in normalisers.by_name if name not in on]
         self._chat = Chat(messages, normalisers, off, has_tools)
         self._line: str | None = None
@@ -198,12 +201,14 @@ class Explained:
             self.now = now
         else:
             found = self._chat.compare(tokenizer, prompt, lookup, self.replies, self.noted_as, is_own)
-            elsewhere = self._elsewhere(namespace) if found.lookup.cause in ("new", "differs", "longer") else None
+            is_new = found.lookup.cause in ("new", "differs", "longer")
+            elsewhere = self._elsewhere(namespace) if is_new else None
+            cause = "other salt" if is_new and self.is_salted_anew else found.lookup.cause
             self.now = replace(
                 now,
                 known_tokens=found.lookup.matched,
                 restored_tokens=found.lookup.restored,
-                cause=found.lookup.cause if elsewhere is None else "other namespace",
+                cause=cause if elsewhere is None else "other namespace",
                 difference=found.shown,
                 elsewhere=elsewhere,
             )

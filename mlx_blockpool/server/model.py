@@ -30,7 +30,8 @@ from ..kv.attach import batches_padded
 from ..kv.pool import BlockPool
 from ..modelfile import positions_of
 from ..prefix.lookup import Lookup, beside
-from ..prefix.salts import SHARED
+from ..prefix.salts import SHARED, is_of_one_client
+from ..prefix.trie import PrefixRef
 from ..spec import ModelCacheSpec
 from ..store.paths import FOLDERS
 from ..store.prompt_store import PromptStore
@@ -269,13 +270,16 @@ class LoadedModel:
         if pinned != store.pinned:
             store.pinned = pinned
 
-    def _own_tokens(self, agent: str | None) -> list[int]:
-        """The cached tokens of an agent's last turn; none of an agent without a name."""
+    def _last_turn(self, agent: str | None) -> PrefixRef | None:
+        """The path of an agent's last turn; None of an agent without a name."""
         if agent is None or self.agents is None or self.prefix is None:
-            return []
+            return None
         turns = self.caches.turns if isinstance(self.caches, PooledCaches) else {}
-        path = turns.get(agent) or self.agents.path_of(agent)
-        return [] if path is None else self.prefix.index.trie.find(path).token_ids()
+        return turns.get(agent) or self.agents.path_of(agent)
+
+    def _tokens_of(self, path: PrefixRef) -> list[int]:
+        """The cached tokens of a path."""
+        return [] if self.prefix is None else self.prefix.index.trie.find(path).token_ids()
 
     # -- requests ------------------------------------------------------------------------------------------------------
 
@@ -294,7 +298,9 @@ class LoadedModel:
             reply.request.explained.salt = salt
 
     def salt_of(self, options: RequestOptions) -> bytes:
-        """The salt of a request's prefixes: that of its agent's import, or else its own."""
+        """The salt of a request's prefixes: the one that the client has named, that of its agent's import, or else its key's."""
+        if options.cache_salt is not None:
+            return options.salt
         agents = self.agents
         imported = SHARED if agents is None or options.agent is None else agents.salt_of_import(options.agent)
         return imported or options.salt
@@ -379,9 +385,11 @@ class LoadedModel:
         explained, prompt = reply.request.explained, reply.request.prepared.tokens
         if explained is None:
             return
-        agents, is_own = self.agents, bool(explained.salt)
+        agents, is_own, last = self.agents, is_of_one_client(explained.salt), self._last_turn(explained.noted_as)
+        explained.is_salted_anew = last is not None and last.salt != explained.salt
         if lookup is not None and lookup.expected and not is_own:
-            lookup, is_own = beside(lookup, prompt, self._own_tokens(explained.noted_as))
+            own = [] if last is None or explained.is_salted_anew else self._tokens_of(last)
+            lookup, is_own = beside(lookup, prompt, own)
         namespace = None if agents is None else agents.namespace
         explained.start(self.provider.name, namespace, self.provider.tokenizer, prompt, cached, lookup, is_own)
 

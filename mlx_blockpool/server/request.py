@@ -46,6 +46,7 @@ class RequestOptions:
     agent:         the client's name for itself; requests of one agent run in order.
     conversation:  the name that the chat's content gives it where the client gives none; it orders nothing.
     retention:     where the prompt is kept: "memory" never on disk, "day" for a day since its last use; None: the default.
+    cache_salt:    the client's own salt for its prefixes; None: it has named none.
     salt:          of the request's prefixes; requests with SHARED share theirs.
     """
 
@@ -53,6 +54,7 @@ class RequestOptions:
     agent: str | None = None
     conversation: str | None = None
     retention: str | None = None
+    cache_salt: str | None = None
     salt: bytes = SHARED
 
 

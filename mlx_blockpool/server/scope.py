@@ -8,7 +8,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
 from ..errors import BlockpoolError, ModelNotFoundError
-from ..prefix.salts import SHARED, is_of_import, salt_of_key
+from ..prefix.salts import is_of_import, salt_of
 from ..store.agent_files import Agent
 from .access import LONGEST_AGENT, checked_text, header_text, noted_name, own_name
 from .agents import by_content
@@ -93,7 +93,7 @@ class RequestScope:
         is_chat = request.request_type == "chat"
         if options.agent is None and is_chat and key is not None:
             # As the client sent it: what the model is to see has its dates elsewhere.
-            options.conversation = by_content.name_of(key, request.messages, known)
+            options.conversation = by_content.name_of(key, request.messages, known, options.cache_salt)
         self._scope = scope_of(self.owner, self.salt, key and key.model)
         changed: tuple[str, ...] = ()
         if self.normalisers and is_chat:
@@ -110,10 +110,13 @@ class RequestScope:
 
     @property
     def salt(self) -> bytes:
-        """The salt of the owner's prefixes."""
-        if self.owner is None or not self.generator.guard.config.private_prefixes:
-            return SHARED
-        return salt_of_key(self.owner)
+        """The salt of the request's prefixes."""
+        return salt_of(self.private_key, self.options.cache_salt)
+
+    @property
+    def private_key(self) -> str | None:
+        """The name of the key whose prefixes no other key's requests share; None: keys share theirs."""
+        return self.owner if self.generator.guard.config.private_prefixes else None
 
     def _key(self, wanted: Any) -> ModelKey | None:
         """The model, however the request names it; None where it is not found: generate() raises why."""

@@ -53,6 +53,7 @@ Count = Annotated[Int, Field(ge=0)]
 Number = Annotated[float, Field(ge=-LARGEST, le=LARGEST, allow_inf_nan=False)]
 Share = Annotated[Number, Field(ge=0, le=1)]
 List = Annotated[list[T], _FailFast()]
+Salt = Annotated[Text, Field(min_length=1, max_length=RequestConfig.salt_characters)]
 # The tags of a union have brackets, which no field's name in the places of errors has.
 IS_TEXT = Discriminator(lambda value: "<text>" if isinstance(value, str) else "<other>")
 TextOr = Annotated[Annotated[Text, Tag("<text>")] | Annotated[T, Tag("<other>")], IS_TEXT]
@@ -100,13 +101,17 @@ class Body(BaseModel):
 
 
 class Sampling(Body):
-    """What every protocol may say of the model, and of how tokens are drawn and sent. None: the server's options hold."""
+    """What every protocol may say of the model, and of how tokens are drawn and sent. None: the server's options hold.
+
+    cache_salt: only requests with the same one share their prefixes.
+    """
 
     stream: bool = False
     model: Text = "default_model"
     temperature: Annotated[Number, Field(ge=0)] | None = None
     top_p: Share | None = None
     top_k: Count | None = None
+    cache_salt: Salt | None = None
 
 
 class AllSampling(Sampling):

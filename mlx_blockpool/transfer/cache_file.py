@@ -34,7 +34,7 @@ from ..errors import StoreError
 from ..formatting import Report
 from ..kv.parts import as_stock, leaves_of, sequence_of
 from ..mlx_lm_compat import rebind
-from ..prefix.salts import is_of_import
+from ..prefix.salts import MARK_BYTES, SHARED, is_of_import, mark_of
 from ..spec import ChunkLayer, FullLayer, LayerSpec, ModelCacheSpec, StateLayer, WindowLayer
 from ..store.agent_files import shown
 from ..store.signing import UNSIGNED, is_signed
@@ -46,6 +46,8 @@ TOLERANCE = 0.05
 UNPROVEN = "this store did not sign the file as it is, so that one agent alone can go on from it"
 # mlx-lm's class for each kind of layer; KVCache for the others.
 STOCK: dict[type[LayerSpec], type] = {StateLayer: ArraysCache, WindowLayer: RotatingKVCache, ChunkLayer: ChunkedKVCache}
+# In the metadata: the mark of the cache_salt under which the prefix was computed, in hexadecimal.
+MARK = "cache_salt"
 # The header is filled up with spaces to a multiple of this.
 ALIGNMENT = 8
 
@@ -72,11 +74,13 @@ def check_agent(agent: str, salt: bytes | None) -> None:
 class CacheFileWriter:
     """A safetensors file of `nbytes` bytes, in pieces. The caches must not change until close() gives their blocks back.
 
-    `caches`: pooled ones, of one sequence that holds `tokens`. A piece is one head of one array, so that no view of a slab
-    outlives the step that copies it. Owned by the generation thread.
+    `caches`: pooled ones, of one sequence that holds `tokens`; `salt`: what they are cached under. A piece is one head of one
+    array, so that no view of a slab outlives the step that copies it. Owned by the generation thread.
     """
 
-    def __init__(self, caches: list[Any], model: str, weights: str, bits: int | None, tokens: Sequence[int]) -> None:
+    def __init__(
+        self, caches: list[Any], model: str, weights: str, bits: int | None, tokens: Sequence[int], salt: bytes = SHARED
+    ) -> None:
         self._caches = caches
         arrays, texts = _as_saved(
             caches,
@@ -88,7 +92,8 @@ class CacheFileWriter:
                 "weights": weights,
                 "bits": str(bits or 0),
                 "signature": UNSIGNED,
-            },
+            }
+            | ({MARK: mark_of(salt).hex()} if mark_of(salt) else {}),
         )
         described: dict[str, Any] = {"__metadata__": texts}
         end = 0
@@ -194,6 +199,15 @@ class CacheFile:
                         f"Layer {index}: the keys and values of the first {count} tokens are off by {off:.0%} from those of "
                         f"{name}. Import a file of the same weights and tokens."
                     )
+
+    @property
+    def mark(self) -> bytes:
+        """The mark of the cache_salt under which the prefix was computed; empty without one. To be believed of a signed file."""
+        try:
+            mark = bytes.fromhex(self.metadata.get(MARK, ""))
+        except (ValueError, TypeError):
+            return b""
+        return mark if len(mark) == MARK_BYTES else b""
 
     def is_private(self, names_weights: bool, key: bytes) -> bool:
         """Whether one agent alone may go on from it: True unless it names its weights and the store with `key` signed it."""

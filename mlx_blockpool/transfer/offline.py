@@ -10,7 +10,7 @@ from typing import Any
 from ..errors import StoreError
 from ..formatting import Report
 from ..prefix.retention import RetentionPolicy
-from ..prefix.salts import SHARED, is_of_import, salt_of_import
+from ..prefix.salts import SHARED, is_of_import, salt_marked, salt_of_import
 from ..spec import blocks_for
 from ..store.agent_files import Agents
 from ..store.signing import export_key, sign
@@ -43,7 +43,7 @@ def export(source: Source, prompt: Prompt, file: Path, agent: str | None = None)
                 f"{source.config.folder} has nothing of these {len(tokens)} tokens under {source.spec.model_id}. Give a prompt "
                 "that a server with the same model, adapter and --store-bits has kept."
             )
-        writer = CacheFileWriter(hit.caches, source.name, source.weights, source.config.bits, tokens[:held])
+        writer = CacheFileWriter(hit.caches, source.name, source.weights, source.config.bits, tokens[:held], salt)
         _write(writer, path, None if is_of_import(salt) else export_key(source.root))
         writer.close()
     finally:
@@ -82,7 +82,7 @@ def import_file(source: Source, prompt: Prompt, file: Path, agent: str | None = 
             raise StoreError(f"The file needs an agent that goes on from it, for {UNPROVEN}. Give --agent NAME.")
         before = agents.get(agent)
         check_agent(agent, None if before is None else before.salt)
-    salt = salt_of_import() if private else SHARED
+    salt = salt_of_import() if private else salt_marked(found.mark)
     tokens = found.tokens
     prefix = source.open(len(tokens))
     stored = prefix.stored

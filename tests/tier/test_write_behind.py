@@ -16,7 +16,7 @@ from store.stores import record_files
 from tier.lives import BLOCK, FILE, ONE, SPEC, THREE, TWO, WINDOWED, Life, compute, start, wanted
 
 from mlx_blockpool.errors import PoolExhaustedError
-from mlx_blockpool.prefix.salts import SHARED, salt_of_import, salt_of_key
+from mlx_blockpool.prefix.salts import SHARED, salt_of, salt_of_import
 from mlx_blockpool.spec import ModelCacheSpec
 from mlx_blockpool.tier import write_behind
 
@@ -272,7 +272,7 @@ def test_what_is_under_a_salt_comes_back_under_it_alone(spec: ModelCacheSpec, tm
     assert len(record_files(tmp_path)) % 2 == once % 2 == 0
     again = start(tmp_path, spec=spec)
     again.prefix.check()
-    paths = [again.prefix.index.trie.match(ONE, each).detached() for each in (SHARED, salt, salt_of_key("one"))]
+    paths = [again.prefix.index.trie.match(ONE, each).detached() for each in (SHARED, salt, salt_of("one"))]
     assert [path.tokens for path in paths] == [len(ONE), len(ONE), 0]
     assert not set(paths[0].hashes) & set(paths[1].hashes)
     found = again.prefix.acquire([*ONE, 1], 1, salt=salt)

@@ -32,8 +32,13 @@ def is_by_content(name: str) -> bool:
     return NAME.fullmatch(own_name(name)) is not None
 
 
-def name_of(model: Sequence[str | None], messages: Sequence[Message], normalisers: Normalisers) -> str:
-    """The name of the conversation that a chat goes on. `messages` as the client sent them; they stay as they are."""
+def name_of(
+    model: Sequence[str | None], messages: Sequence[Message], normalisers: Normalisers, cache_salt: str | None = None
+) -> str:
+    """The name of the conversation that a chat goes on. `messages` as the client sent them; they stay as they are.
+
+    Chats with different cache_salts have different names.
+    """
     system = list(takewhile(lambda message: message.get("role") in INSTRUCTIONS, messages))
     first = next((message for message in messages if message.get("role") not in INSTRUCTIONS), {})
     # All as instructions, for from those alone the normalisers take something out; dates go to the last message, a user's.
@@ -42,6 +47,7 @@ def name_of(model: Sequence[str | None], messages: Sequence[Message], normaliser
     with suppress(PluginError):
         shortened = normalisers.apply(names, [*shortened, {"role": "user", "content": ""}])[:-1]
     parts = [list(model), [_content(message.get("content")) for message in shortened], first.get("role")]
+    parts += [] if cache_salt is None else [cache_salt]
     return f"content-{hashlib.blake2b(json.dumps(parts).encode(), digest_size=16).hexdigest()}"
 
 

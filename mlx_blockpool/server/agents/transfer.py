@@ -22,7 +22,7 @@ from ...kv.intake import Intake
 from ...kv.parts import leaves_of
 from ...prefix.resume import in_memory, lay_out_to_read, pin_of, resumable
 from ...prefix.retention import RetentionPolicy
-from ...prefix.salts import SHARED, is_of_import, salt_of_import
+from ...prefix.salts import SHARED, is_of_import, salt_marked, salt_of_import
 from ...prefix.trie import PrefixRef
 from ...store.agent_files import shown
 from ...store.identity import Digests, check_unchanged, identity
@@ -218,7 +218,7 @@ def _begin_export(served: LoadedModel, prefix: TieredPrefixCache, view: AgentVie
     if not hit:
         raise RefusedError(409, f"Nothing of agent {shown(view.name)} is in memory or on disk. Its next turn computes it anew.")
     caches = lay_out_to_read(prefix.arena, match, hit, checkpoint)
-    return CacheFileWriter(caches, served.provider.public_name, weights, _bits(prefix), match.token_ids()[:hit])
+    return CacheFileWriter(caches, served.provider.public_name, weights, _bits(prefix), match.token_ids()[:hit], view.agent.salt)
 
 
 def _bits(prefix: TieredPrefixCache) -> int | None:
@@ -254,7 +254,7 @@ def import_file(service: AgentService, name: str, path: Path) -> Report:
         before = service.look().get(name)
         # Names that chats get by their content are never free.
         _refuse_overwriting(name, SHARED if is_by_content(name) else None if before is None else before.agent.salt)
-    salt = salt_of_import() if private else service.scope.salt
+    salt = salt_of_import() if private else salt_marked(found.mark, service.scope.private_key)
     intake = service.at(home, lambda _, prefix: _begin_import(prefix, found.caches))
     try:
         leaves = leaves_of(found.caches)[::-1]

@@ -18,7 +18,7 @@ from ...errors import BlockpoolError
 from ..bodies import InvalidRequestError
 from ..request import PromptRequest
 from ..scope import RequestScope
-from ..validation import Body, Sampling, Text, dotted, generation_arguments, validated
+from ..validation import Body, Salt, Sampling, Text, dotted, generation_arguments, validated
 from . import by_content
 from .service import AgentService, RefusedError, checked_name
 
@@ -37,6 +37,7 @@ class Prompt(Body):
     model: Text = "default_model"
     agent: Text | None = None
     pin: bool = False
+    cache_salt: Salt | None = None
     chat_template_kwargs: dict[str, Any] | None = None
     role_mapping: dict[str, Any] | None = None
 
@@ -124,13 +125,13 @@ class WarmUp:
     def _compute(self, place: str, prompt: Prompt) -> tuple[int, int]:
         """Tokens of the prompt, and how many of them were known. Raises what RequestScope.generate() raises."""
         scope = RequestScope(self._generator)
-        scope.options.agent = prompt.agent
+        scope.options.agent, scope.options.cache_salt = prompt.agent, prompt.cache_salt
         scope.normalisers = scope.generator.normalisers.default
         kind = "chat" if prompt.messages else "text"
         request = PromptRequest(kind, prompt.prompt, prompt.messages, prompt.tools, prompt.role_mapping)
         if prompt.agent is None and not prompt.messages:
             text = [{"role": "user", "content": prompt.prompt}]
-            scope.options.conversation = by_content.name_of([prompt.model], text, scope.generator.normalisers)
+            scope.options.conversation = by_content.name_of([prompt.model], text, scope.generator.normalisers, prompt.cache_salt)
         options = self._generator.cli_args
         arguments = generation_arguments(Sampling(model=prompt.model), options, 1, [], prompt.chat_template_kwargs)
         try:

@@ -171,6 +171,7 @@ class CompletionsEndpoint(Endpoint):
             raise StatusError(400, str(error)) from error
         self._scope.parse_headers(self._handler.headers, body)
         self._scope.options.retention = retention_of(body)
+        self._scope.options.cache_salt = parsed.body.cache_salt
         if isinstance(parsed.request, ChatRequest):
             self._reply(parsed)
         else:

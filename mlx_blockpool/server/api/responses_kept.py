@@ -17,12 +17,16 @@ MAX_CHARACTERS = 64_000_000
 
 @dataclass(frozen=True)
 class Kept:
-    """`response`: as it was sent. `items`: the conversation with it, without instructions, which hold for one response only."""
+    """`response`: as it was sent. `items`: the conversation with it, without instructions, which hold for one response only.
+
+    `cache_salt`: of its request; only requests with the same one may continue it.
+    """
 
     response: dict[str, Any]
     items: list[Item]
     characters: int
     owner: str | None = None
+    cache_salt: str | None = None
 
 
 class KeptResponses:
@@ -33,8 +37,8 @@ class KeptResponses:
         self._characters = 0
         self._changing = threading.Lock()
 
-    def keep(self, response: dict[str, Any], items: list[Item], owner: str | None = None) -> None:
-        kept = Kept(response, items, len(json.dumps([response, items])), owner)
+    def keep(self, response: dict[str, Any], items: list[Item], owner: str | None = None, cache_salt: str | None = None) -> None:
+        kept = Kept(response, items, len(json.dumps([response, items])), owner, cache_salt)
         with self._changing:
             self._kept[response["id"]] = kept
             self._characters += kept.characters
@@ -46,8 +50,9 @@ class KeptResponses:
             kept = self._kept.get(name)
         return kept if kept is not None and kept.owner == owner else None
 
-    def item(self, name: str, owner: str | None = None) -> Item | None:
-        """An output item of one of the owner's responses."""
+    def item(self, name: str, owner: str | None = None, cache_salt: str | None = None) -> Item | None:
+        """An output item of one of the owner's responses with this cache_salt."""
         with self._changing:
-            outputs = [kept.response["output"] for kept in reversed(self._kept.values()) if kept.owner == owner]
+            found = [kept for kept in reversed(self._kept.values()) if (kept.owner, kept.cache_salt) == (owner, cache_salt)]
+            outputs = [kept.response["output"] for kept in found]
         return next((item for output in outputs for item in output if item["id"] == name), None)

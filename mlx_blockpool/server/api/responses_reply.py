@@ -167,7 +167,7 @@ class ResponseRenderer(Renderer):
             last = self._ended("completed", {"completed_at": int(time.time())})
         if self._parsed.body.store:
             # Before the client reads the last event, for it may continue at once.
-            self._kept.keep(self.whole, [*self._given_items, *self._items.output], self._owner)
+            self._kept.keep(self.whole, [*self._given_items, *self._items.output], self._owner, self._parsed.body.cache_salt)
         return [last]
 
     def _in_progress(self) -> Json:

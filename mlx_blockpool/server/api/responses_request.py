@@ -87,7 +87,7 @@ def parse(
 
 def _conversation(given: ResponsesBody, body: dict[str, Any], kept: KeptResponses, owner: str | None) -> InputItems:
     """The earlier conversation that the body names, and its input behind it."""
-    conversation = InputItems(kept, owner)
+    conversation = InputItems(kept, owner, given.cache_salt)
     if given.instructions:
         conversation.messages.append({"role": "system", "content": given.instructions})
     before = given.previous_response_id
@@ -96,6 +96,9 @@ def _conversation(given: ResponsesBody, body: dict[str, Any], kept: KeptResponse
         if earlier is None:
             why = f"found no response with id {before[:80]!r}; this server keeps the last ones only, and none over a restart"
             raise InvalidRequestError("previous_response_id", f"{why}. Send the whole conversation as input.")
+        if earlier.cache_salt != given.cache_salt:
+            why = "the response was made with another cache_salt, or with none"
+            raise InvalidRequestError("previous_response_id", f"{why}. Continue it with its own.")
         conversation.add(earlier.items, validated(Items, {"input": earlier.items}), "previous_response_id")
     conversation.add(body.get("input") or [], given, "input")
     if not conversation.messages:
@@ -169,18 +172,19 @@ class Tools:
 class InputItems(Conversation):
     """The items of a conversation as messages. `items`: as they came, with what references stood for."""
 
-    def __init__(self, kept: KeptResponses, owner: str | None) -> None:
+    def __init__(self, kept: KeptResponses, owner: str | None, cache_salt: str | None = None) -> None:
         super().__init__()
         self.items: list[Item] = []
         self._kept = kept
         self._owner = owner
+        self._cache_salt = cache_salt
 
     def add(self, given: list[Item], parsed: Items, place: str) -> None:
         """Add the items of a body or of an earlier response. Raises InvalidRequestError."""
         for i, (item, model) in enumerate(zip(given, parsed.input, strict=True)):
             at = f"{place}[{i}]"
             if isinstance(model, responses_body.ReferenceItem):
-                known = self._kept.item(model.id, self._owner)
+                known = self._kept.item(model.id, self._owner, self._cache_salt)
                 if known is None:
                     what = f"Item {model.id[:50]!r} is not known, or not any more; needed the item itself, not a reference to it"
                     raise InvalidRequestError(f"{at}.id", what)
