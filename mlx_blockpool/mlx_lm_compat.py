@@ -55,6 +55,7 @@ STOCK: dict[str, StockName] = {
     "server.process_message_content": StockName(
         "joins the text parts of messages as templates see them", "(messages, *, keep_images)"
     ),
+    "server.convert_chat": StockName("a chat as text for models without a template", "(messages, role_mapping)"),
     "server.load": StockName(
         "loads a model; the copy of _load() keeps the weights lazy",
         "(path_or_hf_repo, tokenizer_config, model_config, adapter_path, lazy, return_config, revision, trust_remote_code)",
@@ -193,6 +194,7 @@ EXPORTS = {
     "ResponseGenerator": "server.ResponseGenerator",
     "SamplingArguments": "server.SamplingArguments",
     "Vision": "server.Vision",
+    "convert_chat": "server.convert_chat",
     "download": "utils._download",
     "format_top_logprobs": "server._format_top_logprobs",
     "get_classes": "utils._get_classes",

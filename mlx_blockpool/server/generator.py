@@ -89,7 +89,7 @@ class BlockpoolGenerator(ResponseGenerator):  # type: ignore[misc]
         self.prompts = PromptWorkers(prompts or PromptConfig())
         images = images or ImageConfig()
         self.pixels = ByteBudget(images.pixel_bytes)
-        self._preparation = PromptPreparation(self.prompts, images, self.registry)
+        self.preparation = PromptPreparation(self.prompts, images, self.registry)
         self._order = AgentOrder()
         self._config = config
         self._reported = 0.0
@@ -104,10 +104,10 @@ class BlockpoolGenerator(ResponseGenerator):  # type: ignore[misc]
         Requests of one agent are queued in the order of their arrival. Raises what ModelRegistry.find() and
         PromptPreparation raise, and ConnectionAbortedError once the client of `request.connection` hangs up.
         """
-        self._preparation.check(request, generation_args)
+        self.preparation.check(request, generation_args)
         args = replace(generation_args, model=self.registry.find(generation_args.model))
         with self._order.turn(request.options.agent) as request.turn:
-            args = self._preparation.prepare(request, args)
+            args = self.preparation.prepare(request, args)
             reply = Reply(request, args)
             self.hang_ups.watch(request.connection, reply)
             self.requests.put(reply)
@@ -220,7 +220,7 @@ class BlockpoolGenerator(ResponseGenerator):  # type: ignore[misc]
             if key is None:
                 return None
             self.registry.check_files(key)
-            threading.Thread(target=self._preparation.load, args=[key], name="tokenizer", daemon=True).start()
+            threading.Thread(target=self.preparation.load, args=[key], name="tokenizer", daemon=True).start()
             swap = self.registry.begin_with(key)
             while not self._stop and self.registry.advance() is None:
                 pass

@@ -25,8 +25,10 @@ from .agents.http import PATH as AGENTS
 from .agents.http import AgentsEndpoint
 from .api.anthropic import MESSAGES, MessagesEndpoint, is_models
 from .api.completions import CompletionsEndpoint
-from .api.errors import anthropic_error, in_shape, is_below, is_openai, openai_error, openai_status
+from .api.errors import EMBEDDINGS, NO_EMBEDDINGS, anthropic_error, in_shape, is_below, is_openai, openai_error, openai_status
 from .api.responses import RESPONSES, ResponsesEndpoint
+from .api.tokenizer import PATHS as TOKENIZER_PATHS
+from .api.tokenizer import TokenizerEndpoint
 from .explain import answer_about, is_explain
 from .generator import BlockpoolGenerator
 from .incoming import TimedReader, WireBody, buffer_body, drain, file_deadline
@@ -266,6 +268,10 @@ class BlockpoolHandler(APIHandler):  # type: ignore[misc]
                 self._load_command()
             elif self.route in GENERATES:
                 CompletionsEndpoint(self).post()
+            elif self.route in TOKENIZER_PATHS:
+                TokenizerEndpoint(self).post()
+            elif self.route == EMBEDDINGS:
+                self.send_json(501, {"error": NO_EMBEDDINGS})
             else:
                 self._unknown_path()
 

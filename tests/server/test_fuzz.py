@@ -88,6 +88,13 @@ RESPONSE: dict[str, Any] = {
         {"type": "message", "role": "user", "content": "And?"},
     ],
 }  # fmt: skip
+TOKENS: dict[str, Any] = {
+    "model": "default_model", "content": ["Hello", 5], "add_special": True, "with_pieces": True, "parse_special": False,
+}  # fmt: skip
+TOKENIZED_CHAT = {
+    "messages": CHAT["messages"], "tools": CHAT["tools"], "chat_template_kwargs": {"enable_thinking": False},
+    "add_generation_prompt": False, "continue_final_message": True, "return_token_strs": True,
+}  # fmt: skip
 ACTS = ("pin", "unpin", "fork", "rename", "save", "restore", "import", "export", "nothing")
 AGENTS = ("fuzz", "ann", "scout", "%00", "..", "%2e%2e%2fx", "a%20b", "%ff", "\xe9", "x" * 300, "content-3f2a9c", "")
 
@@ -103,6 +110,10 @@ ENDPOINTS: dict[str, tuple[tuple[str, ...], tuple[str, ...], tuple[dict[str, Any
     "messages": (POST, ("/v1/messages",), (MESSAGE, PLAIN_MESSAGE, {**MESSAGE, "stream": True}, SEEN)),
     "count_tokens": (POST, ("/v1/messages/count_tokens",), (MESSAGE, PLAIN_MESSAGE)),
     "responses": (POST, ("/v1/responses",), (RESPONSE, {**RESPONSE, "stream": True}, {"input": "Hello", "max_output_tokens": 2})),
+    "tokenizer": (
+        POST, ("/tokenize", "/detokenize", "/apply-template"),
+        (TOKENS, {"prompt": "Hello", "add_special_tokens": False}, {"tokens": [1, 2, 3]}, TOKENIZED_CHAT),
+    ),
     "agents": (
         ("POST", "POST", "POST", "GET", "DELETE", "HEAD"),
         ("/v1/agents", *(f"/v1/agents/{name}" for name in AGENTS), *(f"/v1/agents/{n}/{act}" for n in AGENTS for act in ACTS)),

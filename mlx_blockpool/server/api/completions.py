@@ -33,6 +33,9 @@ def _has_role(message: dict[str, Any]) -> dict[str, Any]:
     return message
 
 
+Message = Annotated[Object, AfterValidator(_has_role)]
+
+
 class StreamOptions(Body):
     include_usage: bool = False
 
@@ -68,7 +71,7 @@ class NamedTool(Body):
 
 
 class ChatBody(CompletionBody):
-    messages: Annotated[List[Annotated[Object, AfterValidator(_has_role)]], Field(min_length=1)]
+    messages: Annotated[List[Message], Field(min_length=1)]
     tools: list[Any] = Field(default=[])
     tool_choice: ToolChoice[NamedTool] = "auto"
     parallel_tool_calls: bool = True

@@ -8,7 +8,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from multiprocessing.connection import Connection
 from struct import Struct
-from typing import Any, TypeAlias
+from typing import Any, Literal, TypeAlias
 
 import numpy as np
 
@@ -19,6 +19,8 @@ from ...messages import Message
 Pieces: TypeAlias = Sequence[bytes | memoryview]
 # So many bytes say how long the header is.
 HEADER_BYTES = 4
+# What of each token a job wants.
+Wants: TypeAlias = Literal["", "strings", "pieces"]
 # The result of a job that has used up its time.
 OUT_OF_TIME: Pieces = ()
 # Before the pieces: whether they are the last that this worker sends, and how many they are.
@@ -78,6 +80,47 @@ class PromptJob:
     only_count: bool = False
 
 
+@dataclass
+class TokenizerJob:
+    """Work for a tokenizer beside the prompts of replies: text into tokens and back, and chats into text.
+
+    parts:     text to tokenize, and tokens that stand among it. tokens: to turn into text.
+    messages:  a chat to render, and to tokenize if `tokenizes`; options: arguments for the template beside messages and tools.
+    adds_special_tokens, reads_special_tokens: whether the tokenizer puts its own around text, and whether text may spell them.
+    wants:     "strings" as the vocabulary has them, or "pieces" of text, of each token.
+    """
+
+    source: TokenizerSource
+    parts: list[str | int] = field(default_factory=list)
+    tokens: list[int] = field(default_factory=list)
+    messages: list[Message] = field(default_factory=list)
+    tools: list[Any] | None = None
+    options: dict[str, Any] = field(default_factory=dict)
+    tokenizes: bool = False
+    adds_special_tokens: bool = True
+    reads_special_tokens: bool = True
+    wants: Wants = ""
+
+
+@dataclass(frozen=True)
+class TokenizerResult:
+    """`each`: the string or piece of each token; a piece that is no UTF-8 by itself is a list of its bytes.
+
+    template, has_tools, has_thinking: the chat template, and what the model can do by its tokenizer.
+    """
+
+    tokens: list[int]
+    text: str
+    each: list[Any]
+    template: str | None
+    has_tools: bool
+    has_thinking: bool
+
+    def pack(self) -> Pieces:
+        """For the pipe."""
+        return (_packed({"tokenizer": vars(self)}),)
+
+
 @dataclass(frozen=True)
 class PreparedImages:
     """What mlx-lm's Vision has of the images of a prompt, as numpy arrays.
@@ -129,9 +172,10 @@ class PreparedPrompt:
         return _packed(header, array("i", self.tokens).tobytes()), *pixels
 
 
-# What a worker does: a prompt to render, a tokenizer to load before its first prompt, or a request's body, of which it checks
-# that it is JSON which does not take long.
-Job: TypeAlias = PromptJob | TokenizerSource | bytes
+# What a worker does: a prompt to render, other work for a tokenizer, a tokenizer to load before its first prompt, or a request's
+# body, of which it checks that it is JSON which does not take long.
+Job: TypeAlias = PromptJob | TokenizerJob | TokenizerSource | bytes
+Result: TypeAlias = PreparedPrompt | TokenizerResult
 
 
 def pack_error(error: BaseException) -> Pieces:
@@ -141,7 +185,7 @@ def pack_error(error: BaseException) -> Pieces:
     return (_packed({"error": str(error) or type(error).__name__}),)
 
 
-def unpack(pieces: Pieces) -> PreparedPrompt:
+def unpack(pieces: Pieces) -> Result:
     """The result that a worker has packed. Raises PromptError and RequestTooLargeError if the job has failed."""
     data, *blobs = pieces
     length = int.from_bytes(data[:HEADER_BYTES], "little")
@@ -150,6 +194,8 @@ def unpack(pieces: Pieces) -> PreparedPrompt:
         raise RequestTooLargeError(*header["too_large"])
     if "error" in header:
         raise PromptError(header["error"])
+    if "tokenizer" in header:
+        return TokenizerResult(**header["tokenizer"])
     tokens = array("i")
     tokens.frombytes(memoryview(data)[HEADER_BYTES + length :])
     header["tokens"], header["call"] = tokens.tolist(), tuple(header["call"])

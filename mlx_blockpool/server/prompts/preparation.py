@@ -14,13 +14,13 @@ from mlx_lm.utils import load_config
 from ...config import ImageConfig, RequestConfig
 from ...errors import BlockpoolError, RequestTooLargeError, TooManyPositionsError
 from ...mlx_lm_compat import image_parts
-from ...modelfile import local_folder
+from ...modelfile import local_folder, positions_of
 from ..images import processor_of, take_images
 from ..models.provider import ModelKey
 from ..models.registry import ModelRegistry
 from ..request import ChatRequest
 from ..validation import check_bounds
-from .job import PreparedPrompt, PromptJob, TokenizerSource
+from .job import PreparedPrompt, PromptJob, TokenizerJob, TokenizerResult, TokenizerSource
 from .template_options import check_template_options
 from .workers import PromptWorkers
 
@@ -73,6 +73,19 @@ class PromptPreparation:
             request.pixels.hold(prepared.images, job.image_at)
         request.prepared = prepared
         return args if prepared.never is None else never_drawing(prepared.never, args)
+
+    def convert(self, job: TokenizerJob, model: Any) -> TokenizerResult:
+        """Other work for the tokenizer of the model that a request describes; `job.source` is filled in here.
+
+        Raises what ModelRegistry.find() and PromptWorkers.convert() raise.
+        """
+        return self._workers.convert(replace(job, source=self._source(self._registry.find(model))))
+
+    def positions(self, model: Any) -> int | None:
+        """The most positions of the model that a request describes; None: no known limit. Raises as ModelRegistry.find()."""
+        key = self._registry.find(model)
+        served = self._registry.loaded.get(key)
+        return positions_of(load_config(local_folder(key.model))) if served is None else served.positions
 
     def load(self, key: ModelKey) -> None:
         """Have a worker load a model's tokenizer while the model itself is loaded."""

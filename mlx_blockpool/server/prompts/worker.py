@@ -28,7 +28,8 @@ from mlx_lm.utils import load_config, load_tokenizer
 
 from ...errors import PromptError
 from ..bodies import check_json
-from .job import OUT_OF_TIME, Job, Limits, Pieces, PreparedPrompt, TokenizerSource, pack_error, send
+from .conversion import convert
+from .job import OUT_OF_TIME, Job, Limits, Pieces, PreparedPrompt, PromptJob, TokenizerSource, pack_error, send
 from .renderer import PromptRenderer
 
 log = logging.getLogger(__name__)
@@ -94,7 +95,7 @@ def _result(tokenizers: Tokenizers, limits: Limits, job: Job) -> Pieces:
             if isinstance(job, TokenizerSource):
                 return PreparedPrompt().pack()
             with _processor_time(limits.seconds):
-                return renderer.render(job).pack()
+                return (renderer.render(job) if isinstance(job, PromptJob) else convert(renderer, job)).pack()
     except OutOfTimeError:
         return OUT_OF_TIME
     except MemoryError:

@@ -26,7 +26,20 @@ from pathlib import Path
 from ...config import PromptConfig
 from ...errors import PromptError, UnavailableError
 from ..bodies import UNCHECKED_BYTES
-from .job import OUT_OF_TIME, Job, Limits, Pieces, PreparedPrompt, PromptJob, TokenizerSource, receive, unpack
+from .job import (
+    OUT_OF_TIME,
+    Job,
+    Limits,
+    Pieces,
+    PreparedPrompt,
+    PromptJob,
+    Result,
+    TokenizerJob,
+    TokenizerResult,
+    TokenizerSource,
+    receive,
+    unpack,
+)
 
 log = logging.getLogger(__name__)
 
@@ -187,7 +200,7 @@ class Lane:
             (Limits(self._config.load_seconds, self.seconds, self._config.memory_bytes), job), pickle.HIGHEST_PROTOCOL
         )
 
-    def run(self, data: bytes) -> PreparedPrompt | None:
+    def run(self, data: bytes) -> Result | None:
         """The result of a packed job; None if it took too long.
 
         Raises what unpack() raises, and UnavailableError when the server stops.
@@ -281,14 +294,25 @@ class PromptWorkers:
 
     def prepare(self, job: PromptJob) -> PreparedPrompt:
         """Raises PromptError for what cannot be rendered, RequestTooLargeError, and UnavailableError when the server stops."""
+        result = self._run(job)
+        assert isinstance(result, PreparedPrompt)
+        return result
+
+    def convert(self, job: TokenizerJob) -> TokenizerResult:
+        """Raises as prepare() does."""
+        result = self._run(job)
+        assert isinstance(result, TokenizerResult)
+        return result
+
+    def _run(self, job: PromptJob | TokenizerJob) -> Result:
         self.counts["prompts"] += 1
         for lane in (self._small, self._large):
             data = lane.pack(job)
             if lane is self._small and len(data) > self.config.small_bytes:
                 continue
-            prepared = lane.run(data)
-            if prepared is not None:
-                return prepared
+            result = lane.run(data)
+            if result is not None:
+                return result
             self.counts["slow"] += 1
         raise PromptError(f"The prompt takes more than {self.config.seconds:g} seconds to be rendered and tokenized. Shorten it.")
 

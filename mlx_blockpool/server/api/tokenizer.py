@@ -1,0 +1,144 @@
+"""POST /tokenize, /detokenize and /apply-template, in llama.cpp's shapes and in vLLM's.
+
+The first two are alike in both servers but for the names: text is `content` to llama.cpp, and `prompt` or `messages` to vLLM.
+Prompt workers do the work. For one request, on the socket's thread.
+"""
+
+from __future__ import annotations
+
+from typing import Annotated, Any
+
+from pydantic import Field
+
+from ...mlx_lm_compat import ModelDescription
+from ..bodies import InvalidRequestError
+from ..prompts.job import TokenizerJob, TokenizerResult, TokenizerSource, Wants
+from ..request import ChatRequest
+from ..validation import Body, Int, List, Object, Sampling, Text, TextOr, generation_arguments, validated
+from .completions import Message
+from .endpoint import Endpoint
+from .errors import openai_answer
+from .reply import Json
+
+TOKENIZE, DETOKENIZE, APPLY_TEMPLATE = "/tokenize", "/detokenize", "/apply-template"
+# SGLang has the first two under both names.
+PATHS = (TOKENIZE, DETOKENIZE, APPLY_TEMPLATE, "/v1/tokenize", "/v1/detokenize")
+# The worker's tokenizer is known once the model is.
+UNKNOWN = TokenizerSource("", {})
+
+Token = Annotated[Int, Field(ge=0, lt=2**31)]
+
+
+class TokenizerBody(Body):
+    model: Text = "default_model"
+
+    @property
+    def description(self) -> ModelDescription:
+        return ModelDescription(self.model, "default_model", None)
+
+
+class ChatFields(TokenizerBody):
+    """A chat as both servers take it."""
+
+    messages: Annotated[List[Message], Field(min_length=1)] | None = None
+    tools: list[Any] = Field(default=[])
+    add_generation_prompt: bool = True
+    continue_final_message: bool = False
+    chat_template: Text | None = None
+    chat_template_kwargs: Object = Field(default={})
+
+
+class TokenizeBody(ChatFields):
+    """llama.cpp's `content`, `add_special`, `parse_special` and `with_pieces`; all others are vLLM's."""
+
+    content: TextOr[List[Text | Token]] | None = None
+    add_special: bool = False
+    parse_special: bool = True
+    with_pieces: bool = False
+    prompt: Text | None = None
+    add_special_tokens: bool | None = None
+    return_token_strs: bool = False
+
+
+class DetokenizeBody(TokenizerBody):
+    tokens: List[Token]
+
+
+class TemplateBody(ChatFields):
+    messages: Annotated[List[Message], Field(min_length=1)]
+
+
+class TokenizerEndpoint(Endpoint):
+    """Answers one request of `handler`. Only a client that is gone lets it raise: ConnectionError."""
+
+    def _post(self) -> None:
+        answers = {TOKENIZE: self._tokenize, DETOKENIZE: self._detokenize, APPLY_TEMPLATE: self._apply_template}
+        self._handler.send_json(200, answers[self._handler.route.removeprefix("/v1")](self._body()))
+
+    def _tokenize(self, body: Json) -> Json:
+        given = validated(TokenizeBody, body)
+        named = [name for name in ("content", "prompt", "messages") if getattr(given, name) is not None]
+        if len(named) != 1:
+            found = " and ".join(named) or "none of them"
+            raise InvalidRequestError("", f"One of content, prompt and messages is needed; found {found}")
+        if given.content is not None:
+            return self._llama_cpp(given, [given.content] if isinstance(given.content, str) else given.content)
+        wants: Wants = "strings" if given.return_token_strs else ""
+        adds = given.messages is None if given.add_special_tokens is None else given.add_special_tokens
+        if given.messages is None:
+            job = TokenizerJob(UNKNOWN, parts=[given.prompt or ""], adds_special_tokens=adds, wants=wants)
+        else:
+            job = self._chat(given, tokenizes=True, adds_special_tokens=adds, wants=wants)
+        result = self._convert(job, given)
+        return {
+            "count": len(result.tokens),
+            "max_model_len": self._scope.generator.preparation.positions(given.description),
+            "tokens": result.tokens,
+            "token_strs": result.each if wants else None,
+        }
+
+    def _llama_cpp(self, given: TokenizeBody, parts: list[Any]) -> Json:
+        wants: Wants = "pieces" if given.with_pieces else ""
+        result = self._convert(
+            TokenizerJob(
+                UNKNOWN,
+                parts=parts,
+                adds_special_tokens=given.add_special,
+                reads_special_tokens=given.parse_special,
+                wants=wants,
+            ),
+            given,
+        )
+        pairs = [{"id": token, "piece": piece} for token, piece in zip(result.tokens, result.each, strict=False)]
+        return {"tokens": pairs if wants else result.tokens}
+
+    def _detokenize(self, body: Json) -> Json:
+        given = validated(DetokenizeBody, body)
+        text = self._convert(TokenizerJob(UNKNOWN, tokens=given.tokens), given).text if given.tokens else ""
+        return {"content": text, "prompt": text}
+
+    def _apply_template(self, body: Json) -> Json:
+        given = validated(TemplateBody, body)
+        return {"prompt": self._convert(self._chat(given), given).text}
+
+    def _chat(self, given: ChatFields, **wanted: Any) -> TokenizerJob:
+        """The job of a chat, which is checked and normalised as for a reply."""
+        options = self._scope.cli_args
+        template = given.chat_template_kwargs | ({"chat_template": given.chat_template} if given.chat_template else {})
+        request = ChatRequest("chat", "", given.messages or [], given.tools or None, None)
+        arguments = generation_arguments(Sampling(model=given.model), options, 1, [], template)
+        self._scope.generator.preparation.check(request, arguments)
+        self._scope.parse_headers(self._handler.headers, {})
+        normalisers = self._scope.generator.normalisers
+        messages, _ = normalisers.changes(self._scope.normalisers, request.messages, b"")
+        switches = {"add_generation_prompt": given.add_generation_prompt}
+        if given.continue_final_message:
+            switches["continue_final_message"] = True
+        template = {**options.chat_template_args, **template, **switches}
+        return TokenizerJob(UNKNOWN, messages=messages, tools=request.tools, options=template, **wanted)
+
+    def _convert(self, job: TokenizerJob, given: TokenizerBody) -> TokenizerResult:
+        return self._scope.generator.preparation.convert(job, given.description)
+
+    def _error(self, error: Exception) -> tuple[int, Json]:
+        return openai_answer(error)

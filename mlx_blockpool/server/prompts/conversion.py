@@ -1,0 +1,118 @@
+"""Text into tokens and back, and chats into text, for clients that count or render prompts themselves.
+
+Runs in a worker process, beside the renderer of prompts.
+"""
+
+from __future__ import annotations
+
+import copy
+import functools
+import re
+from typing import Any
+
+from jinja2 import TemplateError
+
+from ...mlx_lm_compat import convert_chat, process_message_content
+from .job import TokenizerJob, TokenizerResult
+from .renderer import PromptRenderer, without_later_system
+
+# How vocabularies of SentencePiece's kind write one byte, and a space.
+BYTE = re.compile(r"<0x([0-9A-Fa-f]{2})>")
+SPACE = "\u2581"
+
+
+def convert(renderer: PromptRenderer, job: TokenizerJob) -> TokenizerResult:
+    """Raises ValueError for tokens that the vocabulary lacks, and what templates and tokenizers raise."""
+    tokenizer, text, tokens = renderer.tokenizer, "", list(job.tokens)
+    if job.messages:
+        text = _rendered(tokenizer, job)
+        tokens = _tokenized(tokenizer, text, job) if job.tokenizes else []
+    elif job.tokens:
+        _strings(tokenizer, job.tokens)
+        text = str(tokenizer.decode(job.tokens, clean_up_tokenization_spaces=False))
+    else:
+        tokens = _joined(tokenizer, job)
+    each = {"strings": _strings, "pieces": _pieces}.get(job.wants)
+    template = getattr(tokenizer, "chat_template", None)
+    return TokenizerResult(
+        tokens,
+        text,
+        [] if each is None else each(tokenizer, tokens),
+        template if isinstance(template, str) else None,
+        bool(tokenizer.has_tool_calling),
+        bool(tokenizer.has_thinking),
+    )
+
+
+def _tokenized(tokenizer: Any, text: str, job: TokenizerJob, is_first: bool = True) -> list[int]:
+    adds = job.adds_special_tokens and is_first
+    reads = {} if job.reads_special_tokens else {"split_special_tokens": True}
+    return list(tokenizer.encode(text, add_special_tokens=adds, **reads))
+
+
+def _joined(tokenizer: Any, job: TokenizerJob) -> list[int]:
+    """The tokens of all parts, one part after the other."""
+    _strings(tokenizer, [part for part in job.parts if isinstance(part, int)])
+    tokens: list[int] = []
+    for i, part in enumerate(job.parts):
+        tokens += [part] if isinstance(part, int) else _tokenized(tokenizer, part, job, is_first=i == 0)
+    return tokens
+
+
+def _rendered(tokenizer: Any, job: TokenizerJob) -> str:
+    """The chat as text. As for replies, a template that rejects a later system message receives it as the user's."""
+    if not tokenizer.has_chat_template:
+        return str(convert_chat(job.messages, None))
+    lowered = without_later_system(job.messages)
+    try:
+        return _applied(tokenizer, job, job.messages)
+    except TemplateError:
+        if lowered == job.messages:
+            raise
+        return _applied(tokenizer, job, lowered)
+
+
+def _applied(tokenizer: Any, job: TokenizerJob, messages: list[Any]) -> str:
+    messages = copy.deepcopy(messages)
+    process_message_content(messages)
+    return str(tokenizer.apply_chat_template(messages, tools=job.tools, tokenize=False, **job.options))
+
+
+def _strings(tokenizer: Any, tokens: list[int]) -> list[Any]:
+    """Each token as the vocabulary has it. Raises ValueError for a token that it lacks."""
+    strings = tokenizer.convert_ids_to_tokens(tokens)
+    for i, (token, string) in enumerate(zip(tokens, strings, strict=True)):
+        if string is None:
+            raise ValueError(f"tokens[{i}]: the model's vocabulary has no token {token}")
+    return list(strings)
+
+
+def _pieces(tokenizer: Any, tokens: list[int]) -> list[Any]:
+    """The text of each token, with its spaces; its bytes where they are no UTF-8 by themselves."""
+    added, letters = tokenizer.get_added_vocab(), {}
+    if "ByteLevel" in str(tokenizer.backend_tokenizer.decoder):
+        letters = byte_letters()
+    pieces: list[str | list[int]] = []
+    for string in _strings(tokenizer, tokens):
+        data = string.encode() if string in added else _bytes_of(string, letters)
+        try:
+            pieces.append(data.decode())
+        except UnicodeDecodeError:
+            pieces.append(list(data))
+    return pieces
+
+
+def _bytes_of(string: str, letters: dict[str, int]) -> bytes:
+    if letters:
+        return bytes(letters[letter] for letter in string if letter in letters)
+    if (byte := BYTE.fullmatch(string)) is not None:
+        return bytes.fromhex(byte[1])
+    return string.replace(SPACE, " ").encode()
+
+
+@functools.cache
+def byte_letters() -> dict[str, int]:
+    """The byte for each letter of a byte-level vocabulary: printable ones stand for themselves, as in GPT-2's."""
+    printable = [*range(0x21, 0x7F), *range(0xA1, 0xAD), *range(0xAE, 0x100)]
+    others = [byte for byte in range(256) if byte not in printable]
+    return {chr(byte): byte for byte in printable} | {chr(256 + i): byte for i, byte in enumerate(others)}
