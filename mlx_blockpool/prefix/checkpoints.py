@@ -26,6 +26,11 @@ class WindowSegment(NamedTuple):
     node: Node
     end: int
 
+    @property
+    def is_whole_block(self) -> bool:
+        """Whether it is a block of 256 tokens: no longer segment will take its place."""
+        return self.node.is_full and self.end == self.node.end
+
 
 class WindowCheckpoint:
     """The window layers of one model. A record that was cut from the rings at `cut` has what they still held then."""

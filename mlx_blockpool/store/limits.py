@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import logging
 import time
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
 from ..config import StoreConfig
@@ -20,15 +21,16 @@ OVER_BUDGET = "over budget"
 
 
 @dataclass(frozen=True)
-class Put:
-    """Why a record was refused, or None, and the keys of those of the same model that were dropped for it."""
+class Acceptance:
+    """Whether the store takes a record. If it does and `is_new`, write() has to follow.
 
-    refusal: str | None
-    dropped: list[Key]
+    refusal:  why it does not; None: it does.
+    dropped:  the keys of the records of the same model that have made room.
+    """
 
-    @property
-    def taken(self) -> bool:
-        return self.refusal is None
+    refusal: str | None = None
+    dropped: Sequence[Key] = ()
+    is_new: bool = False
 
 
 class WriteLimits:

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import time
 from collections import Counter
-from collections.abc import Callable, Collection, Iterable, Sequence
+from collections.abc import Collection, Iterable, Sequence
 from concurrent.futures import Future
 from functools import partial
 from typing import Any, TypeGuard
@@ -17,7 +17,7 @@ from ..config import StoreConfig
 from .fs import Buffer, Disk, Into
 from .headers import Headers
 from .index import Index
-from .limits import FolderWatcher, Put, WriteLimits
+from .limits import Acceptance, FolderWatcher, WriteLimits
 from .paths import default_folder, describe, folder_of, keys_in, name_of
 from .quarantine import Quarantine
 from .reader import Reader, RecordData
@@ -106,15 +106,15 @@ class PromptStore:
             self.counts[refusal] += 1
         return refusal is None
 
-    def put(self, record: Record, copy: Callable[[], Sequence[Buffer]], spared: Collection[Key] = (), anew: bool = False) -> Put:
-        """Pass a record to the writer. Records used longest ago make room, but none of `spared`. `anew`: replaces an older one.
+    def accept(self, record: Record, spared: Collection[Key] = (), anew: bool = False) -> Acceptance:
+        """Decide whether to write a record. `anew`: it replaces an older one.
 
-        Refused and counted if disk, budget, the day's limit or the queue do not allow it; nobody waits. copy() gives the buffers,
-        which must not change, and is called only if the record is accepted.
+        Records used longest ago make room, but none of `spared`. A record is refused, and the refusal counted, if the disk, the
+        budget, the day's limit or the queue do not allow it; nobody waits.
         """
         name, size = self._name(record.key), file_size(record)
         if name in self._index and not anew and record.key not in self._unread:
-            return Put(None, [])
+            return Acceptance()
         self._index.aside = self._quarantine.nbytes
         victims = self._index.room_for(size, {name, *map(self._name, spared)})
         if victims is None:
@@ -123,13 +123,17 @@ class PromptStore:
             refusal = self._limits.refusal(size, self._has_room(size))
         if refusal is not None:
             self.counts[refusal] += 1
-            return Put(refusal, [])
+            return Acceptance(refusal)
         dropped = self.drop(victims or ())
         self._limits.charge(size)
+        return Acceptance(dropped=dropped, is_new=True)
+
+    def write(self, record: Record, buffers: Sequence[Buffer]) -> None:
+        """Pass a new record that was accepted to the writer. The buffers must not change afterwards."""
+        name, size = self._name(record.key), file_size(record)
         self._unread.pop(record.key, None)
-        self._pass(WriteJob(name, record, copy(), size))
+        self._pass(WriteJob(name, record, buffers, size))
         self._index.add(name, size)
-        return Put(None, dropped)
 
     def _has_room(self, size: int) -> bool:
         """Whether the writer's queue, and the limit between two scans, have room for so many bytes."""

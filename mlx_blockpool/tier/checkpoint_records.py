@@ -7,10 +7,9 @@ otherwise. A state is one record and rests likewise. Owned by the generation thr
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import Future
 from dataclasses import dataclass
-from functools import partial
 from typing import Any
 from weakref import WeakKeyDictionary, ref
 
@@ -43,13 +42,12 @@ STATE_SLACK = 2
 class CheckpointWrite:
     """One record of a checkpoint to write.
 
-    record, copy   the record, and the function that copies its bytes out of the pool.
-    of             the node whose tokens it covers; `node` is the one that the checkpoint is in.
+    segment:  the tokens that it covers.
+    node:     the node that the checkpoint is in.
     """
 
     record: Record
-    copy: Callable[[], list[memoryview]]
-    of: Node
+    segment: WindowSegment
     node: Node
     checkpoint: Checkpoint
 
@@ -105,8 +103,7 @@ class StoredCheckpoints:
             write = self._unwritten(node, checkpoint)
             if write is None:
                 self.give_up(checkpoint)
-            elif write.record.kind == WINDOW and write.of.is_full and write.record.hash == write.of.hash:
-                # The segment of a whole block: no longer one will take its place.
+            elif write.record.kind == WINDOW and write.segment.is_whole_block:
                 return write
             elif not self._rests(write, now):
                 if not is_superseded(node, checkpoint):
@@ -114,11 +111,17 @@ class StoredCheckpoints:
                 self.give_up(checkpoint)
         return None
 
+    def copy(self, write: CheckpointWrite) -> list[memoryview]:
+        """The bytes of a record, out of the pool."""
+        if write.record.kind == WINDOW:
+            return self.rings.cut(write.segment, write.checkpoint)
+        return [as_bytes(array) for _, array in _by_name(write.checkpoint.states)]
+
     def written(self, write: CheckpointWrite) -> None:
         """The store has accepted this record."""
-        record = write.record
-        self._add(record.key, write.of, record.start + len(record.tokens), write.checkpoint.position)
-        self._sources[record.key] = (write.node, ref(write.checkpoint))
+        key, segment = write.record.key, write.segment
+        self._add(key, segment.node, segment.end, write.checkpoint.position)
+        self._sources[key] = (write.node, ref(write.checkpoint))
 
     def give_up(self, checkpoint: Checkpoint) -> None:
         """Write no more of a checkpoint: all of it is on disk, or there is no room for it, or nothing leads to it."""
@@ -151,12 +154,12 @@ class StoredCheckpoints:
             if not self._has(segment, position):
                 extra = {CUT: str(position), "kind": checkpoint.kind}
                 record = record_of(self.store, WINDOW, *segment, self._parts(segment, position), extra)
-                return CheckpointWrite(record, partial(self.rings.cut, segment, checkpoint), segment.node, node, checkpoint)
+                return CheckpointWrite(record, segment, node, checkpoint)
         if checkpoint.states and position not in node.residency.state_records:
-            arrays = _by_hash(checkpoint.states)
+            arrays = _by_name(checkpoint.states)
             parts = tuple(Part(name, safetensors_name(array.dtype), tuple(array.shape)) for name, array in arrays)
             record = record_of(self.store, STATE, node, position, parts, {"kind": checkpoint.kind})
-            return CheckpointWrite(record, lambda: [as_bytes(array) for _, array in arrays], node, node, checkpoint)
+            return CheckpointWrite(record, WindowSegment(node, position), node, checkpoint)
         return None
 
     def _is_near(self, node: Node, position: int) -> bool:
@@ -198,8 +201,8 @@ class StoredCheckpoints:
         for on_path in reversed(path):
             if on_path.end <= more_than:
                 return None
-            kin = ((node, min(at_most, alike)) for node, alike in on_path.near_siblings())
-            ends = ((end, node) for node, limit in kin for end in self._ends(node) if more_than < end <= limit)
+            near = ((node, min(at_most, alike)) for node, alike in on_path.near_siblings())
+            ends = ((end, node) for node, limit in near for end in self._ends(node) if more_than < end <= limit)
             for end, node in sorted(ends, key=lambda found: -found[0]):
                 segments = self._segments(node, end)
                 if all(self._has(segment, end) for segment in segments) and not any(
@@ -278,6 +281,6 @@ def states_in(data: RecordData, arena: KVArena) -> dict[int, list[Any]]:
     return found
 
 
-def _by_hash(states: Mapping[int, Sequence[Any]]) -> list[tuple[str, Any]]:
+def _by_name(states: Mapping[int, Sequence[Any]]) -> list[tuple[str, Any]]:
     """The arrays of states with the names of their parts, by leaf and entry; an entry without an array has none."""
     return [(f"states.{leaf}.{i}", a) for leaf in sorted(states) for i, a in enumerate(states[leaf]) if a is not None]

@@ -7,8 +7,7 @@ from __future__ import annotations
 
 import math
 import time
-from collections.abc import Callable, Sequence
-from functools import partial
+from collections.abc import Sequence
 from typing import Any
 from weakref import WeakKeyDictionary
 
@@ -21,7 +20,7 @@ from ..store.limits import OVER_BUDGET
 from ..store.prompt_store import PromptStore
 from ..store.record import BLOCK, Key, Record
 from .catalog import StoredNodes
-from .checkpoint_records import StoredCheckpoints, record_of
+from .checkpoint_records import CheckpointWrite, StoredCheckpoints, record_of
 from .restore import Restores
 
 
@@ -92,10 +91,10 @@ class StoredPrefixes:
         """write_behind() for the records of checkpoints that are due at `now`."""
         while limit > 0 and self.checkpoints.is_due(now) and self.store.takes():
             write = self.checkpoints.next_write(now)
-            reached = write is not None and self._leads_on(write.of)
+            reached = write is not None and self._leads_on(write.segment.node)
             if write is None or reached is None:
                 return
-            written = self._put(write.record, write.copy, write.of) if reached else 0
+            written = self._put(write.record, write.segment.node, write) if reached else 0
             if written is None:
                 return
             if written:
@@ -164,24 +163,27 @@ class StoredPrefixes:
     def _write(self, node: Node) -> int | None:
         """Write one node. Returns the bytes passed on; 0 if the budget has no room for them, None if the store is busy."""
         parts, extra = self.restores.parts(node.end - node.start), {"kind": node.residency.kind, "bits": str(self.bits or 0)}
-        written = self._put(record_of(self.store, BLOCK, node, node.end, parts, extra), partial(self._copied, node), node)
+        written = self._put(record_of(self.store, BLOCK, node, node.end, parts, extra), node)
         if written:
             self.index.written(node)
             self.nodes.by_hash[node.hash] = node
         return written
 
-    def _put(self, record: Record, copy: Callable[[], list[memoryview]], node: Node) -> int | None:
+    def _put(self, record: Record, node: Node, checkpoint: CheckpointWrite | None = None) -> int | None:
         """_write() for any record of a node. Records of the blocks before it are not dropped for it, and outlive it."""
         path = [Key(BLOCK, n.hash) for n in node.path()]
         spared = {*path, *(Key(BLOCK, n.hash) for n in self.restores.arriving)}
-        put = self.store.put(record, copy, spared, anew=record.kind != BLOCK)
-        self.nodes.lose(put.dropped)
-        if not put.taken:
-            return 0 if put.refusal == OVER_BUDGET else None
+        accepted = self.store.accept(record, spared, anew=record.kind != BLOCK)
+        self.nodes.lose(accepted.dropped)
+        if accepted.refusal is not None:
+            return 0 if accepted.refusal == OVER_BUDGET else None
+        if accepted.is_new:
+            self.store.write(record, self._copy(node) if checkpoint is None else self.checkpoints.copy(checkpoint))
         self.store.touch(path)
         return max(1, record.nbytes)
 
-    def _copied(self, node: Node) -> list[memoryview]:
+    def _copy(self, node: Node) -> list[memoryview]:
+        """The bytes of a block, out of the pool."""
         places = list(zip(self.index.full_groups, node.residency.blocks, strict=True))
         return [as_bytes(array) for array in copy_out(self.arena, places, 0, node.end - node.start, self.bits)]
 

@@ -41,7 +41,10 @@ SIZE = file_size(chain(0, 1)[0])
 
 def put(store: PromptStore, record: Record, *spared: Record, anew: bool = False) -> str | None:
     """Why a record was not taken; None: it was."""
-    return store.put(record, lambda: make_buffers(record), {r.key for r in spared}, anew).refusal
+    accepted = store.accept(record, {r.key for r in spared}, anew)
+    if accepted.is_new:
+        store.write(record, make_buffers(record))
+    return accepted.refusal
 
 
 def put_all(store: PromptStore, records: Sequence[Record]) -> None:
@@ -101,8 +104,10 @@ def keep(root: Path, *sequences: Sequence[int], namespace: str = NAMESPACE) -> N
     store.open()
     for tokens in sequences:
         for record in path_of(tokens, namespace):
-            buffers = make_buffers(record, record.start)
-            assert store.put(record, lambda buffers=buffers: buffers).taken  # type: ignore[misc]
+            accepted = store.accept(record)
+            assert accepted.refusal is None
+            if accepted.is_new:
+                store.write(record, make_buffers(record, record.start))
     assert store.close()
 
 

@@ -10,7 +10,6 @@ import pytest
 from store.chains import SIZE, chain, file_of, put, put_all, settled
 from store.clock import Clock
 from store.disks import BrokenDisk, WatchedDisk
-from store.records import make_buffers
 from store.stores import NAMESPACE, open_store, record_files
 from thorough import only
 
@@ -116,7 +115,7 @@ def test_what_was_used_is_younger_after_a_restart(tmp_path: Path) -> None:
     assert store.close()
     again = open_store(tmp_path, store_bytes=4 * SIZE)
     assert [r.hash for r in again.open()] == [r.hash for r in [*records[1:], records[0]]]
-    assert again.put(chain(9, 1)[0], lambda: make_buffers(records[0])).dropped == [records[1].key]
+    assert again.accept(chain(9, 1)[0]).dropped == [records[1].key]
 
 
 # -- pins --------------------------------------------------------------------------------------------------------------

@@ -227,7 +227,8 @@ def served(root: Path) -> int:
             assert b"".join(bytes(view) for view in views) == data
         except (BadRecordError, FileNotFoundError):
             store.gone(record.key)
-            assert store.put(record, lambda record=record: make_buffers(record, record.start)).taken  # type: ignore[misc]
+            assert store.accept(record).is_new
+            store.write(record, make_buffers(record, record.start))
     assert store.close()
     return hits
 

@@ -56,14 +56,11 @@ def test_what_is_there_is_not_written_again(tmp_path: Path) -> None:
     assert store.counts["written"] == 1
 
 
-def test_buffers_are_asked_for_only_where_a_record_is_taken(tmp_path: Path) -> None:
+def test_a_record_is_refused_before_its_bytes_are_made(tmp_path: Path) -> None:
     store = open_store(tmp_path, store_bytes=SIZE - 1)
     store.open()
-
-    def copy() -> list[bytes]:
-        raise AssertionError("copied in vain")
-
-    assert store.put(chain(1, 1)[0], copy).refusal == "over budget"
+    accepted = store.accept(chain(1, 1)[0])
+    assert (accepted.refusal, accepted.dropped, accepted.is_new) == ("over budget", (), False)
 
 
 def test_a_record_that_is_not_written_yet_can_be_read(tmp_path: Path) -> None:

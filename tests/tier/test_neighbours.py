@@ -13,11 +13,12 @@ from store.stores import record_files, temporaries
 from thorough import seeds
 from tier.lives import BLOCK, FILE, ONE, SPEC, THREE, TWO, WINDOWED, Life, start, wanted
 
+from mlx_blockpool.kv.block_bytes import as_bytes
 from mlx_blockpool.prefix.salts import salt_of_import
 from mlx_blockpool.spec import ModelCacheSpec
 from mlx_blockpool.store.record import BLOCK as RECORD
 from mlx_blockpool.store.record import Key
-from mlx_blockpool.tier import catalog as learned_module
+from mlx_blockpool.tier import catalog, write_behind
 
 SPECS = {"full": SPEC, "windowed": WINDOWED}
 
@@ -38,6 +39,17 @@ def test_the_end_of_the_path_used_longest_ago_goes_first(tmp_path: Path) -> None
     assert disk.unlinked == ends[:1:-1]
     assert life.on_disk(ONE) == [True, True, False, False, False, False]
     assert disk.most <= 11 * FILE
+
+
+def test_what_the_budget_refuses_is_not_copied_out_of_the_pool(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    life = start(tmp_path, store_bytes=2 * FILE)
+    copied: list[object] = []
+    monkeypatch.setattr(write_behind, "as_bytes", lambda array: [copied.append(array), as_bytes(array)][1])
+    answer(life.prefix, ONE)
+    life.write()
+    # Two arrays, keys and values, of each layer.
+    assert len(copied) == 4 * len(record_files(tmp_path)) > 0
+    assert life.store.counts["over budget"] > 0
 
 
 @pytest.mark.parametrize("how", ["closed", "killed"])
@@ -203,7 +215,7 @@ def test_what_another_one_wrote_under_a_salt_is_known_under_it(tmp_path: Path) -
 
 
 def test_no_more_is_learned_between_two_steps_than_allowed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(learned_module, "LEARN_AT_ONCE", 2)
+    monkeypatch.setattr(catalog, "LEARN_AT_ONCE", 2)
     one, two = start(tmp_path), start(tmp_path)
     answer(one.prefix, ONE)
     one.write()
