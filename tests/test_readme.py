@@ -230,6 +230,8 @@ def test_the_requests_are_answered(served: tuple[int, dict[str, Any]]) -> None:
     assert (answer("/fork")["agent"], answer("/fork")["of"]) == ("bob", "ann")
     assert (answer("DELETE")["agent"], answer("DELETE")["clean"]) == ("bob", True)
     assert [request["agent"] == "ann" for request in answer("/v1/cache/explain ")["requests"]] == [True, False]
+    assert "256 tokens" in answer("/api/chat")["message"]["content"]
+    assert answer("/api/tags ")["models"][0]["name"] == "demo"
     assert "".join(pair["piece"] for pair in answer("/tokenize")["tokens"]) == "What is a block?"
     assert "What is a block?" in answer("/apply-template")["prompt"]
     assert [model["state"] for model in answer("/admin/models ")["models"]] == ["loaded"]

@@ -26,6 +26,7 @@ from .agents.http import AgentsEndpoint
 from .api.anthropic import MESSAGES, MessagesEndpoint, is_models
 from .api.completions import CompletionsEndpoint
 from .api.errors import EMBEDDINGS, NO_EMBEDDINGS, anthropic_error, in_shape, is_below, is_openai, openai_error, openai_status
+from .api.ollama import OLLAMA, RUNNING, OllamaEndpoint
 from .api.responses import RESPONSES, ResponsesEndpoint
 from .api.tokenizer import PATHS as TOKENIZER_PATHS
 from .api.tokenizer import TokenizerEndpoint
@@ -196,6 +197,8 @@ class BlockpoolHandler(APIHandler):  # type: ignore[misc]
         self.connection.settimeout(self.guard.config.send_seconds)
         if is_below(self.route, MESSAGES) or "anthropic-version" in self.headers:
             content = anthropic_error(rejected.status, rejected.message, self.scope.options.id)
+        elif is_below(self.route, OLLAMA):
+            content = {"error": rejected.message}
         else:
             content = openai_error(rejected.status, rejected.message)
         challenge = {"WWW-Authenticate": "Bearer"} if rejected.status == HTTPStatus.UNAUTHORIZED else {}
@@ -232,6 +235,10 @@ class BlockpoolHandler(APIHandler):  # type: ignore[misc]
                 ResponsesEndpoint(self).get()
             elif is_below(self.route, AGENTS):
                 AgentsEndpoint(self).answer()
+            elif is_below(self.route, OLLAMA):
+                OllamaEndpoint(self).get()
+            elif self.route == "/" and "text/html" not in self.headers.get("Accept", ""):
+                self.send_body(200, "text/plain", RUNNING)
             elif self.route == "/health":
                 self.send_json(*generator.health.report(generator.is_healthy, generator.has_waiting))
             elif self.route == "/v1/models" or is_model(self.route):
@@ -253,6 +260,8 @@ class BlockpoolHandler(APIHandler):  # type: ignore[misc]
                 AgentsEndpoint(self).answer()
             elif is_below(self.route, MESSAGES):
                 MessagesEndpoint(self).refuse_path()
+            elif is_below(self.route, OLLAMA):
+                OllamaEndpoint(self).refuse()
             else:
                 self._unknown_path()
 
@@ -264,6 +273,8 @@ class BlockpoolHandler(APIHandler):  # type: ignore[misc]
                 ResponsesEndpoint(self).post()
             elif is_below(self.route, AGENTS):
                 AgentsEndpoint(self).answer()
+            elif is_below(self.route, OLLAMA):
+                OllamaEndpoint(self).post()
             elif self.route in COMMANDS:
                 self._load_command()
             elif self.route in GENERATES:
@@ -316,10 +327,16 @@ class BlockpoolHandler(APIHandler):  # type: ignore[misc]
     # -- the response --------------------------------------------------------------------------------------------------
 
     def send_json(self, status: int, content: Any, headers: Mapping[str, str] | None = None) -> None:
-        """Write a whole response; an error of OpenAI's endpoints in its shape."""
+        """Write JSON; an error of OpenAI's endpoints in its shape."""
         body = json.dumps(in_shape(status, content) if status >= 400 and is_openai(self.route) else content).encode()
+        self.send_body(status, "application/json", body, headers)
+
+    def send_body(self, status: int, content_type: str, body: bytes, headers: Mapping[str, str] | None = None) -> None:
+        """Write a whole response."""
         self._headers_buffer = []
-        self._set_completion_headers(status)
+        self.send_response(status)
+        self.send_header("Content-type", content_type)
+        self._set_cors_headers()
         for name, value in (headers or {}).items():
             self.send_header(name, value)
         self.send_header("Content-Length", str(len(body)))
@@ -327,9 +344,12 @@ class BlockpoolHandler(APIHandler):  # type: ignore[misc]
         if self.command != "HEAD":
             self.wfile.write(body)
 
-    def start_stream(self) -> None:
-        """Write the headers of a stream of events."""
-        self._set_stream_headers(200)
+    def start_stream(self, content_type: str) -> None:
+        """Write the headers of a stream."""
+        self.send_response(200)
+        self.send_header("Content-type", content_type)
+        self.send_header("Cache-Control", "no-cache")
+        self._set_cors_headers()
         self.end_headers()
 
     def send_error(self, code: int, message: str | None = None, explain: str | None = None) -> None:

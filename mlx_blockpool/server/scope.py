@@ -22,7 +22,15 @@ from .request import PromptRequest, RequestOptions
 # Fields of a body that name the agent, the first that is there. `user` comes last: one person may have several agents.
 AGENT_FIELDS = ("prompt_cache_key", "session_id", "agent_id", "user")
 # Requests to these paths are explained.
-GENERATES = ("/v1/completions", "/v1/chat/completions", "/chat/completions", "/v1/messages", "/v1/responses")
+GENERATES = (
+    "/v1/completions",
+    "/v1/chat/completions",
+    "/chat/completions",
+    "/v1/messages",
+    "/v1/responses",
+    "/api/chat",
+    "/api/generate",
+)
 RETENTIONS = {"in_memory": "memory", "in-memory": "memory", "24h": "day"}
 
 

@@ -95,11 +95,39 @@ TOKENIZED_CHAT = {
     "messages": CHAT["messages"], "tools": CHAT["tools"], "chat_template_kwargs": {"enable_thinking": False},
     "add_generation_prompt": False, "continue_final_message": True, "return_token_strs": True,
 }  # fmt: skip
+OLLAMA_CHAT: dict[str, Any] = {
+    "model": "default_model:latest", "stream": False, "think": False, "keep_alive": "5m", "format": "",
+    "options": {"num_predict": 2, "temperature": 0.5, "top_p": 0.9, "top_k": 5, "min_p": 0.1, "seed": 3, "stop": ["zz"],
+                "repeat_penalty": 1.1, "repeat_last_n": 8, "presence_penalty": 0.1, "num_ctx": 64},
+    "messages": [
+        {"role": "system", "content": "Be brief."},
+        {"role": "user", "content": "Hello", "images": []},
+        {"role": "assistant", "content": "", "thinking": "Hm.", "tool_calls": [
+            {"id": "c", "function": {"name": "look_up", "arguments": {"word": "pool"}}},
+        ]},
+        {"role": "tool", "tool_name": "look_up", "content": "found"},
+    ],
+    "tools": [{"type": "function", "function": FUNCTION}],
+}  # fmt: skip
+OLLAMA_PROMPT = {"prompt": "Hello", "system": "Be brief.", "raw": False, "options": {"num_predict": 2}, "suffix": ""}
 ACTS = ("pin", "unpin", "fork", "rename", "save", "restore", "import", "export", "nothing")
 AGENTS = ("fuzz", "ann", "scout", "%00", "..", "%2e%2e%2fx", "a%20b", "%ff", "\xe9", "x" * 300, "content-3f2a9c", "")
 
 FIGURES = ("/v1/cache", "/v1/cache/explain", "/v1/cache/explain/req_0", "/v1/cache/explain/%ff%00", "/v1/models", "/v1/models/x")
-FIGURES += ("/health", "/", "/v1/responses/resp_0", "/v1/nothing", "*", "//", "/../..", "/v1/models/" + "y" * 3000)
+FIGURES += (
+    "/api/tags",
+    "/api/ps",
+    "/api/version",
+    "/api/x",
+    "/health",
+    "/",
+    "/v1/responses/resp_0",
+    "/v1/nothing",
+    "*",
+    "//",
+    "/../..",
+    "/v1/models/" + "y" * 3000,
+)
 
 LOAD = {"model": "default_model", "wait": True}
 POST = ("POST",) * 12 + ("GET", "HEAD", "PUT", "DELETE", "OPTIONS", "PATCH")
@@ -113,6 +141,10 @@ ENDPOINTS: dict[str, tuple[tuple[str, ...], tuple[str, ...], tuple[dict[str, Any
     "tokenizer": (
         POST, ("/tokenize", "/detokenize", "/apply-template"),
         (TOKENS, {"prompt": "Hello", "add_special_tokens": False}, {"tokens": [1, 2, 3]}, TOKENIZED_CHAT),
+    ),
+    "ollama": (
+        POST, ("/api/chat", "/api/generate", "/api/show"),
+        (OLLAMA_CHAT, {**OLLAMA_CHAT, "stream": True, "tools": None}, OLLAMA_PROMPT, {"name": "default_model", "verbose": True}),
     ),
     "agents": (
         ("POST", "POST", "POST", "GET", "DELETE", "HEAD"),

@@ -21,7 +21,12 @@ log = logging.getLogger(__name__)
 
 
 class Endpoint:
-    """Answers one request of `handler`. Only a client that is gone lets it raise: ConnectionError."""
+    """Answers one request of `handler`. Only a client that is gone lets it raise: ConnectionError.
+
+    stream_type: the content type of its streams.
+    """
+
+    stream_type = "text/event-stream"
 
     def __init__(self, handler: Any) -> None:
         self._handler = handler
@@ -73,7 +78,7 @@ class Endpoint:
             self._renderer = renderer = self._render(parsed, context)
             packets = renderer.packets(responses)
             if parsed.body.stream:
-                self._handler.start_stream()
+                self._handler.start_stream(self.stream_type)
                 self._streams = True
                 for packet in packets:
                     self._write(packet)
@@ -103,11 +108,15 @@ class Endpoint:
         return self._renderer.keepalive(progress) if self._renderer is not None else ()
 
     def _write(self, packet: Packet) -> None:
-        if not isinstance(packet, bytes):
-            name = f"event: {packet['type']}\n" if "type" in packet else ""
-            packet = f"{name}data: {json.dumps(packet)}\n\n".encode()
-        self._handler.wfile.write(packet)
+        self._handler.wfile.write(self._packed(packet))
         self._handler.wfile.flush()
+
+    def _packed(self, packet: Packet) -> bytes:
+        """A packet as it is written: a server-sent event."""
+        if isinstance(packet, bytes):
+            return packet
+        name = f"event: {packet['type']}\n" if "type" in packet else ""
+        return f"{name}data: {json.dumps(packet)}\n\n".encode()
 
     def _fail(self, error: Exception) -> None:
         self._scope.fail(error)

@@ -1,0 +1,111 @@
+"""Ollama's API below /api: chats, prompts and the list of models as its clients read them.
+
+Replies are streams of JSON lines unless the body says otherwise. Works for one request, on the socket's thread.
+"""
+
+from __future__ import annotations
+
+import json
+import time
+from typing import Any
+
+from ...errors import ModelNotFoundError
+from ..models.http import COMMANDS, ModelsEndpoint
+from ..request import ParsedRequest
+from ..validation import validated
+from .endpoint import Endpoint
+from .errors import NO_EMBEDDINGS, StatusError, openai_status
+from .ollama_body import Named, ReplyBody
+from .ollama_models import OllamaModels
+from .ollama_reply import OllamaRenderer, written_now
+from .ollama_request import parse_chat, parse_generate
+from .reply import Json, Packet
+
+OLLAMA = "/api"
+CHAT, GENERATE, SHOW = "/api/chat", "/api/generate", "/api/show"
+EMBEDS = ("/api/embed", "/api/embeddings")
+MANAGES = ("/api/pull", "/api/push", "/api/create", "/api/copy", "/api/delete")
+# The version of Ollama whose API this is; clients compare it with the one that they need.
+VERSION = "0.12.0"
+# What Ollama answers to GET /, by which clients see that it runs.
+RUNNING = b"Ollama is running"
+
+
+class OllamaEndpoint(Endpoint):
+    """Answers one request of `handler`. Only a client that is gone lets it raise: ConnectionError."""
+
+    stream_type = "application/x-ndjson"
+
+    def __init__(self, handler: Any) -> None:
+        super().__init__(handler)
+        self._arrived = time.monotonic_ns()
+        self._name = ""
+
+    def get(self) -> None:
+        self._serve(self._get)
+
+    def refuse(self) -> None:
+        """Answer a request for what Ollama has and this server does not."""
+        self._serve(self._unknown)
+
+    def _get(self) -> None:
+        models = OllamaModels(self._scope.generator)
+        route = self._handler.route
+        if route == "/api/tags":
+            self._handler.send_json(200, models.tags())
+        elif route == "/api/ps":
+            self._handler.send_json(200, models.loaded())
+        elif route == "/api/version":
+            self._handler.send_json(200, {"version": VERSION})
+        else:
+            self._unknown()
+
+    def _post(self) -> None:
+        route = self._handler.route
+        if route in (CHAT, GENERATE):
+            self._generate(route)
+        elif route == SHOW:
+            name = validated(Named, self._body()).id
+            self._handler.send_json(200, OllamaModels(self._scope.generator).show(name))
+        else:
+            self._unknown()
+
+    def _unknown(self) -> None:
+        if self._handler.route in EMBEDS:
+            raise StatusError(501, NO_EMBEDDINGS)
+        if self._handler.route in MANAGES:
+            why = "Models are not managed over this API: give serve --model, --allow-models or --allow-downloads"
+            raise StatusError(501, f"{why}, and requests load the models that they name.")
+        raise StatusError(404, f"Unknown path {self._handler.route[:80]}. See the server's README for the endpoints.")
+
+    # -- a reply -------------------------------------------------------------------------------------------------------
+
+    def _generate(self, route: str) -> None:
+        body = self._body()
+        parse = parse_chat if route == CHAT else parse_generate
+        given, parsed = parse(body, self._scope.cli_args)
+        self._name = given.model or given.name or given.id
+        self._scope.parse_headers(self._handler.headers, body)
+        if parsed is None:
+            self._load(given)
+        else:
+            self._reply(parsed)
+
+    def _load(self, given: ReplyBody) -> None:
+        """A request without a prompt loads its model, or unloads it if the model is to be kept for no time."""
+        path = COMMANDS[given.unloads]
+        ModelsEndpoint(self._scope.generator).command(path, json.dumps({"model": given.id}).encode())
+        said: Json = {"response": ""} if self._handler.route == GENERATE else {"message": {"role": "assistant", "content": ""}}
+        reason = "unload" if given.unloads else "load"
+        packet = {"model": self._name, "created_at": written_now(), **said, "done": True, "done_reason": reason}
+        self._handler.send_json(200, packet)
+
+    def _render(self, parsed: ParsedRequest, context: Any) -> OllamaRenderer:
+        return OllamaRenderer(parsed, context, self._name, self._handler.route == CHAT, self._arrived)
+
+    def _packed(self, packet: Packet) -> bytes:
+        return packet if isinstance(packet, bytes) else json.dumps(packet).encode() + b"\n"
+
+    def _error(self, error: Exception) -> tuple[int, Json]:
+        status = 404 if isinstance(error, ModelNotFoundError) else openai_status(error)
+        return status, {"error": str(error) or type(error).__name__}

@@ -1,0 +1,115 @@
+"""The bodies of Ollama's API: their fields and their types, and the parts that a reply cannot honour."""
+
+from __future__ import annotations
+
+from typing import Annotated, Any, Literal
+
+from pydantic import AfterValidator, Field, Tag
+
+from ..validation import IS_TEXT, Body, Count, Int, List, Number, Object, Share, Text, TextOr
+
+# Clients may name a model with the tag that Ollama gives to models without one.
+LATEST = ":latest"
+
+
+def _unsupported(why: str) -> AfterValidator:
+    """Rejects every value that is not empty."""
+
+    def check(value: Any) -> Any:
+        if value:
+            raise ValueError(why)
+        return value
+
+    return AfterValidator(check)
+
+
+class Options(Body):
+    """How tokens are drawn. None: the server's options hold. Options of Ollama's own runner have no effect here."""
+
+    num_predict: Int | None = None
+    temperature: Annotated[Number, Field(ge=0)] | None = None
+    top_p: Share | None = None
+    top_k: Count | None = None
+    min_p: Share | None = None
+    seed: Annotated[int, Field(ge=-(2**63), lt=2**64)] | None = None
+    stop: TextOr[List[Text]] = ""
+    repeat_penalty: Annotated[Number, Field(ge=0)] | None = None
+    repeat_last_n: Annotated[Int, Field(ge=-1)] | None = None
+    presence_penalty: Number = 0.0
+    frequency_penalty: Number = 0.0
+
+
+Think = Annotated[
+    Annotated[Literal["low", "medium", "high", "max"], Tag("<text>")] | Annotated[bool, Tag("<other>")],
+    IS_TEXT,
+]
+Format = Annotated[
+    TextOr[Object],
+    _unsupported("mlx-lm cannot hold a reply to a format; describe it in the prompt, or use a tool"),
+]
+NO_FIELD = "this server takes no {}; send messages to /api/chat"
+
+
+class Named(Body):
+    """A body that names a model. Older clients write `name`."""
+
+    model: Text | None = None
+    name: Text | None = None
+
+    @property
+    def id(self) -> str:
+        """The model's id among this server's."""
+        return (self.model or self.name or "default_model").removesuffix(LATEST)
+
+
+class ReplyBody(Named):
+    """What both endpoints with replies read."""
+
+    stream: bool = True
+    options: Options = Options()
+    format: Format = ""
+    think: Think | None = None
+    keep_alive: TextOr[Number] | None = None
+
+    @property
+    def unloads(self) -> bool:
+        """Whether the model is to be kept for no time."""
+        given = self.keep_alive
+        return given.strip().rstrip("smh") == "0" if isinstance(given, str) else given == 0
+
+
+class Function(Body):
+    name: Text
+    arguments: Object = Field(default={})
+
+
+class ToolCall(Body):
+    id: Text = ""
+    function: Function
+
+
+class Message(Body):
+    role: Literal["system", "user", "assistant", "tool"]
+    content: Text = ""
+    thinking: Text = ""
+    images: List[Text] = Field(default=[])
+    tool_calls: List[ToolCall] = Field(default=[])
+    tool_name: Text = ""
+    tool_call_id: Text = ""
+
+
+class ChatBody(ReplyBody):
+    messages: List[Message] = Field(default=[])
+    tools: List[Object] = Field(default=[])
+
+
+class GenerateBody(ReplyBody):
+    """`raw`: the prompt goes to the model as it is, without a template."""
+
+    prompt: Text = ""
+    system: Text = ""
+    images: List[Text] = Field(default=[])
+    raw: bool = False
+    suffix: Annotated[Text, _unsupported(NO_FIELD.format("text behind the reply"))] = ""
+    template: Annotated[Text, _unsupported(NO_FIELD.format("templates from requests"))] = ""
+    context: Annotated[List[Any], _unsupported(NO_FIELD.format("contexts of earlier replies"))] = Field(default=[])
