@@ -229,7 +229,7 @@ def test_the_requests_are_answered(served: tuple[int, dict[str, Any]]) -> None:
     assert (answer("/save")["agent"], answer("/save")["saved"]) == ("ann", True)
     assert (answer("/fork")["agent"], answer("/fork")["of"]) == ("bob", "ann")
     assert (answer("DELETE")["agent"], answer("DELETE")["clean"]) == ("bob", True)
-    assert [request["agent"] == "ann" for request in answer("/v1/cache/explain ")["requests"]] == [True, False]
+    assert [request["agent"] for request in answer("/v1/cache/explain ")["requests"]].count("ann") == 1
     assert "256 tokens" in answer("/api/chat")["message"]["content"]
     assert answer("/api/tags ")["models"][0]["name"] == "demo"
     assert "".join(pair["piece"] for pair in answer("/tokenize")["tokens"]) == "What is a block?"
