@@ -174,6 +174,7 @@ class GuardConfig:
     max_headers: int = 100
     max_header_bytes: int = 64 << 10
     max_connections: int = 256  # served at a time; as many more may be open between two requests
+    event_readers: int = 32  # connections that may read events at a time
     backlog: int = 1024  # connections that may wait to be accepted
     keep_alive_seconds: float = 60.0  # an idle connection is closed after this time
     stall_seconds: float = 30.0  # a request that sends nothing for this long is dropped, ...

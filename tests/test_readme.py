@@ -165,7 +165,8 @@ SERVE = next(c for c in COMMANDS if " serve " in c)
 def served() -> Iterator[tuple[int, dict[str, Any]]]:
     """The server of the README, and what it answers to each request that a document shows."""
     with serving(SERVE) as port:
-        yield port, {command: json.loads(curl(command, port)) for command in COMMANDS if command.startswith("curl")}
+        answers = {command: curl(command, port) for command in COMMANDS if command.startswith("curl")}
+        yield port, {command: json.loads(text) if text.startswith("{") else text for command, text in answers.items()}
 
 
 @pytest.fixture
@@ -197,6 +198,10 @@ def status_of(method: str, url: str, body: dict[str, Any] | None = None, **heade
         return error.code, error.read()
 
 
+# What ends a stream that would go on.
+ENDS = {"/v1/cache/events": "?follow=0"}
+
+
 def test_the_endpoints_are_those_of_the_server(port: int) -> None:
     url = f"http://127.0.0.1:{port}"
     asked = {"input": "What is a block?", "max_output_tokens": 1, "prompt_cache_key": "ann"}
@@ -210,7 +215,7 @@ def test_the_endpoints_are_those_of_the_server(port: int) -> None:
     for method, path in sorted(listed, key=lambda endpoint: endpoint[0] == "DELETE"):
         known = next((name for start, name in names.items() if path.startswith(start)), "")
         filled = path.replace("/NAME", f"/{known}").replace("/ID", f"/{known}").replace("/ACT", "/pin")
-        statuses[method, path], _ = status_of(method, url + filled, {} if method == "POST" else None)
+        statuses[method, path], _ = status_of(method, url + filled + ENDS.get(path, ""), {} if method == "POST" else None)
     assert {endpoint for endpoint, status in statuses.items() if status == 404} == set()
     assert status_of("GET", f"{url}/v1/nothing") == (404, ANY)
 
@@ -234,6 +239,8 @@ def test_the_requests_are_answered(served: tuple[int, dict[str, Any]]) -> None:
     assert answer("/api/tags ")["models"][0]["name"] == "demo"
     assert "".join(pair["piece"] for pair in answer("/tokenize")["tokens"]) == "What is a block?"
     assert "What is a block?" in answer("/apply-template")["prompt"]
+    kinds = re.findall("^event: (.*)$", answer("/v1/cache/events"), re.MULTILINE)
+    assert kinds[:2] == ["all_cleared", "blocks_stored"]
     assert [model["state"] for model in answer("/admin/models ")["models"]] == ["loaded"]
     assert (answer("/admin/load")["state"], answer("/admin/unload")["state"]) == ("loaded", "available")
 

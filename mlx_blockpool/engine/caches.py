@@ -19,7 +19,7 @@ from ..prefix.trie import PrefixRef
 from ..spec import BLOCK_TOKENS
 from ..tier.cache import TieredPrefixCache
 from ..tier.restore import RestoreJob
-from .request import KIND, Restoring
+from .request import KIND, Event, RestoreBegun, RestoreEnded, Restoring
 from .sequence import Sequence
 
 # A long prompt gets a checkpoint behind this many tokens, and behind twice, four times... as many.
@@ -113,8 +113,8 @@ class Caches(Protocol):
         """
         return False
 
-    def restoring(self) -> list[Restoring]:
-        """The progress of each restore, every REPORT_SECONDS: few take as long."""
+    def restoring(self) -> list[Event]:
+        """Restores that have begun or ended, and the progress of each every REPORT_SECONDS: few take as long."""
         return []
 
     def stop_restoring(self) -> bool:
@@ -149,6 +149,7 @@ class PooledCaches(Caches):
         self._restores: dict[int, RestoreJob] = {}
         # When the progress of each was last reported, in seconds of time.monotonic().
         self._reported: dict[int, float] = {}
+        self._happened: list[Event] = []
         # Restores that had let their blocks go when it was last looked, those of others included.
         self._released = 0
 
@@ -226,7 +227,8 @@ class PooledCaches(Caches):
                 # Another restore reads the same records. If it is stuck, this request computes them.
                 return stored.restores.is_stuck
             try:
-                self._restores[sequence.uid] = stored.restores.begin(wanted)
+                self._restores[sequence.uid] = begun = stored.restores.begin(wanted)
+                self._happened.append(RestoreBegun(sequence.uid, begun.tokens, begun.n_bytes))
                 self._reported[sequence.uid] = time.monotonic()
             except PoolExhaustedError:
                 # Started restores end first. Without any, the request starts from what is in memory, once that has room.
@@ -244,12 +246,13 @@ class PooledCaches(Caches):
         released, self._released = self._released, stored.restores.num_released
         return any(done) or released != stored.restores.num_released or stored.restores.is_stuck
 
-    def restoring(self) -> list[Restoring]:
+    def restoring(self) -> list[Event]:
+        happened, self._happened = self._happened, []
         now = time.monotonic()
         due = [uid for uid in self._restores if now - self._reported[uid] >= REPORT_SECONDS]
         self._reported.update(dict.fromkeys(due, now))
         found = [(uid, self._restores[uid]) for uid in due]
-        return [Restoring(uid, restore.have + restore.done, restore.have + restore.tokens) for uid, restore in found]
+        return [*happened, *(Restoring(uid, job.have + job.done, job.have + job.tokens) for uid, job in found)]
 
     def computed(self, tokens: int, seconds: float) -> None:
         if self.prefix.stored is not None:
@@ -262,14 +265,20 @@ class PooledCaches(Caches):
         if restore is None:
             return 0
         restore.release()
+        self._end_restore(sequence.uid, restore)
         return restore.done
 
+    def _end_restore(self, uid: int, restore: RestoreJob) -> None:
+        share = restore.done / max(1, restore.tokens)
+        self._happened.append(RestoreEnded(uid, restore.done, int(restore.n_bytes * share)))
+
     def stop_restoring(self) -> bool:
-        stopped = list(self._restores.values())
+        stopped = list(self._restores.items())
         self._restores.clear()
         self._reported.clear()
-        for restore in stopped:
+        for uid, restore in stopped:
             restore.release()
+            self._end_restore(uid, restore)
         return bool(stopped)
 
     def cached_tokens(self, tokens: list[int], salt: bytes = SHARED) -> int:

@@ -27,7 +27,7 @@ from .caches import Caches
 from .decode import DecodeBatch, Emitted
 from .opening import open_caches
 from .prefill import Chunk, choose, chunk_end, still_shared
-from .request import KIND, Event, Failed, Progress, Request, Started, Token
+from .request import KIND, Event, Failed, Progress, Request, Started, Swapped, Token
 from .sequence import Sequence
 
 log = logging.getLogger(__name__)
@@ -208,7 +208,8 @@ class BlockPoolBatchEngine:
 
         Where none was live, the waiting requests would meet the same error, and are dropped too. Returns all dropped uids.
         """
-        dropped = sorted({sequence.uid for sequence in self.live} | {event.uid for event in self._events})
+        lost = {event.uid for event in self._events if not isinstance(event, Swapped)}
+        dropped = sorted({sequence.uid for sequence in self.live} | lost)
         if not dropped:
             dropped = [sequence.uid for sequence in self.waiting]
         self.waiting = [sequence for sequence in self.waiting if sequence.uid not in dropped]
@@ -242,7 +243,7 @@ class BlockPoolBatchEngine:
         elif self._batch.members:
             self._postprocess_tokens(*self._batch.run(), time.perf_counter() - start)
         self._account(chunk is not None, time.perf_counter() - start)
-        events, self._events = [*self._events, *self.caches.restoring()], []
+        events, self._events = [*self.caches.restoring(), *self._events], []
         return events
 
     def _schedule(self) -> Chunk | None:
@@ -355,6 +356,7 @@ class BlockPoolBatchEngine:
         sequence.caches, sequence.computed = opened.caches, opened.cached
         if sequence.preemptions:
             self.counts["swapped_in"] += 1
+            self._events.append(Swapped(sequence.uid, is_in=True))
         else:
             self._events.append(Started(sequence.uid, opened.cached, opened.lookup))
         if sequence.in_prefill:
@@ -391,6 +393,7 @@ class BlockPoolBatchEngine:
         self.waiting.append(sequence)
         self.waiting.sort(key=lambda waiting: waiting.uid)
         self.counts["swapped_out"] += 1
+        self._events.append(Swapped(sequence.uid, is_in=False))
 
     def _withdraw(self, sequence: Sequence) -> None:
         """Take a request out of prefill or batch; what it computed stays cached."""

@@ -57,6 +57,32 @@ class Restoring:
 
 
 @dataclass(frozen=True)
+class RestoreBegun:
+    """`n_bytes` are read from disk, which are `tokens` of the request's prompt."""
+
+    uid: int
+    tokens: int
+    n_bytes: int
+
+
+@dataclass(frozen=True)
+class RestoreEnded:
+    """The request waits for the disk no more. `tokens` of its prompt and `n_bytes` were to come, or fewer that have."""
+
+    uid: int
+    tokens: int
+    n_bytes: int
+
+
+@dataclass(frozen=True)
+class Swapped:
+    """The request has lost its caches to others and waits for them or, where it `is_in`, has them back."""
+
+    uid: int
+    is_in: bool
+
+
+@dataclass(frozen=True)
 class Started:
     """The request has caches now; `cached` tokens of its prompt need not be computed. `why` explains that."""
 
@@ -92,4 +118,4 @@ class Failed:
     error: Exception
 
 
-Event = Restoring | Started | Progress | Token | Failed
+Event = RestoreBegun | Restoring | RestoreEnded | Swapped | Started | Progress | Token | Failed

@@ -6,7 +6,7 @@ Knows tokens and block ids; no arrays. Owned by the generation thread.
 
 from __future__ import annotations
 
-from collections import Counter, OrderedDict
+from collections import Counter, OrderedDict, deque
 from collections.abc import Collection, Hashable, Iterable
 from dataclasses import dataclass
 
@@ -14,6 +14,7 @@ from ..kv.pool import BlockPool
 from ..spec import BLOCK_TOKENS
 from ..store.record import BLOCK, STATE, WINDOW, Key
 from .accounting import Accounting
+from .changes import DISK, MEMORY, AllCleared, BlocksRemoved, Change, Changes, removed, stored
 from .residency import Checkpoint, Owned, Residency
 from .trie import Node, PrefixRef, Trie, edge_hash
 
@@ -55,6 +56,7 @@ class KVIndex:
     state_bytes:  bytes of the states of all checkpoints.
     num_merged:   how often a longer edge has taken the place of shorter ones.
     unreachable:  records that nothing leads to any more; the tier removes their files.
+    changes:      takes what is stored and removed; by default nothing is kept of it.
     """
 
     def __init__(self, pool: BlockPool, full_groups: list[int], namespace: str) -> None:
@@ -64,6 +66,7 @@ class KVIndex:
         self.accounting = Accounting()
         self.state_bytes = self.num_merged = 0
         self.unreachable: list[Key] = []
+        self.changes: Changes = deque[Change](maxlen=0)
         self._readers: dict[Owned, set[Node]] = {}
         self._pins: dict[Node, set[Pin]] = {}
         # Of a node that is not on disk, the shorter edges whose records serve until it is.
@@ -89,6 +92,8 @@ class KVIndex:
         new.residency = Residency(blocks, kind=kind)
         self.num_merged += bool(shorter)
         self._cache_blocks(new, owner)
+        self._note_removed(shorter)
+        self.changes.append(stored([new], MEMORY))
         for old in shorter:
             for owned in old.residency.ring_blocks:
                 self._readers[owned] = self._readers[owned] - {old} | {new}
@@ -105,6 +110,8 @@ class KVIndex:
         """A new child edge whose blocks are on disk only."""
         new, shorter = self.trie.add(parent, edge)
         new.residency = Residency(in_memory=not self.full_groups, on_disk=True, kind=kind)
+        self._note_removed(shorter)
+        self._note_stored(new)
         for old in shorter:
             new.residency.take_over(old.residency)
             self.unreachable.append(Key(BLOCK, old.hash))
@@ -112,12 +119,24 @@ class KVIndex:
 
     def written(self, node: Node) -> None:
         """A node is on disk: the shorter edges that it supersedes need not be any more."""
-        node.residency.on_disk = True
+        if not node.residency.on_disk:
+            node.residency.on_disk = True
+            self.changes.append(stored([node], DISK))
         self.unreachable += [Key(BLOCK, old.hash) for old in self._superseded.pop(node, ())]
+
+    def lost(self, node: Node) -> None:
+        """A node is not on disk any more: it leaves the trie unless it is in memory."""
+        node.residency.on_disk = False
+        if node.removed or node.merged_into is not None:
+            return
+        self.changes.append(BlocksRemoved((node.hash,), DISK, node.salt))
+        if not node.residency.in_memory:
+            self.remove(node)
 
     def revive(self, node: Node, blocks: tuple[int, ...], owner: str | None = None) -> None:
         """A node whose blocks were on disk only has these held blocks now; computed by `owner`, or read from disk (None)."""
         node.residency.blocks, node.residency.in_memory = blocks, True
+        self.changes.append(stored([node], MEMORY))
         self._cache_blocks(node, node.residency.owner if owner is None else owner)
         self._pin_blocks(node)
 
@@ -197,6 +216,7 @@ class KVIndex:
             return
         blocks = self._blocks(node)
         node.residency.blocks, node.residency.in_memory = (), False
+        self.changes.append(BlocksRemoved((node.hash,), MEMORY, node.salt))
         self._uncache(node, blocks, gone)
 
     def evict_state(self) -> bool:
@@ -214,17 +234,19 @@ class KVIndex:
     def remove(self, node: Node, gone: Collection[Owned] = ()) -> None:
         """Remove a node and all below it; `gone` blocks are free already. The longest edge that it superseded comes back."""
         superseded, was = self._superseded.pop(node, []), node.residency
-        for removed in self.trie.remove(node):
-            self._evicted[removed.hash] = None
-            stored = [*self._superseded.pop(removed, ()), *([removed] if removed.residency.on_disk else [])]
-            self.unreachable += [Key(BLOCK, edge.hash) for edge in stored]
-            self.unreachable += [] if removed is node else _checkpoint_records(removed, removed.residency, 0)
-            for checkpoint in list(removed.residency.checkpoints.values()):
-                self._remove_checkpoint(removed, checkpoint, gone)
-            self._uncache(removed, self._blocks(removed), gone)
-            self._pins.pop(removed, None)
+        subtree = self.trie.remove(node)
+        self._note_removed(subtree)
+        for below in subtree:
+            self._evicted[below.hash] = None
+            on_disk = [*self._superseded.pop(below, ()), *([below] if below.residency.on_disk else [])]
+            self.unreachable += [Key(BLOCK, edge.hash) for edge in on_disk]
+            self.unreachable += [] if below is node else _checkpoint_records(below, below.residency, 0)
+            for checkpoint in list(below.residency.checkpoints.values()):
+                self._remove_checkpoint(below, checkpoint, gone)
+            self._uncache(below, self._blocks(below), gone)
+            self._pins.pop(below, None)
             # References to the node remain, and its blocks are about to be reused.
-            removed.residency, removed.children = Residency(in_memory=False), []
+            below.residency, below.children = Residency(in_memory=False), []
         self._bring_back(node, was, superseded)
         while len(self._evicted) > MAX_REMEMBERED_EVICTIONS:
             self._evicted.popitem(last=False)
@@ -243,7 +265,7 @@ class KVIndex:
             residency = node.residency
             if residency.blocks or node.children or residency.checkpoints or residency.on_disk:
                 return
-            self.trie.remove(node)
+            self._note_removed(self.trie.remove(node))
             self._pins.pop(node, None)
             self._bring_back(node, residency, self._superseded.pop(node, []))
             node = node.parent
@@ -253,6 +275,7 @@ class KVIndex:
         for root in self.trie.roots():
             while root.children:
                 self.remove(root.children[0])
+        self.changes.append(AllCleared())
 
     def _bring_back(self, node: Node, was: Residency, superseded: list[Node]) -> None:
         """Of the edges that a removed node superseded, put the longest back, or merge it into another node that contains it."""
@@ -270,6 +293,7 @@ class KVIndex:
         other = self.trie.child(longest.parent, longest.tokens)
         if other is None:
             self.trie.put_back(longest)
+            self._note_stored(longest)
             return
         longest.merged_into = other
         other.residency.window_records = residency.window_records | other.residency.window_records
@@ -277,6 +301,16 @@ class KVIndex:
         self._superseded.setdefault(other, []).append(longest)
         if other.residency.on_disk:
             self.written(other)
+
+    def _note_stored(self, node: Node) -> None:
+        """Note a node that is on disk, and in memory if the model has nothing to hold there."""
+        tiers = (DISK, MEMORY) if node.residency.in_memory else (DISK,)
+        for tier in tiers:
+            self.changes.append(stored([node], tier))
+
+    def _note_removed(self, nodes: list[Node]) -> None:
+        for change in removed(nodes):
+            self.changes.append(change)
 
     # -- figures -------------------------------------------------------------------------------------------------------
 

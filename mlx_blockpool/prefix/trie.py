@@ -38,7 +38,7 @@ _FULL_EDGE = struct.Struct(f"{BLOCK_TOKENS}q")
 class Node:
     """One edge: up to 256 tokens. `hash` names the whole prefix up to its end.
 
-    salt:         that of a root; other nodes do not have it.
+    salt:         that of its root.
     merged_into:  the longer edge that has taken its place.
     removed:      whether remove() has cut it off.
     """
@@ -249,7 +249,7 @@ class Trie:
 
     def add(self, node: Node, edge: bytes) -> tuple[Node, list[Node]]:
         """A new child. Returns it and the shorter siblings that it contains: they are merged into it and out of the tree."""
-        new = Node(node, node.end, edge, edge_hash(node.hash, edge))
+        new = Node(node, node.end, edge, edge_hash(node.hash, edge), node.salt)
         shorter = [c for c in node.children if len(c.tokens) < len(edge) and edge.startswith(c.tokens)]
         for old in shorter:
             old.merged_into = new

@@ -28,6 +28,7 @@ from .api.responses_kept import KeptResponses
 from .explain import Explanations
 from .health import Health
 from .jobs import Job
+from .live.watch import RequestWatch
 from .model import LoadedModel
 from .models.provider import BlockpoolModelProvider
 from .models.registry import LoadCommand, ModelRegistry
@@ -86,6 +87,7 @@ class BlockpoolGenerator(ResponseGenerator):  # type: ignore[misc]
         self.health = Health(config.stall_seconds)
         self.hang_ups = HangUps()
         self.registry = ModelRegistry(model_provider, config, pool, store, models)
+        self.event_readers = threading.BoundedSemaphore(self.guard.config.event_readers)
         self.prompts = PromptWorkers(prompts or PromptConfig())
         images = images or ImageConfig()
         self.pixels = ByteBudget(images.pixel_bytes)
@@ -108,7 +110,8 @@ class BlockpoolGenerator(ResponseGenerator):  # type: ignore[misc]
         args = replace(generation_args, model=self.registry.find(generation_args.model))
         with self._order.turn(request.options.agent) as request.turn:
             args = self.preparation.prepare(request, args)
-            reply = Reply(request, args)
+            watch = RequestWatch(self.registry.events_of(args.model), request.options, len(request.prepared.tokens))
+            reply = Reply(request, args, watch)
             self.hang_ups.watch(request.connection, reply)
             self.requests.put(reply)
             context = self.receive(reply)
@@ -267,6 +270,7 @@ class BlockpoolGenerator(ResponseGenerator):  # type: ignore[misc]
                 continue
             if reply.is_left:
                 self.registry.queue.remove(place)
+                reply.leave()
             elif reply.sequence is None and place.key not in self.registry.loaded:
                 seconds = self.registry.config.wait_seconds
                 if self.registry.queue.clock() - place.arrived > seconds:

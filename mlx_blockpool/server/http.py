@@ -33,6 +33,8 @@ from .api.tokenizer import TokenizerEndpoint
 from .explain import answer_about, is_explain
 from .generator import BlockpoolGenerator
 from .incoming import TimedReader, WireBody, buffer_body, drain, file_deadline
+from .live.http import PATH as EVENTS
+from .live.http import EventsEndpoint
 from .models.http import COMMANDS, ModelsEndpoint, cache_report
 from .outgoing import OnlyHeaders, Outgoing
 from .scope import GENERATES, RequestScope
@@ -221,6 +223,8 @@ class BlockpoolHandler(APIHandler):  # type: ignore[misc]
             if self.route == "/v1/cache":
                 report = own_figures(scope.owner, cache_report(generator.registry, generator.report))
                 self.send_json(200, {**report, "prompts": generator.prompts.counts})
+            elif self.route == EVENTS:
+                EventsEndpoint(self).get()
             elif is_explain(self.route):
                 self.send_json(*answer_about(self.route, generator.explanations, scope.asker(self.headers)))
             elif self.route == "/admin/models":

@@ -22,13 +22,14 @@ from ..config import EngineConfig, PoolConfig, StoreConfig
 from ..engine.caches import PooledCaches
 from ..engine.engine import BlockPoolBatchEngine
 from ..engine.opening import open_pooled
-from ..engine.request import Event, Failed, Progress, Restoring, Started, Token
+from ..engine.request import Event, Failed, Progress, RestoreBegun, RestoreEnded, Restoring, Started, Swapped, Token
 from ..engine.stock import GuardedPromptCache, StockCaches
 from ..errors import StoreError
 from ..kv.arena import state_share
 from ..kv.attach import batches_padded
 from ..kv.pool import BlockPool
 from ..modelfile import positions_of
+from ..prefix.changes import AllCleared
 from ..prefix.lookup import Lookup, beside
 from ..prefix.salts import SHARED, is_of_one_client
 from ..prefix.trie import PrefixRef
@@ -39,6 +40,8 @@ from ..store.record import Key
 from ..tier.cache import TieredPrefixCache
 from ..tier.opening import digests_of, open_store
 from .agents.served import ServedAgents
+from .live.log import ModelEvents
+from .live.snapshot import publish
 from .models.caches import batch_report, describe, open_drafted, pool_report, warn_of_few_checkpoints
 from .models.provider import BlockpoolModelProvider, ModelKey, WeightsHash
 from .replies import Reply
@@ -57,13 +60,21 @@ class LoadedModel:
     ready, used:   when it was loaded, and when a request of it last started or ended, by time.monotonic().
     spent:         seconds of the generation thread that its requests took, which decide which model steps next.
     report:        the figures for GET /v1/cache.
+    events:        the server's log of events.
     """
 
     def __init__(
-        self, key: ModelKey, provider: BlockpoolModelProvider, engine: EngineConfig, pool: PoolConfig, store: StoreConfig | None
+        self,
+        key: ModelKey,
+        provider: BlockpoolModelProvider,
+        engine: EngineConfig,
+        pool: PoolConfig,
+        store: StoreConfig | None,
+        events: ModelEvents,
     ) -> None:
         self.key = key
         self.provider = provider
+        self.events = events
         self.engine: BlockPoolBatchEngine | None = None
         self.caches: PooledCaches | StockCaches | None = None
         self.prefix: TieredPrefixCache | None = None
@@ -117,6 +128,8 @@ class LoadedModel:
         log.info("%s is served with %s", self.provider.name, self._how())
         self.vocab_size = self.provider.model(mx.zeros((1, 1), mx.int32)).shape[-1]
         self.open_engine()
+        if self.prefix is not None:
+            publish(self.prefix.index, self.events)
         self.update_report()
         mx.clear_cache()
         _trim()
@@ -195,6 +208,7 @@ class LoadedModel:
         self.note_turns()
         if self.prefix is not None:
             self.prefix.close()
+            self.events.append(AllCleared())
         if self.agents is not None:
             self.agents.close(max(0.0, until - time.monotonic()))
         self.agents = self.prefix = self.caches = self._drafted = self._spec = None
@@ -349,7 +363,7 @@ class LoadedModel:
                 self.live.pop(event.uid).fail(error)
         for uid in [uid for uid, live in self.live.items() if live.is_left]:
             engine.cancel(uid)
-            del self.live[uid]
+            self.live.pop(uid).leave()
         self.spent += time.perf_counter() - start
         if not self.live:
             self.used = time.monotonic()
@@ -366,8 +380,10 @@ class LoadedModel:
                 del self.live[event.uid]
         elif isinstance(event, Progress):
             reply.put((event.done, event.total))
+            reply.watch.progress(event.done, event.total)
         elif isinstance(event, Started):
             self.explain(reply, event.cached, event.why)
+            reply.watch.started(event.cached)
             reply.begin(event.cached)
         elif isinstance(event, Restoring):
             if not reply.is_begun:
@@ -379,6 +395,12 @@ class LoadedModel:
             reply.put((event.done, event.total))
         elif isinstance(event, Failed):
             self.live.pop(event.uid).fail(event.error)
+        elif isinstance(event, Swapped):
+            (reply.watch.swapped_in if event.is_in else reply.watch.swapped_out)()
+        elif isinstance(event, RestoreBegun):
+            reply.watch.restore_begun(event.tokens, event.n_bytes)
+        elif isinstance(event, RestoreEnded):
+            reply.watch.restore_ended(event.tokens, event.n_bytes)
 
     def explain(self, reply: Reply, cached: int, lookup: Lookup | None) -> None:
         """Explain the cached tokens of a request that has its caches."""

@@ -21,6 +21,7 @@ from ..engine.request import KIND, Request, Token
 from ..engine.sequence import Sequence
 from ..errors import RequestTooLargeError, TooManyPositionsError
 from ..mlx_lm_compat import GenerationContext, Response, format_top_logprobs, make_logits_processors
+from .live.watch import RequestWatch
 from .sampling import make_sampler
 
 # How often the connections are looked at.
@@ -39,12 +40,14 @@ class Reply(Queue[Any]):
     context:       what mlx-lm's handler reads of the reply; None until the request starts.
     sequence:      where a request that had to leave its engine goes on; None for others.
     is_hung_up:    the client is gone.
+    watch:         what it has done so far.
     """
 
-    def __init__(self, request: Any, args: Any) -> None:
+    def __init__(self, request: Any, args: Any, watch: RequestWatch) -> None:
         super().__init__()
         self.request = request
         self.args = args
+        self.watch = watch
         self.context: GenerationContext | None = None
         self.sequence: Sequence | None = None
         self.is_hung_up = self.is_begun = False
@@ -61,7 +64,12 @@ class Reply(Queue[Any]):
         self.is_hung_up = True
         self.put(ConnectionAbortedError("the client hung up"))
 
+    def leave(self) -> None:
+        """The generation thread drops the request, because nobody waits for the rest of its reply."""
+        self.watch.ended("abort" if self.is_hung_up else "stop")
+
     def fail(self, error: Exception) -> None:
+        self.watch.ended("abort" if isinstance(error, ConnectionError) else "error")
         # Without its traceback, whose frames hold caches and with them blocks.
         self.put(error.with_traceback(None))
 
@@ -104,6 +112,7 @@ class Reply(Queue[Any]):
 
     def emit(self, event: Token) -> None:
         """Send a token to the client, with the text that it adds."""
+        self.watch.token()
         self.put(
             Response(
                 text_of(self._detokenizer, event),
@@ -115,6 +124,7 @@ class Reply(Queue[Any]):
         )
         if event.finish_reason is not None:
             self.put(None)
+            self.watch.ended(event.finish_reason)
 
 
 def fit(args: Any, prompt: list[int], capacity: int | None, positions: int | None = None, default: int | None = None) -> Any:

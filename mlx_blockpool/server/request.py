@@ -48,6 +48,7 @@ class RequestOptions:
     retention:     where the prompt is kept: "memory" never on disk, "day" for a day since its last use; None: the default.
     cache_salt:    the client's own salt for its prefixes; None: it has named none.
     salt:          of the request's prefixes; requests with SHARED share theirs.
+    owner:         the name of the key that the request has shown; None: keys have no names.
     """
 
     id: str = field(default_factory=lambda: f"req_{uuid.uuid4().hex[:24]}")
@@ -56,6 +57,7 @@ class RequestOptions:
     retention: str | None = None
     cache_salt: str | None = None
     salt: bytes = SHARED
+    owner: str | None = None
 
 
 @dataclass

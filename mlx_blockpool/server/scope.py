@@ -108,7 +108,7 @@ class RequestScope:
             request.messages, changed = known.changes(self.normalisers, request.messages, self._scope)
         options.agent = options.agent and noted_name(self.owner, own_name(options.agent))
         options.conversation = options.conversation and noted_name(self.owner, own_name(options.conversation))
-        options.salt = self.salt
+        options.salt, options.owner = self.salt, self.owner
         self._messages = request.messages
         self._context = [request.tools, getattr(arguments, "chat_template_kwargs", None)]
         request.options, request.connection, request.pixels = options, self._connection, self.pixels

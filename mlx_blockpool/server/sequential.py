@@ -151,8 +151,20 @@ class SequentialReply:
             return
         if not reply.is_begun and reply.context is not None:
             self._started()
+            reply.watch.started(reply.context.prompt_cache_count)
             reply.begin(reply.context.prompt_cache_count)
         reply.put(item)
+        self._watch(item)
+
+    def _watch(self, item: Any) -> None:
+        if item is None:
+            self._reply.leave()
+        elif isinstance(item, tuple):
+            self._reply.watch.progress(*item)
+        else:
+            self._reply.watch.token()
+            if item.finish_reason is not None:
+                self._reply.watch.ended(item.finish_reason)
 
 
 def tokenized(prepared: PreparedPrompt) -> Any:

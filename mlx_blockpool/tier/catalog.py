@@ -74,9 +74,7 @@ class StoredNodes:
             if key.kind != BLOCK:
                 self._checkpoints.lose(key, again)
             elif (node := self.by_hash.pop(key.hash, None)) is not None:
-                node.residency.on_disk = False
-                if not node.residency.in_memory and node.parent is not None and node in node.parent.children:
-                    self._index.remove(node)
+                self._index.lost(node)
 
     def remove_unreachable(self) -> None:
         """Remove the files of records that nothing in the trie leads to."""

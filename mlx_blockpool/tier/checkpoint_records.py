@@ -256,7 +256,7 @@ def record_of(store: PromptStore, kind: str, node: Node, end: int, parts: tuple[
     """The record of the tokens [node.start, end) of a node. The first record under a salt names it."""
     parent, tokens = node.parent, tuple(decode(node.tokens)[: end - node.start])
     assert parent is not None
-    salt = {SALT: parent.salt.hex()} if parent.salt else {}
+    salt = {SALT: parent.salt.hex()} if parent.salt and parent.parent is None else {}
     return Record(kind, store.namespace, node.hash_at(end), parent.hash, node.start, tokens, parts, {**extra, **salt})
 
 

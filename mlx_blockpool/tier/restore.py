@@ -272,10 +272,14 @@ class Restores:
 
 
 class RestoreJob:
-    """The records of a plan on their way from disk into the pool, in order. Holds the whole path's blocks until release()."""
+    """The records of a plan on their way from disk into the pool, in order: `n_bytes` of files.
+
+    Holds the whole path's blocks until release().
+    """
 
     def __init__(self, restores: Restores, plan: RestorePlan, held: HeldBlocks) -> None:
         self.plan = plan
+        self.n_bytes = restores.size_of(plan)
         self._restores = restores
         self._held = held
         steps = [RestoreStep(Key(BLOCK, n.hash), n, block=b) for n, b in zip(plan.missing, held.blocks, strict=True)]

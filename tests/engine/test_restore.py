@@ -20,7 +20,7 @@ from store.disks import BrokenDisk, GatedDisk, WatchedDisk
 from store.stores import quarantined, record_files, temporaries
 
 from mlx_blockpool.engine import caches as caches_module
-from mlx_blockpool.engine.request import Request, Started, Token
+from mlx_blockpool.engine.request import Request, RestoreBegun, RestoreEnded, Started, Token
 from mlx_blockpool.kv.attach import attach
 from mlx_blockpool.kv.factory import open_pool
 
@@ -428,6 +428,12 @@ def test_started_says_what_was_restored_and_tokens_follow(tmp_path: Path) -> Non
     machine = start(tmp_path)
     machine.engine.insert(Request((*LONG, 3), 2))
     told = drive(machine.engine)
-    assert isinstance(told.order[0], Started)
+    begun, ended, started = told.order[:3]
+    assert isinstance(begun, RestoreBegun)
+    assert isinstance(ended, RestoreEnded)
+    assert isinstance(started, Started)
+    assert (begun.tokens, begun.n_bytes) == (ended.tokens, ended.n_bytes)
+    assert begun.tokens == started.cached > 0
+    assert begun.n_bytes == sum(file.stat().st_size for file in record_files(tmp_path))
     assert isinstance(told.order[-1], Token)
     assert stock_reply("llama", (*LONG, 3)).tokens(2) == tuple(told.tokens[1])

@@ -9,7 +9,7 @@ from engine.engines import assert_nothing_held, assert_stock, drive, serve, word
 from engine.stored_engines import Machine, read_at_once, start
 
 from mlx_blockpool.engine import caches as caches_module
-from mlx_blockpool.engine.request import Request, Restoring
+from mlx_blockpool.engine.request import Request, RestoreBegun, RestoreEnded, Restoring
 from mlx_blockpool.tier.throughput import RETRY_SECONDS, Rates
 
 BLOCK = 256
@@ -127,7 +127,9 @@ def test_whoever_waits_for_the_disk_is_told_how_far_it_has_come(tmp_path: Path, 
     events = [event for event in told.order if event.uid == late]
     restoring = [event for event in events if isinstance(event, Restoring)]
     done = [event.done for event in restoring]
-    assert events[: len(restoring)] == restoring
+    assert events[1 : len(restoring) + 1] == restoring
+    assert isinstance(events[0], RestoreBegun)
+    assert isinstance(events[len(restoring) + 1], RestoreEnded)
     assert {event.total for event in restoring} == {told.started[late].cached} == {len(LONG)}
     assert done == sorted(set(done))
     assert 4 <= len(done) <= 7

@@ -7,6 +7,7 @@ from typing import Any
 
 from hypothesis.stateful import RuleBasedStateMachine, invariant
 from prefix.computed import look
+from prefix.replica import Follower
 
 from mlx_blockpool.prefix.cache import PrefixCache
 
@@ -31,6 +32,7 @@ class Conversation:
 class ConversationMachine(RuleBasedStateMachine):
     prefix: PrefixCache
     live: list[Conversation]
+    follower: Follower | None = None
 
     def look_into(self, conversation: Conversation) -> None:
         for cache in conversation.caches:
@@ -46,3 +48,9 @@ class ConversationMachine(RuleBasedStateMachine):
     @invariant()
     def trie_and_pool_agree(self) -> None:
         self.prefix.check()
+
+    @invariant()
+    def the_changes_of_the_trie_make_a_replica(self) -> None:
+        if self.follower is None or self.follower.index is not self.prefix.index:
+            self.follower = Follower(self.prefix.index)
+        self.follower.check()

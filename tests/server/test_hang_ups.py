@@ -13,10 +13,14 @@ from typing import Any
 import pytest
 from models import save_endless
 
+from mlx_blockpool.server.live.log import EventLog
+from mlx_blockpool.server.live.watch import RequestWatch
 from mlx_blockpool.server.replies import HangUps, Reply, has_hung_up
+from mlx_blockpool.server.request import RequestOptions
 from server.serving import Client, blockpool_server
 
 LONG = 30_000
+WATCH = RequestWatch(EventLog().of("m"), RequestOptions(), 0)
 MESSAGES = [{"role": "user", "content": "tell me everything"}]
 FORMS: dict[str, tuple[str, dict[str, Any]]] = {
     "chat": ("/v1/chat/completions", {"messages": MESSAGES, "max_tokens": LONG}),
@@ -181,10 +185,10 @@ def test_an_end_behind_unread_bytes_is_a_hang_up() -> None:
 
 def test_a_reply_that_nobody_has_any_more_is_not_watched() -> None:
     ours, theirs = pair()
-    watch, kept, gone = HangUps(3600), Reply(None, None), Reply(None, None)
+    watch, kept, gone = HangUps(3600), Reply(None, None, WATCH), Reply(None, None, WATCH)
     watch.watch(ours, kept)
     watch.watch(ours, gone)
-    watch.watch(None, Reply(None, None))
+    watch.watch(None, Reply(None, None, WATCH))
     assert watch.look() == 2
     del gone
     assert watch.look() == 1

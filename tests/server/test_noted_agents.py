@@ -17,6 +17,7 @@ from mlx_blockpool.prefix.trie import PrefixRef
 from mlx_blockpool.server import model as model_module
 from mlx_blockpool.server.agents.by_content import is_by_content
 from mlx_blockpool.server.agents.served import ServedAgents
+from mlx_blockpool.server.live.log import EventLog
 from mlx_blockpool.server.model import LoadedModel
 from mlx_blockpool.server.models.provider import ModelKey
 from mlx_blockpool.store.agent_files import Agents
@@ -117,7 +118,8 @@ def test_the_store_and_the_notes_of_a_model_have_one_time_to_be_written(
     now, given = [100.0], list[float]()
     monkeypatch.setattr(model_module, "time", SimpleNamespace(monotonic=lambda: now[0]))
     provider: Any = SimpleNamespace(cli_args=SimpleNamespace(prompt_cache_size=10), reset=lambda: None)
-    loaded = LoadedModel(ModelKey("m"), provider, EngineConfig(), PoolConfig(), StoreConfig(flush_seconds=3.0))
+    events = EventLog().of("m")
+    loaded = LoadedModel(ModelKey("m"), provider, EngineConfig(), PoolConfig(), StoreConfig(flush_seconds=3.0), events)
     monkeypatch.setattr(loaded, "prefix", SimpleNamespace(close=lambda: now.insert(0, now[0] + taken)))
     monkeypatch.setattr(loaded, "agents", SimpleNamespace(close=given.append))
     loaded.close()

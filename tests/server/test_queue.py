@@ -138,6 +138,7 @@ class FakeModel:
     live: dict[int, float] = field(default_factory=dict)
     ready: float = 0.0
     used: float = 0.0
+    events: list[Any] = field(default_factory=list)
     pool_bytes = array_bytes = weights_bytes = read_bytes = 0
     closed = False
 

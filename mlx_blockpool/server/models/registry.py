@@ -18,6 +18,7 @@ from ... import system
 from ...config import EngineConfig, ModelsConfig, PoolConfig, StoreConfig
 from ...errors import BadModelError, LoadError, ModelNotFoundError
 from ...kv.factory import default_pool_bytes
+from ..live.log import EventLog, ModelEvents
 from ..model import LoadedModel
 from .catalog import Catalog
 from .inspection import inspect
@@ -49,6 +50,7 @@ class ModelRegistry:
     swap:      the change of models in progress. plan: the next one, which begins once the model that it unloads is not busy.
     own_bytes: the pool of each model takes at most this; None: that depends on what is free once the model is loaded.
     sizes:     bytes of weights by key.
+    log:       the events of the server.
     failures:  by key, why a model could not be loaded, and until when it is not tried again.
     """
 
@@ -69,6 +71,7 @@ class ModelRegistry:
         self.loaded: dict[ModelKey, LoadedModel] = {}
         self.swap: ModelSwap | None = None
         self.plan = Plan()
+        self.log = EventLog()
         self.counts = Counter(loads=0, unloads=0, swaps=0, failures=0)
         self.sizes: dict[ModelKey, int] = {}
         self.failures: dict[ModelKey, tuple[Exception, float]] = {}
@@ -97,6 +100,11 @@ class ModelRegistry:
             raise type(error)(self.catalog.hide(str(error), key)) from error
         return key
 
+    def events_of(self, key: ModelKey) -> ModelEvents:
+        """The log as a model appends to it."""
+        loaded = self.loaded.get(key)
+        return self.log.of(self.catalog.id_of(key.model)) if loaded is None else loaded.events
+
     # -- room ----------------------------------------------------------------------------------------------------------
 
     def has_room(self, key: ModelKey, without: ModelKey | None = None) -> bool:
@@ -121,7 +129,7 @@ class ModelRegistry:
     # -- changes -------------------------------------------------------------------------------------------------------
 
     def make(self, key: ModelKey) -> LoadedModel:
-        return LoadedModel(key, BlockpoolModelProvider(self.template.cli_args), *self._configs)
+        return LoadedModel(key, BlockpoolModelProvider(self.template.cli_args), *self._configs, self.events_of(key))
 
     def add(self, model: LoadedModel) -> None:
         self.loaded = {**self.loaded, model.key: model}
@@ -218,3 +226,4 @@ class ModelRegistry:
             self.take_out(key).close()
         for command, _ in self._unloads:
             command.done()
+        self.log.close()

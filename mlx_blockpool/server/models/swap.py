@@ -12,6 +12,7 @@ from collections.abc import Generator, Iterator
 from typing import Protocol
 
 from ...errors import BadModelError, LoadError, PoolExhaustedError
+from ..live.events import ModelLoaded, ModelLoading, ModelUnloaded
 from ..model import LoadedModel
 from .catalog import Catalog
 from .provider import ModelKey, WeightsHash
@@ -111,6 +112,7 @@ class ModelSwap:
             # The other models run between the parts.
             yield from self.leaving.save()
         self.leaving.close()
+        self.leaving.events.append(ModelUnloaded())
         self.leaving = None
         self._models.counts["unloads"] += 1
 
@@ -118,6 +120,8 @@ class ModelSwap:
         assert self.coming is not None
         key, failure = self.coming.key, None
         self._enter("loading")
+        events = self.coming.events
+        events.append(ModelLoading())
         try:
             hashing = self.coming.begin_hashing()
             yield from self.coming.read(self._models.piece_bytes)
@@ -132,8 +136,10 @@ class ModelSwap:
         if failure is None:
             self._models.add(self.coming)
             self.coming = None
+            events.append(ModelLoaded())
         else:
             self._drop_coming()
+            events.append(ModelUnloaded())
         return failure
 
     def _wait_for(self, hashing: WeightsHash) -> Iterator[None]:

@@ -1,0 +1,65 @@
+"""What a trie holds, as changes: for the log once a model is loaded, and for a reader that has lost events.
+
+A reader's snapshot is made in parts, between steps of the generation thread, while the trie goes on to change. The events since
+before its first part, applied after it, make it exact: the last change of an edge decides whether the edge is there.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator
+from itertools import islice
+
+from ...prefix.changes import DISK, MEMORY, BlocksStored, Changes, stored
+from ...prefix.index import KVIndex
+from ...prefix.trie import Node
+
+# The most edges of one change.
+LONGEST = 256
+# Edges that are looked at between two steps.
+AT_ONCE = 1000
+
+
+def publish(index: KVIndex, changes: Changes) -> None:
+    """Append what an index holds, and from now on what changes in it."""
+    for change in changes_of(index.trie):
+        changes.append(change)
+    index.changes = changes
+
+
+class Walk:
+    """The nodes of an index, some at a time."""
+
+    def __init__(self, index: KVIndex) -> None:
+        self._stack = [child for root in index.trie.roots() for child in root.children]
+
+    def next(self) -> list[BlocksStored]:
+        """The next AT_ONCE nodes as changes; empty after the last one."""
+        return list(changes_of(islice(self._nodes(), AT_ONCE)))
+
+    def _nodes(self) -> Iterator[Node]:
+        while self._stack:
+            node = self._stack.pop()
+            self._stack += node.children
+            if not node.removed and node.merged_into is None:
+                yield node
+
+
+def changes_of(nodes: Iterable[Node]) -> Iterator[BlocksStored]:
+    """Nodes, each after its parent, as changes of one chain each."""
+    for tier, chain in _chains(nodes):
+        yield stored(chain, tier)
+
+
+def _chains(nodes: Iterable[Node]) -> Iterator[tuple[str, list[Node]]]:
+    """The longest chains in which the nodes follow each other, for each tier that they are in."""
+    open_chains: dict[str, list[Node]] = {MEMORY: [], DISK: []}
+    for node in nodes:
+        for tier, is_there in ((MEMORY, node.residency.in_memory), (DISK, node.residency.on_disk)):
+            if not is_there:
+                continue
+            chain = open_chains[tier]
+            if chain and (chain[-1] is not node.parent or len(chain) == LONGEST):
+                yield tier, chain
+                open_chains[tier] = chain = []
+            chain.append(node)
+    yield from ((tier, chain) for tier, chain in open_chains.items() if chain)
