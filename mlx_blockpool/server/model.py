@@ -22,7 +22,7 @@ from ..config import EngineConfig, PoolConfig, StoreConfig
 from ..engine.caches import PooledCaches
 from ..engine.engine import BlockPoolBatchEngine
 from ..engine.opening import open_pooled
-from ..engine.request import Event, Failed, Progress, RestoreBegun, RestoreEnded, Restoring, Started, Swapped, Token
+from ..engine.request import Event, Failed, Progress, Restoring, Started, Token
 from ..engine.stock import GuardedPromptCache, StockCaches
 from ..errors import StoreError
 from ..kv.arena import state_share
@@ -380,10 +380,8 @@ class LoadedModel:
                 del self.live[event.uid]
         elif isinstance(event, Progress):
             reply.put((event.done, event.total))
-            reply.watch.progress(event.done, event.total)
         elif isinstance(event, Started):
             self.explain(reply, event.cached, event.why)
-            reply.watch.started(event.cached)
             reply.begin(event.cached)
         elif isinstance(event, Restoring):
             if not reply.is_begun:
@@ -395,12 +393,7 @@ class LoadedModel:
             reply.put((event.done, event.total))
         elif isinstance(event, Failed):
             self.live.pop(event.uid).fail(event.error)
-        elif isinstance(event, Swapped):
-            (reply.watch.swapped_in if event.is_in else reply.watch.swapped_out)()
-        elif isinstance(event, RestoreBegun):
-            reply.watch.restore_begun(event.tokens, event.n_bytes)
-        elif isinstance(event, RestoreEnded):
-            reply.watch.restore_ended(event.tokens, event.n_bytes)
+        reply.watch.follow(event)
 
     def explain(self, reply: Reply, cached: int, lookup: Lookup | None) -> None:
         """Explain the cached tokens of a request that has its caches."""

@@ -112,7 +112,6 @@ class Reply(Queue[Any]):
 
     def emit(self, event: Token) -> None:
         """Send a token to the client, with the text that it adds."""
-        self.watch.token()
         self.put(
             Response(
                 text_of(self._detokenizer, event),
@@ -124,7 +123,6 @@ class Reply(Queue[Any]):
         )
         if event.finish_reason is not None:
             self.put(None)
-            self.watch.ended(event.finish_reason)
 
 
 def fit(args: Any, prompt: list[int], capacity: int | None, positions: int | None = None, default: int | None = None) -> Any:

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import time
 
+from ...engine import request as engine
 from ..request import RequestOptions
 from .events import (
     RequestBegun,
@@ -38,6 +39,24 @@ class RequestWatch:
         self._has_ended = False
         events.append(RequestBegun(self._who, prompt_tokens))
 
+    def follow(self, event: engine.Event) -> None:
+        """Note an event of the engine; that of a failure comes with the end."""
+        match event:
+            case engine.Token():
+                self.token()
+                if event.finish_reason is not None:
+                    self.ended(event.finish_reason)
+            case engine.Progress():
+                self.progress(event.done, event.total)
+            case engine.Started():
+                self.started(event.cached)
+            case engine.Swapped():
+                self._events.append(SwappedIn(self._who) if event.is_in else SwappedOut(self._who))
+            case engine.RestoreBegun():
+                self._events.append(RestoreBegun(self._who, event.tokens, event.n_bytes))
+            case engine.RestoreEnded():
+                self._events.append(RestoreEnded(self._who, event.tokens, event.n_bytes))
+
     def started(self, cached: int) -> None:
         """It has its caches; `cached` tokens of its prompt need not be computed."""
         self._cached_tokens = cached
@@ -54,18 +73,6 @@ class RequestWatch:
         if self._ttft is None:
             self._ttft = time.monotonic() - self._begun
         self._num_tokens += 1
-
-    def restore_begun(self, tokens: int, n_bytes: int) -> None:
-        self._events.append(RestoreBegun(self._who, tokens, n_bytes))
-
-    def restore_ended(self, tokens: int, n_bytes: int) -> None:
-        self._events.append(RestoreEnded(self._who, tokens, n_bytes))
-
-    def swapped_out(self) -> None:
-        self._events.append(SwappedOut(self._who))
-
-    def swapped_in(self) -> None:
-        self._events.append(SwappedIn(self._who))
 
     def ended(self, reason: str) -> None:
         """It has ended: stop, length, abort (the client is gone) or error. Only the first end counts."""
