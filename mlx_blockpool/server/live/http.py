@@ -48,7 +48,7 @@ class EventsEndpoint:
             self._handler.send_json(503, {"error": f"{most} clients already read events. Try again when one of them has ended."})
             return
         try:
-            self._handler.start_stream()
+            self._handler.start_stream("text/event-stream")
             if self._handler.command != "HEAD":
                 self._stream(None if given is None else int(given), is_on(query.get("snapshot")), is_on(query.get("follow", "1")))
         finally:
