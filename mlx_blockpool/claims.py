@@ -83,7 +83,7 @@ def read_config(path: Path) -> dict[str, Any]:
     try:
         config = read_json(path, MAX_CONFIG_BYTES)
     except (OSError, ValueError) as error:
-        raise BadModelError(f"Cannot read {path}: {error}. Needed the config.json of a model.") from error
+        raise BadModelError(f"Cannot read {path}: {error}. Give a folder with the config.json of a model.") from error
     if not isinstance(config, dict):
         raise BadModelError(f"{path} is no config.json of a model: it holds no JSON object.")
     return config
@@ -203,11 +203,11 @@ def _shapes(path: Path) -> Iterator[list[int]]:
     try:
         tensors = read_header(path).tensors
     except (OSError, ValueError, RecursionError) as error:
-        raise BadModelError(f"Cannot read {path}: {error}. Needed a safetensors file.") from error
+        raise BadModelError(f"Cannot read {path} as a safetensors file: {error}.") from error
     for tensor, about in tensors.items():
         shape = about.get("shape") if isinstance(about, dict) else None
         if not isinstance(shape, list) or not all(type(size) is int and size >= 0 for size in shape):
-            raise BadModelError(f"{path} has no shape of {tensor[:80]!r}. Needed a safetensors file.")
+            raise BadModelError(f"{path} is not a safetensors file: {tensor[:80]!r} has no shape.")
         yield shape
 
 

@@ -53,7 +53,7 @@ class PoolExhaustedError(BlockpoolError):
         self.evictable = evictable
         self.group = group
         hint = hint or "Raise --pool-bytes, or lower max_tokens or the number of agents."
-        super().__init__(f"Needed {needed} blocks of {group}; {free} free, {evictable} evictable. {hint}")
+        super().__init__(f"{needed} blocks of {group} are needed; {free} are free and {evictable} evictable. {hint}")
 
 
 class ReleasedCacheError(BlockpoolError):

@@ -124,7 +124,7 @@ def test_a_bad_agent_is_named_and_the_others_are_listed(capsys: pytest.CaptureFi
     assert [agent["name"] for agent in found["agents"]] == ["Planner", "writer"]
     assert [item["path"] for item in found["bad"]] == [str(root / "agents/torn.json")]
     text = said(capsys, root, "agents")
-    assert f"bad: {root / 'agents/torn.json'}: Agent: found " in text
+    assert f"bad: {root / 'agents/torn.json'}: This is not the file of an agent: " in text
     assert text.endswith("`mlx-blockpool store check --fix` puts bad ones into quarantine.\n")
 
 
@@ -135,7 +135,7 @@ def test_check_names_bad_agents_and_fix_puts_them_aside(capsys: pytest.CaptureFi
     found = run(capsys, root, "check", status=1)
     assert [item["path"] for item in found["bad_agents"]] == [str(torn)]
     text = said(capsys, root, "check", status=1)
-    assert f"bad: {torn}: Agent: found " in text
+    assert f"bad: {torn}: This is not the file of an agent: " in text
     assert "0 bad records, 0 orphans, 0 leftovers, 1 bad agent." in text
     assert torn.exists()
     assert said(capsys, root, "check", "--fix").endswith("1 bad agent. Mended.\n")
@@ -192,7 +192,7 @@ def test_rename_and_fork(capsys: pytest.CaptureFixture[str], root: Path) -> None
 def test_a_name_that_is_not_there_is_refused(capsys: pytest.CaptureFixture[str], root: Path, act: str) -> None:
     more = ["new"] if act in ("rename", "fork") else []
     assert refusal(capsys, root, "agent", act, "coder", *more) == (
-        f"Found no agent coder in {root / 'agents'}, but Planner, writer. Give a name that `store agents` shows.\n"
+        f"There is no agent coder in {root / 'agents'}. The agents are: Planner, writer. `store agents` lists them.\n"
     )
 
 
@@ -296,10 +296,10 @@ def test_nothing_is_deleted_while_an_agent_cannot_be_read(capsys: pytest.Capture
     path = root / "agents" / f"{safe_name('Planner')}.json"
     path.write_bytes(path.read_bytes()[:-3])
     found = refusal(capsys, root, "agent", "delete", "writer", "--yes")
-    assert found.startswith(f"{path}: Agent: found ")
+    assert found.startswith(f"{path}: This is not the file of an agent: ")
     assert found.endswith("Nothing says which records it needs. Move it to quarantine with `store check --fix`.\n")
     assert len(record_files(root)) == 5
-    assert refusal(capsys, root, "agent", "delete", "Planner", "--yes").startswith(f"{path}: Agent: found ")
+    assert refusal(capsys, root, "agent", "delete", "Planner", "--yes").startswith(f"{path}: This is not the file of an agent: ")
 
 
 def test_a_shared_record_that_is_not_whole_is_named(capsys: pytest.CaptureFixture[str], root: Path) -> None:

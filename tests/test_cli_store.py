@@ -226,7 +226,7 @@ def test_check_finds_what_is_wrong_and_fix_mends_it(capsys: pytest.CaptureFixtur
     assert (len(found["bad"]), len(found["orphans"]), len(found["leftovers"])) == (1, 2, 1)
     assert found["foreign"] == [str(root / "models/mine.txt")]
     text = said(capsys, root, "check", status=1)
-    assert "Bytes of the file: found" in text
+    assert "Bytes of the file: got" in text
     assert text.endswith(
         "1 bad record, 2 orphans, 1 leftover. With --fix bad ones go to quarantine and the others are removed.\n"
     )
@@ -344,7 +344,7 @@ def test_clear_of_one_model_leaves_the_others(capsys: pytest.CaptureFixture[str]
     assert store(capsys, root, "clear", "--model", "alpha", "--yes")["records"] == 5
     assert [path.name for path in (root / "models").iterdir()] == [name]
     assert refusal(capsys, root, "clear", "--model", "alpha", "--yes").startswith(
-        "Found no records of 'alpha', but those of beta."
+        "There are no records of 'alpha', but those of beta."
     )
     assert said(capsys, root, "clear", "--model", name, "--yes") == f"Removed 2 records (156.0 kB) from {root}.\n"
     assert list(root.rglob("*")) == [root / "models"]
@@ -588,7 +588,7 @@ def test_a_model_folder_that_cannot_be_read_is_refused(
     monkeypatch.setattr("mlx_blockpool.transfer.model_source.claims.check_model", failing)
     arguments = ("--model", str(llama), "--tokens", "1", str(tmp_path / "file"))
     for action in ("export", "import"):
-        assert refusal(capsys, root, action, *arguments).startswith(f"Cannot load {llama}: {error}. Needed a model folder")
+        assert refusal(capsys, root, action, *arguments).startswith(f"Cannot load {llama}: {error}. Give a model folder")
 
 
 @pytest.mark.parametrize("module", ["commands.store", "store.fsck"])

@@ -135,14 +135,16 @@ def _reinstall(version: str) -> str:
 def _unsupported(version: str) -> str:
     names = sorted(entry.name for entry in resources.files("mlx_blockpool_patches").iterdir())
     known = ", ".join(name.removeprefix(_FOLDER_PREFIX) for name in names if name.startswith(_FOLDER_PREFIX))
-    return f"Found mlx-lm {version}; there are patches for {known}. `mlx-blockpool serve` needs no patch."
+    return f"mlx-lm {version} is installed, and there are patches for {known}. `mlx-blockpool serve` needs no patch."
 
 
 def _find_folder() -> Path:
     # find_spec of a top-level name does not import the package.
     spec = importlib.util.find_spec("mlx_lm")
     if spec is None or not spec.submodule_search_locations:
-        raise PatchError("Found no mlx-lm in this Python environment. Install it, or run the one that has it.")
+        raise PatchError(
+            "mlx-lm is not installed in this Python environment. Install it, or run mlx-blockpool where it is installed."
+        )
     return Path(spec.submodule_search_locations[0])
 
 
@@ -213,18 +215,19 @@ def _patched(found: PatchStatus, patch: _FilePatch) -> bytes | None:
     """The file's new content; None where it has it already."""
     path = found.folder / patch.name
     if not path.is_file():
-        raise PatchError(f"Found no {path}. {_reinstall(found.version)}")
+        raise PatchError(f"{path} is missing. {_reinstall(found.version)}")
     source = path.read_bytes()
     digest = _sha256(source)
     if digest == patch.after:
         return None
     if digest != patch.before:
         raise PatchError(
-            f"Found {path} with sha256 {digest}; needed {patch.before} (mlx-lm {found.version}). {_reinstall(found.version)}"
+            f"{path} is not that of mlx-lm {found.version}: "
+            f"its sha256 is {digest}, not {patch.before}. {_reinstall(found.version)}"
         )
     result = patch.apply(source)
     if _sha256(result) != patch.after:
-        raise PatchError(f"The patch gave {path} sha256 {_sha256(result)}; needed {patch.after}. Reinstall mlx-blockpool.")
+        raise PatchError(f"The patched {path} has sha256 {_sha256(result)}, not {patch.after}. Reinstall mlx-blockpool.")
     return result
 
 

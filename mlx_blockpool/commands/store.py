@@ -283,7 +283,7 @@ def clear(root: Path, model: str | None = None, yes: bool = False) -> Report:
         files += [f"{folder_of(name)}/{MODEL_FILE}" for name in names if not left.of(name)]
         fsck.remove(File(root, name) for name in files)
     except OSError as error:
-        raise StoreError(f"Cannot remove {error.filename}: {error.strerror}. Needed the right to write there.") from error
+        raise StoreError(f"Cannot remove {error.filename}: {error.strerror}. Run as a user who may write there.") from error
     own = [root / "models" / name for name in names]
     fsck.remove_empty(f for f in listing.folders if model is None or any(f.is_relative_to(o) for o in own))
     return {"folder": str(root), "models": names, **_sizes(gone), "records": len(gone)}
@@ -297,7 +297,7 @@ def _namespaces(listing: Listing, model: str | None) -> list[str]:
         known = sorted({_name({"model": about}) for about in listing.models.values()})
         there = f"those of {', '.join(known)}" if known else "none"
         raise StoreError(
-            f"Found no records of {model!r}, but {there}. Give --model an id or a namespace that `store stats` shows."
+            f"There are no records of {model!r}, but {there}. Give --model an id or a namespace that `store stats` shows."
         )
     return found
 

@@ -185,7 +185,7 @@ class Trie:
             return self.root
         root = self._salted.get(salt)
         if root is None:
-            assert len(salt) == SALT_BYTES, f"{len(salt)} bytes of salt; needed {SALT_BYTES}"
+            assert len(salt) == SALT_BYTES, f"{len(salt)} bytes of salt != {SALT_BYTES}"
             root = Node(None, 0, b"", edge_hash(self.root.hash, salt), salt=salt)
             self._salted[salt] = root
         return root

@@ -181,7 +181,7 @@ class RequestScope:
             try:
                 checked_text(f"its name under {what}", name or "")
             except ValueError as error:
-                raise ModelNotFoundError(f"Found no model: {error}.") from error
+                raise ModelNotFoundError(f"There is no model of that name: {error}.") from error
 
     def _explain(self, model: str, messages: list[Any], changed: tuple[str, ...] = (), has_tools: bool = False) -> Explained:
         agent = self.options.agent

@@ -64,7 +64,7 @@ def only(*values: Any, why: str) -> AfterValidator:
 
     def check(value: Any) -> Any:
         if value not in values:
-            raise ValueError(f"found {_short(value)}; {why}")
+            raise ValueError(f"{_short(value)} is not supported; {why}")
         return value
 
     return AfterValidator(check)
@@ -85,7 +85,7 @@ def known(values: Collection[str], place: str) -> AfterValidator:
 def _few(biases: Any) -> Any:
     # pydantic would list the errors of all of them.
     if isinstance(biases, dict) and len(biases) > RequestConfig.logit_bias:
-        raise ValueError(f"there may be {RequestConfig.logit_bias:,} of them in a request; found {len(biases):,}")
+        raise ValueError(f"a request may have {RequestConfig.logit_bias:,} of them; this one has {len(biases):,}")
     return biases
 
 
@@ -138,7 +138,7 @@ class AllSampling(Sampling):
 def _is_text(shape: dict[str, Any]) -> dict[str, Any]:
     if shape.get("type") not in (None, "text"):
         why = "mlx-lm cannot hold a reply to a format; describe it in the prompt, or use a tool"
-        raise ValueError(f"found {_short(shape['type'])}; {why}")
+        raise ValueError(f"{_short(shape['type'])} is not supported; {why}")
     return shape
 
 
@@ -233,7 +233,9 @@ def check_bounds(request: Any, args: Any, config: RequestConfig) -> None:
     }
     for place, (values, most) in counts.items():
         if len(values) > most:
-            raise InvalidRequestError(place, f"there may be {most:,} of them in a request; found {len(values):,}")
+            raise InvalidRequestError(place, f"a request may have {most:,} of them; this one has {len(values):,}")
     longest = max(map(len, args.stop_words), default=0)
     if longest > config.stop_characters:
-        raise InvalidRequestError("stop", f"a stop string may have {config.stop_characters:,} characters; found {longest:,}")
+        raise InvalidRequestError(
+            "stop", f"a stop string may have {config.stop_characters:,} characters; this one has {longest:,}"
+        )

@@ -117,12 +117,12 @@ def decode(data: bytes, stem: str) -> Agent:
         fields = json.loads(data.decode("utf-8", "surrogatepass"))
         agent, becoming = _parse(fields), fields["becoming"]
         if encode(agent, becoming) != data:
-            raise BadRecordError("Agent: found a file that was changed; needed the one that its seal was made for.")
+            raise BadRecordError("The file of an agent was changed after it was written: its seal is of other content.")
         names = [name for name in (agent.name, becoming) if name is not None and safe_name(name) == stem]
     except (ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
-        raise BadRecordError(f"Agent: found {type(error).__name__} ({error}); needed the file of one.") from None
+        raise BadRecordError(f"This is not the file of an agent: {type(error).__name__} ({error}).") from None
     if not names:
-        raise BadRecordError(f"Agent: found a file called {stem}; needed {safe_name(agent.name)}, as its name demands.")
+        raise BadRecordError(f"The file of an agent is called {stem}; by the agent's name it is {safe_name(agent.name)}.")
     return replace(agent, name=names[0])
 
 
@@ -130,7 +130,9 @@ def _parse(fields: dict[str, Any]) -> Agent:
     """Raises BadRecordError, ValueError, KeyError, TypeError or AttributeError."""
     found = (fields["format"], fields["version"])
     if found != (FORMAT, VERSION):
-        raise BadRecordError(f"Agent: found format {str(found)[:_SHOWN_CHARACTERS]}; needed {(FORMAT, VERSION)}.")
+        raise BadRecordError(
+            f"The file of an agent has format {str(found)[:_SHOWN_CHARACTERS]}; this version reads {(FORMAT, VERSION)}."
+        )
     plain = {name: fields[name] for name in ("name", "namespace", "model_id", "tokens", "created", "used", "pinned")}
     hashes = tuple(map(bytes.fromhex, fields["hashes"]))
     agent = Agent(**plain, hashes=hashes, salt=bytes.fromhex(fields.get("salt", "")))
@@ -183,7 +185,7 @@ class Agents:
         except FileNotFoundError:
             names = ", ".join(shown(agent.name) for agent in self.all()) or "none"
             raise StoreError(
-                f"Found no agent {shown(name)} in {self.folder}, but {names}. Give a name that `store agents` shows."
+                f"There is no agent {shown(name)} in {self.folder}. The agents are: {names}. `store agents` lists them."
             ) from None
 
     def look(self) -> AgentsFound:

@@ -258,7 +258,9 @@ def _disk_errors() -> Iterator[None]:
     except OSError as error:
         where = f" at {error.filename}" if error.filename else ""
         reason = error.strerror or str(error)
-        raise StoreError(f"Cannot go on{where}: {reason}. Needed a folder to read and write, and room there.") from error
+        raise StoreError(
+            f"Cannot go on{where}: {reason}. Free some space, or give --store-dir a folder that can be read and written."
+        ) from error
 
 
 def _figures(agent: Agent, sharing: Sharing) -> Report:

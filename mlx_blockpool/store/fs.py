@@ -235,7 +235,7 @@ def _open_regular(path: Path, mode: int = os.O_RDONLY) -> int:
 
 def _need_regular(mode: int) -> None:
     if not stat.S_ISREG(mode):
-        raise BadRecordError(f"Found {_KINDS.get(stat.S_IFMT(mode), 'no file')}; needed a regular file.")
+        raise BadRecordError(f"It is {_KINDS.get(stat.S_IFMT(mode), 'no file')}, not a regular file.")
 
 
 def write_whole(disk: Disk, path: Path, buffers: Iterable[Buffer]) -> None:

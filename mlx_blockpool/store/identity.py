@@ -191,7 +191,7 @@ def _open(path: Path) -> int:
         if stat.S_ISREG(os.fstat(fd).st_mode):
             return fd
         os.close(fd)
-    raise StoreError(f"{path.name} is no regular file. Needed one that holds weights.")
+    raise StoreError(f"{path.name} is not a regular file, so it cannot be read as weights.")
 
 
 def _encode(entries: Sequence[tuple[FileStamp, bytes]]) -> bytes:
@@ -293,7 +293,9 @@ def _named(folder: Path) -> Iterator[None]:
         yield
     except (OSError, ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
         found = f"{type(error).__name__} ({error})"
-        raise StoreError(f"{folder}: found {found}; needed config.json and safetensors files that mlx-lm loads.") from error
+        raise StoreError(
+            f"{folder} is not a model that mlx-lm loads: {found} in its config.json or safetensors files."
+        ) from error
 
 
 def _check_tensors(path: Path) -> None:

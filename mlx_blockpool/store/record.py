@@ -163,7 +163,7 @@ def decode_header(data: Buffer, parts: tuple[Part, ...] | None = None) -> Record
             record = _parse(json.loads(body.decode("ascii")))
         need(body.endswith(_entries(_checked(record).parts)), "parts", "others", "those of the header, without gaps")
     except (ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
-        raise BadRecordError(f"Header: found {type(error).__name__} ({error}), needed that of a record.") from None
+        raise BadRecordError(f"The header is not that of a record: {type(error).__name__} ({error}).") from None
     return record
 
 
@@ -253,4 +253,4 @@ def _is_proper(part: Part) -> bool:
 
 def need(holds: bool, what: str, found: object, needed: object) -> None:
     if not holds:
-        raise BadRecordError(f"{what[0].upper()}{what[1:]}: found {found}, needed {needed}.")
+        raise BadRecordError(f"{what[0].upper()}{what[1:]}: got {found}, expected {needed}.")

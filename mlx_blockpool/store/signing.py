@@ -42,7 +42,9 @@ def export_key(root: Path, disk: Disk | None = None) -> bytes:
             _make_key(disk, path)
             key = disk.read(path, 0, KEY_BYTES + 1)
     except OSError as error:
-        raise StoreError(f"Cannot read or make {path}: {error.strerror or error}. Needed a folder to read and write.") from error
+        raise StoreError(
+            f"Cannot read or make {path}: {error.strerror or error}. Give --store-dir a folder that can be read and written."
+        ) from error
     except BadRecordError as error:
         raise StoreError(f"{path}: {error}") from error
     if len(key) != KEY_BYTES:

@@ -8,10 +8,10 @@ PASSED, FAILED, NOT_CHECKED = "passed", "FAILED", "not checked"
 
 
 class ConformanceError(AssertionError):
-    """A check failed. The message says what was found, what was needed and what to do."""
+    """A check failed. The message says what the check got, what it expected and what to do."""
 
     def __init__(self, found: str, needed: str, hint: str) -> None:
-        super().__init__(f"Found {found}; needed {needed}. {hint}")
+        super().__init__(f"Got {found}; expected {needed}. {hint}")
 
 
 class NotCheckedError(Exception):

@@ -232,7 +232,7 @@ class StoredCheckpoints:
         record = found.record
         cut = _cut_of(record)
         if cut is None or not self.rings.covers(segment, cut, position) or record.parts != self._parts(segment, cut):
-            raise BadRecordError(f"{record.file_name}: found what was cut at {cut}, needed what windows hold at {position}.")
+            raise BadRecordError(f"{record.file_name} was cut at {cut} and lacks tokens that windows hold at {position}.")
         self.rings.put_back(segment, cut, found.views, position, ids)
 
     def _segments(self, node: Node, position: int) -> list[WindowSegment]:
@@ -277,7 +277,7 @@ def states_in(data: RecordData, arena: KVArena) -> dict[int, list[Any]]:
             array = mx.array(np.frombuffer(view, numpy_name(part.dtype)).reshape(part.shape))
             found[leaf][entry] = array.view(mx.bfloat16) if part.dtype == "BF16" else array
         except (KeyError, IndexError, ValueError) as error:
-            raise BadRecordError(f"{record.file_name}: found {part}, needed a state of this model.") from error
+            raise BadRecordError(f"{record.file_name} holds {part}, which is no state of this model.") from error
     return found
 
 

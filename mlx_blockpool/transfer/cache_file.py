@@ -158,7 +158,7 @@ class CacheFile:
         try:
             caches, metadata = load_prompt_cache(str(path), return_metadata=True)
         except (RuntimeError, ValueError, KeyError, IndexError, TypeError, AttributeError) as error:
-            raise StoreError(f"Cannot read {path}: {line_of(error)}. Needed a file of mlx-lm's save_prompt_cache.") from error
+            raise StoreError(f"Cannot read {path}: {line_of(error)}. Give a file of mlx-lm's save_prompt_cache.") from error
         metadata = metadata if isinstance(metadata, dict) else {}
         return cls(path, caches, metadata, tokens or _tokens_in(metadata, path))
 
@@ -257,7 +257,7 @@ def _check_header(file: Path) -> None:
             _check_entry(name, entry, left)
         _check_names([*header, *texts])
     except (OSError, ValueError, TypeError, KeyError, AttributeError, RecursionError) as error:
-        raise StoreError(f"Cannot read {file}: found {line_of(error)}. Needed a file of mlx-lm's save_prompt_cache.") from error
+        raise StoreError(f"Cannot read {file}: {line_of(error)}. Give a file of mlx-lm's save_prompt_cache.") from error
 
 
 def _check_entry(name: str, entry: Any, left: int) -> None:

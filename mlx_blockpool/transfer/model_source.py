@@ -71,7 +71,9 @@ class Source:
         prefix = TieredPrefixCache(arena, store=store)
         if store.problem is not None:
             store.close()
-            raise StoreError(f"Cannot use the prompt store: {store.problem}. Needed a folder to read and write.")
+            raise StoreError(
+                f"Cannot use the prompt store: {store.problem}. Give --store-dir a folder that can be read and written."
+            )
         return prefix
 
     def vocab_size(self) -> int:
@@ -107,7 +109,7 @@ class Source:
             raise self._cannot_load(error) from error
 
     def _cannot_load(self, error: Exception) -> StoreError:
-        return StoreError(f"Cannot load {self.name}: {line_of(error)}. Needed a model folder that mlx-lm loads.")
+        return StoreError(f"Cannot load {self.name}: {line_of(error)}. Give a model folder that mlx-lm loads.")
 
 
 def prompt_of(ids: str | None, file: Path | None) -> Prompt:
@@ -120,7 +122,7 @@ def prompt_of(ids: str | None, file: Path | None) -> Prompt:
     try:
         return None if file is None else file.read_text(encoding="utf-8")
     except (OSError, ValueError) as error:
-        raise StoreError(f"Cannot read {file}: {line_of(error)}. Needed a text file for --prompt-file.") from error
+        raise StoreError(f"Cannot read {file}: {line_of(error)}. Give --prompt-file a text file.") from error
 
 
 def _model_folder(name: str) -> Path:

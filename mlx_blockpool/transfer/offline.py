@@ -62,7 +62,7 @@ def _write(writer: CacheFileWriter, path: Path, key: bytes | None) -> None:
         os.replace(temporary, path)
     except OSError as error:
         temporary.unlink(missing_ok=True)
-        raise StoreError(f"Cannot write {path}: {line_of(error)}. Needed a folder with room and the right to write.") from error
+        raise StoreError(f"Cannot write {path}: {line_of(error)}. Choose a folder with room that you may write to.") from error
 
 
 def import_file(source: Source, prompt: Prompt, file: Path, agent: str | None = None) -> Report:

@@ -30,8 +30,7 @@ from published import (
 from mlx_blockpool import system
 from mlx_blockpool.calculator import Memory, ModelPlan, Weights
 from mlx_blockpool.cli import main
-from mlx_blockpool.commands.plan import parse_context, parse_memory
-from mlx_blockpool.commands.plan_text import describe
+from mlx_blockpool.commands.plan import describe, parse_context, parse_memory
 from mlx_blockpool.plugins import spec_from_config
 from mlx_blockpool.spec import FullLayer, ModelCacheSpec
 

@@ -146,7 +146,8 @@ def test_exhausted_says_the_figures_and_changes_nothing() -> None:
     error = info.value
     assert (error.needed, error.free, error.evictable, error.group) == (5, 3, 2, FULL_NAME)
     assert str(error) == (
-        f"Needed 5 blocks of {FULL_NAME}; 3 free, 2 evictable. Raise --pool-bytes, or lower max_tokens or the number of agents."
+        f"5 blocks of {FULL_NAME} are needed; 3 are free and 2 evictable. "
+        "Raise --pool-bytes, or lower max_tokens or the number of agents."
     )
     assert state(pool) == before
     assert (len(held), len(table)) == (3, 1)

@@ -104,7 +104,7 @@ def test_only_allowed_models_are_loaded_and_the_error_says_which(models: list[Pa
         for name in (three, f"{two}/../2", "demo", "some/other-id", "../../../etc", "\0", "x" * 5000):
             status, answer = ask(client, name)
             assert status == 404, name
-            assert "Found no model" in answer["error"]["message"]
+            assert "There is no model" in answer["error"]["message"]
         assert client.send("/admin/load", {"model": str(three)})[0] == 404
         # Nor is anything else that a request names loaded.
         assert ask(client, one, draft_model=str(three))[0] == 404

@@ -412,11 +412,11 @@ BAD: list[tuple[dict[str, Any], str]] = [
     (asked(tools=[{"name": "a"}]), "tools.0.input_schema: Field required"),
     (asked(tools=[{"name": "", "input_schema": {}}]), "tools.0.name: Input should not be empty"),
     (asked(tools=[ADD, ADD]), "tools: Tool names must be unique; found 'add' twice"),
-    (asked(tools=[{"type": "web_search_20250305", "name": "w"}]), "tools.0.type: found 'web_search_20250305'; only tools"),
+    (asked(tools=[{"type": "web_search_20250305", "name": "w"}]), "tools.0.type: 'web_search_20250305' is not supported; only"),
     (asked(tool_choice={"type": "any"}), "tool_choice: 'any' needs tools that are functions, and there are none"),
     (asked(tools=[ADD], tool_choice={"type": "tool", "name": "b"}), "tool_choice.name: Tool 'b' not found in tools"),
     (asked(thinking={"type": ["deep"]}), "thinking.type: Input should be a valid string"),
-    (asked(mcp_servers=[{"type": "url"}]), "mcp_servers: found a list; this server reaches no other"),
+    (asked(mcp_servers=[{"type": "url"}]), "mcp_servers: a list is not supported; this server reaches no other"),
     (asked(output_config={"effort": 7}), "output_config.effort: Input should be a valid string"),
 ]
 

@@ -74,7 +74,7 @@ def test_folders_from_requests_are_refused_whether_they_are_there_or_not(client:
         for answer in (ask(client, name), client.send("/admin/load", {"model": name})):
             text = json.dumps(answer[1])
             assert answer[0] == 404, name
-            assert "Found no model" in text
+            assert "There is no model" in text
             there = text.replace(json.dumps(name)[1:-1], "").replace(name, "")
             assert str(folder) not in there
             assert str(Path.cwd()) not in there, name

@@ -42,7 +42,7 @@ def test_what_they_raise_is_for_who_asked_and_refers_to_no_frames(client: Client
         except KeyError as error:
             raise PoolExhaustedError(3, 1, 1, "full") from error
 
-    with pytest.raises(PoolExhaustedError, match="Needed 3 blocks") as caught:
+    with pytest.raises(PoolExhaustedError, match="3 blocks") as caught:
         run_on_generation_thread(client.generator, fail)
     assert (caught.value.__cause__, caught.value.__context__) == (None, None)
     assert "fail" not in {entry.name for entry in caught.traceback}

@@ -404,7 +404,7 @@ def test_both_protocols_and_all_roles_make_one_prompt(server: Client, gpt: opena
             "input[0].content[0].image_url",
             "file",
         ),
-        ({"input": [{"type": "function_call", "name": "a", "call_id": "b", "arguments": "{"}]}, "input[0].arguments", "no JSON"),
+        ({"input": [{"type": "function_call", "name": "a", "call_id": "b", "arguments": "{"}]}, "input[0].arguments", "be JSON"),
         (
             {"input": [{"type": "function_call", "name": "a", "call_id": "b", "arguments": "[]"}]},
             "input[0].arguments",

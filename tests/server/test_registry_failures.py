@@ -52,8 +52,8 @@ def huge(folder: Path) -> None:
 
 # What is done to a model's folder, the status, and what the error says.
 BROKEN: dict[str, tuple[Callable[[Path], None], int, str]] = {
-    "no folder": (shutil.rmtree, 404, "Found no model"),
-    "no config": (lambda folder: (folder / "config.json").unlink(), 404, "Found no model"),
+    "no folder": (shutil.rmtree, 404, "There is no model"),
+    "no config": (lambda folder: (folder / "config.json").unlink(), 404, "There is no model"),
     "config is no JSON": (change("config.json", lambda text: text[:-9]), 400, "config.json"),
     "unknown type": (config(model_type="perpetuum"), 400, "perpetuum"),
     "a type whose module ends the process": (config(model_type="olmo"), 400, "olmo"),

@@ -78,7 +78,7 @@ def test_llama_cpp_reads_content_and_pieces(well: Client) -> None:
         ("/detokenize", {"tokens": [1, 99_999_999]}, "tokens[1]: the model's vocabulary has no token 99999999"),
         ("/apply-template", {"messages": CHAT, "chat_template": "x"}, "chat_template_kwargs.chat_template: requests may not"),
         ("/apply-template", {"prompt": "x"}, "messages: Field required"),
-        ("/tokenize", {"prompt": "x", "model": "no/such"}, "Found no model 'no/such'"),
+        ("/tokenize", {"prompt": "x", "model": "no/such"}, "There is no model 'no/such'"),
     ],
 )
 def test_what_cannot_be_done_is_named(path: str, body: dict[str, Any], says: str, well: Client) -> None:

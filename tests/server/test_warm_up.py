@@ -52,7 +52,7 @@ def test_the_first_request_finds_what_was_computed(model: Path, tmp_path: Path) 
     with blockpool_server(model, *options, "--warm-up", str(file)) as client:
         report = warmed(client)
         assert (report["prompts"], report["done"], report["failed"]) == (4, 3, 1)
-        assert "line 2: Found no model '/nowhere'" in report["failures"][0]
+        assert "line 2: There is no model '/nowhere'" in report["failures"][0]
         # Of three prompts that have nothing in common next to nothing was known.
         assert report["cached_tokens"] < 10 < len(SYSTEM["content"]) < report["tokens"]
         reply, cached = ask(client, "What is it?")
@@ -72,11 +72,11 @@ def test_the_first_request_finds_what_was_computed(model: Path, tmp_path: Path) 
 @pytest.mark.parametrize(
     ("text", "problem"),
     [
-        ('"good"\n{"messages": []}', 'line 2: needed "messages" or "prompt"'),
+        ('"good"\n{"messages": []}', 'line 2: give either "messages" or "prompt"'),
         ('{"prompt": "x"}\n\nnonsense', "line 3 is no JSON"),
         ('["good", 5]', "item 2: Input should be a valid dictionary"),
-        ('{"messages": [{"content": "x"}]}', "line 1: found a message without a role"),
-        ('{"messages": [{"role": "user"}], "prompt": "x"}', "line 1: needed .*, one of them"),
+        ('{"messages": [{"content": "x"}]}', "line 1: a message has no role"),
+        ('{"messages": [{"role": "user"}], "prompt": "x"}', "line 1: give either .*, and not empty"),
         ('{"prompt": "x", "pin": "yes"}', "line 1: pin: Input should be a valid boolean"),
         ('{"prompt": "x", "agent": ""}', "line 1: '' cannot be an agent's name"),
         ('[{"prompt": "x"', "is no JSON"),

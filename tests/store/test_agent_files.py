@@ -238,7 +238,7 @@ def test_a_name_that_is_taken_is_refused(agents: Agents, change: Callable[..., A
 @pytest.mark.parametrize("change", ["pin", "unpin", "rename", "fork", "remove"])
 def test_a_name_that_is_not_there_is_refused(agents: Agents, change: str) -> None:
     names = ("x", "y") if change in ("rename", "fork") else ("x",)
-    with pytest.raises(StoreError, match=r"Found no agent x in .*agents, but none\."):
+    with pytest.raises(StoreError, match=r"There is no agent x in .*agents\. The agents are: none\."):
         getattr(agents, change)(*names)
     assert not agents.folder.exists()
     one(agents)
@@ -521,14 +521,14 @@ def test_a_file_of_another_version_is_bad_and_says_so(agents: Agents) -> None:
     one(agents)
     (path,) = files(agents)
     path.write_bytes(path.read_bytes().replace(b'"version": 1', b'"version": 2'))
-    assert "found format ('mlx-blockpool agent', 2); needed" in agents.look().bad[0][1]
+    assert "has format ('mlx-blockpool agent', 2); this version reads" in agents.look().bad[0][1]
 
 
 def test_a_file_under_another_name_is_bad(agents: Agents) -> None:
     one(agents)
     (path,) = files(agents)
     path.rename(path.with_name("mine.json"))
-    assert "found a file called mine; needed old~" in agents.look().bad[0][1]
+    assert "is called mine; by the agent's name it is old~" in agents.look().bad[0][1]
 
 
 def test_links_pipes_folders_and_temporaries_are_no_agents(agents: Agents, tmp_path: Path) -> None:

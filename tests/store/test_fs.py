@@ -223,7 +223,7 @@ def test_only_regular_files_are_read_and_nothing_is_waited_for(tmp_path: Path, k
     path = tmp_path / "odd"
     ODD_FILES[kind](path)
     for call in (Disk().read, Disk().size, lambda p: Disk().read_into(p, bytearray, 1 << 20)):
-        with pytest.raises(BadRecordError, match=r"^Found .*; needed a regular file\.$"):
+        with pytest.raises(BadRecordError, match=r"^It is .*, not a regular file\.$"):
             call(path)
     assert not {entry.name: entry.is_file for entry in Disk().scan(tmp_path)}["odd"]
 
@@ -246,14 +246,14 @@ def test_quarantine_keeps_every_file_and_its_reason(tmp_path: Path) -> None:
     moved = []
     for n in range(3):
         bad.write_bytes(b"%d" % n)
-        moved.append(quarantine(Disk(), bad, folder, f"Checksum: found {n}, needed 7.\udcff"))
+        moved.append(quarantine(Disk(), bad, folder, f"Checksum: got {n}, expected 7.\udcff"))
     assert not bad.exists()
     assert len(set(moved)) == 3
     for n, aside in enumerate(moved):
         assert aside is not None
         assert aside.read_bytes() == b"%d" % n
         assert aside.name.endswith("-bad.safetensors")
-        assert aside.with_name(aside.name + ".txt").read_text() == f"{bad}\nChecksum: found {n}, needed 7.\\udcff\n"
+        assert aside.with_name(aside.name + ".txt").read_text() == f"{bad}\nChecksum: got {n}, expected 7.\\udcff\n"
 
 
 def test_quarantine_of_a_file_that_is_gone_is_done(tmp_path: Path) -> None:

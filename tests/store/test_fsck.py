@@ -123,13 +123,13 @@ def test_what_a_header_scan_finds(tmp_path: Path) -> None:
     wrong = path.parent.with_name("00")
     wrong.mkdir()
     other.rename(wrong / path.name)
-    assert "Folder: found 00" in (problem(tmp_path) or "")
+    assert "Folder: got 00" in (problem(tmp_path) or "")
 
 
 def test_a_record_under_another_namespace_is_bad(tmp_path: Path) -> None:
     place(tmp_path, make_record())
     (tmp_path / "models/model").rename(tmp_path / "models/other")
-    assert "Namespace: found model, needed other." in (problem(tmp_path) or "")
+    assert "Namespace: got model, expected other." in (problem(tmp_path) or "")
 
 
 def test_a_file_that_goes_away_is_neither_good_nor_bad(tmp_path: Path) -> None:
@@ -186,7 +186,7 @@ def test_set_aside_moves_a_bad_file_with_its_reason(tmp_path: Path) -> None:
     assert not path.exists()
     aside, reason = sorted((tmp_path / "quarantine").iterdir())
     assert aside.read_bytes() == b"short"
-    assert "Bytes of the file: found 5" in reason.read_text()
+    assert "Bytes of the file: got 5" in reason.read_text()
     assert len(Listing(tmp_path).quarantined) == 2
 
 

@@ -160,7 +160,7 @@ def test_two_swapped_files_are_both_found(tmp_path: Path) -> None:
         path.write_bytes(make_file(record))
     for path, record in zip(paths, records, strict=True):
         for reader in (read, read_header):
-            with pytest.raises(BadRecordError, match=r"A record named: found .*, needed"):
+            with pytest.raises(BadRecordError, match=r"A record named: got .*, expected"):
                 reader(Disk(), path, expected_of(record), prefix_hash)
 
 

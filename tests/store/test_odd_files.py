@@ -63,7 +63,7 @@ def test_one_that_takes_the_place_of_a_known_record_is_a_miss(tmp_path: Path, ma
     store.open()
     put_all(store, records := chain(1, 2))
     make(file_of(tmp_path, records[0]))
-    with pytest.raises(BadRecordError, match="needed"):
+    with pytest.raises(BadRecordError, match="expected"):
         data_of(store, records[0])
     assert not file_of(tmp_path, records[0]).is_symlink()
     assert not file_of(tmp_path, records[0]).exists(), "it is set aside"

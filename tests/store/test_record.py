@@ -138,14 +138,14 @@ def test_mlx_reads_the_same_arrays(tmp_path: Path) -> None:
 
 def test_other_records_are_not_the_one_that_was_wanted() -> None:
     expected = expected_of(RECORD)
-    assert_bad("Namespace: found model, needed other", expected=dataclasses.replace(expected, namespace="other"))
-    assert_bad("Kind: found block, needed window", expected=dataclasses.replace(expected, kind="window"))
-    assert_bad("Hash: found .*, needed 7070", expected=dataclasses.replace(expected, hash=b"p" * 32))
-    assert_bad("Parts: found 3, needed 2", expected=dataclasses.replace(expected, parts=RECORD.parts[:2]))
-    assert_bad("A record named: found .*, needed other", name="other.safetensors")
+    assert_bad("Namespace: got model, expected other", expected=dataclasses.replace(expected, namespace="other"))
+    assert_bad("Kind: got block, expected window", expected=dataclasses.replace(expected, kind="window"))
+    assert_bad("Hash: got .*, expected 7070", expected=dataclasses.replace(expected, hash=b"p" * 32))
+    assert_bad("Parts: got 3, expected 2", expected=dataclasses.replace(expected, parts=RECORD.parts[:2]))
+    assert_bad("A record named: got .*, expected other", name="other.safetensors")
     for change in ({"name": "x"}, {"dtype": "I32"}, {"shape": (1, 2, 4, 3)}):
         parts = (dataclasses.replace(RECORD.parts[0], **change), *RECORD.parts[1:])
-        assert_bad("Part: found Part.*, needed Part", expected=dataclasses.replace(expected, parts=parts))
+        assert_bad("Part: got Part.*, expected Part", expected=dataclasses.replace(expected, parts=parts))
 
 
 def test_tokens_and_parent_belong_to_the_hash() -> None:
@@ -161,7 +161,7 @@ def test_each_part_has_its_checksum() -> None:
         for at in (start, end - 1):
             data = bytearray(FILE)
             data[header_size(FILE) + at] ^= 1
-            assert_bad(f"Checksum of {part.name}: found [0-9a-f]{{8}}, needed [0-9a-f]{{8}}", bytes(data))
+            assert_bad(f"Checksum of {part.name}: got [0-9a-f]{{8}}, expected [0-9a-f]{{8}}", bytes(data))
 
 
 def test_equal_records_are_equal_files() -> None:
@@ -171,20 +171,20 @@ def test_equal_records_are_equal_files() -> None:
 @pytest.mark.parametrize(
     ("change", "message"),
     [
-        ({"tokens": tuple(range(257))}, "Tokens: found 257, needed at most 256"),
-        ({"tokens": (1 << 63,)}, "Tokens: found 9223372036854775808 to 9223372036854775808, needed integers of 64 bits"),
-        ({"hash": b"short"}, "Bytes of a hash: found 5, needed 32"),
-        ({"start": -1}, "Start: found -1"),
-        ({"namespace": "ü"}, "found 'ü', needed ASCII text"),
-        ({"extra": {"ring": 3}}, "found 3, needed ASCII text"),
-        ({"parts": (*RECORD.parts[:2], RECORD.parts[0])}, "Parts: found .*, needed names that differ"),
-        ({"parts": (*RECORD.parts[:2], Part("__metadata__", "U32", (7,)))}, "needed names that differ"),
+        ({"tokens": tuple(range(257))}, "Tokens: got 257, expected at most 256"),
+        ({"tokens": (1 << 63,)}, "Tokens: got 9223372036854775808 to 9223372036854775808, expected integers of 64 bits"),
+        ({"hash": b"short"}, "Bytes of a hash: got 5, expected 32"),
+        ({"start": -1}, "Start: got -1"),
+        ({"namespace": "ü"}, "got 'ü', expected ASCII text"),
+        ({"extra": {"ring": 3}}, "got 3, expected ASCII text"),
+        ({"parts": (*RECORD.parts[:2], RECORD.parts[0])}, "Parts: got .*, expected names that differ"),
+        ({"parts": (*RECORD.parts[:2], Part("__metadata__", "U32", (7,)))}, "expected names that differ"),
         (
             {"parts": (*RECORD.parts[:2], Part("ring", "F7", (7,)))},
-            "Part: found Part.*F7.*, needed a name in ASCII, a dtype of BOOL, ",
+            "Part: got Part.*F7.*, expected a name in ASCII, a dtype of BOOL, ",
         ),
-        ({"parts": (*RECORD.parts[:2], Part("ring", "U32", (8,)))}, "Bytes of ring: found 28, needed 32"),
-        ({"parts": RECORD.parts[:2]}, "Buffers: found 3, needed 2"),
+        ({"parts": (*RECORD.parts[:2], Part("ring", "U32", (8,)))}, "Bytes of ring: got 28, expected 32"),
+        ({"parts": RECORD.parts[:2]}, "Buffers: got 3, expected 2"),
         ({"extra": {"ring": "3" * MAX_HEADER_BYTES}}, "Bytes of header: found"),
     ],
 )

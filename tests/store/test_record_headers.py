@@ -43,7 +43,7 @@ def test_a_header_scan_finds_a_wrong_length_but_reads_no_data() -> None:
     path, data, expected = FOLDER / record.file_name, make_file(record), Expected("model", "block")
     assert read_header(HeaderDisk({path: data}), path, expected, prefix_hash).nbytes == 100_000
     for wrong in (data[:-1], data + b"x"):
-        with pytest.raises(BadRecordError, match=f"Bytes of the file: found {len(wrong)}, needed {len(data)}"):
+        with pytest.raises(BadRecordError, match=f"Bytes of the file: got {len(wrong)}, expected {len(data)}"):
             read_header(HeaderDisk({path: wrong}), path, expected, prefix_hash)
 
 
@@ -74,7 +74,7 @@ def test_a_giant_header_length_allocates_nothing(length: int) -> None:
 
     disk = BoundedDisk({PATH: struct.pack("<Q", length) + FILE[8:]})
     for reader in (read, read_header):
-        with pytest.raises(BadRecordError, match=f"Bytes of header: found {length + 8}, needed at most {MAX_HEADER_BYTES}"):
+        with pytest.raises(BadRecordError, match=f"Bytes of header: got {length + 8}, expected at most {MAX_HEADER_BYTES}"):
             reader(disk, PATH, expected_of(RECORD), prefix_hash)
 
 
@@ -101,9 +101,9 @@ def with_header(text: bytes) -> bytes:
 
 
 def test_headers_of_others_are_told() -> None:
-    assert_bad("Bytes of the file: found 0, needed at least 8", b"")
-    assert_bad("Bytes of the file: found 20, needed at least", FILE[:20])
-    assert_bad("Format: found mlx-blockpool 2, needed mlx-blockpool 1", rewritten(version="2"))
+    assert_bad("Bytes of the file: got 0, expected at least 8", b"")
+    assert_bad("Bytes of the file: got 20, expected at least", FILE[:20])
+    assert_bad("Format: got mlx-blockpool 2, expected mlx-blockpool 1", rewritten(version="2"))
     for text in (
         b'{"weight":{"dtype":"F32","shape":[1],"data_offsets":[0,4]}}',
         b'{"__metadata__":{}}',
@@ -111,18 +111,18 @@ def test_headers_of_others_are_told() -> None:
         b"3",
         b"",
     ):
-        assert_bad("Header: found no valid seal", with_header(text))
+        assert_bad("Header: got no valid seal", with_header(text))
     start = HEAD + b"0" * 64 + b'"'
-    assert_bad("Header: found KeyError .'format'", with_header(sealed(start + b"}}")))
-    assert_bad("Header: found JSONDecodeError", with_header(sealed(start + b"}")))
-    assert_bad("Header: found RecursionError", with_header(sealed(start + b'},"a":' + b"[" * 100_000)))
-    assert_bad("Header: found UnicodeDecodeError", with_header(sealed(start + b'},"\xff":1}')))
-    assert_bad("Header: found TypeError", rewritten({"layers.0.keys": 3}))
-    assert_bad("Header: found ValueError", rewritten(start="9" * 5000))
+    assert_bad("The header is not that of a record: KeyError .'format'", with_header(sealed(start + b"}}")))
+    assert_bad("The header is not that of a record: JSONDecodeError", with_header(sealed(start + b"}")))
+    assert_bad("The header is not that of a record: RecursionError", with_header(sealed(start + b'},"a":' + b"[" * 100_000)))
+    assert_bad("The header is not that of a record: UnicodeDecodeError", with_header(sealed(start + b'},"\xff":1}')))
+    assert_bad("The header is not that of a record: TypeError", rewritten({"layers.0.keys": 3}))
+    assert_bad("The header is not that of a record: ValueError", rewritten(start="9" * 5000))
 
 
 def test_headers_that_are_not_as_written_are_told() -> None:
-    changed, moved = "Header: found no valid seal", "Parts: found others, needed those of the header, without gaps"
+    changed, moved = "Header: got no valid seal", "Parts: got others, expected those of the header, without gaps"
     keys = {"dtype": "F32", "shape": [1, 2, 3, 4], "data_offsets": [0, 96]}
     assert_bad(changed, rewritten(seal=False))
     assert_bad(changed, rewritten(seal=False, start="0512"))
@@ -131,19 +131,19 @@ def test_headers_that_are_not_as_written_are_told() -> None:
         assert_bad(changed, rewritten({"layers.0.keys": keys | change}, seal=False))
         assert_bad(moved, rewritten({"layers.0.keys": keys | change}))
     assert_bad(
-        "Part: found Part.name=.layers.0.keys., .*, needed a name in ASCII, a dtype of BOOL",
+        "Part: got Part.name=.layers.0.keys., .*, expected a name in ASCII, a dtype of BOOL",
         rewritten({"layers.0.keys": keys | {"shape": [True, 2, 3, 4]}}),
     )
     assert_bad(
-        "Part: found Part.name=.layers.0.keys., .*, needed a name in ASCII, a dtype of BOOL",
+        "Part: got Part.name=.layers.0.keys., .*, expected a name in ASCII, a dtype of BOOL",
         rewritten({"layers.0.keys": keys | {"shape": [1.0, 2, 3, 4]}}),
     )
     assert_bad(
-        "Part: found Part.name=.layers.0.keys., .*, needed a name in ASCII, a dtype of BOOL",
+        "Part: got Part.name=.layers.0.keys., .*, expected a name in ASCII, a dtype of BOOL",
         rewritten({"layers.0.keys": keys | {"shape": [-1, 2, 3, -4]}}),
     )
     assert_bad(
-        "Part: found Part.name=.layers.0.keys., .*, needed a name in ASCII, a dtype of BOOL",
+        "Part: got Part.name=.layers.0.keys., .*, expected a name in ASCII, a dtype of BOOL",
         rewritten({"layers.0.keys": keys | {"dtype": "F33"}}),
     )
     text = FILE[8 : header_size(FILE)]

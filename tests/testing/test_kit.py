@@ -80,7 +80,7 @@ def test_a_model_comes_as_config_model_or_factory(given: str) -> None:
 def test_what_is_no_model_is_said(given: Any) -> None:
     results = list(conformance(given))
     assert [(result.check, result.passed) for result in results] == [("model", False)]
-    assert "needed an mlx-lm model, its config.json as a dict, or a function" in results[0].text
+    assert "expected an mlx-lm model, its config.json as a dict, or a function" in results[0].text
 
 
 @pytest.mark.parametrize(("provider", "found"), [(Misspelt(), "unknown hook 'model_cache_specs'"), (OtherArguments(), "'name'")])
@@ -88,17 +88,17 @@ def test_a_hook_that_there_is_not_is_said(provider: Any, found: str) -> None:
     (result,) = conformance(LLAMA, provider)
     assert (result.check, result.passed) == ("model", False)
     assert found in result.text
-    assert "needed hooks and arguments that there are" in result.text
+    assert "expected hooks and arguments that there are" in result.text
 
 
 @pytest.mark.parametrize("config", [{}, {"model_type": "unheard_of"}, {"model_type": "llama"}])
 def test_a_config_that_mlx_lm_has_no_model_for_is_said(config: dict[str, Any]) -> None:
-    with pytest.raises(ConformanceError, match=r"needed the config.json of a model that mlx-lm has"):
+    with pytest.raises(ConformanceError, match=r"expected the config.json of a model that mlx-lm has"):
         tiny_model(config)
 
 
 def test_a_model_that_is_not_tiny_is_refused_before_it_has_weights() -> None:
-    with pytest.raises(ConformanceError, match="parameters; needed a tiny one, 50,000,000 at most"):
+    with pytest.raises(ConformanceError, match="parameters; expected a tiny one, 50,000,000 at most"):
         tiny_model({**LLAMA, "hidden_size": 65_536})
 
 

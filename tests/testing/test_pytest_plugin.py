@@ -71,7 +71,7 @@ def test_beside_paths_both_are_run(pytester: pytest.Pytester) -> None:
 def test_what_fails_is_said_without_a_traceback(pytester: pytest.Pytester) -> None:
     ran = run(pytester, "--blockpool-config", write(pytester, {**CONFIGS["llama"], "hidden_size": 65_536}))
     ran.assert_outcomes(failed=len(CHECKS))
-    ran.stdout.fnmatch_lines(["spec: Found a model of * parameters; needed a tiny one, 50,000,000 at most. Lower hidden_size*"])
+    ran.stdout.fnmatch_lines(["spec: Got a model of * parameters; expected a tiny one, 50,000,000 at most. Lower hidden_size*"])
     ran.stdout.no_fnmatch_line("*Traceback*")
 
 
@@ -100,7 +100,7 @@ def test_a_class_has_a_test_for_each_check(pytester: pytest.Pytester) -> None:
     right, wrong = len(CHECKS) - 1, len(CHECKS) - 3
     ran.assert_outcomes(passed=right + 2, failed=1, skipped=1 + wrong)
     ran.stdout.fnmatch_lines(["*TestWrong::test_spec FAILED*", "*TestRight::test_damage PASSED*"])
-    ran.stdout.fnmatch_lines(["*ConformanceError: Found llama: the spec has 3 layers and the model makes 4 caches; needed *"])
+    ran.stdout.fnmatch_lines(["*ConformanceError: Got llama: the spec has 3 layers and the model makes 4 caches; expected *"])
     ran.stdout.no_fnmatch_line("*::test_class*")
 
 

@@ -33,7 +33,7 @@ SPECS: dict[str, tuple[str, ModelSwap, str]] = {
 }
 
 PROVIDERS: dict[str, tuple[str, Any, str]] = {
-    "returns None": ("provider", wrong.Provider("gemma"), "Found None for a model of type 'llama'; needed a ModelCacheSpec"),
+    "returns None": ("provider", wrong.Provider("gemma"), "Got None for a model of type 'llama'; expected a ModelCacheSpec"),
     "returns nonsense": (
         "provider",
         wrong.Provider("llama", lambda spec: {"layers": 4}),
@@ -49,14 +49,14 @@ PROVIDERS: dict[str, tuple[str, Any, str]] = {
         wrong.Raising("llama"),
         r"saboteurs\.Raising, .*saboteurs\.py\).* raised KeyError: 'a_key_of_its_own'",
     ),
-    "has no hook": ("provider", wrong.Unmarked(), "Found no hook in .*Mark it with mlx_blockpool.hookimpl"),
+    "has no hook": ("provider", wrong.Unmarked(), "Got no hook in .*Mark it with mlx_blockpool.hookimpl"),
     "writes into the config": ("provider", wrong.Scribbling("llama"), "a config with other head_dim_of_mine afterwards"),
-    "claims every model": ("others", wrong.Claiming("llama"), "Found a spec for config {}; needed None"),
+    "claims every model": ("others", wrong.Claiming("llama"), "Got a spec for config {}; expected None"),
     "raises for others": ("others", wrong.RaisingForOthers("llama"), "with config {}: .*KeyError: 'num_hidden_layers'"),
     "says something else without the model": (
         "config",
         wrong.WithoutModel("llama", wrong.layers_with(wrong.wrong_heads)),
-        r"kv_heads=3.* in layer 0 without the model; needed .*kv_heads=2",
+        r"kv_heads=3.* in layer 0 without the model; expected .*kv_heads=2",
     ),
     "has fewer layers without the model": (
         "config",
@@ -70,11 +70,11 @@ BROKEN: dict[str, tuple[str, Callable[[Any], None], str, str]] = {
     "a cache that forgets a token": ("deepseek_v3", wrong.forgets_a_token, "logits", r"prompt in two parts, cut at \d+: logits"),
     "a ring that wraps late": ("gpt_oss", wrong.wraps_a_token_late, "wrap", "beyond 32 tokens one by one: logits behind token"),
     "states that are not resumed": ("mamba2", wrong.forgets_states, "warm", "resumed at 270: logits behind token 271"),
-    "checkpoints that are not kept": ("jamba", wrong.resumes_without_checkpoint, "warm", "resumed at 0; needed 270"),
+    "checkpoints that are not kept": ("jamba", wrong.resumes_without_checkpoint, "warm", "resumed at 0; expected 270"),
     "keys that are not there": ("llama4", wrong.resumes_a_token_late, "warm", "resumed at 280: logits behind token 281"),
     "a batch that lets another go": ("nemotron-nas", wrong.takes_another_out, "batch", "ReleasedCacheError: release"),
     "a batch that mixes states": ("jamba", wrong.mixes_states, "batch", "logprobs of step .* beside others"),
-    "records of other bits": ("falcon_h1", wrong.writes_other_bits, "restart", "Found other bits in arrays .* after a restart"),
+    "records of other bits": ("falcon_h1", wrong.writes_other_bits, "restart", "Got other bits in arrays .* after a restart"),
     "records that prove nothing": (
         "qwen3_next",
         wrong.proves_nothing,

@@ -109,7 +109,7 @@ class AgentsEndpoint:
         try:
             body = parse_json(self._handler.rfile.read(length))
         except ValueError as error:
-            raise RefusedError(400, f'The body is not JSON: {error}. Needed an object such as {{"to": "a name"}}.') from error
+            raise RefusedError(400, f'The body is not JSON: {error}. Send an object such as {{"to": "a name"}}.') from error
         if not isinstance(body, dict) or "to" not in body:
             raise RefusedError(400, 'The body needs a "to": send an object such as {"to": "a name"}.')
         return self._noted(body["to"])

@@ -137,7 +137,7 @@ class AgentService:
             known = [shown(other) for other in views]
             there = ", ".join(known[:NAMES_SHOWN]) + (f" and {len(known) - NAMES_SHOWN} more" if len(known) > NAMES_SHOWN else "")
             raise RefusedError(
-                404, f"Found no agent {shown(name)}, but {there or 'none'}. Give a name that GET /v1/agents shows."
+                404, f"There is no agent {shown(name)}. The agents are: {there or 'none'}. GET /v1/agents lists them."
             )
         return found
 

@@ -84,7 +84,9 @@ def save(service: AgentService, name: str) -> Report:
     before, now = None, service.at(home, lambda _, prefix: _saved(prefix, path))
     while now != before:
         if store.problem is not None:
-            raise RefusedError(503, f"Cannot write: {store.problem}. Needed a disk that works, with room. Try again later.")
+            raise RefusedError(
+                503, f"The store cannot write: {store.problem}. Free some space or repair the disk, and try again."
+            )
         # Waits for the writer's thread, which any thread may do.
         store.flush()
         before, now = now, service.at(home, lambda _, prefix: _saved(prefix, path))

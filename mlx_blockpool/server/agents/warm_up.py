@@ -44,9 +44,9 @@ class Prompt(Body):
     @model_validator(mode="after")
     def _check(self) -> Prompt:
         if bool(self.messages) == bool(self.prompt) or {"messages", "prompt"} <= self.model_fields_set:
-            raise ValueError('needed "messages" or "prompt", one of them and not empty')
+            raise ValueError('give either "messages" or "prompt", and not empty')
         if not all(isinstance(message.get("role"), str) for message in self.messages):
-            raise ValueError("found a message without a role")
+            raise ValueError("a message has no role")
         return self
 
 
@@ -55,7 +55,7 @@ def read_prompts(file: Path) -> dict[str, Prompt]:
     try:
         text = file.read_text(encoding="utf-8")
     except (OSError, ValueError) as error:
-        raise BlockpoolError(f"--warm-up: cannot read {file}: {error}. Needed a text file.") from error
+        raise BlockpoolError(f"--warm-up: cannot read {file}: {error}. Give a text file.") from error
     if text.lstrip().startswith("["):
         items = {f"{file}, item {number}": item for number, item in enumerate(_json(text, str(file)), 1)}
     else:

@@ -63,7 +63,7 @@ def _from_json(written: Any) -> Any:
     try:
         return json.loads(written or "{}")
     except (ValueError, RecursionError) as error:
-        raise ValueError(f"found no JSON: {error}") from error
+        raise ValueError(f"Input should be JSON: {error}") from error
 
 
 class CallItem(Body):
@@ -148,7 +148,7 @@ class ReplyText(Body):
 
 def _without_logprobs(include: list[Any]) -> list[Any]:
     if LOGPROBS in include:
-        raise ValueError(f"found {LOGPROBS!r}; {NO_LOGPROBS}")
+        raise ValueError(f"{LOGPROBS!r} is not supported; {NO_LOGPROBS}")
     return include
 
 

@@ -94,7 +94,7 @@ def _conversation(given: ResponsesBody, body: dict[str, Any], kept: KeptResponse
     if before is not None:
         earlier = kept.get(before, owner)
         if earlier is None:
-            why = f"found no response with id {before[:80]!r}; this server keeps the last ones only, and none over a restart"
+            why = f"there is no response with id {before[:80]!r}; this server keeps the last ones only, and none over a restart"
             raise InvalidRequestError("previous_response_id", f"{why}. Send the whole conversation as input.")
         if earlier.cache_salt != given.cache_salt:
             why = "the response was made with another cache_salt, or with none"
@@ -162,7 +162,7 @@ class Tools:
             elif isinstance(tool, FunctionTool):
                 name = Name(tool.name, namespace)
                 if self._names.setdefault(name.flat, name) != name:
-                    what = f"{name.flat[:80]!r} is the name of another function too; needed different names"
+                    what = f"{name.flat[:80]!r} is the name of another function too; give each a name of its own"
                     raise InvalidRequestError(f"{place}[{i}].name", what)
                 self.shown.append(function_tool(name.flat, tool.description, tool.parameters))
             else:
@@ -186,7 +186,7 @@ class InputItems(Conversation):
             if isinstance(model, responses_body.ReferenceItem):
                 known = self._kept.item(model.id, self._owner, self._cache_salt)
                 if known is None:
-                    what = f"Item {model.id[:50]!r} is not known, or not any more; needed the item itself, not a reference to it"
+                    what = f"Item {model.id[:50]!r} is not known, or not any more; send the item itself in place of the reference"
                     raise InvalidRequestError(f"{at}.id", what)
                 item, (model,) = known, validated(Items, {"input": [known]}).input
             self.items.append(item)

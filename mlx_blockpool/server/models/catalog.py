@@ -162,7 +162,7 @@ class Catalog:
         if on_hub:
             advice = "Download others, or start the server with --allow-downloads."
         models = ", ".join(self.listed()) or "none"
-        raise ModelNotFoundError(f"Found no {what} {name[:200]!r} that requests may name. The models are: {models}. {advice}")
+        raise ModelNotFoundError(f"There is no {what} {name[:200]!r} that requests may name. The models are: {models}. {advice}")
 
     def _is_new(self, path: Path) -> bool:
         """Whether a folder is a model that came into an allowed folder since its last scan."""
