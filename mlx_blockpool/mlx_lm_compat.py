@@ -40,7 +40,9 @@ class StockName:
 STOCK: dict[str, StockName] = {
     # The server's functions.
     "server.main": StockName(
-        "parses the options and starts the server; it gets our parser and our run()", "()", ("argparse", "ModelProvider", "run")
+        "parses the options, opens the device and starts the server; it gets our parser, our provider and our run()",
+        "()",
+        ("argparse", "maybe_set_recommended_wired_limit", "ModelProvider", "run"),
     ),
     "server._run_http_server": StockName(
         "binds the port and serves with our classes", "(host, port, response_generator, server_class, handler_class)"

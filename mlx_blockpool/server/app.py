@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import gc
 import logging
 import os
 import signal
@@ -12,6 +13,8 @@ import types
 from collections.abc import Sequence
 from http.server import ThreadingHTTPServer
 from typing import Any
+
+from mlx_lm.utils import maybe_set_recommended_wired_limit
 
 from ..config import EngineConfig, GuardConfig, ImageConfig, PromptConfig
 from ..demo import model_path
@@ -29,6 +32,7 @@ from .models.catalog import Catalog
 from .models.inspection import inspect
 from .models.provider import BlockpoolModelProvider
 from .normalise import Normalisers
+from .prompts.workers import fork_server
 
 # How long a stopping process waits for the responses that say why requests have ended.
 LAST_WORDS_SECONDS = 0.5
@@ -53,7 +57,10 @@ class BlockpoolHTTPServer(ThreadingHTTPServer):
 def main(argv: Sequence[str] | None = None) -> int:
     """Serve with mlx-lm's options and ours; `argv` without the program's name. Returns when the server has stopped."""
     arguments = sys.argv[1:] if argv is None else list(argv)
+    # What was imported is no garbage: collections, of which a load makes some, are the shorter without it.
+    gc.freeze()
     names: dict[str, Any] = {"argparse": _argparse_with(arguments), "ModelProvider": BlockpoolModelProvider, "run": run}
+    names["maybe_set_recommended_wired_limit"] = _open_device
     if "_run_cache_backend" in server_main.__globals__:
         # A patched mlx-lm has chosen its backend by now.
         names["_run_cache_backend"] = lambda parser: None
@@ -63,6 +70,12 @@ def main(argv: Sequence[str] | None = None) -> int:
         print(f"mlx-blockpool: {error}", file=sys.stderr)
         return _leave(1)
     return _leave(0)
+
+
+def _open_device() -> int | None:
+    """mlx-lm's first use of the device, and before it the fork of the prompt workers, which have no device."""
+    fork_server().start_here()
+    return maybe_set_recommended_wired_limit()  # type: ignore[no-any-return]
 
 
 def run(host: str, port: int, model_provider: BlockpoolModelProvider, **http: Any) -> None:

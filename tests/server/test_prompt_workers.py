@@ -33,8 +33,9 @@ from mlx_blockpool.server.prompts.job import (
 from mlx_blockpool.server.prompts.preparation import AgentOrder
 from mlx_blockpool.server.prompts.renderer import PromptRenderer, longest_token
 from mlx_blockpool.server.prompts.template_options import Switches, check_template_options
-from mlx_blockpool.server.prompts.workers import Lane, PromptWorkers, WorkerEndedError
+from mlx_blockpool.server.prompts.workers import ForkServer, Lane, PromptWorkers, WorkerEndedError
 from mlx_blockpool.server.sequential import tokenized
+from server.processes import needs_proc
 from server.serving import at_once, blockpool_server
 
 HELLO = [{"role": "user", "content": "Hello"}]
@@ -261,21 +262,45 @@ def test_a_smaller_job_passes_larger_ones_that_wait() -> None:
     assert order == sorted(sizes)
 
 
-def test_workers_end_with_the_process_that_asked(folder: Path) -> None:
+@needs_proc
+def test_workers_are_forks_of_the_server_with_none_of_its_files_and_end_with_it(folder: Path) -> None:
     code = f"""
 import os, signal
+from pathlib import Path
 from mlx_blockpool.config import PromptConfig
 from mlx_blockpool.server.prompts.job import PromptJob, TokenizerSource
-from mlx_blockpool.server.prompts.workers import Lane, PromptWorkers, WorkerEndedError
-from mlx_blockpool.server.sequential import tokenized
-workers = PromptWorkers(PromptConfig())
-workers.prepare(PromptJob(TokenizerSource({str(folder)!r}, {{}}), "chat", messages=[{{"role": "user", "content": "x"}}]))
-print(workers._small._idle[0]._pid, flush=True)
+from mlx_blockpool.server.prompts.workers import PromptWorkers, fork_server
+
+def prepared():
+    workers = PromptWorkers(PromptConfig())
+    job = PromptJob(TokenizerSource({str(folder)!r}, {{}}), "chat", messages=[{{"role": "user", "content": "x"}}])
+    return workers, len(workers.prepare(job).tokens)
+
+held = open("/etc/hosts")
+fork_server().start_here()
+workers, before = prepared()
+proc = Path(f"/proc/{{workers._small._idle[0]._pid}}")
+parent = Path("/proc") / proc.joinpath("stat").read_text().rpartition(")")[2].split()[1]
+files = [{{fd.readlink().as_posix() for fd in each.joinpath("fd").iterdir() if int(fd.name) > 2}} for each in (proc, parent)]
+is_fork = parent.joinpath("cmdline").read_bytes() == Path("/proc/self/cmdline").read_bytes()
+os.kill(int(parent.name), signal.SIGKILL)
+others, after = prepared()
+print(is_fork, [all(name.startswith("socket:") for name in names) for names in files], after == before, flush=True)
 os.kill(os.getpid(), signal.SIGKILL)
 """
     # The workers have our pipe as their own output: it is at its end when the last of them has ended, or the time runs out.
     ended = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=120, check=False)
-    assert (ended.returncode, ended.stdout.strip().isdecimal()) == (-signal.SIGKILL, True)
+    assert (ended.returncode, ended.stdout) == (-signal.SIGKILL, "True [True, True] True\n"), ended.stderr
+
+
+def test_a_process_with_threads_is_not_forked() -> None:
+    ended, server = threading.Event(), ForkServer()
+    thread = threading.Thread(target=ended.wait)
+    thread.start()
+    server.start_here()
+    ended.set()
+    thread.join()
+    assert server._control is None
 
 
 # -- what a request may change -----------------------------------------------------------------------------------------

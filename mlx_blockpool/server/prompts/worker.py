@@ -215,9 +215,26 @@ def main(descriptor: int, mode: str) -> None:
     resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
     # Where processors are few, the replies that run come first.
     os.nice(NICE)
-    logging.basicConfig(level=logging.WARNING, format="%(asctime)s - %(levelname)s - %(message)s")
+    os.environ["TOKENIZERS_PARALLELISM"] = "false"
+    logging.basicConfig(level=logging.WARNING, format="%(asctime)s - %(levelname)s - %(message)s", force=True)
+    # The server loads the same tokenizers, and logs what they are warned of.
+    logging.getLogger("transformers").setLevel(logging.ERROR)
     if mode == "fork":
         with contextlib.suppress(OSError):
             fork_workers(socket.socket(fileno=descriptor))
         os._exit(0)
     _serve_and_exit(Connection(descriptor))
+
+
+def main_of_fork(descriptor: int) -> None:
+    """main() in "fork" mode, in a fork of the server's process: of its files it keeps the output and the descriptor."""
+    try:
+        os.dup2(os.open(os.devnull, os.O_RDONLY), 0)
+        for name in os.listdir("/dev/fd"):
+            if int(name) not in (0, 1, 2, descriptor):
+                with contextlib.suppress(OSError):
+                    os.close(int(name))
+        main(descriptor, "fork")
+    finally:
+        # Nothing of the server's code may run here.
+        os._exit(1)

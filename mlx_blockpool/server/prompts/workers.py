@@ -19,13 +19,15 @@ import subprocess
 import sys
 import threading
 import time
-from collections.abc import Iterator
+import warnings
+from collections.abc import Callable, Iterator
 from multiprocessing.connection import Connection
 from pathlib import Path
 
 from ...config import PromptConfig
 from ...errors import PromptError, UnavailableError
 from ..bodies import UNCHECKED_BYTES
+from . import worker
 from .job import (
     OUT_OF_TIME,
     Job,
@@ -64,6 +66,16 @@ class ForkServer:
         self._changing = threading.Lock()
         self._control: socket.socket | None = None
 
+    def start_here(self) -> None:
+        """Start it as a fork of this process, which saves a second import of everything.
+
+        For a process that has only imported modules, since a fork of an open device or of other threads' locks is not safe. Does
+        nothing in a process with threads, or on macOS: there the first worker starts a fresh process.
+        """
+        with self._changing:
+            if FORKS and self._control is None and threading.active_count() == 1:
+                self._control = _fork()
+
     def connect(self) -> Connection:
         """A connection to a worker of one's own."""
         ours, theirs = socket.socketpair()
@@ -91,11 +103,28 @@ def _start(mode: str) -> socket.socket:
             f"from mlx_blockpool.server.prompts.worker import main; main({theirs.fileno()}, {mode!r})"
         )
         # The server has logged what libraries log when they start.
-        environment = {**os.environ, "TRANSFORMERS_VERBOSITY": "error", "TOKENIZERS_PARALLELISM": "false"}
+        environment = {**os.environ, "TRANSFORMERS_VERBOSITY": "error"}
         command = [sys.executable, "-c", code]
         process = subprocess.Popen(command, stdin=subprocess.DEVNULL, pass_fds=[theirs.fileno()], env=environment)
-    threading.Thread(target=process.wait, name="prompt-worker-end", daemon=True).start()
+    _reap(process.wait)
     return ours
+
+
+def _fork() -> socket.socket:
+    """As _start("fork"), but a fork of this process."""
+    ours, theirs = socket.socketpair()
+    with theirs, warnings.catch_warnings():
+        # Threads that libraries have started are not used in the fork.
+        warnings.simplefilter("ignore", DeprecationWarning)
+        pid = os.fork()
+        if pid == 0:
+            worker.main_of_fork(theirs.fileno())
+    _reap(lambda: os.waitpid(pid, 0))
+    return ours
+
+
+def _reap(wait: Callable[[], object]) -> None:
+    threading.Thread(target=wait, name="prompt-worker-end", daemon=True).start()
 
 
 @functools.cache
