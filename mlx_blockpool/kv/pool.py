@@ -19,11 +19,12 @@ import weakref
 from bisect import bisect_right
 from collections import deque
 from collections.abc import Iterable, Mapping, Sequence
+from operator import itemgetter
 
 from ..config import PoolConfig
 from ..errors import PoolExhaustedError
 from ..spec import BLOCK_TOKENS, ModelCacheSpec, blocks_for
-from .blocks import BlockCounts, BlockTable, GroupBlocks, by_group
+from .blocks import Block, BlockCounts, BlockTable, GroupBlocks, by_group
 from .budget import Budget
 
 # Blocks of a sequence that nothing limits.
@@ -226,6 +227,10 @@ class BlockPool:
     def counts(self) -> list[BlockCounts]:
         """Figures of each group. From other threads a snapshot that may be one operation old."""
         return [g.counts() for g in list(self._groups)]
+
+    def block_states(self, group: int) -> list[tuple[int, Block]]:
+        """Every block of a group by its id. Generation thread only."""
+        return sorted(self._groups[group].blocks.items(), key=itemgetter(0))
 
     def settle(self) -> list[BlockCounts]:
         """counts() after everything that was given back has taken effect. Generation thread only."""

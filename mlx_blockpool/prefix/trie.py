@@ -233,6 +233,19 @@ class Trie:
             nodes.append(child)
         return PrefixRef.of(nodes, min(ref.tokens, len(nodes) * BLOCK_TOKENS), ref.salt)
 
+    def deepest(self, ref: PrefixRef) -> Node | None:
+        """The last cached edge of a prefix: the end of find(), looked for from the end. None: nothing is cached."""
+        for index in range(len(ref.hashes) - 1, -1, -1):
+            found = self._by_hash.get(ref.hashes[index])
+            node = None if found is None else found.latest
+            if node is None or node.removed:
+                continue
+            size = ref.tokens - (index + 1) * BLOCK_TOKENS
+            if 0 < size < BLOCK_TOKENS:
+                return next((child for child in node.children if _starts_with(child, ref.hashes[-1], size)), node)
+            return node
+        return None
+
     def child(self, node: Node, edge: bytes) -> Node | None:
         """The child that begins with all tokens of `edge`, if there is one."""
         child, count = _longest_match(node, edge)

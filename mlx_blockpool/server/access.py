@@ -28,8 +28,8 @@ from ..store.agent_files import SEPARATOR
 STOCK_PATHS = ("/v1/completions", "/v1/chat/completions", "/chat/completions", "/v1/models", "/health", "/")
 # Anthropic's clients send a request here to see whether the server runs.
 HELLO = "/api/hello"
-# These need no key: they only show that the server runs.
-OPEN = (("GET", "/health"), ("HEAD", "/health"), ("HEAD", "/"), ("GET", HELLO), ("HEAD", HELLO))
+# These need no key, and neither does the page: they only show that the server runs.
+OPEN = ("/health", HELLO)
 # The body of these requests is a file, which the endpoint reads from the wire and bounds.
 FILES = re.compile(r"/v1/agents/[^/]+/import")
 # Schemes of origins of installed apps and extensions; no page on the web can have one. A downloaded page can have `file`.
@@ -140,12 +140,23 @@ class AccessPolicy:
         origin, allowed = headers.get("Origin"), self.config.allowed_origins
         if origin is None or method == "OPTIONS" or origin in allowed or "*" in allowed or not is_foreign(origin):
             return None
+        if self._is_own_page(origin, headers):
+            return None
         if not allowed and (path in STOCK_PATHS or is_model(path) or self._keys):
             return None
         return Rejected(403, f"Origin {shown(origin)} is not allowed: it is a page from elsewhere. Add it to --allowed-origins.")
 
+    def _is_own_page(self, origin: str, headers: Any) -> bool:
+        """Whether an Origin is a page of this server under a name that is no other page's: an address, or one that is allowed."""
+        host = headers.get("Host", "").strip().lower()
+        if origin.lower() not in (f"http://{host}", f"https://{host}"):
+            return False
+        name = host_name(host)
+        return name in (self.config.host.lower(), *self.config.allowed_hosts) or is_address(name)
+
     def _check_key(self, method: str, path: str, headers: Any) -> Rejected | None:
-        if not self._keys or method == "OPTIONS" or (method, path) in OPEN or self._matching(headers):
+        is_open = method == "OPTIONS" or (method in ("GET", "HEAD") and (path in OPEN or is_page(path)))
+        if not self._keys or is_open or self._matching(headers):
             return None
         fault = "The API key is wrong" if any(_given(headers)) else "The request has no API key"
         return Rejected(401, f"{fault}. Send the server's key as 'Authorization: Bearer KEY' or 'x-api-key: KEY'.")
@@ -206,6 +217,11 @@ class BudgetShare:
         self._held = 0
 
 
+def is_page(path: str) -> bool:
+    """Whether a path is that of the page or one of its files, which hold no data."""
+    return path in ("/", "/favicon.ico") or path.startswith("/page/")
+
+
 def is_model(path: str) -> bool:
     """Whether a path names one model."""
     return path.startswith("/v1/models/")
@@ -225,6 +241,15 @@ def is_loopback_name(name: str) -> bool:
         return ipaddress.ip_address(name).is_loopback
     except ValueError:
         return False
+
+
+def is_address(name: str) -> bool:
+    """Whether a name is an IP address, which no other machine's page can be rebound to."""
+    try:
+        ipaddress.ip_address(name)
+    except ValueError:
+        return False
+    return True
 
 
 def is_foreign(origin: str) -> bool:

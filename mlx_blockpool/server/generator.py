@@ -33,6 +33,8 @@ from .model import LoadedModel
 from .models.provider import BlockpoolModelProvider
 from .models.registry import LoadCommand, ModelRegistry
 from .normalise import Normalisers
+from .page.cache_map import CacheMaps
+from .page.hour import Hour
 from .prompts.preparation import AgentOrder, PromptPreparation
 from .prompts.workers import PromptWorkers
 from .replies import HangUps, Reply, fit
@@ -56,8 +58,8 @@ class BlockpoolGenerator(ResponseGenerator):  # type: ignore[misc]
     generate() runs on the thread of a socket and prepares the prompt there; everything below _run_generate() runs on the
     generation thread. `model` is the one whose request has started last; mlx-lm reads its `model_provider` and `prompt_cache`.
     `normalisers`, `guard`, `warm_up`, `responses` and `spool` are kept for the socket threads, and so is `pixels`, the budget for
-    the images of all requests. `explanations`: how the last requests used the cache. `agent_files`: the agents' files in the
-    store's folder, each read once; None without a store.
+    the images of all requests. `explanations`: how the last requests used the cache. `maps`, `hour`: what the page shows.
+    `agent_files`: the agents' files in the store's folder, each read once; None without a store.
     """
 
     prompt_cache: SequentialCache
@@ -78,6 +80,8 @@ class BlockpoolGenerator(ResponseGenerator):  # type: ignore[misc]
     ) -> None:
         self.guard = guard or AccessPolicy()
         self.explanations = Explanations()
+        self.maps = CacheMaps(self)
+        self.hour = Hour()
         self.store_config = store
         self.agent_files = None if store is None else Agents(store.folder or default_folder())
         self.warm_up: Any = None
@@ -307,6 +311,7 @@ class BlockpoolGenerator(ResponseGenerator):  # type: ignore[misc]
         if not self.registry.begin():
             return
         self.health.doing("loading a model")
+        self.maps.stop()
         swap = self.registry.advance()
         self.health.mark()
         if swap is None:

@@ -16,7 +16,7 @@ from contextlib import contextmanager
 from email.message import Message
 from http import HTTPStatus
 from typing import Any
-from urllib.parse import urlsplit
+from urllib.parse import parse_qs, urlsplit
 
 from ..errors import BlockpoolError, ModelNotFoundError, PromptError, UnavailableError
 from ..mlx_lm_compat import APIHandler
@@ -37,6 +37,10 @@ from .live.http import PATH as EVENTS
 from .live.http import EventsEndpoint
 from .models.http import COMMANDS, ModelsEndpoint, cache_report
 from .outgoing import OnlyHeaders, Outgoing
+from .page import FIGURES, send_page
+from .page import PATHS as PAGE
+from .page.cache_map import PATH as MAP
+from .page.hour import PATH as HOUR
 from .scope import GENERATES, RequestScope
 
 log = logging.getLogger(__name__)
@@ -220,11 +224,18 @@ class BlockpoolHandler(APIHandler):  # type: ignore[misc]
     def do_GET(self) -> None:  # noqa: N802
         with self._failures_answered():
             scope, generator = self.scope, self._generator
-            if self.route == "/v1/cache":
+            if self.route in PAGE:
+                send_page(self)
+            elif self.route == "/v1/cache":
                 report = own_figures(scope.owner, cache_report(generator.registry, generator.report))
                 self.send_json(200, {**report, "prompts": generator.prompts.counts})
             elif self.route == EVENTS:
                 EventsEndpoint(self).get()
+            elif self.route == MAP:
+                model = parse_qs(urlsplit(self.path).query).get("model", [None])[0]
+                self.send_json(200, generator.maps.answer(scope.owner, model))
+            elif self.route == HOUR:
+                self.send_json(200, generator.hour.answer(scope.owner))
             elif is_explain(self.route):
                 self.send_json(*answer_about(self.route, generator.explanations, scope.asker(self.headers)))
             elif self.route == "/admin/models":
@@ -253,10 +264,7 @@ class BlockpoolHandler(APIHandler):  # type: ignore[misc]
     def do_HEAD(self) -> None:  # noqa: N802
         """The headers of do_GET; clients send HEAD / to see whether the server runs."""
         self.wfile = OnlyHeaders(self.wfile)
-        if self.route == "/":
-            self.send_json(200, {})
-        else:
-            self.do_GET()
+        self.do_GET()
 
     def do_DELETE(self) -> None:  # noqa: N802
         with self._failures_answered():
@@ -327,6 +335,11 @@ class BlockpoolHandler(APIHandler):  # type: ignore[misc]
         except (BlockpoolError, ValueError, RuntimeError) as error:
             answer = openai_status(error), {"error": str(error)}
         self.send_json(*answer)
+
+    def log_request(self, code: int | str = "-", size: int | str = "-") -> None:
+        """http.server's, without the figures that a page in a browser reads again and again."""
+        if not (code == HTTPStatus.OK and self.command == "GET" and self.route in FIGURES):
+            super().log_request(code, size)
 
     # -- the response --------------------------------------------------------------------------------------------------
 

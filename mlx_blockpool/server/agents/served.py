@@ -99,6 +99,10 @@ class ServedAgents:
         if is_first:
             self._writer.submit(self._write_pending)
 
+    def known(self) -> list[Agent]:
+        """Every agent with its last turn, from memory or else from its file as last read."""
+        return list(({agent.name: agent for agent in self._seen} | self.noted).values())
+
     def path_of(self, name: str) -> PrefixRef | None:
         """The path of an agent's last turn, from memory or else from its file as last read; None: no such agent."""
         noted = self.noted.get(name) or next((agent for agent in self._seen if agent.name == name), None)

@@ -1,0 +1,63 @@
+// Requests to this server, with its key where it has one, and its stream of events.
+
+const NAME = "mlx-blockpool-key";
+let asking = null;
+let askForKey = async () => null;
+
+/** `ask(isWrong)` resolves to a key that a person has typed. */
+export function withKeys(ask) {
+  askForKey = ask;
+}
+
+export const hasKey = () => sessionStorage.getItem(NAME) !== null;
+
+export function forgetKey() {
+  sessionStorage.removeItem(NAME);
+  location.reload();
+}
+
+async function request(path, options) {
+  for (;;) {
+    const key = sessionStorage.getItem(NAME);
+    const headers = { ...options.headers, ...(key === null ? {} : { Authorization: `Bearer ${key}` }) };
+    const response = await fetch(path, { ...options, headers, cache: "no-store", redirect: "error" });
+    if (response.status !== 401) return response;
+    if (sessionStorage.getItem(NAME) !== key) continue;
+    // One question, however many requests wait for its answer.
+    asking ??= askForKey(key !== null).then((typed) => {
+      sessionStorage.setItem(NAME, typed);
+      asking = null;
+    });
+    await asking;
+  }
+}
+
+/** The JSON of a response. Throws an Error with the server's own words. */
+export async function call(path, method = "GET", body = undefined, headers = {}) {
+  const response = await request(path, { method, headers, body: body === undefined ? undefined : JSON.stringify(body) });
+  const answer = await response.json().catch(() => null);
+  if (response.ok) return answer;
+  const error = answer && answer.error;
+  throw new Error((error && error.message) || error || `The server answered ${response.status}.`);
+}
+
+/** The state of the server, which it reports with 503 where something is wrong. */
+export async function health() {
+  const response = await fetch("health", { cache: "no-store" });
+  return response.json();
+}
+
+/** Call `onEvent(kind)` for each event, as long as the connection lasts. EventSource cannot send a key. */
+export async function events(onEvent, signal) {
+  const response = await request("v1/cache/events", { signal });
+  if (!response.ok) throw new Error(`no events: ${response.status}`);
+  const reader = response.body.pipeThrough(new TextDecoderStream()).getReader();
+  let rest = "";
+  for (;;) {
+    const { done, value } = await reader.read();
+    if (done) return;
+    const lines = (rest + value).split("\n");
+    rest = lines.pop();
+    for (const line of lines) if (line.startsWith("event:")) onEvent(line.slice(6).trim());
+  }
+}

@@ -1,0 +1,184 @@
+// Asks the server for its figures, sooner where an event says that something changed, and draws them.
+
+import { announce, askForKey } from "./acts.js";
+import { call, events, forgetKey, hasKey, health, withKeys } from "./api.js";
+import { drawBlocks, legend } from "./blocks.js";
+import { bytes, h, plural, render } from "./dom.js";
+import * as panels from "./panels.js";
+import { drawTree, treeNote, usersOf } from "./tree.js";
+
+const BUSY = 500;
+const IDLE = 1000;
+const SLOW = 2500;
+const $ = (id) => document.getElementById(id);
+const state = {
+  cache: null, map: null, agents: null, models: null, requests: [], hour: [], hits: {}, health: null,
+  group: 0, model: null, selection: null, openAgent: null, openRequest: null, explained: {}, showsAll: false, showsRequests: false,
+  lost: null, speed: { tokens: null, prompt: null }, counts: [], preempted: 0, slow: 0, live: false,
+};
+
+withKeys(askForKey);
+
+// -- what the server says ----------------------------------------------------------------------------------------------
+
+async function look(isSlow) {
+  const query = state.model ? `?model=${encodeURIComponent(state.model)}` : "";
+  const fast = [call(`v1/cache/map${query}`), call("v1/cache")];
+  const slow = isSlow ? [call("v1/agents"), call("admin/models"), call("v1/cache/explain"), call("v1/cache/hour"), health()] : [];
+  const [map, cache, agents, models, explain, hour, well] = await Promise.all([...fast, ...slow]);
+  state.map = withNames(map);
+  const models_ = cache.models || {};
+  state.cache = models_[map.model] || cache;
+  measure(state.cache.engine || {});
+  if (isSlow) {
+    Object.assign(state, { agents, models, requests: explain.requests, hour: hour.minutes, hits: hour.agents, health: well });
+    for (const agent of agents.agents) withSizes(agent);
+  }
+}
+
+/** Agents by their names as people read them, and the agents of each segment. */
+function withNames(map) {
+  map.label = (name) => (name === null ? null : name === "anonymous" ? "requests without an agent" : name.replace(/^content-([0-9a-f]{6})[0-9a-f]{26}$/, "chat $1").replaceAll("\u0000", "/"));
+  map.names = map.agents.map(map.label);
+  map.users = usersOf(map.trie);
+  return map;
+}
+
+function withSizes(agent) {
+  agent.memory ??= { own_bytes: 0, shared_bytes: 0 };
+  agent.disk ??= { own_bytes: 0, shared_bytes: 0 };
+}
+
+/** Tokens per second from the last few counts, and how many requests were preempted within a minute. */
+function measure(engine) {
+  const now = performance.now();
+  const latest = { now, tokens: engine.tokens || 0, prompt: engine.prompt_tokens || 0, out: engine.swapped_out || 0 };
+  if (state.counts.length && latest.tokens < state.counts.at(-1).tokens) state.counts = [];
+  state.counts = [...state.counts.filter((count) => now - count.now < 60000), latest];
+  const before = state.counts.find((count) => now - count.now < 4000);
+  const elapsed = (now - before.now) / 1000;
+  if (elapsed > 0.5) state.speed = { tokens: (latest.tokens - before.tokens) / elapsed, prompt: (latest.prompt - before.prompt) / elapsed };
+  state.preempted = latest.out - state.counts[0].out;
+}
+
+// -- what people choose ------------------------------------------------------------------------------------------------
+
+function select(selection) {
+  state.selection = selection;
+  draw();
+}
+
+function openAgent(name, number) {
+  state.openAgent = name;
+  select(name === null || number < 0 ? null : { agent: number });
+}
+
+async function openRequest(key, request) {
+  state.openRequest = key;
+  draw();
+  if (key === null || !request.id) return;
+  // The text of a prompt is for the agent that sent it.
+  const headers = request.agent ? { "X-Agent-Id": encodeURIComponent(request.agent) === request.agent ? request.agent : latin1(request.agent) } : {};
+  try {
+    state.explained[key] = await call(`v1/cache/explain/${encodeURIComponent(request.id)}`, "GET", undefined, headers);
+  } catch (failure) {
+    announce(failure.message);
+  }
+  draw();
+}
+
+/** A header's value has bytes, of which the server makes UTF-8 again. */
+const latin1 = (text) => String.fromCharCode(...new TextEncoder().encode(text));
+
+// -- drawing -----------------------------------------------------------------------------------------------------------
+
+function draw() {
+  const { map } = state;
+  render($("alarms"), panels.alarms(state));
+  render($("state"), [state.lost ? "no connection" : state.health && state.health.status !== "ok" ? state.health.status : state.live ? "live" : "connected"]);
+  $("state").className = `pill ${state.lost ? "is-bad" : state.health && state.health.status !== "ok" ? "is-bad" : "is-good"}`;
+  $("forget").hidden = !hasKey();
+  if (!map) return;
+  document.title = `${map.requests.length ? `${map.requests.length} · ` : ""}${map.model || "no model"} · mlx-blockpool`;
+  render($("serving"), [map.model || "no model is loaded"]);
+  render($("tiles"), panels.tiles(state));
+  drawGroups();
+  const group = map.groups[state.group] || map.groups[0] || null;
+  drawBlocks(map, group, state.selection, select);
+  render($("legend"), legend(group));
+  render($("tree"), drawTree(map, state.selection, select, draw));
+  render($("tree-note"), [treeNote(map)]);
+  render($("running"), panels.running(map));
+  const batch = map.requests.filter((request) => request.state === "decode").length;
+  render($("running-note"), [batch > 1 ? `batch of ${batch}` : ""]);
+  if (!state.agents) return;
+  const listed = state.agents.agents;
+  render($("agent-table"), panels.agents({ ...state, listed, open: state.openAgent, onOpen: openAgent, onShowAll: () => ((state.showsAll = !state.showsAll), draw()), refresh }));
+  render($("agents-note"), [`${plural(listed.length, "agent")}, ${bytes(listed.reduce((sum, agent) => sum + agent.memory.own_bytes, 0))} of their own`]);
+  render($("requests"), panels.requests({ ...state, listed: state.requests, open: state.openRequest, onOpen: openRequest, onShowRequests: () => ((state.showsRequests = !state.showsRequests), draw()) }));
+  render($("models"), panels.models({ found: state.models, refresh }));
+  render($("models-note"), [`${bytes(state.models.memory.active_bytes)} in use by mlx`]);
+}
+
+function drawGroups() {
+  const choices = [
+    ...state.map.models.length > 1 ? state.map.models.map((name) => [name, name === state.map.model, () => ((state.model = name), refresh())]) : [],
+    ...state.map.groups.length > 1 ? state.map.groups.map((group, i) => [group.name, i === Math.min(state.group, state.map.groups.length - 1), () => ((state.group = i), draw())]) : [],
+  ];
+  render($("groups"), choices.length ? choices.map(([name, isChosen, choose]) =>
+    h("button", { type: "button", key: name, class: "choice", "aria-pressed": isChosen ? "true" : "false", onclick: choose }, name))
+    : [h("p", { class: "note" }, state.map.groups[0] ? state.map.groups[0].name : "")]);
+}
+
+// -- the loop ----------------------------------------------------------------------------------------------------------
+
+let wake = () => {};
+const sleep = (milliseconds) => new Promise((resolve) => {
+  const timer = setTimeout(resolve, milliseconds);
+  wake = () => (clearTimeout(timer), resolve());
+});
+
+/** Look again soon, at everything. */
+function refresh() {
+  state.slow = 0;
+  wake();
+}
+
+async function loop() {
+  for (;;) {
+    if (document.hidden) await new Promise((resolve) => document.addEventListener("visibilitychange", resolve, { once: true }));
+    const start = performance.now();
+    const isSlow = start >= state.slow;
+    try {
+      await look(isSlow);
+      if (isSlow) state.slow = performance.now() + SLOW;
+      state.lost = null;
+    } catch (failure) {
+      state.lost = failure.message;
+      state.slow = 0;
+    }
+    draw();
+    // At most half of the time is spent on looking, however slow the server answers.
+    await sleep(Math.max(performance.now() - start, state.map && state.map.requests.length ? BUSY : IDLE));
+  }
+}
+
+/** Changes of agents, models and requests are looked at as soon as an event tells of them. */
+async function follow() {
+  for (;;) {
+    try {
+      await events((kind) => {
+        state.live = true;
+        if (!kind.endsWith("_progress")) state.slow = Math.min(state.slow, performance.now() + 400);
+      });
+    } catch {
+      // The figures are asked for again and again anyway.
+    }
+    state.live = false;
+    await new Promise((resolve) => setTimeout(resolve, 3000));
+  }
+}
+
+$("forget").onclick = forgetKey;
+loop();
+follow();

@@ -1,0 +1,223 @@
+"""The page at /: its files need no key and load nothing from elsewhere; what it reads needs the key."""
+
+from __future__ import annotations
+
+import re
+import threading
+import urllib.error
+import urllib.request
+from collections import Counter
+from collections.abc import Iterator
+from email.message import Message
+from importlib.resources import files
+from pathlib import Path
+from typing import Any
+
+import pytest
+from models import save_model
+
+from mlx_blockpool.config import GuardConfig
+from mlx_blockpool.server import page
+from mlx_blockpool.server.access import AccessPolicy, is_page
+from mlx_blockpool.server.jobs import Job
+from mlx_blockpool.server.page import cache_map
+from mlx_blockpool.server.page.cache_map import CacheMaps
+from server.serving import Client, at_once, blockpool_server
+
+NAMES = sorted(page.TYPES)
+
+
+@pytest.fixture(scope="module")
+def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Client]:
+    keys = tmp_path_factory.mktemp("keys") / "keys"
+    keys.write_text("ann:key-of-ann\nbob:key-of-bob\n")
+    model = save_model(tmp_path_factory.mktemp("llama"), "llama")
+    with blockpool_server(model, "--pool-bytes", "30MB", "--api-key-file", str(keys)) as running:
+        yield running
+
+
+def get(server: Client, path: str, method: str = "GET", **headers: str) -> tuple[int, Message, bytes]:
+    request = urllib.request.Request(f"http://127.0.0.1:{server.port}{path}", headers=headers, method=method)
+    try:
+        with urllib.request.urlopen(request) as answer:
+            return answer.status, answer.headers, answer.read()
+    except urllib.error.HTTPError as error:
+        return error.code, error.headers, error.read()
+
+
+def text(name: str) -> str:
+    return page.read(name).decode()
+
+
+def test_all_files_are_served_without_a_key(server: Client) -> None:
+    for path, name in page.PATHS.items():
+        status, headers, body = get(server, path)
+        assert (status, headers["Content-Type"], body) == (200, page.TYPES[name], page.read(name))
+        assert is_page(path)
+        policy = headers["Content-Security-Policy"]
+        assert "default-src 'none'" in policy
+        assert "unsafe" not in policy
+        assert headers["X-Content-Type-Options"] == "nosniff"
+        head = get(server, path, "HEAD")
+        assert (head[0], head[1]["Content-Length"], head[2]) == (200, str(len(body)), b"")
+    assert get(server, "/page/no.js")[0] == 404
+    assert get(server, "/page/../__init__.py")[0] == 404
+    assert get(server, "/", "POST")[0] == 401
+
+
+def test_what_the_page_reads_needs_the_key(server: Client) -> None:
+    for path in page.FIGURES:
+        assert get(server, path)[0] == (200 if path == "/health" else 401)
+        assert get(server, path, Authorization="Bearer key-of-ann")[0] == 200
+
+
+def test_files_of_the_folder_are_those_that_are_served() -> None:
+    found = {entry.name for entry in files(page).iterdir() if not entry.name.startswith("__") and not entry.name.endswith(".py")}
+    assert found == set(NAMES)
+    assert sum(len(page.read(name)) for name in NAMES) < 100_000
+
+
+def test_nothing_is_inline_or_from_elsewhere() -> None:
+    html = text("index.html")
+    assert re.findall(r"<script(?![^>]*src=)|<style|\sstyle=|\son\w+=|javascript:", html) == []
+    for name in NAMES:
+        assert [url for url in re.findall(r"https?://[^\"'\s]+", text(name)) if "www.w3.org" not in url] == [], name
+    assert {*re.findall(r"(?:src|href)=\"(?!#)([^\"]+)\"", html)} <= {path.removeprefix("/") for path in page.PATHS}
+
+
+@pytest.mark.parametrize("name", [name for name in NAMES if name.endswith(".js")])
+def test_text_is_never_parsed(name: str) -> None:
+    assert re.findall(r"innerHTML|outerHTML|insertAdjacent|document\.write|\beval\b|new Function|DOMParser", text(name)) == []
+    imported = re.findall(r"from \"\./([^\"]+)\"", text(name))
+    assert set(imported) <= set(NAMES)
+
+
+def test_every_endpoint_that_the_page_names_is_one_of_the_server(server: Client) -> None:
+    named = set(re.findall(r"[\"`]((?:v1|admin|health)[/\w]*)", "".join(text(name) for name in NAMES)))
+    assert {f"/{path}".rstrip("/") for path in named} >= {path for path in page.FIGURES if path != "/health"}
+
+
+def test_figures_that_are_read_again_and_again_are_not_logged(server: Client, capfd: pytest.CaptureFixture[str]) -> None:
+    for path in ("/v1/cache", "/v1/cache/nothing", "/v1/models"):
+        get(server, path, Authorization="Bearer key-of-ann")
+    logged = re.findall(r'"GET (\S+) HTTP', capfd.readouterr().err)
+    assert logged == ["/v1/cache/nothing", "/v1/models"]
+
+
+def headers_of(**headers: str) -> Message:
+    message = Message()
+    for name, value in headers.items():
+        message[name] = value
+    return message
+
+
+def test_acts_of_the_own_page_pass_the_check_of_origins() -> None:
+    def status(config: GuardConfig, origin: str, host: str) -> int | None:
+        rejected = AccessPolicy(config).check("POST", "/v1/agents/a/pin", headers_of(Host=host, Origin=origin))
+        return rejected and rejected.status
+
+    remote = GuardConfig(host="0.0.0.0", allow_remote=True)
+    assert status(remote, "http://192.168.1.7:8080", "192.168.1.7:8080") is None
+    assert status(remote, "http://192.168.1.7:9090", "192.168.1.7:8080") == 403
+    # A name that anybody may point at this machine.
+    assert status(remote, "http://evil.example:8080", "evil.example:8080") == 403
+    named = GuardConfig(host="0.0.0.0", allow_remote=True, allowed_hosts=("box.lan",))
+    assert status(named, "http://box.lan:8080", "box.lan:8080") is None
+    assert status(named, "http://evil.example", "box.lan:8080") == 403
+    assert status(GuardConfig(), "http://localhost:8080", "localhost:8080") is None
+
+
+def test_the_page_is_part_of_the_wheel() -> None:
+    project = (Path(__file__).parents[2] / "pyproject.toml").read_text(encoding="utf-8")
+    (patterns,) = re.findall(r'"mlx_blockpool.server.page" = \[(.*)\]', project)
+    assert {f'"*{Path(name).suffix}"' for name in NAMES} == set(patterns.split(", "))
+
+
+# -- figures -----------------------------------------------------------------------------------------------------------
+
+
+def ask(server: Client, who: str, path: str, body: Any = None) -> Any:
+    status, answer = server.send(path, body, headers={"x-api-key": f"key-of-{who}"})
+    assert status == 200, answer
+    return answer
+
+
+def test_the_map_is_that_of_the_pool(server: Client, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(cache_map, "LEAST_SECONDS", 0.0)
+    monkeypatch.setattr(cache_map, "REST", 0)
+    system = {"role": "system", "content": "All agents begin like this. " * 24}
+    for who, name in (("ann", "one"), ("ann", "two"), ("bob", "one")):
+        chat = {"messages": [system, {"role": "user", "content": f"{who} {name}"}], "max_tokens": 2, "user": name}
+        ask(server, who, "/v1/chat/completions", chat)
+    server.settle()
+    found = {who: ask(server, who, "/v1/cache/map") for who in ("ann", "bob")}
+    (served,) = server.generator.registry.loaded.values()
+    counts = served.prefix.pool.settle()[0]
+    letters = Counter(found["ann"]["groups"][0]["states"].lower())
+    assert (letters["f"], letters["c"] + letters["o"]) == (counts.free, counts.evictable)
+    assert [found[who]["agents"] for who in ("ann", "bob")] == [["one", "two"], ["one"]]
+    shared = [s for s in found["ann"]["trie"] if s["start"] == 0]
+    assert len(shared) == 1
+    assert shared[0]["end"] >= 512
+    assert "C" in found["ann"]["groups"][0]["states"]
+    assert "C" not in found["bob"]["groups"][0]["states"]
+    assert found["bob"]["requests"] == []
+    assert ask(server, "ann", "/v1/cache/map?model=nothing")["model"] == found["ann"]["model"]
+    assert server.send("/v1/cache/map")[0] == 401
+
+
+def test_requests_in_progress_are_those_of_the_owner(server: Client, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(cache_map, "LEAST_SECONDS", 0.0)
+    monkeypatch.setattr(cache_map, "REST", 0)
+    seen: list[Any] = []
+    chat = {"messages": [{"role": "user", "content": "Go on. " * 40}], "max_tokens": 90, "user": "long"}
+
+    def look() -> None:
+        while not seen:
+            seen.extend(request for request in ask(server, "ann", "/v1/cache/map")["requests"] if request["generated"])
+            assert ask(server, "bob", "/v1/cache/map")["requests"] == []
+
+    at_once([lambda: ask(server, "ann", "/v1/chat/completions", chat), look])
+    (request,) = seen[:1]
+    assert (request["agent"], request["state"], request["most"]) == ("long", "decode", 90)
+    assert request["done"] == request["prompt"] > 40
+
+
+def test_a_survey_rests_two_hundred_times_as_long_as_it_took(server: Client) -> None:
+    generator = server.generator
+    maps = CacheMaps(generator)
+    put, jobs = generator.requests.put, []
+
+    def counting(item: Any) -> None:
+        jobs.append(item)
+        put(item)
+
+    generator.requests.put = counting
+    try:
+        at_once([lambda: maps.answer("ann")] * 8)
+        taken = len(jobs)
+        maps._due = threading.TIMEOUT_MAX
+        maps.answer("ann")
+    finally:
+        del generator.requests.put
+    assert 1 <= taken == len(jobs)
+
+
+def test_a_survey_ends_where_models_change(server: Client, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(cache_map, "STEP_SECONDS", -1.0)
+    generator, maps = server.generator, CacheMaps(server.generator)
+    put = generator.requests.put
+
+    def stopping(job: Any) -> None:
+        put(job)
+        if maps._pending is not None:
+            # Between two steps of the survey, as a swap of models begins.
+            put(Job(maps.stop))
+
+    generator.requests.put = stopping
+    try:
+        answer = maps.answer(None)
+    finally:
+        del generator.requests.put
+    assert (answer["model"], answer["seconds_ago"]) == (None, None)
+    assert maps.answer(None)["model"] is None or maps._surveyed
