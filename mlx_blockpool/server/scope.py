@@ -85,6 +85,7 @@ class RequestScope:
 
     def generate(self, request: PromptRequest, arguments: Any, progress_callback: Any = None) -> Any:
         """The generator's own, for this request's agent and owner, with its prompt normalised. Raises what that raises."""
+        begun = time.monotonic()
         try:
             self._prepare(request, arguments)
             context, responses = self.generator.generate(request, arguments, progress_callback)
@@ -92,7 +93,7 @@ class RequestScope:
             self.fail(error)
             raise
         self._prompt = context.prompt
-        return context, self._collected(responses)
+        return context, self._collected(responses, context, begun)
 
     def _prepare(self, request: PromptRequest, arguments: Any) -> None:
         """Normalise the prompt, and give the request what the generation thread reads of this scope."""
@@ -162,14 +163,20 @@ class RequestScope:
             self._messages, message, self._sampled, self._scope, self._prompt, self._context, self.options.agent
         )
 
-    def _collected(self, responses: Iterator[Any]) -> Iterator[Any]:
+    def _collected(self, responses: Iterator[Any], context: Any, begun: float) -> Iterator[Any]:
         try:
             for response in responses:
+                if not self._sampled:
+                    self._count(context, time.monotonic() - begun)
                 self._sampled.append(response.token)
                 yield response
         except Exception as error:
             self.fail(error)
             raise
+
+    def _count(self, context: Any, ttft: float) -> None:
+        named = self.options.agent or self.options.conversation
+        self.generator.hour.record(self.owner, named, len(context.prompt), context.prompt_cache_count, ttft)
 
     def _check(self, model: Any) -> None:
         """Raises ValueError and ModelNotFoundError for names that no agent and no model can have."""

@@ -19,10 +19,10 @@ def test_requests_are_counted_by_minute_and_agent() -> None:
     found.record(None, "a", 100, 60, 0.2)
     found.record(None, "a", 100, 100, 0.4)
     clock.now += 60
-    found.record(None, None, 10, 0, None)
+    found.record(None, None, 10, 0, 0.5)
     answer = found.answer(None)
     first = {"time": 6000, "requests": 2, "prompt_tokens": 200, "cached_tokens": 160, "ttft": {"median": 0.3, "p95": 0.4}}
-    second = {"time": 6060, "requests": 1, "prompt_tokens": 10, "cached_tokens": 0, "ttft": None}
+    second = {"time": 6060, "requests": 1, "prompt_tokens": 10, "cached_tokens": 0, "ttft": {"median": 0.5, "p95": 0.5}}
     assert answer["minutes"] == [first, second]
     assert answer["agents"] == {"a": {"requests": 2, "prompt_tokens": 200, "cached_tokens": 160}}
 
@@ -47,7 +47,7 @@ def test_owners_see_their_own() -> None:
     assert found.answer("carl") == {"minutes": [], "agents": {}}
 
 
-def test_memory_is_bounded(monkeypatch: object) -> None:
+def test_memory_is_bounded() -> None:
     found = Hour(Clock())
     for number in range(3 * hour.MOST_AGENTS):
         found.record(None, f"agent {number}", 1, 0, float(number % 2))

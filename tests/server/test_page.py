@@ -162,6 +162,10 @@ def test_the_map_is_that_of_the_pool(server: Client, monkeypatch: pytest.MonkeyP
     assert "C" in found["ann"]["groups"][0]["states"]
     assert "C" not in found["bob"]["groups"][0]["states"]
     assert found["bob"]["requests"] == []
+    hour = ask(server, "bob", "/v1/cache/hour")
+    assert list(hour["agents"]) == ["one"]
+    assert hour["agents"]["one"]["cached_tokens"] >= 512
+    assert hour["minutes"][-1]["ttft"]["median"] > 0
     assert ask(server, "ann", "/v1/cache/map?model=nothing")["model"] == found["ann"]["model"]
     assert server.send("/v1/cache/map")[0] == 401
 

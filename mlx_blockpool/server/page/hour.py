@@ -25,7 +25,7 @@ MOST_AGENTS = 2000
 
 @dataclass
 class Tokens:
-    """Requests that have got their caches. `cached_tokens` of their `prompt_tokens` were not computed."""
+    """Requests that have got their first token. `cached_tokens` of their `prompt_tokens` were not computed."""
 
     requests: int = 0
     prompt_tokens: int = 0
@@ -54,9 +54,7 @@ class Minute(Tokens):
 
     def as_dict(self, number: int) -> dict[str, Any]:
         times = sorted(self.times)
-        ttft = None
-        if times:
-            ttft = {"median": round(median(times), 4), "p95": round(times[min(len(times) - 1, int(0.95 * len(times)))], 4)}
+        ttft = {"median": round(median(times), 4), "p95": round(times[int(0.95 * len(times))], 4)}
         figures = {"requests": self.requests, "prompt_tokens": self.prompt_tokens, "cached_tokens": self.cached_tokens}
         return {"time": 60 * number, **figures, "ttft": ttft}
 
@@ -71,14 +69,13 @@ class Hour:
         self._minutes: OrderedDict[int, dict[str | None, Minute]] = OrderedDict()
         self._agents: OrderedDict[str, Tokens] = OrderedDict()
 
-    def record(self, owner: str | None, agent: str | None, prompt_tokens: int, cached_tokens: int, ttft: float | None) -> None:
-        """Count a request. `agent`: the name that it is noted under."""
+    def record(self, owner: str | None, agent: str | None, prompt_tokens: int, cached_tokens: int, ttft: float) -> None:
+        """Count a request. `agent`: the name that it is noted under; `ttft`: seconds from its arrival to its first token."""
         number = int(self._clock() // 60)
         with self._changing:
             minute = self._minutes.setdefault(number, {}).setdefault(owner, Minute())
             minute.add(prompt_tokens, cached_tokens)
-            if ttft is not None:
-                minute.add_time(ttft)
+            minute.add_time(ttft)
             while len(self._minutes) > MINUTES:
                 self._minutes.popitem(last=False)
             if agent is not None:

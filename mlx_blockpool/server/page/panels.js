@@ -61,12 +61,12 @@ function reuse(cache, hour) {
 }
 
 function firstToken(hour) {
-  const known = hour.filter((minute) => minute.ttft);
+  const known = hour;
   const middle = median(known.flatMap((minute) => Array(minute.requests).fill(minute.ttft.median)));
   const slowest = Math.max(0, ...known.map((minute) => minute.ttft.p95));
   return tile("First token, last hour", known.length ? seconds(middle) : "–",
     known.length ? `median of ${plural(known.reduce((sum, minute) => sum + minute.requests, 0), "request")}; slowest minute ${seconds(slowest)}` : "no request yet",
-    chart(hour, (minute) => (minute.ttft ? minute.ttft.median : null), slowest, "r",
+    chart(hour, (minute) => minute.ttft.median, slowest, "r",
       (minute) => `median ${seconds(minute.ttft.median)}, 95 % within ${seconds(minute.ttft.p95)}`));
 }
 

@@ -166,7 +166,7 @@ def _of_sequence(sequence: Sequence, reply: Reply | None, model: str, waits: boo
     state = "prefill" if sequence.in_prefill and sequence.is_new else "decode"
     if waits:
         is_restoring = explained is not None and explained.state == "restoring"
-        state = "preempted" if sequence.swaps else "restoring" if is_restoring else "waiting"
+        state = "preempted" if sequence.preemptions else "restoring" if is_restoring else "waiting"
     return RequestView(
         sequence.request.noted_as or sequence.request.agent,
         model,
