@@ -42,7 +42,7 @@ def _parser() -> argparse.ArgumentParser:
     commands.add_parser("serve", add_help=False, help="mlx-lm's server on a block pool; --help lists its options")
     patch.add_options(commands.add_parser("patch", help="give mlx_lm.server the option --cache-backend, or take it away"))
     plan.add_options(commands.add_parser("plan", help="what a model and its agents take in memory, before it is downloaded"))
-    text = "the prefixes on disk: look at them, check, clear, carry in and out"
+    text = "the prefixes on disk: show, check and clear them, export and import"
     actions = store.add_options(commands.add_parser("store", help=text))
     agents.add_options(actions)
     transfer.add_options(actions)

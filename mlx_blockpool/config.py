@@ -81,7 +81,7 @@ class StoreConfig:
     look_seconds: float = 60.0  # it also scans after this time, if it has written or used anything
     model_bytes: int | None = None  # the most bytes of one model's records; None: all of store_bytes
     quarantine: float = 0.05  # the fraction of store_bytes that bad files may take; the oldest are removed first
-    agents: int = 2000  # unpinned notes of named agents that are kept; those used longest ago are removed first
+    agents: int = 2000  # unpinned notes of named agents that are kept; the least recently used are removed first
     conversations: int = 200  # the same for conversations that are recognised by their beginning
 
     @property

@@ -179,7 +179,7 @@ def test_pin_and_unpin(capsys: pytest.CaptureFixture[str], root: Path) -> None:
 
 def test_rename_and_fork(capsys: pytest.CaptureFixture[str], root: Path) -> None:
     assert said(capsys, root, "agent", "rename", "writer", "Author") == "writer is called Author now.\n"
-    assert said(capsys, root, "agent", "fork", "Author", "writer") == "writer goes on from where Author is: 812 tokens.\n"
+    assert said(capsys, root, "agent", "fork", "Author", "writer") == "writer continues from where Author is: 812 tokens.\n"
     assert names(root) == ["Author", "Planner", "writer"]
     assert run(capsys, root, "agent", "fork", "writer", "x")["agent"]["tokens"] == 812
     for act in ("rename", "fork"):
@@ -222,7 +222,7 @@ def test_a_disk_that_does_not_let_us_is_an_error_of_one_line(
     for call in ("os.open", "os.unlink", "os.replace"):
         monkeypatch.setattr(call, fail)
     more = ["new"] if act in ("rename", "fork") else ["--yes"] if act == "delete" else []
-    assert refusal(capsys, root, "agent", act, "writer", *more).startswith("Cannot go on at ")
+    assert refusal(capsys, root, "agent", act, "writer", *more).startswith("Cannot continue at ")
 
 
 # -- delete ----------------------------------------------------------------------------------------------------------------

@@ -506,7 +506,7 @@ def test_a_file_of_stock_mlx_lm_is_taken_with_its_tokens(capsys: pytest.CaptureF
     assert refusal(capsys, root, "import", "--model", str(llama), str(path)).endswith(" --tokens 1,2,3 or --prompt-file.\n")
     given = ("--tokens", ids(FIRST[:300]), str(path))
     assert "Give --agent NAME" in refusal(capsys, root, "import", "--model", str(llama), *given)
-    assert "Only agent one goes on" in said(capsys, root, "import", "--model", str(llama), "--agent", "one", *given)
+    assert "Only agent one continues" in said(capsys, root, "import", "--model", str(llama), "--agent", "one", *given)
     assert store(capsys, root, "stats")["total"]["tokens"] == 300
 
 

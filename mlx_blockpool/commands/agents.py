@@ -23,7 +23,7 @@ def add_options(actions: Actions) -> None:
         ("pin", "spare its records when others are dropped"),
         ("unpin", "let its records go with others"),
         ("rename", "give it another name"),
-        ("fork", "let a second agent go on from where it is"),
+        ("fork", "let a second agent continue from where it is"),
         ("delete", "remove it with the records that only it stands on; status 1 if they are still there or others are bad"),
     ):
         run, describe = (_delete, describe_delete) if name == "delete" else (_change, describe_change)
@@ -104,7 +104,7 @@ def describe_change(report: Report) -> str:
         "pin": f"{old} is pinned: its records on disk stay when others are dropped.",
         "unpin": f"{old} is no longer pinned.",
         "rename": f"{old} is called {agent['shown']} now.",
-        "fork": f"{agent['shown']} goes on from where {old} is: {count(agent['tokens'], 'token')}.",
+        "fork": f"{agent['shown']} continues from where {old} is: {count(agent['tokens'], 'token')}.",
     }
     return words[report["act"]]
 

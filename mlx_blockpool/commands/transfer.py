@@ -71,5 +71,5 @@ def describe_export(report: Report) -> str:
 
 def describe_import(report: Report) -> str:
     blocks = f"{report['blocks']:,} blocks of at most {BLOCK_TOKENS} tokens"
-    whose = f" Only agent {shown(report['agent'])} goes on from them: {report['why']}." if report["private"] else ""
+    whose = f" Only agent {shown(report['agent'])} continues from them: {report['why']}." if report["private"] else ""
     return f"Stored {report['tokens']:,} tokens from {report['file']} in {report['folder']}, {blocks}.{whose}"

@@ -24,7 +24,7 @@ from .sequence import Sequence
 
 # A long prompt gets a checkpoint behind this many tokens, and behind twice, four times... as many.
 LATTICE_TOKENS = 2048
-# The longest time for copying records into the pool in one step, so that running replies go on.
+# The longest time for copying records into the pool in one step, so that running replies continue.
 RESTORE_SECONDS = 0.02
 # How long one step waits for records that are being read while there is nothing to compute.
 WAIT_SECONDS = 0.02
@@ -91,7 +91,7 @@ class Caches(Protocol):
         return
 
     def insert(self, sequence: Sequence, kind: str) -> None:
-        """Let others share what is computed of a sequence that goes on."""
+        """Let others share what is computed of a sequence that continues."""
 
     def take_in(self, sequence: Sequence, caches: list[Any]) -> None:
         """Cache what given caches hold of a prompt."""
@@ -107,7 +107,7 @@ class Caches(Protocol):
         return
 
     def advance(self, idle: bool) -> bool:
-        """Between two steps: write behind, and go on reading. Returns whether waiting requests may be ready now.
+        """Between two steps: write behind, and keep reading. Returns whether waiting requests may be ready now.
 
         `idle`: there is nothing to compute meanwhile, so that it may take its time.
         """
@@ -118,7 +118,7 @@ class Caches(Protocol):
         return []
 
     def stop_restoring(self) -> bool:
-        """Release the blocks of all restores, for a sequence that can go on now. Returns whether there were any."""
+        """Release the blocks of all restores, for a sequence that can continue now. Returns whether there were any."""
         return False
 
     def abandon(self, sequence: Sequence) -> int:

@@ -81,7 +81,7 @@ class DecodeBatch:
         self.members = [self.members[i] for i in keep]
 
     def extract(self, sequence: Sequence) -> list[Any]:
-        """Caches with what a member has computed, which go on by themselves."""
+        """Caches with what a member has computed, which continue on their own."""
         i = self.members.index(sequence)
         return [layer.extract(i) for layer in self._layers] if self.merges else copy.deepcopy(self._layers)
 

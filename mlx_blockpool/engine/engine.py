@@ -1,7 +1,14 @@
 """BlockPoolBatchEngine: prefill and decode of many requests over one pool.
 
-Admits sequences, preempts them, and schedules what is computed next; caches.py knows the pool, prefill.py and decode.py call the
-model. Not thread-safe: one thread owns it.
+next() is one step:
+
+    _schedule()      admit waiting sequences; choose a chunk of prompts, or reserve the next blocks of the decoding batch,
+                     preempting the youngest sequence until there is room
+    chunk.run() or   one forward pass of the model
+    _batch.run()
+    _postprocess_    cache what was computed, emit events, let sequences join or leave the batch
+
+caches.py knows the pool, prefill.py and decode.py call the model. Not thread-safe: one thread owns it.
 """
 
 from __future__ import annotations
@@ -167,7 +174,7 @@ class BlockPoolBatchEngine:
         for sequence in self.waiting:
             self.caches.abandon(sequence)
         for sequence in suspended:
-            # It refers to this trie, and the sequence may go on beside another one.
+            # It refers to this trie, and the sequence may continue beside another one.
             sequence.prefix = None
         self.waiting = []
         return suspended

@@ -19,7 +19,7 @@ KIND = "user"
 
 @dataclass(frozen=True)
 class Request:
-    """A prompt to go on from.
+    """A prompt to continue from.
 
     tokens:      the prompt, at least one token.
     max_tokens:  the most tokens to generate, at least one.

@@ -20,7 +20,7 @@ class Sequence:
     tokens:    the prompt and what was generated, the next token to be computed included where it is known.
     computed:  how many of them the caches hold, once the step in flight has run.
     caches:    the layer caches; None while it waits, or while a padded batch has them.
-    prefix:    the cached beginning of `tokens` that was found last; lookups go on from its end.
+    prefix:    the cached beginning of `tokens` that was found last; lookups continue from its end.
     logprobs:  of tokens[-1] where that was drawn and not emitted yet.
     policy:     its retention: how long, and for whom, what it computes stays cached.
     preemptions, has_waited: how often it was preempted, and whether it waited for another's prefill.

@@ -18,7 +18,7 @@ from .sequence import Sequence
 
 
 class StockCaches(Caches):
-    """In place of PooledCaches. What goes on is kept by copy; there is no limit but that of `known`."""
+    """In place of PooledCaches. A sequence that continues is kept by copy; there is no limit but that of `known`."""
 
     ragged = keeps_chunks = False
     needs_marks = True

@@ -126,7 +126,7 @@ class KVArena:
         return self._running_bytes
 
     def count_states(self, change: int) -> None:
-        """Count running sequences with so many bytes more. Generation thread only."""
+        """Count running sequences with this many bytes more. Generation thread only."""
         self._running_bytes += change
 
     def release_states_deferred(self, n_bytes: int) -> None:

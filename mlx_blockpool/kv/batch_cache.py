@@ -128,7 +128,7 @@ class PooledBatchCache(BaseCache):  # type: ignore[misc]
         self.members = self.members + other.members
 
     def extract(self, idx: int) -> Any:
-        """A cache with what one member holds now, which goes on by itself."""
+        """A cache with what one member holds now, which continues on its own."""
         return self.members[idx].fork()
 
     def member(self, idx: int) -> Any:

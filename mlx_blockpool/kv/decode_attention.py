@@ -41,7 +41,7 @@ def step_of(members: Sequence[PooledLayer]) -> Step:
 
 
 def _key(arena: KVArena, group: int, members: Sequence[PooledLayer]) -> tuple[Any, ...]:
-    """What a step depends on. Tables are told apart by id: the step that remembers an id keeps the table."""
+    """What a step depends on. Tables are distinguished by id: the step that remembers an id keeps the table."""
     tables = [m.sequence.tables[group] for m in members]
     state = [(id(t), t.version, m.next_place(), m.offset) for t, m in zip(tables, members, strict=True)]
     sharing = tuple(pool.share_epoch(group) for pool in {m.sequence.pool: None for m in members})
@@ -111,7 +111,7 @@ class Step:
         return share.heads == (0, self.layer.kv_heads)
 
     def _clusters(self, arena: KVArena) -> list[Cluster]:
-        """Windows go on writing in every block of their ring, so that they share nothing for long."""
+        """Windows keep writing in every block of their ring, so that they share nothing for long."""
         if arena.decode.path == "ragged" or len(self.tables) == 1 or isinstance(self.layer, WindowLayer):
             return []
         # An id is a block of its own pool: those of the second one follow those of the first.

@@ -164,7 +164,7 @@ class PooledLayer(SequenceCache):
 
     @classmethod
     def merge(cls, caches: list[Any]) -> Any:
-        """One batch cache of several sequences, which stay as they are: the batch goes on in forks of them.
+        """One batch cache of several sequences, which stay as they are: the batch continues in forks of them.
 
         Ragged where the model was attached and all are pooled, else mlx-lm's padded one.
         """
@@ -172,13 +172,13 @@ class PooledLayer(SequenceCache):
             return cls._stock_batch.merge(caches)
         forks = [c.fork() for c in caches]
         for cache, fork in zip(caches, forks, strict=True):
-            # The batch is what goes on: the room that was made for that is its.
+            # The batch continues, so the room that was reserved for that is its own.
             cache.sequence.hand_over(cache.place.group, fork.sequence)
         return cls.join(forks)
 
     @classmethod
     def join(cls, caches: list[Any]) -> Any:
-        """merge() of caches that their owner gives up: the batch goes on in them and copies nothing."""
+        """merge() of caches that their owner gives up: the batch continues in them and copies nothing."""
         from .batch_cache import PooledBatchCache
 
         return PooledBatchCache(caches) if cls._is_ragged(caches) else cls._stock_batch.merge(caches)

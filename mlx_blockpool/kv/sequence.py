@@ -69,7 +69,7 @@ class SequenceBlocks:
         return copy
 
     def fork_for(self, leaf: int) -> SequenceBlocks:
-        """The fork that the layer cache of `leaf` goes on in: that of the layers before it, unless one has been written since.
+        """The fork that the layer cache of `leaf` continues in: that of the layers before it, unless one has been written since.
 
         mlx-lm merges, extracts and copies layer by layer; what it makes of one sequence in one go belongs together. A leaf
         before the last one begins another go.
@@ -113,12 +113,12 @@ class SequenceBlocks:
             self.pool.cut(self.tables[group], length)
 
     def _changed(self) -> None:
-        """Forks made before differ from this sequence now, and no further layer goes on in it."""
+        """Forks made before differ from this sequence now, and no further layer continues in it."""
         self._forks.clear()
         self._is_new = False
 
     def count_states(self, n_bytes: int) -> None:
-        """Count its states with so many bytes from now on."""
+        """Count its states with this many bytes from now on."""
         self.arena.count_states(n_bytes - self.state_bytes)
         self.state_bytes = n_bytes
 
@@ -266,7 +266,7 @@ class SequenceCache(StandIn):
     layer: int
 
     def fork(self) -> Any:
-        """A second cache with this content, which goes on by itself."""
+        """A second cache with this content, which continues on its own."""
         return self._on(self.sequence.fork_for(self.layer))
 
     __copy__ = fork

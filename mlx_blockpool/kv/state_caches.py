@@ -57,7 +57,7 @@ class PooledArraysCache(SequenceCache, ArraysCache):  # type: ignore[misc]
             return ArraysCache.merge(caches)
         if all(c.sequence.arena.ragged for c in caches):
             return StateBatch([c.fork() for c in caches])
-        # The other layers are in mlx-lm's padded batches, and nothing goes on with these.
+        # The other layers are in mlx-lm's padded batches, and nothing continues with these.
         return StateBatch([c._on(c.sequence.fork()) for c in caches])
 
     @classmethod
@@ -114,7 +114,7 @@ class StateBatch(StandIn, ArraysCache):  # type: ignore[misc]
         return len(self.members)
 
     def extract(self, idx: int) -> PooledArraysCache:
-        """A cache with the row of one member, which goes on by itself."""
+        """A cache with the row of one member, which continues on its own."""
         return self._with_row(self.members[idx].fork(), idx)
 
     def member(self, idx: int) -> PooledArraysCache:

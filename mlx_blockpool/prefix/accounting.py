@@ -43,7 +43,7 @@ class Accounting:
         return self._charges.get(item, (None, 0))[0]
 
     def of(self, owner: str) -> Iterator[Hashable]:
-        """All that an owner has, the one used longest ago first."""
+        """All that an owner has, the least recently used first."""
         return (item for item, (found, _) in self._charges.items() if found == owner)
 
     def nbytes(self, owner: str) -> int:

@@ -1,4 +1,12 @@
-"""Admission: room for sequences, made by evicting cached blocks that no sequence holds. Owned by the generation thread."""
+"""Admission: room for sequences, made by evicting cached blocks that no sequence holds.
+
+    admit(sequence)              reserve all that a request may need; its prompt's blocks are taken at once
+    ensure_next_blocks(batch)    reserve the block of each sequence's next token
+    reserve, try_reserve         evict as needed and reserve, all or none
+    trim_to                      evict down to a size
+
+Owned by the generation thread.
+"""
 
 from __future__ import annotations
 
@@ -98,7 +106,7 @@ class Admission:
             self.pool.release(table)
 
     def make_room_for_states(self, n_bytes: int) -> bool:
-        """Evict the states used longest ago until `n_bytes` more have room. Returns whether they have."""
+        """Evict the least recently used states until `n_bytes` more have room. Returns whether they have."""
         limit = self.arena.state_bytes - self.arena.running_bytes - n_bytes
         while limit >= 0 and self.index.state_bytes > limit and self.index.evict_state():
             pass
@@ -149,7 +157,7 @@ class Admission:
         return intake if self.try_reserve(intake.sequence.tables, intake.blocks) else None
 
     def reserve_second_rings(self, sequence: SequenceBlocks) -> bool:
-        """Reserve copies of a checkpoint's ring blocks for a sequence that goes on. Returns whether there was room."""
+        """Reserve copies of a checkpoint's ring blocks for a sequence that continues. Returns whether there was room."""
         tables = [sequence.tables[g] for g in self.arena.window_groups]
         return self.try_reserve(tables, [max(0, (table.max_blocks or 0) - table.reserved) for table in tables])
 
@@ -162,7 +170,7 @@ class Admission:
             went = self.index.evict_state() or bool(victims)
 
     def trim_to_sequences(self, count: int) -> None:
-        """Evict sequences that are the beginning of no other, those used longest ago first, until at most `count` are cached."""
+        """Evict sequences that are the beginning of no other, the least recently used first, until at most `count` are cached."""
         while (surplus := len(ends := self.index.ends()) - max(0, count)) > 0:
             order = {
                 (group, block): at for group in self.arena.full_groups for at, block in enumerate(self.pool.eviction_order(group))

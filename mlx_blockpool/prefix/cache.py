@@ -1,6 +1,17 @@
 """PrefixCache: each prefix is computed once, and every prompt that begins with it shares its blocks.
 
-Ties tokens to layer caches, which hold their blocks themselves and give them back to the pool.
+    acquire(tokens)          match, choose where to resume, reserve room: caches that hold [0, hit)
+    insert(tokens, caches)   add what the caches hold to the trie; the sequence continues
+    release(tokens, caches)  insert, and give the blocks back to the pool, evictable
+    discard(caches)          give the blocks back and keep nothing
+
+Of the n tokens of a prompt:
+
+    [0, hit)         held by the caches that acquire() returns, in blocks that the trie and other sequences share
+    [hit, matched)   in the trie, but there is no checkpoint to resume from, no room, or only one token would be left
+    [matched, n)     not cached
+
+Layer caches hold their blocks themselves: the cache knows tokens, the pool knows blocks.
 Owned by the generation thread.
 """
 
@@ -35,7 +46,7 @@ from .trie import Node, PrefixRef, encode
 log = logging.getLogger(__name__)
 
 ORDINARY, USUAL = RetentionPolicy(), PoolConfig()
-# The alarm needs so many known tokens, of which less than this part was reused.
+# The alarm needs this many known tokens, of which less than this part was reused.
 ALARM_TOKENS = 20_000
 ALARM_SHARE = 0.05
 
@@ -64,7 +75,7 @@ class PrefixCache:
         self.retention = Retention(self.index, self.pool.pool_bytes, arena.state_bytes, config)
         self.admission = Admission(arena, self.index, self.retention.pins)
         arena.evict_with(self.admission)
-        # The cached prefix whose blocks each acquired sequence holds: insert() goes on from there.
+        # The cached prefix whose blocks each acquired sequence holds: insert() continues from there.
         self._refs: WeakKeyDictionary[SequenceBlocks, PrefixRef] = WeakKeyDictionary()
         self._pinned: dict[tuple[int, ...], list[Pin]] = {}
         self._max_tokens = config.max_tokens
@@ -149,7 +160,7 @@ class PrefixCache:
     # -- insert ----------------------------------------------------------------------------------------------------------
 
     def insert(self, tokens: Tokens[int], caches: list[Any], kind: str = "assistant", policy: RetentionPolicy = ORDINARY) -> int:
-        """Cache what `caches` hold of `tokens`; the sequence may go on. Returns how many tokens are cached now.
+        """Cache what `caches` hold of `tokens`; the sequence may continue. Returns how many tokens are cached now.
 
         Takes pooled caches by reference and mlx-lm's own by copy. Where there is no room it skips, and counts num_skipped.
         """
@@ -174,7 +185,7 @@ class PrefixCache:
             sequence.release(released_by)
 
     def remember(self, tokens: Tokens[int], caches: list[Any], kind: str, policy: RetentionPolicy, goes_on: bool) -> PrefixRef:
-        """insert() or, where the sequence does not go on, the first half of release(): the caches still hold their blocks."""
+        """insert() or, where the sequence does not continue, the first half of release(): the caches still hold their blocks."""
         sequence = sequence_of(caches)
         if sequence is not None and sequence.arena is not self.arena:
             # Its block ids are another pool's.

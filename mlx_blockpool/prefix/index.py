@@ -71,7 +71,7 @@ class KVIndex:
         self._pins: dict[Node, set[Pin]] = {}
         # Of a node that is not on disk, the shorter edges whose records serve until it is.
         self._superseded: dict[Node, list[Node]] = {}
-        # Checkpoints with states, the one used longest ago first.
+        # Checkpoints with states, the least recently used first.
         self._states: OrderedDict[Checkpoint, Node] = OrderedDict()
         self._evicted: OrderedDict[bytes, None] = OrderedDict()
         self._sizes = [pool.spec.bytes_per_block(group) for group in pool.spec.groups]
@@ -220,7 +220,7 @@ class KVIndex:
         self._uncache(node, blocks, gone)
 
     def evict_state(self) -> bool:
-        """Evict the checkpoint with states that was used longest ago. Returns whether there was one that is not pinned."""
+        """Evict the least recently used checkpoint with states. Returns whether there was one that is not pinned."""
         for checkpoint, node in self._states.items():
             if not self.is_pinned(node.latest, checkpoint):
                 self.remove_checkpoint(node.latest, checkpoint)
@@ -425,7 +425,7 @@ class KVIndex:
 
 
 def is_superseded(node: Node, checkpoint: Checkpoint) -> bool:
-    """Whether the conversation has gone on to a later checkpoint of the same kind, and no other has begun here."""
+    """Whether the conversation has moved on to a later checkpoint of the same kind, and no other has begun here."""
     if checkpoint.kind == "system":
         return False
     while not any(c.kind == checkpoint.kind and c.position > checkpoint.position for c in node.residency.checkpoints.values()):

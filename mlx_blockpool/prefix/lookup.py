@@ -11,14 +11,14 @@ from .salts import SHARED
 from .trie import Node, PrefixRef, decode, encode
 
 CAUSES = {
-    "all": "every token but the last was known",
+    "all": "every token but the last is known",
     "new": "nothing with this beginning was seen before",
-    "differs": "a known prompt goes on with other tokens",
-    "longer": "the prompt goes on where the known one ends",
+    "differs": "a known prompt continues with other tokens",
+    "longer": "the prompt continues where the known one ends",
     "evicted": "the next tokens were known and their blocks were evicted",
-    "on disk": "the next tokens are on disk, but to read them takes longer than to compute them, or could not be done now",
+    "on disk": "the next tokens are on disk, but reading them takes longer than computing them, or is not possible now",
     "no checkpoint": "more tokens are known, but no checkpoint of the window layers lies between",
-    "no room": "the tokens are known, but the pool has no room to go on from them beside them",
+    "no room": "the tokens are known, but the pool has no room for a sequence that continues from them",
     "draft": "more tokens are known to the model, but not to its draft",
 }
 # Enough to complete most lines of a text.

@@ -126,7 +126,7 @@ class Quotas:
     """The most bytes of `index` for each agent, and for all requests together that name none; None: no limit.
 
     What is over goes from memory, and stays on disk where it is: first checkpoints that a conversation has left behind, then the
-    ends of sequences, the one used longest ago first, then other checkpoints. Nothing of another agent goes, nothing that is
+    ends of sequences, the least recently used first, then other checkpoints. Nothing of another agent goes, nothing that is
     pinned or in use, and no block that others lead on from.
     """
 

@@ -7,7 +7,7 @@
 
 The last edge of a sequence may be shorter than a block. Siblings may start alike: matching inside a block is by token.
 A salt has a root of its own: prefixes under different salts never share a hash, an edge or a block.
-Knows tokens and hashes; what is kept of an edge is its `residency`, which this module never looks at.
+Knows tokens and hashes; what is kept of an edge is its `residency`, which this module never reads.
 Owned by the generation thread.
 """
 
@@ -29,7 +29,7 @@ from .salts import SALT_BYTES, SHARED
 # Token ids as 64-bit integers: image patches have negative ids of 60 bits.
 TOKEN_BYTES = 8
 EDGE_BYTES = BLOCK_TOKENS * TOKEN_BYTES
-# Of many siblings, so many on each side are looked at.
+# Of many siblings, this many on each side are checked.
 MAX_SIBLINGS = 64
 _FULL_EDGE = struct.Struct(f"{BLOCK_TOKENS}q")
 

@@ -1,7 +1,7 @@
 """The generation thread: takes requests off one queue, loads their models, runs the engines' steps, puts tokens on reply queues.
 
 Prompts arrive tokenized. mlx-lm's ResponseGenerator serves one by one what the engine does not take (drafts, images, quantised
-caches). A request's failure ends that request alone: the thread goes on, and is restarted if it ever dies.
+caches). A request's failure ends that request alone: the thread continues, and is restarted if it ever dies.
 """
 
 from __future__ import annotations
@@ -301,7 +301,7 @@ class BlockpoolGenerator(ResponseGenerator):  # type: ignore[misc]
         while not self.requests.empty():
             self._arrive(self.requests.get())
         self._fail_all(shutting_down())
-        # Models and caches must go on this thread, under its stream.
+        # Models and caches must be dropped on this thread, under its stream.
         self.registry.close()
 
     # -- models --------------------------------------------------------------------------------------------------------

@@ -1,6 +1,6 @@
 """HTTP: mlx-lm's handler behind the access policy, with the endpoints that mlx-lm does not have.
 
-A request is read whole, within its limits and times, before any endpoint looks at it. Connections are kept for further requests.
+A request is read whole, within its limits and times, before any endpoint reads it. Connections are kept for further requests.
 Every error is JSON in the shape of the protocol that the request speaks. Runs on the socket's thread, without caches.
 """
 

@@ -25,7 +25,7 @@ class Job(Generic[T]):
         try:
             self.results.put((act(), None))
         except Exception as error:
-            # Whatever the act raises, the generation thread goes on. Frames and causes hold caches and with them blocks.
+            # Whatever the act raises, the generation thread continues. Frames and causes hold caches and with them blocks.
             error.__cause__ = error.__context__ = None
             self.results.put((None, error.with_traceback(None)))
 

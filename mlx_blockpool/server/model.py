@@ -274,7 +274,7 @@ class LoadedModel:
             if isinstance(self.caches, PooledCaches) and self.caches.turns:
                 self.note_turns()
         except Exception:
-            # The turn's own request has ended, and the others go on.
+            # The turn's own request has ended, and the others continue.
             log.exception("turns of agents could not be noted")
 
     def _spare_pinned(self, store: PromptStore) -> None:

@@ -24,7 +24,7 @@ from ..mlx_lm_compat import GenerationContext, Response, format_top_logprobs, ma
 from .live.watch import RequestWatch
 from .sampling import make_sampler
 
-# How often the connections are looked at.
+# How often the connections are checked.
 WATCH_SECONDS = 0.25
 # Where the system has it, this is reported also while bytes of a next request wait to be read.
 READ_HANG_UP: int = getattr(select, "POLLRDHUP", 0)
@@ -38,7 +38,7 @@ class Reply(Queue[Any]):
 
     request, args: as the socket's thread has prepared them; max_tokens is lowered to what fits when the request starts.
     context:       what mlx-lm's handler reads of the reply; None until the request starts.
-    sequence:      where a request that had to leave its engine goes on; None for others.
+    sequence:      where a request that had to leave its engine continues; None for others.
     is_hung_up:    the client is gone.
     watch:         what it has done so far.
     """

@@ -47,7 +47,7 @@ _SHOWN_CHARACTERS = 40
 
 @dataclass(frozen=True)
 class Agent:
-    """A named path of records, from whose end the agent's next turn goes on.
+    """A named path of records, from whose end the agent's next turn continues.
 
     hashes         of the records of its path, from the first block on; the last one may be a partial block.
     tokens         that the path holds for this agent; the last record may have more.

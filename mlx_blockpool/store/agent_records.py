@@ -30,7 +30,7 @@ from .scan import File, Listing
 
 @dataclass(frozen=True)
 class Stay:
-    """A record of the path of `agent` that others need: `agents`, among all its `users`, or so many records `behind` it."""
+    """A record of the path of `agent` that others need: `agents`, among all its `users`, or this many records `behind` it."""
 
     file: File
     agent: str
@@ -259,7 +259,7 @@ def _disk_errors() -> Iterator[None]:
         where = f" at {error.filename}" if error.filename else ""
         reason = error.strerror or str(error)
         raise StoreError(
-            f"Cannot go on{where}: {reason}. Free some space, or give --store-dir a folder that can be read and written."
+            f"Cannot continue{where}: {reason}. Free some space, or give --store-dir a folder that can be read and written."
         ) from error
 
 

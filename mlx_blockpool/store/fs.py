@@ -21,7 +21,7 @@ from typing import NamedTuple, TypeAlias
 from ..errors import BadRecordError
 
 Buffer: TypeAlias = bytes | bytearray | memoryview
-# Gives memory of so many bytes to read into.
+# Gives memory of this many bytes to read into.
 Into: TypeAlias = Callable[[int], "bytearray | memoryview"]
 
 # The beginning of a file's name until it is whole. Hidden, and never the beginning of a safe name.
@@ -217,7 +217,7 @@ def _entry(name: str, found: os.stat_result) -> Entry:
 
 def _open_regular(path: Path, mode: int = os.O_RDONLY) -> int:
     """Opens a regular file. Raises BadRecordError for anything else under its name, and OSError."""
-    # Opening a device can have effects of its own, so it is looked at before.
+    # Opening a device can have effects of its own, so it is checked before.
     _need_regular(os.lstat(path).st_mode)
     try:
         fd = os.open(path, mode | os.O_NONBLOCK | os.O_NOFOLLOW)

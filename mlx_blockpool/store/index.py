@@ -32,7 +32,7 @@ class Index:
         return len(self._sizes)
 
     def __iter__(self) -> Iterator[str]:
-        """Names, the one used longest ago first."""
+        """Names, the least recently used first."""
         return iter(self._sizes)
 
     def __contains__(self, name: str) -> bool:
@@ -87,12 +87,12 @@ class Index:
         return bool(self._touched)
 
     def take_touched(self) -> list[str]:
-        """The files touched since the last call that are still in the index, the one used longest ago first."""
+        """The files touched since the last call that are still in the index, the least recently used first."""
         touched, self._touched = self._touched, {}
         return [name for name in touched if name in self._sizes]
 
     def room_for(self, size: int, spared: Collection[str] = ()) -> list[str] | None:
-        """The victims, used longest ago, for `size` bytes more of our own; None if there are not enough beside `spared`."""
+        """The least recently used victims for `size` bytes more of our own; None if there are not enough beside `spared`."""
         found = self._over(size, spared)
         gone = sum(self._sizes[name] for name in found)
         own = sum(self._sizes[name] for name in found if name.startswith(self.own))

@@ -109,8 +109,8 @@ class PromptStore:
     def accept(self, record: Record, spared: Collection[Key] = (), anew: bool = False) -> Acceptance:
         """Decide whether to write a record. `anew`: it replaces an older one.
 
-        Records used longest ago make room, but none of `spared`. A record is refused, and the refusal counted, if the disk, the
-        budget, the day's limit or the queue do not allow it; nobody waits.
+        The least recently used records make room, but none of `spared`. A record is refused, and the refusal counted, if the
+        disk, the budget, the day's limit or the queue do not allow it. Never waits.
         """
         name, size = self._name(record.key), file_size(record)
         if name in self._index and not anew and record.key not in self._unread:
@@ -136,7 +136,7 @@ class PromptStore:
         self._index.add(name, size)
 
     def _has_room(self, size: int) -> bool:
-        """Whether the writer's queue, and the limit between two scans, have room for so many bytes."""
+        """Whether the writer's queue, and the limit between two scans, have room for this many bytes."""
         return self._writer.accepts(size) and self._watcher.allows(size)
 
     def drop(self, names: Iterable[str]) -> list[Key]:
@@ -294,7 +294,7 @@ class PromptStore:
     # -- at the end ----------------------------------------------------------------------------------------------------
 
     def flush(self, seconds: float | None = None) -> bool:
-        """Wait until all is written, at most so long; None: flush_seconds. Returns whether it is."""
+        """Wait until all is written, for at most `seconds` (None: flush_seconds). Returns whether it is."""
         return self._writer.flush(self.config.flush_seconds if seconds is None else seconds)
 
     def close(self, seconds: float | None = None) -> bool:

@@ -143,7 +143,7 @@ class ChangedFile(NamedTuple):
 class FolderChanges:
     """What other processes changed in the folder.
 
-    found     files that they wrote or used, the one used longest ago first.
+    found     files that they wrote or used, the least recently used first.
     gone      names of files that were removed.
     records   headers of new files of our own model.
     unread    keys of new files of our own model that cannot be read at present.

@@ -34,7 +34,7 @@ class Spool:
 
     @contextmanager
     def file(self, n_bytes: int) -> Iterator[Path]:
-        """The path of a new empty file for at most so many bytes; it is removed when the block ends.
+        """The path of a new empty file for at most this many bytes; it is removed when the block ends.
 
         Raises NoRoomError, before anything is sent or read, if there is no room for it, and OSError.
         """

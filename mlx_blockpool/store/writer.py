@@ -81,7 +81,7 @@ class Writer:
         self._thread.start()
 
     def accepts(self, size: int) -> bool:
-        """Whether a record of so many bytes may wait with the others."""
+        """Whether a record of this many bytes may wait with the others."""
         return not self.queued_bytes or self.queued_bytes + size <= self.queue_bytes
 
     def put(self, job: WriteJob | ScanJob | Chore) -> bool:
@@ -106,7 +106,7 @@ class Writer:
         return [self._done.popleft() for _ in range(len(self._done))]
 
     def flush(self, seconds: float) -> bool:
-        """Wait until every job was tried, at most so long; a thread that has ended tries no more. Returns whether all were."""
+        """Wait for at most `seconds` until every job was tried, unless the thread has ended. Returns whether all were tried."""
         until = time.monotonic() + seconds
         with self._changed:
             while (self._jobs or self._busy) and self._thread.is_alive() and (left := until - time.monotonic()) > 0:

@@ -23,7 +23,7 @@ from .outcome import ConformanceError, NotCheckedError
 from .runs import allowed, cold, content, cut, exactly, run, same
 from .subject import Subject
 
-# Of each kind: so many records, and in each a bit of the header, one in the middle and one of the last byte.
+# Of each kind: this many records, and in each a bit of the header, one in the middle and one of the last byte.
 RECORDS = 3
 ROOM = 16
 HINT = "A layer whose spec is right may have a cache class that keeps more than its arrays; describe it with another kind."

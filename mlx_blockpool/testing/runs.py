@@ -16,7 +16,8 @@ from .subject import Subject
 
 # Parts of the largest logit: sums in another order stay far below, one wrong key of a few hundred far above.
 TOLERANCE = 1e-5
-# Where mlx-lm's own logits depend on where a prompt is cut, so many times as much is allowed; beyond UNSTEADY nothing is checked.
+# Where mlx-lm's own logits depend on where a prompt is cut, this many times as much is allowed. Beyond UNSTEADY nothing is
+# checked.
 LEEWAY = 10
 UNSTEADY = 0.01
 HINT = "The spec says what the caches are; caches or attention of the model's own may need a layer kind that there is not."

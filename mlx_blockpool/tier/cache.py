@@ -145,7 +145,7 @@ class TieredPrefixCache(PrefixCache):
         )
 
     def _resumes_from_disk(self, path: list[Node], at_most: int) -> int:
-        """How many tokens of a path on disk a restart could go on from."""
+        """How many tokens of a path on disk a restart could continue from."""
         tokens = min(at_most, sum(node.end - node.start for node in path))
         if not self.arena.spec.needs_checkpoints or not path or self.stored is None:
             return tokens

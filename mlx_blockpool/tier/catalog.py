@@ -101,7 +101,7 @@ class StoredNodes:
             return
         edge = encode(record.tokens)
         child = self._index.trie.child(parent, edge)
-        # Later, a shorter edge is the end of a conversation that goes on in this process.
+        # Later, a shorter edge is the end of a conversation that continues in this process.
         if child is None and (at_start or not any(edge.startswith(other.tokens) for other in parent.children)):
             child = self._index.add_stored(parent, edge, record.extra.get("kind", "assistant"))
         elif at_start:

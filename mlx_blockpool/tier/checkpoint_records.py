@@ -30,11 +30,11 @@ from ..store.prompt_store import PromptStore
 from ..store.reader import RecordData
 from ..store.record import SALT, STATE, WINDOW, Expected, Key, Part, Record
 
-# A state is written at once where the keys and values since the last one are so many times as large.
+# A state is written at once where the keys and values since the last one are this many times as large.
 MUCH = 10
 # Of a position that a file names.
 MOST_DIGITS = 18
-# A state may take so many times what the spec says: a model may compute in float32 what its spec counts in 16 bits.
+# A state may take this many times what the spec says: a model may compute in float32 what its spec counts in 16 bits.
 STATE_SLACK = 2
 
 

@@ -39,7 +39,7 @@ def open_prefix(
 
     `pool_bytes`, `attach` and `max_kv_size` as in open_pool; `store`: None for the same folder and budget as the server's.
     What is kept is on disk at the latest when close() returns. Raises SpecError for a model that cannot be in blocks, StoreError
-    if its weights cannot be told from others.
+    if its weights cannot be distinguished from others.
     """
     folder = Path(download(str(path)))
     spec = with_windows(spec_of_model(model, load_config(folder), folder.name), model, max_kv_size)
@@ -59,7 +59,7 @@ def open_store(
 ) -> PromptStore:
     """The store of the weights in a model folder, with an adapter or without. `model_id` is for people to read.
 
-    `weights`: their identity(); None: it is worked out here. Raises StoreError if the weights cannot be told from others.
+    `weights`: their identity(); None: it is computed here. Raises StoreError if the weights cannot be distinguished from others.
     """
     if weights is None:
         weights = identity(model_folder, adapter_folder, digests_of(config))

@@ -31,10 +31,10 @@ from .catalog import StoredNodes
 from .checkpoint_records import StoredCheckpoints, parts_of, states_in
 from .throughput import Busy, Rates
 
-# While nothing is computed, so many records are on their way: one in each thread that reads, and one that is copied. More are no
+# While nothing is computed, this many records are in flight: one in each thread that reads, and one that is copied. More are no
 # faster, for their memory is not in a cache of the processor.
 AT_ONCE = READERS + 1
-# Beside running replies, which take most of the time: so many bytes, but not more records than this.
+# Beside running replies, which take most of the time: this many bytes, but not more records than this.
 AHEAD_BYTES = 64 << 20
 MOST_AHEAD = 16
 # run() checks this often whether the disk hangs, in seconds.
@@ -148,7 +148,7 @@ class Restores:
         # When the disk gave something last, while something is on its way; until when it is left alone.
         self.last_arrival = self._left_alone_until = self.clock()
         self._nodes = nodes
-        # The arrays of a block of so many tokens, and the parts of its record.
+        # The arrays of a block of this many tokens, and the parts of its record.
         self.contents = arrays = cache(partial(contents, self.arena, self.index.full_groups, bits=self.store.config.bits))
         self.parts = cache(lambda tokens: parts_of(arrays(tokens)))
 
@@ -316,9 +316,9 @@ class RestoreJob:
         return not self._left
 
     def advance(self, wait: float = 0.0, seconds: float = 0.0) -> bool:
-        """Copy what has been read, for so many seconds. Returns whether no more will come.
+        """Copy what has been read, for this many seconds. Returns whether no more will come.
 
-        `wait`: so many seconds it may block for each record, as there is nothing to compute meanwhile. It never reads itself: a
+        `wait`: this many seconds it may block for each record, as there is nothing to compute meanwhile. It never reads itself: a
         disk that hangs would take its thread along. One that gives nothing for the store's `answer_seconds` is given up.
         """
         until = time.perf_counter() + seconds

@@ -72,7 +72,7 @@ class StoredPrefixes:
     def write_behind(self, limit: int | None = None, at_once: bool = False) -> None:
         """Copy queued nodes out of the pool and pass them to the store's writer.
 
-        `limit`: stop after so many bytes, at most one record later; None: the store's `step_bytes`. `at_once`: the ends of
+        `limit`: stop after this many bytes, at most one record later; None: the store's `step_bytes`. `at_once`: the ends of
         conversations do not wait for their time.
         """
         left = self.store.config.step_bytes if limit is None else limit

@@ -1,7 +1,7 @@
 """Prompt-cache files of mlx-lm: CacheFileWriter writes one piece by piece, CacheFile reads one and proves what it holds.
 
 Files of this store are signed, and are imported by content, for all agents to share. A file of another origin is proven neither
-by its metadata nor by a few tokens that are computed again: one agent alone goes on from it, under a salt of its own.
+by its metadata nor by a few tokens that are computed again: one agent alone continues from it, under a salt of its own.
 """
 
 from __future__ import annotations
@@ -43,7 +43,7 @@ from ..store.signing import UNSIGNED, is_signed
 COMPARED_TOKENS = 16
 # ... and may be so far off, as rounding in bfloat16 is; those of other weights or tokens are off by about 1.
 TOLERANCE = 0.05
-UNPROVEN = "this store did not sign the file as it is, so that one agent alone can go on from it"
+UNPROVEN = "this store did not sign the file as it is, so that one agent alone can continue from it"
 # mlx-lm's class for each kind of layer; KVCache for the others.
 STOCK: dict[type[LayerSpec], type] = {StateLayer: ArraysCache, WindowLayer: RotatingKVCache, ChunkLayer: ChunkedKVCache}
 # In the metadata: the mark of the cache_salt under which the prefix was computed, in hexadecimal.
@@ -53,7 +53,7 @@ ALIGNMENT = 8
 
 
 def privacy_report(private: bool) -> Report:
-    """Who may go on from an imported file, and why, as answers say it."""
+    """Who may continue from an imported file, and why, as answers say it."""
     return {"private": private, "why": UNPROVEN if private else "this store has signed the file, and it is as it was"}
 
 
@@ -210,7 +210,7 @@ class CacheFile:
         return mark if len(mark) == MARK_BYTES else b""
 
     def is_private(self, names_weights: bool, key: bytes) -> bool:
-        """Whether one agent alone may go on from it: True unless it names its weights and the store with `key` signed it."""
+        """Whether one agent alone may continue from it: True unless it names its weights and the store with `key` signed it."""
         return not (names_weights and is_signed(self.path, key))
 
 
@@ -278,7 +278,7 @@ def _check_names(names: list[str]) -> None:
 
 
 def _check_shapes(spec: ModelCacheSpec, caches: list[Any], tokens: list[int]) -> None:
-    """Raises StoreError unless these can be caches of so many tokens of the model."""
+    """Raises StoreError unless these can be caches of this many tokens of the model."""
     if len(caches) != len(spec.layers):
         raise StoreError(f"The file has {len(caches)} layers, and {spec.model_id} has {len(spec.layers)}.")
     leaves = leaves_of(caches)

@@ -59,7 +59,7 @@ class Source:
         self.spec = spec_of_model(self.model, config, Path(self.name).name)
 
     def open(self, tokens: int) -> TieredPrefixCache:
-        """The prefixes in the store, and a pool for one sequence of so many tokens and one block more."""
+        """The prefixes in the store, and a pool for one sequence of this many tokens and one block more."""
         # A window that is resumed needs room for two rings, and a state for its copy.
         blocks = max([blocks_for(tokens) + 1, *(2 * (group.layer.max_blocks or 0) for group in self.spec.groups)])
         states = 4 * self.spec.fixed_bytes_per_agent()

@@ -68,7 +68,7 @@ def _write(writer: CacheFileWriter, path: Path, key: bytes | None) -> None:
 def import_file(source: Source, prompt: Prompt, file: Path, agent: str | None = None) -> Report:
     """Put the prefix in a file of mlx-lm's save_prompt_cache into the store: its full blocks, and its tail.
 
-    `agent` goes on from it; a file that this store did not sign is for that one alone. Raises StoreError for a file that cannot
+    `agent` continues from it; a file that this store did not sign is for that one alone. Raises StoreError for a file that cannot
     be of this model and prompt, or needs an agent and has none, and if the store has no room.
     """
     found = CacheFile.read(file, source.tokens(prompt))
@@ -79,7 +79,7 @@ def import_file(source: Source, prompt: Prompt, file: Path, agent: str | None = 
     private, agents = found.is_private(names_weights, export_key(source.root)), Agents(source.root)
     if private:
         if agent is None:
-            raise StoreError(f"The file needs an agent that goes on from it, for {UNPROVEN}. Give --agent NAME.")
+            raise StoreError(f"The file needs an agent that continues from it, for {UNPROVEN}. Give --agent NAME.")
         before = agents.get(agent)
         check_agent(agent, None if before is None else before.salt)
     salt = salt_of_import() if private else salt_marked(found.mark)

@@ -226,7 +226,7 @@ def test_what_comes_from_disk_is_told_before_it_is_there(server: Client) -> None
     lookup = Lookup(5020, 4812, 4812, "longer", restored=4608)
     asked.start("llama", None, None, range(5020), 4812, lookup)
     assert asked.now.headers(False) == {"X-Cache-Tokens": "4812/5020"}
-    assert asked.now.why.startswith("4,812 of 5,020 tokens cached (4,608 of them restored from disk): the prompt goes on")
+    assert asked.now.why.startswith("4,812 of 5,020 tokens cached (4,608 of them restored from disk): the prompt continues")
     asked.fail(RuntimeError("no\nmore"))
     assert (asked.now.state, asked.now.cached_tokens, asked.now.why[-21:]) == ("failed", 4812, "; it failed: no\\nmore")
 

@@ -74,7 +74,7 @@ def test_one_models_files_make_room_for_its_own() -> None:
     assert index.room_for(11, {"m/a"}) == ["m/b"]
     assert index.room_for(41) is None, "however much room the others leave"
     index.add("other/c", 30)
-    assert index.room_for(20) == ["m/a", "other/a"], "and then who was used longest ago, for the limit of all"
+    assert index.room_for(20) == ["m/a", "other/a"], "and then the least recently used, for the limit of all"
     index.own_limit = 15
     assert index.surplus() == ["m/a", "m/b"]
     index.remove("m/b")

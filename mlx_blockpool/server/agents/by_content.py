@@ -23,7 +23,7 @@ from ..normalise import Normalisers
 NAME = re.compile("content-[0-9a-f]{32}")
 VOLATILE = ("vendor-header", "bookkeeping", "date")
 INSTRUCTIONS = ("system", "developer")
-# Volatile lines are searched in so many characters of a message: what a client adds stands at the beginning.
+# Volatile lines are searched in this many characters of a message: what a client adds stands at the beginning.
 LOOKED_AT = 1 << 16
 
 
@@ -35,7 +35,7 @@ def is_by_content(name: str) -> bool:
 def name_of(
     model: Sequence[str | None], messages: Sequence[Message], normalisers: Normalisers, cache_salt: str | None = None
 ) -> str:
-    """The name of the conversation that a chat goes on. `messages` as the client sent them; they stay as they are.
+    """The name of the conversation that a chat continues. `messages` as the client sent them; they stay as they are.
 
     Chats with different cache_salts have different names.
     """

@@ -19,7 +19,7 @@ from ...tier.cache import TieredPrefixCache
 from .by_content import is_by_content
 from .service import AgentService, AgentView, Home, shared_with
 
-# Agents are measured for so long between two decode steps.
+# Agents are measured for this long between two decode steps.
 STEP_SECONDS = 0.01
 
 

@@ -38,7 +38,7 @@ NOTED_AT_ONCE = 64
 class ServedAgents:
     """Agents of the model `model_id`, in memory and, with a `store`, in its folder.
 
-    noted:     each with its last turn, by name, the one used longest ago first; the pins of the files are in `pinned`.
+    noted:     each with its last turn, by name, the least recently used first; the pins of the files are in `pinned`.
     pinned:    names, and what keeps each path in memory; None: nothing does.
     failures:  how many turns could not be noted on disk; the replies themselves are not touched by that.
     """
@@ -144,7 +144,7 @@ class ServedAgents:
             self.pinned[new] = self.pinned.pop(old)
 
     def fork(self, new: str, path: PrefixRef) -> None:
-        """A second agent that goes on from the end of a path."""
+        """A second agent that continues from the end of a path."""
         self.noted[new] = self._turn(new, path)
 
     def forget(self, name: str) -> None:
@@ -252,7 +252,7 @@ class ServedAgents:
 def bound_notes(files: Agents, config: StoreConfig, noted: dict[str, Agent]) -> None:
     """Remove the least recently used agents' files beyond the limits. `noted` has later times of use than the files."""
     try:
-        # The generation thread goes on with it meanwhile.
+        # The generation thread may change it meanwhile.
         used = {name: found.used for name, found in noted.copy().items()}
         files.bound(config.agents, lambda name: not is_by_content(name), used)
         files.bound(config.conversations, is_by_content, used)

@@ -1,7 +1,7 @@
 """Transfers of one agent's prefix: to disk, back into memory, into a prompt-cache file of mlx-lm, and out of one.
 
 On the socket's thread; what touches memory runs on the generation thread, a little between two decode steps, so that replies in
-progress go on. A file is whole on disk before its first byte is sent, so that a client that reads slowly holds no blocks.
+progress continue. A file is whole on disk before its first byte is sent, so that a client that reads slowly holds no blocks.
 """
 
 from __future__ import annotations
@@ -39,7 +39,7 @@ from .by_content import is_by_content
 from .served import path_of
 from .service import AgentService, AgentView, Home, RefusedError, agents_of
 
-# Records are copied into the pool for so long between two decode steps.
+# Records are copied into the pool for this long between two decode steps.
 RESTORE_SECONDS = 0.02
 PAUSE_SECONDS = 0.005
 # Signs what servers without a store export, as long as they run.

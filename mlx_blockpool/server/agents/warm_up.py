@@ -112,7 +112,7 @@ class WarmUp:
             try:
                 tokens, cached = self._compute(place, prompt)
             except Exception as error:
-                # The top of a prompt: whatever is wrong with it, the others go on.
+                # The top of a prompt: whatever is wrong with it, the others continue.
                 self._failures = [*self._failures, f"{place}: {error}"]
                 log.warning("warm-up %d of %d failed: %s: %s", number, len(self._prompts), place, error)
                 if not self._generator.generation_available():

@@ -21,7 +21,7 @@ log = logging.getLogger(__name__)
 
 # The errors of mlx-lm's parsers for text that is no call.
 BAD_CALL = (ValueError, KeyError, TypeError, AttributeError, IndexError, SyntaxError)
-# A Silence is emitted after so many tokens that show nothing, as those of a long tool call, for keepalives.
+# A Silence is emitted after this many tokens that show nothing, as those of a long tool call, for keepalives.
 SILENT_TOKENS = 32
 
 
@@ -201,7 +201,7 @@ class Blocks:
 class ReplyParser:
     """Takes mlx-lm's responses apart, for the events of one reply.
 
-    finish:      "stop" or "length", None while the reply goes on. stop_word: the client's word that ended it.
+    finish:      "stop" or "length", None while the reply continues. stop_word: the client's word that ended it.
     blocks:      the text and calls that were emitted.
     num_tokens:  generated so far; num_thinking of them before the end of the thinking.
     """

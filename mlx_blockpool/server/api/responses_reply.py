@@ -147,7 +147,7 @@ class ResponseRenderer(Renderer):
         json.dumps(self.whole)
 
     def keepalive(self, progress: str = "") -> Iterable[Packet]:
-        """An event that the response goes on, unless there was one a moment ago. Some clients ignore comments in a stream."""
+        """An event that the response continues, unless there was one a moment ago. Some clients ignore comments in a stream."""
         if time.monotonic() - self._sent >= PROGRESS_SECONDS:
             yield self._in_progress()
 

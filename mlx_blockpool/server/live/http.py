@@ -16,9 +16,9 @@ from .log import Event, Reader
 from .snapshot import Walk
 
 PATH = "/v1/cache/events"
-# A comment after so long without an event keeps the connection.
+# A comment after this long without an event keeps the connection.
 COMMENT_SECONDS = 15.0
-# How often a connection without events is looked at.
+# How often a connection without events is checked.
 LOOK_SECONDS = 1.0
 # After an event its reader lets others gather, and sends them together.
 GATHER_SECONDS = 0.05

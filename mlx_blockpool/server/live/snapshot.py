@@ -1,6 +1,6 @@
 """What a trie holds, as changes: for the log once a model is loaded, and for a reader that has lost events.
 
-A reader's snapshot is made in parts, between steps of the generation thread, while the trie goes on to change. The events since
+A reader's snapshot is made in parts, between steps of the generation thread, while the trie keeps changing. The events since
 before its first part, applied after it, make it exact: the last change of an edge decides whether the edge is there.
 """
 
@@ -15,7 +15,7 @@ from ...prefix.trie import Node
 
 # The most edges of one change.
 LONGEST = 256
-# Edges that are looked at between two steps.
+# Edges that are checked between two steps.
 AT_ONCE = 1000
 
 

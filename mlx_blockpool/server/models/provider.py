@@ -128,7 +128,7 @@ class WeightsHash:
         return self._digests.read_bytes
 
     def wait(self, seconds: float) -> None:
-        """Return when the hash is done, or after so many seconds."""
+        """Return when the hash is done, or after this many seconds."""
         futures.wait([self._name], seconds)
 
     def stop(self) -> None:

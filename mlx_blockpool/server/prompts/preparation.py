@@ -153,7 +153,7 @@ class AgentOrder:
 
     @contextmanager
     def turn(self, agent: str | None) -> Iterator[threading.Event]:
-        """Wait for the agent's earlier requests. Setting the event lets the next one go on before the block ends.
+        """Wait for the agent's earlier requests. Setting the event lets the next one continue before the block ends.
 
         Requests without an agent are not ordered.
         """

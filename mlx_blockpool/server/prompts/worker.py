@@ -36,7 +36,7 @@ log = logging.getLogger(__name__)
 
 # Tokenizers that a worker keeps.
 MOST_TOKENIZERS = 4
-# A job whose code does not let Python's own limit end it is ended by the kernel after so many seconds more.
+# A job whose code does not let Python's own limit end it is ended by the kernel after this many seconds more.
 GRACE_SECONDS = 2
 # How much a worker gives way to its server.
 NICE = 5
@@ -137,7 +137,7 @@ def _out_of_time(*_: Any) -> None:
 
 @contextlib.contextmanager
 def _processor_time(seconds: float) -> Iterator[None]:
-    """Raises OutOfTimeError once the block has run so long; code that does not return to Python ends with the process."""
+    """Raises OutOfTimeError once the block has run this long; code that does not return to Python ends with the process."""
     used = resource.getrusage(resource.RUSAGE_SELF)
     hard = int(used.ru_utime + used.ru_stime + seconds) + GRACE_SECONDS
     _, most = resource.getrlimit(resource.RLIMIT_CPU)
@@ -152,7 +152,7 @@ def _processor_time(seconds: float) -> Iterator[None]:
 
 @contextlib.contextmanager
 def _memory(size: int) -> Iterator[None]:
-    """MemoryError where the block takes so many bytes more than there are now. macOS sets no such limit; the server looks."""
+    """MemoryError where the block takes this many bytes more than there are now. macOS sets no such limit; the server looks."""
     before, most = resource.getrlimit(resource.RLIMIT_AS)
     taken = _address_bytes()
     if taken is not None:

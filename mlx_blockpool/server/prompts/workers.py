@@ -1,6 +1,6 @@
 """PromptWorkers: worker processes render prompts, small ones beside large ones. Any thread may call it.
 
-A worker that takes too long or too much memory, or ends, is replaced; the jobs of others go on. Workers hold tokenizers and no
+A worker that takes too long or too much memory, or ends, is replaced; the jobs of others continue. Workers hold tokenizers and no
 other state.
 """
 
