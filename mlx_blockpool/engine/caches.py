@@ -43,15 +43,15 @@ class Opened:
 class Caches(Protocol):
     """What the engine needs of PooledCaches, PaddedCaches and StockCaches. Bodies are those of caches without pool and disk.
 
-    ragged:       batches need no padding, and members keep their own caches while they decode.
-    merges:       several sequences may decode together.
-    needs_marks:  a prompt can be resumed only where something was kept.
-    keeps_chunks: keeping costs nothing and serves at any token, so that every chunk is kept.
+    ragged:            batches need no padding, and members keep their own caches while they decode.
+    merges:            several sequences may decode together.
+    needs_checkpoints: a prompt can be resumed only where a checkpoint was kept.
+    keeps_chunks:      keeping costs nothing and serves at any token, so that every chunk is kept.
     """
 
     ragged: bool
     merges: bool
-    needs_marks: bool
+    needs_checkpoints: bool
     keeps_chunks: bool
 
     @property
@@ -142,8 +142,8 @@ class PooledCaches(Caches):
     def __init__(self, prefix: TieredPrefixCache) -> None:
         self.prefix = prefix
         self.merges = True
-        self.needs_marks = prefix.arena.spec.needs_checkpoints
-        self.keeps_chunks = self.ragged and not self.needs_marks
+        self.needs_checkpoints = prefix.arena.spec.needs_checkpoints
+        self.keeps_chunks = self.ragged and not self.needs_checkpoints
         # Where each agent's last turn ended, until the server has noted it.
         self.turns: dict[str, PrefixRef] = {}
         self._restores: dict[int, RestoreJob] = {}
@@ -190,15 +190,15 @@ class PooledCaches(Caches):
         except PoolExhaustedError:
             self.prefix.discard(acquired.caches)
             raise
-        if self.needs_marks:
-            self._mark(sequence, acquired.lookup)
+        if self.needs_checkpoints:
+            self._add_breakpoints(sequence, acquired.lookup)
         sequence.prefix = self.prefix.ref_of(acquired.caches)
         self._pin(sequence, acquired.lookup.hit)
         lookup = replace(acquired.lookup, restored=min(restored, acquired.lookup.hit))
         return Opened(acquired.caches, lookup.hit, lookup)
 
-    def _mark(self, sequence: Sequence, lookup: Lookup) -> None:
-        """Beside what the request marks: where known prompts part from it, and a few places of a long prompt."""
+    def _add_breakpoints(self, sequence: Sequence, lookup: Lookup) -> None:
+        """Add to the request's own breakpoints: where known prompts part from it, and a few places of a long prompt."""
         places = [lookup.matched] if lookup.matched > lookup.hit else []
         place = LATTICE_TOKENS
         while place < sequence.prefill_end:
@@ -206,10 +206,10 @@ class PooledCaches(Caches):
             place *= 2
         for place in places:
             if lookup.hit < place <= sequence.prefill_end:
-                sequence.marks.setdefault(place, KIND)
+                sequence.breakpoints.setdefault(place, KIND)
 
     def _pin(self, sequence: Sequence, known: int) -> None:
-        """Pin those of the beginnings that the request marks which are known now."""
+        """Pin the beginnings that the request wants pinned, as far as they are cached now."""
         for pin in [pin for pin in sequence.pins if pin[0] <= known]:
             sequence.pins.remove(pin)
             self.prefix.pin_for(sequence.tokens[: pin[0]], pin[1], sequence.policy.salt, sequence.prefix)

@@ -284,7 +284,7 @@ class BlockPoolBatchEngine:
         self._work.prompt_time += seconds
         self.caches.computed(tokens, seconds)
         for sequence, _ in chunk.rows:
-            kind = sequence.marks.pop(sequence.computed, None)
+            kind = sequence.breakpoints.pop(sequence.computed, None)
             if kind is not None or (self.caches.keeps_chunks and sequence.in_prefill):
                 self.caches.insert(sequence, kind or KIND)
                 self._may_admit = True
@@ -342,9 +342,9 @@ class BlockPoolBatchEngine:
         ahead = [(still_shared(sequence, other), other) for other in self._prefilling]
         for shared, other in ahead:
             if shared >= least and (
-                shared in other.marks or shared - self.caches.cached_tokens(sequence.tokens, sequence.policy.salt) >= least
+                shared in other.breakpoints or shared - self.caches.cached_tokens(sequence.tokens, sequence.policy.salt) >= least
             ):
-                other.marks.setdefault(shared, KIND)
+                other.breakpoints.setdefault(shared, KIND)
                 self.counts["shared"] += not sequence.has_waited
                 sequence.has_waited = True
                 return True

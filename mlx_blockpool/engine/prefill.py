@@ -1,7 +1,7 @@
 """Which prompts are computed next, how far, and the chunk that computes them.
 
-Chunks end on an absolute grid, so that cold and warm runs of a prompt are computed in the same shapes, and at the marks of a
-prompt.
+Chunks end on an absolute grid, so that cold and warm runs of a prompt are computed in the same shapes, and at the breakpoints of
+a prompt.
 """
 
 from __future__ import annotations
@@ -48,9 +48,9 @@ class Chunk:
 
 
 def chunk_end(sequence: Sequence, step: int) -> int:
-    """Where the next chunk of a prompt ends: on the grid of `step` tokens, at a mark, or where the prompt ends."""
+    """Where the next chunk of a prompt ends: on the grid of `step` tokens, at a breakpoint, or where the prompt ends."""
     grid = (sequence.computed // step + 1) * step
-    return min(sequence.prefill_end, grid, *(mark for mark in sequence.marks if mark > sequence.computed))
+    return min(sequence.prefill_end, grid, *(at for at in sequence.breakpoints if at > sequence.computed))
 
 
 def choose(prefilling: Collection[Sequence], step: int, rows: int, long_first: bool) -> list[Sequence]:

@@ -26,7 +26,7 @@ class Request:
     sampler:     logprobs [1, vocabulary] -> token [1]; None: the most likely one. It may have a state of its own, as seeds do.
     processors:  mlx-lm's logits processors, called with all tokens so far.
     stop:        mlx-lm's stop sequences.
-    marks:       (tokens, kind) of each beginning of the prompt that is worth keeping by itself, such as the system prompt.
+    breakpoints: (tokens, kind) of each beginning of the prompt that is worth caching by itself, such as the system prompt.
     agent:       requests with the same name run one after the other, in the order of their arrival.
     noted_as:    the name under which its end is noted; None: that of the agent.
     pins:        (tokens, seconds) of each beginning of the prompt that stays in memory for `seconds` after each use.
@@ -39,7 +39,7 @@ class Request:
     sampler: Sampler | None = None
     processors: Sequence[LogitsProcessor] = ()
     stop: StopSequences = field(default_factory=StopSequences)
-    marks: Sequence[tuple[int, str]] = ()
+    breakpoints: Sequence[tuple[int, str]] = ()
     agent: str | None = None
     noted_as: str | None = None
     pins: Sequence[tuple[int, float]] = ()

@@ -34,7 +34,7 @@ class Sequence:
         self.caches: list[Any] | None = None
         self.prefix: PrefixRef | None = None
         self.logprobs: mx.array | None = None
-        self.marks = {min(position, self.prefill_end): kind for position, kind in request.marks if position > 0}
+        self.breakpoints = {min(position, self.prefill_end): kind for position, kind in request.breakpoints if position > 0}
         self.policy = RetentionPolicy(request.agent, request.retention, request.salt)
         # The pins of `request` that are not set yet.
         self.pins = list(request.pins)

@@ -21,7 +21,7 @@ class StockCaches(Caches):
     """In place of PooledCaches. A sequence that continues is kept by copy; there is no limit but that of `known`."""
 
     ragged = keeps_chunks = False
-    needs_marks = True
+    needs_checkpoints = True
 
     def __init__(self, model: Any, key: Any, known: GuardedPromptCache, merges: bool) -> None:
         self.merges = merges

@@ -306,7 +306,7 @@ class LoadedModel:
         """Start a request. `text_sm`: mlx-lm's state machine for the parts of its reply."""
         assert self.engine is not None
         salt = self.salt_of(reply.request.options)
-        request = reply.start(self.provider.tokenizer, text_sm, stop, self.engine.caches.needs_marks, salt)
+        request = reply.start(self.provider.tokenizer, text_sm, stop, self.engine.caches.needs_checkpoints, salt)
         self.live[self.engine.insert(request)] = reply
         if reply.request.explained is not None:
             reply.request.explained.salt = salt

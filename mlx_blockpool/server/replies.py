@@ -73,8 +73,8 @@ class Reply(Queue[Any]):
         # Without its traceback, whose frames hold caches and with them blocks.
         self.put(error.with_traceback(None))
 
-    def start(self, tokenizer: Any, text_sm: Any, stop: StopSequences, needs_marks: bool, salt: bytes) -> Request:
-        """The request as the engine takes it. `needs_marks`: its caches can be resumed only where a checkpoint was made."""
+    def start(self, tokenizer: Any, text_sm: Any, stop: StopSequences, needs_checkpoints: bool, salt: bytes) -> Request:
+        """The request as the engine takes it. `needs_checkpoints`: its caches can be resumed only where a checkpoint was made."""
         options, prepared = self.request.options, self.request.prepared
         self._tokenizer, self._detokenizer = tokenizer, tokenizer.detokenizer
         self.context = GenerationContext(
@@ -85,16 +85,16 @@ class Reply(Queue[Any]):
             initial_state=prepared.initial_state,
             prompt=list(prepared.tokens),
         )
-        marks = list(zip(accumulate(prepared.segments), prepared.types, strict=True))
-        if needs_marks:
-            marks = sorted({**{end: KIND for end, _ in prepared.breakpoints}, **dict(prepared.checkpoints or ())}.items())
+        breakpoints = list(zip(accumulate(prepared.segments), prepared.types, strict=True))
+        if needs_checkpoints:
+            breakpoints = sorted({**{end: KIND for end, _ in prepared.breakpoints}, **dict(prepared.checkpoints or ())}.items())
         return Request(
             self.context.prompt,
             self.args.max_tokens,
             make_sampler(self.args, tokenizer),
             make_logits_processors(self.args),
             stop,
-            marks,
+            breakpoints,
             options.agent,
             noted_as=options.conversation,
             pins=prepared.breakpoints,

@@ -11,7 +11,7 @@ from ..errors import BlockpoolError, ModelNotFoundError
 from ..prefix.salts import is_of_import, salt_of
 from ..store.agent_files import Agent
 from .access import LONGEST_AGENT, checked_text, header_text, noted_name, own_name
-from .agents import by_content
+from .agents.conversation_id import conversation_id
 from .explain import Asker, Explained, Explanation
 from .generator import BlockpoolGenerator
 from .images import HeldPixels
@@ -102,7 +102,7 @@ class RequestScope:
         is_chat = request.request_type == "chat"
         if options.agent is None and is_chat and key is not None:
             # As the client sent it: what the model is to see has its dates elsewhere.
-            options.conversation = by_content.name_of(key, request.messages, known, options.cache_salt)
+            options.conversation = conversation_id(key, request.messages, known, options.cache_salt)
         self._scope = scope_of(self.owner, self.salt, key and key.model)
         changed: tuple[str, ...] = ()
         if self.normalisers and is_chat:

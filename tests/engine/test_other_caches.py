@@ -223,7 +223,7 @@ def test_an_exact_repeat_leaves_tokens_to_compute(name: str, kept: int) -> None:
 def test_an_exact_repeat_is_served_from_what_was_kept_before_its_last_token(name: str) -> None:
     engine, known = stock_engine(name)
     for _ in range(3):
-        uid = engine.insert(Request(COMMON, 5, marks=[(299, "user")]))
+        uid = engine.insert(Request(COMMON, 5, breakpoints=[(299, "user")]))
         told = drive(engine)
         check(name, COMMON, told.tokens[uid], 5)
     assert told.started[uid].cached == (299 if name == "lfm2" else 298)

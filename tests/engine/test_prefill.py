@@ -14,14 +14,14 @@ from mlx_blockpool.engine.request import Request
 from mlx_blockpool.engine.sequence import Sequence
 
 
-def running(uid: int, tokens: int, computed: int = 0, marks: tuple[int, ...] = ()) -> Sequence:
-    found = Sequence(uid, Request([0] * tokens, marks=[(mark, "user") for mark in marks]))
+def running(uid: int, tokens: int, computed: int = 0, breakpoints: tuple[int, ...] = ()) -> Sequence:
+    found = Sequence(uid, Request([0] * tokens, breakpoints=[(at, "user") for at in breakpoints]))
     found.computed = computed
     return found
 
 
 @pytest.mark.parametrize(
-    ("tokens", "computed", "marks", "expected"),
+    ("tokens", "computed", "breakpoints", "expected"),
     [
         (1000, 0, (), 128),
         (1000, 128, (), 256),
@@ -35,8 +35,10 @@ def running(uid: int, tokens: int, computed: int = 0, marks: tuple[int, ...] = (
         (150, 0, (0,), 128),
     ],
 )
-def test_a_chunk_ends_on_the_grid_at_a_mark_or_with_the_prompt(tokens: int, computed: int, marks: Any, expected: int) -> None:
-    assert chunk_end(running(1, tokens, computed, marks), 128) == expected
+def test_a_chunk_ends_on_the_grid_at_a_breakpoint_or_with_the_prompt(
+    tokens: int, computed: int, breakpoints: Any, expected: int
+) -> None:
+    assert chunk_end(running(1, tokens, computed, breakpoints), 128) == expected
 
 
 def chosen(prefilling: list[Sequence], rows: int = 8, long_first: bool = False) -> list[int]:
@@ -74,7 +76,7 @@ def test_a_prompt_that_has_come_to_its_last_chunk_is_short() -> None:
 
 
 def test_a_mark_before_the_end_makes_a_prompt_long() -> None:
-    assert chosen([running(1, 30, marks=(10,)), running(2, 30)], long_first=True) == [1]
+    assert chosen([running(1, 30, breakpoints=(10,)), running(2, 30)], long_first=True) == [1]
 
 
 # -- in the engine -----------------------------------------------------------------------------------------------------
@@ -121,7 +123,7 @@ def test_short_prompts_that_wait_together_are_one_chunk() -> None:
 
 def test_progress_tells_every_chunk_and_ends_with_the_whole_prompt() -> None:
     engine, _ = make_engine("llama")
-    (uid,), told = serve(engine, [words(1, 300)], marks=[(200, "system")])
+    (uid,), told = serve(engine, [words(1, 300)], breakpoints=[(200, "system")])
     assert told.progress[uid] == [(128, 300), (200, 300), (256, 300), (300, 300)]
     assert engine.counts["prompt_tokens"] == 299
 
@@ -129,7 +131,7 @@ def test_progress_tells_every_chunk_and_ends_with_the_whole_prompt() -> None:
 @pytest.mark.parametrize("name", ["llama", "gemma3_text", "gpt_oss"])
 def test_a_marked_beginning_is_known_before_the_prompt_has_ended(name: str) -> None:
     engine, prefix = make_engine(name)
-    engine.insert(Request(words(1, 700), 4, marks=[(350, "system"), (500, "user")]))
+    engine.insert(Request(words(1, 700), 4, breakpoints=[(350, "system"), (500, "user")]))
     other = (*words(1, 350), *words(2, 40))
     later = (*words(1, 500), *words(3, 40))
     drive(engine, after=lambda told: any(done == 350 for _, p in told.progress.items() for done, _ in p))
@@ -151,7 +153,7 @@ def test_every_chunk_of_a_model_without_windows_is_known_at_once() -> None:
 
 
 def test_a_window_model_keeps_nothing_to_go_on_from_where_there_is_no_mark() -> None:
-    """What the marks are for: without one the windows of a middle token are gone."""
+    """What breakpoints are for: without one the windows of a middle token are gone."""
     engine, prefix = make_engine("gemma3_text")
     serve(engine, [words(1, 700)])
     lookup = prefix.look((*words(1, 350), *words(2, 40)))

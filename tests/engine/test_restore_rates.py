@@ -85,7 +85,7 @@ def test_a_fast_disk_is_read_again_and_again(tmp_path: Path) -> None:
 @pytest.mark.parametrize("name", ["gemma3_text", "lfm2"])
 def test_windows_and_states_are_weighed_too(tmp_path: Path, name: str) -> None:
     machine = start(tmp_path, name=name)
-    machine.engine.insert(Request(LONG, 1, marks=[(4 * BLOCK + 7, "user")]))
+    machine.engine.insert(Request(LONG, 1, breakpoints=[(4 * BLOCK + 7, "user")]))
     drive(machine.engine)
     assert machine.prefix.close()
     machine = start(tmp_path, name=name)

@@ -146,7 +146,7 @@ def test_a_request_alone_takes_back_what_its_own_checkpoints_took() -> None:
     name = "gemma3_text"
     engine, prefix = make_engine(name, bytes_of(name, 768))
     prompt = words(3, 500)
-    (uid,), told = serve(engine, [prompt], 40, marks=[(256, "system"), (400, "user")])
+    (uid,), told = serve(engine, [prompt], 40, breakpoints=[(256, "system"), (400, "user")])
     assert told.failed == {}
     assert_stock(name, prompt, told.tokens[uid])
     assert len(told.tokens[uid]) == 40

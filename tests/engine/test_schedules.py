@@ -125,8 +125,10 @@ class Schedule:
     def come_and_go(self) -> None:
         for i, request in enumerate(self.requests):
             if i not in self.uids and self.due[i] <= self.step:
-                marks = [(SYSTEMS[request.system], "system")] if request.mark else ()
-                self.uids[i] = self.engine.insert(Request(self.prompts[i], request.max_tokens, marks=marks, agent=request.agent))
+                breakpoints = [(SYSTEMS[request.system], "system")] if request.mark else ()
+                self.uids[i] = self.engine.insert(
+                    Request(self.prompts[i], request.max_tokens, breakpoints=breakpoints, agent=request.agent)
+                )
             if request.patience is not None and self.due[i] + request.patience == self.step:
                 self.engine.cancel(self.uids[i])
                 self.cancelled.add(self.uids[i])

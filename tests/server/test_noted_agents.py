@@ -15,7 +15,7 @@ from store.stores import open_store
 from mlx_blockpool.config import EngineConfig, PoolConfig, StoreConfig
 from mlx_blockpool.prefix.trie import PrefixRef
 from mlx_blockpool.server import model as model_module
-from mlx_blockpool.server.agents.by_content import is_by_content
+from mlx_blockpool.server.agents.conversation_id import is_conversation_id
 from mlx_blockpool.server.agents.served import ServedAgents
 from mlx_blockpool.server.live.log import EventLog
 from mlx_blockpool.server.model import LoadedModel
@@ -46,7 +46,7 @@ def test_each_agent_is_noted_with_its_last_turn(model: Path, tmp_path: Path) -> 
         usages = at_once([lambda a=a: say(client, a, "birds") for a in ("one", "two/..", "drei ✓")])
         usages[0] = say(client, "one", "fish", 60)
         client.chat([{"role": "user", "content": "No name"}], max_tokens=2)
-    noted = {agent.name: agent for agent in Agents(tmp_path).all() if not is_by_content(agent.name)}
+    noted = {agent.name: agent for agent in Agents(tmp_path).all() if not is_conversation_id(agent.name)}
     assert sorted(noted) == ["drei ✓", "one", "two/.."]
     # The last token is told and may not be computed.
     for name, usage in zip(("one", "two/..", "drei ✓"), usages, strict=True):

@@ -16,7 +16,7 @@ from ...prefix.uncache import exclusive_from
 from ...store.agent_files import shown
 from ...store.agent_records import utc
 from ...tier.cache import TieredPrefixCache
-from .by_content import is_by_content
+from .conversation_id import is_conversation_id
 from .service import AgentService, AgentView, Home, shared_with
 
 # Agents are measured for this long between two decode steps.
@@ -41,7 +41,7 @@ def _about(view: AgentView) -> Report:
     return {
         "name": view.name,
         "shown": shown(view.name),
-        "by": "content" if is_by_content(view.name) else "name",
+        "by": "content" if is_conversation_id(view.name) else "name",
         "model": view.model,
         "namespace": agent.namespace or None,
         "loaded": home is not None,

@@ -24,7 +24,7 @@ from ...prefix.trie import PrefixRef
 from ...store.agent_files import Agent, Agents, turn_of
 from ...store.prompt_store import PromptStore
 from ...tier.cache import TieredPrefixCache
-from .by_content import is_by_content
+from .conversation_id import is_conversation_id
 
 log = logging.getLogger(__name__)
 T = TypeVar("T")
@@ -171,8 +171,8 @@ class ServedAgents:
         limits = ((True, self._config.conversations), (False, self._config.agents))
         if len(self.noted) <= min(most for _, most in limits):
             return
-        for by_content, most in limits:
-            names = [n for n in self.noted if is_by_content(n) == by_content and n not in self.pinned]
+        for is_derived, most in limits:
+            names = [n for n in self.noted if is_conversation_id(n) == is_derived and n not in self.pinned]
             for name in names[: max(0, len(names) - most)]:
                 del self.noted[name]
 
@@ -254,8 +254,8 @@ def bound_notes(files: Agents, config: StoreConfig, noted: dict[str, Agent]) -> 
     try:
         # The generation thread may change it meanwhile.
         used = {name: found.used for name, found in noted.copy().items()}
-        files.bound(config.agents, lambda name: not is_by_content(name), used)
-        files.bound(config.conversations, is_by_content, used)
+        files.bound(config.agents, lambda name: not is_conversation_id(name), used)
+        files.bound(config.conversations, is_conversation_id, used)
     except (OSError, BlockpoolError) as error:
         log.warning("agents: %s", error)
 

@@ -29,7 +29,7 @@ from ..model import LoadedModel
 from ..models.provider import ModelKey
 from ..replies import Reply
 from ..scope import RequestScope
-from .by_content import is_by_content
+from .conversation_id import is_conversation_id
 from .served import ServedAgents, bound_notes, path_of
 
 T = TypeVar("T")
@@ -200,7 +200,7 @@ class AgentService:
         return {"agent": new, "of": view.name, "tokens": view.path.tokens}
 
     def _need_free(self, new: str) -> None:
-        if is_by_content(new):
+        if is_conversation_id(new):
             raise RefusedError(400, f"{new} cannot be a given name: such names are made of what a chat says. Choose another one.")
         if new in self.look():
             raise RefusedError(409, f"An agent {shown(new)} exists already. Choose another name.")

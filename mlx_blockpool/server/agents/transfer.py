@@ -35,7 +35,7 @@ from ...tier.write_behind import StoredPrefixes
 from ...transfer.cache_file import CacheFile, CacheFileWriter, check_agent, privacy_report
 from ..model import LoadedModel
 from ..models.provider import BlockpoolModelProvider
-from .by_content import is_by_content
+from .conversation_id import is_conversation_id
 from .served import path_of
 from .service import AgentService, AgentView, Home, RefusedError, agents_of
 
@@ -255,7 +255,7 @@ def import_file(service: AgentService, name: str, path: Path) -> Report:
     if private:
         before = service.look().get(name)
         # Names that chats get by their content are never free.
-        _refuse_overwriting(name, SHARED if is_by_content(name) else None if before is None else before.agent.salt)
+        _refuse_overwriting(name, SHARED if is_conversation_id(name) else None if before is None else before.agent.salt)
     salt = salt_of_import() if private else salt_marked(found.mark, service.scope.private_key)
     intake = service.at(home, lambda _, prefix: _begin_import(prefix, found.caches))
     try:

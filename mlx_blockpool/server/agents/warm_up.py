@@ -19,7 +19,7 @@ from ..bodies import InvalidRequestError
 from ..request import PromptRequest
 from ..scope import RequestScope
 from ..validation import Body, Salt, Sampling, Text, dotted, generation_arguments, validated
-from . import by_content
+from .conversation_id import conversation_id
 from .service import AgentService, RefusedError, checked_name
 
 log = logging.getLogger(__name__)
@@ -131,7 +131,7 @@ class WarmUp:
         request = PromptRequest(kind, prompt.prompt, prompt.messages, prompt.tools, prompt.role_mapping)
         if prompt.agent is None and not prompt.messages:
             text = [{"role": "user", "content": prompt.prompt}]
-            scope.options.conversation = by_content.name_of([prompt.model], text, scope.generator.normalisers, prompt.cache_salt)
+            scope.options.conversation = conversation_id([prompt.model], text, scope.generator.normalisers, prompt.cache_salt)
         options = self._generator.cli_args
         arguments = generation_arguments(Sampling(model=prompt.model), options, 1, [], prompt.chat_template_kwargs)
         try:

@@ -128,7 +128,7 @@ class PromptPreparation:
         if served is not None:
             limits = [limit for limit in (served.capacity(), served.positions) if limit is not None]
             job.capacity = min(limits, default=None)
-            job.checkpoints = served.engine is None or served.engine.caches.needs_marks
+            job.checkpoints = served.engine is None or served.engine.caches.needs_checkpoints
         if isinstance(request, ChatRequest):
             job.is_chat_request = True
             job.stop_words = list(args.stop_words)

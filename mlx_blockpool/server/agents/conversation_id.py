@@ -24,15 +24,15 @@ NAME = re.compile("content-[0-9a-f]{32}")
 VOLATILE = ("vendor-header", "bookkeeping", "date")
 INSTRUCTIONS = ("system", "developer")
 # Volatile lines are searched in this many characters of a message: what a client adds stands at the beginning.
-LOOKED_AT = 1 << 16
+SEARCHED_CHARACTERS = 1 << 16
 
 
-def is_by_content(name: str) -> bool:
-    """Whether a name was made by name_of()."""
+def is_conversation_id(name: str) -> bool:
+    """Whether a name was made by conversation_id()."""
     return NAME.fullmatch(own_name(name)) is not None
 
 
-def name_of(
+def conversation_id(
     model: Sequence[str | None], messages: Sequence[Message], normalisers: Normalisers, cache_salt: str | None = None
 ) -> str:
     """The name of the conversation that a chat continues. `messages` as the client sent them; they stay as they are.
@@ -53,10 +53,10 @@ def name_of(
 
 def _shortened(text: str) -> str:
     """A long text as its beginning and a digest of the rest: other threads wait while a pattern is searched."""
-    if len(text) <= LOOKED_AT:
+    if len(text) <= SEARCHED_CHARACTERS:
         return text
-    rest = text[LOOKED_AT:].strip().encode("utf-8", "surrogatepass")
-    return f"{text[:LOOKED_AT]}\n{hashlib.blake2b(rest, digest_size=16).hexdigest()}"
+    rest = text[SEARCHED_CHARACTERS:].strip().encode("utf-8", "surrogatepass")
+    return f"{text[:SEARCHED_CHARACTERS]}\n{hashlib.blake2b(rest, digest_size=16).hexdigest()}"
 
 
 def _content(content: Any) -> list[Any]:

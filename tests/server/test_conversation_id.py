@@ -14,7 +14,7 @@ from models import save_model
 from mlx_blockpool.config import StoreConfig
 from mlx_blockpool.plugins import make_plugin_manager
 from mlx_blockpool.server import options
-from mlx_blockpool.server.agents.by_content import name_of
+from mlx_blockpool.server.agents.conversation_id import conversation_id
 from mlx_blockpool.server.normalise import Normalisers
 from mlx_blockpool.store.agent_files import Agents
 from server.serving import Client, at_once, blockpool_server
@@ -59,7 +59,7 @@ def chat(client: Client, *messages: dict[str, Any], **options: Any) -> str:
 def test_a_long_message_counts_to_its_end_and_not_for_its_volatile_beginning(pad: int, normalisers: Normalisers) -> None:
     def name(header: str, end: str) -> str:
         text = f"x-anthropic-billing-header: {header}\n{'word ' * pad}{end}"
-        return name_of(MODEL, [{"role": "system", "content": text}, HELLO], normalisers)
+        return conversation_id(MODEL, [{"role": "system", "content": text}, HELLO], normalisers)
 
     assert name("one", "birds") == name("two", "birds")
     assert name("one", "birds") != name("one", "fish")
@@ -166,7 +166,7 @@ def test_what_changes_from_turn_to_turn_is_no_part_of_the_name(normalisers: Norm
     def named(system: str, hello: Any) -> str:
         messages = [{"role": "system", "content": system}, {"role": "user", "content": hello}]
         before = copy.deepcopy(messages)
-        name = name_of(MODEL, messages, normalisers)
+        name = conversation_id(MODEL, messages, normalisers)
         assert messages == before
         return name
 
@@ -186,5 +186,5 @@ def test_what_changes_from_turn_to_turn_is_no_part_of_the_name(normalisers: Norm
 
 
 def test_a_name_is_the_models_too(normalisers: Normalisers) -> None:
-    assert name_of(MODEL, [HELLO], normalisers) != name_of(("another", None, None), [HELLO], normalisers)
-    assert name_of(MODEL, [SYSTEM], normalisers) != name_of(MODEL, [], normalisers)
+    assert conversation_id(MODEL, [HELLO], normalisers) != conversation_id(("another", None, None), [HELLO], normalisers)
+    assert conversation_id(MODEL, [SYSTEM], normalisers) != conversation_id(MODEL, [], normalisers)
