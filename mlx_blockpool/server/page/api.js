@@ -47,10 +47,11 @@ export async function health() {
   return response.json();
 }
 
-/** Call `onEvent(kind)` for each event, as long as the connection lasts. EventSource cannot send a key. */
-export async function events(onEvent, signal) {
-  const response = await request("v1/cache/events", { signal });
+/** Call `onOpen()` and `onEvent(kind)` for each event, as long as the connection lasts. EventSource cannot send a key. */
+export async function events(onOpen, onEvent) {
+  const response = await request("v1/cache/events", {});
   if (!response.ok) throw new Error(`no events: ${response.status}`);
+  onOpen();
   const reader = response.body.pipeThrough(new TextDecoderStream()).getReader();
   let rest = "";
   for (;;) {

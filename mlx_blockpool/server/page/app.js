@@ -167,8 +167,7 @@ async function loop() {
 async function follow() {
   for (;;) {
     try {
-      await events((kind) => {
-        state.live = true;
+      await events(() => (state.live = true), (kind) => {
         if (!kind.endsWith("_progress")) state.slow = Math.min(state.slow, performance.now() + 400);
       });
     } catch {

@@ -32,7 +32,8 @@ function memory(cache, map) {
   const sizes = { r: 0, p: 0, c: 0, o: 0, f: 0 };
   for (const group of map ? map.groups : []) for (const letter of group.states) sizes[letter.toLowerCase()] += group.bytes_per_block;
   const used = sizes.r + sizes.p + sizes.c + sizes.o;
-  const words = `${bytes(sizes.r)} running, ${bytes(sizes.p)} pinned, ${bytes(sizes.c)} cached`;
+  const words = [[sizes.r, "running"], [sizes.p, "pinned"], [sizes.c, "cached"], [sizes.o, "of others"]]
+    .filter(([size]) => size).map(([size, name]) => `${bytes(size)} ${name}`).join(", ") || "nothing is cached yet";
   const batch = cache.batch;
   return tile("Memory", [bytes(used), h("small", {}, ` of ${bytes(cache.pool_bytes)}`)],
     batch && batch.padded > batch.ragged ? `the batch takes ${bytes(batch.ragged)}; padded it would take ${bytes(batch.padded)}` : words,

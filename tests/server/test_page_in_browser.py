@@ -1,0 +1,281 @@
+"""The page in a real headless Chromium: what it shows, what its buttons do, and that nothing from clients runs as code."""
+
+from __future__ import annotations
+
+import json
+import re
+import shutil
+import socket
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+from models import save_model
+
+from server.serving import Client, blockpool_server
+
+sync_api: Any = pytest.importorskip("playwright.sync_api", reason="needs the extra `browser`: pip install -e '.[browser]'")
+expect = sync_api.expect
+PROGRAMS = ("chromium", "chromium-browser", "google-chrome", "google-chrome-stable", "chrome")
+# Other tests run beside these.
+PATIENCE = 30_000
+# A browser logs each 401, by which the page knows that there is a key, and each 409 to what a person wants.
+EXPECTED = "status of 4(01|09)"
+VIOLATIONS = "addEventListener('securitypolicyviolation', event => console.error('violated ' + event.violatedDirective))"
+FOCUSED = "(document.activeElement.getAttribute('aria-label') || document.activeElement.textContent).trim()"
+LONG = "a name that is so long that it does not fit into any column of any table at any width of any screen"
+HOSTILE = "<img src=x onerror=alert(1)>\"'&amp;"
+OPTIONS = ("--pool-bytes", "30MB")
+
+
+@pytest.fixture(scope="module")
+def chromium() -> Iterator[Any]:
+    program = next(filter(None, map(shutil.which, PROGRAMS)), None)
+    if program is None:
+        pytest.skip(f"no browser is installed: needs one of {', '.join(PROGRAMS)}")
+    expect.set_options(timeout=PATIENCE)
+    with sync_api.sync_playwright() as playwright:
+        browser = playwright.chromium.launch(executable_path=program, args=["--no-sandbox"])
+        yield browser
+        browser.close()
+
+
+@pytest.fixture
+def visit(chromium: Any) -> Iterator[Callable[..., Any]]:
+    """visit(client): a tab with the page. In the end no tab may have had an error, a violation of the policy or an alert."""
+    faults: list[str] = []
+    contexts = []
+
+    def open_tab(client: Client, path: str = "/", **options: Any) -> Any:
+        context = chromium.new_context(**options)
+        contexts.append(context)
+        context.set_default_timeout(PATIENCE)
+        context.add_init_script(
+            "addEventListener('securitypolicyviolation', e => console.error('violated ' + e.violatedDirective))"
+        )
+        tab = context.new_page()
+        tab.on("console", lambda said: said.type == "error" and not re.search(EXPECTED, said.text) and faults.append(said.text))
+        tab.on("pageerror", lambda error: faults.append(str(error)))
+        tab.on("dialog", lambda dialog: (faults.append(dialog.message), dialog.dismiss()))
+        tab.goto(f"http://127.0.0.1:{client.port}{path}")
+        return tab
+
+    yield open_tab
+    for context in contexts:
+        context.close()
+    assert faults == []
+
+
+@pytest.fixture(scope="module")
+def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return save_model(tmp_path_factory.mktemp("llama"), "llama")
+
+
+@pytest.fixture(scope="module")
+def server(model: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Client]:
+    with blockpool_server(model, *OPTIONS, "--store-dir", str(tmp_path_factory.mktemp("store"))) as running:
+        yield running
+
+
+def talk(server: Client, agent: str, text: str = "Hello", **options: Any) -> None:
+    server.chat([{"role": "user", "content": text}], **{"max_tokens": 2, "user": agent, **options})
+
+
+def names(tab: Any) -> Any:
+    return tab.locator("#agent-table th[scope=row] .name")
+
+
+def agent_of(server: Client, name: str) -> dict[str, Any]:
+    return next(agent for agent in server.send("/v1/agents")[1]["agents"] if agent["name"] == name)
+
+
+def confirm(tab: Any) -> None:
+    tab.locator("#question-yes").click()
+    expect(tab.locator("#question")).not_to_be_visible()
+
+
+def test_an_agent_is_shown_and_pinned_after_a_question(server: Client, visit: Callable[..., Any]) -> None:
+    talk(server, HOSTILE, f"{HOSTILE} says hello. " * 20)
+    tab = visit(server)
+    expect(names(tab)).to_have_text([HOSTILE])
+    expect(tab.locator("#tree .rows .name")).to_have_text([HOSTILE])
+    expect(tab.locator("#state")).to_have_text("live")
+    assert tab.locator("img[src=x]").count() == 0
+    names(tab).first.click()
+    tab.get_by_role("button", name="Pin", exact=True).click()
+    expect(tab.locator("#question-title")).to_have_text(f"Pin {HOSTILE}?")
+    assert not agent_of(server, HOSTILE)["pinned"]
+    confirm(tab)
+    assert agent_of(server, HOSTILE)["pinned"]
+    expect(tab.locator("#agent-table .chip-pinned")).to_have_text("pinned")
+    tab.get_by_role("button", name="Unpin", exact=True).click()
+    confirm(tab)
+    assert not agent_of(server, HOSTILE)["pinned"]
+
+
+@pytest.mark.thorough
+def test_acts_on_agents(server: Client, visit: Callable[..., Any]) -> None:
+    talk(server, "ann", "Ann begins. " * 60)
+    tab = visit(server)
+    row = names(tab).get_by_text("ann", exact=True)
+    row.click()
+
+    def act(name: str) -> None:
+        tab.locator(".acts").get_by_role("button", name=name, exact=True).click()
+
+    act("Save")
+    confirm(tab)
+    expect(tab.locator("#said")).to_have_text("ann is on disk.")
+    saved = agent_of(server, "ann")
+    assert saved["tokens_on_disk"] == saved["tokens"]
+    act("Fork")
+    tab.locator("#question-input").fill("ann")
+    tab.locator("#question-yes").click()
+    expect(tab.locator("#question-error")).to_contain_text("An agent ann exists already")
+    tab.locator("#question-input").fill("a fork & more")
+    confirm(tab)
+    assert agent_of(server, "a fork & more")["tokens"] == saved["tokens"]
+    expect(tab.locator("#tree .is-shared").first).to_be_visible()
+    act("Delete")
+    tab.locator("#question-no").click()
+    assert agent_of(server, "ann")
+    act("Delete")
+    confirm(tab)
+    expect(names(tab).get_by_text("ann", exact=True)).to_have_count(0)
+    assert "ann" not in [agent["name"] for agent in server.send("/v1/agents")[1]["agents"]]
+
+
+@pytest.mark.thorough
+def test_a_model_is_unloaded_and_loaded(server: Client, visit: Callable[..., Any]) -> None:
+    tab = visit(server)
+    tab.get_by_role("button", name="Unload").click()
+    confirm(tab)
+    tab.get_by_role("button", name="Load", exact=True).click()
+    expect(tab.locator("#serving")).to_have_text("no model is loaded")
+    confirm(tab)
+    expect(tab.locator("#models .chip-loaded")).to_have_text("loaded")
+    server.settle()
+
+
+@pytest.mark.thorough
+def test_everything_is_reached_by_the_keyboard(server: Client, visit: Callable[..., Any]) -> None:
+    talk(server, "keys", "Keys begin. " * 60)
+    tab = visit(server)
+    expect(names(tab).get_by_text("keys", exact=True)).to_be_visible()
+
+    def press_until(key: str, wanted: str) -> None:
+        for _ in range(80):
+            tab.keyboard.press(key)
+            if tab.evaluate(FOCUSED).startswith(wanted):
+                return
+        raise AssertionError(f"{wanted} is not reached by {key}")
+
+    press_until("Tab", "Skip to the agents")
+    press_until("Tab", "Block map of full")
+    tab.keyboard.press("ArrowRight")
+    expect(tab.locator("#block")).to_contain_text("Block 0:")
+    tab.keyboard.press("End")
+    tab.keyboard.press("Escape")
+    expect(tab.locator("#block")).to_contain_text("Choose one")
+    press_until("Shift+Tab", "Skip to the agents")
+    tab.keyboard.press("Enter")
+    press_until("Tab", "keys")
+    tab.keyboard.press("Enter")
+    press_until("Tab", "Pin")
+    tab.keyboard.press("Enter")
+    expect(tab.locator("#question")).to_be_visible()
+    tab.keyboard.press("Escape")
+    expect(tab.locator("#question")).not_to_be_visible()
+    assert not agent_of(server, "keys")["pinned"]
+    tab.keyboard.press("Enter")
+    expect(tab.locator("#question-yes")).to_be_focused()
+    tab.keyboard.press("Enter")
+    expect(tab.locator("#question")).not_to_be_visible()
+    assert agent_of(server, "keys")["pinned"]
+    tab.keyboard.press("Enter")
+
+
+@pytest.mark.thorough
+def test_the_key_is_asked_for_once(model: Path, visit: Callable[..., Any]) -> None:
+    with blockpool_server(model, *OPTIONS, "--api-key", "a secret key") as client:
+        tab = visit(client)
+        expect(tab.locator("#key")).to_be_visible()
+        assert tab.locator("#tiles .tile").count() == 0
+        tab.keyboard.press("Escape")
+        expect(tab.locator("#key")).to_be_visible()
+        for typed, error in (("a wrong key", "The server does not know that key."), ("a secret key", None)):
+            tab.locator("#key-input").fill(typed)
+            tab.keyboard.press("Enter")
+            if error:
+                expect(tab.locator("#key-error")).to_have_text(error)
+        expect(tab.locator("#key")).not_to_be_visible()
+        expect(tab.locator("#state")).to_have_text("live")
+        tab.reload()
+        expect(tab.locator("#state")).to_have_text("live")
+        expect(tab.locator("#key")).not_to_be_visible()
+        assert "secret" not in tab.url
+        assert tab.evaluate("localStorage.length + document.cookie.length") == 0
+        tab.locator("#forget").click()
+        expect(tab.locator("#key")).to_be_visible()
+
+
+@pytest.mark.thorough
+@pytest.mark.parametrize("scheme", ["light", "dark"])
+@pytest.mark.parametrize("width", [360, 800, 1440])
+def test_it_fits_and_has_contrast(server: Client, visit: Callable[..., Any], scheme: str, width: int) -> None:
+    talk(
+        server,
+        "a name that is so long that it does not fit into any column of any table at any width of any screen",
+        "Long. " * 50,
+    )
+    tab = visit(server, color_scheme=scheme, viewport={"width": width, "height": 800})
+    expect(names(tab).first).to_be_visible()
+    assert tab.evaluate("document.documentElement.scrollWidth - innerWidth") <= 0
+    ink, paper = tab.evaluate("[getComputedStyle(document.body).color, getComputedStyle(document.body).backgroundColor]")
+    lightness = [sum(map(int, colour[4:-1].split(","))) for colour in (ink, paper)]
+    assert (lightness[0] < lightness[1]) == (scheme == "light")
+    assert abs(lightness[0] - lightness[1]) > 500
+    unnamed = "[...document.querySelectorAll('button, input, canvas, svg, [role=img]')].filter(e => !e.closest('dialog') && "
+    unnamed += "!e.textContent.trim() && !e.ariaLabel && e.ariaHidden !== 'true').map(e => e.outerHTML)"
+    assert tab.evaluate(unnamed) == []
+
+
+@pytest.mark.thorough
+def test_the_first_line_that_differs_is_shown_side_by_side(server: Client, visit: Callable[..., Any]) -> None:
+    for day in ("Monday <b>", "Tuesday <i>"):
+        talk(server, "dated", f"{'Notes. ' * 60}\nToday is {day} in May.\nWhat now?")
+    tab = visit(server)
+    row = tab.locator("#requests tbody th .name").first
+    expect(row).to_have_text("dated")
+    row.click()
+    expect(tab.locator("#requests figure pre")).to_have_text(["Today is Monday <b> in May.", "Today is Tuesday <i> in May."])
+    expect(tab.locator("#requests figure mark")).to_have_text(["Monday <b", "Tuesday <i"])
+
+
+@pytest.mark.thorough
+def test_running_requests_are_shown_while_they_run(server: Client, visit: Callable[..., Any]) -> None:
+    tab = visit(server)
+    expect(tab.locator("#state")).to_have_text("live")
+    # The reply says the same token again and again, until the test hangs up.
+    asked = {"prompt": "Go on", "max_tokens": 30000, "stream": True, "user": "runner", "logit_bias": {"65": 100}}
+    body = json.dumps(asked).encode()
+    head = f"POST /v1/completions HTTP/1.1\r\nHost: localhost\r\nContent-Length: {len(body)}\r\n\r\n".encode()
+    with socket.create_connection(("127.0.0.1", server.port)) as client:
+        client.sendall(head + body)
+        expect(tab.locator("#running .who")).to_have_text(["runner"])
+        expect(tab.locator("#running .chip")).to_have_text("decode")
+        expect(tab.locator("#agent-table .chip-decode, #running .chip-decode").first).to_be_visible()
+    expect(tab.locator("#running")).to_contain_text("Nothing runs")
+    server.settle()
+
+
+@pytest.mark.thorough
+def test_a_server_that_is_gone_is_an_alarm(model: Path, chromium: Any) -> None:
+    with blockpool_server(model, *OPTIONS) as client:
+        tab = chromium.new_page()
+        tab.goto(f"http://127.0.0.1:{client.port}/")
+        expect(tab.locator("#state")).to_have_text("live")
+    expect(tab.locator("#alarms .alarm")).to_contain_text("The server does not answer")
+    expect(tab.locator("#state")).to_have_text("no connection")
+    tab.close()
