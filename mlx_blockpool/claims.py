@@ -231,7 +231,7 @@ def read_header(path: Path) -> Header:
 
 
 def head_of(file: BinaryIO) -> bytes:
-    """The header of an open safetensors file, behind the 8 bytes of its length. Raises ValueError for a file without one."""
+    """The header of an open safetensors file, after the 8 bytes of its length. Raises ValueError for a file without one."""
     length = file.read(8)
     size = int.from_bytes(length, "little")
     if len(length) < 8 or size > min(MAX_HEADER_BYTES, os.fstat(file.fileno()).st_size):

@@ -28,7 +28,7 @@ class PoolConfig:
     preallocate: bool = False  # allocate the whole pool at the start instead of slab by slab
     slabs: int = 4  # an ordinary slab takes at most 1/slabs of the budget, ...
     slab_blocks: int = 64  # ... and at most this many blocks. Larger slabs give longer runs, smaller ones are allocated later
-    max_tokens: int = 512  # room that acquire() reserves behind a prompt in scripts that pass no other number
+    max_tokens: int = 512  # room that acquire() reserves after a prompt in scripts that pass no other number
     decode_path: str = "auto"  # how a batch reads keys and values; auto: by a measured rule (kv/decode_policy.py)
     state_bytes: int | None = None  # limit in pool_bytes for a hybrid model's states, running and cached; None: a quarter, ...
     states: int = 16  # ... or up to half if a quarter would hold fewer than this many

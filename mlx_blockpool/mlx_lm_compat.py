@@ -117,7 +117,7 @@ STOCK: dict[str, StockName] = {
     "server.ResponseGenerator.prompt_cache": StockName("the prefixes that _serve_single() uses"),
     "server.ResponseGenerator.requests": StockName("the queue into the generation thread"),
     "server.ResponseGenerator._generation_thread": StockName("ours joins it with a timeout"),
-    "server.ResponseGenerator._state_machine_cache": StockName("emptied when a model is loaded anew under the same key"),
+    "server.ResponseGenerator._state_machine_cache": StockName("emptied when a model is loaded again under the same key"),
     "server.ResponseGenerator._stop": StockName("tells the thread to end"),
     # APIHandler, which our handler extends.
     "server.APIHandler": StockName("mlx-lm's endpoints", "(response_generator, *args, system_fingerprint, **kwargs)"),
@@ -135,7 +135,7 @@ STOCK: dict[str, StockName] = {
     "server.APIHandler._set_completion_headers": StockName("begins a response", "(self, status_code)"),
     "server.APIHandler._set_cors_headers": StockName("headers of our own endpoints", "(self)"),
     "server.APIHandler.response_generator": StockName("replaced for each request of a connection"),
-    "server.APIHandler.created": StockName("set anew for each request of a connection"),
+    "server.APIHandler.created": StockName("set again for each request of a connection"),
     "server.APIHandler.stream": StockName("whether an error goes into a stream"),
     # ModelProvider, which BlockpoolModelProvider extends.
     "server.ModelProvider": StockName("holds one loaded model", "(cli_args)"),
@@ -151,7 +151,7 @@ STOCK: dict[str, StockName] = {
     "server.ModelProvider.model_key": StockName("what is loaded: model, adapter, draft"),
     # Models and tokenizers.
     "utils._download": StockName("a folder as it is, or the folder of a hub's id", "(path_or_hf_repo, revision, allow_patterns)"),
-    "utils._get_classes": StockName("the model class of a config.json; plugins.shapes compiles it anew", "(config)"),
+    "utils._get_classes": StockName("the model class of a config.json; plugins.shapes compiles it again", "(config)"),
     "utils.hf_repo_to_path": StockName("the folder that the hub's cache has of an id, and no download", "(hf_repo)"),
     "utils.MODEL_REMAPPING": StockName("read by the copy of _get_classes() in plugins.shapes"),
     "utils.MODEL_ARCHITECTURE_REMAPPING": StockName("read by the copy of _get_classes() in plugins.shapes"),

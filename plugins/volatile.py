@@ -91,7 +91,7 @@ def move_dates(messages: Sequence[Message], replies: Replies) -> list[Message]:
         return _sub(DATE, text)
 
     changed = [map_text(m, take) if m.get("role") in SYSTEM else m for m in messages]
-    # The first user message stays at its place, and so does everything behind it.
+    # The first user message stays at its place, and so does everything after it.
     first = next((i for i, m in enumerate(changed) if m.get("role") == "user"), None)
     if not moved or first is None:
         return list(messages)

@@ -219,7 +219,7 @@ def check(root: Path, with_data: bool = False, fix: bool = False) -> Report:
 
 def _fix(root: Path, found: Survey) -> list[tuple[Path, OSError]]:
     """Returns what could not be done, and why."""
-    # A server may have written an agent anew meanwhile.
+    # A server may have written an agent again in the meantime.
     bad_agents = Agents(root).bad_among(path.name for path, _ in found.bad_agents)
     bad = [*((judged.file.path, str(judged.problem)) for judged in found.bad), *bad_agents]
     acts: list[tuple[Path, Callable[[], object]]] = [(path, partial(fsck.set_aside, root, path, why)) for path, why in bad]

@@ -22,7 +22,7 @@ from ..tier.restore import RestoreJob
 from .request import KIND, Event, RestoreBegun, RestoreEnded, Restoring
 from .sequence import Sequence
 
-# A long prompt gets a checkpoint behind this many tokens, and behind twice, four times... as many.
+# A long prompt gets a checkpoint after this many tokens, and after twice, four times... as many.
 LATTICE_TOKENS = 2048
 # The longest time for copying records into the pool in one step, so that running replies continue.
 RESTORE_SECONDS = 0.02

@@ -154,7 +154,7 @@ def _agrees(model: Any, make_caches: Callable[[], list[Any]], pads: bool, max_kv
 
 
 def _batch_logits(model: Any, batch: list[Any], prompts: list[list[int]]) -> mx.array:
-    """Logits [2, vocabulary] behind two prompts, which are still to be computed, or none, and two tokens more."""
+    """Logits [2, vocabulary] after two prompts, which are still to be computed, or none, and two tokens more."""
     if prompts:
         longest = max(map(len, prompts))
         for cache in batch:

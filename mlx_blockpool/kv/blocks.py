@@ -48,7 +48,7 @@ class FreeRuns:
         self.count -= end - start
 
     def take(self, count: int, after: int | None = None) -> list[int]:
-        """`count` ids: those right behind the block `after` where they are free, else where there is most room to grow."""
+        """`count` ids: those right after the block `after` where they are free, else where there is most room to grow."""
         assert count <= self.count, f"{count} wanted > {self.count} free"
         ids: list[int] = []
         if after is not None and (after + 1) % self.stride and after + 1 in self._ends:
@@ -56,7 +56,7 @@ class FreeRuns:
         while len(ids) < count:
             start = max(self._ends, key=lambda s: (self._ends[s] - s, -s))
             room = self._ends[start] - start - (count - len(ids))
-            # A run that starts behind a block in use leaves that neighbour half of the room.
+            # A run that starts after a block in use leaves that neighbour half of the room.
             begin = start + room // 2 if room > 0 and start % self.stride else start
             ids += self._cut(start, begin, count - len(ids))
         return ids

@@ -189,7 +189,7 @@ def _padding_mask(sizes: list[int]) -> mx.array | None:
 
 
 def _gather(pieces: list[list[SlabRun]], sizes: list[int], index: int) -> View:
-    """Keys and values [members, kv_heads, longest, dim] of the group's layer `index`: a copy, zeros behind the shorter ones."""
+    """Keys and values [members, kv_heads, longest, dim] of the group's layer `index`: a copy, zeros after the shorter ones."""
     longest = max(sizes)
     rows: tuple[list[mx.array], list[mx.array]] = ([], [])
     for mine, size in zip(pieces, sizes, strict=True):

@@ -66,7 +66,7 @@ def _sink_scores(grouped: mx.array, sinks: mx.array | None) -> list[mx.array]:
 
 
 def _own_scores(grouped: mx.array, own: list[list[View]]) -> mx.array:
-    """Scores [1, kv_heads, members * group, longest] of each member's own runs, -inf behind the shorter ones."""
+    """Scores [1, kv_heads, members * group, longest] of each member's own runs, -inf after the shorter ones."""
     rows = []
     for mine, views in zip(mx.split(grouped, len(own)), own, strict=True):
         scores = [mine @ keys.swapaxes(-1, -2) for keys, _ in views]
@@ -79,7 +79,7 @@ def _own_scores(grouped: mx.array, own: list[list[View]]) -> mx.array:
 
 
 def _weigh(weights: mx.array, views: list[View], start: int, rows: slice = slice(None)) -> tuple[mx.array, int]:
-    """The sum of the values, weighed by these rows and the columns from `start` on; and the column behind the last one."""
+    """The sum of the values, weighed by these rows and the columns from `start` on; and the column after the last one."""
     out: mx.array | None = None
     for _, values in views:
         stop = start + values.shape[2]

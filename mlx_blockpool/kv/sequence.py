@@ -103,7 +103,7 @@ class SequenceBlocks:
         self._layers.add(layer)
 
     def cut(self, group: int, size: int = 0) -> None:
-        """Give back the whole blocks of a group behind what its layers hold; `size`: what one of them does, in tokens."""
+        """Give back the whole blocks of a group after what its layers hold; `size`: what one of them does, in tokens."""
         self.need_blocks()
         if blocks_for(size) >= len(self.tables[group]):
             return

@@ -436,6 +436,6 @@ def is_superseded(node: Node, checkpoint: Checkpoint) -> bool:
 
 
 def _checkpoint_records(node: Node, residency: Residency, last: int) -> list[Key]:
-    """The records of checkpoints that end in a node, behind `last`."""
+    """The records of checkpoints that end in a node, after `last`."""
     windows = [Key(WINDOW, node.hash_at(end)) for end in residency.window_records if end > last]
     return windows + [Key(STATE, node.hash_at(end)) for end in residency.state_records if end > last]

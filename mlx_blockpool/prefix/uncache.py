@@ -45,7 +45,7 @@ class SharedPaths:
 
 
 def exclusive_from(index: KVIndex, path: PrefixRef, shared: SharedPaths, in_use: Iterable[Prompt] = ()) -> int:
-    """From which edge of a path on no other path of `shared` needs it, no prompt `in_use`, and nothing cached behind it."""
+    """From which edge of a path on no other path of `shared` needs it, no prompt `in_use`, and nothing cached after it."""
     match = index.trie.find(path)
     nodes = match.path
     first = shared.num_shared(nodes, path)

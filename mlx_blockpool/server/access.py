@@ -38,7 +38,7 @@ EXTENSIONS = ("chrome-extension", "moz-extension", "safari-web-extension")
 LONGEST_AGENT = 256
 KEY_NAME = re.compile(r"[A-Za-z0-9._-]{1,64}")
 LONGEST_NAME = 1024
-# A malformed header line makes the parser drop all headers behind it.
+# A malformed header line makes the parser drop all headers after it.
 NO_HEADERS = (
     email_errors.FirstHeaderLineIsContinuationDefect,
     email_errors.InvalidHeaderDefect,

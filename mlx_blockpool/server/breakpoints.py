@@ -1,6 +1,6 @@
 """Cache breakpoints of a chat's prompt: those of its client, and the checkpoints of models with windows or states.
 
-Such models can resume only at a checkpoint: behind the system prompt and tools, and behind the last message. Positions are found
+Such models can resume only at a checkpoint: after the system prompt and tools, and after the last message. Positions are found
 by rendering the template again, so that they are right for any template, also where the last message is a tool's result.
 """
 
@@ -100,7 +100,7 @@ class _Chat:
         return self._common([*self._messages[: point.message], message], self._tools, text)
 
     def _end_of_tools(self, count: int, text: str) -> int:
-        """Tools stand before the system prompt in some templates, and behind it in others."""
+        """Tools stand before the system prompt in some templates, and after it in others."""
         tools = self._tools[:count]
         name = f"_{tools[-1]['function']['name']}"
         another = {**tools[-1], "function": {**tools[-1]["function"], "name": name}}

@@ -37,7 +37,7 @@ class Difference:
 
     known_line:  None if it may be another client's.
     normaliser:  the bundled one that would have kept the line the same, if there is one and it was off.
-    moves_tools: the line is in the system prompt, and the template writes the tools behind it.
+    moves_tools: the line is in the system prompt, and the template writes the tools after it.
     """
 
     position: int
@@ -172,7 +172,7 @@ def _path(tokenizer: Any, reply: RememberedReply) -> list[int]:
 
 
 def tools_stand_behind(tokenizer: Any) -> bool:
-    """Whether a template writes the tools behind the text of the system prompt, by rendering two words."""
+    """Whether a template writes the tools after the text of the system prompt, by rendering two words."""
     system, tool = "systemtextisthisone", "toolnameisthisone"
     messages = [{"role": "system", "content": system}, {"role": "user", "content": ""}]
     function = {"name": tool, "description": "", "parameters": {"type": "object", "properties": {}}}

@@ -109,7 +109,7 @@ class Explanation:
             return f"{reason}; at token {found.position:,} it has other text than was known before{keep}"
         known = "other text" if found.known_line is None else f'"{found.known_line}"'
         lines = f'the prompt has "{found.line}" where {known} was known before'
-        tools = "; the model's template has the tools behind it, which are computed again with it" if found.moves_tools else ""
+        tools = "; the model's template has the tools after it, which are computed again with it" if found.moves_tools else ""
         return f"{reason}; at token {found.position:,} {lines}{keep}{tools}"
 
     def as_dict(self, names: Sequence[str] = FIELDS) -> dict[str, Any]:

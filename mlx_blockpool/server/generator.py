@@ -209,7 +209,7 @@ class BlockpoolGenerator(ResponseGenerator):  # type: ignore[misc]
             for served in self._models:
                 served.fail(RuntimeError(f"The batch failed: {cause}"))
         except BaseException:
-            log.exception("the generation thread starts anew")
+            log.exception("the generation thread starts again")
             self.health.restarts += 1
             self._fail_all(RuntimeError(f"The generation thread failed: {cause}"))
 

@@ -22,7 +22,7 @@ LOOK_SECONDS = 1.0
 
 
 class Health:
-    """`restarts`: how often the thread had to start anew, or to drop requests that went nowhere."""
+    """`restarts`: how often the thread had to start again, or to drop requests that went nowhere."""
 
     def __init__(self, stall_seconds: float, clock: Callable[[], float] = time.monotonic) -> None:
         self.restarts = 0

@@ -27,7 +27,7 @@ LAST = "replay"
 
 @dataclass(frozen=True)
 class RememberedReply:
-    """`tokens` as they were sampled for an agent, behind a prompt of `start` tokens, the last of which are `before`.
+    """`tokens` as they were sampled for an agent, after a prompt of `start` tokens, the last of which are `before`.
 
     `source`: a digest of what that prompt was rendered from, without the replies in it. `agent`: None if the request names none.
     """

@@ -126,10 +126,10 @@ class Reply(Queue[Any]):
 
 
 def fit(args: Any, prompt: list[int], capacity: int | None, positions: int | None = None, default: int | None = None) -> Any:
-    """The arguments with max_tokens lowered to what fits behind the prompt in the pool and in the model's positions.
+    """The arguments with max_tokens lowered to what fits after the prompt in the pool and in the model's positions.
 
     `default`: the most for a request that names no max_tokens; None: whatever fits. Raises ValueError for an empty prompt and
-    RequestTooLargeError where not one token fits behind it.
+    RequestTooLargeError where not one token fits after it.
     """
     if not prompt:
         raise ValueError("The prompt is empty. Send at least one token.")

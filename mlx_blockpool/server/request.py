@@ -29,7 +29,7 @@ SECONDS = {"5m": 300, "1h": 3600}
 class Breakpoint:
     """A beginning of a chat that is worth keeping for `seconds`.
 
-    It ends behind `parts` content parts of message number `message`, behind the whole message where `parts` is None, and behind
+    It ends after `parts` content parts of message number `message`, after the whole message where `parts` is None, and after
     `parts` tools where `message` is None.
     """
 

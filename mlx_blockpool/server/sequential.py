@@ -27,7 +27,7 @@ from .replies import Reply
 class SequentialCache:
     """In place of mlx-lm's LRUPromptCache, over `prefix` where the model has a pool, and over `stock` where it has none.
 
-    `max_tokens`: the room that the next fetch reserves behind its prompt; `salt`: what that prompt is cached under; `lookup`
+    `max_tokens`: the room that the next fetch reserves after its prompt; `salt`: what that prompt is cached under; `lookup`
     explains the last fetch.
     """
 

@@ -205,7 +205,7 @@ class AgentRecords:
             )
         agent = next((agent for agent in found.agents if (agent.name, agent.namespace) == (name, namespace)), None)
         if agent is None:
-            raise StoreError(f"Agent {shown(name)} was replaced by another of the same name meanwhile. Try again.")
+            raise StoreError(f"Agent {shown(name)} was replaced by another of the same name in the meantime. Try again.")
         return sharing[namespace].share(agent)
 
     def remove(self, name: str, share: PathRecords) -> None:

@@ -36,7 +36,7 @@ _OWN = re.compile(
 
 @dataclass(frozen=True)
 class RecordPlace:
-    """The place that a good record's header names: the tokens [start, end) behind the prefix `parent`."""
+    """The place that a good record's header names: the tokens [start, end) after the prefix `parent`."""
 
     kind: str
     hash: bytes

@@ -4,7 +4,7 @@
 
 A note counts for a file of the same size, time of modification and inode, and only if its parent and tokens make the hash in the
 file's name; other headers are read from the files. Frames are appended. A frame that a crash or anything else has damaged ends
-the reading, costs the time to read files anew, and is written over.
+the reading, costs the time to read files again, and is written over.
 
 Any thread may call load(); the rest is for one, the store's writer once the store is open.
 """
@@ -55,7 +55,7 @@ class Headers:
         self._namespace = namespace
         self._prefix_hash = prefix_hash
         self._new: list[bytes] = []
-        # Bytes of the file when it was written as a whole, and those appended since; None: it has to be written anew.
+        # Bytes of the file when it was written as a whole, and those appended since; None: it has to be written again.
         self._whole: int | None = None
         self._behind = 0
 
@@ -76,7 +76,7 @@ class Headers:
             record = None if key is None or note is None else self._record(key, note, stamp)
             if record is not None and name == name_of(self._namespace, record.key):
                 found[name] = record
-        # A file that is mostly of notes without a record is written anew.
+        # A file that is mostly of notes without a record is written again.
         self._whole = size if 2 * len(found) >= len(notes) else None
         self._behind = 0
         return found

@@ -140,7 +140,7 @@ class FolderWatcher:
         return not self.is_looking and (at_once or wrote or (waited and (has_used or self._passed > 0)))
 
     def begin(self) -> None:
-        """Count anew for a scan that begins now."""
+        """Count again for a scan that begins now."""
         self.is_looking, self._passed, self._begun_at = True, 0, time.monotonic()
         self.names = set()
 

@@ -45,7 +45,7 @@ class PromptStore:
         self.counts: Counter[str] = Counter()
         self._index = Index(config.store_bytes, f"{folder_of(namespace)}/", config.model_bytes)
         self._pinned: Collection[Key] = ()
-        # Records that could not be read, and when to try again: they are written anew if they are made again.
+        # Records that could not be read, and when to try again: they are written again if they are made again.
         self._unread: dict[Key, float] = {}
         self._changes = RecordChanges([], [])
         # The last job of each name whose result has not come yet.

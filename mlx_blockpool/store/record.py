@@ -30,7 +30,7 @@ VERSION = 1
 SUFFIX = ".safetensors"
 HASH_BYTES = 32
 # The kinds of records: the full layers of one block, the keys and values of window layers for its tokens, and the states of state
-# layers behind its last token.
+# layers after its last token.
 BLOCK, WINDOW, STATE = "block", "window", "state"
 # In `extra` of a record that begins under a salt: the salt, in hexadecimal.
 SALT = "salt"
@@ -176,7 +176,7 @@ def _header(record: Record) -> bytes:
 
 @lru_cache(maxsize=64)
 def _entries(parts: tuple[Part, ...]) -> bytes:
-    """The end of a header, behind its metadata."""
+    """The end of a header, after its metadata."""
     entries: dict[str, Any] = {}
     start = 0
     for part in parts:

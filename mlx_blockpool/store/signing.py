@@ -77,7 +77,7 @@ def is_signed(file: Path, key: bytes) -> bool:
 
 
 def _digest(opened: BinaryIO, head: bytes, key: bytes) -> str:
-    """Of `head`, and of what comes behind it in the file."""
+    """Of `head`, and of what comes after it in the file."""
     mac = hmac.new(key, _DOMAIN + head, "sha256")
     opened.seek(len(head))
     while data := opened.read(_READ_BYTES):

@@ -87,7 +87,7 @@ class _Requests:
         apart = distance(needed, [row.astype(mx.float32) for _, row in emitted])
         for step, gap in enumerate(apart):
             if not gap <= tolerance:
-                found = f"logprobs of step {step} behind a prompt of {len(prompt)} tokens that differ by {gap:.1e}"
+                found = f"logprobs of step {step} after a prompt of {len(prompt)} tokens that differ by {gap:.1e}"
                 raise ConformanceError(f"{found} beside others", f"{tolerance:.0e} at most from those alone", HINT)
         return max(apart)
 

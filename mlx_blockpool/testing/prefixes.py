@@ -50,7 +50,7 @@ class Life:
     def serve(self, tokens: Sequence[int], places: Iterable[int] = ()) -> tuple[int, list[mx.array]]:
         """Resume from the longest cached prefix, and insert the prompt at `places` and at its end.
 
-        Returns the hit, and the logits behind the first token beyond it, each place and the prompt.
+        Returns the hit, and the logits after the first token beyond it, each place and the prompt.
         """
         acquired = self.prefix.acquire(list(tokens), ROOM)
         hit = done = acquired.lookup.hit

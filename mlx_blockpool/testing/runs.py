@@ -26,7 +26,7 @@ Parts = Sequence[Sequence[int]]
 
 
 def run(model: Any, caches: list[Any], parts: Parts) -> list[mx.array]:
-    """Logits [vocabulary] behind each part of a prompt."""
+    """Logits [vocabulary] after each part of a prompt."""
     found = []
     for part in parts:
         found.append(model(mx.array([list(part)]), cache=caches)[0, -1].astype(mx.float32))
@@ -55,13 +55,13 @@ def distance(needed: Sequence[mx.array], found: Sequence[mx.array]) -> list[floa
 
 
 def same(needed: Sequence[mx.array], found: Sequence[mx.array], parts: Parts, what: str, tolerance: float = TOLERANCE) -> float:
-    """Compare the logits behind each part; the largest difference. Raises ConformanceError that names the first wrong one."""
+    """Compare the logits after each part; the largest difference. Raises ConformanceError that names the first wrong one."""
     apart = distance(needed, found)
     for i, gap in enumerate(apart):
         if not gap <= tolerance:
             at = sum(len(part) for part in parts[: i + 1])
             raise ConformanceError(
-                f"{what}: logits behind token {at} that differ by {gap:.1e} of the largest", f"{tolerance:.0e} at most", HINT
+                f"{what}: logits after token {at} that differ by {gap:.1e} of the largest", f"{tolerance:.0e} at most", HINT
             )
     return max(apart)
 

@@ -76,7 +76,7 @@ class StoredCheckpoints:
         return len(self._pending), len(self._resting)
 
     def place(self, record: Record, parent: Node | None) -> bool:
-        """Note a record found on disk behind `parent`. Returns whether it belongs to any node there."""
+        """Note a record found on disk after `parent`. Returns whether it belongs to any node there."""
         node = None if parent is None else self.index.trie.child(parent, encode(record.tokens))
         cut = _cut_of(record)
         if node is None or node.start != record.start or (record.kind == WINDOW and cut is None):

@@ -251,7 +251,7 @@ class Restores:
         self.num_arrived += 1
 
     def lose(self, key: Key, error: Exception) -> None:
-        """A record that could not be read is a miss, and all behind it; a file that can be read later stays."""
+        """A record that could not be read is a miss, and all after it; a file that can be read later stays."""
         self.num_unread += 1
         if isinstance(error, BadRecordError | FileNotFoundError):
             self.store.gone(key)

@@ -64,4 +64,4 @@ def test_another_conversation_of_the_project_reads_all_that_they_have_in_common(
     told_line, differs = told["difference"]["line"], BILLING.index("{")
     assert reads[("--normalise", "none")].read <= differs + len("<|im_start|>system\n")
     assert (told_line[:differs], told["difference"]["normaliser"]) == (BILLING[:differs], "vendor-header")
-    assert told["why"].endswith("the model's template has the tools behind it, which are computed again with it")
+    assert told["why"].endswith("the model's template has the tools after it, which are computed again with it")

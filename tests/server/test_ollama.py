@@ -157,7 +157,7 @@ def test_a_probe_finds_a_server(well: Client) -> None:
             400,
             "messages[0].images: this model",
         ),
-        ("/api/generate", {"prompt": "a", "suffix": "b"}, 400, "suffix: this server takes no text behind the reply"),
+        ("/api/generate", {"prompt": "a", "suffix": "b"}, 400, "suffix: this server takes no text after the reply"),
         ("/api/generate", {"prompt": "a", "context": [1]}, 400, "context: this server takes no contexts of earlier replies"),
         ("/api/generate", {"prompt": "a", "model": "no/such"}, 404, "Found no model 'no/such'"),
         ("/api/show", {"model": "no/such"}, 404, "Found no model 'no/such'"),

@@ -68,7 +68,7 @@ class AgentsEndpoint:
             self._fail(409, error)
 
     def _report(self, parts: list[str]) -> Report | None:
-        """Carry the request out. None: a file was sent. `parts`: of the path behind /v1/agents."""
+        """Carry the request out. None: a file was sent. `parts`: of the path after /v1/agents."""
         service, method = self._service, self._handler.command.replace("HEAD", "GET")
         match method, parts:
             case "GET", []:
@@ -178,7 +178,7 @@ def _bad(found: list[tuple[Path, str]]) -> list[Report]:
 
 
 def _parts_of(path: str) -> list[str]:
-    """The percent-decoded parts of the path behind /v1/agents. Raises RefusedError."""
+    """The percent-decoded parts of the path after /v1/agents. Raises RefusedError."""
     rest = path.partition("?")[0].removeprefix(PATH).strip("/")
     try:
         return [unquote(part, errors="strict") for part in rest.split("/")] if rest else []

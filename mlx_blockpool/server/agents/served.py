@@ -196,7 +196,7 @@ class ServedAgents:
         try:
             future = self._writer.submit(done)
         except RuntimeError as error:
-            raise LoadError(f"{self.model_id} was unloaded meanwhile. Try again.") from error
+            raise LoadError(f"{self.model_id} was unloaded in the meantime. Try again.") from error
         return future.result()
 
     def settle(self) -> None:

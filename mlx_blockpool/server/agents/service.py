@@ -88,10 +88,10 @@ class AgentView:
 
 
 class AgentService:
-    """The agents of one server's loaded models and of its store's folder, for the request of `scope`; each call reads both anew.
+    """The agents of one server's loaded models and of its store's folder, for the request of `scope`; every call reads both.
 
     `root`: the store's folder; None: the server has no store. Methods raise RefusedError for an unknown agent and for a model
-    that was unloaded meanwhile, and OSError for a folder that cannot be read.
+    that was unloaded in the meantime, and OSError for a folder that cannot be read.
     """
 
     def __init__(self, scope: RequestScope) -> None:
@@ -282,7 +282,7 @@ class AgentService:
         """The model and its prefixes, unless it has been unloaded. On the generation thread."""
         served = self._registry.loaded.get(home.key)
         if served is None or served.agents is not home.agents or served.prefix is None:
-            raise RefusedError(409, f"Model {shown(home.agents.model_id)} was unloaded meanwhile. Try again.")
+            raise RefusedError(409, f"Model {shown(home.agents.model_id)} was unloaded in the meantime. Try again.")
         return served, served.prefix
 
     def _homes(self) -> list[Home]:

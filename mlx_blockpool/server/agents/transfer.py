@@ -191,7 +191,7 @@ def _end_restore(service: AgentService, home: Home, view: AgentView, job: Restor
 
 @contextmanager
 def export(service: AgentService, name: str) -> Iterator[Path]:
-    """A prompt-cache file of mlx-lm with an agent's longest prefix that can be resumed; it is gone behind the block."""
+    """A prompt-cache file of mlx-lm with an agent's longest prefix that can be resumed; it is gone after the block."""
     view, home = service.need_home(name)
     bring_back(service, home, view)
     weights = _weights(service, service.at(home, lambda served, _: served.provider))
@@ -218,7 +218,7 @@ def _begin_export(served: LoadedModel, prefix: TieredPrefixCache, view: AgentVie
     match = in_memory(prefix.index.trie.find(view.path))
     hit, checkpoint = resumable(prefix.arena, match, match.tokens)
     if not hit:
-        raise RefusedError(409, f"Nothing of agent {shown(view.name)} is in memory or on disk. Its next turn computes it anew.")
+        raise RefusedError(409, f"Nothing of agent {shown(view.name)} is in memory or on disk. Its next turn computes it again.")
     caches = lay_out_to_read(prefix.arena, match, hit, checkpoint)
     return CacheFileWriter(caches, served.provider.public_name, weights, _bits(prefix), match.token_ids()[:hit], view.agent.salt)
 

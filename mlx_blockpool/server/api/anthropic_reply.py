@@ -110,7 +110,7 @@ class MessageRenderer(Renderer):
 
     def _stop_reason(self, done: Done) -> str:
         if done.reason == "length":
-            # The pool's room behind a prompt may be less than max_tokens.
+            # The pool's room after a prompt may be less than max_tokens.
             return "max_tokens" if done.num_tokens >= self._parsed.body.max_tokens else "model_context_window_exceeded"
         return {"stop_word": "stop_sequence", "calls": "tool_use", "stop": "end_turn"}[done.reason]
 

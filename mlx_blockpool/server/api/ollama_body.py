@@ -110,6 +110,6 @@ class GenerateBody(ReplyBody):
     system: Text = ""
     images: List[Text] = Field(default=[])
     raw: bool = False
-    suffix: Annotated[Text, _unsupported(NO_FIELD.format("text behind the reply"))] = ""
+    suffix: Annotated[Text, _unsupported(NO_FIELD.format("text after the reply"))] = ""
     template: Annotated[Text, _unsupported(NO_FIELD.format("templates from requests"))] = ""
     context: Annotated[List[Any], _unsupported(NO_FIELD.format("contexts of earlier replies"))] = Field(default=[])

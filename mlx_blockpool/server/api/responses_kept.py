@@ -11,7 +11,7 @@ from typing import Any
 Item = dict[str, Any]
 
 MAX_RESPONSES = 1_000
-# Of all conversations together, each counted anew with every response of it.
+# Of all conversations together, each counted again with every response of it.
 MAX_CHARACTERS = 64_000_000
 
 

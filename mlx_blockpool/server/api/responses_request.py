@@ -86,7 +86,7 @@ def parse(
 
 
 def _conversation(given: ResponsesBody, body: dict[str, Any], kept: KeptResponses, owner: str | None) -> InputItems:
-    """The earlier conversation that the body names, and its input behind it."""
+    """The earlier conversation that the body names, and its input after it."""
     conversation = InputItems(kept, owner, given.cache_salt)
     if given.instructions:
         conversation.messages.append({"role": "system", "content": given.instructions})

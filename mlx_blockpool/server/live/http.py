@@ -83,7 +83,7 @@ class EventsEndpoint:
             yield packet(event.number, KINDS[type(event.what)], data, event.model, event.time)
 
     def _snapshot(self, number: int) -> Iterator[bytes]:
-        """What each model holds, as of the event `number` or later: the events behind that number complete it."""
+        """What each model holds, as of the event `number` or later: the events after that number complete it."""
         yield packet(number, "all_cleared", {}, None, time.time())
         for served in list(self._generator.registry.loaded.values()):
             for change in self._held(served):

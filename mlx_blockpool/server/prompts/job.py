@@ -15,7 +15,7 @@ import numpy as np
 from ...errors import PromptError, RequestTooLargeError
 from ...messages import Message
 
-# A result crosses the pipe in pieces: a header of JSON and behind it the tokens (32-bit integers), then the pixels of each image.
+# A result crosses the pipe in pieces: a header of JSON and after it the tokens (32-bit integers), then the pixels of each image.
 Pieces: TypeAlias = Sequence[bytes | memoryview]
 # So many bytes say how long the header is.
 HEADER_BYTES = 4
@@ -146,7 +146,7 @@ class PreparedPrompt:
     breakpoints:  (tokens, seconds) of each of the client's breakpoints.
     checkpoints:  (tokens, kind) of the beginnings that other prompts will have too; None: not wanted.
     stops:        the tokens of each stop word.
-    call:         what stands before and behind a tool call.
+    call:         what stands before and after a tool call.
     never:        the token that must not be drawn, so that no call begins.
     images:       None for a prompt without.
     """
@@ -222,6 +222,6 @@ def send(connection: Connection, pieces: Pieces, is_last: bool) -> None:
 
 
 def receive(connection: Connection) -> tuple[Pieces, bool]:
-    """A result, and whether the worker ends behind it. Raises EOFError and OSError where it has ended before."""
+    """A result, and whether the worker ends after it. Raises EOFError and OSError where it has ended before."""
     is_last, count = _SENT.unpack(connection.recv_bytes(_SENT.size))
     return tuple(connection.recv_bytes() for _ in range(count)), is_last

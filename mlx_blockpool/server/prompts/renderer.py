@@ -191,7 +191,7 @@ def beginning(tokenizer: Any, job: PromptJob) -> tuple[str, int | None]:
 
 
 def begun(tokenizer: Any, tokenized: Any, begin: str, state: str) -> Any:
-    """The tokenized prompt with the beginning of the reply behind it; what the template has begun to think ends first."""
+    """The tokenized prompt with the beginning of the reply after it; what the template has begun to think ends first."""
     prompt, segments, kinds, initial_state, vision = tokenized
     if initial_state == "reasoning":
         begin = f"{tokenizer.think_end}\n\n{begin}"

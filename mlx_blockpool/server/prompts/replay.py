@@ -1,6 +1,6 @@
 """Prompts in which earlier replies stand as they were sampled, token for token, whatever the template would make of them.
 
-Each reply is rendered as a word that stands for it. What the template writes before such words, between them and behind them is
+Each reply is rendered as a word that stands for it. What the template writes before such words, between them and after them is
 tokenized; the sampled tokens go where the words are. So a prompt begins with the prompt and the reply of the turn before it.
 """
 

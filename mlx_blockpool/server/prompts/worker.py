@@ -40,7 +40,7 @@ MOST_TOKENIZERS = 4
 GRACE_SECONDS = 2
 # How much a worker gives way to its server.
 NICE = 5
-# A worker that has needed this part of its memory for a job ends behind its result.
+# A worker that has needed this part of its memory for a job ends after its result.
 WORN = 0.25
 
 
@@ -49,7 +49,7 @@ class OutOfTimeError(BaseException):
 
 
 class Tokenizers:
-    """The tokenizers used last. One whose files have changed is loaded anew."""
+    """The tokenizers used last. One whose files have changed is loaded again."""
 
     def __init__(self) -> None:
         self._renderers: OrderedDict[Any, PromptRenderer] = OrderedDict()

@@ -141,7 +141,7 @@ class PromptWorker:
         self._pid: int | None = None
 
     def run(self, data: bytes, seconds: float, memory_bytes: int) -> Pieces:
-        """The result of a packed job; OUT_OF_TIME if it took too long. A worker that ends behind it is closed.
+        """The result of a packed job; OUT_OF_TIME if it took too long. A worker that ends after it is closed.
 
         Raises WorkerEndedError, and PromptError for too much memory.
         """
