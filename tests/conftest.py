@@ -6,6 +6,7 @@ import gc
 import os
 import sys
 import tempfile
+from collections.abc import Iterator
 
 import pytest
 from hypothesis import HealthCheck, settings
@@ -50,7 +51,18 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
 
 
 def pytest_collection_finish() -> None:
-    """Collections of garbage leave out what was imported: a server makes one whenever it loads or unloads a model."""
+    leave_out_of_collections()
+
+
+@pytest.hookimpl(wrapper=True)
+def pytest_runtest_teardown(item: pytest.Item, nextitem: pytest.Item | None) -> Iterator[None]:
+    yield
+    if nextitem is None or nextitem.path != item.path:
+        leave_out_of_collections()
+
+
+def leave_out_of_collections() -> None:
+    """Exclude what exists now from collections of garbage: a server makes one whenever it loads or unloads a model."""
     gc.collect()
     gc.freeze()
 

@@ -23,7 +23,7 @@ from mlx_blockpool import mlx_lm_compat
 
 ROOT = Path(__file__).parent.parent
 FILES = sorted(p for folder in ("mlx_blockpool", "plugins") for p in (ROOT / folder).rglob("*.py"))
-TREES = {str(p.relative_to(ROOT)): ast.parse(p.read_text(encoding="utf-8")) for p in FILES}
+TEXTS = {str(p.relative_to(ROOT)): p.read_text(encoding="utf-8") for p in FILES}
 
 PUBLIC = [
     "BLOCK_TOKENS",
@@ -51,6 +51,11 @@ PUBLIC = [
 
 
 @functools.cache
+def trees() -> dict[str, ast.Module]:
+    return {file: ast.parse(text) for file, text in TEXTS.items()}
+
+
+@functools.cache
 def nodes(tree: ast.AST) -> tuple[ast.AST, ...]:
     """A tree and everything in it."""
     return tuple(ast.walk(tree))
@@ -70,7 +75,7 @@ def run(code: str) -> str:
 
 
 def test_the_files_were_found() -> None:
-    assert {"mlx_blockpool/__init__.py", "mlx_blockpool/kv/pool.py", "plugins/default.py"} <= set(TREES)
+    assert {"mlx_blockpool/__init__.py", "mlx_blockpool/kv/pool.py", "plugins/default.py"} <= set(TEXTS)
 
 
 def test_all_is_sorted_and_complete() -> None:
@@ -94,11 +99,9 @@ def test_version_is_the_one_of_the_project_file() -> None:
     assert f'\nversion = "{mlx_blockpool.__version__}"\n' in (ROOT / "pyproject.toml").read_text(encoding="utf-8")
 
 
-@pytest.mark.parametrize(
-    "module", ["mlx_blockpool", "mlx_blockpool.kv.pool", "mlx_blockpool.prefix.trie", "mlx_blockpool.plugins"]
-)
-def test_import_without_mlx(module: str) -> None:
-    code = f"import sys, {module}; print([m for m in sys.modules if m.partition('.')[0] in ('mlx', 'mlx_lm')])"
+def test_import_without_mlx() -> None:
+    modules = "mlx_blockpool, mlx_blockpool.kv.pool, mlx_blockpool.prefix.trie, mlx_blockpool.plugins"
+    code = f"import sys, {modules}; print([m for m in sys.modules if m.partition('.')[0] in ('mlx', 'mlx_lm')])"
     assert run(code) == "[]"
 
 
@@ -111,7 +114,7 @@ COMPAT = "mlx_blockpool/mlx_lm_compat.py"
 
 def test_only_the_server_imports_the_server_of_mlx_lm() -> None:
     found = {}
-    for file, tree in TREES.items():
+    for file, tree in trees().items():
         picked = [n for n in nodes(tree) if isinstance(n, ast.ImportFrom) and (n.module or "").endswith("mlx_lm_compat")]
         paths = [mlx_lm_compat.EXPORTS.get(alias.name, "") for n in picked for alias in n.names]
         found[file] = [path for path in paths if path.startswith("server.")]
@@ -125,13 +128,18 @@ def private(name: str) -> bool:
     return name.startswith("_") and not name.startswith("__")
 
 
-@pytest.mark.parametrize("file", sorted(set(TREES) - {COMPAT}))
-def test_no_private_name_of_mlx_lm_is_imported(file: str) -> None:
-    names = [name for name in imports(TREES[file]) if name.partition(".")[0] == "mlx_lm"]
+def test_no_private_name_of_mlx_lm_is_imported() -> None:
+    found = {file: private_names_of_mlx_lm(tree) for file, tree in trees().items() if file != COMPAT}
+    assert {file: names for file, names in found.items() if names} == {}
+
+
+def private_names_of_mlx_lm(tree: ast.Module) -> list[str]:
+    """The private names of mlx-lm that a file imports, or reads from what it has imported."""
+    names = [name for name in imports(tree) if name.partition(".")[0] == "mlx_lm"]
     aliases = {name.rpartition(".")[2] for name in names}
-    read = {ast.unparse(n) for n in nodes(TREES[file]) if isinstance(n, ast.Attribute) and private(n.attr)}
-    assert [name for name in names if any(map(private, name.split(".")))] == []
-    assert sorted(path for path in read if path.partition(".")[0] in aliases) == []
+    read = {ast.unparse(n) for n in nodes(tree) if isinstance(n, ast.Attribute) and private(n.attr)}
+    imported = [name for name in names if any(map(private, name.split(".")))]
+    return imported + sorted(path for path in read if path.partition(".")[0] in aliases)
 
 
 def own_names(tree: ast.AST) -> set[str]:
@@ -163,7 +171,7 @@ def subclasses_of(path: str) -> Iterator[tuple[str, ast.ClassDef]]:
     while True:
         found = [
             (file, n)
-            for file, tree in TREES.items()
+            for file, tree in trees().items()
             for n in nodes(tree)
             if isinstance(n, ast.ClassDef) and names & {ast.unparse(base).rpartition(".")[2] for base in n.bases}
         ]
@@ -186,15 +194,15 @@ def test_members_that_our_subclasses_share_with_mlx_lm_are_listed(path: str) -> 
 def test_private_members_of_mlx_lm_that_are_read_from_outside_are_listed() -> None:
     modules = ("server", "utils", "tokenizer_utils", "models.cache", "models.base")
     stock = {name for m in modules for name in own_names(ast.parse(inspect.getsource(importlib.import_module(f"mlx_lm.{m}"))))}
-    ours = {name for tree in TREES.values() for name in own_names(tree)}
+    ours = {name for tree in trees().values() for name in own_names(tree)}
     listed = {path.rpartition(".")[2] for path in mlx_lm_compat.STOCK}
-    read = {n.attr for tree in TREES.values() for n in nodes(tree) if isinstance(n, ast.Attribute) and private(n.attr)}
+    read = {n.attr for tree in trees().values() for n in nodes(tree) if isinstance(n, ast.Attribute) and private(n.attr)}
     assert read & listed
     assert sorted((read & stock) - ours - listed) == []
 
 
 def test_every_export_of_mlx_lm_compat_is_used() -> None:
-    used = {name for file, tree in TREES.items() if file != COMPAT for name in names_in(tree)}
+    used = {name for file, tree in trees().items() if file != COMPAT for name in names_in(tree)}
     assert sorted(set(mlx_lm_compat.EXPORTS) - used) == []
 
 
@@ -206,26 +214,30 @@ def names_in(tree: ast.AST) -> Iterator[str]:
             yield node.attr
 
 
-@pytest.mark.parametrize("file", TREES)
-def test_files_have_at_most_450_lines(file: str) -> None:
-    assert len((ROOT / file).read_text(encoding="utf-8").splitlines()) <= 450
+def test_files_have_at_most_450_lines() -> None:
+    assert {file: count for file in TEXTS if (count := lines_of(file)) > 450} == {}
 
 
-@pytest.mark.parametrize("file", TREES)
-def test_functions_have_at_most_40_lines(file: str) -> None:
-    functions = [n for n in nodes(TREES[file]) if isinstance(n, ast.FunctionDef | ast.AsyncFunctionDef)]
-    sizes = {f.name: (f.end_lineno or 0) - f.lineno + 1 for f in functions}
-    assert {name: size for name, size in sizes.items() if size > 40} == {}
+def lines_of(file: str) -> int:
+    return len(TEXTS[file].splitlines())
 
 
-@pytest.mark.parametrize("file", TREES)
-def test_modules_have_a_docstring(file: str) -> None:
-    assert ast.get_docstring(TREES[file])
+def test_functions_have_at_most_40_lines() -> None:
+    found = {
+        f"{file}: {n.name}": (n.end_lineno or 0) - n.lineno + 1
+        for file, tree in trees().items()
+        for n in nodes(tree)
+        if isinstance(n, ast.FunctionDef | ast.AsyncFunctionDef)
+    }
+    assert {name: size for name, size in found.items() if size > 40} == {}
 
 
-@pytest.mark.parametrize("file", TREES)
-def test_nothing_is_global(file: str) -> None:
-    assert [n.lineno for n in nodes(TREES[file]) if isinstance(n, ast.Global)] == []
+def test_modules_have_a_docstring() -> None:
+    assert [file for file, tree in trees().items() if not ast.get_docstring(tree)] == []
+
+
+def test_nothing_is_global() -> None:
+    assert [f"{file}:{n.lineno}" for file, tree in trees().items() for n in nodes(tree) if isinstance(n, ast.Global)] == []
 
 
 OPTIONAL = {"images": {"PIL"}, "test": {"pytest"}}
@@ -233,7 +245,7 @@ OPTIONAL = {"images": {"PIL"}, "test": {"pytest"}}
 
 def test_every_third_party_import_is_a_declared_dependency() -> None:
     own = {"mlx_blockpool", *sys.stdlib_module_names}
-    imported = {name.partition(".")[0] for tree in TREES.values() for name in imports(tree)} - own
+    imported = {name.partition(".")[0] for tree in trees().values() for name in imports(tree)} - own
     project = tomllib.loads((ROOT / "pyproject.toml").read_text(encoding="utf-8"))["project"]
     declared = set(modules_of(project["dependencies"]))
     for extra, modules in OPTIONAL.items():
@@ -262,9 +274,9 @@ def module_of(file: str) -> str:
 @functools.cache
 def importers() -> dict[str, set[str]]:
     """The files that import each module of the package, also by strings."""
-    modules = {module_of(file) for file in TREES}
+    modules = {module_of(file) for file in TEXTS}
     found: dict[str, set[str]] = {module: set() for module in modules}
-    for file, tree in TREES.items():
+    for file, tree in trees().items():
         package = module_of(file) if file.endswith("__init__.py") else module_of(file).rpartition(".")[0]
         for node in nodes(tree):
             for name in imported_by(node, package):
@@ -288,8 +300,8 @@ def test_a_small_file_has_more_than_one_importer() -> None:
     entry_points = {"mlx_blockpool.testing.pytest_plugin", "mlx_blockpool.cli", "mlx_blockpool.server.app"}
     small = {
         file
-        for file in TREES
-        if len((ROOT / file).read_text(encoding="utf-8").splitlines()) < SATELLITE_LINES
+        for file in TEXTS
+        if lines_of(file) < SATELLITE_LINES
         and not file.endswith("__init__.py")
         and not file.startswith("plugins/")
         and module_of(file) not in entry_points
@@ -303,11 +315,11 @@ def room_of(file: str) -> str:
 
 def test_no_private_name_crosses_a_room() -> None:
     rooms: dict[str, set[str]] = {}
-    for file, tree in TREES.items():
+    for file, tree in trees().items():
         rooms.setdefault(room_of(file), set()).update(filter(private, own_names(tree)))
     listed = {path.rpartition(".")[2] for path in mlx_lm_compat.STOCK}
     found: set[str] = set()
-    for file, tree in TREES.items():
+    for file, tree in trees().items():
         abroad = set().union(*(names for room, names in rooms.items() if room != room_of(file))) - rooms[room_of(file)] - listed
         for node in nodes(tree):
             if isinstance(node, ast.ImportFrom) and node.level:
