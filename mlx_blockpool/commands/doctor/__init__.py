@@ -1,0 +1,1 @@
+"""`mlx-blockpool doctor`: what fits, what was measured on this device, and what to do about the rest."""

@@ -1,0 +1,158 @@
+"""What is measured on this device: decode steps, decode paths, the disk; and what the device gives to a process.
+
+Imports mlx where it measures, so that the doctor can say what is wrong with an installation without it.
+"""
+
+from __future__ import annotations
+
+import importlib
+import os
+import random
+import time
+from pathlib import Path
+from typing import Any
+
+from ...formatting import human_bytes
+from ...store.paths import default_folder
+from ...system import memory_bytes
+from .finding import Finding
+
+PREFIX, TAIL, MEMBERS = 1024, 64, 8
+STEPS, ROUNDS = 4, 3
+PATHS = ("ragged", "shared", "padded")
+# Another path has to be this much faster to be worth an option.
+CLEARLY = 1.15
+DISK_BYTES = 64 << 20
+PIECE_BYTES = 4 << 20
+# macOS: reads and writes of a file that leave its cache out.
+F_NOCACHE = 48
+
+
+def device() -> list[Finding]:
+    """The device and its memory."""
+    import mlx.core as mx
+
+    info = {key: value for key, value in mx.device_info().items() if isinstance(value, str | int)}
+    name, memory = str(info.get("device_name", mx.default_device())), memory_bytes()
+    text = f"{name}: {human_bytes(memory)} for models and pools together."
+    found = [Finding("device", "ok", text, figures={"memory_bytes": memory, **info})]
+    recommended = info.get("max_recommended_working_set_size")
+    if not mx.metal.is_available() or not isinstance(recommended, int):
+        return [*found, Finding("wired limit", "note", "This device wires no memory: --wired-limit has no effect.")]
+    text = f"macOS may wire {human_bytes(recommended)}; --wired-limit auto takes that."
+    advice = "Larger models need a larger limit: sudo sysctl iogpu.wired_limit_mb=N. --wired-limit off after kernel panics."
+    return [*found, Finding("wired limit", "ok", text, advice, {"recommended_bytes": recommended})]
+
+
+def decode() -> list[Finding]:
+    """Whether a step in flight copies slabs, and which decode path is the fastest for agents on one shared prefix."""
+    import mlx.core as mx
+
+    from ...engine.engine import BlockPoolBatchEngine
+    from ...engine.request import Request, Token
+
+    engine = BlockPoolBatchEngine.open(_tiny_model(), 200_000_000)
+    arena: Any = engine.caches.prefix.arena  # type: ignore[attr-defined]
+    draw = random.Random(0)
+    shared = [draw.randrange(1, 500) for _ in range(PREFIX)]
+    for i in range(MEMBERS):
+        engine.insert(Request([*shared, *(draw.randrange(1, 500) for _ in range(TAIL * (i + 1)))], 10_000))
+    decoding: set[int] = set()
+    while len(decoding) < MEMBERS:
+        decoding |= {event.uid for event in engine.next() if isinstance(event, Token)}
+    chosen = _chosen(engine, arena)
+    times: dict[str, list[float]] = {path: [] for path in PATHS}
+    for _ in range(ROUNDS):
+        for path in PATHS:
+            arena.decode.path = path
+            engine.next()
+            start = time.perf_counter()
+            for _ in range(STEPS):
+                engine.next()
+            times[path].append((time.perf_counter() - start) / STEPS * 1000)
+    copies = arena.decode.synchronous
+    engine.close()
+    mx.clear_cache()
+    return [_copies(copies), _fastest({path: min(found) for path, found in times.items()}, chosen)]
+
+
+def _tiny_model() -> Any:
+    """A model of mlx-lm with random weights, of a size that any device runs."""
+    import mlx.core as mx
+
+    llama = importlib.import_module("mlx_lm.models.llama")
+    sizes = {"hidden_size": 256, "num_hidden_layers": 4, "intermediate_size": 768, "num_attention_heads": 8}
+    config = {"model_type": "llama", **sizes, "num_key_value_heads": 4, "rms_norm_eps": 1e-5, "vocab_size": 512}
+    mx.random.seed(0)
+    model = llama.Model(llama.ModelArgs.from_dict(config))
+    model.set_dtype(mx.float16 if mx.metal.is_available() else mx.float32)
+    mx.eval(model.parameters())
+    return model.eval()
+
+
+def _chosen(engine: Any, arena: Any) -> str:
+    """The path that the server's rule takes for this batch."""
+    arena.decode.path_counts.clear()
+    engine.next()
+    ((path, _),) = arena.decode.path_counts.most_common(1)
+    return str(path)
+
+
+def _copies(copies: bool) -> Finding:
+    if copies:
+        text = "A decode step that is encoded while another runs would copy slabs: steps run one at a time here."
+        return Finding("steps in flight", "note", text, figures={"copies": True})
+    return Finding("steps in flight", "ok", "Decode steps overlap and copy no slab.", figures={"copies": False})
+
+
+def _fastest(milliseconds: dict[str, float], chosen: str) -> Finding:
+    best = min(milliseconds, key=lambda path: milliseconds[path])
+    shown = ", ".join(f"{path} {value:.1f} ms" for path, value in milliseconds.items())
+    figures: dict[str, Any] = {"milliseconds": {p: round(v, 2) for p, v in milliseconds.items()}, "chosen": chosen, "best": best}
+    text = f"A step of {MEMBERS} sequences on a prefix of {PREFIX:,} tokens: {shown}. The server takes {chosen}."
+    if milliseconds[chosen] <= CLEARLY * milliseconds[best]:
+        return Finding("decode path", "ok", text, figures=figures)
+    advice = f"Try serve --decode-path {best}, and send in the file of doctor --bench: the rule was measured on other devices."
+    return Finding("decode path", "warning", text, advice, figures)
+
+
+def disk(folder: Path | None) -> list[Finding]:
+    """How fast the store's disk is, with one file that is removed again."""
+    root = folder or default_folder()
+    existing = next(path for path in (root, *root.parents) if path.is_dir())
+    path = existing / f".doctor-{os.getpid()}.tmp"
+    data = os.urandom(PIECE_BYTES)
+    try:
+        written = DISK_BYTES / _write(path, data)
+        read = DISK_BYTES / _read(path)
+    finally:
+        path.unlink(missing_ok=True)
+    text = f"The store's disk writes {human_bytes(int(written))} and reads {human_bytes(int(read))} per second."
+    figures = {"write_bytes_per_s": round(written), "read_bytes_per_s": round(read)}
+    return [Finding("disk speed", "ok", text, figures=figures)]
+
+
+def _write(path: Path, data: bytes) -> float:
+    """Seconds until all of a file of DISK_BYTES is on the disk."""
+    start = time.perf_counter()
+    with path.open("wb") as file:
+        for _ in range(DISK_BYTES // len(data)):
+            file.write(data)
+        file.flush()
+        os.fsync(file.fileno())
+    return time.perf_counter() - start
+
+
+def _read(path: Path) -> float:
+    """Seconds for reading it again, past the system's cache where the system lets us."""
+    with path.open("rb", buffering=0) as file:
+        if hasattr(os, "posix_fadvise"):
+            os.posix_fadvise(file.fileno(), 0, 0, os.POSIX_FADV_DONTNEED)
+        else:
+            import fcntl
+
+            fcntl.fcntl(file.fileno(), F_NOCACHE, 1)
+        start = time.perf_counter()
+        while file.read(PIECE_BYTES):
+            pass
+        return time.perf_counter() - start

@@ -1,0 +1,126 @@
+"""What is installed and whether it fits: versions, the patch, the store, the port. Computes nothing on the device."""
+
+from __future__ import annotations
+
+import errno
+import http.client
+import json
+import platform
+import shutil
+import socket
+from importlib import metadata
+from pathlib import Path
+
+from packaging.requirements import Requirement
+
+from ... import __version__, mlx_lm_compat
+from ...config import StoreConfig
+from ...formatting import count, human_bytes
+from ...store.paths import default_folder
+from .. import patch, store
+from .finding import Finding
+
+PACKAGE = "mlx-blockpool"
+HOST = "127.0.0.1"
+SECONDS = 2.0
+
+
+def versions() -> list[Finding]:
+    """The installed versions against those that the package needs, and the names that it takes from mlx-lm."""
+    needed = [Requirement(text) for text in metadata.requires(PACKAGE) or ()]
+    found = {each.name: _version(each.name) for each in needed if each.marker is None}
+    wrong = [each for each in needed if each.marker is None and not _fits(each, found[each.name])]
+    figures = {PACKAGE: __version__, "python": platform.python_version(), "system": platform.platform(), **found}
+    shown = ", ".join(f"{name} {figures[name]}" for name in (PACKAGE, "python", "mlx", "mlx-lm"))
+    if not wrong:
+        return [Finding("versions", "ok", f"{shown}, on {figures['system']}.", figures=figures), _names()]
+    texts = [f"{each.name} {found[each.name] or 'is missing'}, needed {each.specifier or 'any'}" for each in wrong]
+    command = " ".join(f"'{each.name}{each.specifier}'" for each in wrong)
+    return [Finding("versions", "problem", f"{shown}. These do not fit: {'; '.join(texts)}.", f"pip install {command}", figures)]
+
+
+def _version(name: str) -> str | None:
+    try:
+        return metadata.version(name)
+    except metadata.PackageNotFoundError:
+        return None
+
+
+def _fits(needed: Requirement, version: str | None) -> bool:
+    return version is not None and needed.specifier.contains(version, prereleases=True)
+
+
+def _names() -> Finding:
+    """Whether mlx-lm has every name that the package imports from it."""
+    missing = []
+    for name in mlx_lm_compat.EXPORTS:
+        try:
+            getattr(mlx_lm_compat, name)
+        except Exception:
+            missing.append(mlx_lm_compat.EXPORTS[name])
+    if missing:
+        advice = f"pip install --force-reinstall 'mlx-lm{mlx_lm_compat.SUPPORTED}'"
+        return Finding("mlx-lm", "problem", f"mlx-lm lacks {', '.join(missing)}.", advice, {"missing": missing})
+    return Finding("mlx-lm", "ok", f"mlx-lm has all {len(mlx_lm_compat.EXPORTS)} names that the package imports.")
+
+
+def patch_state() -> list[Finding]:
+    """Whether mlx-lm's own server has been patched."""
+    found = patch.status()
+    is_broken = bool({"changed", "missing"} & {found.state, *found.files.values()})
+    words = patch.describe(found).splitlines()
+    return [Finding("patch", "problem" if is_broken else "ok", f"{words[0]}.", words[-1], {"state": found.state})]
+
+
+def store_state(folder: Path | None) -> list[Finding]:
+    """The records on disk by name, length and header, and the free space beside them."""
+    root = folder or default_folder()
+    existing = next(path for path in (root, *root.parents) if path.exists())
+    free = shutil.disk_usage(existing).free
+    figures = {"folder": str(root), "free_bytes": free}
+    if not root.is_dir():
+        return [Finding("store", "ok", f"{root} does not exist yet; the server makes it.", figures=figures), _space(free)]
+    report = store.check(root)
+    figures |= {key: report[key] for key in ("records", "bytes", "clean")}
+    text = store.describe_check(report).splitlines()[-1]
+    state, advice = ("ok", "") if report["clean"] else ("warning", "mlx-blockpool store check --fix")
+    return [Finding("store", "ok" if state == "ok" else "warning", f"{root}: {text}", advice, figures), _space(free)]
+
+
+def _space(free: int) -> Finding:
+    needed = StoreConfig.min_free_bytes
+    if free < needed:
+        text = f"{human_bytes(free)} are free on the store's disk; nothing is stored below {human_bytes(needed)}."
+        return Finding("disk space", "warning", text, "Free some space, or give --store-dir a folder on another disk.")
+    return Finding("disk space", "ok", f"{human_bytes(free)} are free on the store's disk.")
+
+
+def port_state(port: int) -> list[Finding]:
+    """Whether the server can listen."""
+    with socket.socket() as probe:
+        probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        try:
+            probe.bind((HOST, port))
+        except OSError as error:
+            if error.errno != errno.EADDRINUSE:
+                return [Finding("port", "problem", f"Cannot listen on port {port}: {error}.", "Choose another: --port N.")]
+        else:
+            return [Finding("port", "ok", f"Port {port} is free.", figures={"port": port})]
+    if (agents := _served(port)) is not None:
+        text = f"A server of mlx-blockpool answers on port {port}, with {count(agents, 'agent')}."
+        return [Finding("port", "note", text, f"mlx-blockpool top --url http://{HOST}:{port}", {"port": port, "agents": agents})]
+    text = f"Another program uses port {port}."
+    return [Finding("port", "problem", text, f"Give serve another one: --port {port + 1}", {"port": port})]
+
+
+def _served(port: int) -> int | None:
+    """The agents of our server on a port; None: something else listens there."""
+    connection = http.client.HTTPConnection(HOST, port, timeout=SECONDS)
+    try:
+        connection.request("GET", "/v1/agents")
+        found = json.loads(connection.getresponse().read())
+        return len(found["agents"])
+    except (OSError, http.client.HTTPException, ValueError, KeyError, TypeError):
+        return None
+    finally:
+        connection.close()

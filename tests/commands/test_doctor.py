@@ -1,0 +1,213 @@
+"""mlx-blockpool doctor: what it finds, what it advises, and the file of its benchmarks."""
+
+from __future__ import annotations
+
+import json
+import socket
+from collections.abc import Iterator
+from http.server import BaseHTTPRequestHandler, HTTPServer
+from pathlib import Path
+from threading import Thread
+from typing import Any, ClassVar
+
+import pytest
+
+from mlx_blockpool.cli import main
+from mlx_blockpool.clients import settings
+from mlx_blockpool.commands import patch
+from mlx_blockpool.commands.doctor import bench, command, device, installation, model
+from mlx_blockpool.commands.doctor.finding import Finding, looked_at, status_of
+from mlx_blockpool.errors import BlockpoolError
+
+
+@pytest.fixture
+def quickly(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Small sizes of everything that is measured."""
+    for name, size in (("PREFIX", 256), ("TAIL", 8), ("MEMBERS", 2), ("STEPS", 1), ("ROUNDS", 1), ("DISK_BYTES", 4 << 20)):
+        monkeypatch.setattr(device, name, size)
+
+
+@pytest.fixture
+def port() -> int:
+    with socket.socket() as free:
+        free.bind(("127.0.0.1", 0))
+        return int(free.getsockname()[1])
+
+
+def only(findings: list[Finding], about: str) -> Finding:
+    (found,) = (finding for finding in findings if finding.about == about)
+    return found
+
+
+@pytest.mark.usefixtures("quickly")
+def test_a_whole_examination(port: int, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["doctor", "--json", "--model", "demo", "--port", str(port), "--store-dir", str(tmp_path)]) == 0
+    report = json.loads(capsys.readouterr().out)
+    assert report["healthy"]
+    found = {finding["about"]: finding for finding in report["findings"]}
+    order = [
+        "versions",
+        "mlx-lm",
+        "patch",
+        "store",
+        "disk",
+        "port",
+        "device",
+        "wired",
+        "steps",
+        "decode",
+        "disk",
+        "model",
+        "against",
+    ]
+    assert [finding["about"].split()[0] for finding in report["findings"]] == order
+    assert found["against mlx-lm"]["figures"]["equal_tokens"] == 48
+    assert found["against mlx-lm"]["figures"]["served"] == "in ragged batches"
+    assert set(found["decode path"]["figures"]["milliseconds"]) == {"ragged", "shared", "padded"}
+    assert found["disk speed"]["figures"]["write_bytes_per_s"] > 0
+    assert not any(tmp_path.iterdir())
+    assert f"http://127.0.0.1:{port}/v1" in report["clients"]["Codex"]
+    assert f"CLAUDE_CODE_MAX_CONTEXT_TOKENS={found['model']['figures']['context']}" in report["clients"]["Claude Code"]
+
+
+def test_the_words_name_what_is_to_be_mended() -> None:
+    findings = [Finding("port", "problem", "Port 1 is used.", "Give --port 2."), Finding("store", "ok", "Empty.")]
+    words = command.describe(findings, settings("http://h"))
+    assert words.splitlines()[:3] == [
+        "PROBLEM  port   Port 1 is used.",
+        "                -> Give --port 2.",
+        "     ok  store  Empty.",
+    ]
+    assert words.endswith("To be mended first: port.")
+    assert (status_of(findings), status_of(findings[1:])) == (1, 0)
+    assert command.describe(findings[1:], {}).endswith("Nothing is in the way of `mlx-blockpool serve`.")
+
+
+def test_a_check_that_fails_is_a_finding() -> None:
+    def fails() -> list[Finding]:
+        raise ZeroDivisionError("by nothing")
+
+    def refuses() -> list[Finding]:
+        raise BlockpoolError("No model. Give one.")
+
+    assert looked_at("x", fails)[0].text == "The check failed: ZeroDivisionError: by nothing"
+    assert looked_at("x", refuses) == [Finding("x", "problem", "No model. Give one.")]
+
+
+def test_a_version_that_does_not_fit_comes_first(monkeypatch: pytest.MonkeyPatch, port: int) -> None:
+    real = installation.metadata.version
+    monkeypatch.setattr(installation.metadata, "version", lambda name: "0.30.0" if name == "mlx-lm" else real(name))
+    findings = command.examine(None, port, None)
+    versions = only(findings, "versions")
+    assert versions.state == "problem"
+    assert "mlx-lm 0.30.0, needed" in versions.text
+    assert versions.advice.startswith("pip install 'mlx-lm")
+    assert only(findings, "device").text.startswith("Nothing was measured")
+
+
+def test_a_changed_mlx_lm_is_a_problem(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    found = patch.PatchStatus("0.32.2", tmp_path, "changed", {"server.py": "changed"})
+    monkeypatch.setattr(patch, "status", lambda: found)
+    (finding,) = installation.patch_state()
+    assert (finding.state, "Reinstall mlx-lm" in finding.advice) == ("problem", True)
+
+
+def test_a_bad_store_is_a_warning(tmp_path: Path) -> None:
+    folder = tmp_path / "models" / ("0" * 32) / "blocks" / "ab"
+    folder.mkdir(parents=True)
+    (folder / f"{'ab' * 32}.safetensors").write_bytes(b"nothing")
+    store, space = installation.store_state(tmp_path)
+    assert (store.state, store.advice) == ("warning", "mlx-blockpool store check --fix")
+    assert space.figures == {} or space.state == "ok"
+    missing, _ = installation.store_state(tmp_path / "none")
+    assert (missing.state, missing.figures["folder"]) == ("ok", str(tmp_path / "none"))
+
+
+class Agents(BaseHTTPRequestHandler):
+    answer: ClassVar[Any] = {"agents": [{}, {}]}
+
+    def do_GET(self) -> None:
+        self.send_response(200)
+        self.end_headers()
+        self.wfile.write(json.dumps(self.answer).encode())
+
+    def log_message(self, *_: Any) -> None:
+        pass
+
+
+@pytest.fixture
+def answering() -> Iterator[HTTPServer]:
+    with HTTPServer(("127.0.0.1", 0), Agents) as server:
+        thread = Thread(target=server.serve_forever, kwargs={"poll_interval": 0.01})
+        thread.start()
+        yield server
+        server.shutdown()
+        thread.join()
+
+
+def test_the_port_of_a_server_of_ours_and_of_another(answering: HTTPServer, monkeypatch: pytest.MonkeyPatch, port: int) -> None:
+    taken = answering.server_address[1]
+    (ours,) = installation.port_state(taken)
+    assert (ours.state, ours.figures["agents"]) == ("note", 2)
+    monkeypatch.setattr(Agents, "answer", ["something else"])
+    (other,) = installation.port_state(taken)
+    assert (other.state, other.advice) == ("problem", f"Give serve another one: --port {taken + 1}")
+    assert installation.port_state(port)[0].state == "ok"
+
+
+def test_a_slower_path_is_said(monkeypatch: pytest.MonkeyPatch) -> None:
+    slow = device._fastest({"ragged": 10.0, "shared": 14.0, "padded": 30.0}, "shared")
+    assert (slow.state, "--decode-path ragged" in slow.advice, slow.figures["best"]) == ("warning", True, "ragged")
+    assert device._fastest({"ragged": 13.0, "shared": 14.0, "padded": 30.0}, "shared").state == "ok"
+
+
+@pytest.mark.parametrize(
+    ("ours", "state", "equal"),
+    [([(5, -1.0), (6, -1.0)], "ok", 2), ([(5, -1.0), (7, -1.0)], "note", 1), ([(5, -1.0), (7, -2.0)], "problem", 1)],
+)
+def test_tokens_that_differ_are_a_near_tie_or_a_problem(ours: list[model.Drawn], state: str, equal: int) -> None:
+    finding = model._compared([[(5, -1.0), (6, -1.0)]], [ours], "in ragged batches", model.EXACT)
+    assert (finding.state, finding.figures["equal_tokens"]) == (state, equal)
+
+
+def test_a_model_that_is_not_there_is_a_problem_and_not_loaded(
+    port: int, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    for name in ("device", "decode", "disk"):
+        monkeypatch.setattr(device, name, lambda *_: [])
+    findings = command.examine(str(tmp_path / "none"), port, tmp_path)
+    assert findings[-1].about == "model"
+    assert (findings[-1].state, "does not exist" in findings[-1].text) == ("problem", True)
+
+
+@pytest.mark.usefixtures("quickly")
+def test_benchmarks_go_into_one_file(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, port: int, capsys: pytest.CaptureFixture[str]
+) -> None:
+    scripts = tmp_path / "scripts"
+    scripts.mkdir()
+    write = "import json, sys\nopen(sys.argv[-1], 'a').write(json.dumps({'sizes': sys.argv[1]}) + '\\n')\n"
+    texts = {"pool": write, "broken": "raise SystemExit('no device')", "slow": f"{write}\nimport time\ntime.sleep(60)"}
+    for name, text in texts.items():
+        (scripts / f"bench_{name}.py").write_text(text)
+    monkeypatch.setattr(bench, "benchmarks_folder", lambda: scripts)
+    monkeypatch.setattr(bench, "BENCHMARKS", ("pool", "broken"))
+    monkeypatch.setattr(command, "examine", lambda *_: [Finding("store", "ok", f"{Path.home()}/cache: Empty.")])
+    out = tmp_path / "figures.json"
+    assert main(["doctor", "--bench", str(out)]) == 0
+    report = json.loads(out.read_text())
+    assert report["findings"][0]["text"] == "~/cache: Empty."
+    runs = report["benchmarks"]
+    assert [runs["pool"][size]["ended"] for size in ("quick", "full")] == ["whole", "whole"]
+    assert runs["pool"]["quick"]["cases"] == [{"sizes": "--quick"}]
+    assert list(runs["broken"]) == ["quick"]
+    assert (runs["broken"]["quick"]["ended"], runs["broken"]["quick"]["cases"]) == ("with an error: no device", [])
+    assert bench._run(scripts / "bench_slow.py", [], 0.3)["ended"] == "after 0.3 seconds"
+    assert str(out) in capsys.readouterr().out
+
+
+def test_the_benchmarks_are_found_and_the_file_is_tried_first(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    for name in bench.BENCHMARKS:
+        assert (bench.benchmarks_folder() / f"bench_{name}.py").is_file()
+    assert main(["doctor", "--bench", str(tmp_path / "no" / "file")]) == 1
+    assert "Give --bench another file" in capsys.readouterr().err
