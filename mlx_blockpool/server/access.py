@@ -74,6 +74,11 @@ class AccessPolicy:
         self.idle = threading.BoundedSemaphore(config.max_connections)
         self.bodies = ByteBudget(config.bodies * config.max_body_bytes)
 
+    @property
+    def is_open(self) -> bool:
+        """Whether requests need no key."""
+        return not self._keys
+
     def wait_until_empty(self, seconds: float) -> bool:
         """Admit no more requests, and wait for the others to end. Returns whether they did within the time."""
         until = time.monotonic() + seconds

@@ -10,7 +10,7 @@ import signal
 import sys
 import time
 import types
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from http.server import ThreadingHTTPServer
 from typing import Any
 
@@ -24,8 +24,10 @@ from ..plugins import make_plugin_manager
 from . import options
 from .access import AccessPolicy
 from .agents.warm_up import WarmUp, read_prompts
+from .bars import Bars
 from .ending import end_on_signals
 from .generator import BlockpoolGenerator
+from .greeting import first_words
 from .health import Watchdog
 from .http import BlockpoolHandler
 from .models.catalog import Catalog
@@ -47,6 +49,13 @@ class BlockpoolHTTPServer(ThreadingHTTPServer):
 
     request_queue_size = GuardConfig.backlog
     daemon_threads = True
+    # Called with the port once the server listens.
+    listening: Callable[[int], None] | None = None
+
+    def server_activate(self) -> None:
+        super().server_activate()
+        if self.listening is not None:
+            self.listening(self.server_address[1])
 
     def process_request(self, request: Any, client_address: Any) -> None:
         """Start the connection's thread, and give it a moment: a hundred that parse at once would hold up a decode step."""
@@ -92,25 +101,38 @@ def run(host: str, port: int, model_provider: BlockpoolModelProvider, **http: An
     check_default(model_provider)
     # Shorter turns of the threads that read requests delay a decode step less.
     sys.setswitchinterval(SWITCH_SECONDS)
-    generator = None
+    generator = bars = None
     try:
         # From here on a signal may arrive between any two lines.
         end_on_signals(EngineConfig.exit_seconds)
         generator = make_generator(model_provider)
         # Ends the process if its generation thread hangs.
         Watchdog(lambda: generator.health.seconds_stalled(generator.has_waiting), EngineConfig.end_seconds).start()
+        bars = Bars(generator)
+        bars.start()
         generator.wait_until_loaded()
-        http = {"server_class": BlockpoolHTTPServer, **http}
+        http = {"server_class": _server_class(generator, host), **http}
         run_http_server(host, port, generator, handler_class=BlockpoolHandler, **http)
     except KeyboardInterrupt:
         logging.info("Stopped before the server had started.")
     except OSError as error:
         raise BlockpoolError(f"Cannot listen on {host}, port {port}: {error}. Choose another --port or --host.") from error
     finally:
+        if bars is not None:
+            bars.stop()
         if generator is not None:
             generator.stop_and_join()
             generator.guard.wait_until_empty(LAST_WORDS_SECONDS)
     logging.info("Server stopped.")
+
+
+def _server_class(generator: BlockpoolGenerator, host: str) -> type[BlockpoolHTTPServer]:
+    """A server that logs its first words once it listens."""
+
+    def greet(port: int) -> None:
+        logging.info("%s", first_words(generator, host, port))
+
+    return type("BlockpoolHTTPServer", (BlockpoolHTTPServer,), {"listening": staticmethod(greet)})
 
 
 def check_default(model_provider: BlockpoolModelProvider) -> None:

@@ -125,7 +125,7 @@ class LoadedModel:
         """Open the pool and the engine: from now on the model serves."""
         self.pool_bytes = pool_bytes
         self._open_caches(pool_bytes)
-        log.info("%s is served with %s", self.provider.name, self._how())
+        log.info("%s is served with %s", self.provider.name, self.how)
         self.vocab_size = self.provider.model(mx.zeros((1, 1), mx.int32)).shape[-1]
         self.open_engine()
         if self.prefix is not None:
@@ -179,7 +179,9 @@ class LoadedModel:
             log.warning("Nothing of %s is kept on disk: %s", provider.name, error)
             return None
 
-    def _how(self) -> str:
+    @property
+    def how(self) -> str:
+        """How the model is served, in words."""
         if self._drafted is not None:
             return "pooled caches and a draft, one request at a time"
         if self.caches is None:

@@ -52,6 +52,16 @@ class Spool:
             with self._changing:
                 del self._reserved[path]
 
+    def progress(self) -> list[tuple[int, int]]:
+        """Bytes written, and bytes announced, of each file that is being written."""
+        with self._changing:
+            reserved = list(self._reserved.items())
+        found = []
+        for path, n_bytes in reserved:
+            with suppress(OSError):
+                found.append((path.stat().st_size, n_bytes))
+        return [(done, total) for done, total in found if done < total]
+
     def _reserve(self, path: Path, n_bytes: int) -> None:
         with self._changing:
             if len(self._reserved) >= MOST:
