@@ -24,10 +24,8 @@ from ..plugins import make_plugin_manager
 from . import options
 from .access import AccessPolicy
 from .agents.warm_up import WarmUp, read_prompts
-from .bars import Bars
 from .ending import end_on_signals
 from .generator import BlockpoolGenerator
-from .greeting import first_words
 from .health import Watchdog
 from .http import BlockpoolHandler
 from .models.catalog import Catalog
@@ -35,6 +33,7 @@ from .models.inspection import inspect
 from .models.provider import BlockpoolModelProvider
 from .normalise import Normalisers
 from .prompts.workers import fork_server
+from .terminal import Bars, first_words
 
 # How long a stopping process waits for the responses that say why requests have ended.
 LAST_WORDS_SECONDS = 0.5

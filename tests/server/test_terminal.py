@@ -11,8 +11,7 @@ from typing import Any
 import pytest
 
 from mlx_blockpool.config import StoreConfig
-from mlx_blockpool.server.bars import LONG_SECONDS, LOOK_SECONDS, Bars, Work, works
-from mlx_blockpool.server.greeting import first_words
+from mlx_blockpool.server.terminal import LONG_SECONDS, LOOK_SECONDS, Bars, Work, first_words, works
 from mlx_blockpool.store.fs import Disk
 from mlx_blockpool.store.spool import Spool
 from server.serving import Client, blockpool_server
