@@ -26,6 +26,11 @@ def table(rows: list[list[str]], left: int = 1) -> list[str]:
     return lines
 
 
+def line_of(error: BaseException) -> str:
+    """An error's message on one line, without its full stop."""
+    return " ".join(str(error).split()).rstrip(".")
+
+
 def human_bytes(count: int) -> str:
     """`count` bytes with the unit that fits: '6.0 MB', decimal as config.parse_bytes reads it."""
     size, unit = float(count), "B"

@@ -18,6 +18,7 @@ from .calculator import Weights
 from .claims import MAX_INDEX_BYTES, WEIGHTS, check_claims, read_config, read_json
 from .demo import model_path
 from .errors import BadModelError, BlockpoolError, PluginError, SpecError
+from .formatting import line_of
 from .plugins import spec_from_config
 from .spec import FullLayer, ModelCacheSpec, leaves_of
 
@@ -98,9 +99,7 @@ def spec_of(found: ModelFile) -> ModelCacheSpec:
         check_claims(found.config, found.name)
         return _checked(spec_from_config(found.config, found.name))
     except (SpecError, PluginError, BadModelError) as error:
-        # mlx-lm's messages may have several lines.
-        message = " ".join(str(error).split()).rstrip(".")
-        raise SpecError(f"{message}. Check {found.path}, or install a plugin that describes the model.") from error
+        raise SpecError(f"{line_of(error)}. Check {found.path}, or install a plugin that describes the model.") from error
 
 
 def weights_of(found: ModelFile) -> Weights:

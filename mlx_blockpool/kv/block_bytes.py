@@ -124,6 +124,12 @@ def _in_host_memory(array: mx.array) -> HostArray:
     return np.frombuffer(buffer, numpy_name(safetensors_name(array.dtype))).reshape(array.shape)
 
 
+def array_in(data: memoryview, safetensors_dtype: str, shape: tuple[int, ...]) -> mx.array:
+    """A copy of these bytes as an array. Raises KeyError for an unknown dtype and ValueError for another number of bytes."""
+    found = mx.array(np.frombuffer(data, numpy_name(safetensors_dtype)).reshape(shape))
+    return found.view(mx.bfloat16) if safetensors_dtype == "BF16" else found
+
+
 def _on_device(part: HostArray | mx.array, dtype: mx.Dtype) -> mx.array:
     if isinstance(part, mx.array):
         return part

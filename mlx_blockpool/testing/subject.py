@@ -17,6 +17,7 @@ from mlx.utils import tree_flatten, tree_map
 from mlx_lm.models.cache import make_prompt_cache
 
 from ..errors import BlockpoolError
+from ..formatting import line_of
 from ..kv.arena import KVArena
 from ..kv.factory import config_of
 from ..mlx_lm_compat import get_classes
@@ -130,7 +131,7 @@ def _manager_of(provider: Any) -> pluggy.PluginManager:
         manager.check_pending()
     except pluggy.PluginValidationError as error:
         hint = "plugins/README.md has the signature of each hook; an implementation takes the arguments that it needs."
-        raise ConformanceError(" ".join(str(error).split()), "hooks and arguments that there are", hint) from error
+        raise ConformanceError(line_of(error), "hooks and arguments that there are", hint) from error
     return manager
 
 

@@ -13,13 +13,10 @@ from dataclasses import dataclass
 from typing import Any
 from weakref import WeakKeyDictionary, ref
 
-import mlx.core as mx
-import numpy as np
-
-from ..dtypes import numpy_name, safetensors_name
+from ..dtypes import safetensors_name
 from ..errors import BadRecordError
 from ..kv.arena import KVArena
-from ..kv.block_bytes import Content, as_bytes, contents
+from ..kv.block_bytes import Content, array_in, as_bytes, contents
 from ..prefix.checkpoints import CUT, WindowCheckpoint, WindowSegment
 from ..prefix.index import KVIndex, is_superseded
 from ..prefix.residency import Checkpoint
@@ -274,8 +271,7 @@ def states_in(data: RecordData, arena: KVArena) -> dict[int, list[Any]]:
     for part, view in zip(record.parts, data.views, strict=True):
         try:
             leaf, entry = map(int, part.name.removeprefix("states.").split("."))
-            array = mx.array(np.frombuffer(view, numpy_name(part.dtype)).reshape(part.shape))
-            found[leaf][entry] = array.view(mx.bfloat16) if part.dtype == "BF16" else array
+            found[leaf][entry] = array_in(view, part.dtype, part.shape)
         except (KeyError, IndexError, ValueError) as error:
             raise BadRecordError(f"{record.file_name} holds {part}, which is no state of this model.") from error
     return found

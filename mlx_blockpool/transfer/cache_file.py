@@ -17,7 +17,6 @@ from types import SimpleNamespace
 from typing import Any
 
 import mlx.core as mx
-import numpy as np
 from mlx_lm.models.cache import (
     ArraysCache,
     ChunkedKVCache,
@@ -31,7 +30,8 @@ from mlx_lm.models.cache import (
 from ..claims import head_of
 from ..dtypes import ITEM_BYTES, safetensors_name
 from ..errors import StoreError
-from ..formatting import Report
+from ..formatting import Report, line_of
+from ..kv.block_bytes import as_bytes
 from ..kv.parts import as_stock, leaves_of, sequence_of
 from ..mlx_lm_compat import rebind
 from ..prefix.salts import MARK_BYTES, SHARED, is_of_import, mark_of
@@ -123,7 +123,8 @@ class CacheFileWriter:
     def _piece(self, name: str, head: int | None) -> bytes:
         array = _as_saved(self._caches, {})[0][name]
         part = mx.contiguous(array if head is None else array[:, head])
-        return np.asarray(part.view(mx.uint16) if part.dtype == mx.bfloat16 else part).tobytes()
+        mx.eval(part)
+        return bytes(as_bytes(part))
 
 
 def _as_saved(caches: list[Any], metadata: dict[str, str]) -> tuple[dict[str, mx.array], dict[str, str]]:
@@ -230,11 +231,6 @@ def ids_in(text: str) -> tuple[int, ...]:
     if not all(-(1 << 63) <= token < 1 << 63 for token in ids):
         raise ValueError("a token id of more than 64 bits")
     return ids
-
-
-def line_of(error: BaseException) -> str:
-    """An error's message on one line, without its full stop."""
-    return " ".join(str(error).split()).rstrip(".")
 
 
 # -- what a file may hold ---------------------------------------------------------------------------------------------

@@ -14,6 +14,7 @@ from .. import claims
 from ..config import ModelsConfig, PoolConfig, StoreConfig
 from ..demo import model_path
 from ..errors import BadModelError, StoreError
+from ..formatting import line_of
 from ..kv.arena import KVArena
 from ..modelfile import local_folder
 from ..plugins import spec_of_model
@@ -22,7 +23,7 @@ from ..store.identity import identity
 from ..store.scan import Listing
 from ..tier.cache import TieredPrefixCache
 from ..tier.opening import digests_of, open_store
-from .cache_file import ids_in, line_of
+from .cache_file import ids_in
 
 # A command waits for the disk as long as it takes.
 FLUSH_SECONDS = 3600.0

@@ -8,14 +8,14 @@ from pathlib import Path
 from typing import Any
 
 from ..errors import StoreError
-from ..formatting import Report
+from ..formatting import Report, line_of
 from ..prefix.retention import RetentionPolicy
 from ..prefix.salts import SHARED, is_of_import, salt_marked, salt_of_import
 from ..spec import blocks_for
 from ..store.agent_files import Agents
 from ..store.signing import export_key, sign
 from ..tier.cache import TieredPrefixCache
-from .cache_file import UNPROVEN, CacheFile, CacheFileWriter, check_agent, line_of, privacy_report
+from .cache_file import UNPROVEN, CacheFile, CacheFileWriter, check_agent, privacy_report
 from .model_source import Prompt, Source
 
 SUFFIX = ".safetensors"

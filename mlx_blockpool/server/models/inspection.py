@@ -14,6 +14,7 @@ from mlx_lm.utils import DEFAULT_ALLOW_PATTERNS
 from ... import claims, modelfile, system
 from ...config import ModelsConfig
 from ...errors import BadModelError, ModelNotFoundError, StoreError
+from ...formatting import line_of
 from ...mlx_lm_compat import get_classes
 from ...store.identity import check_weights
 from .catalog import Catalog, is_downloaded, is_folder
@@ -70,7 +71,7 @@ def _download(model: str, seconds: float) -> Path:
     try:
         return Path(snapshot_download(model, allow_patterns=DEFAULT_ALLOW_PATTERNS))
     except (OSError, ValueError, RuntimeError) as error:
-        raise ModelNotFoundError(f"Cannot download {model}: {_line(error)}") from error
+        raise ModelNotFoundError(f"Cannot download {model}: {line_of(error)}.") from error
 
 
 def _ask_hub(model: str, seconds: float) -> None:
@@ -90,11 +91,7 @@ def _ask_hub(model: str, seconds: float) -> None:
     thread.start()
     thread.join(seconds)
     if failure:
-        raise ModelNotFoundError(f"{model} is neither a folder nor a model on the hub. {_line(failure[0])}")
-
-
-def _line(error: Exception) -> str:
-    return " ".join(str(error).split())
+        raise ModelNotFoundError(f"{model} is neither a folder nor a model on the hub. {line_of(failure[0])}.")
 
 
 def _weights(folder: Path, build_seconds: float, trusts_code: bool) -> int:
