@@ -28,6 +28,7 @@ import mlx_lm.server
 import pytest
 from documents import ROOT, TEXTS, blocks, commands, section
 from mlx_blockpool_plugins import volatile
+from server.processes import process, written
 from thorough import only
 
 from mlx_blockpool import cli, hookspecs
@@ -123,7 +124,7 @@ def test_ci_runs_the_set_up_and_the_test_command() -> None:
 
 def test_every_command_is_one_that_a_test_runs() -> None:
     tested = ("python3 -m venv", ".venv/bin/pip", ".venv/bin/mlx-blockpool", ".venv/bin/pytest", "curl", "patch -p1", "diff -u")
-    tested += (".venv/bin/mlx_lm.server", ".venv/bin/python benchmarks/bench_")
+    tested += (".venv/bin/mlx_lm.server", ".venv/bin/python benchmarks/bench_", ".venv/bin/python examples/")
     assert [c for c in COMMANDS if not c.startswith(tested)] == []
 
 
@@ -319,6 +320,39 @@ def test_the_second_run_of_a_script_goes_on_from_the_disk(tmp_path: Path) -> Non
     assert [reply.partition("<|im_start|>")[2] for reply in replies] == [replies[0].partition("<|im_start|>")[2]] * 2
     assert "256 tokens" in replies[1]
     assert list(tmp_path.glob("mlx-blockpool/models/*/blocks/*/*.safetensors"))
+
+
+EXAMPLE = next(c for c in COMMANDS if "examples/" in c)
+
+
+def agents_talk(port: int, turns: int) -> dict[tuple[str, str], int]:
+    """What the example prints: the cached tokens of each agent's turns."""
+    command = [*installed(EXAMPLE), "--url", f"http://127.0.0.1:{port}", "--turns", str(turns)]
+    out = subprocess.run(command, capture_output=True, text=True, check=True, cwd=ROOT).stdout
+    return {
+        (agent, turn): int(cached.replace(",", "")) for agent, turn, cached in re.findall(r"(\w+) +turn (\d): +([\d,]+) of", out)
+    }
+
+
+@pytest.mark.thorough
+def test_several_agents_talk_and_go_on_after_a_kill(tmp_path: Path) -> None:
+    with (
+        process(Path("demo"), tmp_path) as (port, server),
+        subprocess.Popen(["cat"], stdin=server.stderr, stdout=subprocess.DEVNULL),
+    ):
+        before = agents_talk(port, 2)
+        assert len(before) == 10
+        assert sum(before.values()) > 9 * 256
+        written(port)
+        server.kill()
+    with (
+        process(Path("demo"), tmp_path) as (port, server),
+        subprocess.Popen(["cat"], stdin=server.stderr, stdout=subprocess.DEVNULL),
+    ):
+        assert b"mlx-blockpool" in urllib.request.urlopen(f"http://127.0.0.1:{port}/").read()
+        assert len(json.loads(curl("curl -s http://127.0.0.1:8080/v1/agents", port))["agents"]) == 5
+        assert min(agents_talk(port, 2).values()) >= 768
+        server.kill()
 
 
 BENCHMARKS = [c for c in COMMANDS if "benchmarks" in c]

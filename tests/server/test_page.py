@@ -142,9 +142,15 @@ def ask(server: Client, who: str, path: str, body: Any = None) -> Any:
     return answer
 
 
-def test_the_map_is_that_of_the_pool(server: Client, monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.fixture
+def always_new(server: Client, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Every map is a new survey."""
     monkeypatch.setattr(cache_map, "LEAST_SECONDS", 0.0)
     monkeypatch.setattr(cache_map, "REST", 0)
+    server.generator.maps = CacheMaps(server.generator)
+
+
+def test_the_map_is_that_of_the_pool(server: Client, always_new: None) -> None:
     system = {"role": "system", "content": "All agents begin like this. " * 24}
     for who, name in (("ann", "one"), ("ann", "two"), ("bob", "one")):
         chat = {"messages": [system, {"role": "user", "content": f"{who} {name}"}], "max_tokens": 2, "user": name}
@@ -170,9 +176,7 @@ def test_the_map_is_that_of_the_pool(server: Client, monkeypatch: pytest.MonkeyP
     assert server.send("/v1/cache/map")[0] == 401
 
 
-def test_requests_in_progress_are_those_of_the_owner(server: Client, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(cache_map, "LEAST_SECONDS", 0.0)
-    monkeypatch.setattr(cache_map, "REST", 0)
+def test_requests_in_progress_are_those_of_the_owner(server: Client, always_new: None) -> None:
     seen: list[Any] = []
     chat = {"messages": [{"role": "user", "content": "Go on. " * 40}], "max_tokens": 90, "user": "long"}
 

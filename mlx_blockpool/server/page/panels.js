@@ -66,8 +66,8 @@ function firstToken(hour) {
   const middle = median(known.flatMap((minute) => Array(minute.requests).fill(minute.ttft.median)));
   const slowest = Math.max(0, ...known.map((minute) => minute.ttft.p95));
   return tile("First token, last hour", known.length ? seconds(middle) : "–",
-    known.length ? `median of ${plural(known.reduce((sum, minute) => sum + minute.requests, 0), "request")}; slowest minute ${seconds(slowest)}` : "no request yet",
-    chart(hour, (minute) => minute.ttft.median, slowest, "r",
+    known.length ? `median of ${plural(known.reduce((sum, minute) => sum + minute.requests, 0), "request")}; 95 % within ${seconds(slowest)}` : "no request yet",
+    chart(hour, (minute) => minute.ttft.median, Math.max(...known.map((minute) => minute.ttft.median)), "r",
       (minute) => `median ${seconds(minute.ttft.median)}, 95 % within ${seconds(minute.ttft.p95)}`));
 }
 

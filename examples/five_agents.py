@@ -1,0 +1,67 @@
+"""Five agents talk to a server at the same time: .venv/bin/python examples/five_agents.py [--url URL] [--turns N].
+
+All of them begin with this project's README, two of them go on with the server's, and each has a conversation of its own. Each
+line of the output says how much of a prompt was cached: the common beginning as soon as one agent has computed it, and after a
+restart of the server what the disk has kept. Nothing is drawn at random, so a second run repeats the same conversations.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import urllib.request
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+
+ROOT = Path(__file__).parent.parent
+QUESTIONS = (
+    "What is a block?", "What is a slab?", "How does copy-on-write work?", "What happens when the pool is full?",
+    "What is mlx-blockpool?", "What is a prefix?",
+)  # fmt: skip
+AGENTS = ("planner", "writer", "reviewer", "coder", "tester")
+
+
+def beginning(agent: str) -> str:
+    """The system prompt of an agent."""
+    text = "You are one of five agents that work on a project. This is its README.\n\n"
+    text += (ROOT / "README.md").read_text(encoding="utf-8")[:2600]
+    if agent in ("coder", "tester"):
+        text += (
+            "\n\nThis is what its server can do.\n\n"
+            + (ROOT / "mlx_blockpool/server/README.md").read_text(encoding="utf-8")[:1500]
+        )
+    return text
+
+
+def ask(url: str, agent: str, messages: list[dict[str, str]]) -> tuple[str, int, int]:
+    """The answer, the tokens of the prompt, and how many of them were cached."""
+    body = json.dumps({"model": "default_model", "messages": messages, "max_tokens": 80}).encode()
+    headers = {"Content-Type": "application/json", "X-Agent-Id": agent}
+    with urllib.request.urlopen(urllib.request.Request(f"{url}/v1/chat/completions", body, headers)) as response:
+        answer = json.loads(response.read())
+    usage = answer["usage"]
+    cached = usage["prompt_tokens_details"]["cached_tokens"]
+    return answer["choices"][0]["message"]["content"], usage["prompt_tokens"], cached
+
+
+def talk(url: str, agent: str, turns: int) -> None:
+    messages = [{"role": "system", "content": beginning(agent)}]
+    for turn in range(turns):
+        question = QUESTIONS[(turn + AGENTS.index(agent)) % len(QUESTIONS)]
+        messages.append({"role": "user", "content": question})
+        text, tokens, cached = ask(url, agent, messages)
+        messages.append({"role": "assistant", "content": text})
+        print(f"{agent:9} turn {turn + 1}: {cached:5,} of {tokens:5,} tokens cached. {question} {text[:60]!r}", flush=True)
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description="Five agents talk to a server at the same time.")
+    parser.add_argument("--url", default="http://127.0.0.1:8080", help="the server")
+    parser.add_argument("--turns", type=int, default=6, help="questions of each agent")
+    args = parser.parse_args()
+    with ThreadPoolExecutor(len(AGENTS)) as threads:
+        list(threads.map(lambda agent: talk(args.url, agent, args.turns), AGENTS))
+
+
+if __name__ == "__main__":
+    main()
