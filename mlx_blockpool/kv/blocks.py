@@ -101,7 +101,10 @@ class Block:
 
 @dataclass(frozen=True)
 class BlockCounts:
-    """Blocks of one layer group; free + held + evictable = total. `reserved` of the free ones are set aside for tables."""
+    """Blocks of one layer group; free + held + evictable = total. `reserved` of the free ones are set aside for tables.
+
+    evicted, copied: how many have been evicted, and replaced by copies before a write, until now.
+    """
 
     group: str
     total: int
@@ -111,6 +114,8 @@ class BlockCounts:
     pinned: int
     reserved: int
     bytes_per_block: int
+    evicted: int = 0
+    copied: int = 0
 
 
 class GroupBlocks:
@@ -121,6 +126,7 @@ class GroupBlocks:
     evictable:    the cached blocks that no table holds, pinned ones included; the least recently used first.
     reserved:     how many free blocks tables have reserved.
     share_epoch:  counts what may have made a block shared.
+    num_evicted, num_copied: as in BlockCounts.
     """
 
     def __init__(self, index: int, group: LayerGroup, bytes_per_block: int, stride: int, share: int) -> None:
@@ -134,7 +140,7 @@ class GroupBlocks:
         self.evictable: OrderedDict[int, None] = OrderedDict()
         self.slabs: dict[int, int] = {}
         self.reserved = 0
-        self.share_epoch = 0
+        self.share_epoch = self.num_evicted = self.num_copied = 0
 
     @property
     def available(self) -> int:
@@ -149,7 +155,7 @@ class GroupBlocks:
         pinned = sum(1 for b in list(self.blocks.values()) if b.pins)
         held = len(self.blocks) - self.free.count - len(self.evictable)
         figures = len(self.blocks), self.free.count, held, len(self.evictable), pinned, self.reserved
-        return BlockCounts(self.group.name, *figures, self.bytes_per_block)
+        return BlockCounts(self.group.name, *figures, self.bytes_per_block, self.num_evicted, self.num_copied)
 
     # -- slabs ---------------------------------------------------------------------------------------------------------
 
@@ -233,6 +239,7 @@ class GroupBlocks:
         return [self._evict(i) for i in self.slab_ids(index) if self.blocks[i].cached_refs]
 
     def _evict(self, i: int) -> tuple[int, int]:
+        self.num_evicted += 1
         self.blocks[i].cached_refs = 1
         self.uncache(i)
         return self.index, i

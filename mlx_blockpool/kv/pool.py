@@ -104,6 +104,7 @@ class BlockPool:
         after = table.ids[index - 1] if index else None
         old, (new,) = table.ids[index], self._take(table, 1, after)
         table.ids[index] = new
+        self._groups[table.group].num_copied += 1
         self._groups[table.group].release([old])
         table.changed()
         return old, new
@@ -113,6 +114,7 @@ class BlockPool:
         old = self.open_table(table.group)
         blocks = self._take(table, len(table), None)
         old.ids, table.ids = table.ids, blocks
+        self._groups[table.group].num_copied += len(blocks)
         table.changed()
         return old
 

@@ -385,6 +385,7 @@ class BlockpoolGenerator(ResponseGenerator):  # type: ignore[misc]
         def started() -> None:
             assert reply.context is not None
             served.explain(reply, reply.context.prompt_cache_count, cache.lookup)
+            reply.watch.started(reply.context.prompt_cache_count, cache.lookup)
 
         self._serve_single((SequentialReply(reply, self.health.mark, started), reply.request, reply.args), stream)
         self.health.idle()

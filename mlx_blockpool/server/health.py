@@ -19,13 +19,20 @@ log = logging.getLogger(__name__)
 # The status of a process whose generation thread hung: EX_SOFTWARE of sysexits.h.
 HUNG = 70
 LOOK_SECONDS = 1.0
+# A stall takes at least as long.
+PAUSE_SECONDS = 1.0
 
 
 class Health:
-    """`restarts`: how often the thread had to start again, or to drop requests that went nowhere."""
+    """How the thread fares.
+
+    restarts:  how often it had to start again, or to drop requests that went nowhere.
+    stalls:    how often it made no progress for PAUSE_SECONDS and longer while there was work, and for how long in all.
+    """
 
     def __init__(self, stall_seconds: float, clock: Callable[[], float] = time.monotonic) -> None:
-        self.restarts = 0
+        self.restarts = self.stalls = 0
+        self.stalled_seconds = 0.0
         self.stall_seconds = stall_seconds
         self._clock = clock
         self._doing: str | None = None
@@ -39,12 +46,16 @@ class Health:
 
     def mark(self) -> None:
         """Something was computed, read or loaded."""
-        self._marked = self._clock()
+        now = self._clock()
+        if self._doing is not None and now - self._marked >= PAUSE_SECONDS:
+            self.stalls += 1
+            self.stalled_seconds += now - self._marked
+        self._marked = now
 
     def idle(self) -> None:
         """There is nothing to do."""
-        self._doing = None
         self.mark()
+        self._doing = None
 
     def seconds_stalled(self, waits: bool) -> float:
         """How long ago the last progress was, if there is work to do; `waits`: a request waits, whatever the thread reports."""

@@ -35,6 +35,8 @@ from .generator import BlockpoolGenerator
 from .incoming import TimedReader, WireBody, buffer_body, drain, file_deadline
 from .live.http import PATH as EVENTS
 from .live.http import EventsEndpoint
+from .live.metrics import PATH as METRICS
+from .live.metrics import exposition
 from .models.http import COMMANDS, ModelsEndpoint, cache_report
 from .outgoing import OnlyHeaders, Outgoing
 from .page import FIGURES, send_page
@@ -229,6 +231,8 @@ class BlockpoolHandler(APIHandler):  # type: ignore[misc]
             elif self.route == "/v1/cache":
                 report = own_figures(scope.owner, cache_report(generator.registry, generator.report))
                 self.send_json(200, {**report, "prompts": generator.prompts.counts})
+            elif self.route == METRICS:
+                self.send_body(200, *exposition(generator, self.headers.get("Accept")))
             elif self.route == EVENTS:
                 EventsEndpoint(self).get()
             elif self.route == MAP:

@@ -130,6 +130,7 @@ class LoadedModel:
         self.open_engine()
         if self.prefix is not None:
             publish(self.prefix.index, self.events)
+            self.events.tally.paths = self.prefix.arena.decode.path_counts
         self.update_report()
         mx.clear_cache()
         _trim()
@@ -328,6 +329,7 @@ class LoadedModel:
             if sequence.uid in self.live:
                 suspended.append(self.live.pop(sequence.uid))
                 suspended[-1].sequence = sequence
+                suspended[-1].watch.suspended()
         assert not self.live, f"{len(self.live)} requests are not in the engine"
         return suspended
 
@@ -366,7 +368,9 @@ class LoadedModel:
         for uid in [uid for uid, live in self.live.items() if live.is_left]:
             engine.cancel(uid)
             self.live.pop(uid).leave()
-        self.spent += time.perf_counter() - start
+        seconds = time.perf_counter() - start
+        self.spent += seconds
+        self.events.tally.stepped(engine.counts, seconds)
         if not self.live:
             self.used = time.monotonic()
         self._note_ended_turns()

@@ -151,7 +151,6 @@ class SequentialReply:
             return
         if not reply.is_begun and reply.context is not None:
             self._started()
-            reply.watch.started(reply.context.prompt_cache_count)
             reply.begin(reply.context.prompt_cache_count)
         reply.put(item)
         self._watch(item)

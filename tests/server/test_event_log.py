@@ -172,7 +172,7 @@ def test_a_request_ends_once_and_its_progress_is_told_now_and_then() -> None:
     log = EventLog()
     reader = Reader(log)
     watch = RequestWatch(log.of("m"), RequestOptions(id="req_1", agent="ann"), 1000)
-    watch.started(200)
+    watch.started(200, None)
     for done in range(300, 1001, 100):
         watch.progress(done, 1000)
     watch.token()

@@ -12,6 +12,7 @@ from typing import NamedTuple
 
 from ...prefix.changes import Change
 from .events import Happening
+from .tally import Tally
 
 # The last events that a reader can resume from.
 KEPT = 8192
@@ -29,11 +30,12 @@ class Event(NamedTuple):
 
 
 class ModelEvents:
-    """The log as one model appends to it."""
+    """The log as one model appends to it. `tally`: the model's counts."""
 
     def __init__(self, log: EventLog, model: str) -> None:
         self._log = log
         self.model = model
+        self.tally = Tally()
 
     def append(self, what: Happening | Change, /) -> None:
         self._log.append(self.model, what)
@@ -43,18 +45,26 @@ class EventLog:
     """A ring of events. `first` is the number of the first event of this process, `end` that of the next one.
 
     Numbers begin with the time at which the server started, in microseconds, so that no number of an earlier process comes again.
+    `models`: what each model that was named until now appends with, by the model's id.
     """
 
     def __init__(self, kept: int = KEPT) -> None:
         self.first = self.end = time.time_ns() // 1000
         self.is_closed = False
+        self.models: dict[str, ModelEvents] = {}
         self._kept = kept
         self._ring: list[Event | None] = [None] * kept
         self._changing = threading.Condition(threading.Lock())
         self._num_waiting = 0
 
     def of(self, model: str) -> ModelEvents:
-        return ModelEvents(self, model)
+        found = self.models.get(model)
+        if found is None:
+            with self._changing:
+                found = self.models.get(model) or ModelEvents(self, model)
+                # A new dict, for threads that read the old one.
+                self.models = {**self.models, model: found}
+        return found
 
     def append(self, model: str, what: Happening) -> None:
         with self._changing:

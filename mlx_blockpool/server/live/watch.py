@@ -8,6 +8,7 @@ from __future__ import annotations
 import time
 
 from ...engine import request as engine
+from ...prefix.lookup import Lookup
 from ..request import RequestOptions
 from .events import (
     RequestBegun,
@@ -30,13 +31,15 @@ class RequestWatch:
     """One request from its arrival at the generation thread to its end. `events`: the log, as its model appends to it."""
 
     def __init__(self, events: ModelEvents, options: RequestOptions, prompt_tokens: int) -> None:
-        self._events = events
+        self._events, self._tally = events, events.tally
         self._who = who_of(options)
         self._prompt_tokens = prompt_tokens
         self._cached_tokens = self._num_tokens = 0
-        self._begun = self._told = time.monotonic()
-        self._ttft: float | None = None
-        self._has_ended = False
+        self._begun = self._shown = time.monotonic()
+        self._first: float | None = None
+        self._last = 0.0
+        self._is_running = self._has_started = self._has_ended = False
+        self._tally.begun()
         events.append(RequestBegun(self._who, prompt_tokens))
 
     def follow(self, event: engine.Event) -> None:
@@ -49,45 +52,70 @@ class RequestWatch:
             case engine.Progress():
                 self.progress(event.done, event.total)
             case engine.Started():
-                self.started(event.cached)
+                self.started(event.cached, event.why)
             case engine.Swapped():
-                self._events.append(SwappedIn(self._who) if event.is_in else SwappedOut(self._who))
+                self._swapped(event.is_in)
             case engine.RestoreBegun():
                 self._events.append(RestoreBegun(self._who, event.tokens, event.n_bytes))
             case engine.RestoreEnded():
+                self._tally.restored(event)
                 self._events.append(RestoreEnded(self._who, event.tokens, event.n_bytes))
 
-    def started(self, cached: int) -> None:
-        """It has its caches; `cached` tokens of its prompt need not be computed."""
+    def started(self, cached: int, lookup: Lookup | None) -> None:
+        """It has its caches; `cached` tokens of its prompt need not be computed, which `lookup` explains."""
+        self._run(True)
+        if self._has_started:
+            # A request whose model was unloaded meanwhile starts again.
+            return
+        self._has_started = True
         self._cached_tokens = cached
+        self._tally.queued.observe(time.monotonic() - self._begun)
+        self._tally.looked_up(self._prompt_tokens, cached, lookup)
         self._events.append(RequestStarted(self._who, cached))
 
     def progress(self, done: int, total: int) -> None:
         now = time.monotonic()
-        if done >= total or now - self._told >= PROGRESS_SECONDS:
-            self._told = now
+        if done >= total or now - self._shown >= PROGRESS_SECONDS:
+            self._shown = now
             self._events.append(RequestProgress(self._who, done, total))
 
     def token(self) -> None:
         """A token was generated."""
-        if self._ttft is None:
-            self._ttft = time.monotonic() - self._begun
+        now = time.monotonic()
+        if self._first is None:
+            self._first = now
+            self._tally.first_token.observe(now - self._begun)
+        else:
+            self._tally.between_tokens.observe(now - self._last)
+        self._last = now
         self._num_tokens += 1
+        self._tally.generated_tokens += 1
+
+    def suspended(self) -> None:
+        """Its model is unloaded; it goes on when the model is back."""
+        if self._is_running:
+            self._swapped(is_in=False)
 
     def ended(self, reason: str) -> None:
         """It has ended: stop, length, abort (the client is gone) or error. Only the first end counts."""
         if self._has_ended:
             return
         self._has_ended = True
-        seconds, ttft = time.monotonic() - self._begun, self._ttft
-        self._events.append(
-            RequestEnded(
-                self._who,
-                reason,
-                self._prompt_tokens,
-                self._cached_tokens,
-                self._num_tokens,
-                None if ttft is None else round(ttft, 4),
-                round(seconds, 4),
-            )
-        )
+        self._run(False)
+        now, first = time.monotonic(), self._first
+        self._tally.num_ended += 1
+        self._tally.ended[reason] += 1
+        self._tally.whole.observe(now - self._begun)
+        ttft = None if first is None else round(first - self._begun, 4)
+        tokens = self._prompt_tokens, self._cached_tokens, self._num_tokens
+        self._events.append(RequestEnded(self._who, reason, *tokens, ttft, round(now - self._begun, 4)))
+
+    def _swapped(self, is_in: bool) -> None:
+        self._run(is_in)
+        self._tally.swaps["in" if is_in else "out"] += 1
+        self._events.append(SwappedIn(self._who) if is_in else SwappedOut(self._who))
+
+    def _run(self, is_running: bool) -> None:
+        """From now on it runs, or waits."""
+        self._tally.num_running += is_running - self._is_running
+        self._is_running = is_running

@@ -1,0 +1,98 @@
+"""What is counted of requests and steps."""
+
+from __future__ import annotations
+
+import pytest
+
+from mlx_blockpool.engine.request import RestoreEnded, Started, Swapped, Token
+from mlx_blockpool.prefix.lookup import Lookup
+from mlx_blockpool.server.live.log import EventLog
+from mlx_blockpool.server.live.tally import LATELY, Buckets, Drift, Tally
+from mlx_blockpool.server.live.watch import RequestWatch
+from mlx_blockpool.server.request import RequestOptions
+
+
+def test_a_value_is_counted_in_the_first_bucket_that_holds_it() -> None:
+    buckets = Buckets((1.0, 2.0))
+    for value in (0.5, 1.0, 1.5, 2.0, 9.0):
+        buckets.observe(value)
+    assert (buckets.counts, buckets.sum) == ([2, 2, 1], 14.0)
+
+
+def test_hits_are_divided_between_the_tiers_and_misses_between_their_causes() -> None:
+    tally = Tally()
+    tally.looked_up(1000, 700, Lookup(1000, 700, 700, "differs", restored=512))
+    tally.looked_up(100, 99, Lookup(100, 99, 99, "all"))
+    tally.looked_up(50, 10, None)
+    assert (tally.queried, tally.hits) == (1150, {"memory": 188 + 99 + 10, "disk": 512})
+    assert (tally.misses, tally.missed_tokens) == ({"differs": 1, "unknown": 1}, {"differs": 300, "unknown": 40})
+
+
+def test_requests_wait_run_and_end() -> None:
+    events = EventLog().of("m")
+    tally = events.tally
+
+    def counts() -> tuple[int, int, int]:
+        return tally.num_waiting, tally.num_running, tally.num_ended
+
+    first, second = (RequestWatch(events, RequestOptions(), 10) for _ in range(2))
+    assert counts() == (2, 0, 0)
+    first.follow(Started(1, 4, Lookup(10, 4, 4, "new")))
+    assert counts() == (1, 1, 0)
+    first.follow(Swapped(1, is_in=False))
+    assert counts() == (2, 0, 0)
+    first.follow(Swapped(1, is_in=True))
+    first.suspended()
+    first.suspended()
+    assert counts() == (2, 0, 0)
+    first.follow(Swapped(1, is_in=True))
+    for reason in (None, None, "length"):
+        first.follow(Token(1, 7, None, reason))  # type: ignore[arg-type]
+    assert counts() == (1, 0, 1)
+    second.ended("abort")
+    second.ended("error")
+    assert counts() == (0, 0, 2)
+    assert (tally.ended, tally.swaps) == ({"length": 1, "abort": 1}, {"out": 2, "in": 2})
+    assert (tally.generated_tokens, sum(tally.first_token.counts), sum(tally.between_tokens.counts)) == (3, 1, 2)
+    assert (sum(tally.whole.counts), sum(tally.queued.counts), tally.prompt_tokens) == (2, 1, 10)
+
+
+def test_a_request_that_starts_again_is_counted_once() -> None:
+    events = EventLog().of("m")
+    watch = RequestWatch(events, RequestOptions(), 10)
+    watch.started(4, None)
+    watch.suspended()
+    watch.started(9, None)
+    assert (events.tally.queried, events.tally.num_running) == (10, 1)
+    watch.follow(RestoreEnded(1, 256, 1000))
+    assert (events.tally.num_restores, events.tally.restored_tokens, events.tally.restored_bytes) == (1, 256, 1000)
+
+
+def test_a_model_keeps_its_counts_through_its_loads() -> None:
+    log = EventLog()
+    assert log.of("a") is log.of("a")
+    assert log.of("a").tally is not log.of("b").tally
+
+
+def test_steps_are_told_apart_by_what_the_engine_has_counted() -> None:
+    tally = Tally()
+    tally.paths = {"ragged": 4, "shared": 2}
+    tally.stepped({"chunks": 1, "decode_steps": 0, "tokens": 0}, 3.0)
+    tally.stepped({"chunks": 1, "decode_steps": 1, "tokens": 8}, 0.8)
+    tally.paths = {"ragged": 8, "shared": 2}
+    tally.stepped({"chunks": 1, "decode_steps": 2, "tokens": 12}, 0.8)
+    tally.stepped({"chunks": 1, "decode_steps": 2, "tokens": 12}, 9.0)
+    assert (tally.steps["prefill"].sum, tally.steps["decode"].sum) == (3.0, 1.6)
+    assert set(tally.drifts) == {"ragged", "shared"}
+    assert tally.drifts["ragged"].ratio == tally.drifts["shared"].ratio == 1.0
+
+
+def test_drift_shows_steps_that_take_longer_than_they_did() -> None:
+    drift = Drift()
+    assert drift.ratio == 1.0
+    for _ in range(1000):
+        drift.observe(0.01)
+    assert drift.ratio == pytest.approx(1.0)
+    for _ in range(4 * LATELY):
+        drift.observe(0.02)
+    assert 1.5 < drift.ratio < 2.0
