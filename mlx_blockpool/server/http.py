@@ -33,10 +33,8 @@ from .api.tokenizer import TokenizerEndpoint
 from .explain import answer_about, is_explain
 from .generator import BlockpoolGenerator
 from .incoming import TimedReader, WireBody, buffer_body, drain, file_deadline
-from .live.http import PATH as EVENTS
-from .live.http import EventsEndpoint
-from .live.metrics import PATH as METRICS
-from .live.metrics import exposition
+from .live.http import PATHS as LIVE
+from .live.http import answer_live
 from .models.http import COMMANDS, ModelsEndpoint, cache_report
 from .outgoing import OnlyHeaders, Outgoing
 from .page import FIGURES, send_page
@@ -231,10 +229,8 @@ class BlockpoolHandler(APIHandler):  # type: ignore[misc]
             elif self.route == "/v1/cache":
                 report = own_figures(scope.owner, cache_report(generator.registry, generator.report))
                 self.send_json(200, {**report, "prompts": generator.prompts.counts})
-            elif self.route == METRICS:
-                self.send_body(200, *exposition(generator, self.headers.get("Accept")))
-            elif self.route == EVENTS:
-                EventsEndpoint(self).get()
+            elif self.route in LIVE:
+                answer_live(self)
             elif self.route == MAP:
                 model = parse_qs(urlsplit(self.path).query).get("model", [None])[0]
                 self.send_json(200, generator.maps.answer(scope.owner, model))

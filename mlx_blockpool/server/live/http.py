@@ -1,4 +1,4 @@
-"""GET /v1/cache/events: the log of a server as server-sent events. Runs on the socket's thread."""
+"""GET /metrics, and GET /v1/cache/events: the log of a server as server-sent events. Runs on the socket's thread."""
 
 from __future__ import annotations
 
@@ -13,15 +13,26 @@ from ..model import LoadedModel
 from ..replies import has_hung_up
 from .events import KINDS, Happening, Sight
 from .log import Event, Reader
+from .metrics import PATH as METRICS
+from .metrics import exposition
 from .snapshot import Walk
 
-PATH = "/v1/cache/events"
+EVENTS = "/v1/cache/events"
+PATHS = (METRICS, EVENTS)
 # A comment after this long without an event keeps the connection.
 COMMENT_SECONDS = 15.0
 # How often a connection without events is checked.
 LOOK_SECONDS = 1.0
 # After an event its reader lets others gather, and sends them together.
 GATHER_SECONDS = 0.05
+
+
+def answer_live(handler: Any) -> None:
+    """Answer a request to one of PATHS."""
+    if handler.route == METRICS:
+        handler.send_body(200, *exposition(handler.scope.generator, handler.headers.get("Accept")))
+    else:
+        EventsEndpoint(handler).get()
 
 
 class EventsEndpoint:
