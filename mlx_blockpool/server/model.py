@@ -5,10 +5,8 @@ Owned by the generation thread. Attributes that other threads may read, such as 
 
 from __future__ import annotations
 
-import ctypes
 import gc
 import logging
-import sys
 import time
 from collections import Counter
 from collections.abc import Iterator, Sequence
@@ -37,6 +35,7 @@ from ..spec import ModelCacheSpec
 from ..store.paths import FOLDERS
 from ..store.prompt_store import PromptStore
 from ..store.record import Key
+from ..system import trim_memory
 from ..tier.cache import TieredPrefixCache
 from ..tier.opening import digests_of, open_store
 from .agents.served import ServedAgents
@@ -133,7 +132,7 @@ class LoadedModel:
             self.events.tally.paths = self.prefix.arena.decode.path_counts
         self.update_report()
         mx.clear_cache()
-        _trim()
+        trim_memory()
         self.ready = self.used = time.monotonic()
 
     def _open_caches(self, pool_bytes: int) -> None:
@@ -221,7 +220,7 @@ class LoadedModel:
         # The model's classes and its layers refer to each other.
         gc.collect()
         mx.clear_cache()
-        _trim()
+        trim_memory()
 
     @property
     def positions(self) -> int | None:
@@ -442,11 +441,3 @@ class LoadedModel:
         self._alarmed = alarm is not None
         live, counts = ([], Counter[str]()) if engine is None else (engine.live, engine.counts)
         self.report = report | {"batch": batch_report(self.prefix, live), "engine": dict(counts)}
-
-
-def _trim() -> None:
-    """Return freed memory to the system: glibc keeps arrays that are smaller than the largest one freed before."""
-    if sys.platform == "linux":
-        trim = getattr(ctypes.CDLL(None), "malloc_trim", None)
-        if trim is not None:
-            trim(0)
