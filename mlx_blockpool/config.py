@@ -157,7 +157,7 @@ class ImageConfig:
 
 
 @dataclass(frozen=True)
-class GuardConfig:
+class AccessConfig:
     """Which requests the server admits, and with which limits."""
 
     host: str = "127.0.0.1"  # the address that it listens on

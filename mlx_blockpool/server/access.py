@@ -20,7 +20,7 @@ from email import errors as email_errors
 from typing import Any
 from urllib.parse import urlsplit
 
-from ..config import GuardConfig
+from ..config import AccessConfig
 from ..errors import BlockpoolError
 from ..store.agent_files import SEPARATOR
 
@@ -64,8 +64,8 @@ class AccessPolicy:
     bodies:     the memory of all requests' bodies together.
     """
 
-    def __init__(self, config: GuardConfig | None = None) -> None:
-        self.config = config = GuardConfig() if config is None else config
+    def __init__(self, config: AccessConfig | None = None) -> None:
+        self.config = config = AccessConfig() if config is None else config
         self.is_local = is_loopback(config.host)
         self._keys: list[tuple[str | None, str]] = [*config.api_keys]
         if config.api_key is not None:

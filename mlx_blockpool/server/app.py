@@ -16,7 +16,7 @@ from typing import Any
 
 from mlx_lm.utils import maybe_set_recommended_wired_limit
 
-from ..config import EngineConfig, GuardConfig, ImageConfig, PromptConfig
+from ..config import AccessConfig, EngineConfig, ImageConfig, PromptConfig
 from ..demo import model_path
 from ..errors import BlockpoolError
 from ..mlx_lm_compat import rebind, run_http_server, server_main
@@ -46,7 +46,7 @@ SWITCH_SECONDS = 0.001
 class BlockpoolHTTPServer(ThreadingHTTPServer):
     """A thread for each connection, and a queue for bursts of new ones."""
 
-    request_queue_size = GuardConfig.backlog
+    request_queue_size = AccessConfig.backlog
     daemon_threads = True
     # Called with the port once the server listens.
     listening: Callable[[int], None] | None = None
@@ -92,7 +92,7 @@ def run(host: str, port: int, model_provider: BlockpoolModelProvider, **http: An
     Raises BlockpoolError if the model cannot be loaded or the port cannot be opened.
     """
     try:
-        AccessPolicy(options.guard_config(model_provider.cli_args)).check_bind()
+        AccessPolicy(options.access_config(model_provider.cli_args)).check_bind()
     except OSError as error:
         raise BlockpoolError(f"Cannot listen on {host}, port {port}: {error}. Choose another --host.") from error
     # Nothing is open yet that would have to be closed, also in the middle of a download.
@@ -121,7 +121,7 @@ def run(host: str, port: int, model_provider: BlockpoolModelProvider, **http: An
             bars.stop()
         if generator is not None:
             generator.stop_and_join()
-            generator.guard.wait_until_empty(LAST_WORDS_SECONDS)
+            generator.access.wait_until_empty(LAST_WORDS_SECONDS)
     logging.info("Server stopped.")
 
 
@@ -163,7 +163,7 @@ def make_generator(model_provider: BlockpoolModelProvider) -> BlockpoolGenerator
         options.store_config(args),
         normalisers,
         options.models_config(args),
-        AccessPolicy(options.guard_config(args)),
+        AccessPolicy(options.access_config(args)),
         prompts=PromptConfig(template_kwargs=args.allow_template_kwargs),
         images=ImageConfig(args.allow_image_hosts),
     )

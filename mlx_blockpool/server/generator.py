@@ -57,8 +57,8 @@ class BlockpoolGenerator(ResponseGenerator):  # type: ignore[misc]
 
     generate() runs on the thread of a socket and prepares the prompt there; everything below _run_generate() runs on the
     generation thread. `model` is the one whose request has started last; mlx-lm reads its `model_provider` and `prompt_cache`.
-    `normalisers`, `guard`, `warm_up`, `responses` and `spool` are kept for the socket threads, and so is `pixels`, the budget for
-    the images of all requests. `explanations`: how the last requests used the cache. `maps`, `hour`: what the page shows.
+    `normalisers`, `access`, `warm_up`, `responses` and `spool` are kept for the socket threads, and so is `pixels`, the budget
+    for the images of all requests. `explanations`: how the last requests used the cache. `maps`, `hour`: what the page shows.
     `agent_files`: the agents' files in the store's folder, each read once; None without a store.
     """
 
@@ -74,11 +74,11 @@ class BlockpoolGenerator(ResponseGenerator):  # type: ignore[misc]
         store: StoreConfig | None,
         normalisers: Normalisers,
         models: ModelsConfig,
-        guard: AccessPolicy | None = None,
+        access: AccessPolicy | None = None,
         prompts: PromptConfig | None = None,
         images: ImageConfig | None = None,
     ) -> None:
-        self.guard = guard or AccessPolicy()
+        self.access = access or AccessPolicy()
         self.explanations = Explanations()
         self.maps = CacheMaps(self)
         self.hour = Hour()
@@ -91,7 +91,7 @@ class BlockpoolGenerator(ResponseGenerator):  # type: ignore[misc]
         self.health = Health(config.stall_seconds)
         self.hang_ups = HangUps()
         self.registry = ModelRegistry(model_provider, config, pool, store, models)
-        self.event_readers = threading.BoundedSemaphore(self.guard.config.event_readers)
+        self.event_readers = threading.BoundedSemaphore(self.access.config.event_readers)
         self.prompts = PromptWorkers(prompts or PromptConfig())
         images = images or ImageConfig()
         self.pixels = ByteBudget(images.pixel_bytes)

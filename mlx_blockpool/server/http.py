@@ -79,12 +79,12 @@ class BlockpoolHandler(APIHandler):  # type: ignore[misc]
     def _begin_request(self) -> None:
         """Forget the previous request."""
         self.response_generator = self.scope = RequestScope(self._generator, self.connection)
-        self.guard: AccessPolicy = self._generator.guard
-        config = self.guard.config
+        self.access: AccessPolicy = self._generator.access
+        config = self.access.config
         self._incoming.stall, self._incoming.until = config.stall_seconds, time.monotonic() + config.request_seconds
         self.rfile, self.wfile = self._reader, self._outgoing
         self._body: WireBody | None = None
-        self._share = BudgetShare(self.guard.bodies)
+        self._share = BudgetShare(self.access.bodies)
         self._outgoing.begin()
         self.headers, self.path, self.route = Message(), "", ""
         self.command, self.request_version, self._expects_continue = "", "HTTP/1.0", False
@@ -98,7 +98,7 @@ class BlockpoolHandler(APIHandler):  # type: ignore[misc]
             self.close_connection = True
             return
         self._begin_request()
-        room = self.guard.room
+        room = self.access.room
         self._crowded = not room.acquire(blocking=False)
         if self._crowded:
             self._incoming.until = time.monotonic() + CROWDED_SECONDS
@@ -125,11 +125,11 @@ class BlockpoolHandler(APIHandler):  # type: ignore[misc]
 
     def _has_next(self) -> bool:
         """Whether another request comes before the connection has been idle for too long."""
-        guard, is_new = self.guard, self._is_new
-        is_idle = guard.idle.acquire(blocking=False)
+        access, is_new = self.access, self._is_new
+        is_idle = access.idle.acquire(blocking=False)
         if not (is_idle or is_new):
             return False
-        seconds = guard.config.stall_seconds if is_new else guard.config.keep_alive_seconds
+        seconds = access.config.stall_seconds if is_new else access.config.keep_alive_seconds
         self._incoming.stall = seconds if is_idle else CROWDED_SECONDS
         self._incoming.until = math.inf
         try:
@@ -138,7 +138,7 @@ class BlockpoolHandler(APIHandler):  # type: ignore[misc]
             return False
         finally:
             if is_idle:
-                guard.idle.release()
+                access.idle.release()
 
     # -- the request ---------------------------------------------------------------------------------------------------
 
@@ -154,12 +154,12 @@ class BlockpoolHandler(APIHandler):  # type: ignore[misc]
                 return False
             rejected = self._check() or self._read_body()
         except TimeoutError:
-            config = self.guard.config
+            config = self.access.config
             limits = f"at most {config.stall_seconds:g} seconds without a byte, and {config.request_seconds:g} in all"
             rejected = Rejected(408, f"The request did not arrive in time: {limits}.")
         if rejected is not None:
             self._reject(rejected)
-        self.connection.settimeout(self.guard.config.send_seconds)
+        self.connection.settimeout(self.access.config.send_seconds)
         return rejected is None
 
     def _check(self) -> Rejected | None:
@@ -168,11 +168,11 @@ class BlockpoolHandler(APIHandler):  # type: ignore[misc]
         except ValueError as error:
             return Rejected(400, f"Bad path: {error}")
         if self._crowded:
-            most = self.guard.config.max_connections
+            most = self.access.config.max_connections
             return Rejected(503, f"The server already has {most} connections. Try again when one of them has ended.")
-        rejected = self.guard.check(self.command, self.route, self.headers)
-        self.scope.owner = self.guard.owner(self.headers)
-        return rejected or self.guard.check_body(self.route, self.headers)
+        rejected = self.access.check(self.command, self.route, self.headers)
+        self.scope.owner = self.access.owner(self.headers)
+        return rejected or self.access.check_body(self.route, self.headers)
 
     def _read_body(self) -> Rejected | None:
         """Read the body, so that endpoints do not wait for it. A file stays on the wire."""
@@ -180,7 +180,7 @@ class BlockpoolHandler(APIHandler):  # type: ignore[misc]
         if self._expects_continue and length:
             self._outgoing.write(b"HTTP/1.1 100 Continue\r\n\r\n")
         if FILES.fullmatch(self.route):
-            self._incoming.until = file_deadline(self.guard.config.request_seconds, length)
+            self._incoming.until = file_deadline(self.access.config.request_seconds, length)
             self._body = WireBody(self._reader, length)
             self.rfile = io.BufferedReader(self._body)
             return None
@@ -200,7 +200,7 @@ class BlockpoolHandler(APIHandler):  # type: ignore[misc]
         if self.request_version == "HTTP/0.9":
             # http.server could not read the version, and would send a response without a status.
             self.request_version = "HTTP/1.0"
-        self.connection.settimeout(self.guard.config.send_seconds)
+        self.connection.settimeout(self.access.config.send_seconds)
         if is_below(self.route, MESSAGES) or "anthropic-version" in self.headers:
             content = anthropic_error(rejected.status, rejected.message, self.scope.options.id)
         elif is_below(self.route, OLLAMA):
@@ -217,7 +217,7 @@ class BlockpoolHandler(APIHandler):  # type: ignore[misc]
         declared = self.headers.get("Content-Length")
         length = int(declared) if declared and declared.isdecimal() and len(declared) < 19 else 0
         if length or self.command not in ("GET", "HEAD", "OPTIONS"):
-            drain(self.connection, self._reader, self._incoming, length, self.guard.config.max_body_bytes)
+            drain(self.connection, self._reader, self._incoming, length, self.access.config.max_body_bytes)
 
     # -- endpoints -----------------------------------------------------------------------------------------------------
 
@@ -395,7 +395,7 @@ class BlockpoolHandler(APIHandler):  # type: ignore[misc]
             self.send_header("Connection", "close")
         else:
             self.send_header("Connection", "keep-alive")
-            self.send_header("Keep-Alive", f"timeout={int(self.guard.config.keep_alive_seconds)}")
+            self.send_header("Keep-Alive", f"timeout={int(self.access.config.keep_alive_seconds)}")
         super().end_headers()
         self._outgoing.begin_body(0 if not has_body else None if length is None else int(length), chunked)
 

@@ -12,8 +12,8 @@ from typing import Any
 from ..config import (
     DECODE_PATHS,
     WHAT_FITS,
+    AccessConfig,
     EngineConfig,
-    GuardConfig,
     ModelsConfig,
     PoolConfig,
     StoreConfig,
@@ -80,7 +80,7 @@ def _add_request_options(add: Callable[..., Any]) -> None:
     add("--normalise", **NAMES, default=(), help=normalise)
     warm_up = 'Compute prompts at the start: each line is JSON, a chat\'s body, {"prompt": "text"} or a text in quotes'
     add("--warm-up", type=Path, metavar="FILE", help=warm_up)
-    add("--max-body", **SIZE, default=GuardConfig.max_body_bytes, help="Limit for one request, such as 64MB (default: 16 MiB)")
+    add("--max-body", **SIZE, default=AccessConfig.max_body_bytes, help="Limit for one request, such as 64MB (default: 16 MiB)")
     kwargs = "Names, separated by commas, that chat_template_kwargs may hold beside the usual switches of templates, or any; "
     kwargs += "any and chat_template let requests bring templates of their own (default: none)"
     add("--allow-template-kwargs", type=_or_word(_names, any=None), default=(), metavar="NAMES", help=kwargs)
@@ -201,12 +201,12 @@ def models_config(args: Any) -> ModelsConfig:
     )
 
 
-def guard_config(args: Any) -> GuardConfig:
+def access_config(args: Any) -> AccessConfig:
     """Raises BlockpoolError for invalid keys."""
     several = () if args.api_key is not None or args.api_key_file is None else named_keys(_text_of(args.api_key_file))
     if args.private_prefixes and not several:
         raise BlockpoolError("--private-prefixes needs keys with names. Give --api-key-file a file with lines name:key.")
-    return GuardConfig(
+    return AccessConfig(
         args.host,
         None if several else api_key(args.api_key, args.api_key_file, os.environ.get("MLX_BLOCKPOOL_API_KEY")),
         several,

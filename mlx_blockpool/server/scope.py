@@ -125,7 +125,7 @@ class RequestScope:
     @property
     def private_key(self) -> str | None:
         """The name of the key whose prefixes no other key's requests share; None: keys share theirs."""
-        return self.owner if self.generator.guard.config.private_prefixes else None
+        return self.owner if self.generator.access.config.private_prefixes else None
 
     def _key(self, wanted: Any) -> ModelKey | None:
         """The model, however the request names it; None where it is not found: generate() raises why."""

@@ -38,7 +38,7 @@ def first_words(generator: BlockpoolGenerator, host: str, port: int) -> str:
     url, model = f"http://{name}:{port}", generator.model
     context = None if model is None else model.positions
     lines = ["The server is ready.", *_of_model(generator, model), _of_store(generator, model), f"  open   {url}/"]
-    key = "any" if generator.guard.is_open else "KEY"
+    key = "any" if generator.access.is_open else "KEY"
     lines += [f"  {client}: {line}" for client, line in settings(url, context, key).items()]
     return "\n".join(lines)
 

@@ -21,7 +21,7 @@ import openai
 import pytest
 from models import save_model
 
-from mlx_blockpool.config import GuardConfig
+from mlx_blockpool.config import AccessConfig
 from mlx_blockpool.errors import BlockpoolError
 from mlx_blockpool.server import app
 from mlx_blockpool.server.access import (
@@ -34,7 +34,7 @@ from mlx_blockpool.server.access import (
 )
 from mlx_blockpool.server.http import BlockpoolHandler
 from mlx_blockpool.server.models.provider import BlockpoolModelProvider
-from mlx_blockpool.server.options import api_key, guard_config
+from mlx_blockpool.server.options import access_config, api_key
 from server.serving import Client, blockpool_server, parse
 
 KEY = "a-key-that-nobody-guesses-0815"
@@ -53,14 +53,14 @@ def server(model: Path) -> Iterator[Client]:
 
 
 @contextmanager
-def guarded(server: Client, **changes: Any) -> Iterator[None]:
+def with_access(server: Client, **changes: Any) -> Iterator[None]:
     """The same server with other limits."""
-    before = server.generator.guard
-    server.generator.guard = AccessPolicy(replace(before.config, **changes))
+    before = server.generator.access
+    server.generator.access = AccessPolicy(replace(before.config, **changes))
     try:
         yield
     finally:
-        server.generator.guard = before
+        server.generator.access = before
 
 
 def ask(server: Client, method: str, path: str, body: Any = None, **headers: str) -> tuple[int, Any]:
@@ -108,7 +108,7 @@ def wait_for_threads() -> None:
 
 
 def test_every_endpoint_but_health_needs_the_key(server: Client) -> None:
-    with guarded(server, api_key=KEY):
+    with with_access(server, api_key=KEY):
         for path in ("/v1/models", "/v1/cache", "/v1/cache/explain", "/admin/models", "/v1/agents", "/nothing/here"):
             assert ask(server, "GET", path)[0] == ask(server, "HEAD", path)[0] == ask(server, "DELETE", path)[0] == 401, path
         for method, path, body in [
@@ -127,7 +127,7 @@ def test_every_endpoint_but_health_needs_the_key(server: Client) -> None:
 
 def test_a_missing_key_is_told_in_the_shape_of_the_protocol(server: Client) -> None:
     base = f"http://127.0.0.1:{server.port}"
-    with guarded(server, api_key=KEY):
+    with with_access(server, api_key=KEY):
         with pytest.raises(anthropic.AuthenticationError, match="Send the server's key") as theirs:
             anthropic.Anthropic(base_url=base, api_key="no", max_retries=0).messages.create(**CHAT)  # type: ignore[call-overload]
         assert theirs.value.body["error"]["type"] == "authentication_error"  # type: ignore[index]
@@ -140,10 +140,10 @@ def test_a_missing_key_is_told_in_the_shape_of_the_protocol(server: Client) -> N
 
 
 def test_the_key_is_never_told(server: Client, caplog: pytest.LogCaptureFixture, capfd: pytest.CaptureFixture[str]) -> None:
-    with guarded(server, api_key=KEY), caplog.at_level(logging.DEBUG):
+    with with_access(server, api_key=KEY), caplog.at_level(logging.DEBUG):
         answers = [ask(server, "POST", "/v1/chat/completions", CHAT, Authorization=f"Bearer {key}") for key in (KEY, "no")]
         answers += [ask(server, "GET", path, x_api_key=KEY) for path in ("/v1/cache", "/admin/models", "/v1/cache/explain")]
-        shown = repr(server.generator.guard.config)
+        shown = repr(server.generator.access.config)
     told = capfd.readouterr()
     assert KEY not in json.dumps(answers) + caplog.text + told.out + told.err + shown
 
@@ -174,12 +174,12 @@ def test_other_machines_are_let_in_with_a_key_or_on_request_only(host: str) -> N
     with pytest.raises(BlockpoolError, match=r"--api-key-file FILE .* leave --host at 127.0.0.1"):
         app.run(host, 0, provider)
     for options in (["--allow-remote"], ["--api-key", KEY]):
-        AccessPolicy(guard_config(parse([f"--host={host}", *options]))).check_bind()
+        AccessPolicy(access_config(parse([f"--host={host}", *options]))).check_bind()
 
 
 @pytest.mark.parametrize("host", ["127.0.0.1", "localhost", "127.8.8.8", "::1"])
 def test_this_machine_needs_no_key(host: str) -> None:
-    AccessPolicy(GuardConfig(host)).check_bind()
+    AccessPolicy(AccessConfig(host)).check_bind()
 
 
 def test_the_process_says_so_and_ends() -> None:
@@ -201,12 +201,12 @@ def test_a_name_that_was_made_to_lead_here_is_refused(server: Client) -> None:
         assert (status, "--allow-hosts" in message(answer)) == (403, True), host
     assert raw(server, b"GET /health HTTP/1.1\r\nHost: localhost\r\nHost: evil.example\r\n\r\n")[0] == 403
     assert raw(server, b"GET /health HTTP/1.0\r\n\r\n")[0] == 200
-    with guarded(server, allowed_hosts=("mac.local",)):
+    with with_access(server, allowed_hosts=("mac.local",)):
         assert ask(server, "GET", "/health", Host="mac.local:8080")[0] == 200
         assert ask(server, "GET", "/health", Host="evil.example")[0] == 403
-    with guarded(server, host="0.0.0.0", api_key=KEY):
+    with with_access(server, host="0.0.0.0", api_key=KEY):
         assert ask(server, "GET", "/v1/cache", Host="evil.example", x_api_key=KEY)[0] == 200
-    with guarded(server, host="0.0.0.0", api_key=KEY, allowed_hosts=("mac.local",)):
+    with with_access(server, host="0.0.0.0", api_key=KEY, allowed_hosts=("mac.local",)):
         assert ask(server, "GET", "/v1/cache", Host="evil.example", x_api_key=KEY)[0] == 403
 
 
@@ -225,18 +225,18 @@ def test_pages_from_elsewhere(server: Client) -> None:
         assert ask(server, "OPTIONS", "/v1/messages", Origin=origin)[0] == 204
     for origin in (here, "https://127.0.0.1:1", "http://[::1]", "vscode-webview://abc", "app://obsidian.md"):
         assert ask(server, "POST", "/v1/messages", CHAT, Origin=origin)[0] == 200, origin
-    with guarded(server, allowed_origins=("https://chat.example",)):
+    with with_access(server, allowed_origins=("https://chat.example",)):
         assert ask(server, "POST", "/v1/messages", CHAT, Origin="https://chat.example")[0] == 200
         assert ask(server, "POST", "/v1/chat/completions", CHAT, Origin=here)[0] == 200
         assert ask(server, "POST", "/v1/chat/completions", CHAT, Origin=elsewhere)[0] == 403
     for changes in ({"allowed_origins": ("*",)}, {"api_key": KEY}):
-        with guarded(server, **changes):
+        with with_access(server, **changes):
             assert ask(server, "POST", "/v1/messages", CHAT, Origin=elsewhere, x_api_key=KEY)[0] == 200
 
 
 def test_origins_of_the_options() -> None:
     found = [
-        guard_config(parse(options)).allowed_origins for options in ([], ["--allowed-origins", "*"], ["--allowed-origins=a,b"])
+        access_config(parse(options)).allowed_origins for options in ([], ["--allowed-origins", "*"], ["--allowed-origins=a,b"])
     ]
     assert found == [(), ("*",), ("a", "b")]
     assert [host_name(host) for host in ("A:1", "[::1]:1", "a.", " a ")] == ["a", "::1", "a", "a"]
@@ -325,8 +325,8 @@ def test_a_line_that_is_no_header_does_not_hide_others(server: Client, line: str
 
 def test_all_bodies_together_have_a_bound(server: Client) -> None:
     """What many send slowly or wait with stays within it; who asks meanwhile is told, and what has ended is given back."""
-    with guarded(server, bodies=1, max_body_bytes=40_000):
-        left = server.generator.guard.bodies
+    with with_access(server, bodies=1, max_body_bytes=40_000):
+        left = server.generator.access.bodies
         with socket.create_connection(("127.0.0.1", server.port), timeout=30) as slow:
             slow.sendall(b"POST /v1/messages HTTP/1.1\r\nHost: localhost\r\nContent-Length: 30000\r\n\r\n" + b"x" * 20_000)
             while left.left == 40_000:
@@ -362,7 +362,7 @@ def test_headers_that_are_too_many_or_too_long(server: Client) -> None:
     [b"POST /v1/messages HTTP/1.1\r\nHost: localhost\r\nContent-", b"POST /v1/messages HTTP/1.1\r\nContent-Length: 9\r\n\r\n{"],
 )
 def test_a_client_that_goes_silent_is_dropped(server: Client, sent: bytes) -> None:
-    with guarded(server, stall_seconds=0.3):
+    with with_access(server, stall_seconds=0.3):
         status, answer = raw(server, sent)
     assert (status, "in time" in message(answer)) == (408, True)
     wait_for_threads()
@@ -370,7 +370,7 @@ def test_a_client_that_goes_silent_is_dropped(server: Client, sent: bytes) -> No
 
 def test_a_client_that_drips_is_dropped(server: Client) -> None:
     """A byte now and then does not keep a thread for ever."""
-    with guarded(server, request_seconds=0.5), socket.create_connection(("127.0.0.1", server.port), timeout=30) as connection:
+    with with_access(server, request_seconds=0.5), socket.create_connection(("127.0.0.1", server.port), timeout=30) as connection:
         connection.sendall(b"POST /v1/messages HTTP/1.1\r\nContent-Length: 5000\r\n\r\n")
         connection.settimeout(0.05)
         content = b""
@@ -385,7 +385,7 @@ def test_a_client_that_drips_is_dropped(server: Client) -> None:
 
 
 def test_a_client_that_says_nothing_is_dropped(server: Client) -> None:
-    with guarded(server, stall_seconds=0.2), socket.create_connection(("127.0.0.1", server.port), timeout=30) as connection:
+    with with_access(server, stall_seconds=0.2), socket.create_connection(("127.0.0.1", server.port), timeout=30) as connection:
         assert connection.recv(10) == b""
     wait_for_threads()
 
@@ -402,7 +402,7 @@ def test_a_client_that_does_not_read_its_stream_is_left(
     monkeypatch.setattr(BlockpoolHandler, "setup", narrow)
     eos = str(server.generator.model_provider.tokenizer.eos_token_id)
     body = json.dumps({**CHAT, "max_tokens": 3000, "stream": True, "logit_bias": {eos: -1e4}}).encode()
-    with guarded(server, send_seconds=0.3), socket.socket() as connection, caplog.at_level(logging.INFO):
+    with with_access(server, send_seconds=0.3), socket.socket() as connection, caplog.at_level(logging.INFO):
         connection.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, 4096)
         connection.connect(("127.0.0.1", server.port))
         head = f"POST /v1/chat/completions HTTP/1.1\r\nHost: localhost\r\nContent-Length: {len(body)}\r\n\r\n"
@@ -415,10 +415,10 @@ def test_a_client_that_does_not_read_its_stream_is_left(
 
 
 def test_too_many_connections_are_told_so(server: Client) -> None:
-    with guarded(server, max_connections=1):
+    with with_access(server, max_connections=1):
         with socket.create_connection(("127.0.0.1", server.port), timeout=30) as first:
             first.sendall(b"GET /health HTTP/1.1\r\n")
-            while server.generator.guard.room._value:
+            while server.generator.access.room._value:
                 threading.Event().wait(0.01)
             status, answer = ask(server, "POST", "/v1/chat/completions", CHAT)
             assert (status, "connections" in message(answer)) == (503, True)
@@ -479,6 +479,6 @@ def test_headers_as_they_are_counted() -> None:
     headers = Message()
     for i in range(3):
         headers[f"X-{i}"] = "y"
-    assert AccessPolicy(GuardConfig(max_headers=2)).check("GET", "/health", headers) is not None
-    assert AccessPolicy(GuardConfig(max_headers=3)).check("GET", "/health", headers) is None
-    assert AccessPolicy(GuardConfig(max_header_bytes=11)).check("GET", "/health", headers) is not None
+    assert AccessPolicy(AccessConfig(max_headers=2)).check("GET", "/health", headers) is not None
+    assert AccessPolicy(AccessConfig(max_headers=3)).check("GET", "/health", headers) is None
+    assert AccessPolicy(AccessConfig(max_header_bytes=11)).check("GET", "/health", headers) is not None

@@ -16,7 +16,7 @@ from models import save_model
 from mlx_blockpool.server.app import BlockpoolHTTPServer
 from mlx_blockpool.server.http import BlockpoolHandler
 from server.serving import Client, blockpool_server
-from server.test_access import KEY, guarded, received, wait_for_threads
+from server.test_access import KEY, received, wait_for_threads, with_access
 
 CHAT = {"messages": [{"role": "user", "content": "x"}], "max_tokens": 3}
 STREAMED = {**CHAT, "stream": True}
@@ -132,7 +132,7 @@ def test_a_body_is_asked_for_once_its_headers_are_checked(server: Client) -> Non
         assert connection.recv(100) == b"HTTP/1.1 100 Continue\r\n\r\n"
         connection.sendall(body)
         assert received(connection)[0] == 200
-    with guarded(server, api_key=KEY), socket.create_connection(("127.0.0.1", server.port), timeout=30) as connection:
+    with with_access(server, api_key=KEY), socket.create_connection(("127.0.0.1", server.port), timeout=30) as connection:
         connection.sendall(head)
         connection.shutdown(socket.SHUT_WR)
         content = until_closed(connection)
@@ -154,7 +154,7 @@ def test_a_body_that_nobody_has_read_ends_the_connection(server: Client) -> None
 
 
 def test_an_idle_connection_is_closed_after_its_time(server: Client) -> None:
-    with guarded(server, keep_alive_seconds=0.2), closing(connected(server)) as connection:
+    with with_access(server, keep_alive_seconds=0.2), closing(connected(server)) as connection:
         answer, _ = ask(connection, "GET", "/health")
         assert answer.headers["Keep-Alive"] == "timeout=0"
         assert connection.sock.recv(1) == b""
@@ -162,23 +162,23 @@ def test_an_idle_connection_is_closed_after_its_time(server: Client) -> None:
 
 
 def test_an_idle_connection_holds_no_place(server: Client) -> None:
-    with guarded(server, max_connections=1), closing(connected(server)) as first:
-        guard = server.generator.guard
+    with with_access(server, max_connections=1), closing(connected(server)) as first:
+        access = server.generator.access
         assert ask(first, "GET", "/health")[0].status == 200
-        while guard.idle._value:
+        while access.idle._value:
             threading.Event().wait(0.01)
         with closing(connected(server)) as second:
             assert ask(second, "GET", "/health")[0].status == 200
-        while not guard.room._value:
+        while not access.room._value:
             # An answer is out a moment before its place is free.
             threading.Event().wait(0.01)
         assert ask(first, "GET", "/health")[0].status == 200
 
 
 def test_idle_connections_are_bounded(server: Client) -> None:
-    with guarded(server, max_connections=1), closing(connected(server)) as first:
+    with with_access(server, max_connections=1), closing(connected(server)) as first:
         assert ask(first, "GET", "/health")[0].status == 200
-        while server.generator.guard.idle._value:
+        while server.generator.access.idle._value:
             threading.Event().wait(0.01)
         with closing(connected(server)) as second:
             assert ask(second, "GET", "/health")[0].status == 200
@@ -186,7 +186,7 @@ def test_idle_connections_are_bounded(server: Client) -> None:
 
 
 def test_a_slow_second_request_is_dropped_as_a_first_one_is(server: Client) -> None:
-    with guarded(server, stall_seconds=0.3), closing(connected(server)) as connection:
+    with with_access(server, stall_seconds=0.3), closing(connected(server)) as connection:
         assert ask(connection, "GET", "/health")[0].status == 200
         connection.sock.sendall(b"GET /health HTTP/1.1\r\nHo")
         assert received(connection.sock)[0] == 408

@@ -15,7 +15,7 @@ import pytest
 from models import save_model
 from prefix.replica import Contents, contents_of
 
-from mlx_blockpool.config import GuardConfig
+from mlx_blockpool.config import AccessConfig
 from mlx_blockpool.server.jobs import run_on_generation_thread
 from mlx_blockpool.server.live import snapshot
 from server.serving import Client, at_once, blockpool_server
@@ -192,11 +192,11 @@ def test_many_clients_read_the_same(server: Client) -> None:
 
 def test_there_is_room_for_so_many_clients(server: Client) -> None:
     readers = server.generator.event_readers
-    for _ in range(GuardConfig.event_readers):
+    for _ in range(AccessConfig.event_readers):
         assert readers.acquire(timeout=30)
     status, answer = server.send(PATH)
     assert (status, "32 clients already read events" in answer["error"]) == (503, True)
-    for _ in range(GuardConfig.event_readers):
+    for _ in range(AccessConfig.event_readers):
         readers.release()
 
 

@@ -16,7 +16,7 @@ from typing import Any
 import pytest
 from models import save_model
 
-from mlx_blockpool.config import GuardConfig
+from mlx_blockpool.config import AccessConfig
 from mlx_blockpool.server import page
 from mlx_blockpool.server.access import AccessPolicy, is_page
 from mlx_blockpool.server.jobs import Job
@@ -112,19 +112,19 @@ def headers_of(**headers: str) -> Message:
 
 
 def test_acts_of_the_own_page_pass_the_check_of_origins() -> None:
-    def status(config: GuardConfig, origin: str, host: str) -> int | None:
+    def status(config: AccessConfig, origin: str, host: str) -> int | None:
         rejected = AccessPolicy(config).check("POST", "/v1/agents/a/pin", headers_of(Host=host, Origin=origin))
         return rejected and rejected.status
 
-    remote = GuardConfig(host="0.0.0.0", allow_remote=True)
+    remote = AccessConfig(host="0.0.0.0", allow_remote=True)
     assert status(remote, "http://192.168.1.7:8080", "192.168.1.7:8080") is None
     assert status(remote, "http://192.168.1.7:9090", "192.168.1.7:8080") == 403
     # A name that anybody may point at this machine.
     assert status(remote, "http://evil.example:8080", "evil.example:8080") == 403
-    named = GuardConfig(host="0.0.0.0", allow_remote=True, allowed_hosts=("box.lan",))
+    named = AccessConfig(host="0.0.0.0", allow_remote=True, allowed_hosts=("box.lan",))
     assert status(named, "http://box.lan:8080", "box.lan:8080") is None
     assert status(named, "http://evil.example", "box.lan:8080") == 403
-    assert status(GuardConfig(), "http://localhost:8080", "localhost:8080") is None
+    assert status(AccessConfig(), "http://localhost:8080", "localhost:8080") is None
 
 
 def test_the_page_is_part_of_the_wheel() -> None:

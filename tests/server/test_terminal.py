@@ -50,7 +50,7 @@ def test_they_count_what_is_on_disk(stored: Client) -> None:
 def test_without_a_store_or_a_model_they_say_so(server: Client) -> None:
     assert "  store  none: cached prefixes end with the server" in first_words(server.generator, "127.0.0.1", 1)
     empty: Any = types.SimpleNamespace(model=None, store_config=StoreConfig(), agent_files=types.SimpleNamespace(all=list))
-    empty.guard = types.SimpleNamespace(is_open=False)
+    empty.access = types.SimpleNamespace(is_open=False)
     words = first_words(empty, "127.0.0.1", 1)
     assert "none yet: requests name one" in words
     assert "OPENAI_API_KEY=KEY" in words

@@ -132,7 +132,7 @@ class AgentsEndpoint:
             handler.send_header("Content-Type", "application/octet-stream")
             handler.send_header("Content-Length", str(n_bytes))
             handler.end_headers()
-            until = file_deadline(handler.guard.config.send_seconds, n_bytes)
+            until = file_deadline(handler.access.config.send_seconds, n_bytes)
             while piece := file.read(SEND_BYTES):
                 if time.monotonic() > until:
                     raise ConnectionAbortedError("the client takes too long to read its file")

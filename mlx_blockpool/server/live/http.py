@@ -41,7 +41,7 @@ class EventsEndpoint:
     def __init__(self, handler: Any) -> None:
         self._handler = handler
         self._generator = handler.scope.generator
-        config = self._generator.guard.config
+        config = self._generator.access.config
         self._sight = Sight(handler.scope.owner, config.private_prefixes)
         self._comment_due = 0.0
 
@@ -55,7 +55,7 @@ class EventsEndpoint:
             return
         readers = self._generator.event_readers
         if not readers.acquire(blocking=False):
-            most = self._generator.guard.config.event_readers
+            most = self._generator.access.config.event_readers
             self._handler.send_json(503, {"error": f"{most} clients already read events. Try again when one of them has ended."})
             return
         try:
