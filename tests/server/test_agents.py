@@ -1,4 +1,4 @@
-"""Five agents with one system prompt, four turns each, at the same time: replies, reuse and memory against mlx-lm's server."""
+"""Five agents with one system prompt, some turns each, at the same time: replies, reuse and memory against mlx-lm's server."""
 
 from __future__ import annotations
 
@@ -8,11 +8,11 @@ from typing import Any
 import pytest
 from mlx_lm.utils import load_tokenizer
 from models import save_model
-from thorough import only
+from thorough import is_thorough, only
 
 from server.serving import Client, at_once, blockpool_server, stock_server
 
-AGENTS, TURNS, REPLY = 5, 4, 20
+AGENTS, TURNS, REPLY = (5, 4, 20) if is_thorough() else (5, 3, 12)
 SYSTEM = "You are one of five agents that share this text. " * 12
 TYPES = ["llama", "qwen2", "gemma3_text", "gpt_oss"]
 

@@ -70,6 +70,8 @@ def served(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFact
 
 # What is the same whatever a model keeps of a prompt.
 LLAMA = pytest.mark.parametrize("served", only(TYPES, "llama"), indirect=True)
+# What is done to a path of blocks is done to these too, and to states.
+LFM2 = pytest.mark.parametrize("served", only(TYPES, "lfm2"), indirect=True)
 
 
 def call(client: Client, method: str, path: str, data: bytes | None = None, timeout: float = 60) -> tuple[int, bytes]:
@@ -124,6 +126,7 @@ def test_what_is_said_of_agents(served: Served, tmp_path: Path) -> None:
         assert found["disk"]["own_bytes"] > 0
 
 
+@pytest.mark.sampled
 @pytest.mark.parametrize("stored", [True, False])
 def test_a_deleted_agent_leaves_nothing_that_only_it_stood_on(served: Served, tmp_path: Path, stored: bool) -> None:
     with served.server(*(["--store-dir", str(tmp_path)] if stored else [])) as client:
@@ -195,6 +198,7 @@ def test_a_pin_outlives_the_pressure_of_others_and_follows(served: Served, tmp_p
         assert (found["pinned"], found["resumes_from_memory"] < found["tokens"]) == (False, True)
 
 
+@LFM2
 def test_a_pin_on_disk_is_one_in_memory_again_once_it_is_restored(served: Served, tmp_path: Path) -> None:
     stored = ("--store-dir", str(tmp_path), "--pool-bytes", SMALL[served.name])
     with served.server(*stored) as client:
@@ -209,6 +213,7 @@ def test_a_pin_on_disk_is_one_in_memory_again_once_it_is_restored(served: Served
         assert found["resumes_from_memory"] == found["tokens"]
 
 
+@LFM2
 def test_save_and_restore_over_a_restart(served: Served, tmp_path: Path) -> None:
     needed = served.needed("one", "birds", 3)
     agent = Agent("one", "birds")
@@ -243,6 +248,7 @@ def test_what_cannot_be_saved_says_why(served: Served, tmp_path: Path) -> None:
         assert ask(client, "GET", "/one")["tokens_in_memory"] > 0
 
 
+@LFM2
 def test_fork_and_rename(served: Served, tmp_path: Path) -> None:
     with served.server(*(["--store-dir", str(tmp_path)] if served.name == "lfm2" else [])) as client:
         agent = Agent("one", "birds")
@@ -262,6 +268,7 @@ def test_fork_and_rename(served: Served, tmp_path: Path) -> None:
         assert listed(client)["two"]["tokens_in_memory"] == listed(client)["two"]["tokens"]
 
 
+@LFM2
 def test_export_and_import(served: Served, tmp_path: Path) -> None:
     needed = served.needed("one", "birds", 3)
     agent, file = Agent("one", "birds"), tmp_path / "one.safetensors"

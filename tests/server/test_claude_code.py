@@ -23,7 +23,7 @@ def reused(window: Window) -> list[float]:
 
 
 # Sub-agents come before the fifth turn.
-@pytest.mark.parametrize(("name", "turns"), [("llama", 6), *(pytest.param(n, 12, marks=pytest.mark.thorough) for n in SHARES)])
+@pytest.mark.parametrize(("name", "turns"), [("llama", 5), *(pytest.param(n, 12, marks=pytest.mark.thorough) for n in SHARES)])
 def test_a_session_reads_what_it_has_left(name: str, turns: int, tmp_path: Path) -> None:
     model = save_agent(tmp_path / name, name=name)
     with blockpool_server(model, *POOL) as server:

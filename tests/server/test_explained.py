@@ -116,7 +116,7 @@ def test_a_longer_prompt_and_an_evicted_one(server: Client) -> None:
     assert longer["cause"] in ("longer", "differs")
     assert longer["cached_tokens"] >= len(begun)
     for i in range(4):
-        post(server, "/v1/completions", {"prompt": f"{i} pushes it out. " * 150, "max_tokens": 1})
+        post(server, "/v1/completions", {"prompt": f"{i} pushes it out. " * 70, "max_tokens": 1})
     gone = explained(server, {"prompt": begun + "And further. " * 30, "max_tokens": 1}, "/v1/completions")
     assert (gone["cause"], gone["cached_tokens"]) == ("evicted", 0)
 

@@ -203,7 +203,7 @@ def test_a_prompt_for_a_day_is_spared_on_disk(stored: Client) -> None:
     chat(stored, text, prompt_cache_retention="24h")
     report = figures(stored)
     assert report["kept_for_a_day"] == 1
-    for n in range(12):
+    for n in range(6):
         chat(stored, f"{n} passes by. " * 80)
     assert all(records(stored, f"<|im_start|>user\n{text}"))
     report = figures(stored)["store"]
@@ -215,7 +215,7 @@ def test_a_prompt_for_a_day_is_spared_on_disk(stored: Client) -> None:
 def test_an_agent_has_its_quota_and_takes_nothing_from_others(stored: Client) -> None:
     other = "Of the other agent. " * 20
     chat(stored, other, prompt_cache_key="other")
-    for n in range(8):
+    for n in range(4):
         chat(stored, f"{n} of the greedy one. " * 40, prompt_cache_key="greedy")
     report = figures(stored)
     assert 0 < report["agents"]["greedy"] <= report["agent_bytes"] == 300_000
@@ -225,8 +225,8 @@ def test_an_agent_has_its_quota_and_takes_nothing_from_others(stored: Client) ->
 
 
 def test_a_request_longer_than_its_agents_quota_is_served(stored: Client) -> None:
-    answer = stored.chat([{"role": "user", "content": "long " * 700}], max_tokens=3, prompt_cache_key="long")
-    assert answer["usage"]["prompt_tokens"] > 3500
+    answer = stored.chat([{"role": "user", "content": "long " * 200}], max_tokens=3, prompt_cache_key="long")
+    assert answer["usage"]["prompt_tokens"] > 1000
     assert figures(stored)["agents"]["long"] <= 300_000
 
 

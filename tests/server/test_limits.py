@@ -25,8 +25,8 @@ class Asked:
 
 @pytest.fixture(scope="module")
 def small(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """700 positions, and a model that has never learned to stop."""
-    return save_model(tmp_path_factory.mktemp("small"), "llama", max_position_embeddings=700)
+    """300 positions, and a model that has never learned to stop."""
+    return save_model(tmp_path_factory.mktemp("small"), "llama", max_position_embeddings=300)
 
 
 def complete(client: Client, prompt: str = PROMPT, **options: Any) -> dict[str, Any]:
@@ -44,7 +44,7 @@ def test_a_reply_without_a_limit_ends_where_the_model_has_no_more_positions(smal
         ours.settle()
     assert bounded["usage"]["completion_tokens"] == 5
     for answer in answers:
-        assert answer["usage"]["total_tokens"] == 700
+        assert answer["usage"]["total_tokens"] == 300
         assert answer["choices"][0]["finish_reason"] == "length"
 
 
@@ -84,28 +84,28 @@ def test_a_reply_by_itself_reserves_room_for_so_much(tmp_path: Path) -> None:
 
 
 def test_a_prompt_beyond_the_positions_is_refused_in_each_protocol(small: Path) -> None:
-    said = [{"role": "user", "content": "y" * 800}]
+    said = [{"role": "user", "content": "y" * 400}]
     with blockpool_server(small, "--pool-bytes", "30MB") as ours:
         status, answer = ours.send("/v1/chat/completions", {"messages": said})
         assert (status, answer["error"]["code"]) == (400, "context_length_exceeded")
-        assert "its model has 700" in answer["error"]["message"]
-        status, answer = ours.send("/v1/responses", {"input": "y" * 800})
+        assert "its model has 300" in answer["error"]["message"]
+        status, answer = ours.send("/v1/responses", {"input": "y" * 400})
         assert (status, answer["error"]["code"]) == (400, "context_length_exceeded")
         status, answer = ours.send("/v1/messages", {"messages": said, "max_tokens": 4})
         assert status == 400
         assert answer["error"]["message"].startswith("prompt is too long: ")
-        assert " tokens > 700 maximum" in answer["error"]["message"]
-        assert ours.send("/v1/completions", {"prompt": "y" * 699, "max_tokens": 9})[1]["usage"]["completion_tokens"] == 1
-        assert ours.send("/v1/completions", {"prompt": "y" * 700})[0] == 400
+        assert " tokens > 300 maximum" in answer["error"]["message"]
+        assert ours.send("/v1/completions", {"prompt": "y" * 299, "max_tokens": 9})[1]["usage"]["completion_tokens"] == 1
+        assert ours.send("/v1/completions", {"prompt": "y" * 300})[0] == 400
 
 
-@pytest.mark.parametrize(("given", "expected"), [("900", 900), ("off", None)])
+@pytest.mark.parametrize(("given", "expected"), [("450", 450), ("off", None)])
 def test_max_positions_counts_in_place_of_the_config(small: Path, given: str, expected: int | None) -> None:
     with blockpool_server(small, "--pool-bytes", "30MB", "--max-positions", given) as ours:
-        assert ours.send("/v1/completions", {"prompt": "y" * 800, "max_tokens": 2})[0] == 200
-        assert ours.send("/v1/completions", {"prompt": "y" * 950, "max_tokens": 2})[0] == (400 if expected else 200)
+        assert ours.send("/v1/completions", {"prompt": "y" * 400, "max_tokens": 2})[0] == 200
+        assert ours.send("/v1/completions", {"prompt": "y" * 475, "max_tokens": 2})[0] == (400 if expected else 200)
 
 
 def test_a_config_without_positions_refuses_nothing(tmp_path: Path) -> None:
-    with blockpool_server(save_model(tmp_path / "m", "llama"), "--pool-bytes", "30MB") as ours:
+    with blockpool_server(save_model(tmp_path / "m", "llama", num_hidden_layers=1), "--pool-bytes", "30MB") as ours:
         assert ours.send("/v1/completions", {"prompt": "y" * 5000, "max_tokens": 2})[0] == 200

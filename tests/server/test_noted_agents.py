@@ -34,7 +34,7 @@ def serve(model: Path, store: Path, *options: str) -> Any:
     return blockpool_server(model, "--pool-bytes", "30MB", "--store-dir", str(store), *options)
 
 
-def say(client: Client, agent: str, about: str, length: int = 40) -> dict[str, Any]:
+def say(client: Client, agent: str, about: str, length: int = 24) -> dict[str, Any]:
     messages = [{"role": "user", "content": f"{agent} talks about {about}. " * length}]
     answer = client.chat(messages, max_tokens=4, prompt_cache_key=agent)
     client.settle()
@@ -44,7 +44,7 @@ def say(client: Client, agent: str, about: str, length: int = 40) -> dict[str, A
 def test_each_agent_is_noted_with_its_last_turn(model: Path, tmp_path: Path) -> None:
     with serve(model, tmp_path) as client:
         usages = at_once([lambda a=a: say(client, a, "birds") for a in ("one", "two/..", "drei ✓")])
-        usages[0] = say(client, "one", "fish", 60)
+        usages[0] = say(client, "one", "fish", 36)
         client.chat([{"role": "user", "content": "No name"}], max_tokens=2)
     noted = {agent.name: agent for agent in Agents(tmp_path).all() if not is_conversation_id(agent.name)}
     assert sorted(noted) == ["drei ✓", "one", "two/.."]
@@ -52,7 +52,7 @@ def test_each_agent_is_noted_with_its_last_turn(model: Path, tmp_path: Path) -> 
     for name, usage in zip(("one", "two/..", "drei ✓"), usages, strict=True):
         assert 0 <= usage["total_tokens"] - noted[name].tokens <= 1
     with serve(model, tmp_path) as again:
-        assert say(again, "one", "fish", 60)["prompt_tokens_details"]["cached_tokens"] == usages[0]["prompt_tokens"] - 1
+        assert say(again, "one", "fish", 36)["prompt_tokens_details"]["cached_tokens"] == usages[0]["prompt_tokens"] - 1
 
 
 def test_what_is_pinned_outlives_the_budget(model: Path, tmp_path: Path) -> None:

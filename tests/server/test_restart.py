@@ -1,4 +1,4 @@
-"""Agents go on where they were, after a kill -9 and after a clean stop: real processes, real files."""
+"""Agents go on where they were, after a kill -9 and after a clean stop: a real process, real files."""
 
 from __future__ import annotations
 
@@ -45,8 +45,8 @@ def test_agents_go_on_after_a_restart(name: str, ending: str, tmp_path: Path) ->
         else:
             server.send_signal(signal.SIGTERM)
         assert server.wait(timeout=60) == (-signal.SIGKILL if ending == "kill -9" else 0)
-    with process(model, tmp_path / "store") as (port, _):
-        later = at_once([lambda a=a: turn(port, talks[a], a) for a in range(AGENTS)])
+    with blockpool_server(model, "--pool-bytes", "60MB", "--store-dir", str(tmp_path / "store")) as again:
+        later = at_once([lambda a=a: turn(again.port, talks[a], a) for a in range(AGENTS)])
     assert talks == expected, "another reply than without a restart"
     for before, after in zip(usage, later, strict=True):
         # What a finished block held; a clean stop has written the unfinished ones too. Windows resume at a message's end: that of

@@ -15,7 +15,7 @@ from mlx_blockpool.engine.request import Restoring
 from mlx_blockpool.server import model as model_module
 from server.serving import Client, blockpool_server
 
-MESSAGES = [{"role": "system", "content": "One of many agents. " * 250}, {"role": "user", "content": "Who are you?"}]
+MESSAGES = [{"role": "system", "content": "One of many agents. " * 100}, {"role": "user", "content": "Who are you?"}]
 
 
 def streamed(server: Client) -> tuple[list[tuple[int, int]], dict[str, Any]]:

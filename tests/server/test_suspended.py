@@ -12,7 +12,7 @@ from models import save_endless
 from server.serving import Client, at_once, blockpool_server
 from server.test_hang_ups import ask, until
 
-BODY = {"prompt": "a long reply", "max_tokens": 1500}
+BODY = {"prompt": "a long reply", "max_tokens": 600}
 
 
 @pytest.fixture(scope="module")
@@ -39,7 +39,7 @@ def serve(models: list[Path], patience: str) -> Any:
 
 def test_a_long_reply_is_suspended_for_another_model_and_goes_on(models: list[Path], expected: str) -> None:
     with serve(models, "0s") as client:
-        client.generator.registry.queue.drain = 0.3
+        client.generator.registry.queue.drain = 0.05
 
         def other() -> str:
             until(lambda: client.generator._live)

@@ -8,13 +8,13 @@ from typing import Any
 import pytest
 from architectures.pooled import save_architecture
 from mlx_lm import load, stream_generate
-from thorough import only
+from thorough import is_thorough, only
 
 from server.serving import Client, at_once, blockpool_server
 
 TYPES = ["qwen3_next", "falcon_h1", "lfm2", "jamba", "nemotron_h", "llama4", "deepseek_v3", "gemma3n", "gpt_oss"]
 AGENTS = 2
-TURNS = 3
+TURNS = 3 if is_thorough() else 2
 SYSTEM = "You are an agent that looks things up before it answers. " * 4
 TOOLS = [{"type": "function", "function": {"name": "look_up", "parameters": {"type": "object"}}}]
 TEMPLATE = (
