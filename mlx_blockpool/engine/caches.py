@@ -220,14 +220,14 @@ class PooledCaches(Caches):
             return True
         if sequence.uid not in self._restores:
             sequence.prefix = self.prefix.match(sequence.tokens, sequence.policy.salt, sequence.prefix)
-            wanted = self.prefix.plan_restore(sequence.prefix, sequence.prefill_end)
-            if wanted is None:
+            plan = self.prefix.plan_restore(sequence.prefix, sequence.prefill_end)
+            if plan is None:
                 return True
-            if not stored.restores.arriving.isdisjoint(wanted.arriving):
+            if not stored.restores.arriving.isdisjoint(plan.arriving):
                 # Another restore reads the same records. If it is stuck, this request computes them.
                 return stored.restores.is_stuck
             try:
-                self._restores[sequence.uid] = begun = stored.restores.begin(wanted)
+                self._restores[sequence.uid] = begun = stored.restores.begin(plan)
                 self._happened.append(RestoreBegun(sequence.uid, begun.tokens, begun.n_bytes))
                 self._reported[sequence.uid] = time.monotonic()
             except PoolExhaustedError:

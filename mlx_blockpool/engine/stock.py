@@ -18,25 +18,25 @@ from .sequence import Sequence
 
 
 class StockCaches(Caches):
-    """In place of PooledCaches. A sequence that continues is kept by copy; there is no limit but that of `known`."""
+    """In place of PooledCaches. A sequence that continues is kept by copy; there is no limit but that of `prompts`."""
 
     ragged = keeps_chunks = False
     needs_checkpoints = True
 
-    def __init__(self, model: Any, key: Any, known: GuardedPromptCache, merges: bool) -> None:
+    def __init__(self, model: Any, key: Any, prompts: GuardedPromptCache, merges: bool) -> None:
         self.merges = merges
         self._model = model
         self._key = key
-        self._known = known
+        self._prompts = prompts
 
     def open(self, sequence: Sequence, others: Collection[Sequence]) -> Opened:
-        caches, rest = self._known.fetch_nearest_cache(self._key_of(sequence.policy.salt), sequence.tokens)
+        caches, rest = self._prompts.fetch_nearest_cache(self._key_of(sequence.policy.salt), sequence.tokens)
         if caches is None:
             caches, rest = stock_prompt_cache(self._model), sequence.tokens
         return Opened(caches, len(sequence.tokens) - len(rest), None)
 
     def cached_tokens(self, tokens: list[int], salt: bytes = SHARED) -> int:
-        return self._known.known_tokens(self._key_of(salt), list(tokens))
+        return self._prompts.cached_tokens(self._key_of(salt), list(tokens))
 
     def insert(self, sequence: Sequence, kind: str) -> None:
         self._insert(sequence, sequence.computed, copy.deepcopy(sequence.caches), kind)
@@ -57,7 +57,7 @@ class StockCaches(Caches):
 
     def _insert(self, sequence: Sequence, held: int, caches: Any, kind: str) -> None:
         if held:
-            self._known.insert_cache(self._key_of(sequence.policy.salt), sequence.tokens[:held], caches, cache_type=kind)
+            self._prompts.insert_cache(self._key_of(sequence.policy.salt), sequence.tokens[:held], caches, cache_type=kind)
 
 
 class GuardedPromptCache(LRUPromptCache):  # type: ignore[misc]
@@ -77,7 +77,7 @@ class GuardedPromptCache(LRUPromptCache):  # type: ignore[misc]
         cache, rest = super().fetch_nearest_cache(model, tokens[:-1])
         return cache, rest + tokens[-1:]
 
-    def known_tokens(self, model: Any, tokens: list[int]) -> int:
+    def cached_tokens(self, model: Any, tokens: list[int]) -> int:
         """How many tokens a fetch would find. Changes nothing."""
         found = self._trie.search(model, tokens[:-1])
         whole = max(len(found.exact or ()), len(found.shorter or ()))

@@ -121,7 +121,7 @@ class BlockCounts:
 class GroupBlocks:
     """Every block of one layer group, the `index`-th of its model.
 
-    stride:       the most blocks that a slab can have; `share`: those of an ordinary slab.
+    stride:       the most blocks that a slab can have; `slab_blocks`: those of an ordinary one.
     slabs:        slab index -> blocks in it.
     evictable:    the cached blocks that no table holds, pinned ones included; the least recently used first.
     reserved:     how many free blocks tables have reserved.
@@ -129,12 +129,12 @@ class GroupBlocks:
     num_evicted, num_copied: as in BlockCounts.
     """
 
-    def __init__(self, index: int, group: LayerGroup, bytes_per_block: int, stride: int, share: int) -> None:
+    def __init__(self, index: int, group: LayerGroup, bytes_per_block: int, stride: int, slab_blocks: int) -> None:
         self.index = index
         self.group = group
         self.bytes_per_block = bytes_per_block
         self.stride = stride
-        self.share = share
+        self.slab_blocks = slab_blocks
         self.blocks: dict[int, Block] = {}
         self.free = FreeRuns(stride)
         self.evictable: OrderedDict[int, None] = OrderedDict()

@@ -70,7 +70,7 @@ class Budget:
         blocks = self.groups[group]
         affordable = self._bytes_left() // blocks.bytes_per_block
         if blocks.free.longest < count <= affordable:
-            blocks.add_slab(min(blocks.stride, affordable, count + blocks.share))
+            blocks.add_slab(min(blocks.stride, affordable, count + blocks.slab_blocks))
             self.layout_version += 1
 
     def grow_all(self, counts: Mapping[int, int]) -> None:
@@ -81,7 +81,7 @@ class Budget:
 
     def _grow(self, blocks: GroupBlocks, short: int, spare: int) -> None:
         while short > 0:
-            size = min(blocks.stride, short + spare, max(blocks.share, short))
+            size = min(blocks.stride, short + spare, max(blocks.slab_blocks, short))
             blocks.add_slab(size)
             self.layout_version += 1
             short -= size

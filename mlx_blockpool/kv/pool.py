@@ -48,8 +48,8 @@ class BlockPool:
         self.pool_bytes = pool_bytes
         self._groups = []
         for index, (group, size) in enumerate(zip(spec.groups, sizes, strict=True)):
-            share = min(pool_bytes // config.slabs // size, config.slab_blocks)
-            self._groups.append(GroupBlocks(index, group, size, pool_bytes // size, max(1, share)))
+            slab_blocks = min(pool_bytes // config.slabs // size, config.slab_blocks)
+            self._groups.append(GroupBlocks(index, group, size, pool_bytes // size, max(1, slab_blocks)))
         self._tables: weakref.WeakSet[BlockTable] = weakref.WeakSet()
         self._returned: deque[tuple[int, list[int], int]] = deque()
         self._budget = Budget(pool_bytes, self._groups)

@@ -212,7 +212,7 @@ def test_an_exact_repeat_leaves_tokens_to_compute(name: str, kept: int) -> None:
     """mlx-lm's cut and ours leave one each. A state cannot be cut: only what was kept at a shorter place serves."""
     known = GuardedPromptCache(10)
     known.insert_cache(name, list(COMMON), computed(name, COMMON))
-    assert known.known_tokens(name, list(COMMON)) == kept
+    assert known.cached_tokens(name, list(COMMON)) == kept
     caches, rest = known.fetch_nearest_cache(name, list(COMMON))
     assert (rest, caches is None) == (list(COMMON[kept:]), kept == 0)
     steps = generate_step(mx.array(rest), plain_model(name), max_tokens=5, prompt_cache=caches)
@@ -227,7 +227,7 @@ def test_an_exact_repeat_is_served_from_what_was_kept_before_its_last_token(name
         told = drive(engine)
         check(name, COMMON, told.tokens[uid], 5)
     assert told.started[uid].cached == (299 if name == "lfm2" else 298)
-    assert known.known_tokens(name, [COMMON[0]]) == 0
+    assert known.cached_tokens(name, [COMMON[0]]) == 0
 
 
 def test_caches_that_are_ahead_of_their_tokens_are_cut_back_to_them() -> None:
@@ -245,5 +245,5 @@ def test_given_caches_are_known_under_the_salt_of_their_request_alone() -> None:
     caches = make_prompt_cache(plain_model("llama"))
     plain_model("llama")(mx.array([prompt[:200]]), cache=caches)
     engine.insert(Request(prompt, 5, salt=bytes(32)), caches)
-    assert known.known_tokens(("llama", bytes(32)), prompt) == 200
-    assert known.known_tokens("llama", prompt) == 0
+    assert known.cached_tokens(("llama", bytes(32)), prompt) == 200
+    assert known.cached_tokens("llama", prompt) == 0
