@@ -7,7 +7,7 @@ import sys
 from collections.abc import Sequence
 
 from . import __version__
-from .commands import agents, patch, plan, store, transfer
+from .commands import agents, patch, plan, store, top, transfer
 from .commands.doctor import command as doctor
 from .errors import BlockpoolError
 
@@ -43,6 +43,7 @@ def _parser() -> argparse.ArgumentParser:
     commands.add_parser("serve", add_help=False, help="mlx-lm's server on a block pool; --help lists its options")
     patch.add_options(commands.add_parser("patch", help="give mlx_lm.server the option --cache-backend, or take it away"))
     plan.add_options(commands.add_parser("plan", help="what a model and its agents take in memory, before it is downloaded"))
+    top.add_options(commands.add_parser("top", help="a running server's memory, agents and requests in the terminal"))
     doctor.add_options(commands.add_parser("doctor", help="whether the server will run well here, and what to do if not"))
     text = "the prefixes on disk: show, check and clear them, export and import"
     actions = store.add_options(commands.add_parser("store", help=text))
