@@ -61,7 +61,7 @@ class Caches(Protocol):
 
     @property
     def num_arrived(self) -> int:
-        """Records that came from disk until now."""
+        """Records read from disk so far."""
         return 0
 
     @property
@@ -91,16 +91,16 @@ class Caches(Protocol):
         return
 
     def insert(self, sequence: Sequence, kind: str) -> None:
-        """Let others share what is computed of a sequence that continues."""
+        """Cache the computed tokens of a sequence that continues, for others to share."""
 
     def take_in(self, sequence: Sequence, caches: list[Any]) -> None:
-        """Cache what given caches hold of a prompt."""
+        """Cache the beginning of a prompt from caches that came with the request."""
 
     def release(self, sequence: Sequence, kind: str) -> None:
-        """Keep what is computed of a sequence and take its caches back."""
+        """Cache the computed tokens of a sequence and take its caches back."""
 
     def discard(self, sequence: Sequence) -> None:
-        """Take its caches back and keep nothing."""
+        """Take a sequence's caches back and cache nothing."""
 
     def release_all(self) -> None:
         """After a failure: no caches that were handed out are in use any more."""
@@ -126,7 +126,7 @@ class Caches(Protocol):
         return 0
 
     def computed(self, tokens: int, seconds: float) -> None:
-        """Note the speed of prefill: restoring from disk has to be faster."""
+        """Note the speed of prefill, which restoring from disk has to beat."""
         return
 
     def cached_tokens(self, tokens: list[int], salt: bytes = SHARED) -> int:

@@ -18,7 +18,7 @@ from .sequence import Sequence
 
 
 class StockCaches(Caches):
-    """In place of PooledCaches. A sequence that continues is kept by copy; there is no limit but that of `prompts`."""
+    """In place of PooledCaches. A sequence that continues is cached as a copy; there is no limit but that of `prompts`."""
 
     ragged = keeps_chunks = False
     needs_checkpoints = True
@@ -78,7 +78,7 @@ class GuardedPromptCache(LRUPromptCache):  # type: ignore[misc]
         return cache, rest + tokens[-1:]
 
     def cached_tokens(self, model: Any, tokens: list[int]) -> int:
-        """How many tokens a fetch would find. Changes nothing."""
+        """How many tokens fetch_nearest_cache() would find. Changes nothing."""
         found = self._trie.search(model, tokens[:-1])
         whole = max(len(found.exact or ()), len(found.shorter or ()))
         if found.longer is None or found.common_prefix <= whole:

@@ -154,7 +154,7 @@ class KVArena:
         self._evictor = weakref.ref(evictor)
 
     def make_room(self, counts: Mapping[int, int]) -> None:
-        """Evict what is needed for counts[group] more blocks, where there is an evictor and that is enough."""
+        """Have the evictor make room for counts[group] more blocks, if there is one and it can."""
         evictor = self._evictor() if self._evictor is not None else None
         if evictor is not None:
             evictor.make_room(counts)

@@ -149,7 +149,7 @@ class PooledBatchCache(BaseCache):  # type: ignore[misc]
 
     @property
     def state(self) -> list[Any]:
-        """The slabs, to be evaluated: that finishes what was written and gathers nothing. It is not to be saved or assigned."""
+        """The slabs, for mx.eval(), which completes the writes and gathers nothing. Do not save or assign it."""
         return [self.members[0].sequence.arena.arrays(), _NotSaved()] if self.members else []
 
     @property

@@ -95,7 +95,7 @@ def copy_in(
 
 
 def shares_memory() -> bool:
-    """Whether the processor can write where the device reads, which is one copy instead of two. Found out by trying."""
+    """Whether the processor can write to the device's memory, which saves a copy. Found out by trying."""
     return (mx.default_device() == mx.cpu or mx.metal.is_available()) and _is_seen(str(mx.default_device()))
 
 
@@ -119,7 +119,7 @@ def _write(target: mx.array, start: int, part: HostArray | mx.array) -> None:
 
 
 def _in_host_memory(array: mx.array) -> HostArray:
-    """An evaluated array, not copied; what is written to it is in the array."""
+    """A view of an evaluated array: writes to it change the array."""
     buffer: Any = array
     return np.frombuffer(buffer, numpy_name(safetensors_name(array.dtype))).reshape(array.shape)
 

@@ -110,7 +110,7 @@ def default_pool_bytes() -> int:
 
 
 def _pooled(sequence: SequenceBlocks, layer: LayerSpec, leaves: Iterator[int]) -> Any:
-    """The cache of one layer; `leaves` counts what is made."""
+    """The cache of one layer; `leaves` counts the caches made."""
     if isinstance(layer, CompositeLayer):
         return PooledCacheList(*(_pooled(sequence, part, leaves) for part in layer.parts))
     leaf = next(leaves)

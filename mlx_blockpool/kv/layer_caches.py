@@ -172,7 +172,7 @@ class PooledLayer(SequenceCache):
             return cls._stock_batch.merge(caches)
         forks = [c.fork() for c in caches]
         for cache, fork in zip(caches, forks, strict=True):
-            # The batch continues, so the room that was reserved for that is its own.
+            # Only the batch continues: it gets the room that was reserved for that.
             cache.sequence.hand_over(cache.place.group, fork.sequence)
         return cls.join(forks)
 

@@ -21,29 +21,29 @@ class Accounting:
         self._sums: Counter[str | None] = Counter()
 
     def charge(self, item: Hashable, n_bytes: int, owner: str | None) -> None:
-        """Account for something new; what has an owner already keeps it."""
+        """Account for a new item. An item that has an owner keeps it."""
         if item not in self._charges:
             self._charges[item] = owner, n_bytes
             self._sums[owner] += n_bytes
 
     def use(self, item: Hashable) -> None:
-        """Make it the last of its owner's in the order of use."""
+        """Make an item the most recently used of its owner."""
         if item in self._charges:
             self._charges[item] = self._charges.pop(item)
 
     def release(self, item: Hashable) -> None:
-        """It is not cached any more."""
+        """Stop accounting for an item that is no longer cached."""
         owner, n_bytes = self._charges.pop(item)
         self._sums[owner] -= n_bytes
         if not self._sums[owner]:
             del self._sums[owner]
 
     def owner_of(self, item: Hashable) -> str | None:
-        """The owner; None also for what is not accounted for."""
+        """The owner; None too for an item that is not accounted for."""
         return self._charges.get(item, (None, 0))[0]
 
     def of(self, owner: str) -> Iterator[Hashable]:
-        """All that an owner has, the least recently used first."""
+        """The items of an owner, the least recently used first."""
         return (item for item, (found, _) in self._charges.items() if found == owner)
 
     def nbytes(self, owner: str) -> int:

@@ -40,11 +40,11 @@ class Admission:
         self.pins = pins
 
     def make_room(self, counts: Mapping[int, int]) -> None:
-        """Evict what is needed for `counts[group]` more blocks, leaves first, oldest first; nothing if it cannot be enough."""
+        """Evict to make room for `counts[group]` more blocks, leaves first, oldest first; nothing if that cannot be enough."""
         self.index.uncache_blocks(self.pool.make_room(counts))
 
     def reserve(self, tables: list[BlockTable], counts: list[int]) -> None:
-        """counts[i] more blocks for tables[i]: all of them, or PoolExhaustedError and none."""
+        """Reserve counts[i] more blocks for tables[i], evicting as needed. Raises PoolExhaustedError and reserves nothing."""
         try:
             self._reserve(tables, counts)
         except PoolExhaustedError:
@@ -182,7 +182,7 @@ class Admission:
                 self._evict_sequence(node, order)
 
     def _evict_sequence(self, end: Node, order: Mapping[Owned, int]) -> None:
-        """Take an end out of memory, with what leads to nothing else."""
+        """Evict the last edge of a sequence, and the edges above it that no other sequence uses."""
         node: Node | None = end
         below: list[Node] = []
         while node is not None and node.parent is not None and not below and self._is_evictable(node, order):

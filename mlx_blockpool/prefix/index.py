@@ -55,7 +55,7 @@ class KVIndex:
 
     state_bytes:  bytes of the states of all checkpoints.
     num_merged:   how often a longer edge has taken the place of shorter ones.
-    unreachable:  records that nothing leads to any more; the tier removes their files.
+    unreachable:  records that no cached prefix leads to any more; the tier removes their files.
     changes:      takes what is stored and removed; by default nothing is kept of it.
     """
 
@@ -118,7 +118,7 @@ class KVIndex:
         return new
 
     def written(self, node: Node) -> None:
-        """A node is on disk: the shorter edges that it supersedes need not be any more."""
+        """A node is on disk now. The records of the shorter edges that it supersedes become unreachable."""
         if not node.residency.on_disk:
             node.residency.on_disk = True
             self.changes.append(stored([node], DISK))
@@ -152,7 +152,7 @@ class KVIndex:
         self._pin_blocks(node)
 
     def use(self, checkpoint: Checkpoint) -> None:
-        """A checkpoint was resumed: it is now the last to be evicted."""
+        """A checkpoint was resumed: it is now the most recently used."""
         self.accounting.use(checkpoint)
         if checkpoint in self._states:
             self._states.move_to_end(checkpoint)
@@ -197,7 +197,7 @@ class KVIndex:
     # -- removing ------------------------------------------------------------------------------------------------------
 
     def uncache_blocks(self, victims: list[Owned]) -> None:
-        """Take blocks that the pool has evicted out of the trie, and what cannot be reached without them."""
+        """Remove blocks that the pool has evicted from the trie, and the nodes that cannot be reached without them."""
         gone = set(victims)
         for victim in victims:
             for node in list(self._readers.get(victim, ())):

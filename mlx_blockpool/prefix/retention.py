@@ -103,7 +103,7 @@ class Retention:
         return found
 
     def end(self, policy: RetentionPolicy) -> None:
-        """A request has ended: what is over its agent's quota goes."""
+        """A request has ended: evict what its agent has over its quota."""
         self.quotas.enforce(policy.owner)
 
     def clear(self) -> None:
@@ -140,7 +140,7 @@ class Quotas:
         return self.anonymous_bytes if owner == ANONYMOUS else self.agent_bytes
 
     def enforce(self, owner: str) -> None:
-        """Evict what is over the limit of an owner, as far as it may go."""
+        """Evict what an owner has over its limit, as far as it may be evicted."""
         if self._is_over(owner):
             self._evict_checkpoints(owner, only_left_behind=True)
             self._evict_ends(owner)

@@ -70,7 +70,7 @@ class Node:
         return node
 
     def hash_at(self, end: int) -> bytes:
-        """The hash of the prefix that ends with the token before `end`, which is one of this edge."""
+        """The hash of the prefix that ends before token number `end`, inside this edge."""
         if end == self.end or self.parent is None:
             return self.hash
         return edge_hash(self.parent.hash, self.tokens[: (end - self.start) * TOKEN_BYTES])
@@ -271,7 +271,7 @@ class Trie:
         return new, shorter
 
     def put_back(self, node: Node) -> None:
-        """Put a node back that was merged into a longer one, which was removed."""
+        """Put back a node whose longer successor was removed."""
         node.merged_into, node.children, node.removed = None, [], False
         self._insert(node)
 

@@ -79,7 +79,7 @@ def uncache(index: KVIndex, path: PrefixRef, first: int) -> Uncached:
 
 
 def kept_hashes(index: KVIndex, path: PrefixRef) -> set[bytes]:
-    """The names of all records that what is cached of a path may stand on."""
+    """The names of all records that the cached part of a path may need."""
     return {key.hash for node in index.trie.find(path).path for key in records_of(index, node)}
 
 

@@ -200,7 +200,7 @@ class LoadedModel:
             self.engine = None
 
     def close(self) -> None:
-        """Write what is not on disk yet, within the store's time to flush, and free all memory. No caches are in use."""
+        """Write all that is not on disk yet, within the store's time to flush, and free all memory. No caches are in use."""
         config = self._store_config or StoreConfig()
         until = time.monotonic() + config.flush_seconds
         self.close_engine()

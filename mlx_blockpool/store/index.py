@@ -100,7 +100,7 @@ class Index:
         return found if fits else None
 
     def surplus(self) -> list[str]:
-        """The victims for what is over the limits now, or all that there are."""
+        """The victims that bring the index back under its limits, or all that there are."""
         return self._over(0, ())
 
     def report(self) -> dict[str, int]:
@@ -124,7 +124,7 @@ class Index:
         return self._limit if self.own_limit is None else min(self._limit, self.own_limit)
 
     def _over(self, size: int, spared: Collection[str]) -> list[str]:
-        """Victims for what is over our own limit with `size` bytes more, and then for what is still over the limit of all."""
+        """The victims for `size` bytes more: first for our own limit, then for the limit of all."""
         found = self._oldest(self.own_bytes + size - self._own_limit, spared, self.own)
         gone = sum(self._sizes[name] for name in found)
         return found + self._oldest(self.nbytes + size - self._limit - gone, {*spared, *found})

@@ -25,7 +25,7 @@ from .write_behind import StoredPrefixes
 
 @dataclass(frozen=True)
 class Size:
-    """Bytes of what only one path stands on, and of what others need as well."""
+    """Bytes that only one path needs, and bytes that others need too."""
 
     own_bytes: int
     shared_bytes: int
@@ -64,7 +64,7 @@ class TieredPrefixCache(PrefixCache):
         salt: bytes = SHARED,
         start: PrefixRef | None = None,
     ) -> Acquired:
-        """PrefixCache.acquire() after what is worth reading has come back from disk, as far as there is room for it."""
+        """PrefixCache.acquire(), after restoring from disk what is worth reading and has room."""
         start = self.match(tokens, salt, start)
         plan = self.plan_restore(start, len(tokens) - 1 if at_most is None else at_most) if len(tokens) else None
         if plan is not None and self.stored is not None:
@@ -80,7 +80,7 @@ class TieredPrefixCache(PrefixCache):
         salt: bytes = SHARED,
         start: PrefixRef | None = None,
     ) -> Acquired:
-        """acquire() from what is in memory now: reads nothing from disk."""
+        """acquire() from memory alone: reads nothing from disk."""
         return super().acquire(tokens, max_tokens, at_most, salt, start)
 
     def resident(self, match: PrefixRef, at_most: int) -> PrefixRef:
@@ -120,7 +120,7 @@ class TieredPrefixCache(PrefixCache):
             self.retention.spare_on(self.stored.store)
 
     def close(self) -> bool:
-        """Write what is not on disk yet. Returns whether all of it is; without a store there is nothing to write."""
+        """Write everything that is not on disk yet. Returns whether all is on disk; True without a store."""
         return self.stored is None or self.stored.close()
 
     # -- figures -------------------------------------------------------------------------------------------------------
