@@ -279,3 +279,51 @@ def test_a_server_that_is_gone_is_an_alarm(model: Path, chromium: Any) -> None:
     expect(tab.locator("#alarms .alarm")).to_contain_text("The server does not answer")
     expect(tab.locator("#state")).to_have_text("no connection")
     tab.close()
+
+
+def answering(content: Any) -> Callable[[Any], None]:
+    """A route that answers with this JSON."""
+    return lambda route: route.fulfill(json=content)
+
+
+@pytest.mark.thorough
+def test_what_needs_attention_is_said_in_words(server: Client, visit: Callable[..., Any]) -> None:
+    talk(server, "ann")
+    cache, models = server.send("/v1/cache")[1], server.send("/admin/models")[1]
+    cache["alarm"] = "almost no known token is resumed"
+    cache["store"] |= {"problem": "No space left on device", "quarantine_bytes": 1000}
+    cache["pinned"] |= {"pinned_bytes": cache["pinned"]["most_pinned_bytes"]}
+    models["models"][0]["failure"] = "out of <memory>"
+    stalled = {"status": "stalled", "doing": "prefill and decode", "restarts": 2, "seconds_since_progress": 130.0}
+    tab = visit(server)
+    for path, answer in (("/v1/cache", cache), ("/admin/models", models), ("/health", stalled)):
+        tab.route(f"**{path}", answering(answer))
+    for words in (
+        "Nothing was computed for 2 min while requests wait.",
+        "The generation thread was restarted 2 times.",
+        "almost no known token is resumed",
+        "No space left on device. Free disk space",
+        "1.0 kB of damaged records",
+        "No more can be pinned in memory.",
+        "could not be loaded. out of <memory>",
+    ):
+        expect(tab.locator("#alarms")).to_contain_text(words)
+    expect(tab.locator("#state")).to_have_text("stalled")
+
+
+@pytest.mark.thorough
+def test_blocks_are_coloured_by_state_or_by_agent(server: Client, visit: Callable[..., Any]) -> None:
+    for agent in ("left", "right"):
+        talk(server, agent, "Both begin like this. " * 60 + agent * 90)
+    tab = visit(server)
+    legend = tab.locator("#legend")
+    expect(legend).to_contain_text("cached, shared")
+    tab.get_by_role("button", name="by agent").click()
+    expect(legend).to_contain_text("several agents")
+    expect(legend).to_contain_text("left")
+    tab.get_by_role("button", name="by state").click()
+    expect(legend).not_to_contain_text("several agents")
+    box = tab.locator("#map canvas").bounding_box()
+    tab.mouse.click(box["x"] + 4, box["y"] + 4)
+    expect(tab.locator("#block")).to_contain_text("Block 0:")
+    expect(tab.locator("#block")).to_contain_text("Used by")

@@ -7,14 +7,17 @@ import { bytes, h, plural, render } from "./dom.js";
 import * as panels from "./panels.js";
 import { drawTree, treeNote, usersOf } from "./tree.js";
 
+// Milliseconds between two looks while requests run, and while none does; an event is looked at after SOON.
 const BUSY = 500;
 const IDLE = 1000;
-const SLOW = 2500;
+const SOON = 300;
+// To measure an agent takes the server time: with many of them it is done less often.
+const slowly = () => Math.min(15000, Math.max(700, 30 * (state.agents ? state.agents.agents.length : 0)));
 const $ = (id) => document.getElementById(id);
 const state = {
   cache: null, map: null, agents: null, models: null, requests: [], hour: [], hits: {}, health: null,
   group: 0, model: null, selection: null, openAgent: null, openRequest: null, explained: {}, showsAll: false, showsRequests: false,
-  lost: null, speed: { tokens: null, prompt: null }, counts: [], preempted: 0, slow: 0, live: false,
+  lost: null, speed: { tokens: null, prompt: null }, counts: [], preempted: 0, slow: 0, looked: 0, live: false, byAgent: false,
 };
 
 withKeys(askForKey);
@@ -104,8 +107,8 @@ function draw() {
   render($("tiles"), panels.tiles(state));
   drawGroups();
   const group = map.groups[state.group] || map.groups[0] || null;
-  drawBlocks(map, group, state.selection, select);
-  render($("legend"), legend(group));
+  drawBlocks(map, group, state.selection, select, state.byAgent);
+  render($("legend"), legend());
   render($("tree"), drawTree(map, state.selection, select, draw));
   render($("tree-note"), [treeNote(map)]);
   render($("running"), panels.running(map));
@@ -125,6 +128,8 @@ function drawGroups() {
     ...state.map.models.length > 1 ? state.map.models.map((name) => [name, name === state.map.model, () => ((state.model = name), refresh())]) : [],
     ...state.map.groups.length > 1 ? state.map.groups.map((group, i) => [group.name, i === Math.min(state.group, state.map.groups.length - 1), () => ((state.group = i), draw())]) : [],
   ];
+  render($("colours"), [["by state", false], ["by agent", true]].map(([name, isIt]) =>
+    h("button", { type: "button", key: name, class: "choice", "aria-pressed": state.byAgent === isIt ? "true" : "false", onclick: () => ((state.byAgent = isIt), draw()) }, name)));
   render($("groups"), choices.length ? choices.map(([name, isChosen, choose]) =>
     h("button", { type: "button", key: name, class: "choice", "aria-pressed": isChosen ? "true" : "false", onclick: choose }, name))
     : [h("p", { class: "note" }, state.map.groups[0] ? state.map.groups[0].name : "")]);
@@ -149,9 +154,10 @@ async function loop() {
     if (document.hidden) await new Promise((resolve) => document.addEventListener("visibilitychange", resolve, { once: true }));
     const start = performance.now();
     const isSlow = start >= state.slow;
+    state.looked = start;
     try {
       await look(isSlow);
-      if (isSlow) state.slow = performance.now() + SLOW;
+      if (isSlow) state.slow = start + slowly();
       state.lost = null;
     } catch (failure) {
       state.lost = failure.message;
@@ -163,13 +169,17 @@ async function loop() {
   }
 }
 
-/** Changes of agents, models and requests are looked at as soon as an event tells of them. */
+/** Look again, but not sooner after the last look than SOON. */
+function soon() {
+  clearTimeout(soon.timer);
+  soon.timer = setTimeout(() => wake(), Math.max(0, state.looked + SOON - performance.now()));
+}
+
+/** What an event tells of is looked at as soon as it comes. */
 async function follow() {
   for (;;) {
     try {
-      await events(() => (state.live = true), (kind) => {
-        if (!kind.endsWith("_progress")) state.slow = Math.min(state.slow, performance.now() + 400);
-      });
+      await events(() => (state.live = true), (kind) => kind.endsWith("_progress") || soon());
     } catch {
       // The figures are asked for again and again anyway.
     }

@@ -19,13 +19,14 @@ const LARGEST = 18;
 const box = document.getElementById("map");
 const canvas = box.querySelector("canvas");
 const line = document.getElementById("block");
-let shown = { group: null, map: null, selection: null, cursor: null };
+const COLOURS = 8;
+let shown = { group: null, map: null, selection: null, cursor: null, byAgent: false };
 let cell = LARGEST;
 let columns = 1;
 
 /** Draw a group of the map. `onSelect({segment})` or null: a person has chosen what to mark. */
-export function drawBlocks(map, group, selection, onSelect) {
-  shown = { ...shown, map, group, selection, onSelect };
+export function drawBlocks(map, group, selection, onSelect, byAgent) {
+  shown = { ...shown, map, group, selection, onSelect, byAgent, kinds: byAgent && group ? agentKinds(map, group) : null };
   if (shown.cursor !== null && (!group || shown.cursor >= group.blocks)) shown.cursor = null;
   box.setAttribute("aria-label", group ? `Block map of ${group.name}: ${summary(group)}` : "Block map: no pool");
   layOut();
@@ -38,6 +39,23 @@ export function counts(group) {
   for (const letter of group.states) found[letter] = (found[letter] || 0) + 1;
   return found;
 }
+
+/** By the number of an owner whose blocks are whose: a letter of STATES, s where several use them, or the number of a colour. */
+function agentKinds(map, group) {
+  const users = group.owners.map((owner) => new Set([...(owner.segment === null ? [] : map.users[owner.segment]), ...owner.running]));
+  const blocks = new Map();
+  for (const place of group.owned) if (place >= 0 && users[place].size === 1) blocks.set([...users[place]][0], (blocks.get([...users[place]][0]) || 0) + 1);
+  // Agents with most blocks get a colour of their own.
+  const most = [...blocks.keys()].sort((a, b) => blocks.get(b) - blocks.get(a)).slice(0, COLOURS).sort((a, b) => a - b);
+  const places = users.map((set) => (set.size > 1 ? "s" : set.size && most.includes([...set][0]) ? String(most.indexOf([...set][0])) : "o"));
+  return { places, names: most.map((agent) => map.names[agent]) };
+}
+
+/** How a block is coloured: by its state or by its agent. */
+const kindOf = (i) => {
+  const { group, kinds } = shown;
+  return kinds && group.owned[i] >= 0 ? kinds.places[group.owned[i]] : group.states[i].toLowerCase();
+};
 
 const summary = (group) =>
   Object.entries(counts(group)).map(([letter, n]) => `${count(n)} ${STATES[letter][0]}`).join("; ") || "no block is allocated yet";
@@ -64,7 +82,9 @@ function paint() {
   pen.clearRect(0, 0, canvas.width, canvas.height);
   if (!group) return;
   const css = getComputedStyle(box);
-  const colours = Object.fromEntries("rcpof".split("").map((letter) => [letter, css.getPropertyValue(`--block-${letter}`)]));
+  const colours = Object.fromEntries([..."rcpof"].map((letter) => [letter, css.getPropertyValue(`--block-${letter}`)]));
+  colours.s = css.getPropertyValue("--shared");
+  for (let i = 0; i < COLOURS; i++) colours[i] = css.getPropertyValue(`--agent-${i}`);
   const marked = selection && markedOwners();
   const gap = cell > 9 ? 2 : 1;
   const side = cell - gap;
@@ -72,7 +92,7 @@ function paint() {
     const letter = group.states[i];
     const [x, y] = [(i % columns) * cell, Math.floor(i / columns) * cell];
     pen.globalAlpha = marked && !marked.has(group.owned[i]) ? 0.16 : 1;
-    pen.fillStyle = colours[letter.toLowerCase()];
+    pen.fillStyle = colours[kindOf(i)];
     rounded(pen, x, y, side, side > 8 ? 3 : 1);
     if (letter !== letter.toLowerCase()) {
       // Shared: a light core, so that it is not told by colour alone.
@@ -172,10 +192,19 @@ const redraw = () => (layOut(), paint());
 new ResizeObserver(redraw).observe(box);
 matchMedia("(prefers-color-scheme: dark)").addEventListener("change", redraw);
 
-/** What the letters mean, with how many there are. */
-export function legend(group) {
-  const found = group ? counts(group) : {};
-  return Object.keys(STATES).filter((letter) => found[letter]).map((letter) =>
-    h("span", { key: letter, class: `key key-${letter.toLowerCase()}${letter === letter.toLowerCase() ? "" : " is-shared"}`, title: STATES[letter][1] },
-      h("i", { "aria-hidden": "true" }), STATES[letter][0], " ", h("b", {}, count(found[letter]))));
+/** What the colours mean, with how many blocks have each. */
+export function legend() {
+  const { group, kinds } = shown;
+  if (!group) return [];
+  const entry = (kind, isShared, name, n, title) =>
+    h("span", { key: name, class: `key key-${kind}${isShared ? " is-shared" : ""}`, title }, h("i", { "aria-hidden": "true" }), name, " ", h("b", {}, count(n)));
+  if (!kinds) {
+    const found = counts(group);
+    return Object.keys(STATES).filter((letter) => found[letter]).map((letter) =>
+      entry(letter.toLowerCase(), letter !== letter.toLowerCase(), STATES[letter][0], found[letter], STATES[letter][1]));
+  }
+  const found = {};
+  for (let i = 0; i < group.blocks; i++) found[kindOf(i)] = (found[kindOf(i)] || 0) + 1;
+  const named = kinds.names.map((name, i) => [String(i), name]).concat([["s", "several agents"], ["o", "others"], ["f", "free"]]);
+  return named.filter(([kind]) => found[kind]).map(([kind, name]) => entry(kind, kind === "s", name, found[kind], ""));
 }
