@@ -182,6 +182,18 @@ class AccessConfig:
     send_seconds: float = 60.0  # a client that reads nothing of its response for this long is dropped
 
 
+@dataclass(frozen=True)
+class KVEventsConfig:
+    """Where block events are published for routers, and how."""
+
+    endpoint: str  # of ZeroMQ, such as tcp://*:5557
+    replay: str | None = None  # where past messages can be requested; None: nowhere
+    topic: str = ""  # the first frame of each message; {model} in it stands for the model's id
+    as_arrays: bool = False  # events as arrays, as vLLM had them until 2026; otherwise as maps
+    kept: int = 10_000  # past messages
+    queued: int = 100_000  # messages that wait for a slow subscriber
+
+
 def parse_seconds(text: str) -> float:
     """'30s', '15m', '2h' or '90' in seconds. Raises BlockpoolError on anything else."""
     found = re.fullmatch(r"(\d+(?:\.\d*)?)\s*([smh]?)", text.strip().lower())

@@ -240,7 +240,7 @@ def test_nothing_is_global() -> None:
     assert [f"{file}:{n.lineno}" for file, tree in trees().items() for n in nodes(tree) if isinstance(n, ast.Global)] == []
 
 
-OPTIONAL = {"images": {"PIL"}, "test": {"pytest"}}
+OPTIONAL = {"images": {"PIL"}, "kv-events": {"msgpack", "zmq"}, "test": {"pytest"}}
 
 
 def test_every_third_party_import_is_a_declared_dependency() -> None:
@@ -254,10 +254,10 @@ def test_every_third_party_import_is_a_declared_dependency() -> None:
 
 
 def modules_of(requirements: list[str]) -> Iterator[str]:
-    """The modules of distributions. Each has one, which is called like it, except for Pillow."""
+    """The modules of distributions. Each has one, which is called like it, except for two."""
     for requirement in requirements:
         name = Requirement(requirement).name.lower().replace("-", "_")
-        yield {"pillow": "PIL"}.get(name, name)
+        yield {"pillow": "PIL", "pyzmq": "zmq"}.get(name, name)
 
 
 # What is still to be mended: these lists may only become shorter.

@@ -28,6 +28,8 @@ from .ending import end_on_signals
 from .generator import BlockpoolGenerator
 from .health import Watchdog
 from .http import BlockpoolHandler
+from .live.kv_events import KVPublisher
+from .live.snapshot import held
 from .models.catalog import Catalog
 from .models.inspection import inspect
 from .models.provider import BlockpoolModelProvider
@@ -122,6 +124,8 @@ def run(host: str, port: int, model_provider: BlockpoolModelProvider, **http: An
         if generator is not None:
             generator.stop_and_join()
             generator.access.wait_until_empty(LAST_WORDS_SECONDS)
+            if generator.kv_events is not None:
+                generator.kv_events.join(LAST_WORDS_SECONDS)
     logging.info("Server stopped.")
 
 
@@ -156,6 +160,8 @@ def make_generator(model_provider: BlockpoolModelProvider) -> BlockpoolGenerator
     for description in normalisers.descriptions():
         logging.info("prompts are normalised by %s (--normalise none: by nothing)", description)
     prompts = {} if args.warm_up is None else read_prompts(args.warm_up)
+    kv_events = options.kv_events_config(args)
+    publisher = None if kv_events is None else KVPublisher(kv_events)
     generator = BlockpoolGenerator(
         model_provider,
         options.engine_config(args),
@@ -168,6 +174,8 @@ def make_generator(model_provider: BlockpoolModelProvider) -> BlockpoolGenerator
         images=ImageConfig(args.allow_image_hosts),
     )
     generator.registry.catalog.log_names()
+    if publisher is not None:
+        generator.kv_events = publisher.start(generator.registry.log, lambda: held(generator))
     generator.warm_up = WarmUp(generator, prompts) if prompts else None
     return generator
 

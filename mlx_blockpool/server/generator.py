@@ -85,6 +85,7 @@ class BlockpoolGenerator(ResponseGenerator):  # type: ignore[misc]
         self.store_config = store
         self.agent_files = None if store is None else Agents(store.folder or default_folder())
         self.warm_up: Any = None
+        self.kv_events: threading.Thread | None = None
         self.normalisers = normalisers
         self.responses = KeptResponses()
         self.spool = _spool(store)

@@ -14,6 +14,7 @@ from ..config import (
     WHAT_FITS,
     AccessConfig,
     EngineConfig,
+    KVEventsConfig,
     ModelsConfig,
     PoolConfig,
     StoreConfig,
@@ -22,6 +23,7 @@ from ..config import (
 )
 from ..errors import BlockpoolError
 from .access import host_name
+from .live.kv_events import is_bound
 
 KEY_NAME = re.compile(r"[A-Za-z0-9._-]{1,64}")
 # mlx-lm's default of --allowed-origins. It is no list, so that a user's own `*` differs.
@@ -34,6 +36,7 @@ def add_options(parser: argparse.ArgumentParser) -> None:
     _add_store_options(parser.add_argument_group("store").add_argument)
     _add_model_options(parser.add_argument_group("models").add_argument)
     _add_request_options(parser.add_argument_group("requests").add_argument)
+    _add_event_options(parser.add_argument_group("events").add_argument)
     _add_access_options(parser.add_argument_group("access").add_argument)
     parser.set_defaults(prefill_step_size=EngineConfig.prefill_tokens, allowed_origins=ANY_ORIGIN)
 
@@ -86,6 +89,16 @@ def _add_request_options(add: Callable[..., Any]) -> None:
     add("--allow-template-kwargs", type=_or_word(_names, any=None), default=(), metavar="NAMES", help=kwargs)
     hosts = "Hosts, separated by commas, that images in requests are fetched from (default: none; images come as data URLs)"
     add("--allow-image-hosts", **HOSTS, help=hosts)
+
+
+def _add_event_options(add: Callable[..., Any]) -> None:
+    where = "Publish blocks stored and removed in vLLM's form on this ZeroMQ endpoint, such as tcp://*:5557 (default: nowhere)"
+    add("--kv-events", metavar="ENDPOINT", help=where)
+    add("--kv-events-replay", metavar="ENDPOINT", help="Where routers request past messages, such as tcp://*:5558")
+    topic = "The topic of these messages; {model} stands for the model's id (default: none)"
+    add("--kv-events-topic", default=KVEventsConfig.topic, metavar="TEXT", help=topic)
+    form = "How each event is packed; array is vLLM's form before June 2026 (default: %(default)s)"
+    add("--kv-events-form", choices=("map", "array"), default="map", help=form)
 
 
 def _add_access_options(add: Callable[..., Any]) -> None:
@@ -199,6 +212,21 @@ def models_config(args: Any) -> ModelsConfig:
         downloads=args.allow_downloads,
         aliases=args.model_aliases,
     )
+
+
+def kv_events_config(args: Any) -> KVEventsConfig | None:
+    """None: no events are published. Raises BlockpoolError for an endpoint that is open to other machines without leave."""
+    if args.kv_events is None:
+        if args.kv_events_replay is not None or args.kv_events_topic:
+            raise BlockpoolError("--kv-events-replay and --kv-events-topic need --kv-events ENDPOINT.")
+        return None
+    for endpoint in (args.kv_events, args.kv_events_replay):
+        if endpoint is not None and endpoint.startswith("tcp://") and is_bound(endpoint) and not args.allow_remote:
+            raise BlockpoolError(
+                f"--kv-events {endpoint} lets other machines read the tokens of all prompts, and ZeroMQ asks for no key. "
+                "Say --allow-remote if the network is yours alone, or publish on ipc:///path."
+            )
+    return KVEventsConfig(args.kv_events, args.kv_events_replay, args.kv_events_topic, args.kv_events_form == "array")
 
 
 def access_config(args: Any) -> AccessConfig:

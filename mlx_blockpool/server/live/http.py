@@ -8,14 +8,12 @@ from collections.abc import Iterator
 from typing import Any
 from urllib.parse import parse_qsl, urlsplit
 
-from ..jobs import run_on_generation_thread
-from ..model import LoadedModel
 from ..replies import has_hung_up
-from .events import KINDS, Happening, Sight
+from .events import KINDS, Sight
 from .log import Event, Reader
 from .metrics import PATH as METRICS
 from .metrics import exposition
-from .snapshot import Walk
+from .snapshot import held
 
 EVENTS = "/v1/cache/events"
 PATHS = (METRICS, EVENTS)
@@ -96,14 +94,8 @@ class EventsEndpoint:
     def _snapshot(self, number: int) -> Iterator[bytes]:
         """What each model holds, as of the event `number` or later: the events after that number complete it."""
         yield packet(number, "all_cleared", {}, None, time.time())
-        for served in list(self._generator.registry.loaded.values()):
-            for change in self._held(served):
-                yield from self._packets(Event(number, time.time(), served.events.model, change))
-
-    def _held(self, served: LoadedModel) -> Iterator[Happening]:
-        walk = run_on_generation_thread(self._generator, lambda: None if served.prefix is None else Walk(served.prefix.index))
-        while walk is not None and (changes := run_on_generation_thread(self._generator, walk.next)):
-            yield from changes
+        for model, change in held(self._generator):
+            yield from self._packets(Event(number, time.time(), model, change))
 
     def _send(self, packets: Any) -> None:
         """Write packets as one; the socket's time to send bounds a client that reads nothing."""

@@ -119,6 +119,10 @@ class Reader:
         """Wait for an event. Returns whether there is one to take."""
         return self._log.wait(self.next, seconds)
 
+    def skip(self) -> None:
+        """Go on with the event that comes next."""
+        self.next = self._log.end
+
     def take(self) -> tuple[int, list[Event]]:
         """How many events were lost before the next one, and the next events, at most TAKEN."""
         lost = max(0, self._log.oldest - self.next)

@@ -7,11 +7,14 @@ before its first part, applied after it, make it exact: the last change of an ed
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator
+from functools import partial
 from itertools import islice
+from typing import Any
 
 from ...prefix.changes import DISK, MEMORY, BlocksStored, Changes, stored
 from ...prefix.index import KVIndex
 from ...prefix.trie import Node
+from ..jobs import run_on_generation_thread
 
 # The most edges of one change.
 LONGEST = 256
@@ -26,11 +29,24 @@ def publish(index: KVIndex, changes: Changes) -> None:
     index.changes = changes
 
 
+def held(generator: Any) -> Iterator[tuple[str, BlocksStored]]:
+    """What the loaded models of a generator hold, each by its id. For other threads than the generation thread."""
+    for served in list(generator.registry.loaded.values()):
+        walk = run_on_generation_thread(generator, partial(Walk.of, served))
+        while walk is not None and (changes := run_on_generation_thread(generator, walk.next)):
+            yield from ((served.events.model, change) for change in changes)
+
+
 class Walk:
     """The nodes of an index, some at a time."""
 
     def __init__(self, index: KVIndex) -> None:
         self._stack = [child for root in index.trie.roots() for child in root.children]
+
+    @staticmethod
+    def of(served: Any) -> Walk | None:
+        """The walk through a loaded model's index; None for one without."""
+        return None if served.prefix is None else Walk(served.prefix.index)
 
     def next(self) -> list[BlocksStored]:
         """The next AT_ONCE nodes as changes; empty after the last one."""

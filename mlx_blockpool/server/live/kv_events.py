@@ -1,0 +1,209 @@
+"""KVPublisher: the blocks of a server as vLLM publishes its own over ZeroMQ, for routers that send prompts where their prefix is.
+
+Three frames a message: topic, sequence number (8 bytes, big-endian), and msgpack of [time, events, data-parallel rank]. A ROUTER
+socket sends past messages again from the sequence number that a request names. Only what all requests may share is published, in
+whole blocks: a router counts in blocks, and knows no salts. Runs on a thread of its own.
+"""
+
+from __future__ import annotations
+
+import logging
+import threading
+import time
+from collections import deque
+from collections.abc import Callable, Iterable, Iterator
+from typing import Any
+
+from ...config import KVEventsConfig
+from ...errors import BlockpoolError
+from ...prefix.changes import DISK, MEMORY, AllCleared, BlocksRemoved, BlocksStored
+from ...prefix.salts import SHARED
+from ...prefix.trie import EDGE_BYTES, decode
+from ...spec import BLOCK_TOKENS
+from .log import EventLog, Reader
+
+log = logging.getLogger(__name__)
+
+# vLLM's names of tiers; its GPU is the memory that the model computes with.
+MEDIA = {MEMORY: "GPU", DISK: "DISK"}
+END_OF_REPLAY = (-1).to_bytes(8, "big", signed=True)
+# How often the thread looks for requests to send messages again, and how long events gather before they are sent.
+LOOK_SECONDS, GATHER_SECONDS = 0.1, 0.02
+# How long a closed socket goes on to send, in milliseconds.
+LINGER = 200
+
+# An event by its fields in vLLM's order, the first of which is its tag.
+Fields = dict[str, Any]
+# What the models of a server hold, each by its id.
+Snapshot = Callable[[], Iterable[tuple[str, BlocksStored]]]
+
+
+class KVPublisher:
+    """Publishes the block events of `log` until that is closed. Raises BlockpoolError if it cannot."""
+
+    def __init__(self, config: KVEventsConfig) -> None:
+        try:
+            import msgpack
+            import zmq
+        except ImportError as error:
+            raise BlockpoolError(
+                f"--kv-events needs a package that is not installed ({error}). Run: pip install 'mlx-blockpool[kv-events]'."
+            ) from error
+        self._config = config
+        self._pack: Callable[[Any], bytes] = msgpack.packb
+        self._context = zmq.Context()
+        self._past: deque[tuple[int, bytes]] = deque(maxlen=config.kept)
+        self._count = 0
+        self._pages: dict[str, Blocks] = {}
+        try:
+            self._pub = self._context.socket(zmq.PUB)
+            self._pub.set_hwm(config.queued)
+            (self._pub.bind if is_bound(config.endpoint) else self._pub.connect)(config.endpoint)
+            self._router = None
+            if config.replay is not None:
+                self._router = self._context.socket(zmq.ROUTER)
+                self._router.bind(config.replay)
+        except zmq.ZMQError as error:
+            self._context.destroy(linger=0)
+            ends = " or ".join(end for end in (config.endpoint, config.replay) if end is not None)
+            raise BlockpoolError(f"--kv-events: cannot publish on {ends}: {error}. Choose another address.") from error
+
+    def start(self, events: EventLog, snapshot: Snapshot) -> threading.Thread:
+        """Begin with the log's first event. `snapshot` says what is stored, after events were lost."""
+        thread = threading.Thread(target=self._run, args=[events, snapshot], name="kv events", daemon=True)
+        thread.start()
+        return thread
+
+    def _run(self, events: EventLog, snapshot: Snapshot) -> None:
+        reader = Reader(events, events.first - 1)
+        while True:
+            try:
+                if reader.wait(LOOK_SECONDS):
+                    time.sleep(GATHER_SECONDS)
+                    self._publish(reader, snapshot)
+                elif events.is_closed:
+                    break
+                self._replay()
+            except Exception:
+                # The top of the thread: routers would go on with what they know.
+                log.exception("KV events could not be published")
+                time.sleep(LOOK_SECONDS)
+        self._context.destroy(linger=LINGER)
+
+    def _publish(self, reader: Reader, snapshot: Snapshot) -> None:
+        lost, events = reader.take()
+        if lost:
+            log.warning("KV events: %d events were lost; all blocks are published again", lost)
+            reader.skip()
+            for blocks in self._pages.values():
+                self._send(blocks, blocks.cleared(self._is_alone(blocks)))
+            for model, change in snapshot():
+                blocks = self._blocks_of(model)
+                self._send(blocks, blocks.stored(change))
+            return
+        batch: list[Fields] = []
+        last: Blocks | None = None
+        for event in events:
+            if not isinstance(event.what, BlocksStored | BlocksRemoved | AllCleared):
+                continue
+            blocks = self._blocks_of(event.model)
+            if last is not None and blocks is not last:
+                self._send(last, batch)
+                batch = []
+            last = blocks
+            batch += self._fields_of(blocks, event.what)
+        if last is not None:
+            self._send(last, batch)
+
+    def _fields_of(self, blocks: Blocks, change: BlocksStored | BlocksRemoved | AllCleared) -> list[Fields]:
+        if isinstance(change, BlocksStored):
+            return blocks.stored(change)
+        return blocks.removed(change) if isinstance(change, BlocksRemoved) else blocks.cleared(self._is_alone(blocks))
+
+    def _blocks_of(self, model: str) -> Blocks:
+        return self._pages.setdefault(model, Blocks(self._config.topic.replace("{model}", model)))
+
+    def _is_alone(self, blocks: Blocks) -> bool:
+        """Whether no other model publishes under the same topic."""
+        return not any(other.topic == blocks.topic and other.has_any for other in self._pages.values() if other is not blocks)
+
+    def _send(self, blocks: Blocks, events: list[Fields]) -> None:
+        if not events:
+            return
+        shaped = [list(event.values()) for event in events] if self._config.as_arrays else events
+        payload, number = self._pack([time.time(), shaped, 0]), self._count
+        self._count += 1
+        self._past.append((number, payload))
+        self._pub.send_multipart((blocks.topic.encode(), number.to_bytes(8, "big"), payload))
+
+    def _replay(self) -> None:
+        """Answer the requests for past messages that have come."""
+        while self._router is not None and self._router.poll(0):
+            frames = self._router.recv_multipart()
+            if len(frames) != 3:
+                log.warning("KV events: a replay request has %d frames; it needs an empty one and a sequence number", len(frames))
+                continue
+            client, empty, first = frames
+            for number, payload in self._past:
+                if number >= int.from_bytes(first, "big"):
+                    self._router.send_multipart((client, empty, number.to_bytes(8, "big"), payload))
+            self._router.send_multipart((client, empty, END_OF_REPLAY, b""))
+
+
+class Blocks:
+    """The blocks of one model that were published, by their hashes, and the events for what changes in them."""
+
+    def __init__(self, topic: str) -> None:
+        self.topic = topic
+        self._published: dict[str, set[bytes]] = {MEMORY: set(), DISK: set()}
+
+    @property
+    def has_any(self) -> bool:
+        return any(self._published.values())
+
+    def stored(self, change: BlocksStored) -> list[Fields]:
+        whole = sum(len(edge) == EDGE_BYTES for edge in change.edges)
+        if change.salt != SHARED or not whole:
+            return []
+        hashes, tokens = change.hashes[:whole], [token for edge in change.edges[:whole] for token in decode(edge)]
+        self._published[change.tier].update(hashes)
+        return [
+            {
+                "type": "BlockStored",
+                "block_hashes": list(map(number_of, hashes)),
+                "parent_block_hash": None if change.parent is None else number_of(change.parent),
+                "token_ids": tokens,
+                "block_size": BLOCK_TOKENS,
+                "lora_id": None,
+                "medium": MEDIA[change.tier],
+                "lora_name": None,
+            }
+        ]
+
+    def removed(self, change: BlocksRemoved) -> list[Fields]:
+        published = self._published[change.tier]
+        hashes = [digest for digest in change.hashes if digest in published]
+        published.difference_update(hashes)
+        return list(_removed(hashes, change.tier))
+
+    def cleared(self, is_alone: bool) -> list[Fields]:
+        """`is_alone`: no other model would be cleared too."""
+        published, self._published = self._published, {MEMORY: set(), DISK: set()}
+        if is_alone:
+            return [{"type": "AllBlocksCleared"}]
+        return [fields for tier, hashes in published.items() for fields in _removed(list(hashes), tier)]
+
+
+def _removed(hashes: list[bytes], tier: str) -> Iterator[Fields]:
+    if hashes:
+        yield {"type": "BlockRemoved", "block_hashes": list(map(number_of, hashes)), "medium": MEDIA[tier]}
+
+
+def number_of(digest: bytes) -> int:
+    """A hash as vLLM publishes it by default: its last 64 bits."""
+    return int.from_bytes(digest[-8:], "big")
+
+
+def is_bound(endpoint: str) -> bool:
+    """Whether subscribers connect to an endpoint; the publisher connects to others. vLLM's rule."""
+    return "*" in endpoint or "::" in endpoint or endpoint.startswith(("ipc://", "inproc://"))
