@@ -175,8 +175,8 @@ class PooledCaches(Caches):
         return self.prefix.pool.sequence_capacity()
 
     def open(self, sequence: Sequence, others: Collection[Sequence]) -> Opened:
-        # The rest is reserved step by step. A sequence that was preempted needs a block to spare for each of the others, or it
-        # would soon be preempted again.
+        # The rest is reserved step by step. A sequence that was preempted, or is one of several choices, needs a block to spare
+        # for each of the others, or it would soon be preempted.
         restored = self.abandon(sequence)
         room = min(sequence.left_to_produce(), BLOCK_TOKENS)
         try:
@@ -186,7 +186,7 @@ class PooledCaches(Caches):
                 raise
             acquired = self.prefix.acquire_resident(sequence.tokens, room, salt=sequence.policy.salt, start=sequence.prefix)
         try:
-            self.prefix.admission.need_spare(len(others) if sequence.preemptions else 0)
+            self.prefix.admission.need_spare(len(others) if sequence.preemptions or sequence.request.group is not None else 0)
         except PoolExhaustedError:
             self.prefix.discard(acquired.caches)
             raise

@@ -321,16 +321,16 @@ class BlockPoolBatchEngine:
         if not self._may_admit:
             return
         self._may_admit = False
-        busy = {sequence.request.agent for sequence in self.live} - {None}
+        busy = {sequence.request.agent: sequence for sequence in self.live if sequence.request.agent is not None}
         most = self.config.max_members if self.caches.merges else 1
         for sequence in list(self.waiting):
             if len(self._prefilling) + len(self._batch) >= most:
                 break
             agent = sequence.request.agent
-            if agent in busy:
+            if agent in busy and not sequence.is_choice_beside(busy[agent]):
                 continue
             if agent is not None:
-                busy.add(agent)
+                busy[agent] = sequence
             if self._wait_for_prefix(sequence) or not self.caches.is_ready(sequence):
                 continue
             if not self._start(sequence):
@@ -338,9 +338,9 @@ class BlockPoolBatchEngine:
 
     def _wait_for_prefix(self, sequence: Sequence) -> bool:
         """Mark the place up to which a live prefill is about to compute this prompt. Returns whether there is such a one."""
-        least = self.config.shared_tokens
         ahead = [(still_shared(sequence, other), other) for other in self._prefilling]
         for shared, other in ahead:
+            least = 1 if sequence.is_choice_beside(other) else self.config.shared_tokens
             if shared >= least and (
                 shared in other.breakpoints or shared - self.caches.cached_tokens(sequence.tokens, sequence.policy.salt) >= least
             ):

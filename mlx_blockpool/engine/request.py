@@ -31,6 +31,8 @@ class Request:
     noted_as:    the name under which its end is noted; None: that of the agent.
     pins:        (tokens, seconds) of each beginning of the prompt that stays in memory for `seconds` after each use.
     retention:   how long its prefixes stay on disk: see RetentionPolicy.
+    group:       requests of one group are choices for the same prompt: the first computes it, the others begin where it ends, and
+                 to their agent they are one. None: it is the only one.
     salt:        of its prefixes, 32 bytes: only requests with the same salt share them. Empty: all without one.
     """
 
@@ -44,6 +46,7 @@ class Request:
     noted_as: str | None = None
     pins: Sequence[tuple[int, float]] = ()
     retention: str | None = None
+    group: str | None = None
     salt: bytes = SHARED
 
 

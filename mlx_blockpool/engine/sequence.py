@@ -57,6 +57,10 @@ class Sequence:
         """Whether nothing was generated yet."""
         return self._produced == 0
 
+    def is_choice_beside(self, other: Sequence) -> bool:
+        """Whether both are choices for one prompt."""
+        return self.request.group is not None and self.request.group == other.request.group
+
     def append_token(self, token: int) -> str | None:
         """Count a generated token as emitted. Returns the finish reason, None where more tokens follow."""
         self._produced += 1

@@ -37,7 +37,7 @@ from .page.cache_map import CacheMaps
 from .page.hour import Hour
 from .prompts.preparation import AgentOrder, PromptPreparation
 from .prompts.workers import PromptWorkers
-from .replies import HangUps, Reply, fit
+from .replies import HangUps, Reply, choice_of, fit
 from .sampling import check_sampling
 from .sequential import SequentialCache, SequentialReply, tokenized
 
@@ -88,7 +88,7 @@ class BlockpoolGenerator(ResponseGenerator):  # type: ignore[misc]
         self.kv_events: threading.Thread | None = None
         self.normalisers = normalisers
         self.responses = KeptResponses()
-        self.spool = _spool(store)
+        self.spool = Spool.of(store)
         self.health = Health(config.stall_seconds)
         self.hang_ups = HangUps()
         self.registry = ModelRegistry(model_provider, config, pool, store, models)
@@ -108,30 +108,40 @@ class BlockpoolGenerator(ResponseGenerator):  # type: ignore[misc]
     def generate(self, request: Any, generation_args: Any, progress_callback: Any = None) -> Any:
         """In place of mlx-lm's: the reply's context, and an iterator over its parts, which raises what ends the request early.
 
-        Requests of one agent are queued in the order of their arrival. Raises what ModelRegistry.find() and
-        PromptPreparation raise, and ConnectionAbortedError once the client of `request.connection` hangs up.
+        Raises what generate_choices() raises, and ConnectionAbortedError once the client of `request.connection` hangs up.
+        """
+        parts = _raised(self.generate_choices(request, generation_args, progress_callback))
+        return next(parts), parts
+
+    def generate_choices(self, request: Any, generation_args: Any, progress_callback: Any = None) -> Iterator[tuple[int, Any]]:
+        """The replies to a request: pairs of a choice's index and its context, then its Responses.
+
+        The last part of a choice is None or the exception that has ended it, which leaves the others alone. Requests of one agent
+        are queued in the order of their arrival. Raises what ModelRegistry.find() and PromptPreparation raise.
         """
         self.preparation.check(request, generation_args)
         args = replace(generation_args, model=self.registry.find(generation_args.model))
-        with self._order.turn(request.options.agent) as request.turn:
+        parts: Queue[tuple[int, Any]] = Queue()
+        with self._order.turn(request.options.agent):
             args = self.preparation.prepare(request, args)
-            watch = RequestWatch(self.registry.events_of(args.model), request.options, len(request.prepared.tokens))
-            reply = Reply(request, args, watch)
-            self.hang_ups.watch(request.connection, reply)
-            self.requests.put(reply)
-            context = self.receive(reply)
-            if isinstance(context, Exception):
-                raise context
-            return context, self._parts(reply, progress_callback)
-
-    def _parts(self, reply: Reply, progress_callback: Any) -> Iterator[Any]:
-        while (part := self.receive(reply)) is not None:
-            if isinstance(part, Exception):
-                raise part
-            if not isinstance(part, tuple):
-                yield part
-            elif progress_callback is not None:
-                progress_callback(*part)
+            watches = [self._watch(request, args, index) for index in range(request.choices)]
+            replies = [Reply(request, choice_of(args, index), watch, index, parts) for index, watch in enumerate(watches)]
+            for reply in replies:
+                self.hang_ups.watch(request.connection, reply)
+                self.requests.put(reply)
+        try:
+            left = set(range(request.choices))
+            while left:
+                index, part = self.receive(parts)
+                if isinstance(part, tuple):
+                    if progress_callback is not None:
+                        progress_callback(*part)
+                elif index in left:
+                    left -= {index} if part is None or isinstance(part, Exception) else set()
+                    yield index, part
+        finally:
+            for reply in replies:
+                reply.is_hung_up = True
 
     def receive(self, queue: Queue[Any]) -> Any:
         """The next item that the generation thread puts on a queue. Raises UnavailableError if none can come any more."""
@@ -259,8 +269,6 @@ class BlockpoolGenerator(ResponseGenerator):  # type: ignore[misc]
             self.health.doing("a job")
             item.run()
         elif isinstance(item, Reply):
-            if item.request.turn is not None:
-                item.request.turn.set()
             self.registry.queue.add(item.args.model, item)
         elif item.unload:
             self.registry.unload(item)
@@ -367,6 +375,7 @@ class BlockpoolGenerator(ResponseGenerator):  # type: ignore[misc]
 
     def _begin(self, served: LoadedModel, reply: Reply, alone: bool, stream: mx.Stream) -> None:
         provider, default = served.provider, self._config.alone_tokens if alone else None
+        reply.request.tokenizer = provider.tokenizer
         check_sampling(reply.args, provider.tokenizer, served.vocab_size)
         reply.args = fit(reply.args, reply.request.prepared.tokens, served.capacity(), served.positions, default)
         if alone:
@@ -377,7 +386,7 @@ class BlockpoolGenerator(ResponseGenerator):  # type: ignore[misc]
 
     def _serve_alone(self, served: LoadedModel, reply: Reply, stream: mx.Stream) -> None:
         """Through mlx-lm's sequential path, with room for what a draft writes and takes back."""
-        cache, explained = served.sequential, reply.request.explained
+        cache, explained = served.sequential, reply.explained
         self.health.doing("a request alone")
         cache.max_tokens, cache.lookup, cache.salt = reply.args.max_tokens, None, served.salt_of(reply.request.options)
         if explained is not None:
@@ -437,11 +446,13 @@ class BlockpoolGenerator(ResponseGenerator):  # type: ignore[misc]
             served.update_report()
 
 
-def _spool(store: StoreConfig | None) -> Spool:
-    """Where files lie on their way in and out: in the store's folder, or else with the system's temporary files."""
-    if store is None:
-        return Spool(None, StoreConfig.min_free_bytes)
-    return Spool(store.folder or default_folder(), store.min_free_bytes)
+def _raised(parts: Iterator[tuple[int, Any]]) -> Iterator[Any]:
+    """The parts of the only choice. Raises what has ended it."""
+    for _, part in parts:
+        if isinstance(part, Exception):
+            raise part
+        if part is not None:
+            yield part
 
 
 def shutting_down() -> UnavailableError:

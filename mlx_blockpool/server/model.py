@@ -310,8 +310,8 @@ class LoadedModel:
         salt = self.salt_of(reply.request.options)
         request = reply.start(self.provider.tokenizer, text_sm, stop, self.engine.caches.needs_checkpoints, salt)
         self.live[self.engine.insert(request)] = reply
-        if reply.request.explained is not None:
-            reply.request.explained.salt = salt
+        if reply.explained is not None:
+            reply.explained.salt = salt
 
     def salt_of(self, options: RequestOptions) -> bytes:
         """The salt of a request's prefixes: the one that the client has named, that of its agent's import, or else its key's."""
@@ -391,9 +391,9 @@ class LoadedModel:
         elif isinstance(event, Restoring):
             if not reply.is_begun:
                 # So many tokens unless the disk fails. A client that receives nothing would give up.
-                if reply.request.explained is not None:
+                if reply.explained is not None:
                     tokens = len(reply.request.prepared.tokens)
-                    reply.request.explained.restore(self.provider.name, tokens, event.total)
+                    reply.explained.restore(self.provider.name, tokens, event.total)
                 reply.begin(event.total)
             reply.put((event.done, event.total))
         elif isinstance(event, Failed):
@@ -402,7 +402,7 @@ class LoadedModel:
 
     def explain(self, reply: Reply, cached: int, lookup: Lookup | None) -> None:
         """Explain the cached tokens of a request that has its caches."""
-        explained, prompt = reply.request.explained, reply.request.prepared.tokens
+        explained, prompt = reply.explained, reply.request.prepared.tokens
         if explained is None:
             return
         agents, is_own, last = self.agents, is_of_one_client(explained.salt), self._last_turn(explained.noted_as)

@@ -21,9 +21,12 @@ from ..engine.request import KIND, Request, Token
 from ..engine.sequence import Sequence
 from ..errors import RequestTooLargeError, TooManyPositionsError
 from ..mlx_lm_compat import GenerationContext, Response, format_top_logprobs, make_logits_processors
+from .explain import Explained
 from .live.watch import RequestWatch
 from .sampling import make_sampler
 
+# The largest that mlx takes.
+LARGEST_SEED = 2**64 - 1
 # How often the connections are checked.
 WATCH_SECONDS = 0.25
 # Where the system has it, this is reported also while bytes of a next request wait to be read.
@@ -41,9 +44,14 @@ class Reply(Queue[Any]):
     sequence:      where a request that had to leave its engine continues; None for others.
     is_hung_up:    the client is gone.
     watch:         what it has done so far.
+
+    With `parts` its items go there instead, each with `index`: one of several choices for a request. The first of them stands
+    for the request in its explanation.
     """
 
-    def __init__(self, request: Any, args: Any, watch: RequestWatch) -> None:
+    def __init__(
+        self, request: Any, args: Any, watch: RequestWatch, index: int = 0, parts: Queue[tuple[int, Any]] | None = None
+    ) -> None:
         super().__init__()
         self.request = request
         self.args = args
@@ -51,8 +59,21 @@ class Reply(Queue[Any]):
         self.context: GenerationContext | None = None
         self.sequence: Sequence | None = None
         self.is_hung_up = self.is_begun = False
+        self._index, self._parts = index, parts
         self._tokenizer: Any = None
         self._detokenizer: Any = None
+
+    def put(self, item: Any, block: bool = True, timeout: float | None = None) -> None:
+        if self._parts is None:
+            super().put(item, block, timeout)
+        else:
+            self._parts.put((self._index, item), block, timeout)
+
+    @property
+    def explained(self) -> Explained | None:
+        """Where the use of the cache is written down; None: nowhere."""
+        found: Explained | None = None if self._index else self.request.explained
+        return found
 
     @property
     def is_left(self) -> bool:
@@ -99,6 +120,7 @@ class Reply(Queue[Any]):
             noted_as=options.conversation,
             pins=prepared.breakpoints,
             retention=options.retention,
+            group=options.id if self.request.choices > 1 else None,
             salt=salt,
         )
 
@@ -123,6 +145,14 @@ class Reply(Queue[Any]):
         )
         if event.finish_reason is not None:
             self.put(None)
+
+
+def choice_of(args: Any, index: int) -> Any:
+    """The arguments of one of several choices. A seed counts up from choice to choice, so that they differ."""
+    if args.seed is None or not index:
+        return args
+    seed = args.seed + index
+    return replace(args, seed=seed if seed <= LARGEST_SEED else seed - LARGEST_SEED - 1)
 
 
 def fit(args: Any, prompt: list[int], capacity: int | None, positions: int | None = None, default: int | None = None) -> Any:

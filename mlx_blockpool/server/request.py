@@ -7,7 +7,6 @@ it in both protocols: up to its end the prompt is worth keeping. Templates ignor
 from __future__ import annotations
 
 import socket
-import threading
 import uuid
 from collections.abc import Mapping
 from dataclasses import dataclass, field
@@ -67,8 +66,9 @@ class PromptRequest(CompletionRequest):  # type: ignore[misc]
     connection:  the client's, watched for hang-ups; None: the request came over none.
     image_at:    where the client's first image is.
     explained:   where the request's use of the cache is written down; None: nowhere.
-    turn:        set once the request is queued, so that the agent's next one may follow.
     pixels:      where the pixels of its images are held; None: no budget bounds them.
+    choices:     how many replies are generated for the prompt.
+    tokenizer:   of the model that serves it, from the first part of its reply on.
     prepared:    the rendered prompt; empty until PromptPreparation has prepared it.
     """
 
@@ -76,8 +76,9 @@ class PromptRequest(CompletionRequest):  # type: ignore[misc]
     connection: socket.socket | None = None
     image_at: str | None = None
     explained: Explained | None = None
-    turn: threading.Event | None = None
     pixels: HeldPixels | None = None
+    choices: int = 1
+    tokenizer: Any = None
     prepared: PreparedPrompt = field(default_factory=PreparedPrompt)
 
 

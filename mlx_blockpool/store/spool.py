@@ -12,9 +12,10 @@ from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 from pathlib import Path
 
+from ..config import StoreConfig
 from ..errors import NoRoomError
 from .fs import Disk, sweep, temporary_for
-from .paths import LEFTOVER_SECONDS
+from .paths import LEFTOVER_SECONDS, default_folder
 from .record import SUFFIX
 
 # The most files at a time.
@@ -31,6 +32,13 @@ class Spool:
         self._is_own = root is not None
         self._reserved: dict[Path, int] = {}
         self._changing = threading.Lock()
+
+    @staticmethod
+    def of(store: StoreConfig | None) -> Spool:
+        """In the store's folder, or without a store with the system's temporary files."""
+        if store is None:
+            return Spool(None, StoreConfig.min_free_bytes)
+        return Spool(store.folder or default_folder(), store.min_free_bytes)
 
     @contextmanager
     def file(self, n_bytes: int) -> Iterator[Path]:

@@ -152,21 +152,18 @@ class AgentOrder:
         self._changing = threading.Lock()
 
     @contextmanager
-    def turn(self, agent: str | None) -> Iterator[threading.Event]:
-        """Wait for the agent's earlier requests. Setting the event lets the next one continue before the block ends.
-
-        Requests without an agent are not ordered.
-        """
-        mine = threading.Event()
+    def turn(self, agent: str | None) -> Iterator[None]:
+        """Wait until the agent's earlier requests are queued. Requests without an agent are not ordered."""
         if agent is None:
-            yield mine
+            yield
             return
+        mine = threading.Event()
         with self._changing:
             before, self._last[agent] = self._last.get(agent), mine
         if before is not None:
             before.wait()
         try:
-            yield mine
+            yield
         finally:
             with self._changing:
                 if self._last[agent] is mine:
