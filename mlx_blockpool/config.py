@@ -141,6 +141,8 @@ class RequestConfig:
     stop_words: int = 64
     stop_characters: int = 256
     salt_characters: int = 1_024
+    choices: int = 32
+    top_logprobs: int = 20
 
 
 @dataclass(frozen=True)

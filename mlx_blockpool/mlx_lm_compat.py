@@ -123,7 +123,6 @@ STOCK: dict[str, StockName] = {
     "server.APIHandler": StockName("mlx-lm's endpoints", "(response_generator, *args, system_fingerprint, **kwargs)"),
     "server.APIHandler.do_GET": StockName("ours knows more paths", "(self)"),
     "server.APIHandler.do_POST": StockName("ours knows more paths", "(self)"),
-    "server.APIHandler.handle_completion": StockName("writes the reply of a completion", "(self, request, stop_words)"),
     "server.APIHandler.generate_response": StockName(
         "makes the packets of a chat's reply",
         "(self, text, finish_reason, prompt_token_count, completion_token_count, prompt_cache_count, token_logprobs, top_tokens, "

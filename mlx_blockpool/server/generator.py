@@ -28,7 +28,6 @@ from .api.responses_kept import KeptResponses
 from .explain import Explanations
 from .health import Health
 from .jobs import Job
-from .live.watch import RequestWatch
 from .model import LoadedModel
 from .models.provider import BlockpoolModelProvider
 from .models.registry import LoadCommand, ModelRegistry
@@ -37,7 +36,7 @@ from .page.cache_map import CacheMaps
 from .page.hour import Hour
 from .prompts.preparation import AgentOrder, PromptPreparation
 from .prompts.workers import PromptWorkers
-from .replies import HangUps, Reply, choice_of, fit
+from .replies import HangUps, Reply, fit, only_choice, replies_to
 from .sampling import check_sampling
 from .sequential import SequentialCache, SequentialReply, tokenized
 
@@ -110,7 +109,7 @@ class BlockpoolGenerator(ResponseGenerator):  # type: ignore[misc]
 
         Raises what generate_choices() raises, and ConnectionAbortedError once the client of `request.connection` hangs up.
         """
-        parts = _raised(self.generate_choices(request, generation_args, progress_callback))
+        parts = only_choice(self.generate_choices(request, generation_args, progress_callback))
         return next(parts), parts
 
     def generate_choices(self, request: Any, generation_args: Any, progress_callback: Any = None) -> Iterator[tuple[int, Any]]:
@@ -124,8 +123,7 @@ class BlockpoolGenerator(ResponseGenerator):  # type: ignore[misc]
         parts: Queue[tuple[int, Any]] = Queue()
         with self._order.turn(request.options.agent):
             args = self.preparation.prepare(request, args)
-            watches = [self._watch(request, args, index) for index in range(request.choices)]
-            replies = [Reply(request, choice_of(args, index), watch, index, parts) for index, watch in enumerate(watches)]
+            replies = replies_to(request, args, self.registry.events_of(args.model), parts)
             for reply in replies:
                 self.hang_ups.watch(request.connection, reply)
                 self.requests.put(reply)
@@ -137,8 +135,9 @@ class BlockpoolGenerator(ResponseGenerator):  # type: ignore[misc]
                     if progress_callback is not None:
                         progress_callback(*part)
                 elif index in left:
-                    left -= {index} if part is None or isinstance(part, Exception) else set()
                     yield index, part
+                    if part is None or isinstance(part, Exception) or replies[index].is_stopped:
+                        left.remove(index)
         finally:
             for reply in replies:
                 reply.is_hung_up = True
@@ -444,15 +443,6 @@ class BlockpoolGenerator(ResponseGenerator):  # type: ignore[misc]
             if not served.live:
                 served.idle()
             served.update_report()
-
-
-def _raised(parts: Iterator[tuple[int, Any]]) -> Iterator[Any]:
-    """The parts of the only choice. Raises what has ended it."""
-    for _, part in parts:
-        if isinstance(part, Exception):
-            raise part
-        if part is not None:
-            yield part
 
 
 def shutting_down() -> UnavailableError:

@@ -9,6 +9,7 @@ import select
 import socket
 import threading
 import weakref
+from collections.abc import Iterator
 from dataclasses import replace
 from itertools import accumulate
 from queue import Queue
@@ -22,11 +23,12 @@ from ..engine.sequence import Sequence
 from ..errors import RequestTooLargeError, TooManyPositionsError
 from ..mlx_lm_compat import GenerationContext, Response, format_top_logprobs, make_logits_processors
 from .explain import Explained
+from .live.log import ModelEvents
 from .live.watch import RequestWatch
 from .sampling import make_sampler
 
-# The largest that mlx takes.
-LARGEST_SEED = 2**64 - 1
+# mlx takes seeds of 64 bits.
+SEEDS = 2**64
 # How often the connections are checked.
 WATCH_SECONDS = 0.25
 # Where the system has it, this is reported also while bytes of a next request wait to be read.
@@ -78,7 +80,12 @@ class Reply(Queue[Any]):
     @property
     def is_left(self) -> bool:
         """Whether nobody waits for the rest of the reply."""
-        return self.is_hung_up or (self.context is not None and self.context._should_stop)
+        return self.is_hung_up or self.is_stopped
+
+    @property
+    def is_stopped(self) -> bool:
+        """Whether the client's thread has enough of the reply."""
+        return self.context is not None and self.context._should_stop
 
     def hang_up(self) -> None:
         """The client is gone: end the wait for this reply, and let the generation thread drop the request."""
@@ -87,7 +94,7 @@ class Reply(Queue[Any]):
 
     def leave(self) -> None:
         """The generation thread drops the request, because nobody waits for the rest of its reply."""
-        self.watch.ended("abort" if self.is_hung_up else "stop")
+        self.watch.ended("stop" if self.is_stopped else "abort")
 
     def fail(self, error: Exception) -> None:
         self.watch.ended("abort" if isinstance(error, ConnectionError) else "error")
@@ -147,12 +154,30 @@ class Reply(Queue[Any]):
             self.put(None)
 
 
-def choice_of(args: Any, index: int) -> Any:
-    """The arguments of one of several choices. A seed counts up from choice to choice, so that they differ."""
-    if args.seed is None or not index:
-        return args
-    seed = args.seed + index
-    return replace(args, seed=seed if seed <= LARGEST_SEED else seed - LARGEST_SEED - 1)
+def replies_to(request: Any, args: Any, events: ModelEvents, parts: Queue[tuple[int, Any]]) -> list[Reply]:
+    """The replies to all choices of a request, which put their items on `parts`. `events`: the log of its model.
+
+    A seed counts up from choice to choice, so that they differ; the ids of the choices behind the first end with their number.
+    """
+    replies = []
+    for index in range(request.choices):
+        options, own = request.options, args
+        if index:
+            options = replace(options, id=f"{options.id}-{index}")
+        if index and args.seed is not None:
+            own = replace(args, seed=(args.seed + index) % SEEDS)
+        watch = RequestWatch(events, options, len(request.prepared.tokens))
+        replies.append(Reply(request, own, watch, index, parts))
+    return replies
+
+
+def only_choice(parts: Iterator[tuple[int, Any]]) -> Iterator[Any]:
+    """The parts of a request's only choice. Raises what has ended it."""
+    for _, part in parts:
+        if isinstance(part, Exception):
+            raise part
+        if part is not None:
+            yield part
 
 
 def fit(args: Any, prompt: list[int], capacity: int | None, positions: int | None = None, default: int | None = None) -> Any:

@@ -8,6 +8,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
 from ..errors import BlockpoolError, ModelNotFoundError
+from ..mlx_lm_compat import GenerationContext, Response
 from ..prefix.salts import is_of_import, salt_of
 from ..store.agent_files import Agent
 from .access import LONGEST_AGENT, checked_text, header_text, noted_name, own_name
@@ -17,6 +18,7 @@ from .generator import BlockpoolGenerator
 from .images import HeldPixels
 from .models.provider import ModelKey
 from .normalise import LAST, scope_of
+from .replies import only_choice
 from .request import PromptRequest, RequestOptions
 
 # Fields of a body that name the agent, the first that is there. `user` comes last: one person may have several agents.
@@ -73,10 +75,10 @@ class RequestScope:
         self._connection = connection
         self._messages: list[Any] = []
         self._scope = b""
-        # What the prompt was rendered from beside the messages, and its tokens.
+        # What the prompt was rendered from beside the messages.
         self._context: Any = None
-        self._prompt: Sequence[int] = ()
-        self._sampled: list[int] = []
+        # mlx-lm's context of the first choice that has begun.
+        self._begun: GenerationContext | None = None
 
     def parse_headers(self, headers: Any, body: Mapping[str, Any], names: tuple[str, ...] = AGENT_FIELDS) -> None:
         """Set the options that headers and body name. Raises ValueError."""
@@ -85,15 +87,26 @@ class RequestScope:
 
     def generate(self, request: PromptRequest, arguments: Any, progress_callback: Any = None) -> Any:
         """The generator's own, for this request's agent and owner, with its prompt normalised. Raises what that raises."""
-        begun = time.monotonic()
+        parts = only_choice(self.generate_choices(request, arguments, progress_callback))
+        return next(parts), parts
+
+    def generate_choices(self, request: PromptRequest, arguments: Any, progress_callback: Any) -> Iterator[tuple[int, Any]]:
+        """generate() for each choice of the request, as the generator does it. One of several that fails is not explained."""
+        begun, is_counted = time.monotonic(), False
         try:
             self._prepare(request, arguments)
-            context, responses = self.generator.generate(request, arguments, progress_callback)
+            for index, part in self.generator.generate_choices(request, arguments, progress_callback):
+                if isinstance(part, Response) and not is_counted:
+                    is_counted = True
+                    self._count(time.monotonic() - begun)
+                elif isinstance(part, GenerationContext) and self._begun is None:
+                    self._begun = part
+                elif isinstance(part, Exception) and request.choices == 1:
+                    self.fail(part)
+                yield index, part
         except Exception as error:
             self.fail(error)
             raise
-        self._prompt = context.prompt
-        return context, self._collected(responses, context, begun)
 
     def _prepare(self, request: PromptRequest, arguments: Any) -> None:
         """Normalise the prompt, and give the request what the generation thread reads of this scope."""
@@ -153,29 +166,20 @@ class RequestScope:
         """The client that reads explanations, by the headers of the request."""
         return Asker(header_text(headers.get("X-Agent-Id") or "") or None, self.owner)
 
-    def remember(self, content: str, tool_calls: list[Any]) -> None:
-        """Note the whole reply as it was sent, in OpenAI's shape, so that it can be put back as it was sampled."""
+    def remember(self, content: str, tool_calls: list[Any], sampled: Sequence[int]) -> None:
+        """Note a whole reply as it was sent, in OpenAI's shape, so that it can be put back in the tokens that were `sampled`."""
         if self.explained is not None and is_of_import(self.explained.salt):
             # The keys and values were not computed here, so the reply proves nothing.
             return
         message = {"role": "assistant", "content": content, "tool_calls": tool_calls}
+        prompt = () if self._begun is None else self._begun.prompt
         self.generator.normalisers.replies.remember(
-            self._messages, message, self._sampled, self._scope, self._prompt, self._context, self.options.agent
+            self._messages, message, sampled, self._scope, prompt, self._context, self.options.agent
         )
 
-    def _collected(self, responses: Iterator[Any], context: Any, begun: float) -> Iterator[Any]:
-        try:
-            for response in responses:
-                if not self._sampled:
-                    self._count(context, time.monotonic() - begun)
-                self._sampled.append(response.token)
-                yield response
-        except Exception as error:
-            self.fail(error)
-            raise
-
-    def _count(self, context: Any, ttft: float) -> None:
-        named = self.options.agent or self.options.conversation
+    def _count(self, ttft: float) -> None:
+        named, context = self.options.agent or self.options.conversation, self._begun
+        assert context is not None, "a reply has tokens before it has begun"
         self.generator.hour.record(self.owner, named, len(context.prompt), context.prompt_cache_count, ttft)
 
     def _check(self, model: Any) -> None:

@@ -131,7 +131,7 @@ class AllSampling(Sampling):
     frequency_context_size: Count = 20
     logit_bias: Annotated[dict[Annotated[Int, Field(strict=False)], Number], BeforeValidator(_few)] | None = None
     logprobs: bool = False
-    top_logprobs: Annotated[Int, Field(ge=-1, le=11)] = -1
+    top_logprobs: Annotated[Int, Field(ge=-1, le=RequestConfig.top_logprobs)] = -1
     seed: Annotated[int, Field(ge=-LARGEST, lt=2**64)] | None = None
 
 

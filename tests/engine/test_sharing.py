@@ -5,10 +5,10 @@ from __future__ import annotations
 from typing import Any
 
 import pytest
-from engine.engines import Told, assert_nothing_held, assert_stock, drive, make_engine, serve, words
+from engine.engines import Told, assert_nothing_held, assert_stock, bytes_of, drive, make_engine, serve, words
 from thorough import only
 
-from mlx_blockpool.engine.request import Request
+from mlx_blockpool.engine.request import Request, Started
 
 RAGGED = only(["llama", "gemma3_text", "gpt_oss"], "gemma3_text", "gpt_oss")
 COMMON = words(1, 500)
@@ -160,4 +160,52 @@ def test_nobody_waits_for_a_prefix_under_another_salt(salts: tuple[bytes, bytes]
     assert engine.counts["prompt_tokens"] == 2 * 579
     for uid in uids:
         assert_stock("llama", branch(1, 80), told.tokens[uid])
+    assert_nothing_held(prefix)
+
+
+@pytest.mark.parametrize("name", only(["llama", "gemma3_text", "gpt_oss", "lfm2"], "gemma3_text", "lfm2"))
+@pytest.mark.parametrize("length", [2, 257])
+def test_choices_for_one_prompt_compute_it_once_however_short_it_is(name: str, length: int) -> None:
+    engine, prefix = make_engine(name)
+    prompt = words(length, length)
+    uids, told = serve(engine, [prompt] * 3, group="one")
+    assert engine.counts["prompt_tokens"] == length - 1
+    assert [told.started[uid].cached for uid in uids] == [0, length - 1, length - 1]
+    check(name, [prompt] * 3, uids, told)
+    assert_nothing_held(prefix)
+
+
+def test_choices_are_one_request_to_their_agent() -> None:
+    engine, prefix = make_engine("llama")
+    both = [Request(words(5, 40), 6, agent="ann", group=group) for group in ("one", "one", "two", "two")]
+    uids = engine.insert_all(both)
+    told = drive(engine, after=lambda told: uids[0] in told.tokens)
+    # The choices of one request run side by side, and the next request of the agent behind all of them.
+    assert {sequence.uid for sequence in engine.live} == set(uids[:2])
+    drive(engine, told)
+    started = [event.uid for event in told.order if isinstance(event, Started)]
+    assert started == uids
+    assert max(told.order.index(event) for event in told.order if event.uid in uids[:2]) < told.order.index(told.started[uids[2]])
+    assert_nothing_held(prefix)
+
+
+def test_another_choice_computes_the_prompt_where_the_first_is_cancelled() -> None:
+    engine, prefix = make_engine("llama")
+    uids = [engine.insert(Request(branch(1, 80), 4, group="one")) for _ in range(3)]
+    told = drive(engine, after=lambda _: engine.counts["chunks"] == 2)
+    engine.cancel(uids[0])
+    drive(engine, told)
+    assert engine.counts["prompt_tokens"] == 579
+    check("llama", [branch(1, 80)] * 2, uids[1:], told)
+    assert_nothing_held(prefix)
+
+
+def test_choices_fit_where_only_one_fits_at_a_time() -> None:
+    prompt = words(9, 250)
+    engine, prefix = make_engine("llama", bytes_of("llama", 250 + 60, 1))
+    uids = [engine.insert(Request(prompt, 60, group="one")) for _ in range(3)]
+    told = drive(engine)
+    for uid in uids:
+        assert told.reasons[uid] == "length"
+        assert_stock("llama", prompt, told.tokens[uid])
     assert_nothing_held(prefix)

@@ -48,6 +48,11 @@ def responses(texts: list[str], reason: str = "stop", tokens: list[int] | None =
     return [Namespace(text=text, token=token, finish_reason=r) for text, token, r in zip(given, ids, reasons, strict=True)]
 
 
+def events_of(parser: ReplyParser, given: list[Any]) -> list[Any]:
+    """All events of a reply."""
+    return [*(event for response in given for event in parser.add(response)), *parser.end()]
+
+
 def read(parser: ReplyParser, texts: list[str], reason: str = "stop", tokens: list[int] | None = None) -> list[Any]:
     """The pieces, those of one kind in one."""
     pieces = [p for p in parser.parse(responses(texts, reason, tokens)) if not isinstance(p, Silence)]
@@ -64,7 +69,7 @@ def read(parser: ReplyParser, texts: list[str], reason: str = "stop", tokens: li
 def test_a_stop_word_ends_a_reply_however_it_was_tokenized() -> None:
     own = reading(["END", "no"])
     assert read(own, ["One E", "N", "D two", " three"]) == [Text("One ")]
-    assert (own.finish, own.stop_word, own.num_tokens) == ("stop", "END", 3)
+    assert (own.finish, own.stop_word, len(own.tokens)) == ("stop", "END", 3)
 
 
 def test_a_stop_word_that_the_engine_has_found_by_its_tokens() -> None:
@@ -147,7 +152,7 @@ def test_arguments_in_a_string_and_ids_of_the_model() -> None:
 def test_a_parser_that_gives_several_calls() -> None:
     own = reading(parser=pythonic.parse_tool_call, one_call=True)
     assert read(own, [f"{START}[add(a=1), add(a=2)]{END}", "more"]) == [Call(None, "add", {"a": 1})]
-    assert (own.finish, own.num_calls, own.num_tokens) == ("stop", 1, 1)
+    assert (own.finish, own.num_calls, len(own.tokens)) == ("stop", 1, 1)
 
 
 def test_calls_that_nobody_offered_are_text() -> None:
@@ -186,7 +191,7 @@ def test_space_at_the_edges_of_blocks_is_the_templates() -> None:
 
 def test_the_end_of_a_block_has_all_of_it_and_says_whether_it_was_cut() -> None:
     for reason in ("stop", "length"):
-        events = list(reading().events(responses(["<think>", "Hm", ".</think>", "Yes", "."], reason)))
+        events = events_of(reading(), responses(["<think>", "Hm", ".</think>", "Yes", "."], reason))
         assert events == [
             Thinking("Hm"), Thinking("."), BlockEnd("Hm."),
             Text("Yes"), Text("."), BlockEnd("Yes.", is_cut=reason == "length"),
@@ -196,7 +201,7 @@ def test_the_end_of_a_block_has_all_of_it_and_says_whether_it_was_cut() -> None:
 
 def test_why_a_reply_has_ended() -> None:
     def done(texts: list[str], reason: str = "stop", words: list[str] | None = None) -> Any:
-        *_, last = reading(words).events(responses(texts, reason))
+        *_, last = events_of(reading(words), responses(texts, reason))
         return last
 
     assert (done(["a"]).reason, done(["a"], "length").reason, done([ADD]).reason) == ("stop", "length", "calls")
@@ -205,7 +210,7 @@ def test_why_a_reply_has_ended() -> None:
 
 def test_silence_is_an_event_after_many_tokens_that_show_nothing() -> None:
     hidden = [START, '{"name": "add", "arguments": {"a": "', *["x"] * 62, '"}}', END]
-    events = list(reading().events(responses(hidden)))
+    events = events_of(reading(), responses(hidden))
     assert [type(event) for event in events] == [Silence, Silence, Call, Done]
 
 

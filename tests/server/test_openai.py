@@ -147,7 +147,8 @@ def test_choices_of_tools(gpt: openai.OpenAI, say: Say) -> None:
 @pytest.mark.parametrize(
     ("body", "param", "words"),
     [
-        ({"n": 2}, "n", "2 is not supported; this server gives one choice"),
+        ({"n": 33}, "n", "less than or equal to 32; found 33"),
+        ({"n": 0}, "n", "greater than or equal to 1; found 0"),
         ({"n": "2"}, "n", "valid integer"),
         ({"response_format": {"type": "json_object"}}, "response_format", "'json_object' is not supported; mlx-lm"),
         ({"response_format": {"type": "json_schema", "json_schema": {}}}, "response_format", "use a tool"),
@@ -286,13 +287,13 @@ def test_retention_has_two_names() -> None:
 
 def test_every_endpoint_tells_the_engine_who_asks(server: Client, gpt: openai.OpenAI, monkeypatch: pytest.MonkeyPatch) -> None:
     seen: list[RequestOptions] = []
-    generate = BlockpoolGenerator.generate
+    generate_choices = BlockpoolGenerator.generate_choices
 
     def watching(self: Any, request: Any, *args: Any, **kwargs: Any) -> Any:
         seen.append(request.options)
-        return generate(self, request, *args, **kwargs)
+        return generate_choices(self, request, *args, **kwargs)
 
-    monkeypatch.setattr(BlockpoolGenerator, "generate", watching)
+    monkeypatch.setattr(BlockpoolGenerator, "generate_choices", watching)
     chat(gpt, max_tokens=1, user="me", prompt_cache_retention="24h")
     chat(gpt, max_tokens=1, user="me", extra_body={"session_id": "s"})
     chat(gpt, max_tokens=1, user="me", prompt_cache_key="k", extra_headers={"X-Agent-Id": "h"}, safety_identifier="x")

@@ -10,7 +10,7 @@ from collections.abc import Iterable, Iterator
 from typing import Any
 
 from ..request import ParsedRequest
-from .reply import BlockEnd, Call, Done, Event, Json, Packet, Renderer, Text, Thinking
+from .reply import BlockEnd, Call, Done, Json, Packet, Renderer, Text, Thinking
 from .thinking import signature_of
 
 
@@ -75,7 +75,7 @@ class MessageRenderer(Renderer):
     def keepalive(self, progress: str = "") -> Iterable[Packet]:
         return [{"type": "ping"}]
 
-    def _begin(self) -> Iterable[Packet]:
+    def begin(self) -> Iterable[Packet]:
         self.whole = {
             "id": f"msg_{uuid.uuid4().hex[:24]}",
             "type": "message",
@@ -88,14 +88,12 @@ class MessageRenderer(Renderer):
         }
         return [{"type": "message_start", "message": self.whole}, *self.keepalive()]
 
-    def _events(self, responses: Iterable[Any]) -> Iterator[Event]:
-        if self._parsed.body.max_tokens:
-            yield from super()._events(responses)
-        else:
-            # The engine generates one token at least, and the client wants none.
-            for _ in responses:
-                pass
-            yield Done("length", None, 0, 0)
+    def add(self, response: Any) -> Iterator[Packet]:
+        # The engine generates one token at least, and this client may want none.
+        return super().add(response) if self._parsed.body.max_tokens else iter(())
+
+    def finish(self) -> Iterator[Packet]:
+        return super().finish() if self._parsed.body.max_tokens else iter(self._end(Done("length", None, 0, 0)))
 
     def _render(self, event: Text | Thinking | Call | BlockEnd) -> Iterable[Packet]:
         return self._blocks.render(event)

@@ -1,30 +1,29 @@
 """POST /v1/chat/completions and /v1/completions: chats have tool_choice, and text that is cut as in the other protocols.
 
 Space around calls and thinking belongs to the template: a client that sends it back would have it twice in the next prompt.
-mlx-lm's handler makes the packets of both, and serves the reply of a completion. For one request, on the socket's thread.
+For one request, on the socket's thread.
 """
 
 from __future__ import annotations
 
-import types
 import uuid
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable
+from dataclasses import replace
 from typing import Annotated, Any, Literal
 
 from pydantic import AfterValidator, Field
 
+from ...config import RequestConfig
 from ...mlx_lm_compat import image_parts
 from ..bodies import InvalidRequestError
 from ..request import ChatRequest, ParsedRequest, PromptRequest
 from ..scope import retention_of
-from ..validation import AllSampling, Body, Int, List, Object, ReplyFormat, Text, TextOr, generation_arguments, only, validated
+from ..validation import AllSampling, Body, Int, List, Object, ReplyFormat, Text, TextOr, generation_arguments, validated
+from .completions_reply import ChatRenderer, ChoicesRenderer, TextRenderer, keepalive
 from .conversation import ToolChoice, calls_of, tools_named
 from .endpoint import Endpoint
 from .errors import StatusError, openai_answer
-from .reply import BlockEnd, Call, Done, Event, Json, Packet, Renderer, Thinking, call_id
-from .reply import Text as TextEvent
-
-FINISH_REASONS = {"stop": "stop", "stop_word": "stop", "length": "length", "calls": "tool_calls"}
+from .reply import Json, Packet
 
 
 def _has_role(message: dict[str, Any]) -> dict[str, Any]:
@@ -34,6 +33,13 @@ def _has_role(message: dict[str, Any]) -> dict[str, Any]:
 
 
 Message = Annotated[Object, AfterValidator(_has_role)]
+
+
+def _is_count_or_flag(logprobs: Any) -> Any:
+    most = RequestConfig.top_logprobs
+    if not isinstance(logprobs, bool) and not (isinstance(logprobs, int) and 0 <= logprobs <= most):
+        raise ValueError(f"Input should be true, false or a number from 0 to {most}; found {logprobs!r:.50}")
+    return logprobs
 
 
 class StreamOptions(Body):
@@ -48,6 +54,12 @@ class CompletionBody(AllSampling):
     max_completion_tokens: Annotated[Int, Field(ge=1)] | None = None
     stop: TextOr[List[Text]] = ""
     chat_template_kwargs: Object | None = None
+    n: Annotated[Int, Field(ge=1, le=RequestConfig.choices)] = 1
+
+    @property
+    def num_choices(self) -> int:
+        """How many choices are generated."""
+        return self.n
 
     def request(self) -> PromptRequest:
         """Raises InvalidRequestError for fields that do not go together."""
@@ -56,6 +68,17 @@ class CompletionBody(AllSampling):
 
 class TextBody(CompletionBody):
     prompt: Text
+    best_of: Annotated[Int, Field(ge=1, le=RequestConfig.choices)] | None = None
+    logprobs: Annotated[Any, AfterValidator(_is_count_or_flag)] = False
+
+    @property
+    def num_choices(self) -> int:
+        best_of = self.n if self.best_of is None else self.best_of
+        if best_of < self.n:
+            raise InvalidRequestError("best_of", f"Input should be at least n, which is {self.n}; found {best_of}")
+        if best_of > self.n and self.stream:
+            raise InvalidRequestError("best_of", "the best choices are known at their ends; leave out stream, or ask for n alone")
+        return best_of
 
     def request(self) -> PromptRequest:
         return PromptRequest("text", self.prompt, [], None, None)
@@ -76,7 +99,6 @@ class ChatBody(CompletionBody):
     tool_choice: ToolChoice[NamedTool] = "auto"
     parallel_tool_calls: bool = True
     role_mapping: Any = None
-    n: Annotated[Int, only(1, why="this server gives one choice. Ask several times instead.")] = 1
     response_format: ReplyFormat | None = None
 
     def request(self) -> ChatRequest:
@@ -86,76 +108,6 @@ class ChatBody(CompletionBody):
         image_at = next((f"messages[{i}]" for i, message in enumerate(self.messages) if any(image_parts([message]))), None)
         calls = calls_of(choice if isinstance(choice, str) else "required", tools)
         return ChatRequest("chat", "", self.messages, tools or None, self.role_mapping, calls=calls, image_at=image_at)
-
-
-class ChatRenderer(Renderer):
-    """Renders a chat by the packets of mlx-lm's `handler`."""
-
-    def __init__(self, handler: Any, parsed: ParsedRequest, context: Any) -> None:
-        super().__init__(parsed, context, keeps_space=True)
-        self._handler = handler
-        self._arguments = parsed.arguments
-        # Of the tokens, for a client that asks for them: numbers, log probabilities, and those of others.
-        self._tokens: list[int] = []
-        self._logprobs: list[float] = []
-        self._others: list[Any] = []
-        self._calls: list[Json] = []
-        self._thinking: list[str] = []
-
-    def keepalive(self, progress: str = "") -> Iterable[Packet]:
-        return _keepalive(progress)
-
-    def _events(self, responses: Iterable[Any]) -> Iterator[Event]:
-        return super()._events(self._collected(responses))
-
-    def _collected(self, responses: Iterable[Any]) -> Iterator[Any]:
-        for response in responses:
-            self._tokens.append(response.token)
-            if self._arguments.logprobs:
-                self._logprobs.append(response.logprob)
-            if self._arguments.top_logprobs > 0:
-                self._others.append(response.top_tokens)
-            yield response
-
-    def _render(self, event: TextEvent | Thinking | Call | BlockEnd) -> Iterable[Packet]:
-        respond = self._handler.generate_response
-        if isinstance(event, Thinking):
-            self._thinking.append(event.text)
-        elif isinstance(event, Call):
-            self._calls.append(_call(event))
-        if not self._handler.stream or isinstance(event, BlockEnd):
-            return ()
-        if isinstance(event, Call):
-            return [respond("", None, tool_calls=[self._calls[-1] | {"index": len(self._calls) - 1}])]
-        if isinstance(event, Thinking):
-            return [respond("", None, reasoning_text=event.text)]
-        return [respond(event.text, None)] if event.text else ()
-
-    def _end(self, done: Done) -> Iterable[Packet]:
-        handler, reason = self._handler, FINISH_REASONS[done.reason]
-        counts = len(self._context.prompt), len(self._tokens), self._context.prompt_cache_count
-        if handler.stream:
-            usage = [handler.completion_usage_response(*counts)] if handler.stream_options["include_usage"] else []
-            return [handler.generate_response("", reason), *usage, b"data: [DONE]\n\n"]
-        self.whole = handler.generate_response(
-            self.parser.blocks.text,
-            reason,
-            *counts,
-            token_logprobs=self._logprobs,
-            top_tokens=self._others,
-            tokens=self._tokens,
-            tool_calls=self._calls,
-            reasoning_text="".join(self._thinking),
-        )
-        return ()
-
-
-def _keepalive(progress: str) -> Iterable[Packet]:
-    return [f": keepalive{progress}\n\n".encode()]
-
-
-def _call(call: Call) -> Json:
-    return {"function": {"name": call.name, "arguments": call.written}, "type": "function", "id": call_id(call)}
 
 
 class CompletionsEndpoint(Endpoint):
@@ -175,10 +127,7 @@ class CompletionsEndpoint(Endpoint):
         self._scope.parse_headers(self._handler.headers, body)
         self._scope.options.retention = retention_of(body)
         self._scope.options.cache_salt = parsed.body.cache_salt
-        if isinstance(parsed.request, ChatRequest):
-            self._reply(parsed)
-        else:
-            self._complete(parsed)
+        self._reply_with_choices(parsed)
 
     def _parsed(self, body: Json) -> ParsedRequest:
         """The request, after what its packets have is set in mlx-lm's handler. Raises InvalidRequestError."""
@@ -197,26 +146,40 @@ class CompletionsEndpoint(Endpoint):
             stream=given.stream,
             stream_options=given.stream_options.model_dump(),
         )
+        if not isinstance(given.logprobs, bool):
+            arguments = replace(arguments, logprobs=True, top_logprobs=given.logprobs)
+        request = given.request()
+        request.choices = given.num_choices
         one_call = isinstance(given, ChatBody) and not given.parallel_tool_calls
-        return ParsedRequest(given.request(), arguments, given, one_call)
+        return ParsedRequest(request, arguments, given, one_call)
 
-    def _render(self, parsed: ParsedRequest, context: Any) -> ChatRenderer:
-        self._replies = True
-        return ChatRenderer(self._handler, parsed, context)
+    def _reply_with_choices(self, parsed: ParsedRequest) -> None:
+        """Generate all choices, and send them as a stream or whole."""
+        kind = ChatRenderer if isinstance(parsed.request, ChatRequest) else TextRenderer
+        choices = ChoicesRenderer(self._handler, parsed, kind, parsed.body.n)
+        parts = self._scope.generate_choices(parsed.request, parsed.arguments, self._progress)
+        try:
+            for index, part in parts:
+                self._write_all(choices, choices.add(index, part), parsed.body.stream)
+            self._write_all(choices, choices.finish(), parsed.body.stream)
+            if not parsed.body.stream:
+                self._handler.send_json(200, choices.whole)
+        finally:
+            choices.stop()
+        for reply in choices.replies:
+            self._remember(parsed, reply)
 
-    def _complete(self, parsed: ParsedRequest) -> None:
-        """A completion by mlx-lm's handler, which gets the reply where it would ask for it."""
-        handler, arguments = self._handler, parsed.arguments
-        reply = self._scope.generate(parsed.request, arguments, progress_callback=self._progress)
-        self._replies, self._streams = True, parsed.body.stream
-        handler.response_generator = types.SimpleNamespace(generate=lambda *_, **__: reply, cli_args=self._scope.cli_args)
-        model = arguments.model
-        vars(handler).update(requested_draft_model=model.draft, adapter=model.adapter)
-        vars(handler).update(**vars(arguments.sampling), **vars(arguments.logits), **vars(arguments))
-        handler.handle_completion(parsed.request, arguments.stop_words)
+    def _write_all(self, choices: ChoicesRenderer, packets: Iterable[Packet], streams: bool) -> None:
+        self._replies = choices.has_begun
+        if streams and self._replies:
+            if not self._streams:
+                self._handler.start_stream()
+                self._streams = True
+            for packet in packets:
+                self._write(packet)
 
     def _keepalive(self, progress: str) -> Iterable[Packet]:
-        return _keepalive(progress)
+        return keepalive(progress)
 
     def _error(self, error: Exception) -> tuple[int, Json]:
         if self._replies:

@@ -15,7 +15,7 @@ from ..prompts.preparation import Counted
 from ..request import ParsedRequest
 from ..scope import RequestScope
 from .errors import StatusError
-from .reply import Packet, Renderer
+from .reply import Packet, Renderer, ReplyParser
 
 log = logging.getLogger(__name__)
 
@@ -88,9 +88,12 @@ class Endpoint:
                 self._handler.send_json(200, renderer.whole)
         finally:
             context.stop()
+        self._remember(parsed, renderer.parser)
+
+    def _remember(self, parsed: ParsedRequest, reply: ReplyParser) -> None:
         # A forced call and a given beginning are text that was not sampled.
-        if parsed.request.calls != "must" and not parsed.request.begin and renderer.parser.is_whole:
-            self._scope.remember(renderer.parser.blocks.text, renderer.parser.blocks.calls)
+        if parsed.request.calls != "must" and not parsed.request.begin and reply.is_whole:
+            self._scope.remember(reply.blocks.text, reply.blocks.calls, reply.tokens)
 
     def _render(self, parsed: Any, context: Any) -> Renderer:
         """What renders the reply for the protocol."""

@@ -11,7 +11,7 @@ from datetime import UTC, datetime
 from typing import Any
 
 from ..request import ParsedRequest
-from .reply import BlockEnd, Call, Done, Event, Json, Packet, Renderer, Text, Thinking, call_id
+from .reply import BlockEnd, Call, Done, Json, Packet, Renderer, Text, Thinking, call_id
 
 
 class OllamaRenderer(Renderer):
@@ -28,13 +28,9 @@ class OllamaRenderer(Renderer):
     def keepalive(self, progress: str = "") -> Iterable[Packet]:
         return [self._packet("")]
 
-    def _events(self, responses: Iterable[Any]) -> Iterator[Event]:
-        return super()._events(self._timed(responses))
-
-    def _timed(self, responses: Iterable[Any]) -> Iterator[Any]:
-        for response in responses:
-            self._first = self._first or time.monotonic_ns()
-            yield response
+    def add(self, response: Any) -> Iterator[Packet]:
+        self._first = self._first or time.monotonic_ns()
+        return super().add(response)
 
     def _render(self, event: Text | Thinking | Call | BlockEnd) -> Iterable[Packet]:
         if isinstance(event, Call):

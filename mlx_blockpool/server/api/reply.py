@@ -77,7 +77,6 @@ class Done:
 
 
 Piece = Text | Thinking | Call | Silence
-Event = Text | Thinking | BlockEnd | Call | Silence | Done
 Json = dict[str, Any]
 # One event of a stream: JSON, or the bytes themselves.
 Packet = Json | bytes
@@ -93,15 +92,29 @@ class Renderer:
         self._context = context
 
     def packets(self, responses: Iterable[Any]) -> Iterator[Packet]:
-        """The events of a stream; `responses` are read on the way."""
-        yield from self._begin()
-        for event in self._events(responses):
-            if isinstance(event, Silence):
-                yield from self.keepalive()
-            elif isinstance(event, Done):
-                yield from self._end(event)
-            else:
-                yield from self._render(event)
+        """The events of a stream; `responses` are read on the way, until the reply has ended."""
+        yield from self.begin()
+        for response in responses:
+            yield from self.add(response)
+            if self.parser.finish is not None:
+                break
+        yield from self.finish()
+
+    def begin(self) -> Iterable[Packet]:
+        """What a stream begins with."""
+        return ()
+
+    def add(self, response: Any) -> Iterator[Packet]:
+        """The events of one response."""
+        for event in self.parser.add(response):
+            yield from self.keepalive() if isinstance(event, Silence) else self._render(event)
+
+    def finish(self) -> Iterator[Packet]:
+        """The rest of the events. Sets `whole`."""
+        *rest, done = self.parser.end()
+        for event in rest:
+            yield from self._render(event)
+        yield from self._end(done)
 
     def keepalive(self, progress: str = "") -> Iterable[Packet]:
         """What a stream says while nothing can be shown. `progress`: how far the prompt is computed."""
@@ -110,12 +123,6 @@ class Renderer:
     def failed(self, error: Json) -> Json:
         """The event that ends a stream with an error's body."""
         return error
-
-    def _events(self, responses: Iterable[Any]) -> Iterator[Event]:
-        return self.parser.events(responses)
-
-    def _begin(self) -> Iterable[Packet]:
-        return ()
 
     def _render(self, event: Text | Thinking | Call | BlockEnd) -> Iterable[Packet]:
         raise NotImplementedError
@@ -150,7 +157,7 @@ class Blocks:
         self._is_empty, self._is_open, self._strips = True, False, False
         self._held = self._written = ""
 
-    def add(self, piece: Piece) -> Iterator[Event]:
+    def add(self, piece: Piece) -> Iterator[Text | Thinking | BlockEnd | Call]:
         """The events of a piece."""
         if isinstance(piece, Silence):
             return
@@ -166,7 +173,7 @@ class Blocks:
         else:
             yield from self._write(piece)
 
-    def end(self, is_cut: bool = False) -> Iterator[Event]:
+    def end(self, is_cut: bool = False) -> Iterator[Text | Thinking | BlockEnd]:
         """The rest. A reply has at least one block."""
         is_alone = self._is_empty and self._keeps_space
         if self._kind is Text and self._held and (self._is_open or is_alone):
@@ -176,7 +183,7 @@ class Blocks:
             yield self._emit(Text(""))
             yield from self._close(is_cut)
 
-    def _write(self, piece: Text | Thinking) -> Iterator[Event]:
+    def _write(self, piece: Text | Thinking) -> Iterator[Text | Thinking]:
         text = self._held + piece.text
         if not self._is_open and self._strips:
             text = text.lstrip()
@@ -185,14 +192,14 @@ class Blocks:
         if shown:
             yield self._emit(type(piece)(shown))
 
-    def _emit(self, piece: Text | Thinking) -> Event:
+    def _emit(self, piece: Text | Thinking) -> Text | Thinking:
         self._is_open, self._is_empty = True, False
         self._written += piece.text
         if isinstance(piece, Text):
             self.text += piece.text
         return piece
 
-    def _close(self, is_cut: bool = False) -> Iterator[Event]:
+    def _close(self, is_cut: bool = False) -> Iterator[BlockEnd]:
         if self._is_open:
             yield BlockEnd(self._written, is_cut)
         self._is_open, self._held, self._written = False, "", ""
@@ -203,7 +210,7 @@ class ReplyParser:
 
     finish:      "stop" or "length", None while the reply continues. stop_word: the client's word that ended it.
     blocks:      the text and calls that were emitted.
-    num_tokens:  generated so far; num_thinking of them before the end of the thinking.
+    tokens:      those that were generated so far; num_thinking of them before the end of the thinking.
     """
 
     def __init__(
@@ -212,7 +219,8 @@ class ReplyParser:
         self.blocks = Blocks(keeps_space)
         self.finish: str | None = None
         self.stop_word: str | None = None
-        self.num_tokens = self.num_thinking = self.num_calls = 0
+        self.tokens: list[int] = []
+        self.num_thinking = self.num_calls = self._silent = 0
         self._context = context
         self._request = request
         self._one_call = one_call
@@ -225,14 +233,17 @@ class ReplyParser:
         self._called: str | None = "" if context.initial_state == "tool" else None
         self._last: deque[int] = deque(maxlen=max((len(tokens) for tokens, _ in request.prepared.stops), default=0))
 
-    def events(self, responses: Iterable[Any]) -> Iterator[Event]:
-        """All events, Done last; `responses` are read on the way."""
-        silent = 0
-        for piece in self.parse(responses):
-            silent = silent + 1 if isinstance(piece, Silence) else 0
-            if silent and silent % SILENT_TOKENS == 0:
+    def add(self, response: Any) -> Iterator[Text | Thinking | BlockEnd | Call | Silence]:
+        """The events of one response. With it ends the reply where `finish` is set then."""
+        for piece in self.parse([response]):
+            self._silent = self._silent + 1 if isinstance(piece, Silence) else 0
+            if self._silent and self._silent % SILENT_TOKENS == 0:
                 yield Silence()
             yield from self.blocks.add(piece)
+
+    def end(self) -> Iterator[Any]:
+        """The rest of the events, Done last."""
+        self.finish = self.finish or "stop"
         yield from self.blocks.end(self.finish == "length")
         yield self.done()
 
@@ -242,9 +253,9 @@ class ReplyParser:
         return self.finish is not None and self.stop_word is None
 
     def parse(self, responses: Iterable[Any]) -> Iterator[Piece]:
-        """The pieces of all responses. Ends with the reply, at a stop word however it was tokenized, or with the one call."""
+        """The pieces of responses. Ends with the reply, at a stop word however it was tokenized, or with the one call."""
         for response in responses:
-            self.num_tokens += 1
+            self.tokens.append(response.token)
             self.num_thinking += self._within[0] == "reasoning"
             self._last.append(response.token)
             pieces = self._until_stop(response.text)
@@ -253,12 +264,11 @@ class ReplyParser:
             yield from pieces or [Silence()]
             if self.finish is not None:
                 return
-        self.finish = self.finish or "stop"
 
     def done(self) -> Done:
         """How the reply has ended, or its counts so far."""
         reason: Any = "stop_word" if self.stop_word is not None else "calls" if self.num_calls else "stop"
-        return Done("length" if self.finish == "length" else reason, self.stop_word, self.num_tokens, self.num_thinking)
+        return Done("length" if self.finish == "length" else reason, self.stop_word, len(self.tokens), self.num_thinking)
 
     def _until_stop(self, text: str) -> list[Piece]:
         if not self._words:

@@ -154,7 +154,7 @@ class ResponseRenderer(Renderer):
     def failed(self, error: Json) -> Json:
         return self._ended("failed", {"error": {"code": "server_error", "message": error["error"]["message"]}})
 
-    def _begin(self) -> Iterable[Packet]:
+    def begin(self) -> Iterable[Packet]:
         return [self._numbered({"type": "response.created", "response": self.whole}), self._in_progress()]
 
     def _render(self, event: Text | Thinking | Call | BlockEnd) -> Iterable[Packet]:

@@ -1,0 +1,84 @@
+"""Log probabilities of the tokens of a reply, in the shapes of OpenAI's protocols. Knows the tokens of a tokenizer; no caches."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from functools import cache
+from itertools import accumulate
+from typing import Any
+
+from mlx_lm.tokenizer_utils import BPEStreamingDetokenizer, SPMStreamingDetokenizer
+
+from .reply import Json
+
+# In place of what JSON cannot say, such as minus infinity, as in OpenAI's API.
+LOWEST = -9999.0
+SPM_SPACE = "\u2581"
+
+
+class TokenTexts:
+    """The bytes and texts of a tokenizer's tokens, each by itself. A token may be a part of a character."""
+
+    def __init__(self, tokenizer: Any) -> None:
+        self._tokenizer = tokenizer
+        self._kind = type(tokenizer.detokenizer)
+
+    def bytes_of(self, token: int) -> bytes:
+        written = self._tokenizer.convert_ids_to_tokens(token)
+        if not isinstance(written, str):
+            # A number of a padded vocabulary.
+            return b""
+        if issubclass(self._kind, BPEStreamingDetokenizer):
+            return b"".join(_bytes_of_characters().get(character) or character.encode() for character in written)
+        if issubclass(self._kind, SPMStreamingDetokenizer):
+            is_byte = len(written) == 6 and written.startswith("<0x")
+            return bytes.fromhex(written[3:5]) if is_byte else written.replace(SPM_SPACE, " ").encode()
+        return str(self._tokenizer.decode([token])).encode()
+
+
+@cache
+def _bytes_of_characters() -> dict[str, bytes]:
+    """The byte of each character by which byte-level BPE writes it: printable ones by themselves, the others from 256 on."""
+    printable = [*range(0x21, 0x7F), *range(0xA1, 0xAD), *range(0xAE, 0x100)]
+    others = [byte for byte in range(256) if byte not in printable]
+    characters = [chr(byte) for byte in printable] + [chr(256 + i) for i in range(len(others))]
+    return {character: bytes([byte]) for character, byte in zip(characters, [*printable, *others], strict=True)}
+
+
+class Logprobs:
+    """Entries for the tokens of one reply, in the order of its responses; take() returns those that were not taken yet."""
+
+    def __init__(self, tokenizer: Any, top: int) -> None:
+        self._texts = TokenTexts(tokenizer)
+        self._top = max(top, 0)
+        self._entries: list[Json] = []
+
+    def add(self, response: Any) -> None:
+        """`response`: mlx-lm's. It has the most likely tokens in no order."""
+        top = sorted(response.top_tokens, key=lambda other: -other["logprob"])[: self._top]
+        others = [self._entry(other["id"], other["logprob"]) for other in top]
+        self._entries.append({**self._entry(response.token, response.logprob), "top_logprobs": others})
+
+    def take(self) -> list[Json]:
+        taken, self._entries = self._entries, []
+        return taken
+
+    def keep_last(self, count: int) -> None:
+        """Drop all entries but the last."""
+        self._entries = self._entries[len(self._entries) - count :]
+
+    def _entry(self, token: int, logprob: float) -> Json:
+        written = self._texts.bytes_of(token)
+        text = written.decode("utf-8", "replace")
+        return {"id": token, "token": text, "logprob": max(logprob, LOWEST), "bytes": list(written)}
+
+
+def in_lists(entries: Sequence[Json], start: int = 0) -> Json:
+    """Entries in the shape of OpenAI's completions. `start`: the characters of the reply's text before them."""
+    tokens = [entry["token"] for entry in entries]
+    return {
+        "tokens": tokens,
+        "token_logprobs": [entry["logprob"] for entry in entries],
+        "top_logprobs": [{one["token"]: one["logprob"] for one in (entry, *entry["top_logprobs"])} for entry in entries],
+        "text_offset": list(accumulate(map(len, tokens), initial=start))[:-1],
+    }
