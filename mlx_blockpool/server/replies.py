@@ -165,7 +165,8 @@ def replies_to(request: Any, args: Any, events: ModelEvents, parts: Queue[tuple[
         if index:
             options = replace(options, id=f"{options.id}-{index}")
         if index and args.seed is not None:
-            own = replace(args, seed=(args.seed + index) % SEEDS)
+            seed = args.seed + index
+            own = replace(args, seed=seed if seed < SEEDS else seed - SEEDS)
         watch = RequestWatch(events, options, len(request.prepared.tokens))
         replies.append(Reply(request, own, watch, index, parts))
     return replies
