@@ -9,7 +9,6 @@ from __future__ import annotations
 import logging
 import threading
 import time
-from collections.abc import Iterator
 from dataclasses import replace
 from queue import Empty, Queue
 from typing import Any
@@ -36,7 +35,7 @@ from .page.cache_map import CacheMaps
 from .page.hour import Hour
 from .prompts.preparation import AgentOrder, PromptPreparation
 from .prompts.workers import PromptWorkers
-from .replies import HangUps, Reply, fit, only_choice, replies_to
+from .replies import Choices, HangUps, Reply, fit, only_choice, replies_to
 from .sampling import check_sampling
 from .sequential import SequentialCache, SequentialReply, tokenized
 
@@ -112,11 +111,11 @@ class BlockpoolGenerator(ResponseGenerator):  # type: ignore[misc]
         parts = only_choice(self.generate_choices(request, generation_args, progress_callback))
         return next(parts), parts
 
-    def generate_choices(self, request: Any, generation_args: Any, progress_callback: Any = None) -> Iterator[tuple[int, Any]]:
+    def generate_choices(self, request: Any, generation_args: Any, progress_callback: Any = None) -> Choices:
         """The replies to a request: pairs of a choice's index and its context, then its Responses.
 
-        The last part of a choice is None or the exception that has ended it, which leaves the others alone. Requests of one agent
-        are queued in the order of their arrival. Raises what ModelRegistry.find() and PromptPreparation raise.
+        The last part of a choice is None or the exception that has ended it, which leaves the others alone. Closing the iterator
+        ends what is left. Requests of one agent are queued in the order of their arrival. Raises what ModelRegistry.find() and PromptPreparation raise.
         """
         self.preparation.check(request, generation_args)
         args = replace(generation_args, model=self.registry.find(generation_args.model))
@@ -140,7 +139,7 @@ class BlockpoolGenerator(ResponseGenerator):  # type: ignore[misc]
                         left.remove(index)
         finally:
             for reply in replies:
-                reply.is_hung_up = True
+                reply.is_hung_up |= not reply.is_stopped
 
     def receive(self, queue: Queue[Any]) -> Any:
         """The next item that the generation thread puts on a queue. Raises UnavailableError if none can come any more."""

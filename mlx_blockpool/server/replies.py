@@ -9,11 +9,11 @@ import select
 import socket
 import threading
 import weakref
-from collections.abc import Iterator
+from collections.abc import Generator, Iterator
 from dataclasses import replace
 from itertools import accumulate
 from queue import Queue
-from typing import Any
+from typing import Any, TypeAlias
 
 from mlx_lm.generate import StopSequences
 
@@ -33,6 +33,10 @@ SEEDS = 2**64
 WATCH_SECONDS = 0.25
 # Where the system has it, this is reported also while bytes of a next request wait to be read.
 READ_HANG_UP: int = getattr(select, "POLLRDHUP", 0)
+
+
+# Pairs of a choice's index and the next part of its reply.
+Choices: TypeAlias = Generator[tuple[int, Any], None, None]
 
 
 class Reply(Queue[Any]):
@@ -94,7 +98,7 @@ class Reply(Queue[Any]):
 
     def leave(self) -> None:
         """The generation thread drops the request, because nobody waits for the rest of its reply."""
-        self.watch.ended("stop" if self.is_stopped else "abort")
+        self.watch.ended("abort" if self.is_hung_up else "stop")
 
     def fail(self, error: Exception) -> None:
         self.watch.ended("abort" if isinstance(error, ConnectionError) else "error")
@@ -172,7 +176,7 @@ def replies_to(request: Any, args: Any, events: ModelEvents, parts: Queue[tuple[
     return replies
 
 
-def only_choice(parts: Iterator[tuple[int, Any]]) -> Iterator[Any]:
+def only_choice(parts: Choices) -> Iterator[Any]:
     """The parts of a request's only choice. Raises what has ended it."""
     for _, part in parts:
         if isinstance(part, Exception):

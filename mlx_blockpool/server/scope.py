@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import socket
 import time
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 from ..errors import BlockpoolError, ModelNotFoundError
@@ -18,7 +18,7 @@ from .generator import BlockpoolGenerator
 from .images import HeldPixels
 from .models.provider import ModelKey
 from .normalise import LAST, scope_of
-from .replies import only_choice
+from .replies import Choices, only_choice
 from .request import PromptRequest, RequestOptions
 
 # Fields of a body that name the agent, the first that is there. `user` comes last: one person may have several agents.
@@ -90,7 +90,7 @@ class RequestScope:
         parts = only_choice(self.generate_choices(request, arguments, progress_callback))
         return next(parts), parts
 
-    def generate_choices(self, request: PromptRequest, arguments: Any, progress_callback: Any) -> Iterator[tuple[int, Any]]:
+    def generate_choices(self, request: PromptRequest, arguments: Any, progress_callback: Any) -> Choices:
         """generate() for each choice of the request, as the generator does it. One of several that fails is not explained."""
         begun, is_counted = time.monotonic(), False
         try:

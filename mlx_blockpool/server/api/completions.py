@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import uuid
 from collections.abc import Iterable
+from contextlib import closing
 from dataclasses import replace
 from typing import Annotated, Any, Literal
 
@@ -157,15 +158,13 @@ class CompletionsEndpoint(Endpoint):
         """Generate all choices, and send them as a stream or whole."""
         kind = ChatRenderer if isinstance(parsed.request, ChatRequest) else TextRenderer
         choices = ChoicesRenderer(self._handler, parsed, kind, parsed.body.n)
-        parts = self._scope.generate_choices(parsed.request, parsed.arguments, self._progress)
-        try:
+        streams = parsed.body.stream
+        with closing(self._scope.generate_choices(parsed.request, parsed.arguments, self._progress)) as parts:
             for index, part in parts:
-                self._write_all(choices, choices.add(index, part), parsed.body.stream)
-            self._write_all(choices, choices.finish(), parsed.body.stream)
-            if not parsed.body.stream:
-                self._handler.send_json(200, choices.whole)
-        finally:
-            choices.stop()
+                self._write_all(choices, choices.add(index, part), streams)
+        self._write_all(choices, choices.finish(), streams)
+        if not streams:
+            self._handler.send_json(200, choices.whole)
         for reply in choices.replies:
             self._remember(parsed, reply)
 
@@ -173,7 +172,7 @@ class CompletionsEndpoint(Endpoint):
         self._replies = choices.has_begun
         if streams and self._replies:
             if not self._streams:
-                self._handler.start_stream()
+                self._handler.start_stream(self.stream_type)
                 self._streams = True
             for packet in packets:
                 self._write(packet)

@@ -197,11 +197,6 @@ class ChoicesRenderer:
         self.whole["choices"] = [{**self._whole_choice(index), "index": i} for i, index in enumerate(self._shown())]
         return ()
 
-    def stop(self) -> None:
-        """End the replies that go on."""
-        for context in self._contexts.values():
-            context.stop()
-
     def _finish(self, index: int) -> list[Packet]:
         self._ended.add(index)
         return list(self._choices[index].finish())
