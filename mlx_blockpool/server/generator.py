@@ -115,7 +115,8 @@ class BlockpoolGenerator(ResponseGenerator):  # type: ignore[misc]
         """The replies to a request: pairs of a choice's index and its context, then its Responses.
 
         The last part of a choice is None or the exception that has ended it, which leaves the others alone. Closing the iterator
-        ends what is left. Requests of one agent are queued in the order of their arrival. Raises what ModelRegistry.find() and PromptPreparation raise.
+        ends what is left. Requests of one agent are queued in the order of their arrival. Raises what ModelRegistry.find() and
+        PromptPreparation raise.
         """
         self.preparation.check(request, generation_args)
         args = replace(generation_args, model=self.registry.find(generation_args.model))
