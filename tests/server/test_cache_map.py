@@ -30,14 +30,14 @@ def two_conversations() -> Survey:
     blocks = [BlockState(0, 1, 1, 0), BlockState(1, 1, 1, 0), BlockState(2, 1, 1, 0), BlockState(3, 0, 1, 1)]
     blocks += [BlockState(4, 1, 0, 0), BlockState(8, 0, 0, 0)]
     group = Group("full", 100, blocks, {0: 0, 1: 1, 2: 2, 3: 3})
-    return Survey("m", [group], edges, {ANN: 2, BOB: 3}, [Running(ANN, [[0, 1, 2, 4]])])
+    return Survey("m", [group], edges, {ANN: 2, BOB: 3}, frozenset([BOB]), [Running(ANN, [[0, 1, 2, 4]])])
 
 
 def test_a_client_of_a_server_without_names_sees_all() -> None:
     found = render(two_conversations(), None)
     (group,) = found["groups"]
     assert (group["blocks"], group["states"]) == (6, "RRrprf")
-    assert found["agents"] == [ANN, BOB]
+    assert (found["agents"], found["pinned"]) == ([ANN, BOB], [1])
     starts = [(s["parent"], s["start"], s["end"], s["in_memory"], s["on_disk"], s["ends"]) for s in found["trie"]]
     assert starts == [
         (None, 0, 512, 512, 512, []),
@@ -59,6 +59,7 @@ def test_a_named_key_sees_its_own_alone() -> None:
     assert [(s["start"], s["end"], s["by"]) for s in ann["trie"]] == [(0, 768, "x")]
     assert [(s["start"], s["end"], s["by"]) for s in bob["trie"]] == [(0, 700, None)]
     assert "ann" not in json.dumps(bob)
+    assert [found["pinned"] for found in (ann, bob)] == [[], [0]]
     assert bob["groups"][0]["owned"][2] == -1
     nobody = render(two_conversations(), "carl")
     assert (nobody["groups"][0]["states"], nobody["trie"], nobody["agents"]) == ("ooooof", [], [])

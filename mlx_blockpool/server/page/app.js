@@ -11,32 +11,30 @@ import { drawTree, treeNote, usersOf } from "./tree.js";
 const BUSY = 500;
 const IDLE = 1000;
 const SOON = 300;
-// To measure an agent takes the server time: with many of them it is done less often.
-const slowly = () => Math.min(15000, Math.max(700, 30 * (state.agents ? state.agents.agents.length : 0)));
 const $ = (id) => document.getElementById(id);
 const state = {
   cache: null, map: null, agents: null, models: null, requests: [], hour: [], hits: {}, health: null,
   group: 0, model: null, selection: null, openAgent: null, openRequest: null, explained: {}, showsAll: false, showsRequests: false,
-  lost: null, speed: { tokens: null, prompt: null }, counts: [], preempted: 0, slow: 0, looked: 0, live: false, byAgent: false,
+  lost: null, speed: { tokens: null, prompt: null }, counts: [], preempted: 0, live: false, byAgent: false,
 };
 
 withKeys(askForKey);
 
 // -- what the server says ----------------------------------------------------------------------------------------------
 
-async function look(isSlow) {
+async function lookAtBlocks() {
   const query = state.model ? `?model=${encodeURIComponent(state.model)}` : "";
-  const fast = [call(`v1/cache/map${query}`), call("v1/cache")];
-  const slow = isSlow ? [call("v1/agents"), call("admin/models"), call("v1/cache/explain"), call("v1/cache/hour"), health()] : [];
-  const [map, cache, agents, models, explain, hour, well] = await Promise.all([...fast, ...slow]);
+  const [map, cache] = await Promise.all([call(`v1/cache/map${query}`), call("v1/cache")]);
   state.map = withNames(map);
-  const models_ = cache.models || {};
-  state.cache = models_[map.model] || cache;
+  state.cache = (cache.models || {})[map.model] || cache;
   measure(state.cache.engine || {});
-  if (isSlow) {
-    Object.assign(state, { agents, models, requests: explain.requests, hour: hour.minutes, hits: hour.agents, health: well });
-    for (const agent of agents.agents) withSizes(agent);
-  }
+}
+
+async function lookAtRest() {
+  const [agents, models, explain, hour, well] = await Promise.all(
+    [call("v1/agents"), call("admin/models"), call("v1/cache/explain"), call("v1/cache/hour"), health()]);
+  for (const agent of agents.agents) withSizes(agent);
+  Object.assign(state, { agents, models, requests: explain.requests, hour: hour.minutes, hits: hour.agents, health: well });
 }
 
 /** Agents by their names as people read them, and the agents of each segment. */
@@ -137,42 +135,50 @@ function drawGroups() {
 
 // -- the loop ----------------------------------------------------------------------------------------------------------
 
-let wake = () => {};
-const sleep = (milliseconds) => new Promise((resolve) => {
-  const timer = setTimeout(resolve, milliseconds);
-  wake = () => (clearTimeout(timer), resolve());
-});
+/** Look again and again, with pauses that wake() ends. */
+class Loop {
+  constructor(look, pause) {
+    this.look = look;
+    this.pause = pause;
+    this.began = 0;
+    this.lost = null;
+    this.wake = () => {};
+  }
 
-/** Look again soon, at everything. */
-function refresh() {
-  state.slow = 0;
-  wake();
+  async run() {
+    for (;;) {
+      if (document.hidden) await new Promise((resolve) => document.addEventListener("visibilitychange", resolve, { once: true }));
+      this.began = performance.now();
+      try {
+        await this.look();
+        this.lost = null;
+      } catch (failure) {
+        this.lost = failure.message;
+      }
+      state.lost = blocks.lost || rest.lost;
+      draw();
+      // At most half of the time is spent on looking, however slowly the server answers.
+      const timer = setTimeout(() => this.wake(), Math.max(performance.now() - this.began, this.pause()));
+      await new Promise((resolve) => (this.wake = resolve));
+      clearTimeout(timer);
+    }
+  }
 }
 
-async function loop() {
-  for (;;) {
-    if (document.hidden) await new Promise((resolve) => document.addEventListener("visibilitychange", resolve, { once: true }));
-    const start = performance.now();
-    const isSlow = start >= state.slow;
-    state.looked = start;
-    try {
-      await look(isSlow);
-      if (isSlow) state.slow = start + slowly();
-      state.lost = null;
-    } catch (failure) {
-      state.lost = failure.message;
-      state.slow = 0;
-    }
-    draw();
-    // At most half of the time is spent on looking, however slow the server answers.
-    await sleep(Math.max(performance.now() - start, state.map && state.map.requests.length ? BUSY : IDLE));
-  }
+const blocks = new Loop(lookAtBlocks, () => (state.map && state.map.requests.length ? BUSY : IDLE));
+// To measure an agent takes the server time: with many of them it is done less often.
+const rest = new Loop(lookAtRest, () => Math.min(15000, Math.max(700, 30 * (state.agents ? state.agents.agents.length : 0))));
+
+/** Look again at once, at everything. */
+function refresh() {
+  blocks.wake();
+  rest.wake();
 }
 
 /** Look again, but not sooner after the last look than SOON. */
 function soon() {
   clearTimeout(soon.timer);
-  soon.timer = setTimeout(() => wake(), Math.max(0, state.looked + SOON - performance.now()));
+  soon.timer = setTimeout(() => blocks.wake(), Math.max(0, blocks.began + SOON - performance.now()));
 }
 
 /** What an event tells of is looked at as soon as it comes. */
@@ -189,5 +195,6 @@ async function follow() {
 }
 
 $("forget").onclick = forgetKey;
-loop();
+blocks.run();
+rest.run();
 follow();

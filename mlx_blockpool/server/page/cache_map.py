@@ -150,7 +150,7 @@ class _Pending:
 
 # -- what one client sees ----------------------------------------------------------------------------------------------
 
-_EMPTY: dict[str, Any] = {"agents": [], "groups": [], "trie": [], "left_out": 0}
+_EMPTY: dict[str, Any] = {"agents": [], "pinned": [], "groups": [], "trie": [], "left_out": 0}
 
 
 def render(found: Survey, owner: str | None) -> dict[str, Any]:
@@ -159,6 +159,7 @@ def render(found: Survey, owner: str | None) -> dict[str, Any]:
     tree = _Tree(found.edges, users)
     return {
         "agents": [own_name(name) if owner is not None else name for name in users.names],
+        "pinned": [number for number, name in enumerate(users.names) if name in found.pinned],
         "groups": [
             {
                 "name": group.name,

@@ -138,6 +138,8 @@ export function agents({ listed, map, hits, selection, open, onOpen, showsAll, o
         const number = map.agents.indexOf(agent.name);
         const isOpen = open === agent.name;
         const hit = hits[agent.name];
+        // The map is newer.
+        const isPinned = number < 0 ? agent.pinned : map.pinned.includes(number);
         const { own_bytes: own, shared_bytes: common } = agent.memory;
         return [
           h("tr", { key: agent.name, class: selection && selection.agent === number && number >= 0 ? "is-chosen" : "" },
@@ -145,7 +147,7 @@ export function agents({ listed, map, hits, selection, open, onOpen, showsAll, o
               h("button", { type: "button", class: "name", title: agent.shown, "aria-expanded": isOpen ? "true" : "false", onclick: () => onOpen(isOpen ? null : agent.name, number) }, map.label(agent.name)),
               agent.running > 0 && h("span", { class: "chip chip-decode" }, "running"),
               agent.waiting > 0 && h("span", { class: "chip chip-waiting" }, "waiting"),
-              agent.pinned && h("span", { class: "chip chip-pinned" }, "pinned"),
+              isPinned && h("span", { class: "chip chip-pinned" }, "pinned"),
               !agent.loaded && h("span", { class: "chip" }, "not loaded"),
               agent.loaded && agent.tokens > 0 && !agent.tokens_in_memory && h("span", { class: "chip" }, "on disk")),
             h("td", { class: "figure" }, short(agent.tokens)),
@@ -153,21 +155,21 @@ export function agents({ listed, map, hits, selection, open, onOpen, showsAll, o
               meter([["c", own], ["s", common]], largest, `${bytes(own)} of its own, ${bytes(common)} shared`)),
             h("td", { class: "figure" }, hit ? share(hit.cached_tokens, hit.prompt_tokens) : "–"),
             h("td", { class: "figure" }, ago(agent.used).replace(" ago", ""))),
-          isOpen && h("tr", { key: `${agent.name} open`, class: "more" }, h("td", { colspan: 5 }, details(agent, refresh))),
+          isOpen && h("tr", { key: `${agent.name} open`, class: "more" }, h("td", { colspan: 5 }, details(agent, isPinned, refresh))),
         ];
       }))),
     sorted.length > MOST_AGENTS && h("button", { type: "button", class: "quiet", onclick: onShowAll }, showsAll ? "Show fewer" : `Show all ${count(sorted.length)}`),
   ];
 }
 
-function details(agent, refresh) {
+function details(agent, isPinned, refresh) {
   const by = agent.by === "content" ? "known by how its chat begins; the client names no agent" : "named by its client";
   const resumes = agent.resumes_from_memory ? `continues from token ${count(agent.resumes_from_memory)} in memory`
     : agent.resumes_from_disk ? `continues from token ${count(agent.resumes_from_disk)} on disk` : "nothing to continue from";
   return [
     h("p", {}, `${agent.shown}, ${by}. Its next request ${resumes}. In memory ${bytes(agent.memory.own_bytes)} of its own and ${bytes(agent.memory.shared_bytes)} shared; ` +
       `on disk ${bytes(agent.disk.own_bytes)} and ${bytes(agent.disk.shared_bytes)}. Model ${agent.model}; begun ${ago(agent.created)}.`),
-    h("div", { class: "acts" }, ["save", "fork", agent.pinned ? "unpin" : "pin", "delete"].map((name) => button(name, agent, AGENT_ACTS, refresh))),
+    h("div", { class: "acts" }, ["save", "fork", isPinned ? "unpin" : "pin", "delete"].map((name) => button(name, agent, AGENT_ACTS, refresh))),
   ];
 }
 

@@ -63,12 +63,17 @@ class Group:
 
 @dataclass
 class Survey:
-    """`ends`: by agent the index of the last cached edge of its path. `left_out`: edges on disk that were not read."""
+    """A model at one moment.
+
+    ends:      by agent the index of the last cached edge of its path. pinned: agents that have a pin.
+    left_out:  edges on disk that were not read.
+    """
 
     model: str
     groups: list[Group] = field(default_factory=list)
     edges: list[Edge] = field(default_factory=list)
     ends: dict[str, int] = field(default_factory=dict)
+    pinned: frozenset[str] = frozenset()
     running: list[Running] = field(default_factory=list)
     left_out: int = 0
 
@@ -83,6 +88,7 @@ def survey(served: LoadedModel, found: Survey) -> Iterator[None]:
     numbers: dict[Node, int] = {}
     yield from _read_trie(prefix, found, numbers)
     agents = [] if served.agents is None else served.agents.known()
+    found.pinned = frozenset(served.agents.pinned if served.agents is not None else ())
     for count, agent in enumerate(agents):
         node = prefix.index.trie.deepest(path_of(agent))
         if node in numbers:
