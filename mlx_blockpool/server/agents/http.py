@@ -21,6 +21,7 @@ from ..access import as_owner_sees, noted_name, without_folders
 from ..bodies import parse_json
 from ..incoming import file_deadline
 from ..scope import RequestScope
+from ..validation import Body, Text, validated
 from . import transfer
 from .listing import listing
 from .service import AgentService, RefusedError, checked_name
@@ -40,6 +41,10 @@ ACTS: dict[str, Callable[[AgentService, str], Report]] = {
     "restore": transfer.restore,
 }
 MOVES: dict[str, Callable[[AgentService, str, str], Report]] = {"fork": AgentService.fork, "rename": AgentService.rename}
+
+
+class NewName(Body):
+    to: Text
 
 
 class AgentsEndpoint:
@@ -107,12 +112,10 @@ class AgentsEndpoint:
     def _new_name(self) -> str:
         length = self._length()
         try:
-            body = parse_json(self._handler.rfile.read(length))
+            body = validated(NewName, parse_json(self._handler.rfile.read(length)))
         except ValueError as error:
-            raise RefusedError(400, f'The body is not JSON: {error}. Send an object such as {{"to": "a name"}}.') from error
-        if not isinstance(body, dict) or "to" not in body:
-            raise RefusedError(400, 'The body needs a "to": send an object such as {"to": "a name"}.')
-        return self._noted(body["to"])
+            raise RefusedError(400, f'{error}. Send an object such as {{"to": "a name"}}.') from error
+        return self._noted(body.to)
 
     def _length(self) -> int:
         length = self._handler.headers.get("Content-Length", "")
