@@ -25,7 +25,8 @@ from .agents.http import PATH as AGENTS
 from .agents.http import AgentsEndpoint
 from .api.anthropic import MESSAGES, MessagesEndpoint, is_models
 from .api.completions import CompletionsEndpoint
-from .api.errors import EMBEDDINGS, NO_EMBEDDINGS, anthropic_error, in_shape, is_below, is_openai, openai_error, openai_status
+from .api.embeddings import EMBEDDINGS, EmbeddingsEndpoint
+from .api.errors import anthropic_error, in_shape, is_below, is_openai, openai_error, openai_status
 from .api.ollama import OLLAMA, RUNNING, OllamaEndpoint
 from .api.responses import RESPONSES, ResponsesEndpoint
 from .api.tokenizer import PATHS as TOKENIZER_PATHS
@@ -294,7 +295,7 @@ class BlockpoolHandler(APIHandler):  # type: ignore[misc]
             elif self.route in TOKENIZER_PATHS:
                 TokenizerEndpoint(self).post()
             elif self.route == EMBEDDINGS:
-                self.send_json(501, {"error": NO_EMBEDDINGS})
+                EmbeddingsEndpoint(self).post()
             else:
                 self._unknown_path()
 

@@ -109,6 +109,7 @@ OLLAMA_CHAT: dict[str, Any] = {
     ],
     "tools": [{"type": "function", "function": FUNCTION}],
 }  # fmt: skip
+EMBEDDED = {"input": ["Hello", "you"], "dimensions": 4, "encoding_format": "float"}
 OLLAMA_PROMPT = {"prompt": "Hello", "system": "Be brief.", "raw": False, "options": {"num_predict": 2}, "suffix": ""}
 ACTS = ("pin", "unpin", "fork", "rename", "save", "restore", "import", "export", "nothing")
 AGENTS = ("fuzz", "ann", "scout", "%00", "..", "%2e%2e%2fx", "a%20b", "%ff", "\xe9", "x" * 300, "content-3f2a9c", "")
@@ -143,8 +144,8 @@ ENDPOINTS: dict[str, tuple[tuple[str, ...], tuple[str, ...], tuple[dict[str, Any
         (TOKENS, {"prompt": "Hello", "add_special_tokens": False}, {"tokens": [1, 2, 3]}, TOKENIZED_CHAT),
     ),
     "ollama": (
-        POST, ("/api/chat", "/api/generate", "/api/show"),
-        (OLLAMA_CHAT, {**OLLAMA_CHAT, "stream": True, "tools": None}, OLLAMA_PROMPT, {"name": "default_model", "verbose": True}),
+        POST, ("/api/chat", "/api/generate", "/api/show", "/api/embed", "/v1/embeddings"),
+        (OLLAMA_CHAT, EMBEDDED, {**OLLAMA_CHAT, "stream": True, "tools": None}, OLLAMA_PROMPT, {"name": "default_model", "verbose": True}),
     ),
     "agents": (
         ("POST", "POST", "POST", "GET", "DELETE", "HEAD"),

@@ -161,7 +161,7 @@ def test_a_probe_finds_a_server(well: Client) -> None:
         ("/api/generate", {"prompt": "a", "context": [1]}, 400, "context: this server takes no contexts of earlier replies"),
         ("/api/generate", {"prompt": "a", "model": "no/such"}, 404, "Found no model 'no/such'"),
         ("/api/show", {"model": "no/such"}, 404, "Found no model 'no/such'"),
-        ("/api/embed", {"input": "a"}, 501, "This server has no embeddings"),
+        ("/api/embed", {"input": "a"}, 501, "gives no embeddings"),
         ("/api/pull", {"model": "a"}, 501, "Models are not managed over this API"),
         ("/api/nothing", {}, 404, "Unknown path /api/nothing"),
         ("/api/nothing", None, 404, "Unknown path /api/nothing"),

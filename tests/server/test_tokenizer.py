@@ -87,12 +87,6 @@ def test_what_cannot_be_done_is_named(path: str, body: dict[str, Any], says: str
     assert says in answer["error"]["message"]
 
 
-def test_embeddings_are_refused_with_what_to_do(well: Client) -> None:
-    status, answer = well.send("/v1/embeddings", {"input": "Hello"})
-    assert status == 501
-    assert "server for an embedding model" in answer["error"]["message"]
-
-
 def test_a_piece_that_is_no_text_by_itself_is_its_bytes() -> None:
     renderer = PromptRenderer(load_tokenizer(Path(model_path())))
     said = "A caf\u00e9 \U0001f40d<|im_end|>"

@@ -36,12 +36,7 @@ STATUSES: tuple[tuple[type[Exception], int, int], ...] = (
     (Exception, 400, 400),
 )
 # OpenAI's endpoints whose errors are raised outside of an Endpoint.
-EMBEDDINGS = "/v1/embeddings"
-OPENAI_PATHS = ("/v1/chat/completions", "/chat/completions", "/v1/completions", "/v1/models", EMBEDDINGS)
-NO_EMBEDDINGS = (
-    "This server has no embeddings: mlx-lm loads models that generate text, and none that are made for embeddings. "
-    "Run a server for an embedding model beside this one, and give its URL to the client as that of its embeddings."
-)
+OPENAI_PATHS = ("/v1/chat/completions", "/chat/completions", "/v1/completions", "/v1/models", "/v1/embeddings")
 
 
 class StatusError(Exception):

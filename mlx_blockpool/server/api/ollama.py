@@ -13,8 +13,9 @@ from ...errors import ModelNotFoundError
 from ..models.http import COMMANDS, ModelsEndpoint
 from ..request import ParsedRequest
 from ..validation import validated
+from .embeddings import EmbedBody, texts_of, vectors_of
 from .endpoint import Endpoint
-from .errors import NO_EMBEDDINGS, StatusError, openai_status
+from .errors import StatusError, openai_status
 from .ollama_body import Named, ReplyBody
 from .ollama_models import OllamaModels
 from .ollama_reply import OllamaRenderer, written_now
@@ -67,12 +68,12 @@ class OllamaEndpoint(Endpoint):
         elif route == SHOW:
             name = validated(Named, self._body()).id
             self._handler.send_json(200, OllamaModels(self._scope.generator).show(name))
+        elif route in EMBEDS:
+            self._embed(route)
         else:
             self._unknown()
 
     def _unknown(self) -> None:
-        if self._handler.route in EMBEDS:
-            raise StatusError(501, NO_EMBEDDINGS)
         if self._handler.route in MANAGES:
             why = "Models are not managed over this API: give serve --model, --allow-models or --allow-downloads"
             raise StatusError(501, f"{why}, and requests load the models that they name.")
@@ -99,6 +100,17 @@ class OllamaEndpoint(Endpoint):
         reason = "unload" if given.unloads else "load"
         packet = {"model": self._name, "created_at": written_now(), **said, "done": True, "done_reason": reason}
         self._handler.send_json(200, packet)
+
+    def _embed(self, route: str) -> None:
+        given = validated(EmbedBody, self._body())
+        wanted = given.prompt if route == EMBEDS[1] else given.input
+        vectors, count = vectors_of(self._handler, given.id, texts_of(wanted), given.dimensions)
+        duration = time.monotonic_ns() - self._arrived
+        figures = {"total_duration": duration, "load_duration": 0, "prompt_eval_count": count}
+        name = given.model or given.name or given.id
+        self._handler.send_json(
+            200, {"embedding": vectors[0]} if route == EMBEDS[1] else {"model": name, "embeddings": vectors, **figures}
+        )
 
     def _render(self, parsed: ParsedRequest, context: Any) -> OllamaRenderer:
         return OllamaRenderer(parsed, context, self._name, self._handler.route == CHAT, self._arrived)

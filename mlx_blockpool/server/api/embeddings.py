@@ -1,0 +1,123 @@
+"""POST /v1/embeddings, and Ollama's /api/embed and /api/embeddings: bodies, and vectors in the shape of each protocol.
+
+For one request, on the socket's thread.
+"""
+
+from __future__ import annotations
+
+import base64
+import json
+import struct
+from typing import Annotated, Any, Literal
+
+from pydantic import AfterValidator, Field
+
+from ...mlx_lm_compat import ModelDescription
+from ..bodies import InvalidRequestError
+from ..embedding import NoEmbeddingsError, embed
+from ..models.http import COMMANDS, ModelsEndpoint
+from ..prompts.job import TokenizerJob, TokenizerSource
+from ..validation import Body, Int, List, Text, TextOr, validated
+from .endpoint import Endpoint
+from .errors import StatusError, openai_answer
+from .ollama_body import Named
+from .reply import Json
+
+EMBEDDINGS = "/v1/embeddings"
+# As many as OpenAI takes.
+MOST_TEXTS = 2048
+
+Token = Annotated[Int, Field(ge=0, lt=2**31)]
+
+
+def _not_empty(value: Any) -> Any:
+    if not value:
+        raise ValueError("Input should not be empty")
+    return value
+
+
+class EmbeddingsBody(Body):
+    """OpenAI's. `input`: a text, texts, the tokens of a text, or of texts."""
+
+    model: Text = "default_model"
+    input: Annotated[TextOr[List[Any]], AfterValidator(_not_empty)]
+    encoding_format: Literal["float", "base64"] = "float"
+    dimensions: Annotated[Int, Field(ge=1)] | None = None
+
+
+class TextsBody(Body):
+    """Each item by itself, so that an error names its place."""
+
+    input: Annotated[List[TextOr[List[Token]]], Field(max_length=MOST_TEXTS)]
+
+
+class EmbedBody(Named):
+    """Ollama's. /api/embeddings reads `prompt`."""
+
+    input: TextOr[List[Text]] = ""
+    prompt: Text = ""
+    dimensions: Annotated[Int, Field(ge=1)] | None = None
+
+
+def texts_of(given: Any) -> list[str | list[int]]:
+    """The texts of an `input`, each as text or tokens. Raises InvalidRequestError."""
+    several = [given] if isinstance(given, str) or all(type(item) is int for item in given) else given
+    texts = validated(TextsBody, {"input": several}).input
+    for i, text in enumerate(texts):
+        if not text:
+            raise InvalidRequestError(f"input[{i}]", "Input should not be empty")
+    return texts
+
+
+def vectors_of(handler: Any, model: str, texts: list[str | list[int]], size: int | None) -> tuple[list[list[float]], int]:
+    """A vector for each text of `handler`'s request, and the tokens of all texts. Loads the model if it is not loaded.
+
+    Raises StatusError for a model without embeddings, and what loading a model and tokenizing raise.
+    """
+    generator = handler.scope.generator
+    wanted = ModelDescription(model, "default_model", None)
+    key = generator.registry.find(wanted)
+    if key not in generator.registry.loaded:
+        ModelsEndpoint(generator).command(COMMANDS[0], json.dumps({"model": model}).encode())
+    parts = [[text] if isinstance(text, str) else text for text in texts]
+    tokens = [
+        generator.preparation.convert(TokenizerJob(TokenizerSource("", {}), parts=list(own)), wanted).tokens for own in parts
+    ]
+    if [] in tokens:
+        raise InvalidRequestError(f"input[{tokens.index([])}]", "Input should have at least one token")
+    try:
+        vectors = embed(generator, key, tokens, handler.connection)
+    except NoEmbeddingsError as error:
+        name = generator.registry.catalog.id_of(key.model)
+        advice = (
+            "Name an embedding model in mlx-lm's format, and allow it with --allow-models, or run a server for one beside this."
+        )
+        raise StatusError(501, f"{name} gives no embeddings: {error}. {advice}") from error
+    return [shortened(vector, size) for vector in vectors], sum(map(len, tokens))
+
+
+def shortened(vector: list[float], size: int | None) -> list[float]:
+    """The first `size` values, with length 1. Raises InvalidRequestError for more than there are."""
+    if size is None or size == len(vector):
+        return vector
+    if size > len(vector):
+        raise InvalidRequestError("dimensions", f"the model's vectors have {len(vector):,} values; found {size:,}")
+    length = sum(value * value for value in vector[:size]) ** 0.5 or 1.0
+    return [value / length for value in vector[:size]]
+
+
+class EmbeddingsEndpoint(Endpoint):
+    """Answers one request of `handler`. Only a client that is gone lets it raise: ConnectionError."""
+
+    def _post(self) -> None:
+        given = validated(EmbeddingsBody, self._body())
+        vectors, count = vectors_of(self._handler, given.model, texts_of(given.input), given.dimensions)
+        written: list[Any] = vectors
+        if given.encoding_format == "base64":
+            written = [base64.b64encode(struct.pack(f"<{len(vector)}f", *vector)).decode() for vector in vectors]
+        data = [{"object": "embedding", "index": i, "embedding": vector} for i, vector in enumerate(written)]
+        usage = {"prompt_tokens": count, "total_tokens": count}
+        self._handler.send_json(200, {"object": "list", "data": data, "model": given.model, "usage": usage})
+
+    def _error(self, error: Exception) -> tuple[int, Json]:
+        return openai_answer(error)

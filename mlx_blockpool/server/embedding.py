@@ -1,0 +1,156 @@
+"""Embeddings by models that are made for them: a text's hidden states, pooled into one vector as the model's folder says.
+
+The folder is one of sentence-transformers: modules.json names a pooling, and perhaps a normalisation. A text is computed in
+chunks on the generation thread, one text of all clients at a time, and while replies run they get as much time between the chunks.
+"""
+
+from __future__ import annotations
+
+import socket
+import threading
+import time
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import mlx.core as mx
+from mlx_lm.models.cache import make_prompt_cache
+
+from ..claims import read_json
+from ..errors import LoadError, RequestTooLargeError, TooManyPositionsError
+from .jobs import run_on_generation_thread
+from .models.provider import ModelKey
+from .replies import has_hung_up
+
+# One text at a time: its keys and values are beside the pool.
+_computing = threading.Lock()
+
+CHUNK_TOKENS = 256
+MOST_TOKENS = 32_768
+MODULES = "modules.json"
+MAX_FILE_BYTES = 1 << 20
+POOLINGS = {"pooling_mode_lasttoken": "last", "pooling_mode_mean_tokens": "mean", "pooling_mode_cls_token": "first"}
+# The same in files of newer versions.
+MODES = {"lasttoken": "last", "mean": "mean", "cls": "first"}
+
+
+class NoEmbeddingsError(Exception):
+    """The model is not one for embeddings, or one of a kind that is not supported."""
+
+
+@dataclass(frozen=True)
+class Pooling:
+    """How hidden states become a vector. kind: the last or the first state, or the mean of all."""
+
+    kind: str
+    normalises: bool
+
+
+def pooling_of(folder: Path) -> Pooling:
+    """The pooling of a model's folder. Raises NoEmbeddingsError for a model without."""
+    try:
+        modules = read_json(folder / MODULES, MAX_FILE_BYTES)
+        kinds = [str(module["type"]).rpartition(".")[2] for module in modules]
+        (path,) = [module["path"] for module, kind in zip(modules, kinds, strict=True) if kind == "Pooling"]
+        config = read_json(folder / _plain(path) / "config.json", MAX_FILE_BYTES)
+        given = [kind for name, kind in POOLINGS.items() if config.get(name)]
+        given = [MODES[config["pooling_mode"]]] if "pooling_mode" in config else given
+    except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
+        raise NoEmbeddingsError("it has no pooling in a modules.json, as embedding models have") from error
+    others = set(kinds) - {"Transformer", "Pooling", "Normalize"}
+    if others or len(given) != 1:
+        what = f"its modules {', '.join(sorted(others))}" if others else "its pooling"
+        raise NoEmbeddingsError(f"{what} cannot be computed here")
+    return Pooling(given[0], "Normalize" in kinds)
+
+
+def _plain(path: Any) -> str:
+    """A folder's name; anything else could lead out of the model's folder."""
+    if not isinstance(path, str) or Path(path).name != path:
+        raise ValueError("no folder of the model")
+    return path
+
+
+def embed(generator: Any, key: ModelKey, texts: list[list[int]], connection: socket.socket) -> list[list[float]]:
+    """The vector of each text, by its tokens. On the socket's thread.
+
+    Raises NoEmbeddingsError, RequestTooLargeError, LoadError if the model is unloaded meanwhile, and ConnectionAbortedError once
+    the client has hung up.
+    """
+    vectors = []
+    for tokens in texts:
+        with _computing:
+            vectors.append(_vector(generator, key, tokens, connection))
+    return vectors
+
+
+def _vector(generator: Any, key: ModelKey, tokens: list[int], connection: socket.socket) -> list[float]:
+    text = run_on_generation_thread(generator, lambda: EmbeddedText(generator, key, tokens))
+    while not text.is_whole:
+        if has_hung_up(connection):
+            raise ConnectionAbortedError("the client hung up")
+        start = time.monotonic()
+        run_on_generation_thread(generator, text.advance)
+        if generator.has_waiting:
+            time.sleep(time.monotonic() - start)
+    return run_on_generation_thread(generator, text.vector)
+
+
+class EmbeddedText:
+    """One text on its way through a model. Owned by the generation thread."""
+
+    def __init__(self, generator: Any, key: ModelKey, tokens: list[int]) -> None:
+        self._registry, self._key, self._tokens = generator.registry, key, tokens
+        served = self._served()
+        if served.positions is not None and len(tokens) > served.positions:
+            raise TooManyPositionsError(len(tokens), served.positions)
+        if len(tokens) > MOST_TOKENS:
+            raise RequestTooLargeError(len(tokens), MOST_TOKENS)
+        self._pooling = pooling_of(served.provider.folder)
+        self._network = served.provider.model
+        self._states = _states_of(self._network)
+        self._caches: Any = make_prompt_cache(self._network)
+        self._done = 0
+        self._sum: Any = None
+
+    @property
+    def is_whole(self) -> bool:
+        return self._done == len(self._tokens)
+
+    def advance(self) -> None:
+        """Compute the next chunk."""
+        served = self._served()
+        served.used = self._registry.queue.clock()
+        chunk = self._tokens[self._done : self._done + CHUNK_TOKENS]
+        states = self._states(mx.array([chunk]), cache=self._caches)[0].astype(mx.float32)
+        if self._pooling.kind == "mean":
+            self._sum = states.sum(axis=0) + (0 if self._sum is None else self._sum)
+        elif self._pooling.kind == "last" or self._sum is None:
+            self._sum = states[-1 if self._pooling.kind == "last" else 0]
+        mx.eval(self._sum, [cache.state for cache in self._caches])
+        self._done += len(chunk)
+
+    def vector(self) -> list[float]:
+        """The text's vector; the text is no longer in memory afterwards."""
+        self._caches = self._network = self._states = None  # type: ignore[assignment]
+        vector, self._sum = self._sum, None
+        if self._pooling.kind == "mean":
+            vector = vector / len(self._tokens)
+        if self._pooling.normalises:
+            vector = vector / mx.maximum(mx.linalg.norm(vector), 1e-12)
+        return [float(value) for value in vector.tolist()]
+
+    def _served(self) -> Any:
+        served = self._registry.loaded.get(self._key)
+        if served is None or served.provider.model is not getattr(self, "_network", served.provider.model):
+            raise LoadError("The model was unloaded in the meantime. Try again.")
+        return served
+
+
+def _states_of(network: Any) -> Callable[..., Any]:
+    """The part of a model that returns hidden states, before the vocabulary."""
+    states = getattr(getattr(network, "language_model", network), "model", None)
+    if not callable(states):
+        raise NoEmbeddingsError("mlx-lm's code for it has no part that ends before the vocabulary")
+    return states  # type: ignore[no-any-return]

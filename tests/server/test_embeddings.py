@@ -1,0 +1,153 @@
+"""Embeddings: the vectors of a model that is made for them, over every protocol, and the refusal of one that is not."""
+
+from __future__ import annotations
+
+import base64
+import json
+import shutil
+import struct
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import mlx.core as mx
+import ollama
+import pytest
+from mlx_lm import load
+
+from mlx_blockpool.server.api.embeddings import shortened
+from mlx_blockpool.server.bodies import InvalidRequestError
+from mlx_blockpool.server.embedding import CHUNK_TOKENS, NoEmbeddingsError, Pooling, pooling_of
+from server.scripted import openai_client
+from server.serving import Client, at_once, blockpool_server
+
+SHORT, LONG = "What is a block?", "Agents share the beginning of their prompts. " * 12
+
+
+def write_pooling(folder: Path, mode: str, *more: str) -> Path:
+    kinds = ["Transformer", "Pooling", *more]
+    types = [{"idx": i, "type": f"sentence_transformers.models.{kind}", "path": f"{i}_{kind}"} for i, kind in enumerate(kinds)]
+    (folder / "modules.json").write_text(json.dumps(types))
+    (folder / "1_Pooling").mkdir(exist_ok=True)
+    (folder / "1_Pooling/config.json").write_text(json.dumps({"pooling_mode_cls_token": False, mode: True}))
+    return folder
+
+
+@pytest.fixture(scope="module")
+def folder(agent: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    folder = tmp_path_factory.mktemp("embedding") / "embedder"
+    shutil.copytree(agent, folder)
+    return write_pooling(folder, "pooling_mode_lasttoken", "Normalize")
+
+
+@pytest.fixture(scope="module")
+def embedder(folder: Path) -> Iterator[Client]:
+    with blockpool_server(folder, "--pool-bytes", "20MB") as running:
+        yield running
+
+
+@pytest.fixture(scope="module")
+def states(folder: Path) -> Any:
+    """states(text): the hidden states that the model has of a text, computed in one piece."""
+    model, tokenizer = load(str(folder))[:2]
+    return lambda text: model.model(mx.array([tokenizer.encode(text)]))[0]
+
+
+def expected(states: Any, text: str) -> list[float]:
+    last = states(text)[-1]
+    return list((last / mx.linalg.norm(last)).tolist())
+
+
+def test_vectors_are_the_models_last_states(embedder: Client, states: Any) -> None:
+    assert len(states(LONG)) > 2 * CHUNK_TOKENS
+    with openai_client(embedder) as gpt:
+        answer = gpt.embeddings.create(model="default_model", input=[SHORT, LONG])
+        one = gpt.embeddings.create(model="default_model", input=SHORT, encoding_format="float")
+    for data, text in zip(answer.data, (SHORT, LONG), strict=True):
+        assert data.embedding == pytest.approx(expected(states, text), abs=1e-5)
+    assert one.data[0].embedding == pytest.approx(answer.data[0].embedding, abs=1e-6)
+    assert answer.usage.prompt_tokens == len(states(SHORT)) + len(states(LONG))
+    assert [data.index for data in answer.data] == [0, 1]
+    embedder.settle()
+
+
+def test_the_other_shapes(embedder: Client, states: Any) -> None:
+    vector = expected(states, SHORT)
+    client = ollama.Client(host=f"http://127.0.0.1:{embedder.port}")
+    embedded = client.embed("default_model", [SHORT, LONG])
+    assert list(embedded.embeddings[0]) == pytest.approx(vector, abs=1e-5)
+    assert embedded.prompt_eval_count == len(states(SHORT)) + len(states(LONG))
+    assert list(client.embeddings("default_model", SHORT).embedding) == pytest.approx(vector, abs=1e-5)
+    tokens = embedder.send("/tokenize", {"prompt": SHORT})[1]["tokens"]
+    for given in (tokens, [tokens]):
+        status, answer = embedder.send("/v1/embeddings", {"input": given, "encoding_format": "base64"})
+        assert status == 200
+        packed = base64.b64decode(answer["data"][0]["embedding"])
+        assert list(struct.unpack(f"<{len(vector)}f", packed)) == pytest.approx(vector, abs=1e-5)
+    status, answer = embedder.send("/v1/embeddings", {"input": SHORT, "dimensions": 4})
+    assert answer["data"][0]["embedding"] == pytest.approx(shortened(vector, 4), abs=1e-5)
+
+
+def test_replies_and_vectors_at_once_are_those_of_each_alone(embedder: Client, states: Any) -> None:
+    chat = [{"role": "user", "content": "Hello"}]
+    alone = embedder.chat(chat, max_tokens=20)["choices"][0]["message"]
+    jobs = [lambda: embedder.chat(chat, max_tokens=20), lambda: embedder.send("/v1/embeddings", {"input": [LONG] * 2})] * 2
+    found = at_once(jobs)
+    assert [found[i]["choices"][0]["message"] for i in (0, 2)] == [alone] * 2
+    for _, answer in (found[1], found[3]):
+        assert answer["data"][1]["embedding"] == pytest.approx(expected(states, LONG), abs=1e-5)
+    embedder.settle()
+
+
+@pytest.mark.parametrize(
+    ("body", "status", "says"),
+    [
+        ({"input": ""}, 400, "input: Input should not be empty"),
+        ({"input": ["a", ""]}, 400, "input[1]: Input should not be empty"),
+        ({"input": [1.5]}, 400, "input[0]"),
+        ({"input": "a", "dimensions": 10_000}, 400, "dimensions: the model's vectors have"),
+        ({"input": "a", "model": "no/such"}, 404, "There is no model"),
+        ({"input": [[99_999_999]]}, 400, "vocabulary has no token 99999999"),
+        ({"input": [[1] * 40_000]}, 400, "40000"),
+    ],
+)
+def test_what_cannot_be_done_is_named(body: dict[str, Any], status: int, says: str, embedder: Client) -> None:
+    found, answer = embedder.send("/v1/embeddings", body)
+    assert (found, says in answer["error"]["message"]) == (status, True), answer
+
+
+def test_a_model_for_text_is_refused_with_what_to_do(well: Client) -> None:
+    status, answer = well.send("/v1/embeddings", {"input": "Hello"})
+    assert status == 501
+    assert "gives no embeddings: it has no pooling in a modules.json" in answer["error"]["message"]
+    assert "--allow-models" in answer["error"]["message"]
+    assert well.send("/api/embed", {"input": "Hello"})[0] == 501
+
+
+def test_the_pooling_is_that_of_the_folder(tmp_path: Path) -> None:
+    assert pooling_of(write_pooling(tmp_path, "pooling_mode_mean_tokens")) == Pooling("mean", False)
+    assert pooling_of(write_pooling(tmp_path, "pooling_mode_cls_token", "Normalize")) == Pooling("first", True)
+    (tmp_path / "1_Pooling/config.json").write_text('{"pooling_mode": "lasttoken"}')
+    assert pooling_of(tmp_path) == Pooling("last", True)
+    with pytest.raises(NoEmbeddingsError, match="Dense"):
+        pooling_of(write_pooling(tmp_path, "pooling_mode_mean_tokens", "Dense"))
+    for path in ("../elsewhere", "/etc", 3):
+        (tmp_path / "modules.json").write_text(json.dumps([{"type": "x.Pooling", "path": path}]))
+        with pytest.raises(NoEmbeddingsError):
+            pooling_of(tmp_path)
+
+
+def test_a_mean_is_that_of_all_chunks(embedder: Client, folder: Path, states: Any) -> None:
+    write_pooling(folder, "pooling_mode_mean_tokens")
+    try:
+        _, answer = embedder.send("/v1/embeddings", {"input": LONG})
+    finally:
+        write_pooling(folder, "pooling_mode_lasttoken", "Normalize")
+    assert answer["data"][0]["embedding"] == pytest.approx(states(LONG).mean(axis=0).tolist(), abs=1e-5)
+
+
+def test_a_shorter_vector_has_length_one() -> None:
+    assert shortened([3.0, 4.0, 12.0], 2) == pytest.approx([0.6, 0.8])
+    assert shortened([3.0, 4.0], None) == [3.0, 4.0]
+    with pytest.raises(InvalidRequestError):
+        shortened([1.0], 2)
