@@ -1,7 +1,7 @@
 """Embeddings by models that are made for them: a text's hidden states, pooled into one vector as the model's folder says.
 
 The folder is one of sentence-transformers: modules.json names a pooling, and perhaps a normalisation. A text is computed in
-chunks on the generation thread, one text of all clients at a time, and while replies run they get as much time between the chunks.
+chunks on the generation thread, one text of all clients at a time; while replies run they get as much time between the chunks.
 """
 
 from __future__ import annotations

@@ -225,7 +225,10 @@ class BlockpoolHandler(APIHandler):  # type: ignore[misc]
     def do_GET(self) -> None:  # noqa: N802
         with self._failures_answered():
             scope, generator = self.scope, self._generator
-            if self.route in PAGE:
+            if self.route == "/" and "text/html" not in self.headers.get("Accept", ""):
+                # It is no browser.
+                self.send_body(200, "text/plain", RUNNING)
+            elif self.route in PAGE:
                 send_page(self)
             elif self.route == "/v1/cache":
                 report = own_figures(scope.owner, cache_report(generator.registry, generator.report))
@@ -253,8 +256,6 @@ class BlockpoolHandler(APIHandler):  # type: ignore[misc]
                 AgentsEndpoint(self).answer()
             elif is_below(self.route, OLLAMA):
                 OllamaEndpoint(self).get()
-            elif self.route == "/" and "text/html" not in self.headers.get("Accept", ""):
-                self.send_body(200, "text/plain", RUNNING)
             elif self.route == "/health":
                 self.send_json(*generator.health.report(generator.is_healthy, generator.has_waiting))
             elif self.route == "/v1/models" or is_model(self.route):

@@ -145,7 +145,7 @@ ENDPOINTS: dict[str, tuple[tuple[str, ...], tuple[str, ...], tuple[dict[str, Any
     ),
     "ollama": (
         POST, ("/api/chat", "/api/generate", "/api/show", "/api/embed", "/v1/embeddings"),
-        (OLLAMA_CHAT, EMBEDDED, {**OLLAMA_CHAT, "stream": True, "tools": None}, OLLAMA_PROMPT, {"name": "default_model", "verbose": True}),
+        (OLLAMA_CHAT, EMBEDDED, {**OLLAMA_CHAT, "stream": True, "tools": None}, OLLAMA_PROMPT, {"name": "default_model"}),
     ),
     "agents": (
         ("POST", "POST", "POST", "GET", "DELETE", "HEAD"),

@@ -51,14 +51,14 @@ def text(name: str) -> str:
 
 def test_all_files_are_served_without_a_key(server: Client) -> None:
     for path, name in page.PATHS.items():
-        status, headers, body = get(server, path)
+        status, headers, body = get(server, path, Accept="text/html,*/*")
         assert (status, headers["Content-Type"], body) == (200, page.TYPES[name], page.read(name))
         assert is_page(path)
         policy = headers["Content-Security-Policy"]
         assert "default-src 'none'" in policy
         assert "unsafe" not in policy
         assert headers["X-Content-Type-Options"] == "nosniff"
-        head = get(server, path, "HEAD")
+        head = get(server, path, "HEAD", Accept="text/html,*/*")
         assert (head[0], head[1]["Content-Length"], head[2]) == (200, str(len(body)), b"")
     assert get(server, "/page/no.js")[0] == 404
     assert get(server, "/page/../__init__.py")[0] == 404
