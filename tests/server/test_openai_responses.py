@@ -426,7 +426,7 @@ def test_both_protocols_and_all_roles_make_one_prompt(server: Client, gpt: opena
         ({"reasoning": {"effort": 7}}, "reasoning.effort", "valid string"),
         ({"max_output_tokens": 0}, "max_output_tokens", "greater"),
         ({"temperature": -1}, "temperature", "greater"),
-        ({"top_logprobs": 3}, "top_logprobs", "no logprobs"),
+        ({"top_logprobs": 21}, "top_logprobs", "less than or equal to 20"),
         ({"background": True}, "background", "not computed"),
         ({"conversation": "conv_1"}, "conversation", "stores none"),
         ({"metadata": {"a": 1}}, "metadata.a", "valid string"),

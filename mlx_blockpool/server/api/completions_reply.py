@@ -12,18 +12,10 @@ from mlx_lm.generate import TextStateMachine
 
 from ..request import ParsedRequest
 from .errors import openai_answer
-from .logprobs import Logprobs, in_lists
+from .logprobs import in_lists, logprobs_of
 from .reply import BlockEnd, Call, Done, Json, Packet, Renderer, ReplyParser, Text, Thinking, call_id
 
 FINISH_REASONS = {"stop": "stop", "stop_word": "stop", "length": "length", "calls": "tool_calls"}
-
-
-def logprobs_of(parsed: ParsedRequest) -> Logprobs | None:
-    """None for a request that asks for none."""
-    arguments = parsed.arguments
-    if not (arguments.logprobs or arguments.top_logprobs > 0):
-        return None
-    return Logprobs(parsed.request.tokenizer, arguments.top_logprobs)
 
 
 class ChatRenderer(Renderer):

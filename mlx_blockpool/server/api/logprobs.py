@@ -9,6 +9,7 @@ from typing import Any
 
 from mlx_lm.tokenizer_utils import BPEStreamingDetokenizer, SPMStreamingDetokenizer
 
+from ..request import ParsedRequest
 from .reply import Json
 
 # In place of what JSON cannot say, such as minus infinity, as in OpenAI's API.
@@ -82,3 +83,11 @@ def in_lists(entries: Sequence[Json], start: int = 0) -> Json:
         "top_logprobs": [{one["token"]: one["logprob"] for one in (entry, *entry["top_logprobs"])} for entry in entries],
         "text_offset": list(accumulate(map(len, tokens), initial=start))[:-1],
     }
+
+
+def logprobs_of(parsed: ParsedRequest) -> Logprobs | None:
+    """None for a request that asks for none."""
+    arguments = parsed.arguments
+    if not (arguments.logprobs or arguments.top_logprobs > 0):
+        return None
+    return Logprobs(parsed.request.tokenizer, arguments.top_logprobs)

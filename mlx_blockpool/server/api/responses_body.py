@@ -7,12 +7,12 @@ from typing import Annotated, Any, Literal, TypeAlias
 
 from pydantic import AfterValidator, BeforeValidator, Discriminator, Field, Tag
 
+from ...config import RequestConfig
 from ..validation import Body, Int, List, Object, ReplyFormat, Sampling, Text, TextOr, known, only
 from .conversation import EFFORTS, ToolChoice
 
 SUMMARIES = ("auto", "concise", "detailed")
 LOGPROBS = "message.output_text.logprobs"
-NO_LOGPROBS = "this endpoint returns no logprobs"
 STORES_NONE = "this server stores none; send its content as input"
 
 # -- items -------------------------------------------------------------------------------------------------------------
@@ -146,12 +146,6 @@ class ReplyText(Body):
     format: ReplyFormat | None = None
 
 
-def _without_logprobs(include: list[Any]) -> list[Any]:
-    if LOGPROBS in include:
-        raise ValueError(f"{LOGPROBS!r} is not supported; {NO_LOGPROBS}")
-    return include
-
-
 def _nothing(why: str) -> AfterValidator:
     return only(False, 0, [], why=why)
 
@@ -168,11 +162,11 @@ class ResponsesBody(Items, Sampling):
     parallel_tool_calls: bool = True
     max_output_tokens: Annotated[Int, Field(ge=1)] | None = None
     store: bool = True
-    include: Annotated[list[Any], AfterValidator(_without_logprobs)] = Field(default=[])
+    include: list[Any] = Field(default=[])
     reasoning: Reasoning = Reasoning()
     text: ReplyText | None = None
     metadata: Object = Field(default={})
     conversation: Annotated[Any, _nothing(STORES_NONE)] = None
     prompt: Annotated[Any, _nothing(STORES_NONE)] = None
     background: Annotated[Any, _nothing("responses are not computed in the background; leave it out")] = None
-    top_logprobs: Annotated[Any, _nothing(NO_LOGPROBS)] = None
+    top_logprobs: Annotated[Int, Field(ge=0, le=RequestConfig.top_logprobs)] = 0

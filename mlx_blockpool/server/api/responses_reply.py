@@ -8,10 +8,11 @@ from __future__ import annotations
 import json
 import time
 import uuid
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
 
+from .logprobs import logprobs_of
 from .reply import BlockEnd, Call, Done, Json, Packet, Renderer, Text, Thinking, call_id
 from .responses_kept import KeptResponses
 from .responses_request import SECRET, Name, ResponsesRequest
@@ -45,9 +46,19 @@ class OutputItems:
         self._parsed, self._body = parsed, parsed.body
         self._item: Json = {}
         self._kind: Kind | None = None
+        self._logprobs = logprobs_of(parsed)
+        self._spoken: list[Json] = []
+
+    def note(self, response: Any) -> None:
+        """Note the log probabilities of a token before its events are rendered."""
+        if self._logprobs is not None:
+            self._logprobs.add(response)
 
     def render(self, event: Text | Thinking | Call | BlockEnd) -> Iterator[Json]:
         """The protocol's events for one event of a reply."""
+        if not isinstance(event, Text) and self._logprobs is not None:
+            # Only the last token can belong to text that follows.
+            self._logprobs.keep_last(1)
         if isinstance(event, Call):
             yield from self._call(event)
         elif isinstance(event, BlockEnd):
@@ -57,7 +68,7 @@ class OutputItems:
                 thinking = SUMMARY if self._body.reasoning.summary is not None else THINKING
                 yield from self._open(TEXT if isinstance(event, Text) else thinking)
             if event.text:
-                yield self._event("delta", delta=event.text, **self._logprobs())
+                yield self._event("delta", delta=event.text, **self._logprobs_of(self._take(event)))
 
     def _open(self, kind: Kind) -> Iterator[Json]:
         content: dict[Kind, Json] = {
@@ -69,8 +80,9 @@ class OutputItems:
         yield self._event("added", self._part_events(), part=self._part(""))
 
     def _close(self, end: BlockEnd) -> Iterator[Json]:
-        part = self._part(end.text)
-        yield self._event("done", text=end.text, **self._logprobs())
+        part = self._part(end.text, self._spoken)
+        yield self._event("done", text=end.text, **self._logprobs_of(self._spoken))
+        self._spoken = []
         yield self._event("done", self._part_events(), part=part)
         self._item["summary" if self._kind == SUMMARY else "content"] = [part]
         if self._kind != TEXT and SECRET in self._body.include:
@@ -111,13 +123,19 @@ class OutputItems:
     def _part_events(self) -> str:
         return "reasoning_summary_part" if self._kind == SUMMARY else "content_part"
 
-    def _part(self, text: str) -> Json:
+    def _part(self, text: str, logprobs: Sequence[Json] = ()) -> Json:
         if self._kind == TEXT:
-            return {"type": "output_text", "text": text, "annotations": [], "logprobs": []}
+            return {"type": "output_text", "text": text, "annotations": [], "logprobs": list(logprobs)}
         return {"type": "summary_text" if self._kind == SUMMARY else "reasoning_text", "text": text}
 
-    def _logprobs(self) -> Json:
-        return {"logprobs": []} if self._kind == TEXT else {}
+    def _take(self, event: Text | Thinking) -> list[Json]:
+        """The entries of the tokens that this text was made of."""
+        entries = [] if self._logprobs is None or isinstance(event, Thinking) else self._logprobs.take()
+        self._spoken += entries
+        return entries
+
+    def _logprobs_of(self, entries: list[Json]) -> Json:
+        return {"logprobs": entries} if self._kind == TEXT else {}
 
 
 class ResponseRenderer(Renderer):
@@ -145,6 +163,10 @@ class ResponseRenderer(Renderer):
         }
         # A body that is too deep to be written is found out before the headers are sent.
         json.dumps(self.whole)
+
+    def add(self, response: Any) -> Iterator[Packet]:
+        self._items.note(response)
+        return super().add(response)
 
     def keepalive(self, progress: str = "") -> Iterable[Packet]:
         """An event that the response continues, unless there was one a moment ago. Some clients ignore comments in a stream."""

@@ -9,7 +9,7 @@ from __future__ import annotations
 import logging
 from collections import Counter
 from collections.abc import Iterable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 from ...messages import Message
@@ -19,7 +19,7 @@ from ..request import ChatRequest, ParsedRequest
 from ..validation import generation_arguments, validated
 from . import responses_body
 from .conversation import Calls, Conversation, Part, calls_of, function_tool, template_arguments, tools_named
-from .responses_body import FunctionTool, Items, Namespace, ResponsesBody, TextPart
+from .responses_body import LOGPROBS, FunctionTool, Items, Namespace, ResponsesBody, TextPart
 from .responses_kept import Item, KeptResponses
 from .thinking import thinking_in
 
@@ -81,6 +81,8 @@ def parse(
     effort = given.reasoning.effort
     template = template_arguments(None if effort is None else effort != "none", effort, answers_at_once=calls == "must")
     arguments = generation_arguments(given, options, most, [], template)
+    if LOGPROBS in given.include or given.top_logprobs:
+        arguments = replace(arguments, logprobs=True, top_logprobs=given.top_logprobs)
     echo = _echo(given, body, arguments)
     return ResponsesRequest(request, arguments, given, not given.parallel_tool_calls, conversation.items, tools.names, echo)
 
@@ -132,7 +134,7 @@ def _echo(given: ResponsesBody, body: dict[str, Any], arguments: GenerationArgum
         "text": {"format": {"type": "text"}},
         "tool_choice": body.get("tool_choice") or "auto",
         "tools": body.get("tools") or [],
-        "top_logprobs": 0,
+        "top_logprobs": given.top_logprobs,
         "top_p": arguments.sampling.top_p,
         "truncation": "disabled",
     }
