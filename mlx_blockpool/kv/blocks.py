@@ -8,9 +8,12 @@ from __future__ import annotations
 from collections import Counter, OrderedDict
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
-from itertools import islice
+from itertools import chain, islice
 
 from ..spec import LayerGroup
+
+# What a block is to evict(), which takes the surplus ones first. FIXED blocks are held or pinned.
+FREE, SURPLUS, EVICTABLE, FIXED = range(4)
 
 
 class FreeRuns:
@@ -89,6 +92,7 @@ class Block:
     cached_refs:   trie entries that point at it.
     cached_tokens: leading tokens that they may read; a write below needs a copy.
     pins:          while there are any, evict() skips it.
+    surplus:       evict() takes it before any that is not: what it holds is unlikely to be read again.
 
     A block is free when it is neither held nor cached, and evictable when it is cached and not held.
     """
@@ -97,6 +101,16 @@ class Block:
     cached_refs: int = 0
     cached_tokens: int = 0
     pins: int = 0
+    surplus: bool = False
+
+    @property
+    def use(self) -> int:
+        """FREE, SURPLUS, EVICTABLE or FIXED."""
+        if self.ref_count or self.pins:
+            return FIXED
+        if not self.cached_refs:
+            return FREE
+        return SURPLUS if self.surplus else EVICTABLE
 
 
 @dataclass(frozen=True)
@@ -124,6 +138,8 @@ class GroupBlocks:
     stride:       the most blocks that a slab can have; `slab_blocks`: those of an ordinary one.
     slabs:        slab index -> blocks in it.
     evictable:    the cached blocks that no table holds, pinned ones included; the least recently used first.
+    surplus:      those of them that are surplus, the one that became it first.
+    uses:         of each slab, how many of its blocks are FREE, SURPLUS, EVICTABLE and FIXED; `total`: of all slabs.
     reserved:     how many free blocks tables have reserved.
     share_epoch:  counts what may have made a block shared.
     num_evicted, num_copied: as in BlockCounts.
@@ -138,7 +154,10 @@ class GroupBlocks:
         self.blocks: dict[int, Block] = {}
         self.free = FreeRuns(stride)
         self.evictable: OrderedDict[int, None] = OrderedDict()
+        self.surplus: OrderedDict[int, None] = OrderedDict()
         self.slabs: dict[int, int] = {}
+        self.uses: dict[int, list[int]] = {}
+        self.total = [0] * 4
         self.reserved = 0
         self.share_epoch = self.num_evicted = self.num_copied = 0
 
@@ -164,11 +183,14 @@ class GroupBlocks:
         self.slabs[index] = blocks
         start = index * self.stride
         self.blocks.update((block, Block()) for block in range(start, start + blocks))
+        self.uses[index] = [blocks, 0, 0, 0]
+        self.total[FREE] += blocks
         self.free.add(start, start + blocks)
 
     def drop_slab(self, index: int) -> None:
         start = index * self.stride
         end = start + self.slabs.pop(index)
+        self.total = [all_slabs - one for all_slabs, one in zip(self.total, self.uses.pop(index), strict=True)]
         self.free.remove(start, end)
         for block in range(start, end):
             del self.blocks[block]
@@ -177,31 +199,45 @@ class GroupBlocks:
         start = index * self.stride
         return range(start, start + self.slabs[index])
 
-    def can_drop(self, index: int, evicting: bool) -> bool:
-        """Whether no block of this slab is in use, or with `evicting` none that is held or pinned."""
-        states = (self.blocks[i] for i in self.slab_ids(index))
-        return all(s.ref_count == 0 and (s.cached_refs == 0 or (evicting and not s.pins)) for s in states)
+    def can_drop(self, index: int, evicting: int) -> bool:
+        """Whether a slab can be given back: none of its blocks is FIXED, or more than `evicting` (FREE, SURPLUS, EVICTABLE)."""
+        return not any(self.uses[index][evicting + 1 :])
 
     # -- references ----------------------------------------------------------------------------------------------------
 
     def hold(self, ids: Iterable[int]) -> None:
+        """One reference more each. What is read again is no surplus any more."""
         for i in ids:
             block = self.blocks[i]
+            before = block.use
             block.ref_count += 1
-            self.share_epoch += 1
+            block.surplus = False
             self.evictable.pop(i, None)
+            self.surplus.pop(i, None)
+            self._count(i, before)
+        self.share_epoch += 1
+
+    def take(self, count: int, after: int | None) -> list[int]:
+        """Free blocks, held once; see FreeRuns.take()."""
+        ids = self.free.take(count, after)
+        for i in ids:
+            self.blocks[i].ref_count = 1
+            self._count(i, FREE)
+        return ids
 
     def release(self, ids: Iterable[int]) -> None:
         """Drop one reference each; the last one released is the most recently used."""
         for i in ids:
             block = self.blocks[i]
             assert block.ref_count > 0, f"block {i} of {self.group.name} released with ref_count {block.ref_count}"
+            before = block.use
             block.ref_count -= 1
             if block.ref_count == 0:
                 if block.cached_refs:
                     self.evictable[i] = None
                 else:
                     self._set_free(i)
+                self._count(i, before)
 
     def cache(self, i: int, tokens: int) -> None:
         block = self.blocks[i]
@@ -213,25 +249,71 @@ class GroupBlocks:
     def uncache(self, i: int) -> None:
         block = self.blocks[i]
         assert block.cached_refs > 0, f"block {i} of {self.group.name} uncached but not cached"
+        before = block.use
         block.cached_refs -= 1
         if block.cached_refs == 0:
             block.cached_tokens = block.pins = 0
+            block.surplus = False
             if block.ref_count == 0:
                 del self.evictable[i]
+                self.surplus.pop(i, None)
                 self._set_free(i)
+        self._count(i, before)
+
+    def touch(self, i: int) -> None:
+        """Make an evictable block the most recently used one, and no surplus any more."""
+        block = self.blocks[i]
+        before = block.use
+        block.surplus = False
+        self.surplus.pop(i, None)
+        if i in self.evictable:
+            self.evictable.move_to_end(i)
+        self._count(i, before)
+
+    def demote(self, i: int) -> None:
+        """Make an evictable block surplus until it is used again."""
+        if i in self.evictable:
+            block = self.blocks[i]
+            before = block.use
+            block.surplus = True
+            self.surplus[i] = None
+            self._count(i, before)
+
+    def pin(self, i: int, change: int) -> None:
+        """`change` pins more, or fewer."""
+        block = self.blocks[i]
+        before = block.use
+        block.pins = max(0, block.pins + change)
+        self._count(i, before)
 
     def _set_free(self, i: int) -> None:
         self.blocks[i].pins = 0
         self.free.add(i, i + 1)
 
+    def _count(self, i: int, before: int) -> None:
+        """Count a block that was in another use before."""
+        now = self.blocks[i].use
+        if now != before:
+            uses, total = self.uses[i // self.stride], self.total
+            uses[before] -= 1
+            uses[now] += 1
+            total[before] -= 1
+            total[now] += 1
+
     # -- eviction ------------------------------------------------------------------------------------------------------
 
     def eviction_order(self) -> Iterator[int]:
-        """The blocks that evict() would free, in order: evictable ones without a pin."""
-        return (i for i in self.evictable if not self.blocks[i].pins)
+        """The blocks that evict() would free, in order: surplus ones, then other evictable ones; none that is pinned."""
+        others = (i for i in self.evictable if not self.blocks[i].surplus)
+        return (i for i in chain(self.surplus, others) if not self.blocks[i].pins)
+
+    @property
+    def num_victims(self) -> int:
+        """The length of eviction_order()."""
+        return self.total[SURPLUS] + self.total[EVICTABLE]
 
     def evict(self, count: int) -> list[tuple[int, int]]:
-        """Free the `count` least recently used evictable blocks, fewer if there are fewer. Returns (group, block) of each."""
+        """Free the first `count` blocks of eviction_order(), fewer if there are fewer. Returns (group, block) of each."""
         return [self._evict(i) for i in list(islice(self.eviction_order(), max(0, count)))]
 
     def evict_slab(self, index: int) -> list[tuple[int, int]]:
@@ -255,6 +337,12 @@ class GroupBlocks:
             is_held, is_cached = state.ref_count > 0, state.cached_refs > 0
             assert (i in free) == (not is_held and not is_cached), f"{name} block {i}: free={i in free}, {state}"
             assert (i in self.evictable) == (not is_held and is_cached), f"{name} block {i}: {state}"
+        for index, uses in self.uses.items():
+            found = Counter(self.blocks[i].use for i in self.slab_ids(index))
+            assert [found[use] for use in range(4)] == uses, f"{name} slab {index}: {uses} != {found}"
+        assert [sum(uses) for uses in zip([0] * 4, *self.uses.values(), strict=True)] == self.total, f"{name}: {self.total}"
+        surplus = {i for i in self.evictable if self.blocks[i].surplus}
+        assert surplus == set(self.surplus), f"{name}: {len(surplus)} surplus blocks != {len(self.surplus)} to go first"
         reserved = sum(t.reserved for t in tables)
         assert self.reserved == reserved, f"{name}: {self.reserved} reserved != {reserved} in tables"
         assert self.available >= 0, f"{name}: {self.free.count} free < {self.reserved} reserved"

@@ -8,7 +8,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 
 from ..errors import PoolExhaustedError
-from .blocks import GroupBlocks
+from .blocks import EVICTABLE, FREE, SURPLUS, GroupBlocks
 
 Victims = list[tuple[int, int]]
 
@@ -28,20 +28,23 @@ class Budget:
     def make_room(self, counts: Mapping[int, int]) -> Victims:
         """Evict what grow_for(counts) needs, or nothing if that would not be enough. Returns the victims.
 
-        Least recently used blocks of the groups that need some go first, then whole slabs that nobody holds, then the rest.
+        Surplus blocks go first: of the groups that need some, then whole slabs of them in other groups. Then the least recently
+        used blocks of the groups that need some, then slabs that nobody holds, then the rest.
         """
-        if self._bytes_to_grow(counts) <= self._bytes_left() or self._missing(counts, evicting=True) > 0:
+        if self._bytes_to_grow(counts) <= self._bytes_left() or self._missing(counts, EVICTABLE) > 0:
             return []
         victims: Victims = []
-        for group, count in counts.items():
-            blocks = self.groups[group]
-            missing = max(0, self._missing(counts, evicting=False))
-            victims += blocks.evict(min(count - blocks.available, -(-missing // blocks.bytes_per_block)))
-        for group, index in self._slabs(evicting=True):
-            if self._missing(counts, evicting=False) > 0:
-                victims += self.groups[group].evict_slab(index)
+        for use in (SURPLUS, EVICTABLE):
+            for group, count in counts.items():
+                blocks = self.groups[group]
+                missing = max(0, self._missing(counts, FREE))
+                most = blocks.total[use] if use == SURPLUS else count
+                victims += blocks.evict(min(count - blocks.available, -(-missing // blocks.bytes_per_block), most))
+            for group, index in self._slabs(use):
+                if self._missing(counts, FREE) > 0:
+                    victims += self.groups[group].evict_slab(index)
         for blocks in self.groups:
-            while self._missing(counts, evicting=False) > 0 and (victim := blocks.evict(1)):
+            while self._missing(counts, FREE) > 0 and (victim := blocks.evict(1)):
                 victims += victim
         return victims
 
@@ -52,11 +55,11 @@ class Budget:
         """
         if self._bytes_to_grow(counts) == 0:
             return
-        if self._bytes_to_grow(counts) > self._bytes_left() and self._missing(counts, evicting=False) > 0:
+        if self._bytes_to_grow(counts) > self._bytes_left() and self._missing(counts, FREE) > 0:
             group, count = max(counts.items(), key=lambda item: item[1] - self.groups[item[0]].available)
             blocks = self.groups[group]
             raise PoolExhaustedError(count, blocks.available, len(blocks.evictable), blocks.group.name)
-        for group, index in self._slabs(evicting=False):
+        for group, index in self._slabs(FREE):
             if self._bytes_to_grow(counts) > self._bytes_left():
                 self.groups[group].drop_slab(index)
                 self.layout_version += 1
@@ -93,17 +96,17 @@ class Budget:
     def _bytes_left(self) -> int:
         return self.pool_bytes - self.nbytes
 
-    def _slabs(self, evicting: bool) -> list[tuple[int, int]]:
-        """(group, index) of the slabs that could be given back now, or after evicting what is in them."""
+    def _slabs(self, evicting: int) -> list[tuple[int, int]]:
+        """(group, index) of the slabs that could be given back after eviction of what is at most `evicting` in them."""
         return [(g, i) for g, blocks in enumerate(self.groups) for i in blocks.slabs if blocks.can_drop(i, evicting)]
 
-    def _missing(self, counts: Mapping[int, int], evicting: bool) -> int:
+    def _missing(self, counts: Mapping[int, int], evicting: int) -> int:
         """Bytes that `counts` lack even if every slab of _slabs() were given back; 0 or less: there is room."""
         left, needed = self._bytes_left(), 0
         droppable = self._slabs(evicting)
         for group, blocks in enumerate(self.groups):
             dropped = sum(blocks.slabs[i] for g, i in droppable if g == group)
-            usable = blocks.free.count - dropped + (sum(1 for _ in blocks.eviction_order()) if evicting else 0)
+            usable = blocks.free.count - dropped + (blocks.num_victims if evicting == EVICTABLE else 0)
             left += dropped * blocks.bytes_per_block
             needed += max(0, counts.get(group, 0) + blocks.reserved - usable) * blocks.bytes_per_block
         return needed - left

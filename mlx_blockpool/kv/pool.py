@@ -7,6 +7,7 @@
     take_own, take_own_run     replace shared blocks before a write that others would see
     cut, release               give blocks back; cached ones become evictable
     cache, uncache             what the trie refers to
+    demote                     let cached blocks go before all others
     make_room, evict           free evictable blocks, the least recently used first
 
 Knows block ids and their order of use. Does not know tokens, arrays or disk.
@@ -169,23 +170,33 @@ class BlockPool:
 
     def touch(self, group: int, ids: Iterable[int]) -> None:
         """Used now; the last of `ids` most recently."""
-        evictable = self._groups[group].evictable
         for block in ids:
-            if block in evictable:
-                evictable.move_to_end(block)
+            self._groups[group].touch(block)
+
+    def demote(self, group: int, ids: Iterable[int]) -> None:
+        """Let those of these cached blocks that no table holds be evicted before all others, until they are used again."""
+        for block in ids:
+            self._groups[group].demote(block)
+
+    def is_surplus(self, group: int, block: int) -> bool:
+        """Whether a block was demoted and not used since."""
+        return self._groups[group].blocks[block].surplus
+
+    def cached_refs(self, group: int, block: int) -> int:
+        """How many trie entries may read a block."""
+        return self._groups[group].blocks[block].cached_refs
 
     def pins(self, group: int, block: int) -> int:
         return self._groups[group].blocks[block].pins
 
     def pin(self, group: int, block: int) -> None:
-        self._groups[group].blocks[block].pins += 1
+        self._groups[group].pin(block, 1)
 
     def unpin(self, group: int, block: int) -> None:
-        state = self._groups[group].blocks[block]
-        state.pins = max(0, state.pins - 1)
+        self._groups[group].pin(block, -1)
 
     def evict(self, group: int, count: int) -> list[tuple[int, int]]:
-        """Free the `count` least recently used evictable blocks, fewer if there are fewer. Returns (group, block) of each."""
+        """Free the first `count` blocks of eviction_order(), fewer if there are fewer. Returns (group, block) of each."""
         self._drain()
         return self._groups[group].evict(count)
 
@@ -282,10 +293,7 @@ class BlockPool:
         blocks = self._groups[table.group]
         blocks.reserved -= reserved
         table.reserved -= reserved
-        ids = blocks.free.take(count, after)
-        for i in ids:
-            blocks.blocks[i].ref_count = 1
-        return ids
+        return blocks.take(count, after)
 
     def _drain(self) -> None:
         while self._returned:

@@ -40,7 +40,7 @@ class Admission:
         self.pins = pins
 
     def make_room(self, counts: Mapping[int, int]) -> None:
-        """Evict to make room for `counts[group]` more blocks, leaves first, oldest first; nothing if that cannot be enough."""
+        """Evict what is needed for `counts[group]` more blocks; nothing if it cannot be enough. See eviction_order.py."""
         self.index.uncache_blocks(self.pool.make_room(counts))
 
     def reserve(self, tables: list[BlockTable], counts: list[int]) -> None:

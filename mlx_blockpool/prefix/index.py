@@ -15,6 +15,7 @@ from ..spec import BLOCK_TOKENS
 from ..store.record import BLOCK, STATE, WINDOW, Key
 from .accounting import Accounting
 from .changes import DISK, MEMORY, AllCleared, BlocksRemoved, Change, Changes, removed, stored
+from .eviction_order import EvictionOrder
 from .residency import Checkpoint, Owned, Residency
 from .trie import Node, PrefixRef, Trie, edge_hash
 
@@ -71,8 +72,7 @@ class KVIndex:
         self._pins: dict[Node, set[Pin]] = {}
         # Of a node that is not on disk, the shorter edges whose records serve until it is.
         self._superseded: dict[Node, list[Node]] = {}
-        # Checkpoints with states, the least recently used first.
-        self._states: OrderedDict[Checkpoint, Node] = OrderedDict()
+        self._order = EvictionOrder(pool, full_groups, self._readers)
         self._evicted: OrderedDict[bytes, None] = OrderedDict()
         self._sizes = [pool.spec.bytes_per_block(group) for group in pool.spec.groups]
 
@@ -143,19 +143,17 @@ class KVIndex:
     def add_checkpoint(self, node: Node, checkpoint: Checkpoint) -> None:
         """A checkpoint whose rings are in held blocks."""
         node.residency.checkpoints[checkpoint.position] = checkpoint
-        if checkpoint.states:
-            self._states[checkpoint] = node
-            self.state_bytes += checkpoint.nbytes
+        self.state_bytes += checkpoint.nbytes
         self.accounting.charge(checkpoint, checkpoint.nbytes, checkpoint.owner)
         for owned in checkpoint.ring_blocks:
             self._cache(node, owned, BLOCK_TOKENS, checkpoint.owner)
         self._pin_blocks(node)
+        self._order.add(node, checkpoint)
 
     def use(self, checkpoint: Checkpoint) -> None:
         """A checkpoint was resumed: it is now the most recently used."""
         self.accounting.use(checkpoint)
-        if checkpoint in self._states:
-            self._states.move_to_end(checkpoint)
+        self._order.use(checkpoint)
 
     # -- pins ----------------------------------------------------------------------------------------------------------
 
@@ -202,12 +200,15 @@ class KVIndex:
         for victim in victims:
             for node in list(self._readers.get(victim, ())):
                 if victim[0] in self.full_groups:
+                    parent = node.parent
                     self.evict(node, gone)
+                    self._order.strand(parent)
                     continue
                 for checkpoint in list(node.residency.checkpoints.values()):
                     if victim in checkpoint.ring_blocks:
                         self._remove_checkpoint(node, checkpoint, gone)
                 self.prune(node)
+                self._order.strand(node)
 
     def evict(self, node: Node, gone: Collection[Owned] = ()) -> None:
         """Take a node out of memory, and remove it where it is not on disk; `gone` blocks are free already."""
@@ -220,16 +221,17 @@ class KVIndex:
         self._uncache(node, blocks, gone)
 
     def evict_state(self) -> bool:
-        """Evict the least recently used checkpoint with states. Returns whether there was one that is not pinned."""
-        for checkpoint, node in self._states.items():
-            if not self.is_pinned(node.latest, checkpoint):
-                self.remove_checkpoint(node.latest, checkpoint)
+        """Evict the first checkpoint with states that is not pinned. Returns whether there was one."""
+        for node, checkpoint in self._order.states():
+            if not self.is_pinned(node, checkpoint):
+                self.remove_checkpoint(node, checkpoint)
                 return True
         return False
 
     def remove_checkpoint(self, node: Node, checkpoint: Checkpoint) -> None:
         self._remove_checkpoint(node, checkpoint, ())
         self.prune(node)
+        self._order.strand(node)
 
     def remove(self, node: Node, gone: Collection[Owned] = ()) -> None:
         """Remove a node and all below it; `gone` blocks are free already. The longest edge that it superseded comes back."""
@@ -334,7 +336,7 @@ class KVIndex:
         found: Counter[str] = Counter()
         for (group, _), nodes in self._readers.items():
             found[min(nodes, key=lambda node: node.hash).residency.kind] += self._sizes[group]
-        for checkpoint in self._states:
+        for _, checkpoint in self._order.states():
             found[checkpoint.kind] += checkpoint.nbytes
         return found
 
@@ -361,7 +363,7 @@ class KVIndex:
                 readers.setdefault(owned, set()).add(node)
         assert readers == self._readers, f"{len(readers)} blocks in the trie != {len(self._readers)} in the index"
         states = {c for node in self.trie for c in node.residency.checkpoints.values() if c.states}
-        assert states == set(self._states), f"{len(states)} checkpoints with states != {len(self._states)} in the index"
+        self._order.check(states)
         assert self.state_bytes == sum(c.nbytes for c in states), f"{self.state_bytes} bytes of states"
         sizes: dict[Hashable, int] = {owned: self._sizes[owned[0]] for owned in readers}
         self.accounting.check(sizes | {c: c.nbytes for node in self.trie for c in node.residency.checkpoints.values()})
@@ -419,20 +421,9 @@ class KVIndex:
     def _remove_checkpoint(self, node: Node, checkpoint: Checkpoint, gone: Collection[Owned]) -> None:
         del node.residency.checkpoints[checkpoint.position]
         self.accounting.release(checkpoint)
-        if self._states.pop(checkpoint, None) is not None:
-            self.state_bytes -= checkpoint.nbytes
+        self._order.remove(checkpoint)
+        self.state_bytes -= checkpoint.nbytes
         self._uncache(node, checkpoint.ring_blocks, gone)
-
-
-def is_superseded(node: Node, checkpoint: Checkpoint) -> bool:
-    """Whether the conversation has moved on to a later checkpoint of the same kind, and no other has begun here."""
-    if checkpoint.kind == "system":
-        return False
-    while not any(c.kind == checkpoint.kind and c.position > checkpoint.position for c in node.residency.checkpoints.values()):
-        if len(node.children) != 1:
-            return False
-        node = node.children[0]
-    return True
 
 
 def _checkpoint_records(node: Node, residency: Residency, last: int) -> list[Key]:

@@ -16,11 +16,12 @@ Owned = tuple[int, int]  # (layer group, block)
 class Checkpoint:
     """What window and state layers held at one token position.
 
-    rings:   per window group the ring's block ids and its ring index.
-    states:  per state leaf its arrays, copies; `nbytes` of all of them.
-    kind:    what ends here: system, user or assistant.
-    owner:   the agent it is accounted to; None: no agent.
-    noted:   whether it was handed to the tier to be written.
+    rings:       per window group the ring's block ids and its ring index.
+    states:      per state leaf its arrays, copies; `nbytes` of all of them.
+    kind:        what ends here: system, user or assistant.
+    owner:       the agent it is accounted to; None: no agent.
+    noted:       whether it was handed to the tier to be written.
+    superseded:  whether its conversation has a later one of the same kind and it was not resumed since: evicted before others.
     """
 
     position: int
@@ -29,6 +30,7 @@ class Checkpoint:
     kind: str = "assistant"
     owner: str | None = None
     noted: bool = False
+    superseded: bool = False
 
     @cached_property
     def nbytes(self) -> int:

@@ -14,7 +14,8 @@ from ..config import PoolConfig
 from ..store.prompt_store import PromptStore
 from ..store.record import BLOCK, STATE, WINDOW, Key
 from .accounting import ANONYMOUS
-from .index import KVIndex, Pin, is_superseded
+from .eviction_order import is_superseded
+from .index import KVIndex, Pin
 from .residency import Checkpoint
 from .salts import SHARED
 from .trie import Node
@@ -184,8 +185,11 @@ class Quotas:
                 self.num_evicted += 1
 
     def _frees(self, owner: str, checkpoint: Checkpoint) -> bool:
-        """Whether anything of the owner's is in it."""
-        return checkpoint.nbytes > 0 or any(self.index.accounting.owner_of(o) == owner for o in checkpoint.ring_blocks)
+        """Whether anything of the owner's is in it, and nothing of another agent's that only it has."""
+        owners = {owned: self.index.accounting.owner_of(owned) for owned in checkpoint.ring_blocks}
+        if any(other not in (owner, None) and self.index.pool.cached_refs(*owned) == 1 for owned, other in owners.items()):
+            return False
+        return checkpoint.nbytes > 0 or owner in owners.values()
 
 
 class TimedPins:

@@ -18,7 +18,8 @@ from ..errors import BadRecordError
 from ..kv.arena import KVArena
 from ..kv.block_bytes import Content, array_in, as_bytes, contents
 from ..prefix.checkpoints import CUT, WindowCheckpoint, WindowSegment
-from ..prefix.index import KVIndex, is_superseded
+from ..prefix.eviction_order import is_superseded
+from ..prefix.index import KVIndex
 from ..prefix.residency import Checkpoint
 from ..prefix.trie import Node, decode, encode
 from ..spec import BLOCK_TOKENS, StateLayer

@@ -758,3 +758,31 @@ def test_check_finds_a_lost_promise() -> None:
     table.reserved = 1
     with pytest.raises(AssertionError, match="2 reserved != 1 in tables"):
         pool.check()
+
+
+def test_surplus_blocks_are_evicted_first_until_they_are_used_again() -> None:
+    pool = one_slab(6)
+    ids = evictable(pool, 6)
+    # Released last to first: the last one was used longest ago.
+    assert pool.eviction_order(0) == ids[::-1]
+    pool.demote(0, [ids[1], ids[0], ids[2]])
+    assert pool.eviction_order(0) == [ids[1], ids[0], ids[2], ids[5], ids[4], ids[3]]
+    table = pool.open_table(0)
+    pool.append_shared(table, [ids[0]])
+    pool.release(table)
+    pool.touch(0, [ids[2]])
+    assert pool.eviction_order(0) == [ids[1], ids[5], ids[4], ids[3], ids[0], ids[2]]
+    pool.demote(0, [ids[3]])
+    pool.pin(0, ids[1])
+    assert pool.evict(0, 2) == [(0, ids[3]), (0, ids[5])]
+    pool.check()
+
+
+def test_a_slab_of_surplus_blocks_goes_before_a_block_that_is_none() -> None:
+    pool = two_groups(16, slabs=4)
+    full, window = evictable(pool, 4), evictable(pool, 4, group=1)
+    assert pool.slabs(0) == pool.slabs(1) == {0: 8}
+    pool.demote(1, window)
+    assert set(pool.make_room({0: 6})) == {(1, block) for block in window}
+    pool.reserve([pool.open_table(0)], [6])
+    assert pool.eviction_order(0) == full[::-1]

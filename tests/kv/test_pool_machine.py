@@ -30,7 +30,7 @@ amounts = st.integers(0, 4)
 class PoolMachine(RuleBasedStateMachine):
     """`tables`: the blocks that each table must have and has reserved. `cached`, `pins`: counts of each block.
 
-    `order`: the evictable blocks of each group, the next victim first.
+    `order`: the evictable blocks of each group, those used longest ago first. `surplus`: those of them that are evicted first.
     """
 
     @initialize(blocks=st.integers(6, 14), extra=st.integers(0, 4095), slabs=st.integers(1, 5), preallocate=st.booleans())
@@ -44,6 +44,7 @@ class PoolMachine(RuleBasedStateMachine):
         self.cached_tokens: dict[Owned, int] = {}
         self.pins: Counter[Owned] = Counter()
         self.order: list[list[int]] = [[], []]
+        self.surplus: list[list[int]] = [[], []]
         self.add(self.pool.open_table(0), [])
         self.add(self.pool.open_table(1), [])
 
@@ -61,14 +62,14 @@ class PoolMachine(RuleBasedStateMachine):
 
     def hold(self, group: int, ids: list[int]) -> None:
         self.order[group] = [block for block in self.order[group] if block not in ids]
+        self.surplus[group] = [block for block in self.surplus[group] if block not in ids]
 
     def uncache(self, owned: Owned, times: int = 1) -> None:
         self.cached[owned] -= times
         if not self.cached[owned]:
             self.pins.pop(owned, None)
             self.cached_tokens.pop(owned, None)
-            if owned[1] in self.order[owned[0]]:
-                self.order[owned[0]].remove(owned[1])
+            self.hold(owned[0], [owned[1]])
 
     def take_away(self, victims: list[Owned]) -> None:
         for owned in victims:
@@ -253,8 +254,21 @@ class PoolMachine(RuleBasedStateMachine):
             self.pool.touch(group, ids)
             for block in ids:
                 if block in self.order[group]:
-                    self.order[group].remove(block)
+                    self.hold(group, [block])
                     self.order[group].append(block)
+
+    @precondition(lambda self: +self.cached)
+    @rule(number=picks)
+    def demote(self, number: int) -> None:
+        group, block = self.pick_cached(number)
+        self.pool.demote(group, [block])
+        if block in self.order[group] and block not in self.surplus[group]:
+            self.surplus[group].append(block)
+        assert self.pool.is_surplus(group, block) == (block in self.surplus[group])
+
+    def victims(self, group: int) -> list[int]:
+        blocks = dict.fromkeys([*self.surplus[group], *self.order[group]])
+        return [block for block in blocks if not self.pins[group, block]]
 
     @precondition(lambda self: +self.cached)
     @rule(number=picks, on=st.booleans())
@@ -265,7 +279,7 @@ class PoolMachine(RuleBasedStateMachine):
 
     @rule(group=groups, count=amounts)
     def evict(self, group: int, count: int) -> None:
-        expected = [(group, block) for block in self.order[group] if not self.pins[group, block]][:count]
+        expected = [(group, block) for block in self.victims(group)][:count]
         assert self.pool.evict(group, count) == expected
         self.take_away(expected)
 
