@@ -1,6 +1,6 @@
 """Makes the picture of the page in the README: .venv/bin/python tests/screenshot.py (with the extra `browser` and a Chromium).
 
-The demo model serves examples/five_agents.py, twice: the second time the agents go on from where they were.
+The demo model serves mlx_blockpool/demo/five_agents.py, twice: the second time the agents go on from where they were.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from server.processes import process, send
 from server.test_page_in_browser import PROGRAMS
 
 ROOT = Path(__file__).parent.parent
-PICTURE = ROOT / "docs/page.png"
+PICTURE = ROOT / "mlx_blockpool/server/page/picture.png"
 WIDTH, HEIGHT = 1440, 1000
 MODEL = "demo"
 # Requests at once that make a good picture.
@@ -26,8 +26,9 @@ RUNNING = 4
 
 
 def talk(port: int, turns: int) -> subprocess.Popen[bytes]:
-    script = str(ROOT / "examples/five_agents.py")
-    return subprocess.Popen([sys.executable, script, "--url", f"http://127.0.0.1:{port}", "--turns", str(turns)])
+    return subprocess.Popen(
+        [sys.executable, "-m", "mlx_blockpool.demo.five_agents", "--url", f"http://127.0.0.1:{port}", "--turns", str(turns)]
+    )
 
 
 def take(tab: Any) -> None:
@@ -35,7 +36,6 @@ def take(tab: Any) -> None:
     expect(tab.locator("#state")).to_have_text("live")
     while tab.locator("#running .who").count() < RUNNING or tab.locator("#running .chip-decode").count() < 2:
         time.sleep(0.02)
-    PICTURE.parent.mkdir(exist_ok=True)
     tab.screenshot(path=PICTURE, clip={"x": 0, "y": 0, "width": WIDTH, "height": HEIGHT})
 
 

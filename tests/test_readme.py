@@ -124,7 +124,7 @@ def test_ci_runs_the_set_up_and_the_test_command() -> None:
 
 def test_every_command_is_one_that_a_test_runs() -> None:
     tested = ("python3 -m venv", ".venv/bin/pip", ".venv/bin/mlx-blockpool", ".venv/bin/pytest", "curl", "patch -p1", "diff -u")
-    tested += (".venv/bin/mlx_lm.server", ".venv/bin/python benchmarks/bench_", ".venv/bin/python examples/")
+    tested += (".venv/bin/mlx_lm.server", ".venv/bin/python benchmarks/bench_", ".venv/bin/python -m mlx_blockpool.demo.")
     assert [c for c in COMMANDS if not c.startswith(tested)] == []
 
 
@@ -323,7 +323,7 @@ def test_the_second_run_of_a_script_goes_on_from_the_disk(tmp_path: Path) -> Non
     assert list(tmp_path.glob("mlx-blockpool/models/*/blocks/*/*.safetensors"))
 
 
-EXAMPLE = next(c for c in COMMANDS if "examples/" in c)
+EXAMPLE = next(c for c in COMMANDS if "five_agents" in c)
 
 
 def agents_talk(port: int, turns: int) -> dict[tuple[str, str], int]:

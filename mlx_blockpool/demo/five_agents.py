@@ -1,8 +1,8 @@
-"""Five agents talk to a server at the same time: .venv/bin/python examples/five_agents.py [--url URL] [--turns N].
+"""Five agents talk to a server at the same time: python -m mlx_blockpool.demo.five_agents [--url URL] [--turns N].
 
-All of them begin with this project's README, two of them go on with the server's, and each has a conversation of its own. Each
-line of the output says how much of a prompt was cached: the common beginning as soon as one agent has computed it, and after a
-restart of the server what the disk has kept. Nothing is drawn at random, so a second run repeats the same conversations.
+All of them begin with the same system prompt, two of them with more of it, and each has a conversation of its own. Each line of
+the output says how much of a prompt was cached: the common beginning as soon as one agent has computed it, and after a restart
+of the server what the disk has kept. Nothing is drawn at random, so a second run repeats the same conversations.
 """
 
 from __future__ import annotations
@@ -11,9 +11,9 @@ import argparse
 import json
 import urllib.request
 from concurrent.futures import ThreadPoolExecutor
-from pathlib import Path
 
-ROOT = Path(__file__).parent.parent
+from .conversations import load_json
+
 QUESTIONS = (
     "What is a block?", "What is a slab?", "How does copy-on-write work?", "What happens when the pool is full?",
     "What is mlx-blockpool?", "What is a prefix?",
@@ -22,15 +22,10 @@ AGENTS = ("planner", "writer", "reviewer", "coder", "tester")
 
 
 def beginning(agent: str) -> str:
-    """The system prompt of an agent."""
-    text = "You are one of five agents that work on a project. This is its README.\n\n"
-    text += (ROOT / "README.md").read_text(encoding="utf-8")[:2600]
-    if agent in ("coder", "tester"):
-        text += (
-            "\n\nThis is what its server can do.\n\n"
-            + (ROOT / "mlx_blockpool/server/README.md").read_text(encoding="utf-8")[:1500]
-        )
-    return text
+    """The system prompt of an agent: rules, and what the demo model knows."""
+    answers = [topic["answer"] for topic in load_json("questions.json")]
+    text = " ".join(["You are one of five agents that work on a project.", *load_json("systems.json"), *answers[:10]])
+    return " ".join([text, *answers[10:40]]) if agent in ("coder", "tester") else text
 
 
 def ask(url: str, agent: str, messages: list[dict[str, str]]) -> tuple[str, int, int]:
