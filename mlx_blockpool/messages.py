@@ -47,15 +47,24 @@ class Normaliser:
     is_default: bool = False
 
 
+def is_text(part: Any) -> bool:
+    """Whether a part of a message's content is text."""
+    return isinstance(part, dict) and isinstance(part.get("text"), str)
+
+
+def text_of(message: Message, between: str = "") -> str:
+    """The text of a message, which is a string or parts."""
+    content = message.get("content")
+    if isinstance(content, list):
+        return between.join(part["text"] for part in content if is_text(part))
+    return content if isinstance(content, str) else ""
+
+
 def map_text(message: Message, change: Callable[[str], str]) -> Message:
     """A message with its text changed, which is a string or parts."""
     content = message.get("content")
     if isinstance(content, str):
         return {**message, "content": change(content)}
     if isinstance(content, list):
-        parts = [
-            {**part, "text": change(part["text"])} if isinstance(part, dict) and isinstance(part.get("text"), str) else part
-            for part in content
-        ]
-        return {**message, "content": parts}
+        return {**message, "content": [{**part, "text": change(part["text"])} if is_text(part) else part for part in content]}
     return message

@@ -13,7 +13,7 @@ from typing import Any
 from jinja2 import TemplateError
 
 from ..errors import PluginError
-from ..messages import Message
+from ..messages import Message, text_of
 from ..prefix.lookup import SHOWN, Lookup
 from ..prefix.trie import common_prefix
 from .normalise import LAST, Normalisers, RememberedReply
@@ -114,7 +114,7 @@ class Chat:
     def _is_in_system(self, line: str, behind: str) -> bool:
         """Whether a line is in the system prompt. `behind`: its end, as the template may have written something before it."""
         # Templates join the parts of a message.
-        text = "\n".join(_text_of(message, "") for message in self.messages if message.get("role") in SYSTEM)
+        text = "\n".join(text_of(message) for message in self.messages if message.get("role") in SYSTEM)
         return any(part[:BEGINNING] in text for part in (line, behind) if len(part.strip()) > 1)
 
     def _keeper(self, lines: list[str], split: int) -> str | None:
@@ -122,7 +122,7 @@ class Chat:
 
         `split`: where the lines differ.
         """
-        if sum(len(_text_of(message)) for message in self.messages if message.get("role") in SYSTEM) > MOST_CHARACTERS:
+        if sum(len(text_of(message)) for message in self.messages if message.get("role") in SYSTEM) > MOST_CHARACTERS:
             return None
         for name in self.off:
             if name not in KEEPERS or name not in self.normalisers.by_name:
@@ -140,13 +140,13 @@ class Chat:
         """The lines of the system prompt that a normaliser removes."""
         for before, after in zip(self.messages, self.normalisers.apply((name,), self.messages), strict=False):
             if before.get("role") in SYSTEM:
-                left = set(_text_of(after).splitlines())
-                yield from (line for line in _text_of(before).splitlines() if line.strip() and line not in left)
+                left = set(text_of(after, "\n").splitlines())
+                yield from (line for line in text_of(before, "\n").splitlines() if line.strip() and line not in left)
 
     def _normalised(self, name: str, line: str) -> str:
         """A system prompt of one line after a normaliser."""
         messages: list[Message] = [{"role": "system", "content": f"{line}\n"}, {"role": "user", "content": "x"}]
-        return _text_of(self.normalisers.apply((name,), messages)[0])
+        return text_of(self.normalisers.apply((name,), messages)[0])
 
 
 def _cut_reply(tokenizer: Any, prompt: Sequence[int], at: int, replies: Sequence[RememberedReply]) -> RememberedReply | None:
@@ -212,10 +212,3 @@ def _shown(text: str, at: int, is_beginning: bool, is_end: bool) -> str:
     cut_before = first > start or (start == 0 and not is_beginning)
     cut_behind = last < end or (end == len(text) and not is_end)
     return ("... " if cut_before else "") + text[first:last] + (" ..." if cut_behind else "")
-
-
-def _text_of(message: Message, between: str = "\n") -> str:
-    content = message.get("content") or ""
-    if isinstance(content, str):
-        return content
-    return between.join(str(part.get("text") or "") for part in content if isinstance(part, dict))

@@ -17,7 +17,7 @@ from mlx_lm.processors import PROCESSORS
 
 from ..config import ImageConfig
 from ..errors import UnavailableError
-from ..messages import Message
+from ..messages import Message, text_of
 from ..mlx_lm_compat import get_classes, image_parts, image_url
 from .access import BudgetShare, ByteBudget
 from .bodies import InvalidRequestError
@@ -71,7 +71,7 @@ def take_images(messages: list[Message], place: str, config: ImageConfig) -> Non
     found = list(image_parts(messages))
     if len(found) > config.most:
         raise InvalidRequestError(place, f"a request may have {config.most} images; found {len(found)}")
-    characters = sum(map(_text_length, messages))
+    characters = sum(len(text_of(message)) for message in messages)
     if characters > config.characters:
         raise InvalidRequestError(place, f"with images there may be {config.characters:,} characters; found {characters:,}")
     for part in found:
@@ -83,14 +83,6 @@ def take_images(messages: list[Message], place: str, config: ImageConfig) -> Non
             part.clear()
             part.update(type="image_url", image_url={"url": url})
         _check(url, place, config)
-
-
-def _text_length(message: Message) -> int:
-    content = message.get("content")
-    if isinstance(content, str):
-        return len(content)
-    parts = content if isinstance(content, list) else []
-    return sum(len(part["text"]) for part in parts if isinstance(part, dict) and isinstance(part.get("text"), str))
 
 
 def _check(url: str, place: str, config: ImageConfig) -> None:

@@ -15,7 +15,7 @@ from typing import Any
 import pluggy
 
 from ..errors import PluginError
-from ..messages import Message, Normaliser, Replayed
+from ..messages import Message, Normaliser, Replayed, is_text, text_of
 
 # Tokens of a prompt that are remembered before its reply: the template's opening of the reply is among them.
 BEFORE = 64
@@ -193,8 +193,7 @@ def _shown(message: Message, blanks: str | None = None) -> str:
     """
     content, others = message.get("content") or "", []
     if isinstance(content, list):
-        others = [part for part in content if not (isinstance(part, dict) and isinstance(part.get("text"), str))]
-        content = "".join(part["text"] for part in content if isinstance(part, dict) and isinstance(part.get("text"), str))
+        others, content = [part for part in content if not is_text(part)], text_of(message)
     calls = [_call(call) for call in message.get("tool_calls") or ()]
     return json.dumps([message.get("role"), str(content).strip(blanks), others, calls], sort_keys=True, default=str)
 
