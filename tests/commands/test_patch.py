@@ -7,11 +7,12 @@ import os
 import shutil
 import subprocess
 import sys
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from importlib import metadata, resources, util
 from pathlib import Path
 
 import pytest
+from forks import Forks, forks
 
 from mlx_blockpool.commands import patch as patcher
 from mlx_blockpool.errors import PatchError
@@ -35,6 +36,9 @@ server.ModelProvider = lambda args: args
 server.run = lambda host, port, args: print(json.dumps(vars(args)))
 server.main()
 """
+
+# The same, of the command line.
+MODULE = "import runpy; runpy.run_module('mlx_lm', run_name='__main__', alter_sys=True)"
 
 # A file of four lines: a lone carriage return does not end one.
 BEFORE = b"1\n2\r\n3\r3\n4\n"
@@ -294,6 +298,13 @@ def test_describe_names_version_folder_files_and_what_to_do(copy: Path) -> None:
     assert f"pip install --force-reinstall --no-deps mlx-lm=={VERSION}" in patcher.describe(patcher.status(copy))
 
 
+@pytest.fixture(scope="module")
+def server(patched_site: Path) -> Iterator[Forks]:
+    """Processes that have imported the patched server."""
+    with forks("from mlx_lm import server", patched_site, PYTHONPATH=str(patched_site), COLUMNS="200") as found:
+        yield found
+
+
 @pytest.mark.skipif(shutil.which("patch") is None, reason="needs the patch command")
 def test_patch_command_gives_the_same_file(copy: Path) -> None:
     diff = resources.files("mlx_blockpool_patches") / f"mlx-lm-{VERSION}" / "server.py.patch"
@@ -304,12 +315,12 @@ def test_patch_command_gives_the_same_file(copy: Path) -> None:
 @pytest.mark.parametrize(
     ("args", "argv"),
     [
-        pytest.param(["mlx_lm", "server", "--cache-backend", "fake", "--port", "1"], ["--port", "1"], marks=pytest.mark.thorough),
-        (["mlx_lm", "server", "--port", "1", "--cache-backend=fake", "--new", "-x"], ["--port", "1", "--new", "-x"]),
-        (["mlx_lm", "server", "--help", "--cache-backend", "fake"], ["--help"]),
+        pytest.param(["server", "--cache-backend", "fake", "--port", "1"], ["--port", "1"], marks=pytest.mark.thorough),
+        (["server", "--port", "1", "--cache-backend=fake", "--new", "-x"], ["--port", "1", "--new", "-x"]),
+        (["server", "--help", "--cache-backend", "fake"], ["--help"]),
         pytest.param(
             [
-                "mlx_lm.server",
+                "server",
                 "--chat-template-args",
                 '{"a": 1}',
                 "--cache-backend",
@@ -324,23 +335,23 @@ def test_patch_command_gives_the_same_file(copy: Path) -> None:
         ),
     ],
 )
-def test_backend_gets_the_rest_of_the_command_line(patched_site: Path, args: list[str], argv: list[str]) -> None:
-    result = run_python("-m", *args, path=patched_site)
+def test_backend_gets_the_rest_of_the_command_line(server: Forks, args: list[str], argv: list[str]) -> None:
+    result = server.run(MODULE, *args)
     assert json.loads(result.stdout.splitlines()[-1]) == {"argv": argv}
     assert result.returncode == 7
 
 
-def test_first_of_two_distributions_of_one_name_is_called(patched_site: Path, tmp_path: Path) -> None:
+def test_first_of_two_distributions_of_one_name_is_called(server: Forks, tmp_path: Path) -> None:
     add_backend(tmp_path, "other", "fake", "def main(argv):\n    print('other')\n")
     code = f"import sys; sys.path.insert(0, {str(tmp_path)!r}); from mlx_lm.server import main; main()"
-    result = run_python("-c", code, "--cache-backend", "fake", path=patched_site)
+    result = server.run(code, "--cache-backend", "fake")
     assert (result.stdout, result.returncode) == ("other\n", 0)
 
 
-def test_unknown_backend_lists_the_installed_ones(patched_site: Path, tmp_path: Path) -> None:
+def test_unknown_backend_lists_the_installed_ones(server: Forks, tmp_path: Path) -> None:
     add_backend(tmp_path, "other", "another", FAKE_BACKEND)
     code = f"import sys; sys.path.append({str(tmp_path)!r}); from mlx_lm.server import main; main()"
-    result = run_python("-c", code, "--cache-backend", "nope", path=patched_site)
+    result = server.run(code, "--cache-backend", "nope")
     assert result.returncode == 2
     message, _, names = result.stderr.splitlines()[-1].partition("installed: ")
     assert message.endswith("error: unknown cache backend 'nope'; ")
@@ -348,28 +359,29 @@ def test_unknown_backend_lists_the_installed_ones(patched_site: Path, tmp_path: 
     assert names.split(", ") == sorted(names.split(", "))
 
 
-def test_no_backend_installed_is_said(patched_site: Path) -> None:
+def test_no_backend_installed_is_said(server: Forks) -> None:
     code = "from mlx_lm import server; server.entry_points = lambda group: (); server.main()"
-    result = run_python("-c", code, "--cache-backend", "nope", path=patched_site)
+    result = server.run(code, "--cache-backend", "nope")
     assert result.stderr.splitlines()[-1].endswith("error: unknown cache backend 'nope'; none installed")
     assert result.returncode == 2
 
 
-def test_shortened_option_is_refused_rather_than_ignored(patched_site: Path) -> None:
-    result = run_python("-c", SHOW_ARGS, "--cache-back", "fake", path=patched_site)
+def test_shortened_option_is_refused_rather_than_ignored(server: Forks) -> None:
+    result = server.run(SHOW_ARGS, "--cache-back", "fake")
     assert (result.stdout, result.returncode) == ("", 2)
     assert result.stderr.splitlines()[-1].endswith("error: --cache-backend must be written out in full")
 
 
 def test_help_without_backend_lists_the_option(patched_site: Path) -> None:
+    # Really as from the command line.
     result = run_python("-m", "mlx_lm", "server", "--help", path=patched_site)
     assert result.returncode == 0
     assert "--cache-backend NAME" in result.stdout
     assert "MLX Http Server." in result.stdout
 
 
-def test_without_the_option_arguments_are_as_in_stock(patched_site: Path, copy: Path) -> None:
-    args = ["-c", SHOW_ARGS, "--port", "1", "--temp", "0.5"]
-    stock = run_python(*args, path=copy.parent)
-    patched = run_python(*args, path=patched_site)
+def test_without_the_option_arguments_are_as_in_stock(server: Forks, copy: Path) -> None:
+    args = [SHOW_ARGS, "--port", "1", "--temp", "0.5"]
+    stock = run_python("-c", *args, path=copy.parent)
+    patched = server.run(*args)
     assert json.loads(patched.stdout) == {**json.loads(stock.stdout), "cache_backend": None}

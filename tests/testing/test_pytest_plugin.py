@@ -6,11 +6,13 @@ import json
 import subprocess
 import sys
 import tomllib
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
 import pytest
 from architectures.configs import CONFIGS
+from forks import Forks, forks
 from testing.runs_pytest import PLUGIN
 
 from mlx_blockpool.testing import CHECKS
@@ -22,6 +24,7 @@ WRONG = f"""
 import sys
 sys.path.insert(0, {TESTS!r})
 from architectures.configs import CONFIGS
+from forks import Forks, forks
 from testing import saboteurs
 from mlx_blockpool.testing import Conformance
 
@@ -41,7 +44,28 @@ class TestRight(Conformance):
 """
 
 
-def run(pytester: pytest.Pytester, *arguments: str) -> pytest.RunResult:
+# Runs of pytest that have imported already what the plugin's checks import.
+IMPORTS = "import pytest, mlx_lm, mlx_blockpool.testing.kit, mlx_blockpool.testing.checks"
+PYTEST = "import pytest, sys; raise SystemExit(pytest.main(sys.argv[1:]))"
+Run = Callable[..., pytest.RunResult]
+
+
+@pytest.fixture(scope="module")
+def processes(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Forks]:
+    with forks(IMPORTS, tmp_path_factory.mktemp("forks")) as found:
+        yield found
+
+
+@pytest.fixture
+def run(pytester: pytest.Pytester, processes: Forks) -> Run:
+    def runs(*arguments: str) -> pytest.RunResult:
+        ran = processes.run(PYTEST, *PLUGIN, "-p", "no:cacheprovider", *arguments, folder=pytester.path)
+        return pytest.RunResult(ran.returncode, ran.stdout.splitlines(), ran.stderr.splitlines(), 0)
+
+    return runs
+
+
+def run_apart(pytester: pytest.Pytester, *arguments: str) -> pytest.RunResult:
     return pytester.runpytest_subprocess(*PLUGIN, "-p", "no:cacheprovider", *arguments, timeout=60)
 
 
@@ -52,9 +76,9 @@ def write(pytester: pytest.Pytester, config: Any, name: str = "config.json") -> 
     return name
 
 
-def test_a_config_is_checked_and_other_tests_are_not_run(pytester: pytest.Pytester) -> None:
+def test_a_config_is_checked_and_other_tests_are_not_run(pytester: pytest.Pytester, run: Run) -> None:
     pytester.makepyfile("def test_mine(): assert False")
-    ran = run(pytester, "-v", "-rs", "--blockpool-config", write(pytester, CONFIGS["mamba2"]))
+    ran = run("-v", "-rs", "--blockpool-config", write(pytester, CONFIGS["mamba2"]))
     ran.assert_outcomes(passed=len(CHECKS) - 1, skipped=1)
     ran.stdout.fnmatch_lines([f"config.json::{check} PASSED*" for check in CHECKS if check != "wrap"])
     ran.stdout.fnmatch_lines(["SKIPPED * No layer has a window or a chunk."])
@@ -64,12 +88,12 @@ def test_a_config_is_checked_and_other_tests_are_not_run(pytester: pytest.Pytest
 def test_beside_paths_both_are_run(pytester: pytest.Pytester) -> None:
     mine = pytester.makepyfile("def test_mine(): pass")
     write(pytester, CONFIGS["mamba2"], "model/config.json")
-    ran = run(pytester, mine.name, "--blockpool-config", "model")
+    ran = run_apart(pytester, mine.name, "--blockpool-config", "model")
     ran.assert_outcomes(passed=len(CHECKS), skipped=1)
 
 
-def test_what_fails_is_said_without_a_traceback(pytester: pytest.Pytester) -> None:
-    ran = run(pytester, "--blockpool-config", write(pytester, {**CONFIGS["llama"], "hidden_size": 65_536}))
+def test_what_fails_is_said_without_a_traceback(pytester: pytest.Pytester, run: Run) -> None:
+    ran = run("--blockpool-config", write(pytester, {**CONFIGS["llama"], "hidden_size": 65_536}))
     ran.assert_outcomes(failed=len(CHECKS))
     ran.stdout.fnmatch_lines(["spec: Got a model of * parameters; expected a tiny one, 50,000,000 at most. Lower hidden_size*"])
     ran.stdout.no_fnmatch_line("*Traceback*")
@@ -82,21 +106,21 @@ def test_what_fails_is_said_without_a_traceback(pytester: pytest.Pytester) -> No
         ("[]", "Cannot read *config.json: it holds a list. *"),
     ],
 )
-def test_what_is_no_config_is_said(pytester: pytest.Pytester, text: str, said: str) -> None:
-    ran = run(pytester, "--blockpool-config", write(pytester, text))
+def test_what_is_no_config_is_said(pytester: pytest.Pytester, run: Run, text: str, said: str) -> None:
+    ran = run("--blockpool-config", write(pytester, text))
     assert ran.ret != 0
     ran.stdout.fnmatch_lines([f"*{said}"])
 
 
 def test_a_config_that_is_not_there_is_an_error(pytester: pytest.Pytester) -> None:
-    ran = run(pytester, "--blockpool-config", "nothing.json")
+    ran = run_apart(pytester, "--blockpool-config", "nothing.json")
     assert ran.ret == pytest.ExitCode.USAGE_ERROR
     ran.stderr.fnmatch_lines(["*nothing.json*"])
 
 
-def test_a_class_has_a_test_for_each_check(pytester: pytest.Pytester) -> None:
+def test_a_class_has_a_test_for_each_check(pytester: pytest.Pytester, run: Run) -> None:
     pytester.makepyfile(WRONG)
-    ran = run(pytester, "-v")
+    ran = run("-v")
     right, wrong = len(CHECKS) - 1, len(CHECKS) - 3
     ran.assert_outcomes(passed=right + 2, failed=1, skipped=1 + wrong)
     ran.stdout.fnmatch_lines(["*TestWrong::test_spec FAILED*", "*TestRight::test_damage PASSED*"])
@@ -114,7 +138,7 @@ def test_without_the_option_nothing_of_ours_is_imported(pytester: pytest.Pyteste
                 "mlx_blockpool.testing", "mlx_blockpool.testing.pytest_plugin"
             }
     """)
-    run(pytester).assert_outcomes(passed=1)
+    run_apart(pytester).assert_outcomes(passed=1)
 
 
 def test_the_plugin_is_an_entry_point_of_the_package() -> None:

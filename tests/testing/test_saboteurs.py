@@ -70,10 +70,10 @@ BROKEN: dict[str, tuple[str, Callable[[Any], None], str, str]] = {
     "a cache that forgets a token": ("deepseek_v3", wrong.forgets_a_token, "logits", r"prompt in two parts, cut at \d+: logits"),
     "a ring that wraps late": ("gpt_oss", wrong.wraps_a_token_late, "wrap", "beyond 32 tokens one by one: logits after token"),
     "states that are not resumed": ("mamba2", wrong.forgets_states, "warm", "resumed at 270: logits after token 271"),
-    "checkpoints that are not kept": ("jamba", wrong.resumes_without_checkpoint, "warm", "resumed at 0; expected 270"),
-    "keys that are not there": ("llama4", wrong.resumes_a_token_late, "warm", "resumed at 280: logits after token 281"),
+    "checkpoints that are not kept": ("lfm2", wrong.resumes_without_checkpoint, "warm", "resumed at 0; expected 270"),
+    "keys that are not there": ("qwen2", wrong.resumes_a_token_late, "warm", "resumed at 280: logits after token 281"),
     "a batch that lets another go": ("nemotron-nas", wrong.takes_another_out, "batch", "ReleasedCacheError: release"),
-    "a batch that mixes states": ("jamba", wrong.mixes_states, "batch", "logprobs of step .* beside others"),
+    "a batch that mixes states": ("lfm2", wrong.mixes_states, "batch", "logprobs of step .* beside others"),
     "records of other bits": ("falcon_h1", wrong.writes_other_bits, "restart", "Got other bits in arrays .* after a restart"),
     "records that prove nothing": (
         "qwen3_next",

@@ -199,12 +199,12 @@ class CountingDisk(QuickDisk):
 
 @pytest.mark.parametrize("spec", SPECS.values(), ids=SPECS)
 def test_the_budget_holds_for_records_of_every_kind(tmp_path: Path, spec: ModelCacheSpec) -> None:
-    budget = 120_000
+    budget = 60_000
     disk = CountingDisk(tmp_path)
     life = Life(spec, tmp_path, disk, store_bytes=budget)
     written = 0
-    for n in range(60):
-        life.answer([*text(n % 7, 300), *text(n, 700)], [300])
+    for n in range(30):
+        life.answer([*text(n % 5, 300), *text(n, 700)], [300])
         life.write(tails=n % 3 == 0)
         written = life.store.counts["written_bytes"]
     assert written > 6 * budget
