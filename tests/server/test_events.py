@@ -223,3 +223,34 @@ def test_clients_see_the_end_of_the_server_and_of_all_blocks(model: Path) -> Non
                 events.append(stream.next())
             assert events[-2] is not None
             assert events[-2][1] == "all_cleared"
+
+
+def test_models_come_and_go(server: Client) -> None:
+    with listening(server) as stream:
+        chat(server, "Before.", "mover")
+        stream.until("request_ended")
+        assert server.send("/admin/unload", {"model": "default_model"})[0] == 200
+        gone = [kind for _, kind, _ in stream.until("model_unloaded") if not kind.startswith("blocks")]
+        chat(server, "After.", "mover")
+        back = [kind for _, kind, _ in stream.until("request_ended")]
+    assert gone == ["all_cleared", "model_unloaded"]
+    come = [kind for kind in back if kind != "blocks_stored"]
+    assert come[:3] == ["request_begun", "model_loading", "model_loaded"]
+    assert come.index("request_started") < come.index("request_ended")
+    assert "blocks_stored" in back[: back.index("model_loaded")], "what is on disk is known with the model"
+
+
+def test_a_restore_is_told_with_its_tokens_and_bytes(server: Client) -> None:
+    chat(server, f"{LONG} To be restored.", "restored")
+    server.settle()
+    prefix = only_model(server).prefix
+    run_on_generation_thread(server.generator, lambda: prefix.stored.write_tails())
+    assert prefix.stored.store.flush()
+    run_on_generation_thread(server.generator, lambda: prefix.trim_to(0))
+    with listening(server) as stream:
+        chat(server, f"{LONG} To be restored.", "restored")
+        events = {kind: data for _, kind, data in stream.until("request_ended")}
+    begun, ended = events["restore_begun"], events["restore_ended"]
+    assert begun["tokens"] == ended["tokens"] == events["request_started"]["cached_tokens"] > 512
+    assert begun["bytes"] == ended["bytes"] > 10_000
+    assert begun["id"] == ended["id"] == events["request_ended"]["id"]

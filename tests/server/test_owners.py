@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import urllib.request
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -100,6 +101,29 @@ def test_explanations_of_another_key_are_not_there(server: Client) -> None:
         assert "4712" not in json.dumps(answer)
 
 
+def events(server: Client, who: str) -> list[dict[str, Any]]:
+    """The events since the server's start that a key may see."""
+    first = server.generator.registry.log.first
+    url = f"http://127.0.0.1:{server.port}/v1/cache/events?follow=0&last_event_id={first - 1}"
+    with urllib.request.urlopen(urllib.request.Request(url, headers={"x-api-key": f"key-of-{who}"}), timeout=60) as stream:
+        return [json.loads(line[6:]) for line in stream if line.startswith(b"data: ")]
+
+
+def test_events_of_requests_are_those_of_the_own_key(server: Client) -> None:
+    for who in ("ann", "bob"):
+        assert ask(server, who, "/v1/chat/completions", chat(f"An event of {who}.", user=f"agent of {who}"))[0] == 200
+        assert ask(server, who, "/v1/completions", {"prompt": "No agent.", "max_tokens": 1})[0] == 200
+    server.settle()
+    found = {who: events(server, who) for who in ("ann", "bob")}
+    for who, other in (("ann", "bob"), ("bob", "ann")):
+        own = {event["id"]: event["agent"] for event in found[who] if event["kind"] == "request_begun"}
+        assert {f"agent of {who}", None} <= set(own.values())
+        assert f"agent of {other}" not in own.values()
+        assert not any(event.get("id") in own for event in found[other])
+    blocks = [[event for event in found[who] if event["kind"].startswith("blocks")] for who in ("ann", "bob")]
+    assert blocks[0] == blocks[1] != []
+
+
 def test_by_option_prefixes_are_not_shared_either(model: Path, keys: Path, tmp_path: Path) -> None:
     options = ("--pool-bytes", "30MB", "--api-key-file", str(keys), "--store-dir", str(tmp_path), "--private-prefixes")
     for known in (0, None):
@@ -112,6 +136,9 @@ def test_by_option_prefixes_are_not_shared_either(model: Path, keys: Path, tmp_p
                 ask(server, "ann", "/v1/chat/completions", chat(SECRET.format("4712") * 9))
                 found = ask(server, "ann", "/v1/cache/explain")[1]["requests"][0]
                 assert "4711" in found["why"], "all that is known under its salt is its own"
+            stored = [{h for event in events(server, who) for h in event.get("hashes", ())} for who in ("ann", "bob")]
+            assert all(stored)
+            assert not stored[0] & stored[1]
             ask(server, "bob", "/v1/agents/one/save", {})
             ask(server, "ann", "/v1/agents/one/save", {})
             server.settle()
