@@ -2,7 +2,7 @@
 
 The server is a process of its own. Watched and unwatched turns alternate while the same streams run. A step is the time between
 two tokens of a stream as its client sees it; the processor time of the server for each token counts all its threads. The
-watchers send what a browser with the page open sends, and scrape the metrics every second instead of every ten.
+watchers send what a browser with the page open sends, and scrape the metrics every three seconds instead of every ten.
 """
 
 from __future__ import annotations
@@ -13,6 +13,7 @@ import statistics
 import tempfile
 import threading
 import time
+from collections.abc import Iterable, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -24,14 +25,20 @@ from measure import options, report
 # What the page asks for while requests run, and how often, in seconds.
 OFTEN = ("/v1/cache/map", "/v1/cache")
 SELDOM = ("/v1/agents", "/admin/models", "/v1/cache/explain", "/v1/cache/hour", "/health")
-OFTEN_SECONDS, SELDOM_SECONDS, SCRAPE_SECONDS = 0.5, 0.7, 1.0
+PAGE = ((OFTEN, 0.5), (SELDOM, 0.7))
+PROMETHEUS = ((("/metrics",), 3.0),)
+CASES = {"events and metrics": PROMETHEUS, "events, metrics and the page": (*PAGE, *PROMETHEUS)}
 TICKS = os.sysconf("SC_CLK_TCK")
 
 
 class Watchers:
-    """What watches a server, from start() to stop(). `counts`: responses, and events."""
+    """What watches a server, from start() to stop(): a reader of events, and threads that ask for `paths` every so many seconds.
 
-    def __init__(self, port: int) -> None:
+    counts: responses, and events.
+    """
+
+    def __init__(self, port: int, paths: Iterable[tuple[Sequence[str], float]]) -> None:
+        self._paths = paths
         self.counts = {"responses": 0, "events": 0}
         self._port = port
         self._stop = threading.Event()
@@ -40,8 +47,7 @@ class Watchers:
 
     def start(self) -> None:
         self._stop.clear()
-        asked = [(OFTEN, OFTEN_SECONDS), (SELDOM, SELDOM_SECONDS), (("/metrics",), SCRAPE_SECONDS)]
-        self._threads = [threading.Thread(target=self._ask, args=each, daemon=True) for each in asked]
+        self._threads = [threading.Thread(target=self._ask, args=each, daemon=True) for each in self._paths]
         self._stream = http.client.HTTPConnection("127.0.0.1", self._port, timeout=60)
         self._stream.request("GET", "/v1/cache/events")
         self._threads.append(threading.Thread(target=self._read, args=[self._stream.getresponse()], daemon=True))
@@ -56,7 +62,7 @@ class Watchers:
             thread.join()
         self._stream.close()
 
-    def _ask(self, paths: tuple[str, ...], seconds: float) -> None:
+    def _ask(self, paths: Sequence[str], seconds: float) -> None:
         connection = http.client.HTTPConnection("127.0.0.1", self._port, timeout=60)
         while not self._stop.wait(seconds):
             for path in paths:
@@ -91,15 +97,20 @@ def turn(server: Server, streams: list[Stream], watchers: Watchers | None, secon
     return {"step": statistics.median(gaps) * 1000, "processor": used / len(gaps) * 1000, "tokens": len(gaps)}
 
 
-def run(server: Server, turns: int, seconds: float) -> dict[str, Any]:
-    """Figures of `turns` watched and unwatched turns, and the medians of the ratios of neighbours."""
+def begin(server: Server) -> list[Stream]:
+    """Streams that outlast the benchmark."""
     streams = [Stream(server.port, number, 40_000) for number in range(STREAMS)]
     for stream in streams:
         stream.start()
     for stream in streams:
         stream.started.wait()
         stream.watched = True
-    watchers, found = Watchers(server.port), {"watched": list[dict[str, float]](), "unwatched": list[dict[str, float]]()}
+    return streams
+
+
+def run(server: Server, streams: list[Stream], watchers: Watchers, turns: int, seconds: float) -> dict[str, Any]:
+    """Figures of `turns` watched and unwatched turns, and the medians of the ratios of neighbours."""
+    found: dict[str, list[dict[str, float]]] = {"watched": [], "unwatched": []}
     turn(server, streams, watchers, seconds)
     for number in range(turns):
         for name in ("watched", "unwatched") if number % 2 else ("unwatched", "watched"):
@@ -115,13 +126,16 @@ def run(server: Server, turns: int, seconds: float) -> dict[str, Any]:
 
 def main() -> None:
     args = options(__doc__ or "")
-    turns, seconds = (3, 2.0) if args.quick else (30, 4.0)
+    turns, seconds = (2, 4.0) if args.quick else (20, 4.0)
     with tempfile.TemporaryDirectory() as folder:
         model = Path(folder) / "model"
         make_model(model)
         with Server(model, Path(folder), "1600MB", "--max-tokens", "40000") as server:
             pinned = server.pin()
-            report(args, "watching", f"{STREAMS} streams", **run(server, turns, seconds), turns=turns, pinned=pinned)
+            streams = begin(server)
+            for name, paths in CASES.items():
+                figures = run(server, streams, Watchers(server.port, paths), turns, seconds)
+                report(args, "watching", name, streams=STREAMS, **figures, turns=turns, pinned=pinned)
             # The streams go on; nobody needs the rest of them.
             os.kill(server.pid, 9)
 
