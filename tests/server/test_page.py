@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import re
-import threading
 import urllib.error
 import urllib.request
 from collections import Counter
@@ -191,24 +190,27 @@ def test_requests_in_progress_are_those_of_the_owner(server: Client, always_new:
     assert request["done"] == request["prompt"] > 40
 
 
-def test_a_survey_rests_two_hundred_times_as_long_as_it_took(server: Client) -> None:
-    generator = server.generator
-    maps = CacheMaps(generator)
-    put, jobs = generator.requests.put, []
+@pytest.mark.parametrize(("rest", "is_new"), [(0.0, True), (1e12, False)])
+def test_the_next_survey_waits_for_a_multiple_of_what_the_last_one_took(
+    server: Client, monkeypatch: pytest.MonkeyPatch, rest: float, is_new: bool
+) -> None:
+    monkeypatch.setattr(cache_map, "LEAST_SECONDS", 0.0)
+    monkeypatch.setattr(cache_map, "REST", rest)
+    put, jobs = server.generator.requests.put, []
 
     def counting(item: Any) -> None:
         jobs.append(item)
         put(item)
 
-    generator.requests.put = counting
+    maps, server.generator.requests.put = CacheMaps(server.generator), counting
     try:
-        at_once([lambda: maps.answer("ann")] * 8)
-        taken = len(jobs)
-        maps._due = threading.TIMEOUT_MAX
         maps.answer("ann")
+        first = len(jobs)
+        at_once([lambda: maps.answer("ann")] * 4)
     finally:
-        del generator.requests.put
-    assert 1 <= taken == len(jobs)
+        del server.generator.requests.put
+    assert first >= 1
+    assert (len(jobs) > first) == is_new
 
 
 def test_a_survey_ends_where_models_change(server: Client, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -228,4 +230,4 @@ def test_a_survey_ends_where_models_change(server: Client, monkeypatch: pytest.M
     finally:
         del generator.requests.put
     assert (answer["model"], answer["seconds_ago"]) == (None, None)
-    assert maps.answer(None)["model"] is None or maps._surveyed
+    assert maps._last is None

@@ -39,9 +39,10 @@ async function lookAtRest() {
 
 /** Agents by their names as people read them, and the agents of each segment. */
 function withNames(map) {
-  map.label = (name) => (name === null ? null : name === "anonymous" ? "requests without an agent" : name.replace(/^content-([0-9a-f]{6})[0-9a-f]{26}$/, "chat $1").replaceAll("\u0000", "/"));
+  map.label = (name) => (name === null ? null : name === "anonymous" ? "requests without an agent" : name.replace(/^content-([0-9a-f]{6})[0-9a-f]{26}$/, "chat $1").replaceAll("\u001f", "/"));
   map.names = map.agents.map(map.label);
   map.users = usersOf(map.trie);
+  map.keys = map.trie.map((segment, i) => `${segment.start} ${[...map.users[i]].map((agent) => map.agents[agent]).sort()}`);
   return map;
 }
 
@@ -64,9 +65,19 @@ function measure(engine) {
 
 // -- what people choose ------------------------------------------------------------------------------------------------
 
+/** Mark an agent or a segment of the map. Their numbers change from map to map; names and keys do not. */
 function select(selection) {
-  state.selection = selection;
+  const { map } = state;
+  if (!selection) state.selection = null;
+  else state.selection = selection.agent === undefined ? { key: map.keys[selection.segment] } : { name: map.agents[selection.agent] };
   draw();
+}
+
+function selected(map) {
+  const { selection } = state;
+  if (!selection) return null;
+  const [agent, segment] = [map.agents.indexOf(selection.name), map.keys.indexOf(selection.key)];
+  return agent >= 0 ? { agent } : segment >= 0 ? { segment } : null;
 }
 
 function openAgent(name, number) {
@@ -79,7 +90,7 @@ async function openRequest(key, request) {
   draw();
   if (key === null || !request.id) return;
   // The text of a prompt is for the agent that sent it.
-  const headers = request.agent ? { "X-Agent-Id": encodeURIComponent(request.agent) === request.agent ? request.agent : latin1(request.agent) } : {};
+  const headers = request.agent ? { "X-Agent-Id": latin1(request.agent) } : {};
   try {
     state.explained[key] = await call(`v1/cache/explain/${encodeURIComponent(request.id)}`, "GET", undefined, headers);
   } catch (failure) {
@@ -104,17 +115,18 @@ function draw() {
   render($("serving"), [map.model || "no model is loaded"]);
   render($("tiles"), panels.tiles(state));
   drawGroups();
+  const selection = selected(map);
   const group = map.groups[state.group] || map.groups[0] || null;
-  drawBlocks(map, group, state.selection, select, state.byAgent);
+  drawBlocks(map, group, selection, select, state.byAgent);
   render($("legend"), legend());
-  render($("tree"), drawTree(map, state.selection, select, draw));
+  render($("tree"), drawTree(map, selection, select, draw));
   render($("tree-note"), [treeNote(map)]);
   render($("running"), panels.running(map));
   const batch = map.requests.filter((request) => request.state === "decode").length;
   render($("running-note"), [batch > 1 ? `batch of ${batch}` : ""]);
   if (!state.agents) return;
   const listed = state.agents.agents;
-  render($("agent-table"), panels.agents({ ...state, listed, open: state.openAgent, onOpen: openAgent, onShowAll: () => ((state.showsAll = !state.showsAll), draw()), refresh }));
+  render($("agent-table"), panels.agents({ ...state, selection, listed, open: state.openAgent, onOpen: openAgent, onShowAll: () => ((state.showsAll = !state.showsAll), draw()), refresh }));
   render($("agents-note"), [`${plural(listed.length, "agent")}, ${bytes(listed.reduce((sum, agent) => sum + agent.memory.own_bytes, 0))} of their own`]);
   render($("requests"), panels.requests({ ...state, listed: state.requests, open: state.openRequest, onOpen: openRequest, onShowRequests: () => ((state.showsRequests = !state.showsRequests), draw()) }));
   render($("models"), panels.models({ found: state.models, refresh }));

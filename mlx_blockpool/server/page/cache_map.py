@@ -19,7 +19,7 @@ from ..jobs import Job
 from .survey import BlockState, Edge, RequestView, Survey, requests_of, survey
 
 PATH = "/v1/cache/map"
-# A survey goes on for so long between two decode steps.
+# A survey goes on for so long between two decode steps, in seconds of processor time.
 STEP_SECONDS = 0.002
 # From one survey to the next: at least this long, and this many times as long as a survey takes.
 LEAST_SECONDS = 0.25
@@ -31,43 +31,56 @@ MOST_SEGMENTS = 2000
 
 
 class CacheMaps:
-    """The last survey of each model of `generator`."""
+    """The last survey of each model of `generator`, and what was rendered of it."""
 
     def __init__(self, generator: Any) -> None:
         self._generator = generator
-        self._surveying = threading.Lock()
-        self._surveys: dict[str, Survey] = {}
+        self._changing = threading.Lock()
+        self._last: _Surveys | None = None
+        self._pending: _Surveys | None = None
         self._requests: list[RequestView] = []
-        self._surveyed = self._due = 0.0
-        self._pending: _Pending | None = None
+        self._due = 0.0
 
     def answer(self, owner: str | None, model: str | None = None) -> dict[str, Any]:
-        """The map of a model, by default the one used last, for the owner of a key. Its age is in `seconds_ago`."""
-        with self._surveying:
-            self._refresh()
-            surveys, requests, age = self._surveys, self._requests, time.monotonic() - self._surveyed
-        start = time.monotonic()
+        """The map of a model, by default the one used last, for the owner of a key. Its age is in `seconds_ago`.
+
+        Raises UnavailableError if the generation thread has ended.
+        """
+        if self._changing.acquire(timeout=WAIT_SECONDS):
+            try:
+                self._refresh()
+            finally:
+                self._changing.release()
+        last, requests = self._last, self._requests
+        surveys = {} if last is None else last.by_model
         found = surveys.get(model or self._last_used()) or next(iter(surveys.values()), None)
-        answer = {
+        return {
             "model": None if found is None else found.model,
             "models": list(surveys),
-            "seconds_ago": round(age, 3) if self._surveyed else None,
-            **(_EMPTY if found is None else render(found, owner)),
+            "seconds_ago": None if last is None else round(time.monotonic() - last.ended, 3),
+            **(_EMPTY if last is None or found is None else self._render(last, found, owner)),
             "requests": [_request(each, owner) for each in requests if _is_own(each.name, owner)],
         }
-        self._due = max(self._due, time.monotonic() + REST * (time.monotonic() - start))
-        return answer
+
+    def _render(self, last: _Surveys, found: Survey, owner: str | None) -> dict[str, Any]:
+        """render(), once for all clients of an owner. What it costs puts the next survey off."""
+        key = found.model, owner
+        if key not in last.rendered:
+            start = time.thread_time()
+            last.rendered[key] = render(found, owner)
+            self._due += REST * (time.thread_time() - start)
+        return last.rendered[key]
 
     def _last_used(self) -> str:
         used = self._generator.model
         return "" if used is None else str(self._generator.registry.catalog.id_of(used.key.model))
 
     def _refresh(self) -> None:
-        """Survey all models, if that is due. Raises UnavailableError if the generation thread has ended."""
+        """Survey all models, if that is due."""
         if self._pending is None:
             if time.monotonic() < self._due:
                 return
-            self._pending = _Pending(self._generator)
+            self._pending = _Surveys(self._generator)
         surveyed, until = self._pending, time.monotonic() + WAIT_SECONDS
         try:
             while (done := surveyed.wait(until)) is False:
@@ -79,8 +92,8 @@ class CacheMaps:
             return
         self._pending, self._requests = None, surveyed.requests
         if not surveyed.is_stopped:
-            self._surveys, self._surveyed = surveyed.surveys, time.monotonic()
-        self._due = time.monotonic() + max(LEAST_SECONDS, REST * surveyed.seconds)
+            self._last = surveyed
+        self._due = surveyed.ended + max(LEAST_SECONDS, REST * surveyed.seconds)
 
     def stop(self) -> None:
         """End a survey under way, which refers to caches, because models change. On the generation thread."""
@@ -89,14 +102,19 @@ class CacheMaps:
             pending.stop()
 
 
-class _Pending:
-    """A survey of all loaded models that the generation thread makes, job by job. `is_stopped`: it ended before its time."""
+class _Surveys:
+    """Surveys of all loaded models at one time, which the generation thread makes job by job.
+
+    seconds, ended:  the processor time that they took, and when that was. is_stopped: they ended before their time.
+    rendered:        what the owners of keys see, by model and owner.
+    """
 
     def __init__(self, generator: Any) -> None:
         self._generator = generator
-        self.surveys: dict[str, Survey] = {}
+        self.by_model: dict[str, Survey] = {}
         self.requests: list[RequestView] = []
-        self.seconds = 0.0
+        self.rendered: dict[tuple[str, str | None], dict[str, Any]] = {}
+        self.seconds = self.ended = 0.0
         self.is_stopped = self._has_begun = self._has_ended = False
         self._steps = self._run()
         self._job = self._send()
@@ -129,13 +147,14 @@ class _Pending:
         return job
 
     def _step(self) -> bool:
-        start = time.monotonic()
+        start = time.thread_time()
         is_done = True
         for _ in self._steps:
-            if time.monotonic() - start > STEP_SECONDS:
+            if time.thread_time() - start > STEP_SECONDS:
                 is_done = False
                 break
-        self.seconds += time.monotonic() - start
+        self.seconds += time.thread_time() - start
+        self.ended = time.monotonic()
         return is_done
 
     def _run(self) -> Generator[None]:
@@ -143,7 +162,7 @@ class _Pending:
         self.requests = requests_of(registry)
         for served in list(registry.loaded.values()):
             name = registry.catalog.id_of(served.key.model)
-            found = self.surveys[name] = Survey(name)
+            found = self.by_model[name] = Survey(name)
             yield from survey(served, found)
         self._has_ended = True
 

@@ -51,7 +51,7 @@ export function drawTree(map, selection, onSelect, again) {
           const isChosen = selection && (selection.segment === bar.i || (selection.agent !== undefined && map.users[bar.i].has(selection.agent)));
           const words = `Tokens ${count(segment.start)} to ${count(segment.end)}: ${n > 1 ? `shared by ${n} agents` : `of ${[...map.users[bar.i]].map((i) => map.names[i])}`}` +
             `; ${count(segment.in_memory)} in memory, ${count(segment.on_disk)} on disk`;
-          return h("div", { role: "listitem", key: `${segment.parent}-${segment.start}-${[...map.users[bar.i]].map((i) => map.names[i]).join()}` },
+          return h("div", { role: "listitem", key: map.keys[bar.i] },
             h("button", {
               type: "button", title: words, "aria-label": words, "aria-pressed": isChosen ? "true" : "false",
               class: `bar${n > 1 ? " is-shared" : ""}${isOnDisk ? " is-on-disk" : ""}`,
