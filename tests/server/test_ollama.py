@@ -107,6 +107,17 @@ def test_a_last_message_of_the_assistant_is_continued(client: ollama.Client, wel
     assert (status, answer.message.content) == (200, expected["content"][0]["text"])
 
 
+def test_logprobs_are_those_of_openais_reply(client: ollama.Client, well: Client) -> None:
+    expected = well.chat(CHAT, max_tokens=12, logprobs=True, top_logprobs=2)["choices"][0]["logprobs"]["content"]
+    whole = client.chat("default_model", CHAT, options=OPTIONS, logprobs=True, top_logprobs=2)
+    pieces = client.chat("default_model", CHAT, options=OPTIONS, logprobs=True, top_logprobs=2, stream=True)
+    streamed = [each for piece in pieces for each in piece.logprobs or ()]
+    for found in (list(whole.logprobs or ()), streamed):
+        assert [each.token for each in found] == [each["token"] for each in expected]
+        assert [each.logprob for each in found] == pytest.approx([each["logprob"] for each in expected], abs=1e-4)
+        assert [len(each.top_logprobs or ()) for each in found] == [2] * 12
+
+
 def test_stop_words_end_a_reply(client: ollama.Client, say: Say) -> None:
     say("One two three")
     answer = client.chat("default_model", CHAT, options={"stop": ["two"]}, think=False)
@@ -161,7 +172,7 @@ def test_a_probe_finds_a_server(well: Client) -> None:
         ("/api/generate", {"prompt": "a", "context": [1]}, 400, "context: this server takes no contexts of earlier replies"),
         ("/api/generate", {"prompt": "a", "model": "no/such"}, 404, "There is no model 'no/such'"),
         ("/api/show", {"model": "no/such"}, 404, "There is no model 'no/such'"),
-        ("/api/embed", {"input": "a"}, 501, "gives no embeddings"),
+        ("/api/embed", {"input": "a"}, 501, "gives no embeddings: it has no pooling in a modules.json, as embedding models"),
         ("/api/pull", {"model": "a"}, 501, "Models are not managed over this API"),
         ("/api/nothing", {}, 404, "Unknown path /api/nothing"),
         ("/api/nothing", None, 404, "Unknown path /api/nothing"),

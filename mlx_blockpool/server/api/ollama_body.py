@@ -6,6 +6,7 @@ from typing import Annotated, Any, Literal
 
 from pydantic import AfterValidator, Field, Tag
 
+from ...config import RequestConfig
 from ..validation import IS_TEXT, Body, Count, Int, List, Number, Object, Share, Text, TextOr
 
 # Clients may name a model with the tag that Ollama gives to models without one.
@@ -70,6 +71,8 @@ class ReplyBody(Named):
     format: Format = ""
     think: Think | None = None
     keep_alive: TextOr[Number] | None = None
+    logprobs: bool = False
+    top_logprobs: Annotated[Int, Field(ge=0, le=RequestConfig.top_logprobs)] = 0
 
     @property
     def unloads(self) -> bool:

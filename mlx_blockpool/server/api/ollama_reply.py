@@ -11,6 +11,7 @@ from datetime import UTC, datetime
 from typing import Any
 
 from ..request import ParsedRequest
+from .logprobs import logprobs_of
 from .reply import BlockEnd, Call, Done, Json, Packet, Renderer, Text, Thinking, call_id
 
 
@@ -24,12 +25,16 @@ class OllamaRenderer(Renderer):
         self._first: int | None = None
         self._thinking: list[str] = []
         self._calls: list[Json] = []
+        self._logprobs = logprobs_of(parsed)
+        self._entries: list[Json] = []
 
     def keepalive(self, progress: str = "") -> Iterable[Packet]:
         return [self._packet("")]
 
     def add(self, response: Any) -> Iterator[Packet]:
         self._first = self._first or time.monotonic_ns()
+        if self._logprobs is not None:
+            self._logprobs.add(response)
         return super().add(response)
 
     def _render(self, event: Text | Thinking | Call | BlockEnd) -> Iterable[Packet]:
@@ -46,12 +51,20 @@ class OllamaRenderer(Renderer):
         figures = {"done_reason": "length" if done.reason == "length" else "stop", **self._figures(done)}
         more: Json = {"thinking": "".join(self._thinking)} if self._thinking else {}
         more |= {"tool_calls": self._calls} if self._calls else {}
+        last = {**self._packet(""), "done": True, **figures}
         self.whole = {**self._packet(self.parser.blocks.text, **more), "done": True, **figures}
-        return [{**self._packet(""), "done": True, **figures}]
+        if self._logprobs is not None:
+            self.whole["logprobs"] = self._entries
+        return [last]
 
     def _packet(self, text: str, **more: Any) -> Json:
         said = {"message": {"role": "assistant", "content": text, **more}} if self._is_chat else {"response": text, **more}
-        return {"model": self._name, "created_at": written_now(), **said, "done": False}
+        packet = {"model": self._name, "created_at": written_now(), **said, "done": False}
+        if self._logprobs is not None and (entries := self._logprobs.take()):
+            # Of the tokens since the line before.
+            self._entries += entries
+            packet["logprobs"] = entries
+        return packet
 
     def _figures(self, done: Done) -> Json:
         """Tokens and durations in nanoseconds: until the request started, until its first token, and until its last."""

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import Any
 
 from ...config import WHAT_FITS
@@ -55,6 +56,7 @@ def _parsed(given: ReplyBody, request: ChatRequest, options: Any) -> ParsedReque
     most = options.max_tokens if drawn.num_predict is None else drawn.num_predict if drawn.num_predict > 0 else WHAT_FITS
     words = list(dict.fromkeys(filter(None, words)))
     arguments = generation_arguments(_sampling(given.id, drawn), options, most, words, template)
+    arguments = replace(arguments, logprobs=given.logprobs, top_logprobs=given.top_logprobs if given.logprobs else 0)
     return ParsedRequest(request, arguments, given, one_call=False)
 
 
