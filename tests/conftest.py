@@ -50,8 +50,15 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
             item.add_marker(pytest.mark.timeout(1800))
 
 
-def pytest_collection_finish() -> None:
-    leave_out_of_collections()
+@pytest.hookimpl(wrapper=True)
+def pytest_collection() -> Iterator[object]:
+    # Next to nothing that an import makes is garbage.
+    gc.disable()
+    try:
+        return (yield)
+    finally:
+        gc.enable()
+        leave_out_of_collections()
 
 
 @pytest.hookimpl(wrapper=True)

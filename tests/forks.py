@@ -1,60 +1,216 @@
-"""Forks of a process that has imported much: what `python -c code arguments...` does, without its imports each time."""
+"""Programs in processes of their own without its imports each time: forks of a process that has imported much.
+
+A program is what `python -c code arguments...` runs. It has its own output, environment, signals and exit status, as one that
+subprocess.Popen starts, and starts in milliseconds where an import of mlx-lm takes more than a second of the processor.
+"""
 
 from __future__ import annotations
 
+import contextlib
+import functools
+import gc
 import json
 import os
+import select
+import signal
+import socket
+import struct
 import subprocess
 import sys
+import tempfile
+import traceback
+import warnings
 from collections.abc import Iterator
-from contextlib import contextmanager
 from pathlib import Path
+from typing import Any, TextIO
 
-# Each line of input is a job. A fork ends without the ends of its parent's modules.
-MAIN = """
-import json, os, sys, traceback
-{imports}
-for line in sys.stdin:
-    job = json.loads(line)
-    if not (child := os.fork()):
-        for number, name in ((1, "out"), (2, "err")):
-            os.dup2(os.open(os.path.join(job["files"], name), os.O_WRONLY | os.O_CREAT | os.O_TRUNC), number)
-        os.chdir(job["folder"])
-        sys.argv = ["-c", *job["arguments"]]
-        status = 0
+# What a `mlx-blockpool serve` imports.
+SERVER = "import mlx_lm.server, mlx_blockpool.cli, mlx_blockpool.server.app"
+# An id or a status on its way here.
+NUMBER = struct.Struct("<i")
+
+
+class Program:
+    """A running program, with what tests use of subprocess.Popen. `stderr`: None if it goes into a file."""
+
+    def __init__(self, status: socket.socket, stderr: TextIO | None = None) -> None:
+        self._status = status
+        self.stderr = stderr
+        self.returncode: int | None = None
+        self.pid = _received(status)
+
+    def poll(self) -> int | None:
+        if self.returncode is None and select.select([self._status], [], [], 0)[0]:
+            self.wait()
+        return self.returncode
+
+    def wait(self, timeout: float | None = None) -> int:
+        if self.returncode is None:
+            self._status.settimeout(timeout)
+            self.returncode = _received(self._status)
+            self._status.close()
+        return self.returncode
+
+    def read_until(self, text: str) -> None:
+        """Read its stderr up to a line with this text."""
+        assert self.stderr is not None
+        lines = []
+        for line in self.stderr:
+            lines.append(line)
+            if text in line:
+                return
+        raise AssertionError(f"it ended without {text!r}: {''.join(lines)}")
+
+    def send_signal(self, which: int) -> None:
+        # Another thread may be waiting.
+        if self.returncode is None:
+            with contextlib.suppress(ProcessLookupError):
+                os.kill(self.pid, which)
+
+    def terminate(self) -> None:
+        self.send_signal(signal.SIGTERM)
+
+    def kill(self) -> None:
+        self.send_signal(signal.SIGKILL)
+
+    @contextlib.contextmanager
+    def ended(self) -> Iterator[Program]:
+        """The program; behind the block it has ended."""
         try:
-            exec(job["code"], {{"__name__": "__main__"}})
-        except SystemExit as end:
-            status = end.code or 0
-        except BaseException:
-            status = traceback.print_exc() or 1
-        sys.stdout.flush()
-        sys.stderr.flush()
-        os._exit(status)
-    print(os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]), flush=True)
-"""
+            yield self
+        finally:
+            self.kill()
+            self.wait()
+            if self.stderr is not None:
+                self.stderr.close()
 
 
 class Forks:
-    """Runs one job after the other. Their output goes through files in `files`."""
+    """A process that has run the statements `imports`, and forks programs. `folder`: where they run."""
 
-    def __init__(self, process: subprocess.Popen[str], files: Path) -> None:
-        self.process = process
-        self.files = files
+    def __init__(self, imports: str, folder: Path | None = None, **environment: str) -> None:
+        self._control, theirs = socket.socketpair()
+        self._environment = environment
+        self._folder = folder or Path.cwd()
+        code = f"""
+{imports}
+import sys
+sys.path.append({str(Path(__file__).parent)!r})
+from forks import fork_programs
+sys.path.pop()
+fork_programs({theirs.fileno()})
+"""
+        command = [sys.executable, "-c", code]
+        with theirs:
+            env = {**os.environ, **environment}
+            self._process = subprocess.Popen(command, pass_fds=[theirs.fileno()], env=env, cwd=self._folder)
+
+    def start(self, code: str, *arguments: str) -> Program:
+        """Start a program; what it prints and its errors are its `stderr`."""
+        read, write = os.pipe()
+        with os.fdopen(write, "w") as theirs:
+            status = self._fork(code, arguments, self._folder, theirs, theirs)
+        return Program(status, os.fdopen(read))
 
     def run(self, code: str, *arguments: str, folder: Path | None = None) -> subprocess.CompletedProcess[str]:
-        assert self.process.stdin
-        assert self.process.stdout
-        job = {"code": code, "arguments": arguments, "files": str(self.files), "folder": str(folder or self.files)}
-        print(json.dumps(job), file=self.process.stdin, flush=True)
-        status = int(self.process.stdout.readline())
-        return subprocess.CompletedProcess([], status, (self.files / "out").read_text(), (self.files / "err").read_text())
+        """Run a program to its end."""
+        with tempfile.TemporaryFile("w+") as out, tempfile.TemporaryFile("w+") as err:
+            status = Program(self._fork(code, arguments, folder or self._folder, out, err)).wait(60)
+            for file in (out, err):
+                file.seek(0)
+            return subprocess.CompletedProcess([code, *arguments], status, out.read(), err.read())
+
+    def _fork(self, code: str, arguments: tuple[str, ...], folder: Path, out: TextIO, err: TextIO) -> socket.socket:
+        status, theirs = socket.socketpair()
+        order = {"code": code, "arguments": arguments, "folder": str(folder), "env": {**os.environ, **self._environment}}
+        with theirs:
+            data = json.dumps(order).encode() + b"\n"
+            socket.send_fds(self._control, [data], [out.fileno(), err.fileno(), theirs.fileno()])
+        return status
+
+    def close(self) -> None:
+        """End the process. Its programs go on."""
+        self._control.close()
+        self._process.wait()
 
 
-@contextmanager
-def forks(imports: str, files: Path, **environment: str) -> Iterator[Forks]:
-    """Forks of a process that has run the statements `imports`."""
-    command = [sys.executable, "-c", MAIN.format(imports=imports)]
-    pipes = {"stdin": subprocess.PIPE, "stdout": subprocess.PIPE}
-    with subprocess.Popen(command, env={**os.environ, **environment}, cwd=files, text=True, **pipes) as process:
-        yield Forks(process, files)
+@contextlib.contextmanager
+def forks(imports: str, folder: Path, **environment: str) -> Iterator[Forks]:
+    with contextlib.closing(Forks(imports, folder, **environment)) as found:
+        yield found
+
+
+def server_forks() -> Forks:
+    """A process that has imported the server: one for the tests of a pytest process."""
+    # glibc reads its settings when an interpreter starts.
+    return _server_forks(tuple(sorted(item for item in os.environ.items() if item[0].startswith("MALLOC_"))))
+
+
+@functools.cache
+def _server_forks(settings: tuple[tuple[str, str], ...]) -> Forks:
+    return Forks(SERVER)
+
+
+def fork_programs(descriptor: int) -> None:
+    """Fork a program for each order, until the process that gives them has ended."""
+    control = socket.socket(fileno=descriptor)
+    signal.signal(signal.SIGCHLD, signal.SIG_IGN)
+    # A collection would look through all that was imported, and copy it.
+    gc.freeze()
+    # numpy has threads, which no program uses before its own.
+    warnings.simplefilter("ignore", DeprecationWarning)
+    while True:
+        data, descriptors, _, _ = socket.recv_fds(control, 1 << 16, 3)
+        if not data:
+            return
+        out, err, status = descriptors
+        while not data.endswith(b"\n"):
+            data += control.recv(1 << 16)
+        if os.fork() == 0:
+            control.close()
+            signal.signal(signal.SIGCHLD, signal.SIG_DFL)
+            _fork_watched(status)
+            for number, file in ((1, out), (2, err)):
+                os.dup2(file, number)
+                os.close(file)
+            _run_program(**json.loads(data))
+        for each in descriptors:
+            os.close(each)
+
+
+def _run_program(code: str, arguments: list[str], folder: str, env: dict[str, str]) -> None:
+    """Run it, and end without the ends of the modules that were imported before."""
+    signal.signal(signal.SIGINT, signal.default_int_handler)
+    os.chdir(folder)
+    os.environ.clear()
+    os.environ.update(env)
+    sys.argv[1:] = arguments
+    status: Any = 0
+    try:
+        exec(code, {"__name__": "__main__"})
+    except SystemExit as end:
+        status = end.code or 0
+    except BaseException:
+        traceback.print_exc()
+        status = 1
+    if not isinstance(status, int):
+        print(status, file=sys.stderr)
+        status = 1
+    sys.stdout.flush()
+    sys.stderr.flush()
+    os._exit(status)
+
+
+def _fork_watched(status: int) -> None:
+    """Fork once more and return in the child. The parent sends its id, and its exit status as Popen has it."""
+    with socket.socket(fileno=status) as theirs:
+        pid = os.fork()
+        if pid == 0:
+            return
+        theirs.send(NUMBER.pack(pid))
+        theirs.send(NUMBER.pack(os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1])))
+        os._exit(0)
+
+
+def _received(status: socket.socket) -> int:
+    return int(NUMBER.unpack(status.recv(NUMBER.size, socket.MSG_WAITALL))[0])

@@ -4,8 +4,6 @@ from __future__ import annotations
 
 import json
 import os
-import subprocess
-import sys
 import time
 import urllib.request
 from collections.abc import Iterator
@@ -14,30 +12,20 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from forks import Program, server_forks
 
+# The server's main(), with the options that follow.
+SERVE = "import sys; from mlx_blockpool.server.app import main; main(sys.argv[1:])"
 needs_proc = pytest.mark.skipif(not Path("/proc/self/net/tcp").exists(), reason="the port of another process is read from /proc")
 
 
 @contextmanager
-def process(model: Path, store: Path, *options: str) -> Iterator[tuple[int, subprocess.Popen[str]]]:
+def process(model: Path, store: Path, *options: str) -> Iterator[tuple[int, Program]]:
     """A server process of its own, and its port."""
     arguments = ["--model", str(model), "--port", "0", "--pool-bytes", "60MB", "--store-dir", str(store), *options]
-    code = "import os, sys; from mlx_lm import server; from mlx_blockpool.server.app import main; main(sys.argv[1:])"
-    started = subprocess.Popen([sys.executable, "-c", code, *arguments], stderr=subprocess.PIPE, text=True)
-    assert started.stderr is not None
-    lines: list[str] = []
-    for line in started.stderr:
-        lines.append(line)
-        if "Starting httpd at" in line:
-            break
-    assert "Starting httpd at" in "".join(lines), lines
-    try:
+    with server_forks().start(SERVE, *arguments).ended() as started:
+        started.read_until("Starting httpd at")
         yield port_of(started.pid), started
-    finally:
-        if started.poll() is None:
-            started.kill()
-        started.stderr.close()
-        started.wait()
 
 
 def port_of(pid: int) -> int:

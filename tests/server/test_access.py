@@ -6,8 +6,6 @@ import http.client
 import json
 import logging
 import socket
-import subprocess
-import sys
 import threading
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -19,6 +17,7 @@ from typing import Any
 import anthropic
 import openai
 import pytest
+from forks import server_forks
 from models import save_model
 
 from mlx_blockpool.config import AccessConfig
@@ -35,6 +34,7 @@ from mlx_blockpool.server.access import (
 from mlx_blockpool.server.http import BlockpoolHandler
 from mlx_blockpool.server.models.provider import BlockpoolModelProvider
 from mlx_blockpool.server.options import access_config, api_key
+from server.processes import SERVE
 from server.serving import Client, blockpool_server, parse
 
 KEY = "a-key-that-nobody-guesses-0815"
@@ -183,8 +183,7 @@ def test_this_machine_needs_no_key(host: str) -> None:
 
 
 def test_the_process_says_so_and_ends() -> None:
-    command = [sys.executable, "-m", "mlx_blockpool.cli", "serve", "--model", "demo", "--host", "0.0.0.0", "--port", "0"]
-    ran = subprocess.run(command, capture_output=True, text=True, timeout=60)
+    ran = server_forks().run(SERVE, "--model", "demo", "--host", "0.0.0.0", "--port", "0")
     assert ran.returncode == 1
     assert "mlx-blockpool: --host 0.0.0.0 lets other machines in" in ran.stderr
     assert "Traceback" not in ran.stderr

@@ -5,15 +5,13 @@ from __future__ import annotations
 import http.client
 import json
 import signal
-import subprocess
-import sys
 import threading
-from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import AbstractContextManager
 from pathlib import Path
 from typing import Any
 
 import pytest
+from forks import Program, server_forks
 from models import save_endless
 from thorough import only
 
@@ -64,30 +62,12 @@ def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return save_endless(tmp_path_factory.mktemp("model"))
 
 
-@contextmanager
-def server(model: Path, code: str, exit_seconds: float = EngineConfig.exit_seconds) -> Iterator[subprocess.Popen[str]]:
+def server(model: Path, code: str, exit_seconds: float = EngineConfig.exit_seconds) -> AbstractContextManager[Program]:
     arguments = ["--model", str(model), "--port", "0", "--pool-bytes", "60MB", "--no-store"]
-    process = subprocess.Popen(
-        [sys.executable, "-c", PROGRAM.format(exit_seconds, code), *arguments], stderr=subprocess.PIPE, text=True
-    )
-    try:
-        yield process
-    finally:
-        process.kill()
-        process.wait()
-        assert process.stderr is not None
-        process.stderr.close()
+    return server_forks().start(PROGRAM.format(exit_seconds, code), *arguments).ended()
 
 
-def read_until(process: subprocess.Popen[str], text: str) -> None:
-    assert process.stderr is not None
-    for line in process.stderr:
-        if text in line:
-            return
-    raise AssertionError(f"it ended without {text!r}")
-
-
-def ask(process: subprocess.Popen[str], answers: list[Any]) -> threading.Thread:
+def ask(process: Program, answers: list[Any]) -> threading.Thread:
     """A whole reply that takes long, asked for by a thread; what came of it."""
 
     def wait() -> None:
@@ -113,9 +93,9 @@ def test_a_server_that_is_asked_to_stop_ends_whatever_hangs(model: Path, what: s
     with server(model, HANGS[what], 1.0) as process:
         thread = None
         if what != "a model that loads":
-            read_until(process, "Starting httpd at")
+            process.read_until("Starting httpd at")
             thread = ask(process, [])
-        read_until(process, "it hangs")
+        process.read_until("it hangs")
         process.send_signal(signal.SIGTERM)
         status = process.wait(timeout=60)
         # What is being loaded has nothing to save: that is left in order.
@@ -133,9 +113,9 @@ BlockPoolBatchEngine.next = lambda self: (said(), step(self))[1]
 """
     answers: list[Any] = []
     with server(model, code) as process:
-        read_until(process, "Starting httpd at")
+        process.read_until("Starting httpd at")
         thread = ask(process, answers)
-        read_until(process, "it hangs")
+        process.read_until("it hangs")
         process.send_signal(signal.SIGTERM)
         # What it says must not fill the pipe.
         assert process.stderr is not None

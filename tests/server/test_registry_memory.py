@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from forks import Program
 from models import save_model
 from thorough import only
 
@@ -36,7 +37,7 @@ def models(tmp_path_factory: pytest.TempPathFactory) -> list[Path]:
     ]
 
 
-def memory(port: int, server: subprocess.Popen[str], model: Path) -> tuple[int, int, int]:
+def memory(port: int, server: Program, model: Path) -> tuple[int, int, int]:
     """Bytes of arrays, bytes that mlx keeps for others, and resident bytes of the process, once the model has replied."""
     body = {"messages": [{"role": "user", "content": "word " * 8}], "max_tokens": 2, "model": str(model)}
     assert send(port, "/v1/chat/completions", body)["choices"]
