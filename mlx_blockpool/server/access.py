@@ -45,8 +45,8 @@ NO_HEADERS = (
     email_errors.MisplacedEnvelopeHeaderDefect,
     email_errors.MissingHeaderBodySeparatorDefect,
 )
-# All but the last part of a path in an error's text.
-FOLDERS = re.compile(r"(?<![\w.:/])(?:/[^\s/'\":,;()]+)+/(?=[^\s/'\":,;()])")
+# All but the last part of a path in an error's text. A path after a method is one of the endpoints.
+FOLDERS = re.compile(r"(?<![\w.:/])(?<!GET )(?<!POST )(?<!DELETE )(?:/[^\s/'\":,;()]+)+/(?=[^\s/'\":,;()])")
 
 
 @dataclass(frozen=True)

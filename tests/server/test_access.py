@@ -464,6 +464,8 @@ def test_an_unexpected_error_is_one_line_without_our_folders(server: Client, mon
     assert cause_of(OSError("open /a/b/c.txt, see http://x/y/z\nat line 2")) == "OSError: open c.txt, see http://x/y/z"
     for text, needed in (("'/home/a/[b]/secret/file.json'", "'file.json'"), ("[/a/b/c]", "[c]"), ("[load] /a/[b]", "[load] [b]")):
         assert cause_of(OSError(text)) == f"OSError: {needed}"
+    advice = "see GET /v1/agents or POST /admin/load, not "
+    assert cause_of(OSError(f"{advice}/a/b/c.txt")) == f"OSError: {advice}c.txt"
 
 
 def test_text_of_names_and_headers() -> None:

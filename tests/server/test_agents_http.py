@@ -115,7 +115,8 @@ def test_what_is_said_of_agents(served: Served, tmp_path: Path) -> None:
             assert found["created"] <= found["used"] <= time.strftime("%Y-%m-%dT%H:%M:%SZ", time.gmtime())
             assert min(found["memory"].values()) > 0
             assert ask(client, "GET", "/" + quote(agent.name, safe="")) == found
-        assert "There is no agent three" in ask(client, "GET", "/three", status=404)["error"]
+        missing = "There is no agent three. The agents are: one, zwei/✓. GET /v1/agents lists them."
+        assert ask(client, "GET", "/three", status=404)["error"] == missing
         assert "printable" in ask(client, "GET", "/%00", status=400)["error"]
         assert "UTF-8" in ask(client, "GET", "/%ff", status=400)["error"]
         assert "Unknown request POST" in ask(client, "POST", "/one/dance", {}, status=404)["error"]
