@@ -115,7 +115,7 @@ class BlockPoolBatchEngine:
             if own is not None:
                 self.caches.take_in(sequence, own)
         self._uids += len(inserted)
-        self.waiting += inserted
+        self._line_up(inserted)
         self._may_admit = True
         return [sequence.uid for sequence in inserted]
 
@@ -183,7 +183,7 @@ class BlockPoolBatchEngine:
         """Take in a request that suspend() took out. Returns its new uid."""
         self._uids += 1
         sequence.uid = self._uids
-        self.waiting.append(sequence)
+        self._line_up([sequence])
         self._may_admit = True
         return sequence.uid
 
@@ -317,7 +317,7 @@ class BlockPoolBatchEngine:
     # -- room ----------------------------------------------------------------------------------------------------------
 
     def _admit(self) -> None:
-        """Start waiting sequences, first come first served; one that waits for its agent or for a prefix lets others pass."""
+        """Start waiting sequences in their order; one that waits for its agent or for a prefix lets others pass."""
         if not self._may_admit:
             return
         self._may_admit = False
@@ -335,6 +335,15 @@ class BlockPoolBatchEngine:
                 continue
             if not self._start(sequence):
                 break
+
+    def _line_up(self, sequences: Collection[Sequence]) -> None:
+        """Let sequences wait: those that are due first come first, except that none overtakes an earlier one of its agent."""
+        for sequence in sequences:
+            agent = sequence.request.agent
+            earlier = [other.due for other in self.waiting if agent is not None and other.request.agent == agent]
+            sequence.due = max([sequence.due, *earlier])
+            self.waiting.append(sequence)
+        self.waiting.sort(key=lambda sequence: sequence.place)
 
     def _wait_for_prefix(self, sequence: Sequence) -> bool:
         """Mark the place up to which a live prefill is about to compute this prompt. Returns whether there is such a one."""
@@ -390,7 +399,7 @@ class BlockPoolBatchEngine:
                 # Beside a padded batch, sequences in prefill hold no blocks that it could use.
                 live = self.live if self.caches.ragged else self._batch.members
                 # Also the last one: when it starts again, its own checkpoints may be evicted.
-                self._preempt(max(live, key=lambda sequence: sequence.uid))
+                self._preempt(max(live, key=lambda sequence: (sequence.request.priority, sequence.uid)))
 
     def _preempt(self, sequence: Sequence) -> None:
         """Take its caches back and queue it in its old place. Its blocks stay cached until the pool needs them."""
@@ -398,7 +407,7 @@ class BlockPoolBatchEngine:
         sequence.preemptions += 1
         sequence.computed = 0
         self.waiting.append(sequence)
-        self.waiting.sort(key=lambda waiting: waiting.uid)
+        self.waiting.sort(key=lambda waiting: waiting.place)
         self.counts["swapped_out"] += 1
         self._events.append(Swapped(sequence.uid, is_in=False))
 

@@ -54,16 +54,16 @@ def chunk_end(sequence: Sequence, step: int) -> int:
 
 
 def choose(prefilling: Collection[Sequence], step: int, rows: int, long_first: bool) -> list[Sequence]:
-    """The prompts of the next chunk: the oldest long one, or short ones together.
+    """The prompts of the next chunk: the long one that is due first, or short ones together.
 
     A prompt is short if one chunk is left of it. Short ones go first, so that they do not wait for a long prompt; where both
     wait they take turns (`long_first`), so that a stream of short ones does not stop a long one. At most `rows` go together,
     and at most `step` tokens, padding included.
     """
     long = [r for r in prefilling if chunk_end(r, step) < r.prefill_end]
-    short = [r for r in prefilling if r not in long]
+    short = sorted((r for r in prefilling if r not in long), key=lambda r: r.place)
     if long and (long_first or not short):
-        return [min(long, key=lambda r: r.uid)]
+        return [min(long, key=lambda r: r.place)]
     chosen: list[Sequence] = []
     longest = 0
     for sequence in short:

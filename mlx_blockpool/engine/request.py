@@ -33,6 +33,7 @@ class Request:
     retention:   how long its prefixes stay on disk: see RetentionPolicy.
     group:       requests of one group are choices for the same prompt: the first computes it, the others begin where it ends, and
                  to their agent they are one. None: it is the only one.
+    priority:    requests of lower values start earlier and are preempted later: see delay_of() in sequence.py.
     salt:        of its prefixes, 32 bytes: only requests with the same salt share them. Empty: all without one.
     """
 
@@ -47,6 +48,7 @@ class Request:
     pins: Sequence[tuple[int, float]] = ()
     retention: str | None = None
     group: str | None = None
+    priority: int = 0
     salt: bytes = SHARED
 
 

@@ -5,6 +5,7 @@ kv.sequence.SequenceBlocks is the memory behind its caches. Owned by the generat
 
 from __future__ import annotations
 
+import time
 from typing import Any
 
 import mlx.core as mx
@@ -13,10 +14,23 @@ from ..prefix.retention import RetentionPolicy
 from ..prefix.trie import PrefixRef
 from .request import Request
 
+# A step of priority counts as so many seconds of waiting, and all steps together as so many at most.
+PRIORITY_SECONDS = 10.0
+MOST_PRIORITY_SECONDS = 60.0
+
+
+def delay_of(priority: int) -> float:
+    """How much later a request of this priority counts as having arrived, in seconds; below zero: earlier.
+
+    Within that time lower values go first. Behind it those that have waited go first, so that none waits for ever.
+    """
+    return max(-MOST_PRIORITY_SECONDS, min(MOST_PRIORITY_SECONDS, priority * PRIORITY_SECONDS))
+
 
 class Sequence:
     """A request that the engine runs. `uid` is also its place in the order of arrival.
 
+    due:       when it arrived, by time.monotonic(), as if that had been later or earlier by its priority.
     tokens:    the prompt and what was generated, the next token to be computed included where it is known.
     computed:  how many of them the caches hold, once the step in flight has run.
     caches:    the layer caches; None while it waits, or while a padded batch has them.
@@ -28,6 +42,7 @@ class Sequence:
 
     def __init__(self, uid: int, request: Request) -> None:
         self.uid = uid
+        self.due = time.monotonic() + delay_of(request.priority)
         self.request = request
         self.tokens = list(request.tokens)
         self.computed = 0
@@ -42,6 +57,11 @@ class Sequence:
         self.has_waited = False
         self._produced = 0
         self._matcher = request.stop.matcher()
+
+    @property
+    def place(self) -> tuple[float, int]:
+        """Its place in the line of sequences that wait for room or for their prefill."""
+        return self.due, self.uid
 
     @property
     def prefill_end(self) -> int:

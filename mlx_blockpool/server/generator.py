@@ -268,7 +268,7 @@ class BlockpoolGenerator(ResponseGenerator):  # type: ignore[misc]
             self.health.doing("a job")
             item.run()
         elif isinstance(item, Reply):
-            self.registry.queue.add(item.args.model, item)
+            self.registry.queue.add(item.args.model, item, item.request.options.priority)
         elif item.unload:
             self.registry.unload(item)
         else:

@@ -132,6 +132,7 @@ class Reply(Queue[Any]):
             pins=prepared.breakpoints,
             retention=options.retention,
             group=options.id if self.request.choices > 1 else None,
+            priority=options.priority,
             salt=salt,
         )
 

@@ -45,6 +45,7 @@ class RequestOptions:
     agent:         the client's name for itself; requests of one agent run in order.
     conversation:  the name that the chat's content gives it where the client gives none; it orders nothing.
     retention:     where the prompt is kept: "memory" never on disk, "day" for a day since its last use; None: the default.
+    priority:      a request with a lower value is served earlier.
     cache_salt:    the client's own salt for its prefixes; None: it has named none.
     salt:          of the request's prefixes; requests with SHARED share theirs.
     owner:         the name of the key that the request has shown; None: keys have no names.
@@ -54,6 +55,7 @@ class RequestOptions:
     agent: str | None = None
     conversation: str | None = None
     retention: str | None = None
+    priority: int = 0
     cache_salt: str | None = None
     salt: bytes = SHARED
     owner: str | None = None

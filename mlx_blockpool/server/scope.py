@@ -20,9 +20,12 @@ from .models.provider import ModelKey
 from .normalise import LAST, scope_of
 from .replies import Choices, only_choice
 from .request import PromptRequest, RequestOptions
+from .validation import Sampling
 
 # Fields of a body that name the agent, the first that is there. `user` comes last: one person may have several agents.
 AGENT_FIELDS = ("prompt_cache_key", "session_id", "agent_id", "user")
+# What Claude Code, Codex (twice) and opencode send with the requests of sub-agents, and of no main thread.
+SUB_AGENT_HEADERS = ("X-Claude-Code-Agent-Id", "X-OpenAI-Subagent", "X-Codex-Parent-Thread-Id", "X-Parent-Session-Id")
 # Requests to these paths are explained.
 GENERATES = (
     "/v1/completions",
@@ -52,6 +55,11 @@ def retention_of(body: Mapping[str, Any]) -> str | None:
     if not (isinstance(name, str) and name in RETENTIONS):
         raise ValueError(f"prompt_cache_retention: Input should be 'in_memory' or '24h'; found {str(name)[:50]!r}")
     return RETENTIONS[name]
+
+
+def is_of_sub_agent(headers: Any) -> bool:
+    """Whether the headers of a known client say that a sub-agent sends the request."""
+    return any((headers.get(name) or "").strip() for name in SUB_AGENT_HEADERS)
 
 
 class RequestScope:
@@ -84,6 +92,11 @@ class RequestScope:
         """Set the options that headers and body name. Raises ValueError."""
         self.options.agent = agent_of(headers.get("X-Agent-Id"), body, names)
         self.normalisers = self.generator.normalisers.chosen(headers.get("X-Normalise"))
+
+    def take_options(self, headers: Any, body: Sampling) -> None:
+        """Set the options that a body of any protocol may have. Without a priority sub-agents come behind their main thread."""
+        self.options.cache_salt = body.cache_salt
+        self.options.priority = int(is_of_sub_agent(headers)) if body.priority is None else body.priority
 
     def generate(self, request: PromptRequest, arguments: Any, progress_callback: Any = None) -> Any:
         """The generator's own, for this request's agent and owner, with its prompt normalised. Raises what that raises."""

@@ -103,7 +103,7 @@ class Body(BaseModel):
 class Sampling(Body):
     """What every protocol may say of the model, and of how tokens are drawn and sent. None: the server's options hold.
 
-    cache_salt: only requests with the same one share their prefixes.
+    cache_salt: only requests with the same one share their prefixes. priority: lower values are served earlier.
     """
 
     stream: bool = False
@@ -112,6 +112,7 @@ class Sampling(Body):
     top_p: Share | None = None
     top_k: Count | None = None
     cache_salt: Salt | None = None
+    priority: Int | None = None
 
 
 class AllSampling(Sampling):

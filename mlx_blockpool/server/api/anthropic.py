@@ -65,7 +65,7 @@ class MessagesEndpoint(Endpoint):
         parsed = parse(body, self._scope.cli_args, counts)
         # metadata.user_id names no agent: sub-agents share it, and run at the same time.
         self._scope.parse_headers(headers, body, ("session_id", "agent_id"))
-        self._scope.options.cache_salt = parsed.body.cache_salt
+        self._scope.take_options(headers, parsed.body)
         return parsed
 
     def _render(self, parsed: ParsedRequest, context: Any) -> MessageRenderer:

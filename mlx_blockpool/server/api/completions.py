@@ -127,7 +127,7 @@ class CompletionsEndpoint(Endpoint):
             raise StatusError(400, str(error)) from error
         self._scope.parse_headers(self._handler.headers, body)
         self._scope.options.retention = retention_of(body)
-        self._scope.options.cache_salt = parsed.body.cache_salt
+        self._scope.take_options(self._handler.headers, parsed.body)
         self._reply_with_choices(parsed)
 
     def _parsed(self, body: Json) -> ParsedRequest:

@@ -58,7 +58,7 @@ class ResponsesEndpoint(Endpoint):
         parsed = parse(body, self._scope.cli_args, self._kept, self._scope.owner, counts)
         self._scope.parse_headers(headers, body)
         self._scope.options.retention = retention_of(body)
-        self._scope.options.cache_salt = parsed.body.cache_salt
+        self._scope.take_options(headers, parsed.body)
         return parsed
 
     def _render(self, parsed: Any, context: Any) -> ResponseRenderer:

@@ -10,14 +10,20 @@ from collections.abc import Callable, Collection, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
 
+from ...engine.sequence import delay_of
+
 
 @dataclass(frozen=True)
 class QueueEntry:
-    """`item` needs the model `key` and has waited since `arrived`, in seconds of the queue's clock."""
+    """`item` needs the model `key` and has waited since `arrived`, in seconds of the queue's clock.
+
+    `due`: when it arrived, as if that had been later or earlier by its priority.
+    """
 
     key: Any
     item: Any
     arrived: float
+    due: float
 
 
 @dataclass(frozen=True)
@@ -50,7 +56,7 @@ class Plan:
 
 
 class ModelQueue:
-    """First come, first served among the requests of loaded models; they overtake the others for `patience` seconds at most.
+    """The requests of loaded models start in the order in which they are due; they overtake the others for `patience` seconds.
 
     The oldest of the others decides which model is loaded next. It replaces the least recently used model that has been idle for
     `linger` seconds. If none has, the least recently used model goes after `patience`: as soon as it is not busy, and after
@@ -73,8 +79,9 @@ class ModelQueue:
     def __iter__(self) -> Iterator[QueueEntry]:
         return iter(self._entries)
 
-    def add(self, key: Any, item: Any) -> None:
-        self._entries.append(QueueEntry(key, item, self.clock()))
+    def add(self, key: Any, item: Any, priority: int = 0) -> None:
+        arrived = self.clock()
+        self._entries.append(QueueEntry(key, item, arrived, arrived + delay_of(priority)))
 
     def remove(self, entry: QueueEntry) -> None:
         self._entries = [other for other in self._entries if other is not entry]
@@ -86,9 +93,9 @@ class ModelQueue:
         return removed
 
     def next(self, models: Sequence[ModelUsage], passed: Collection[Any] = ()) -> QueueEntry | None:
-        """The first entry that may start, of those whose model is none of `passed`."""
+        """The entry that is due first of those that may start and whose model is none of `passed`."""
         may_start = (e for e in self._entries if e.key not in passed and any(usage.takes(e) for usage in models))
-        return next(may_start, None)
+        return min(may_start, key=lambda entry: entry.due, default=None)
 
     def plan(self, models: Sequence[ModelUsage], has_room: Callable[[Any], bool]) -> Plan:
         """The next change of models. `has_room`: whether a model can be loaded beside the loaded ones."""

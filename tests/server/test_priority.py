@@ -1,0 +1,74 @@
+"""Priority in requests: in the body of every protocol, and by the headers of clients whose sub-agents come behind them."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+
+from mlx_blockpool.server.generator import BlockpoolGenerator
+from mlx_blockpool.server.models.queue import ModelQueue, ModelUsage
+from mlx_blockpool.server.scope import is_of_sub_agent
+from server.serving import Client
+
+CHAT = {"messages": [{"role": "user", "content": "A"}], "max_tokens": 1}
+BODIES: list[tuple[str, dict[str, Any]]] = [
+    ("/v1/chat/completions", CHAT),
+    ("/v1/completions", {"prompt": "A", "max_tokens": 1}),
+    ("/v1/messages", CHAT),
+    ("/v1/responses", {"input": "A", "max_output_tokens": 1}),
+]
+
+
+@pytest.fixture
+def priorities(monkeypatch: pytest.MonkeyPatch) -> list[int]:
+    """The priorities of all requests, as the generation thread gets them."""
+    seen: list[int] = []
+    generate = BlockpoolGenerator.generate_choices
+
+    def watching(self: Any, request: Any, *args: Any, **kwargs: Any) -> Any:
+        seen.append(request.options.priority)
+        return generate(self, request, *args, **kwargs)
+
+    monkeypatch.setattr(BlockpoolGenerator, "generate_choices", watching)
+    return seen
+
+
+@pytest.mark.parametrize(("path", "body"), BODIES)
+def test_each_protocol_has_it(server: Client, priorities: list[int], path: str, body: dict[str, Any]) -> None:
+    sub = {"X-Claude-Code-Agent-Id": "a1b2"}
+    for more, headers in (({}, {}), ({"priority": -3}, {}), ({}, sub), ({"priority": 0}, sub)):
+        assert server.send(path, {**body, **more}, headers=headers)[0] == 200
+    assert priorities == [0, -3, 1, 0]
+    status, answer = server.send(path, {**body, "priority": "high"})
+    assert (status, "priority: " in answer["error"]["message"]) == (400, True)
+
+
+@pytest.mark.parametrize(
+    ("headers", "is_sub"),
+    [
+        ({"X-Claude-Code-Agent-Id": "a1b2", "X-Claude-Code-Session-Id": "s"}, True),
+        ({"X-Claude-Code-Session-Id": "s"}, False),
+        ({"X-Claude-Code-Agent-Id": " "}, False),
+        ({"X-OpenAI-Subagent": "review"}, True),
+        ({"X-Codex-Parent-Thread-Id": "t"}, True),
+        ({"X-Parent-Session-Id": "s"}, True),
+    ],
+)
+def test_which_headers_tell_of_a_sub_agent(headers: dict[str, str], is_sub: bool) -> None:
+    assert is_of_sub_agent(headers) is is_sub
+
+
+def test_a_model_without_batches_takes_lower_values_first() -> None:
+    now = [0.0]
+    queue = ModelQueue(30.0, clock=lambda: now[0])
+    for item, priority in (("late", 2), ("first", 0), ("urgent", -1)):
+        queue.add("model", item, priority)
+    now[0] = 25.0
+    queue.add("model", "newer", 0)
+    order = []
+    while (entry := queue.next([ModelUsage("model", False, 0.0, 0.0)])) is not None:
+        order.append(entry.item)
+        queue.remove(entry)
+    # What has waited for twenty seconds more is due before what has come by two steps more important.
+    assert order == ["urgent", "first", "late", "newer"]
