@@ -55,7 +55,7 @@ def test_a_long_prompt_has_its_turn_after_short_ones() -> None:
 
 
 def test_the_oldest_long_prompt_goes_alone() -> None:
-    assert chosen([running(3, 900), running(2, 900)]) == [2]
+    assert chosen([running(2, 900), running(3, 900)][::-1]) == [2]
 
 
 def test_short_prompts_go_together_within_the_tokens_of_a_chunk_padding_included() -> None:
