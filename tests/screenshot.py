@@ -34,7 +34,7 @@ def talk(port: int, turns: int) -> subprocess.Popen[bytes]:
 def take(tab: Any) -> None:
     """Wait until the page shows several running requests, and take its picture."""
     expect(tab.locator("#state")).to_have_text("live")
-    while tab.locator("#running .who").count() < RUNNING or tab.locator("#running .chip-decode").count() < 2:
+    while min(tab.locator(f"{part} .chip-decode").count() for part in ("#running", "#agent-table")) < RUNNING:
         time.sleep(0.02)
     tab.screenshot(path=PICTURE, clip={"x": 0, "y": 0, "width": WIDTH, "height": HEIGHT})
 

@@ -140,13 +140,15 @@ export function agents({ listed, map, hits, selection, open, onOpen, showsAll, o
         const hit = hits[agent.name];
         // The map is newer.
         const isPinned = number < 0 ? agent.pinned : map.pinned.includes(number);
+        const states = map.requests.filter((request) => request.agent === agent.name).map((request) => request.state);
+        const runs = states.some((state) => !(state in WAITS));
         const { own_bytes: own, shared_bytes: common } = agent.memory;
         return [
           h("tr", { key: agent.name, class: selection && selection.agent === number && number >= 0 ? "is-chosen" : "" },
             h("th", { scope: "row" },
               h("button", { type: "button", class: "name", title: agent.shown, "aria-expanded": isOpen ? "true" : "false", onclick: () => onOpen(isOpen ? null : agent.name, number) }, map.label(agent.name)),
-              agent.running > 0 && h("span", { class: "chip chip-decode" }, "running"),
-              agent.waiting > 0 && h("span", { class: "chip chip-waiting" }, "waiting"),
+              runs && h("span", { class: "chip chip-decode" }, "running"),
+              states.length > 0 && !runs && h("span", { class: "chip chip-waiting" }, "waiting"),
               isPinned && h("span", { class: "chip chip-pinned" }, "pinned"),
               !agent.loaded && h("span", { class: "chip" }, "not loaded"),
               agent.loaded && agent.tokens > 0 && !agent.tokens_in_memory && h("span", { class: "chip" }, "on disk")),
