@@ -88,7 +88,7 @@ class Requests:
             self.running[id] = {**state, "done": 0, "total": event["prompt_tokens"]}
         elif kind == "request_ended":
             self.running.pop(id, None)
-        elif kind in ("gap", "all_cleared"):
+        elif kind == "gap":
             # What ended meanwhile is not known.
             self.running.clear()
         elif id in self.running:

@@ -28,6 +28,7 @@ _computing = threading.Lock()
 
 CHUNK_TOKENS = 256
 MOST_TOKENS = 32_768
+UNLOADED = "The model was unloaded in the meantime. Try again."
 MODULES = "modules.json"
 MAX_FILE_BYTES = 1 << 20
 POOLINGS = {"pooling_mode_lasttoken": "last", "pooling_mode_mean_tokens": "mean", "pooling_mode_cls_token": "first"}
@@ -78,15 +79,32 @@ def embed(generator: Any, key: ModelKey, texts: list[list[int]], connection: soc
     Raises NoEmbeddingsError, RequestTooLargeError, LoadError if the model is unloaded meanwhile, and ConnectionAbortedError once
     the client has hung up.
     """
-    vectors = []
+    served = generator.registry.loaded.get(key)
+    if served is None:
+        raise LoadError(UNLOADED)
+    pooling, vectors = pooling_of(served.provider.folder), []
     for tokens in texts:
+        _check_length(tokens, served.positions)
         with _computing:
-            vectors.append(_vector(generator, key, tokens, connection))
+            text = EmbeddedText(generator.registry, key, pooling, tokens)
+            try:
+                _compute(generator, text, connection)
+                vectors.append(run_on_generation_thread(generator, text.vector))
+            finally:
+                # Arrays go on the thread that has made them.
+                run_on_generation_thread(generator, text.close)
     return vectors
 
 
-def _vector(generator: Any, key: ModelKey, tokens: list[int], connection: socket.socket) -> list[float]:
-    text = run_on_generation_thread(generator, lambda: EmbeddedText(generator, key, tokens))
+def _check_length(tokens: list[int], positions: int | None) -> None:
+    if positions is not None and len(tokens) > positions:
+        raise TooManyPositionsError(len(tokens), positions)
+    if len(tokens) > MOST_TOKENS:
+        raise RequestTooLargeError(len(tokens), MOST_TOKENS)
+
+
+def _compute(generator: Any, text: EmbeddedText, connection: socket.socket) -> None:
+    """Compute all chunks of a text, and leave running replies as much time between them."""
     while not text.is_whole:
         if has_hung_up(connection):
             raise ConnectionAbortedError("the client hung up")
@@ -94,25 +112,17 @@ def _vector(generator: Any, key: ModelKey, tokens: list[int], connection: socket
         run_on_generation_thread(generator, text.advance)
         if generator.has_waiting:
             time.sleep(time.monotonic() - start)
-    return run_on_generation_thread(generator, text.vector)
 
 
 class EmbeddedText:
-    """One text on its way through a model. Owned by the generation thread."""
+    """One text on its way through a model. Its arrays are the generation thread's."""
 
-    def __init__(self, generator: Any, key: ModelKey, tokens: list[int]) -> None:
-        self._registry, self._key, self._tokens = generator.registry, key, tokens
-        served = self._served()
-        if served.positions is not None and len(tokens) > served.positions:
-            raise TooManyPositionsError(len(tokens), served.positions)
-        if len(tokens) > MOST_TOKENS:
-            raise RequestTooLargeError(len(tokens), MOST_TOKENS)
-        self._pooling = pooling_of(served.provider.folder)
-        self._network = served.provider.model
-        self._states = _states_of(self._network)
-        self._caches: Any = make_prompt_cache(self._network)
-        self._done = 0
+    def __init__(self, registry: Any, key: ModelKey, pooling: Pooling, tokens: list[int]) -> None:
+        self._registry, self._key, self._pooling, self._tokens = registry, key, pooling, tokens
+        self._network: Any = None
+        self._caches: Any = None
         self._sum: Any = None
+        self._done = 0
 
     @property
     def is_whole(self) -> bool:
@@ -120,10 +130,15 @@ class EmbeddedText:
 
     def advance(self) -> None:
         """Compute the next chunk."""
-        served = self._served()
+        served = self._registry.loaded.get(self._key)
+        if served is None or (self._network is not None and self._network is not served.provider.model):
+            raise LoadError(UNLOADED)
+        if self._network is None:
+            self._network = served.provider.model
+            self._caches = make_prompt_cache(self._network)
         served.used = self._registry.queue.clock()
         chunk = self._tokens[self._done : self._done + CHUNK_TOKENS]
-        states = self._states(mx.array([chunk]), cache=self._caches)[0].astype(mx.float32)
+        states = _states_of(self._network)(mx.array([chunk]), cache=self._caches)[0].astype(mx.float32)
         if self._pooling.kind == "mean":
             self._sum = states.sum(axis=0) + (0 if self._sum is None else self._sum)
         elif self._pooling.kind == "last" or self._sum is None:
@@ -132,20 +147,17 @@ class EmbeddedText:
         self._done += len(chunk)
 
     def vector(self) -> list[float]:
-        """The text's vector; the text is no longer in memory afterwards."""
-        self._caches = self._network = self._states = None  # type: ignore[assignment]
-        vector, self._sum = self._sum, None
+        """The vector of a whole text."""
+        vector = self._sum
         if self._pooling.kind == "mean":
             vector = vector / len(self._tokens)
         if self._pooling.normalises:
             vector = vector / mx.maximum(mx.linalg.norm(vector), 1e-12)
         return [float(value) for value in vector.tolist()]
 
-    def _served(self) -> Any:
-        served = self._registry.loaded.get(self._key)
-        if served is None or served.provider.model is not getattr(self, "_network", served.provider.model):
-            raise LoadError("The model was unloaded in the meantime. Try again.")
-        return served
+    def close(self) -> None:
+        """Give the memory back."""
+        self._network = self._caches = self._sum = None
 
 
 def _states_of(network: Any) -> Callable[..., Any]:

@@ -123,8 +123,8 @@ def test_a_bad_store_is_a_warning(tmp_path: Path) -> None:
     assert (missing.state, missing.figures["folder"]) == ("ok", str(tmp_path / "none"))
 
 
-class Agents(BaseHTTPRequestHandler):
-    answer: ClassVar[Any] = {"agents": [{}, {}]}
+class Health(BaseHTTPRequestHandler):
+    answer: ClassVar[Any] = {"status": "ok", "doing": "nothing", "restarts": 0}
 
     def do_GET(self) -> None:
         self.send_response(200)
@@ -137,7 +137,7 @@ class Agents(BaseHTTPRequestHandler):
 
 @pytest.fixture
 def answering() -> Iterator[HTTPServer]:
-    with HTTPServer(("127.0.0.1", 0), Agents) as server:
+    with HTTPServer(("127.0.0.1", 0), Health) as server:
         thread = Thread(target=server.serve_forever, kwargs={"poll_interval": 0.01})
         thread.start()
         yield server
@@ -148,8 +148,8 @@ def answering() -> Iterator[HTTPServer]:
 def test_the_port_of_a_server_of_ours_and_of_another(answering: HTTPServer, monkeypatch: pytest.MonkeyPatch, port: int) -> None:
     taken = answering.server_address[1]
     (ours,) = installation.port_state(taken)
-    assert (ours.state, ours.figures["agents"]) == ("note", 2)
-    monkeypatch.setattr(Agents, "answer", ["something else"])
+    assert (ours.state, ours.text) == ("note", f"A server of mlx-blockpool answers on port {taken}.")
+    monkeypatch.setattr(Health, "answer", ["something else"])
     (other,) = installation.port_state(taken)
     assert (other.state, other.advice) == ("problem", f"Give serve another one: --port {taken + 1}")
     assert installation.port_state(port)[0].state == "ok"

@@ -121,6 +121,7 @@ def test_requests_follow_the_events() -> None:
     assert after("request_progress", done=100, total=100) == [("reply", 100, 100)]
     assert after("swapped_out") == [("swapped out", 100, 100)]
     assert after("model_loaded", id="") == [("swapped out", 100, 100)]
+    assert after("all_cleared", id="") == [("swapped out", 100, 100)]
     assert after("request_ended") == []
     after("request_begun", agent="ann", prompt_tokens=100)
     assert after("gap", id="", lost=3) == []

@@ -15,7 +15,7 @@ from packaging.requirements import Requirement
 
 from ... import __version__, mlx_lm_compat
 from ...config import StoreConfig
-from ...formatting import count, human_bytes
+from ...formatting import human_bytes
 from ...store.paths import default_folder
 from .. import patch, store
 from .finding import Finding
@@ -106,21 +106,22 @@ def port_state(port: int) -> list[Finding]:
                 return [Finding("port", "problem", f"Cannot listen on port {port}: {error}.", "Choose another: --port N.")]
         else:
             return [Finding("port", "ok", f"Port {port} is free.", figures={"port": port})]
-    if (agents := _served(port)) is not None:
-        text = f"A server of mlx-blockpool answers on port {port}, with {count(agents, 'agent')}."
-        return [Finding("port", "note", text, f"mlx-blockpool top --url http://{HOST}:{port}", {"port": port, "agents": agents})]
+    if _is_ours(port):
+        text = f"A server of mlx-blockpool answers on port {port}."
+        return [Finding("port", "note", text, f"mlx-blockpool top --url http://{HOST}:{port}", {"port": port})]
     text = f"Another program uses port {port}."
     return [Finding("port", "problem", text, f"Give serve another one: --port {port + 1}", {"port": port})]
 
 
-def _served(port: int) -> int | None:
-    """The agents of our server on a port; None: something else listens there."""
+def _is_ours(port: int) -> bool:
+    """Whether it is our server that listens on a port."""
     connection = http.client.HTTPConnection(HOST, port, timeout=SECONDS)
     try:
-        connection.request("GET", "/v1/agents")
+        # It needs no key.
+        connection.request("GET", "/health")
         found = json.loads(connection.getresponse().read())
-        return len(found["agents"])
-    except (OSError, http.client.HTTPException, ValueError, KeyError, TypeError):
-        return None
+        return isinstance(found, dict) and {"status", "doing", "restarts"} <= found.keys()
+    except (OSError, http.client.HTTPException, ValueError):
+        return False
     finally:
         connection.close()
