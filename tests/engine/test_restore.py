@@ -38,7 +38,7 @@ def talk(machine: Machine, agents: int, turns: int, first: list[tuple[int, ...]]
     said = first or [SYSTEM] * agents
     for turn in range(turns):
         prompts = [(*past, *question(agent, turn)) for agent, past in enumerate(said)]
-        uids, told = serve(machine.engine, prompts, 20)
+        uids, told = serve(machine.engine, prompts, 8)
         said = []
         for uid, prompt in zip(uids, prompts, strict=True):
             assert told.failed == {}
@@ -71,7 +71,7 @@ def test_agents_go_on_where_they_were_after_a_shutdown(tmp_path: Path, pool: str
     assert first.prefix.close()
     machine = start(tmp_path, *([] if pool == "roomy" else [bytes_of("llama", 2 * 2048)]))
     prompts = [(*past, *question(agent, 9)) for agent, past in enumerate(said)]
-    uids, told = serve(machine.engine, prompts, 20)
+    uids, told = serve(machine.engine, prompts, 8)
     check(prompts, uids, told)
     assert [told.started[uid].cached for uid in uids] == [len(past) for past in said]
     assert machine.stored.restores.num_unread == 0
@@ -95,7 +95,7 @@ def test_a_kill_costs_no_more_than_the_last_blocks(tmp_path: Path, is_written: b
         finished.append(reached * BLOCK)
         assert reached == len(past) // BLOCK or not is_written
     prompts = [(*past, *question(agent, 9)) for agent, past in enumerate(said)]
-    uids, told = serve(machine.engine, prompts, 20)
+    uids, told = serve(machine.engine, prompts, 8)
     check(prompts, uids, told)
     cached = [told.started[uid].cached for uid in uids]
     assert all(c >= f for c, f in zip(cached, finished, strict=True))
@@ -140,11 +140,11 @@ def test_a_second_run_writes_nothing_twice(tmp_path: Path) -> None:
 
 
 def test_a_conversation_is_written_little_more_than_once(tmp_path: Path) -> None:
-    """Twenty turns and a shutdown: the blocks, their headers, and one tail."""
+    """Ten turns and a shutdown: the blocks, their headers, and one tail."""
     disk = WatchedDisk(tmp_path)
     machine = start(tmp_path, disk=disk)
     said: tuple[int, ...] = SYSTEM
-    for turn in range(20):
+    for turn in range(10):
         prompt = (*said, *question(0, turn))
         uids, told = serve(machine.engine, [prompt], 40)
         machine.stored.write_behind()
@@ -184,8 +184,8 @@ def test_requests_go_on_without_a_disk_and_are_stored_again_with_one(
 
 def test_requests_go_on_where_the_folder_vanishes(tmp_path: Path) -> None:
     folder = tmp_path / "store"
-    machine = start(folder, bytes_of("llama", 8 * BLOCK))
-    prompts = [words(70 + i, 5 * BLOCK) for i in range(3)]
+    machine = start(folder, bytes_of("llama", 5 * BLOCK))
+    prompts = [words(70 + i, 3 * BLOCK) for i in range(3)]
     for prompt in prompts:
         serve(machine.engine, [prompt], 1)
         write_all(machine)
@@ -347,7 +347,7 @@ def test_close_while_restoring_leaves_nothing_held(tmp_path: Path) -> None:
 
 
 def test_conversations_that_do_not_fit_together_come_back_in_turn(tmp_path: Path) -> None:
-    said = [words(70 + i, 3 * BLOCK + 30 * i) for i in range(5)]
+    said = [words(70 + i, 3 * BLOCK + 30 * i) for i in range(3)]
     fill(tmp_path, *said)
     machine = start(tmp_path, bytes_of("llama", 5 * BLOCK))
     for turn in range(2):

@@ -155,7 +155,7 @@ def run(name: str, requests: list[Arrival], more_blocks: int, config: dict[str, 
 
 
 @pytest.mark.parametrize("name", MODELS)
-@tried(6, 300)
+@tried(4, 300)
 @given(
     requests=arrivals(),
     more_blocks=st.sampled_from([0, 1, 2, 2, 3, 20]),
@@ -167,7 +167,7 @@ def test_replies_of_a_schedule_are_those_of_single_stock_sequences(name: str, re
 
 
 @pytest.mark.parametrize("name", MODELS)
-@tried(4, 150)
+@tried(3, 150)
 @given(requests=crowds, more_blocks=st.integers(0, 3), config=configs, promised=st.just(1))
 def test_replies_of_a_crowd_that_is_swapped_out_are_those_of_single_stock_sequences(
     name: str, requests: list[Arrival], **more: Any

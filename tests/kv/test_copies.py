@@ -133,7 +133,7 @@ def test_two_pools_of_one_model_in_one_batch(path: str) -> None:
     model, slabs = attached("llama")
     other = open_pool(model, 60_000_000)
     other.ragged = True
-    prompts = [[(i * step + 1) % 131 for i in range(600)] for step in (7, 11, 13)]
+    prompts = [[(i * step + 1) % 131 for i in range(300)] for step in (7, 11, 13)]
     expected = [replies(model, [p], [stock_prompt_cache(model)])[0] for p in prompts]
     slabs.decode.path = other.decode.path = path
     caches = [make_prompt_cache(model, pool) for pool in (slabs, other, slabs)]
@@ -290,12 +290,12 @@ def test_a_layer_that_is_copied_after_a_write_is_a_sequence_of_its_own() -> None
 def test_room_that_was_made_for_a_reply_goes_with_the_batch() -> None:
     model = make_model("llama")
     size = open_pool(model, 60_000_000).pool.counts()[0].bytes_per_block
-    slabs = open_pool(model, 3 * size)
+    slabs = open_pool(model, 2 * size)
     attach(model, slabs)
     prefix = PrefixCache(slabs)
-    acquired = prefix.acquire(SYSTEM[:200], max_tokens=400)
-    expected = replies(model, [SYSTEM[:200]], [stock_prompt_cache(model)], 400)[0]
-    assert replies(model, [SYSTEM[:200]], [acquired.caches], 400)[0] == expected
+    acquired = prefix.acquire(SYSTEM[:200], max_tokens=150)
+    expected = replies(model, [SYSTEM[:200]], [stock_prompt_cache(model)], 150)[0]
+    assert replies(model, [SYSTEM[:200]], [acquired.caches], 150)[0] == expected
 
 
 def test_a_batch_of_mlx_lms_evicts_what_nobody_uses_for_the_copies_that_it_needs() -> None:

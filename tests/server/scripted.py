@@ -53,11 +53,18 @@ Say = Callable[..., None]
 
 
 def anthropic_client(server: Client) -> anthropic.Anthropic:
-    return anthropic.Anthropic(base_url=f"http://127.0.0.1:{server.port}", api_key="any", max_retries=0, timeout=60)
+    # Reading certificates takes longer than most replies.
+    http = anthropic.DefaultHttpxClient(verify=False)
+    return anthropic.Anthropic(
+        base_url=f"http://127.0.0.1:{server.port}", api_key="any", max_retries=0, timeout=60, http_client=http
+    )
 
 
 def openai_client(server: Client) -> openai.OpenAI:
-    return openai.OpenAI(base_url=f"http://127.0.0.1:{server.port}/v1", api_key="any", max_retries=0, timeout=60)
+    http = openai.DefaultHttpxClient(verify=False)
+    return openai.OpenAI(
+        base_url=f"http://127.0.0.1:{server.port}/v1", api_key="any", max_retries=0, timeout=60, http_client=http
+    )
 
 
 def raw_events(server: Client, path: str, **body: Any) -> list[dict[str, Any]]:
