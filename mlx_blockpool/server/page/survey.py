@@ -135,7 +135,7 @@ def _running(sequence: Sequence) -> Running:
 class RequestView:
     """One request that has not ended.
 
-    state:      waiting, restoring, prefill, decode, preempted, or alone (through mlx-lm's sequential path).
+    state:      waiting, restoring, prefill, decode or preempted.
     done:       tokens of the prompt that are in the caches, the `cached` ones included.
     generated:  tokens of the reply, of at most `most`.
     """
