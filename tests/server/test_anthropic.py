@@ -390,13 +390,13 @@ def test_requests_that_run_one_by_one_through_mlx_lm(tmp_path: Path, say: Say) -
 
 def test_agents_are_named_by_a_header_as_elsewhere(server: Client, monkeypatch: pytest.MonkeyPatch) -> None:
     agents: list[Any] = []
-    generate = type(server.generator).generate
+    generate_choices = type(server.generator).generate_choices
 
     def watching(self: Any, request: Any, *args: Any, **kwargs: Any) -> Any:
         agents.append(request.options.agent)
-        return generate(self, request, *args, **kwargs)
+        return generate_choices(self, request, *args, **kwargs)
 
-    monkeypatch.setattr(type(server.generator), "generate", watching)
+    monkeypatch.setattr(type(server.generator), "generate_choices", watching)
     body = {"max_tokens": 1, "messages": [{"role": "user", "content": "x"}]}
     assert server.send("/v1/messages", body, headers={"X-Agent-Id": "scout"})[0] == 200
     assert server.send("/v1/messages", body)[0] == 200
