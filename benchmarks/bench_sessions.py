@@ -82,7 +82,7 @@ def replay(requests: Iterator[Recorded], caches: PooledCaches) -> Replay:
     found = Replay()
     for uid, request in enumerate(requests):
         prompt = request.prompt.tolist()
-        sequence = Sequence(uid, Request(prompt, len(request.output), marks=marks_of(request)))
+        sequence = Sequence(uid, Request(prompt, len(request.output), breakpoints=breakpoints_of(request)))
         if len(prompt) + len(request.output) > (caches.capacity() or 0):
             found.refused += 1
             continue
@@ -103,20 +103,20 @@ def replay(requests: Iterator[Recorded], caches: PooledCaches) -> Replay:
     return found
 
 
-def marks_of(request: Recorded) -> list[tuple[int, str]]:
+def breakpoints_of(request: Recorded) -> list[tuple[int, str]]:
     """Where system text and messages end, as the server finds it."""
-    marks = [(request.head, "system"), (len(request.prompt) - REPLY_TOKENS, "user")]
-    return [mark for mark in marks if 0 < mark[0] < len(request.prompt)]
+    ends = [(request.head, "system"), (len(request.prompt) - REPLY_TOKENS, "user")]
+    return [end for end in ends if 0 < end[0] < len(request.prompt)]
 
 
 def run(sequence: Sequence, output: list[int], caches: PooledCaches) -> None:
-    """Compute a prompt up to each of its marks, then the reply."""
-    for mark in sorted({*sequence.marks, sequence.prefill_end}):
-        if mark <= sequence.computed:
+    """Compute a prompt up to each of its breakpoints, then the reply."""
+    for end in sorted({*sequence.breakpoints, sequence.prefill_end}):
+        if end <= sequence.computed:
             continue
-        compute(sequence, mark, caches)
-        if mark in sequence.marks:
-            caches.insert(sequence, sequence.marks[mark])
+        compute(sequence, end, caches)
+        if end in sequence.breakpoints:
+            caches.insert(sequence, sequence.breakpoints[end])
     sequence.tokens += output
     while sequence.in_prefill:
         try:
@@ -173,7 +173,7 @@ def replay_stock(requests: Iterator[Recorded], spec: ModelCacheSpec, most_bytes:
         hit = len(prompt) - max(1, len(rest))
         reused += hit
         tokens = prompt + request.output.tolist()[:-1]
-        for end, kind in [*marks_of(request), (len(tokens), "assistant")]:
+        for end, kind in [*breakpoints_of(request), (len(tokens), "assistant")]:
             if end > hit:
                 cache.insert_cache("model", tokens[:end], [StockLayers(spec, end)], cache_type=kind)
     return reused

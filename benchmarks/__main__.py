@@ -1,0 +1,79 @@
+"""Runs the benchmarks, keeps their lines in one file a machine, and draws the plots of the README.
+
+python -m benchmarks                  all of them, into results/, and plots/
+python -m benchmarks cache sessions   some of them
+python -m benchmarks --quick          small sizes; nothing in results/ or plots/ is changed
+python -m benchmarks --draw           only the plots, from what results/ has
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import re
+import subprocess
+import sys
+import tempfile
+from pathlib import Path
+from typing import Any
+
+import mlx.core as mx
+
+from .plots import draw, latest
+
+FOLDER = Path(__file__).parent
+RESULTS, PLOTS = FOLDER / "results", FOLDER / "plots"
+# The others run for minutes beside a server and are started by themselves.
+NAMES = ("pool", "prefix", "cache", "batch", "shared", "engine", "store", "server", "churn", "sessions")
+
+
+def machine() -> str:
+    """This device and its number of cores, as part of a file name."""
+    name = str(mx.device_info().get("device_name", mx.default_device())).lower()
+    words = [word for word in re.findall(r"[a-z]+[a-z0-9]*", name) if word not in ("r", "tm", "processor", "cpu")]
+    return f"{'-'.join(words)}-{os.cpu_count()}core"
+
+
+def run(name: str, quick: bool, lines: Path) -> bool:
+    """One benchmark; its lines are printed and appended to a file. Returns whether it ended well."""
+    command = [sys.executable, str(FOLDER / f"bench_{name}.py"), "--out", str(lines), *(["--quick"] if quick else [])]
+    ran = subprocess.run(command)
+    if ran.returncode:
+        print(f"bench_{name} ended with status {ran.returncode}.", file=sys.stderr)
+    return ran.returncode == 0
+
+
+def read(path: Path) -> list[dict[str, Any]]:
+    return [json.loads(line) for line in path.read_text().splitlines()] if path.exists() else []
+
+
+def keep(found: list[dict[str, Any]], path: Path) -> None:
+    """Put lines in the place of earlier ones of the same case."""
+    lines = latest([*read(path), *found])
+    path.write_text("".join(json.dumps(line) + "\n" for line in lines))
+
+
+def main(arguments: list[str] | None = None) -> int:
+    parser = argparse.ArgumentParser(prog="python -m benchmarks", description=(__doc__ or "").partition("\n")[0])
+    parser.add_argument("names", nargs="*", metavar="name", help=f"which of {', '.join(NAMES)}; without a name all of them")
+    parser.add_argument("--quick", action="store_true", help="small sizes and few rounds; their lines are only printed")
+    parser.add_argument("--draw", action="store_true", help="run nothing and draw the plots")
+    parser.add_argument("--machine", default=machine(), help="the name of the file in results/ (default: %(default)s)")
+    args = parser.parse_args(arguments)
+    if unknown := [name for name in args.names if name not in NAMES]:
+        parser.error(f"There is no benchmark {', '.join(unknown)}. Choose from {', '.join(NAMES)}.")
+    path, well = RESULTS / f"{args.machine}.jsonl", True
+    with tempfile.TemporaryDirectory() as folder:
+        lines = Path(folder) / "lines.jsonl"
+        for name in () if args.draw else args.names or NAMES:
+            well &= run(name, args.quick, lines)
+        if not args.quick:
+            keep(read(lines), path)
+    if not args.quick:
+        draw(read(path), PLOTS)
+    return 0 if well else 1
+
+
+if __name__ == "__main__":
+    sys.exit(main())
