@@ -25,14 +25,14 @@ from .plots import draw, latest
 FOLDER = Path(__file__).parent
 RESULTS, PLOTS = FOLDER / "results", FOLDER / "plots"
 # The others run for minutes beside a server and are started by themselves.
-NAMES = ("pool", "prefix", "cache", "batch", "shared", "engine", "store", "server", "churn", "sessions")
+NAMES = ("pool", "prefix", "cache", "batch", "shared", "engine", "store", "server", "churn", "sessions", "watching")
 
 
 def machine() -> str:
     """This device and its number of cores, as part of a file name."""
-    name = str(mx.device_info().get("device_name", mx.default_device())).lower()
-    words = [word for word in re.findall(r"[a-z]+[a-z0-9]*", name) if word not in ("r", "tm", "processor", "cpu")]
-    return f"{'-'.join(words)}-{os.cpu_count()}core"
+    kind, name = mx.default_device().type.name, str(mx.device_info().get("device_name", "")).lower()
+    words = [word for word in re.findall(r"[a-z]+[a-z0-9]*", name) if word not in ("r", "tm", "amd", "intel", "processor", "cpu")]
+    return "-".join([kind, *words, f"{os.cpu_count()}core"])
 
 
 def run(name: str, quick: bool, lines: Path) -> bool:

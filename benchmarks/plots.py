@@ -74,6 +74,7 @@ def _bars(axes: Any, groups: dict[str, tuple[float, float]], title: str, unit: s
         places = [place + offset for place in range(len(groups))]
         bars = axes.bar(places, values, 0.38, color=COLORS[label], label=label)
         axes.bar_label(bars, [f"{value:.3g}" for value in values])
+    axes.margins(y=0.15)
     axes.set(xticks=range(len(groups)), xticklabels=list(groups), ylabel=unit, title=title, yscale="log" if log else "linear")
     return bool(groups)
 

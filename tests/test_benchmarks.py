@@ -8,19 +8,50 @@ from pathlib import Path
 from types import ModuleType
 
 import pytest
+from documents import ROOT, section
 
-BENCHMARKS = Path(__file__).parents[1] / "benchmarks"
+BENCHMARKS = ROOT / "benchmarks"
 SESSIONS = (10, 11)
 DIVISOR = 16
 
 
+def imported(name: str, folder: Path) -> ModuleType:
+    sys.path.insert(0, str(folder))
+    try:
+        return importlib.import_module(name)
+    finally:
+        sys.path.remove(str(folder))
+
+
 @pytest.fixture(scope="module")
 def bench() -> ModuleType:
-    sys.path.insert(0, str(BENCHMARKS))
-    try:
-        return importlib.import_module("bench_sessions")
-    finally:
-        sys.path.remove(str(BENCHMARKS))
+    return imported("bench_sessions", BENCHMARKS)
+
+
+@pytest.fixture(scope="module")
+def runner() -> ModuleType:
+    return imported("benchmarks.__main__", ROOT)
+
+
+def test_the_table_of_sessions_has_the_figures_of_the_results(runner: ModuleType) -> None:
+    lines = section("benchmarks/README.md", "Recorded sessions").splitlines()
+    kinds = ("| full", "| window", "| hybrid")
+    table = [[cell.strip() for cell in line.split("|")[1:-1]] for line in lines if line.startswith(kinds)]
+    assert table == imported("benchmarks.plots", ROOT).session_table(runner.read(BENCHMARKS / "results/cpu-xeon-2core.jsonl"))
+    assert {row[0] for row in table} == {"full", "window", "hybrid"}
+
+
+def test_a_later_line_of_a_case_takes_the_place_of_an_earlier_one(runner: ModuleType, tmp_path: Path) -> None:
+    path = tmp_path / "machine.jsonl"
+    runner.keep([{"bench": "b", "case": "x", "ms": 1}, {"bench": "b", "case": "y", "ms": 2}], path)
+    runner.keep([{"bench": "b", "case": "x", "ms": 3}], path)
+    assert runner.read(path) == [{"bench": "b", "case": "x", "ms": 3}, {"bench": "b", "case": "y", "ms": 2}]
+
+
+def test_an_unknown_benchmark_is_an_error(runner: ModuleType, capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit):
+        runner.main(["--quick", "pools"])
+    assert "There is no benchmark pools." in capsys.readouterr().err
 
 
 def test_recorded_prompts_begin_as_their_parents_do(bench: ModuleType) -> None:

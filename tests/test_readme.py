@@ -124,7 +124,12 @@ def test_ci_runs_the_set_up_and_the_test_command() -> None:
 
 def test_every_command_is_one_that_a_test_runs() -> None:
     tested = ("python3 -m venv", ".venv/bin/pip", ".venv/bin/mlx-blockpool", ".venv/bin/pytest", "curl", "patch -p1", "diff -u")
-    tested += (".venv/bin/mlx_lm.server", ".venv/bin/python benchmarks/bench_", ".venv/bin/python -m mlx_blockpool.demo.")
+    tested += (
+        ".venv/bin/mlx_lm.server",
+        ".venv/bin/python benchmarks/bench_",
+        ".venv/bin/python -m benchmarks --quick ",
+        ".venv/bin/python -m mlx_blockpool.demo.",
+    )
     assert [c for c in COMMANDS if not c.startswith(tested)] == []
 
 

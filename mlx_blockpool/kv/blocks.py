@@ -209,12 +209,13 @@ class GroupBlocks:
         """One reference more each. What is read again is no surplus any more."""
         for i in ids:
             block = self.blocks[i]
-            before = block.use
             block.ref_count += 1
-            block.surplus = False
-            self.evictable.pop(i, None)
-            self.surplus.pop(i, None)
-            self._count(i, before)
+            if block.ref_count == 1:
+                if not block.pins:
+                    self._count([i], SURPLUS if block.surplus else EVICTABLE, FIXED)
+                block.surplus = False
+                del self.evictable[i]
+                self.surplus.pop(i, None)
         self.share_epoch += 1
 
     def take(self, count: int, after: int | None) -> list[int]:
@@ -222,22 +223,28 @@ class GroupBlocks:
         ids = self.free.take(count, after)
         for i in ids:
             self.blocks[i].ref_count = 1
-            self._count(i, FREE)
+        self._count(ids, FREE, FIXED)
         return ids
 
     def release(self, ids: Iterable[int]) -> None:
         """Drop one reference each; the last one released is the most recently used."""
+        free: list[int] = []
+        evictable: list[int] = []
         for i in ids:
             block = self.blocks[i]
             assert block.ref_count > 0, f"block {i} of {self.group.name} released with ref_count {block.ref_count}"
-            before = block.use
             block.ref_count -= 1
-            if block.ref_count == 0:
-                if block.cached_refs:
-                    self.evictable[i] = None
-                else:
-                    self._set_free(i)
-                self._count(i, before)
+            if block.ref_count:
+                continue
+            if block.cached_refs:
+                self.evictable[i] = None
+                if not block.pins:
+                    evictable.append(i)
+            else:
+                self._set_free(i)
+                free.append(i)
+        self._count(evictable, FIXED, EVICTABLE)
+        self._count(free, FIXED, FREE)
 
     def cache(self, i: int, tokens: int) -> None:
         block = self.blocks[i]
@@ -258,7 +265,7 @@ class GroupBlocks:
                 del self.evictable[i]
                 self.surplus.pop(i, None)
                 self._set_free(i)
-        self._count(i, before)
+        self._count([i], before, block.use)
 
     def touch(self, i: int) -> None:
         """Make an evictable block the most recently used one, and no surplus any more."""
@@ -268,7 +275,7 @@ class GroupBlocks:
         self.surplus.pop(i, None)
         if i in self.evictable:
             self.evictable.move_to_end(i)
-        self._count(i, before)
+        self._count([i], before, block.use)
 
     def demote(self, i: int) -> None:
         """Make an evictable block surplus until it is used again."""
@@ -277,28 +284,30 @@ class GroupBlocks:
             before = block.use
             block.surplus = True
             self.surplus[i] = None
-            self._count(i, before)
+            self._count([i], before, block.use)
 
     def pin(self, i: int, change: int) -> None:
         """`change` pins more, or fewer."""
         block = self.blocks[i]
         before = block.use
         block.pins = max(0, block.pins + change)
-        self._count(i, before)
+        self._count([i], before, block.use)
 
     def _set_free(self, i: int) -> None:
         self.blocks[i].pins = 0
         self.free.add(i, i + 1)
 
-    def _count(self, i: int, before: int) -> None:
-        """Count a block that was in another use before."""
-        now = self.blocks[i].use
-        if now != before:
-            uses, total = self.uses[i // self.stride], self.total
-            uses[before] -= 1
-            uses[now] += 1
-            total[before] -= 1
-            total[now] += 1
+    def _count(self, ids: Sequence[int], before: int, now: int) -> None:
+        """Count blocks that were `before` and are something else now."""
+        if not ids or now == before:
+            return
+        self.total[before] -= len(ids)
+        self.total[now] += len(ids)
+        first, last = min(ids) // self.stride, max(ids) // self.stride
+        for index, count in ((first, len(ids)),) if first == last else Counter(i // self.stride for i in ids).items():
+            uses = self.uses[index]
+            uses[before] -= count
+            uses[now] += count
 
     # -- eviction ------------------------------------------------------------------------------------------------------
 

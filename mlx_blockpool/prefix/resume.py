@@ -26,9 +26,12 @@ def in_memory(ref: PrefixRef) -> PrefixRef:
 
 def last_checkpoint(ref: PrefixRef, at_most: int) -> tuple[Node | None, int]:
     """The position of the last checkpoint in the first `at_most` tokens, and the node that has it; (None, 0): none."""
-    near = ((node, min(at_most, alike)) for on_path in ref.path for node, alike in on_path.near_siblings())
-    placed = ((node, position) for node, limit in near for position in node.residency.checkpoints if position <= limit)
-    return max(placed, key=lambda found: found[1], default=(None, 0))
+    for on_path in reversed(ref.path):
+        near = ((node, min(at_most, alike)) for node, alike in on_path.near_siblings())
+        placed = [(node, position) for node, limit in near for position in node.residency.checkpoints if position <= limit]
+        if placed:
+            return max(placed, key=lambda found: found[1])
+    return None, 0
 
 
 def resumable(arena: KVArena, match: PrefixRef, most: int) -> tuple[int, Checkpoint | None]:
