@@ -3,15 +3,18 @@
 from __future__ import annotations
 
 import threading
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
 
 from mlx_blockpool.prefix.changes import DISK, MEMORY, BlocksRemoved, BlocksStored
 from mlx_blockpool.prefix.salts import SHARED, salt_of
-from mlx_blockpool.prefix.trie import encode
+from mlx_blockpool.prefix.trie import Node, encode
+from mlx_blockpool.server.live import snapshot
 from mlx_blockpool.server.live.events import ModelLoaded, RequestBegun, RequestProgress, Sight, SwappedOut, Who, who_of
 from mlx_blockpool.server.live.log import TAKEN, EventLog, Reader
+from mlx_blockpool.server.live.snapshot import Walk
 from mlx_blockpool.server.live.watch import RequestWatch
 from mlx_blockpool.server.request import RequestOptions
 
@@ -189,3 +192,20 @@ def test_a_request_ends_once_and_its_progress_is_told_now_and_then() -> None:
     assert ended is not None
     assert 0 <= ended.pop("ttft") <= ended.pop("seconds")
     assert ended == {"id": "req_1", "reason": "stop", "prompt_tokens": 1000, "cached_tokens": 200, "completion_tokens": 2}
+
+
+# -- snapshots ---------------------------------------------------------------------------------------------------------
+
+
+def test_a_walk_passes_nodes_that_have_left_the_trie_meanwhile(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(snapshot, "AT_ONCE", 1)
+    nodes = [Node(None, 0, b"", bytes([number])) for number in range(4)]
+    nodes[2].removed = nodes[3].removed = True
+    root = Node(None, 0, b"", b"root", children=nodes)
+    for node in nodes:
+        node.parent = root
+    nodes[1].residency.in_memory = False
+    walk, found = Walk(SimpleNamespace(trie=SimpleNamespace(roots=lambda: [root]))), list[bytes]()  # type: ignore[arg-type]
+    while not walk.is_over:
+        found += [digest for change in walk.next() for digest in change.hashes]
+    assert found == [bytes([0])]

@@ -69,7 +69,7 @@ class EventsEndpoint:
         self._send([b": events of the server\n\n"])
         if wants_snapshot:
             reader = Reader(log)
-            self._send(self._snapshot(reader.next - 1))
+            self._send_snapshot(reader.next - 1)
         while follows or reader.wait(0):
             if reader.wait(LOOK_SECONDS):
                 time.sleep(GATHER_SECONDS)
@@ -91,11 +91,11 @@ class EventsEndpoint:
         if data is not None:
             yield packet(event.number, KINDS[type(event.what)], data, event.model, event.time)
 
-    def _snapshot(self, number: int) -> Iterator[bytes]:
-        """What each model holds, as of the event `number` or later: the events after that number complete it."""
-        yield packet(number, "all_cleared", {}, None, time.time())
+    def _send_snapshot(self, number: int) -> None:
+        """Send what each model holds, as of the event `number` or later: the events after that number complete it."""
+        self._send([packet(number, "all_cleared", {}, None, time.time())])
         for model, change in held(self._generator):
-            yield from self._packets(Event(number, time.time(), model, change))
+            self._send(self._packets(Event(number, time.time(), model, change)))
 
     def _send(self, packets: Any) -> None:
         """Write packets as one; the socket's time to send bounds a client that reads nothing."""

@@ -33,8 +33,8 @@ def held(generator: Any) -> Iterator[tuple[str, BlocksStored]]:
     """What the loaded models of a generator hold, each by its id. For other threads than the generation thread."""
     for served in list(generator.registry.loaded.values()):
         walk = run_on_generation_thread(generator, partial(Walk.of, served))
-        while walk is not None and (changes := run_on_generation_thread(generator, walk.next)):
-            yield from ((served.events.model, change) for change in changes)
+        while walk is not None and not walk.is_over:
+            yield from ((served.events.model, change) for change in run_on_generation_thread(generator, walk.next))
 
 
 class Walk:
@@ -48,8 +48,12 @@ class Walk:
         """The walk through a loaded model's index; None for one without."""
         return None if served.prefix is None else Walk(served.prefix.index)
 
+    @property
+    def is_over(self) -> bool:
+        return not self._stack
+
     def next(self) -> list[BlocksStored]:
-        """The next AT_ONCE nodes as changes; empty after the last one."""
+        """The next AT_ONCE nodes as changes."""
         return list(changes_of(islice(self._nodes(), AT_ONCE)))
 
     def _nodes(self) -> Iterator[Node]:
