@@ -69,10 +69,10 @@ def test_the_requests_of_one_agent_keep_their_order() -> None:
 
 def test_the_prompt_of_a_lower_value_is_computed_first() -> None:
     engine, _ = make_engine("llama", prefill_rows=1)
-    first, second = (engine.insert(Request(words(i, 700), 1, priority=p)) for i, p in ((1, 1), (2, 0)))
+    first, second = (engine.insert(Request(words(i, 400), 1, priority=p)) for i, p in ((1, 1), (2, 0)))
     told = drive(engine)
     ends = {
-        uid: told.order.index(next(e for e in told.order if e.uid == uid and getattr(e, "done", 0) == 700))
+        uid: told.order.index(next(e for e in told.order if e.uid == uid and getattr(e, "done", 0) == 400))
         for uid in (first, second)
     }
     assert ends[second] < ends[first]
