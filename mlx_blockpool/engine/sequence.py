@@ -12,7 +12,7 @@ import mlx.core as mx
 
 from ..prefix.retention import RetentionPolicy
 from ..prefix.trie import PrefixRef
-from .request import Request
+from .request import KIND, Request
 
 # A step of priority counts as so many seconds of waiting, and all steps together as so many at most.
 PRIORITY_SECONDS = 10.0
@@ -50,6 +50,9 @@ class Sequence:
         self.prefix: PrefixRef | None = None
         self.logprobs: mx.array | None = None
         self.breakpoints = {min(position, self.prefill_end): kind for position, kind in request.breakpoints if position > 0}
+        if request.group is not None:
+            # Where the other choices begin, also those that start later.
+            self.breakpoints.setdefault(self.prefill_end, KIND)
         self.policy = RetentionPolicy(request.agent, request.retention, request.salt)
         # The pins of `request` that are not set yet.
         self.pins = list(request.pins)

@@ -95,6 +95,21 @@ def test_on_mlx_lms_own_caches_a_second_turn_reuses_the_first(name: str) -> None
     assert known.nbytes > 0
 
 
+@pytest.mark.parametrize("own", [True, False], ids=["mlx-lm's", "padded"])
+@pytest.mark.parametrize("name", ["lfm2", "gemma2"])
+def test_choices_for_one_prompt_compute_it_once(name: str, own: bool) -> None:
+    engine = (stock_engine(name) if own else padded_engine(name))[0]
+    prompt = words(41, 40)
+    uids = [engine.insert(Request(prompt, 4, group="one")) for _ in range(3)]
+    told = drive(engine)
+    for uid in uids:
+        check(name, prompt, told.tokens[uid], 4)
+    # Batches of gemma2 do not merge: its choices run one after the other, and mlx-lm's cache leaves a token of each to compute.
+    left = int(own and name == "gemma2")
+    assert engine.counts["prompt_tokens"] == 39 + 2 * left
+    assert sorted(told.started[uid].cached for uid in uids) == [0, 39 - left, 39 - left]
+
+
 @pytest.mark.parametrize("name", ["lfm2", "llama"])
 def test_on_mlx_lms_own_caches_a_common_beginning_is_computed_once(name: str) -> None:
     engine, _ = stock_engine(name)
