@@ -19,7 +19,7 @@ from mlx_blockpool.kv.attach import detach
 from mlx_blockpool.kv.factory import open_pool, pooled_caches
 
 CHUNK = 64
-TOKENS = 12
+TOKENS = 8
 
 
 def test_every_row_of_the_table_has_a_type_that_is_always_tested() -> None:

@@ -339,7 +339,7 @@ def test_a_client_that_hangs_up_ends_its_reply(server: Client, claude: anthropic
 
 
 def test_a_client_that_hangs_up_while_its_prompt_is_computed(server: Client, claude: anthropic.Anthropic) -> None:
-    text = "A long prompt that nobody waits for. " * 120
+    text = "A long prompt that nobody waits for. " * 80
     body = json.dumps({"max_tokens": 500, "stream": True, "messages": [{"role": "user", "content": text}]}).encode()
     with socket.create_connection(("127.0.0.1", server.port)) as connection:
         head = f"POST /v1/messages HTTP/1.1\r\nHost: localhost\r\nContent-Length: {len(body)}\r\n\r\n"

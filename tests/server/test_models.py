@@ -83,7 +83,7 @@ def test_a_draft_changes_no_reply_whatever_was_cached_before(tmp_path: Path) -> 
 
 
 def test_another_model_takes_the_pool_over_and_gives_it_back(tmp_path: Path) -> None:
-    one, two = save_model(tmp_path / "one", "llama"), save_model(tmp_path / "two", "gemma3_text", seed=2)
+    one, two = save_model(tmp_path / "one", "llama"), save_model(tmp_path / "two", "gemma3_text", seed=2, num_hidden_layers=2)
     with blockpool_server(one, "--allow-models", str(two), "--pool-bytes", "30MB") as ours:
         first = replies(ours)
         other = replies(ours, model=str(two))
