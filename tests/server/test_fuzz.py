@@ -44,7 +44,7 @@ CHAT: dict[str, Any] = {
     "stream_options": {"include_usage": True},
     "repetition_penalty": 1.1, "presence_penalty": 0.1, "frequency_penalty": 0.1, "xtc_probability": 0.1, "xtc_threshold": 0.1,
     "chat_template_kwargs": {"enable_thinking": False}, "prompt_cache_key": "fuzz", "user": "ann",
-    "prompt_cache_retention": "24h",
+    "prompt_cache_retention": "24h", "n": 2, "cache_salt": "ours", "priority": 1,
     "messages": [
         {"role": "system", "content": "Be brief."},
         {"role": "user", "content": [{"type": "text", "text": "Hello", "cache_control": EPHEMERAL}]},

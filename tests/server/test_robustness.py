@@ -177,6 +177,7 @@ def random_request(rng: random.Random) -> tuple[str, Any, bytes | None]:
     }
     fields = ["messages", "prompt", "max_tokens", "temperature", "top_p", "top_k", "stop", "seed", "logit_bias", "tools"]
     fields += ["stream_options", "logprobs", "top_logprobs", "model", "role_mapping", "chat_template_kwargs", "min_p"]
+    fields += ["n", "best_of", "cache_salt", "priority"]
     for _ in range(rng.randrange(3)):
         good[rng.choice(fields)] = rng.choice(odd)
     good.pop("model", None) if rng.random() < 0.9 else None
