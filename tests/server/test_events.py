@@ -21,7 +21,7 @@ from mlx_blockpool.server.live import snapshot
 from server.serving import Client, at_once, blockpool_server
 
 PATH = "/v1/cache/events"
-LONG = "There is a long story about a block. " * 30
+LONG = "There is a long story about a block. " * 16
 
 
 @pytest.fixture(scope="module")
@@ -105,12 +105,12 @@ def test_the_life_of_a_request(server: Client) -> None:
     assert len({data["id"] for _, data in requests}) == 1
     begun, started, ended = requests[0][1], requests[1][1], requests[-1][1]
     assert (begun["agent"], started["cached_tokens"]) == ("life", 0)
-    assert ended["prompt_tokens"] == begun["prompt_tokens"] > 1000
+    assert ended["prompt_tokens"] == begun["prompt_tokens"] > 500
     assert (ended["reason"], ended["completion_tokens"]) == ("length", 3)
     assert 0 < ended["ttft"] <= ended["seconds"]
     assert begun["prompt_tokens"] == next(d["total"] for kind, d in requests if kind == "request_progress")
     stored = [data for _, kind, data in found if kind == "blocks_stored" and data["tier"] == "memory"]
-    assert sum(data["tokens"] for data in stored) >= 1024
+    assert sum(data["tokens"] for data in stored) >= 512
     numbers = [number for number, _, _ in found]
     assert numbers == sorted(set(numbers))
 
@@ -251,6 +251,6 @@ def test_a_restore_is_told_with_its_tokens_and_bytes(server: Client) -> None:
         chat(server, f"{LONG} To be restored.", "restored")
         events = {kind: data for _, kind, data in stream.until("request_ended")}
     begun, ended = events["restore_begun"], events["restore_ended"]
-    assert begun["tokens"] == ended["tokens"] == events["request_started"]["cached_tokens"] > 512
+    assert begun["tokens"] == ended["tokens"] == events["request_started"]["cached_tokens"] > 500
     assert begun["bytes"] == ended["bytes"] > 10_000
     assert begun["id"] == ended["id"] == events["request_ended"]["id"]
