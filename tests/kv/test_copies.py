@@ -140,6 +140,7 @@ def test_two_pools_of_one_model_in_one_batch(path: str) -> None:
     assert replies(model, prompts, caches) == expected
 
 
+@pytest.mark.sampled
 @pytest.mark.parametrize("name", ATTACHED)
 @pytest.mark.parametrize("pooled_first", [True, False])
 def test_pooled_and_stock_caches_in_one_batch_answer_as_stock(name: str, pooled_first: bool) -> None:

@@ -85,6 +85,7 @@ def press(client: Client, name: str) -> None:
 LLAMA = pytest.mark.parametrize("server", ["llama"], indirect=True)
 
 
+@pytest.mark.parametrize("server", only(MODELS, "gemma3_text", "lfm2"), indirect=True)
 def test_a_marked_beginning_is_still_known_after_others_needed_the_pool_and_not_after_its_time(client: Client) -> None:
     clock = timed(client)
     first = message(client, marked(SYSTEM), "one")
@@ -132,6 +133,7 @@ def test_marks_on_openais_messages_do_the_same(client: Client) -> None:
     assert used["prompt_tokens_details"]["cached_tokens"] < 100
 
 
+@pytest.mark.parametrize("server", only(MODELS, "lfm2"), indirect=True)
 def test_a_pool_full_of_marks_serves_everybody(client: Client) -> None:
     """What is pinned is bounded, and gives way; who does not fit beside the others waits."""
     size = client.generator.model.capacity() // 4
