@@ -20,7 +20,7 @@ from .models.provider import ModelKey
 from .normalise import LAST, scope_of
 from .replies import Choices, only_choice
 from .request import PromptRequest, RequestOptions
-from .validation import Sampling
+from .validation import Serving
 
 # Fields of a body that name the agent, the first that is there. `user` comes last: one person may have several agents.
 AGENT_FIELDS = ("prompt_cache_key", "session_id", "agent_id", "user")
@@ -93,7 +93,7 @@ class RequestScope:
         self.options.agent = agent_of(headers.get("X-Agent-Id"), body, names)
         self.normalisers = self.generator.normalisers.chosen(headers.get("X-Normalise"))
 
-    def take_options(self, headers: Any, body: Sampling) -> None:
+    def take_options(self, headers: Any, body: Serving) -> None:
         """Set the options that a body of any protocol may have. Without a priority sub-agents come behind their main thread."""
         self.options.cache_salt = body.cache_salt
         self.options.priority = int(is_of_sub_agent(headers)) if body.priority is None else body.priority

@@ -100,19 +100,24 @@ class Body(BaseModel):
         return {name: item for name, item in value.items() if item is not None} if isinstance(value, dict) else value
 
 
-class Sampling(Body):
-    """What every protocol may say of the model, and of how tokens are drawn and sent. None: the server's options hold.
+class Serving(Body):
+    """What every protocol may say of how a request is served beside others.
 
     cache_salt: only requests with the same one share their prefixes. priority: lower values are served earlier.
     """
+
+    cache_salt: Salt | None = None
+    priority: Int | None = None
+
+
+class Sampling(Serving):
+    """What bodies say of the model, and of how tokens are drawn and sent. None: the server's options hold."""
 
     stream: bool = False
     model: Text = "default_model"
     temperature: Annotated[Number, Field(ge=0)] | None = None
     top_p: Share | None = None
     top_k: Count | None = None
-    cache_salt: Salt | None = None
-    priority: Int | None = None
 
 
 class AllSampling(Sampling):

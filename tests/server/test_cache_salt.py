@@ -38,14 +38,17 @@ def of_every_protocol(client: Client, salt: str | None) -> list[int]:
     """Cached tokens of one text, as the clients of each protocol ask for it."""
     extra: Any = {"extra_body": {} if salt is None else {"cache_salt": salt}}
     text, model = TEXT.format(1), "default_model"
+    message: Any = [{"role": "user", "content": text}]
+    asked = {"messages": message, "stream": False, "options": {"num_predict": 1}}
+    assert client.send("/api/chat", asked if salt is None else asked | {"cache_salt": salt})[0] == 200
+    ollamas = client.send("/v1/cache/explain")[1]["requests"][0]["cached_tokens"]
     with openai_client(client) as gpt:
-        message: Any = [{"role": "user", "content": text}]
         chat = gpt.chat.completions.create(model=model, messages=message, max_tokens=1, **extra)
         plain = gpt.completions.create(model=model, prompt=text, max_tokens=1, **extra)
         response = gpt.responses.create(model=model, input=text, max_output_tokens=1, **extra)
     claude = anthropic_client(client).messages.create(model=model, messages=message, max_tokens=1, **extra)
     found = [cached(chat.usage.to_dict()), cached(plain.usage.to_dict()), cached(response.usage.to_dict())]  # type: ignore[union-attr]
-    return [*found, claude.usage.cache_read_input_tokens or 0]
+    return [ollamas, *found, claude.usage.cache_read_input_tokens or 0]
 
 
 def test_salts_share_nothing_in_memory_on_disk_and_in_exports(tmp_path: Path) -> None:
@@ -54,9 +57,10 @@ def test_salts_share_nothing_in_memory_on_disk_and_in_exports(tmp_path: Path) ->
     salts = (None, "ann", "bob")
     with blockpool_server(model, *options) as client:
         for salt in (None, "ann"):
-            chat_hit, plain_hit, response_hit, claude_hit = of_every_protocol(client, salt)
-            # One prompt is the chat of three protocols; a completion is another.
-            assert chat_hit == plain_hit == 0 < response_hit == claude_hit
+            first_hit, chat_hit, plain_hit, *other_hits = of_every_protocol(client, salt)
+            # One prompt is the chat of four protocols; a completion is another.
+            assert first_hit == plain_hit == 0 < chat_hit
+            assert other_hits == [chat_hit] * 2
         for known in (False, True):
             assert [is_known(client, salt, "birds", user="one") for salt in salts] == [known] * 3
         # The agent's last turn was bob's: another salt is told why nothing of it is of use, and not what it said.

@@ -87,6 +87,7 @@ class OllamaEndpoint(Endpoint):
         given, parsed = parse(body, self._scope.cli_args)
         self._name = given.model or given.name or given.id
         self._scope.parse_headers(self._handler.headers, body)
+        self._scope.take_options(self._handler.headers, given)
         if parsed is None:
             self._load(given)
         else:

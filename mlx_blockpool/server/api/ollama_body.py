@@ -7,7 +7,7 @@ from typing import Annotated, Any, Literal
 from pydantic import AfterValidator, Field, Tag
 
 from ...config import RequestConfig
-from ..validation import IS_TEXT, Body, Count, Int, List, Number, Object, Share, Text, TextOr
+from ..validation import IS_TEXT, Body, Count, Int, List, Number, Object, Serving, Share, Text, TextOr
 
 # Clients may name a model with the tag that Ollama gives to models without one.
 LATEST = ":latest"
@@ -63,7 +63,7 @@ class Named(Body):
         return (self.model or self.name or "default_model").removesuffix(LATEST)
 
 
-class ReplyBody(Named):
+class ReplyBody(Named, Serving):
     """What both endpoints with replies read."""
 
     stream: bool = True
