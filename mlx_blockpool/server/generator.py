@@ -27,6 +27,7 @@ from .api.responses_kept import KeptResponses
 from .explain import Explanations
 from .health import Health
 from .jobs import Job
+from .live.snapshot import Snapshots
 from .model import LoadedModel
 from .models.provider import BlockpoolModelProvider
 from .models.registry import LoadCommand, ModelRegistry
@@ -57,6 +58,7 @@ class BlockpoolGenerator(ResponseGenerator):  # type: ignore[misc]
     generation thread. `model` is the one whose request has started last; mlx-lm reads its `model_provider` and `prompt_cache`.
     `normalisers`, `access`, `warm_up`, `responses` and `spool` are kept for the socket threads, and so is `pixels`, the budget
     for the images of all requests. `explanations`: how the last requests used the cache. `maps`, `hour`: what the page shows.
+    `snapshots`: what readers of events begin with.
     `agent_files`: the agents' files in the store's folder, each read once; None without a store.
     """
 
@@ -90,6 +92,7 @@ class BlockpoolGenerator(ResponseGenerator):  # type: ignore[misc]
         self.health = Health(config.stall_seconds)
         self.hang_ups = HangUps()
         self.registry = ModelRegistry(model_provider, config, pool, store, models)
+        self.snapshots = Snapshots(self)
         self.event_readers = threading.BoundedSemaphore(self.access.config.event_readers)
         self.prompts = PromptWorkers(prompts or PromptConfig())
         images = images or ImageConfig()
@@ -254,9 +257,12 @@ class BlockpoolGenerator(ResponseGenerator):  # type: ignore[misc]
         computes = any(served.live and not served.is_blocked for served in self._models)
         wait = IDLE_SECONDS if idle else 0.0 if computes else CHANGE_SECONDS
         until = time.monotonic()
+        # What comes meanwhile waits for the next turn: jobs that follow each other must not hold up a step.
+        left = self.requests.qsize()
         try:
-            while True:
+            while left > 0 or wait > 0:
                 self._arrive(self.requests.get(block=wait > 0, timeout=wait))
+                left -= 1
                 if idle:
                     idle, until = False, time.monotonic() + self._config.join_seconds
                 wait = max(until - time.monotonic(), 0)

@@ -18,6 +18,7 @@ from prefix.replica import Contents, contents_of
 from mlx_blockpool.config import AccessConfig
 from mlx_blockpool.server.jobs import run_on_generation_thread
 from mlx_blockpool.server.live import snapshot
+from mlx_blockpool.server.live.snapshot import Snapshots
 from server.serving import Client, at_once, blockpool_server
 
 PATH = "/v1/cache/events"
@@ -176,10 +177,37 @@ def test_a_client_that_comes_back_goes_on_behind_its_last_event(server: Client) 
 def test_a_snapshot_of_many_parts(server: Client, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(snapshot, "AT_ONCE", 2)
     monkeypatch.setattr(snapshot, "LONGEST", 3)
+    monkeypatch.setattr(server.generator, "snapshots", Snapshots(server.generator))
     work(server)
     with listening(server, "?snapshot=1") as stream:
         chat(server, "One more.", "more")
         check_replica(server, stream)
+
+
+def test_clients_that_begin_at_the_same_time_share_a_snapshot(server: Client, monkeypatch: pytest.MonkeyPatch) -> None:
+    taken: list[Any] = []
+    held, snapshots = snapshot.held, Snapshots(server.generator)
+    monkeypatch.setattr(snapshot, "held", lambda generator: held(taken.append(generator) or generator))
+    monkeypatch.setattr(snapshot, "LEAST_SECONDS", 1000.0)
+    monkeypatch.setattr(server.generator, "snapshots", snapshots)
+    at_once([lambda: read_all(server) for _ in range(4)])
+    chat(server, f"{LONG} Since.", "since")
+    expected = run_on_generation_thread(server.generator, lambda: contents_of(only_model(server).prefix.index))
+    with listening(server, "?snapshot=1") as stream:
+        chat(server, "Last.", "last")
+        found = stream.until("request_begun", agent="last")
+    contents: Contents = {"memory": set(), "disk": set()}
+    for event in found:
+        apply(contents, event)
+    assert len(taken) == 1
+    assert contents["memory"] == expected["memory"], "the events since the snapshot complete it"
+    assert [kind for _, kind, _ in found if kind.startswith("request")] == ["request_begun"], "earlier requests are not repeated"
+
+
+def read_all(server: Client) -> None:
+    with listening(server, "?snapshot=1&follow=0") as stream:
+        while stream.next() is not None:
+            pass
 
 
 def test_many_clients_read_the_same(server: Client) -> None:

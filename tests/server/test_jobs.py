@@ -11,7 +11,7 @@ from models import save_model
 
 from mlx_blockpool.errors import PoolExhaustedError
 from mlx_blockpool.server.agents.service import AgentService, RefusedError
-from mlx_blockpool.server.jobs import run_on_generation_thread
+from mlx_blockpool.server.jobs import Job, run_on_generation_thread
 from mlx_blockpool.server.scope import RequestScope
 from server.serving import Client, blockpool_server
 
@@ -47,6 +47,22 @@ def test_what_they_raise_is_for_who_asked_and_refers_to_no_frames(client: Client
     assert (caught.value.__cause__, caught.value.__context__) == (None, None)
     assert "fail" not in {entry.name for entry in caught.traceback}
     assert client.chat([{"role": "user", "content": "go on"}], max_tokens=2)["choices"]
+
+
+def test_jobs_that_follow_each_other_hold_up_no_request(client: Client) -> None:
+    has_ended, requests = threading.Event(), client.generator.requests
+
+    def follow() -> None:
+        if not has_ended.is_set():
+            requests.put(Job(follow))
+
+    requests.put(Job(follow))
+    timer = threading.Timer(60, has_ended.set)
+    timer.start()
+    client.chat([{"role": "user", "content": "Is there a turn for me?"}], max_tokens=4)
+    assert not has_ended.is_set()
+    has_ended.set()
+    timer.cancel()
 
 
 def test_they_run_while_a_model_is_loaded_and_fail_for_one_that_has_gone(client: Client, folder: Path) -> None:

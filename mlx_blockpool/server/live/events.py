@@ -7,6 +7,7 @@ of which those that named no agent have neither their id nor a name that is deri
 from __future__ import annotations
 
 import hashlib
+import json
 from typing import Any, NamedTuple
 
 from ...prefix.changes import AllCleared, BlocksRemoved, BlocksStored
@@ -132,7 +133,7 @@ class Sight(NamedTuple):
     def data(self, what: Happening) -> dict[str, Any] | None:
         """The fields of an event; None for one that the reader may not see."""
         if isinstance(what, BlocksStored | BlocksRemoved):
-            return _blocks(what) if self._sees_salt(what.salt) else None
+            return blocks_of(what) if self.sees(what.salt) else None
         fields = what._asdict()
         who: Who | None = fields.pop("who", None)
         if who is None:
@@ -141,11 +142,19 @@ class Sight(NamedTuple):
             return None
         return {"id": who.id, **({"agent": who.agent} if isinstance(what, RequestBegun) else {}), **fields}
 
-    def _sees_salt(self, salt: bytes) -> bool:
+    def sees(self, salt: bytes) -> bool:
+        """Whether the reader may see blocks under a salt."""
         return not self.is_private or (self.owner is not None and salt == salt_marked(mark_of(salt), self.owner))
 
 
-def _blocks(what: BlocksStored | BlocksRemoved) -> dict[str, Any]:
+def packet(number: int, kind: str, data: dict[str, Any], model: str | None, seconds: float) -> bytes:
+    """An event as text/event-stream has it."""
+    body = json.dumps({"kind": kind, "time": round(seconds, 3), "model": model, **data})
+    return f"event: {kind}\nid: {number}\ndata: {body}\n\n".encode()
+
+
+def blocks_of(what: BlocksStored | BlocksRemoved) -> dict[str, Any]:
+    """The fields of an event of blocks."""
     hashes = [digest.hex() for digest in what.hashes]
     if isinstance(what, BlocksRemoved):
         return {"hashes": hashes, "tier": what.tier}

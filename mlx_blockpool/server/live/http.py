@@ -2,18 +2,18 @@
 
 from __future__ import annotations
 
-import json
 import time
 from collections.abc import Iterator
 from typing import Any
 from urllib.parse import parse_qsl, urlsplit
 
+from ...prefix.changes import Change
 from ..replies import has_hung_up
-from .events import KINDS, Sight
+from .events import KINDS, Sight, packet
 from .log import Event, Reader
 from .metrics import PATH as METRICS
 from .metrics import exposition
-from .snapshot import held
+from .snapshot import Snapshot
 
 EVENTS = "/v1/cache/events"
 PATHS = (METRICS, EVENTS)
@@ -23,6 +23,8 @@ COMMENT_SECONDS = 15.0
 LOOK_SECONDS = 1.0
 # After an event its reader lets others gather, and sends them together.
 GATHER_SECONDS = 0.05
+# Parts of a snapshot that are sent together.
+SENT = 32
 
 
 def answer_live(handler: Any) -> None:
@@ -41,6 +43,8 @@ class EventsEndpoint:
         self._generator = handler.scope.generator
         config = self._generator.access.config
         self._sight = Sight(handler.scope.owner, config.private_prefixes)
+        # Of earlier events only those of blocks are sent, which complete a snapshot.
+        self._since = 0
         self._comment_due = 0.0
 
     def get(self) -> None:
@@ -68,8 +72,7 @@ class EventsEndpoint:
         reader = Reader(log, after)
         self._send([b": events of the server\n\n"])
         if wants_snapshot:
-            reader = Reader(log)
-            self._send_snapshot(reader.next - 1)
+            self._since, reader = log.end, Reader(log, self._send_snapshot())
         while follows or reader.wait(0):
             if reader.wait(LOOK_SECONDS):
                 time.sleep(GATHER_SECONDS)
@@ -87,15 +90,20 @@ class EventsEndpoint:
             yield from self._packets(event)
 
     def _packets(self, event: Event) -> Iterator[bytes]:
+        if event.number < self._since and not isinstance(event.what, Change):
+            return
         data = self._sight.data(event.what)
         if data is not None:
             yield packet(event.number, KINDS[type(event.what)], data, event.model, event.time)
 
-    def _send_snapshot(self, number: int) -> None:
-        """Send what each model holds, as of the event `number` or later: the events after that number complete it."""
-        self._send([packet(number, "all_cleared", {}, None, time.time())])
-        for model, change in held(self._generator):
-            self._send(self._packets(Event(number, time.time(), model, change)))
+    def _send_snapshot(self) -> int:
+        """Send what each model holds. Returns the number of the event before the first one that completes it."""
+        snapshot: Snapshot = self._generator.snapshots.take()
+        self._send([packet(snapshot.number, "all_cleared", {}, None, snapshot.time)])
+        parts = snapshot.seen_by(self._sight)
+        for first in range(0, len(parts), SENT):
+            self._send(parts[first : first + SENT])
+        return snapshot.number
 
     def _send(self, packets: Any) -> None:
         """Write packets as one; the socket's time to send bounds a client that reads nothing."""
@@ -108,9 +116,3 @@ class EventsEndpoint:
 
 def is_on(value: str | None) -> bool:
     return value in ("1", "true")
-
-
-def packet(number: int, kind: str, data: dict[str, Any], model: str | None, seconds: float) -> bytes:
-    """An event as text/event-stream has it."""
-    body = json.dumps({"kind": kind, "time": round(seconds, 3), "model": model, **data})
-    return f"event: {kind}\nid: {number}\ndata: {body}\n\n".encode()
