@@ -61,6 +61,7 @@ class AccessPolicy:
     """The checks of one server.
 
     room, idle: a connection holds a place in `room` while a request is read and served, and in `idle` between two requests.
+    event_readers: a place for each connection that reads events.
     bodies:     the memory of all requests' bodies together.
     """
 
@@ -72,6 +73,7 @@ class AccessPolicy:
             self._keys.append((None, config.api_key))
         self.room = threading.BoundedSemaphore(config.max_connections)
         self.idle = threading.BoundedSemaphore(config.max_connections)
+        self.event_readers = threading.BoundedSemaphore(config.event_readers)
         self.bodies = ByteBudget(config.bodies * config.max_body_bytes)
 
     @property

@@ -47,6 +47,7 @@ IDLE_SECONDS = 0.1
 CHANGE_SECONDS = 0.005
 REPORT_SECONDS = 0.5
 STOP_LOOKS_SECONDS = 0.05
+STOPS = "The server is shutting down."
 # The stages of a change in which nothing is saved.
 LOADS = ("checking", "loading", "hashing", "warming")
 
@@ -57,9 +58,8 @@ class BlockpoolGenerator(ResponseGenerator):  # type: ignore[misc]
     generate() runs on the thread of a socket and prepares the prompt there; everything below _run_generate() runs on the
     generation thread. `model` is the one whose request has started last; mlx-lm reads its `model_provider` and `prompt_cache`.
     `normalisers`, `access`, `warm_up`, `responses` and `spool` are kept for the socket threads, and so is `pixels`, the budget
-    for the images of all requests. `explanations`: how the last requests used the cache. `maps`, `hour`: what the page shows.
-    `snapshots`: what readers of events begin with.
-    `agent_files`: the agents' files in the store's folder, each read once; None without a store.
+    for the images of all requests. `explanations`: how the last requests used the cache. `maps`, `hour`: what the page shows;
+    `snapshots`: what readers of events begin with. `agent_files`: the agents' files in the store's folder; None without a store.
     """
 
     prompt_cache: SequentialCache
@@ -93,7 +93,6 @@ class BlockpoolGenerator(ResponseGenerator):  # type: ignore[misc]
         self.hang_ups = HangUps()
         self.registry = ModelRegistry(model_provider, config, pool, store, models)
         self.snapshots = Snapshots(self)
-        self.event_readers = threading.BoundedSemaphore(self.access.config.event_readers)
         self.prompts = PromptWorkers(prompts or PromptConfig())
         images = images or ImageConfig()
         self.pixels = ByteBudget(images.pixel_bytes)
@@ -152,7 +151,7 @@ class BlockpoolGenerator(ResponseGenerator):  # type: ignore[misc]
                 return queue.get(timeout=1.0)
             except Empty:
                 if self._stop or not self.generation_available():
-                    raise shutting_down() from None
+                    raise UnavailableError(STOPS) from None
 
     @property
     def has_waiting(self) -> bool:
@@ -314,7 +313,7 @@ class BlockpoolGenerator(ResponseGenerator):  # type: ignore[misc]
     def _shut_down(self) -> None:
         while not self.requests.empty():
             self._arrive(self.requests.get())
-        self._fail_all(shutting_down())
+        self._fail_all(UnavailableError(STOPS))
         # Models and caches must be dropped on this thread, under its stream.
         self.registry.close()
 
@@ -449,7 +448,3 @@ class BlockpoolGenerator(ResponseGenerator):  # type: ignore[misc]
             if not served.live:
                 served.idle()
             served.update_report()
-
-
-def shutting_down() -> UnavailableError:
-    return UnavailableError("The server is shutting down.")

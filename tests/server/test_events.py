@@ -219,7 +219,7 @@ def test_many_clients_read_the_same(server: Client) -> None:
 
 
 def test_there_is_room_for_so_many_clients(server: Client) -> None:
-    readers = server.generator.event_readers
+    readers = server.generator.access.event_readers
     for _ in range(AccessConfig.event_readers):
         assert readers.acquire(timeout=30)
     status, answer = server.send(PATH)

@@ -55,7 +55,7 @@ class EventsEndpoint:
             error = f"Last-Event-ID: Input should be the id of an event, a number; found {given[:50]!r}"
             self._handler.send_json(400, {"error": error})
             return
-        readers = self._generator.event_readers
+        readers = self._generator.access.event_readers
         if not readers.acquire(blocking=False):
             most = self._generator.access.config.event_readers
             self._handler.send_json(503, {"error": f"{most} clients already read events. Try again when one of them has ended."})
