@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from pathlib import Path
 from typing import Any
 
@@ -9,8 +10,9 @@ import pytest
 from mlx_lm.utils import load_tokenizer
 
 from mlx_blockpool.demo import model_path
+from mlx_blockpool.server.prompts import conversion
 from mlx_blockpool.server.prompts.conversion import byte_letters, convert
-from mlx_blockpool.server.prompts.job import TokenizerJob, TokenizerSource
+from mlx_blockpool.server.prompts.job import TokenizerJob, TokenizerSource, unpack
 from mlx_blockpool.server.prompts.renderer import PromptRenderer
 from server.serving import Client
 
@@ -91,9 +93,23 @@ def test_a_piece_that_is_no_text_by_itself_is_its_bytes() -> None:
     renderer = PromptRenderer(load_tokenizer(Path(model_path())))
     said = "A caf\u00e9 \U0001f40d<|im_end|>"
     result = convert(renderer, TokenizerJob(TokenizerSource("", {}), parts=[said], adds_special_tokens=False, wants="pieces"))
-    assert any(isinstance(piece, list) for piece in result.each)
-    assert b"".join(bytes(piece) if isinstance(piece, list) else piece.encode() for piece in result.each).decode() == said
-    assert result.each[-1] == "<|im_end|>"
+    pairs = json.loads(result.written["tokens"])
+    assert [pair["id"] for pair in pairs] == result.tokens.tolist()
+    pieces = [pair["piece"] for pair in pairs]
+    assert any(isinstance(piece, list) for piece in pieces)
+    assert b"".join(bytes(piece) if isinstance(piece, list) else piece.encode() for piece in pieces).decode() == said
+    assert pieces[-1] == "<|im_end|>"
+
+
+def test_the_server_passes_on_long_lists_as_the_worker_has_written_them(monkeypatch: pytest.MonkeyPatch) -> None:
+    renderer = PromptRenderer(load_tokenizer(Path(model_path())))
+    job = TokenizerJob(TokenizerSource("", {}), parts=["What is a block?"], wants="strings")
+    result = convert(renderer, job)
+    assert unpack(result.pack()) == result
+    assert not any(text in result.pack()[0] for text in (*result.written.values(), b"block"))
+    monkeypatch.setattr(conversion, "MOST_TOKENS", len(result.tokens) - 1)
+    with pytest.raises(ValueError, match="Send it in parts"):
+        convert(renderer, job)
 
 
 def test_each_byte_has_a_letter() -> None:

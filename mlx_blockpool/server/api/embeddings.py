@@ -81,7 +81,8 @@ def vectors_of(handler: Any, model: str, texts: list[str | list[int]], size: int
         ModelsEndpoint(generator).command(COMMANDS[0], json.dumps({"model": model}).encode())
     parts = [[text] if isinstance(text, str) else text for text in texts]
     tokens = [
-        generator.preparation.convert(TokenizerJob(TokenizerSource("", {}), parts=list(own)), wanted).tokens for own in parts
+        generator.preparation.convert(TokenizerJob(TokenizerSource("", {}), parts=list(own)), wanted).tokens.tolist()
+        for own in parts
     ]
     if [] in tokens:
         raise InvalidRequestError(f"input[{tokens.index([])}]", "Input should have at least one token")

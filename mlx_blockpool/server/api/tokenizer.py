@@ -1,11 +1,12 @@
 """POST /tokenize, /detokenize and /apply-template, in llama.cpp's shapes and in vLLM's.
 
 The first two are alike in both servers but for the names: text is `content` to llama.cpp, and `prompt` or `messages` to vLLM.
-Prompt workers do the work. For one request, on the socket's thread.
+Prompt workers do the work, and write what is long of an answer. For one request, on the socket's thread.
 """
 
 from __future__ import annotations
 
+import json
 from typing import Annotated, Any
 
 from pydantic import Field
@@ -73,9 +74,11 @@ class TokenizerEndpoint(Endpoint):
 
     def _post(self) -> None:
         answers = {TOKENIZE: self._tokenize, DETOKENIZE: self._detokenize, APPLY_TEMPLATE: self._apply_template}
-        self._handler.send_json(200, answers[self._handler.route.removeprefix("/v1")](self._body()))
+        written = answers[self._handler.route.removeprefix("/v1")](self._body())
+        members = (json.dumps(name).encode() + b": " + value for name, value in written.items())
+        self._handler.send_body(200, "application/json", b"{" + b", ".join(members) + b"}")
 
-    def _tokenize(self, body: Json) -> Json:
+    def _tokenize(self, body: Json) -> dict[str, bytes]:
         given = validated(TokenizeBody, body)
         named = [name for name in ("content", "prompt", "messages") if getattr(given, name) is not None]
         if len(named) != 1:
@@ -83,22 +86,23 @@ class TokenizerEndpoint(Endpoint):
             raise InvalidRequestError("", f"One of content, prompt and messages is needed; found {found}")
         if given.content is not None:
             return self._llama_cpp(given, [given.content] if isinstance(given.content, str) else given.content)
-        wants: Wants = "strings" if given.return_token_strs else ""
+        wants: Wants = "strings" if given.return_token_strs else "tokens"
         adds = given.messages is None if given.add_special_tokens is None else given.add_special_tokens
         if given.messages is None:
             job = TokenizerJob(UNKNOWN, parts=[given.prompt or ""], adds_special_tokens=adds, wants=wants)
         else:
             job = self._chat(given, tokenizes=True, adds_special_tokens=adds, wants=wants)
         result = self._convert(job, given)
+        positions = self._scope.generator.preparation.positions(given.description)
         return {
-            "count": len(result.tokens),
-            "max_model_len": self._scope.generator.preparation.positions(given.description),
-            "tokens": result.tokens,
-            "token_strs": result.each if wants else None,
+            "count": json.dumps(len(result.tokens)).encode(),
+            "max_model_len": json.dumps(positions).encode(),
+            "tokens": result.written["tokens"],
+            "token_strs": result.written.get("token_strs", b"null"),
         }
 
-    def _llama_cpp(self, given: TokenizeBody, parts: list[Any]) -> Json:
-        wants: Wants = "pieces" if given.with_pieces else ""
+    def _llama_cpp(self, given: TokenizeBody, parts: list[Any]) -> dict[str, bytes]:
+        wants: Wants = "pieces" if given.with_pieces else "tokens"
         result = self._convert(
             TokenizerJob(
                 UNKNOWN,
@@ -109,17 +113,16 @@ class TokenizerEndpoint(Endpoint):
             ),
             given,
         )
-        pairs = [{"id": token, "piece": piece} for token, piece in zip(result.tokens, result.each, strict=False)]
-        return {"tokens": pairs if wants else result.tokens}
+        return {"tokens": result.written["tokens"]}
 
-    def _detokenize(self, body: Json) -> Json:
+    def _detokenize(self, body: Json) -> dict[str, bytes]:
         given = validated(DetokenizeBody, body)
-        text = self._convert(TokenizerJob(UNKNOWN, tokens=given.tokens), given).text if given.tokens else ""
+        text = self._convert(TokenizerJob(UNKNOWN, tokens=given.tokens), given).written["text"] if given.tokens else b'""'
         return {"content": text, "prompt": text}
 
-    def _apply_template(self, body: Json) -> Json:
+    def _apply_template(self, body: Json) -> dict[str, bytes]:
         given = validated(TemplateBody, body)
-        return {"prompt": self._convert(self._chat(given), given).text}
+        return {"prompt": self._convert(self._chat(given), given).written["text"]}
 
     def _chat(self, given: ChatFields, **wanted: Any) -> TokenizerJob:
         """The job of a chat, which is checked and normalised as for a reply."""

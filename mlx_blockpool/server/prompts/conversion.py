@@ -7,7 +7,9 @@ from __future__ import annotations
 
 import copy
 import functools
+import json
 import re
+from array import array
 from typing import Any
 
 from jinja2 import TemplateError
@@ -19,10 +21,12 @@ from .renderer import PromptRenderer, without_later_system
 # How vocabularies of SentencePiece's kind write one byte, and a space.
 BYTE = re.compile(r"<0x([0-9A-Fa-f]{2})>")
 SPACE = "\u2581"
+# The most tokens of one result, which the server holds until its client has read them.
+MOST_TOKENS = 1_000_000
 
 
 def convert(renderer: PromptRenderer, job: TokenizerJob) -> TokenizerResult:
-    """Raises ValueError for tokens that the vocabulary lacks, and what templates and tokenizers raise."""
+    """Raises ValueError for tokens that the vocabulary lacks and for too many, and what templates and tokenizers raise."""
     tokenizer, text, tokens = renderer.tokenizer, "", list(job.tokens)
     if job.messages:
         text = _rendered(tokenizer, job)
@@ -32,16 +36,25 @@ def convert(renderer: PromptRenderer, job: TokenizerJob) -> TokenizerResult:
         text = str(tokenizer.decode(job.tokens, clean_up_tokenization_spaces=False))
     else:
         tokens = _joined(tokenizer, job)
-    each = {"strings": _strings, "pieces": _pieces}.get(job.wants)
+    if len(tokens) > MOST_TOKENS:
+        raise ValueError(f"The text has {len(tokens):,} tokens; at most {MOST_TOKENS:,} are returned. Send it in parts.")
     template = getattr(tokenizer, "chat_template", None)
     return TokenizerResult(
-        tokens,
-        text,
-        [] if each is None else each(tokenizer, tokens),
+        array("i", tokens),
+        {name: json.dumps(value).encode() for name, value in {"text": text, **_wanted(tokenizer, tokens, job)}.items()},
         template if isinstance(template, str) else None,
         bool(tokenizer.has_tool_calling),
         bool(tokenizer.has_thinking),
     )
+
+
+def _wanted(tokenizer: Any, tokens: list[int], job: TokenizerJob) -> dict[str, Any]:
+    """What a job wants of each token, as it is written."""
+    if job.wants == "pieces":
+        pairs = zip(tokens, _pieces(tokenizer, tokens), strict=True)
+        return {"tokens": [{"id": token, "piece": piece} for token, piece in pairs]}
+    listed = {"tokens": tokens} if job.wants else {}
+    return listed | ({"token_strs": _strings(tokenizer, tokens)} if job.wants == "strings" else {})
 
 
 def _tokenized(tokenizer: Any, text: str, job: TokenizerJob, is_first: bool = True) -> list[int]:

@@ -19,8 +19,8 @@ from ...messages import Message
 Pieces: TypeAlias = Sequence[bytes | memoryview]
 # So many bytes say how long the header is.
 HEADER_BYTES = 4
-# What of each token a job wants.
-Wants: TypeAlias = Literal["", "strings", "pieces"]
+# What of each token a job wants as JSON: its number alone, also its string in the vocabulary, or also its piece of the text.
+Wants: TypeAlias = Literal["", "tokens", "strings", "pieces"]
 # The result of a job that has used up its time.
 OUT_OF_TIME: Pieces = ()
 # Before the pieces: whether they are the last that this worker sends, and how many they are.
@@ -87,7 +87,7 @@ class TokenizerJob:
     parts:     text to tokenize, and tokens that stand among it. tokens: to turn into text.
     messages:  a chat to render, and to tokenize if `tokenizes`; options: arguments for the template beside messages and tools.
     adds_special_tokens, reads_special_tokens: whether the tokenizer puts its own around text, and whether text may spell them.
-    wants:     "strings" as the vocabulary has them, or "pieces" of text, of each token.
+    wants:     what of each token is written as JSON.
     """
 
     source: TokenizerSource
@@ -104,21 +104,22 @@ class TokenizerJob:
 
 @dataclass(frozen=True)
 class TokenizerResult:
-    """`each`: the string or piece of each token; a piece that is no UTF-8 by itself is a list of its bytes.
+    """`written`: JSON of the text, and of what the job wants of the tokens. Long lists are written in the worker: the server's
+    threads would all wait meanwhile.
 
     template, has_tools, has_thinking: the chat template, and what the model can do by its tokenizer.
     """
 
-    tokens: list[int]
-    text: str
-    each: list[Any]
+    tokens: array[int]
+    written: Mapping[str, bytes]
     template: str | None
     has_tools: bool
     has_thinking: bool
 
     def pack(self) -> Pieces:
         """For the pipe."""
-        return (_packed({"tokenizer": vars(self)}),)
+        header = {**vars(self), "tokens": len(self.tokens), "written": list(self.written)}
+        return _packed({"tokenizer": header}, self.tokens.tobytes()), *self.written.values()
 
 
 @dataclass(frozen=True)
@@ -194,10 +195,13 @@ def unpack(pieces: Pieces) -> Result:
         raise RequestTooLargeError(*header["too_large"])
     if "error" in header:
         raise PromptError(header["error"])
-    if "tokenizer" in header:
-        return TokenizerResult(**header["tokenizer"])
     tokens = array("i")
     tokens.frombytes(memoryview(data)[HEADER_BYTES + length :])
+    if "tokenizer" in header:
+        found = header["tokenizer"]
+        return TokenizerResult(
+            **{**found, "tokens": tokens, "written": dict(zip(found["written"], map(bytes, blobs), strict=True))}
+        )
     header["tokens"], header["call"] = tokens.tolist(), tuple(header["call"])
     header["stops"] = [(tuple(ids), word) for ids, word in header["stops"]]
     for name in ("breakpoints", "checkpoints"):
