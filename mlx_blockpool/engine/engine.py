@@ -16,6 +16,7 @@ from __future__ import annotations
 import copy
 import logging
 import time
+from bisect import insort
 from collections import Counter
 from collections.abc import Collection, Iterator
 from contextlib import contextmanager
@@ -340,10 +341,9 @@ class BlockPoolBatchEngine:
         """Let sequences wait: those that are due first come first, except that none overtakes an earlier one of its agent."""
         for sequence in sequences:
             agent = sequence.request.agent
-            earlier = [other.due for other in self.waiting if agent is not None and other.request.agent == agent]
-            sequence.due = max([sequence.due, *earlier])
-            self.waiting.append(sequence)
-        self.waiting.sort(key=lambda sequence: sequence.place)
+            ahead = () if agent is None else reversed(self.waiting)
+            sequence.due = max(sequence.due, next((each.due for each in ahead if each.request.agent == agent), sequence.due))
+            insort(self.waiting, sequence, key=lambda waiting: waiting.place)
 
     def _wait_for_prefix(self, sequence: Sequence) -> bool:
         """Mark the place up to which a live prefill is about to compute this prompt. Returns whether there is such a one."""
@@ -406,8 +406,7 @@ class BlockPoolBatchEngine:
         self._withdraw(sequence)
         sequence.preemptions += 1
         sequence.computed = 0
-        self.waiting.append(sequence)
-        self.waiting.sort(key=lambda waiting: waiting.place)
+        insort(self.waiting, sequence, key=lambda waiting: waiting.place)
         self.counts["swapped_out"] += 1
         self._events.append(Swapped(sequence.uid, is_in=False))
 

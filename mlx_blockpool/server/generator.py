@@ -273,7 +273,7 @@ class BlockpoolGenerator(ResponseGenerator):  # type: ignore[misc]
             self.health.doing("a job")
             item.run()
         elif isinstance(item, Reply):
-            self.registry.queue.add(item.args.model, item, item.request.options.priority)
+            self.registry.queue.add(item.args.model, item, item.request.options.priority, item.request.options.agent)
         elif item.unload:
             self.registry.unload(item)
         else:

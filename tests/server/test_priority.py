@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 
 from mlx_blockpool.server.generator import BlockpoolGenerator
-from mlx_blockpool.server.models.queue import ModelQueue, ModelUsage
+from mlx_blockpool.server.models.queue import ModelQueue, ModelUsage, QueueEntry
 from mlx_blockpool.server.scope import is_of_sub_agent
 from server.serving import Client
 
@@ -74,3 +74,35 @@ def test_a_model_without_batches_takes_lower_values_first() -> None:
         queue.remove(entry)
     # What has waited for twenty seconds more is due before what has come by two steps more important.
     assert order == ["urgent", "first", "late", "newer"]
+
+
+def test_no_request_overtakes_an_earlier_one_of_its_agent() -> None:
+    queue = ModelQueue(30.0, clock=lambda: 0.0)
+    for item, priority, agent in (("first", 1, "ann"), ("second", -1, "ann"), ("bob's", 0, "bob"), ("nobody's", -1, None)):
+        queue.add("model", item, priority, agent)
+    assert [entry.item for entry in queue] == ["nobody's", "bob's", "first", "second"]
+
+
+def test_the_oldest_request_decides_which_model_is_loaded_next() -> None:
+    now = [0.0]
+    queue = ModelQueue(30.0, clock=lambda: now[0])
+    for key, priority in (("old", 5), ("new", -5)):
+        queue.add(key, key, priority)
+        now[0] += 1
+    assert queue.plan([], lambda key: True).load == "old"
+
+
+def test_a_start_looks_at_one_of_many_that_wait() -> None:
+    looks = []
+
+    class Usage(ModelUsage):
+        def takes(self, entry: QueueEntry) -> bool:
+            looks.append(entry)
+            return super().takes(entry)
+
+    queue = ModelQueue(30.0, clock=lambda: 0.0)
+    for item in range(100):
+        queue.add("model", item)
+    while (entry := queue.next([Usage("model", False, 0.0, 0.0)])) is not None:
+        queue.remove(entry)
+    assert len(looks) == 100

@@ -1,4 +1,4 @@
-"""Which requests wait for which model, in the order of their arrival; grouped so that one swap of models serves many.
+"""Which requests wait for which model, in the order in which they are due; grouped so that one swap of models serves many.
 
 Knows keys, times and order. Does not know models or requests. Owned by the generation thread.
 """
@@ -6,6 +6,7 @@ Knows keys, times and order. Does not know models or requests. Owned by the gene
 from __future__ import annotations
 
 import time
+from bisect import insort
 from collections.abc import Callable, Collection, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -17,13 +18,14 @@ from ...engine.sequence import delay_of
 class QueueEntry:
     """`item` needs the model `key` and has waited since `arrived`, in seconds of the queue's clock.
 
-    `due`: when it arrived, as if that had been later or earlier by its priority.
+    `due`: when it arrived, as if that had been later or earlier by its priority. `agent`: whose it is; None: no agent's.
     """
 
     key: Any
     item: Any
     arrived: float
     due: float
+    agent: str | None = None
 
 
 @dataclass(frozen=True)
@@ -71,20 +73,28 @@ class ModelQueue:
         self.drain = drain
         self.linger = linger
         self.clock = clock
+        # In the order in which they are due.
         self._entries: list[QueueEntry] = []
 
     def __len__(self) -> int:
         return len(self._entries)
 
     def __iter__(self) -> Iterator[QueueEntry]:
-        return iter(self._entries)
+        return iter(list(self._entries))
 
-    def add(self, key: Any, item: Any, priority: int = 0) -> None:
+    def add(self, key: Any, item: Any, priority: int = 0, agent: str | None = None) -> None:
+        """Let an item wait; it overtakes no earlier one of its agent."""
         arrived = self.clock()
-        self._entries.append(QueueEntry(key, item, arrived, arrived + delay_of(priority)))
+        due = arrived + delay_of(priority)
+        if agent is not None:
+            last = next((entry.due for entry in reversed(self._entries) if (entry.key, entry.agent) == (key, agent)), due)
+            due = max(due, last)
+        insort(self._entries, QueueEntry(key, item, arrived, due, agent), key=lambda entry: entry.due)
 
     def remove(self, entry: QueueEntry) -> None:
-        self._entries = [other for other in self._entries if other is not entry]
+        index = next((i for i, other in enumerate(self._entries) if other is entry), None)
+        if index is not None:
+            del self._entries[index]
 
     def clear(self, key: Any = None) -> list[Any]:
         """Remove the entries of one model, or all (None). Returns their items."""
@@ -95,12 +105,13 @@ class ModelQueue:
     def next(self, models: Sequence[ModelUsage], passed: Collection[Any] = ()) -> QueueEntry | None:
         """The entry that is due first of those that may start and whose model is none of `passed`."""
         may_start = (e for e in self._entries if e.key not in passed and any(usage.takes(e) for usage in models))
-        return min(may_start, key=lambda entry: entry.due, default=None)
+        return next(may_start, None)
 
     def plan(self, models: Sequence[ModelUsage], has_room: Callable[[Any], bool]) -> Plan:
         """The next change of models. `has_room`: whether a model can be loaded beside the loaded ones."""
         loaded = {usage.key for usage in models}
-        first = next((entry for entry in self._entries if entry.key not in loaded), None)
+        others = (entry for entry in self._entries if entry.key not in loaded)
+        first = min(others, key=lambda entry: entry.arrived, default=None)
         if first is None:
             return Plan()
         if has_room(first.key):
