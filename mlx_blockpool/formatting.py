@@ -26,6 +26,11 @@ def table(rows: list[list[str]], left: int = 1) -> list[str]:
     return lines
 
 
+def plain(text: str) -> str:
+    """Text in one line, with escapes for characters that are not printable."""
+    return "".join(c if c.isprintable() else c.encode("unicode_escape").decode() for c in text)
+
+
 def line_of(error: BaseException) -> str:
     """An error's message on one line, without its full stop."""
     return " ".join(str(error).split()).rstrip(".")

@@ -19,7 +19,7 @@ from pathlib import Path
 from typing import Any
 
 from ..errors import BlockpoolError
-from ..formatting import Report
+from ..formatting import Report, plain
 from . import top_screen
 
 URL = "http://127.0.0.1:8080"
@@ -92,16 +92,19 @@ class Requests:
             # What ended meanwhile is not known.
             self.running.clear()
         elif id in self.running:
-            self.running[id] |= _change(kind, event)
+            self.running[id] |= _change(kind, event, self.running[id])
 
 
-def _change(kind: str, event: Report) -> Report:
+def _change(kind: str, event: Report, before: Report) -> Report:
     if kind == "request_started":
-        return {"state": "prefill", "done": event["cached_tokens"], "cached": event["cached_tokens"]}
+        cached = event["cached_tokens"]
+        # The first step of the reply computes the last token, and nothing else of a prompt that is cached.
+        return {"state": "reply" if cached >= before["total"] - 1 else "prefill", "done": cached, "cached": cached}
     if kind == "request_progress":
         done, total = event["done"], event["total"]
         return {"done": done, "total": total, "state": "reply" if done >= total else "prefill"}
-    states = {"restore_begun": "from disk", "restore_ended": "prefill", "swapped_out": "swapped out", "swapped_in": "prefill"}
+    states = {"restore_begun": "from disk", "restore_ended": "prefill", "swapped_out": "swapped out"}
+    states["swapped_in"] = "reply" if before["done"] >= before["total"] else "prefill"
     return {"state": states[kind]} if kind in states else {}
 
 
@@ -166,7 +169,7 @@ class Server:
             # A server that is not well says so with a 503.
             return json.load(error) if path == PATHS["health"] else None
         except (OSError, http.client.HTTPException, ValueError) as error:
-            what = f"Cannot read {self.url}{path}: {getattr(error, 'reason', error)}"
+            what = f"Cannot read {self.url}{path}: {plain(str(getattr(error, 'reason', error)))}"
             raise BlockpoolError(f"{what}. Start the server, or give --url another one.") from error
 
     def _open(self, path: str, seconds: float) -> Any:

@@ -7,11 +7,10 @@ import time
 from typing import Any
 
 from rich.console import Console, ConsoleDimensions, Group, RenderableType
-from rich.markup import escape
 from rich.table import Table
 from rich.text import Text
 
-from ..formatting import Report, human_bytes
+from ..formatting import Report, human_bytes, plain
 
 # States of blocks, in the order of a bar, and what draws them.
 STATES = {"held": ("red", "held"), "pinned": ("magenta", "pinned"), "evictable": ("yellow", "cached"), "free": ("green", "free")}
@@ -34,7 +33,8 @@ def text(facts: Report, url: str, width: int = WIDTH) -> str:
 
 def screen(facts: Report, url: str, size: ConsoleDimensions, problem: str) -> RenderableType:
     """What fits into a terminal of `size`. `problem`: why the facts are not those of this moment."""
-    alarms = _alarms(facts, problem)
+    facts = plain_facts(facts)
+    alarms = _alarms(facts, plain(problem))
     groups = facts["cache"].get("groups") or []
     left = size.height - HEAD - len(alarms) - len(groups)
     running, agents, last = _requests(facts), _agents(facts), _last(facts)
@@ -51,6 +51,15 @@ def screen(facts: Report, url: str, size: ConsoleDimensions, problem: str) -> Re
         if most > 0:
             parts += ["", _table(title, columns, found, most)]
     return Group(*parts)
+
+
+def plain_facts(fact: Any) -> Any:
+    """A fact in which no name or text can change how a terminal works."""
+    if isinstance(fact, dict):
+        return {plain_facts(name): plain_facts(value) for name, value in fact.items()}
+    if isinstance(fact, list):
+        return [plain_facts(value) for value in fact]
+    return plain(" ".join(fact.split())) if isinstance(fact, str) else fact
 
 
 def summary(facts: Report) -> str:
@@ -90,8 +99,7 @@ def _alarms(facts: Report, problem: str) -> list[Text]:
     found = [problem, facts["cache"].get("alarm"), store.get("problem") and f"The store is not written: {store['problem']}"]
     found += [f"{model['id']}: {model['failure']}" for model in (facts["models"] or {}).get("models", []) if model["failure"]]
     change = (facts["models"] or {}).get("change")
-    words = [" ".join(str(alarm).split()) for alarm in found if alarm]
-    lines = [Text(f"! {alarm}", style="bold red", no_wrap=True, overflow="ellipsis") for alarm in words]
+    lines = [Text(f"! {alarm}", style="bold red", no_wrap=True, overflow="ellipsis") for alarm in found if alarm]
     if change is not None:
         planned = f"changing models: {change['stage']}, {change.get('unload') or 'nothing'} -> {change.get('load') or 'nothing'}"
         lines.append(Text(planned, style="cyan"))
@@ -219,5 +227,5 @@ def _table(title: str, columns: list[str], rows: list[list[str]], most: int) -> 
         ratio = 1 if column == WHY else None
         table.add_column(column, justify=justify, no_wrap=True, overflow="ellipsis", min_width=len(column), ratio=ratio)
     for row in rows[:most]:
-        table.add_row(*map(escape, row))
+        table.add_row(*map(Text, row))
     return table

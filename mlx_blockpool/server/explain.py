@@ -18,6 +18,7 @@ from datetime import UTC, datetime
 from itertools import islice
 from typing import Any
 
+from ..formatting import plain
 from ..messages import Message
 from ..prefix.lookup import CAUSES, Lookup
 from ..prefix.salts import SHARED
@@ -309,8 +310,3 @@ def answer_about(path: str, explanations: Explanations, asker: Asker) -> tuple[i
         advice = f"Take an id from the header X-Request-Id of a response; the last {MOST:,} since the start are kept."
         return 404, {"error": f"There is no explanation of the request {shown(request_id)}. {advice}"}
     return 200, found.as_dict()
-
-
-def plain(text: str) -> str:
-    """Text in one line, with escapes for characters that are not printable."""
-    return "".join(c if c.isprintable() else c.encode("unicode_escape").decode() for c in text)

@@ -20,7 +20,7 @@ from urllib.parse import parse_qs, urlsplit
 
 from ..errors import BlockpoolError, ModelNotFoundError, PromptError, UnavailableError
 from ..mlx_lm_compat import APIHandler
-from .access import FILES, HELLO, AccessPolicy, BudgetShare, Rejected, cause_of, is_model, own_figures
+from .access import FILES, HELLO, AccessPolicy, BudgetShare, Rejected, cause_of, is_model, own_figures, shown
 from .agents.http import PATH as AGENTS
 from .agents.http import AgentsEndpoint
 from .api.anthropic import MESSAGES, MessagesEndpoint, is_models
@@ -306,7 +306,7 @@ class BlockpoolHandler(APIHandler):  # type: ignore[misc]
         try:
             yield
         except ConnectionError as error:
-            log.info("%s: the client hung up: %s", self.path, error)
+            log.info("%s: the client hung up: %s", shown(self.path), error)
         except Exception as error:
             status, content = self._failure_of(error)
             if not self.answered:
@@ -318,7 +318,7 @@ class BlockpoolHandler(APIHandler):  # type: ignore[misc]
         if self.command == "POST" and isinstance(error, UnicodeDecodeError | RecursionError):
             fault = "not UTF-8" if isinstance(error, UnicodeDecodeError) else "nested too deeply"
             return 400, {"error": f"The body is {fault}: {error}"}
-        log.exception("%s failed", self.path)
+        log.exception("%s failed", shown(self.path))
         return 503 if isinstance(error, UnavailableError) else 500, {"error": cause_of(error)}
 
     def _unknown_path(self) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import fcntl
+import io
 import json
 import os
 import pty
@@ -70,6 +71,23 @@ FACTS: dict[str, Any] = {
 }  # fmt: skip
 
 
+def test_no_text_of_a_server_changes_the_terminal() -> None:
+    evil = "\x1b]0;title\x07\x9b31m\u202e"
+    facts = {
+        **FACTS,
+        "health": {"status": evil, "doing": evil},
+        "agents": {"agents": [{**agent, "shown": f":smile: {evil}"} for agent in FACTS["agents"]["agents"]]},
+        "last": {"requests": [{**FACTS["last"]["requests"][0], "agent": evil, "why": evil}]},
+        "models": {"models": [{"id": evil, "state": "loaded", "failure": evil}], "change": None},
+        "requests": [{**FACTS["requests"][0], "agent": evil, "model": evil}],
+    }
+    out = io.StringIO()
+    Console(file=out, width=200).print(top_screen.screen(facts, "http://h", ConsoleDimensions(200, 60), evil))
+    shown = out.getvalue()
+    assert shown.replace("\n", "").isprintable()
+    assert (shown.count(r"\x1b]0;title"), ":smile:" in shown) == (13, True)
+
+
 def test_the_words_have_every_fact() -> None:
     words = top_screen.text(FACTS, "http://h")
     for part in (
@@ -121,9 +139,12 @@ def test_requests_follow_the_events() -> None:
     assert after("request_progress", done=100, total=100) == [("reply", 100, 100)]
     assert after("swapped_out") == [("swapped out", 100, 100)]
     assert after("model_loaded", id="") == [("swapped out", 100, 100)]
+    assert after("swapped_in") == [("reply", 100, 100)]
+    assert after("swapped_out") == [("swapped out", 100, 100)]
     assert after("all_cleared", id="") == [("swapped out", 100, 100)]
     assert after("request_ended") == []
     after("request_begun", agent="ann", prompt_tokens=100)
+    assert after("request_started", cached_tokens=99) == [("reply", 99, 100)], "nothing of it is left to be computed"
     assert after("gap", id="", lost=3) == []
     assert list(events([b": hello\n", b"event: x\n", b'data: {"kind": "gap"}\n', b"\n"])) == [{"kind": "gap"}]
 

@@ -78,6 +78,26 @@ def published(
         router.context.destroy(linger=0)
 
 
+def test_a_client_that_reads_later_gets_all_past_messages(tmp_path: Path) -> None:
+    publisher = KVPublisher(KVEventsConfig(f"ipc://{tmp_path}/pub", f"ipc://{tmp_path}/replay"))
+    blocks = publisher._blocks_of("m")
+    for _ in range(4000):
+        publisher._send(blocks, blocks.stored(stored(None, (A, WHOLE))))
+    context = zmq.Context()
+    client = context.socket(zmq.DEALER)
+    client.connect(f"ipc://{tmp_path}/replay")
+    client.send_multipart((b"", (0).to_bytes(8, "big")))
+    assert publisher._router.poll(30_000)
+    publisher._replay()
+    numbers = []
+    while not numbers or numbers[-1] != -1:
+        assert client.poll(30_000), f"{len(numbers)} messages came"
+        numbers.append(int.from_bytes(client.recv_multipart()[1], "big", signed=True))
+    assert numbers == [*range(4000), -1]
+    context.destroy(linger=0)
+    publisher._context.destroy(linger=0)
+
+
 def test_events_have_vllms_fields_and_order(tmp_path: Path) -> None:
     log = EventLog()
     with published(tmp_path, log) as router:

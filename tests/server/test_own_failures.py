@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import http.client
 import json
+import socket
 from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Any
@@ -102,3 +103,14 @@ def test_a_turn_is_noted_when_it_ends_and_not_when_nothing_is_live(client: Clien
             return len(served.live), "noted at once" in agents.noted, len(served.caches.turns)
 
         assert run_on_generation_thread(client.generator, look) == (1, True, 0)
+
+
+def test_a_path_in_the_log_changes_no_terminal(
+    client: Client, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    monkeypatch.setattr(client.generator, "hour", None)
+    with socket.create_connection(("127.0.0.1", client.port), timeout=60) as connection:
+        connection.sendall(b"GET /v1/cache/hour?\x1b[2J HTTP/1.0\r\n\r\n")
+        assert b" 500 " in connection.recv(100)
+    assert r"/v1/cache/hour?\x1b[2J" in caplog.text
+    assert "\x1b" not in caplog.text

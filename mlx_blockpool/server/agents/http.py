@@ -17,7 +17,7 @@ from urllib.parse import unquote
 
 from ...errors import NoRoomError, PoolExhaustedError, StoreError
 from ...formatting import Report
-from ..access import as_owner_sees, noted_name, without_folders
+from ..access import as_owner_sees, noted_name, shown, without_folders
 from ..bodies import parse_json
 from ..incoming import file_deadline
 from ..scope import RequestScope
@@ -164,15 +164,15 @@ class AgentsEndpoint:
     def _fail(self, status: int, error: Exception) -> None:
         if self._handler.answered:
             # A file has begun: closing the connection is the only way to report an error.
-            log.warning("%s: %s", self._handler.path, error)
+            log.warning("%s: %s", shown(self._handler.path), error)
             self._handler.close_connection = True
             return
         text = os.strerror(error.errno) if isinstance(error, OSError) and error.errno else str(error)
         if self._spooled is not None:
             text = text.replace(str(self._spooled), "the body").replace(self._spooled.name, "the body")
         owner = self._scope.owner
-        shown = text if owner is None else text.replace(f"{owner}/", "")
-        self._handler.send_json(status, {"error": without_folders(shown)})
+        text = text if owner is None else text.replace(f"{owner}/", "")
+        self._handler.send_json(status, {"error": without_folders(text)})
 
 
 def _bad(found: list[tuple[Path, str]]) -> list[Report]:

@@ -62,6 +62,8 @@ class KVPublisher:
             self._router = None
             if config.replay is not None:
                 self._router = self._context.socket(zmq.ROUTER)
+                # By default what a client has not received is dropped after a thousand messages.
+                self._router.set_hwm(config.queued)
                 self._router.bind(config.replay)
         except zmq.ZMQError as error:
             self._context.destroy(linger=0)
