@@ -7,7 +7,6 @@ chunks on the generation thread, one text of all clients at a time; while replie
 from __future__ import annotations
 
 import socket
-import threading
 import time
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -21,10 +20,11 @@ from ..claims import read_json
 from ..errors import LoadError, RequestTooLargeError, TooManyPositionsError
 from .jobs import run_on_generation_thread
 from .models.provider import ModelKey
+from .prompts.preparation import Turns
 from .replies import has_hung_up
 
-# One text at a time: its keys and values are beside the pool.
-_computing = threading.Lock()
+# One text at a time, of all clients in turn: its keys and values are beside the pool.
+_computing = Turns()
 
 CHUNK_TOKENS = 256
 MOST_TOKENS = 32_768
@@ -85,7 +85,8 @@ def embed(generator: Any, key: ModelKey, texts: list[list[int]], connection: soc
     pooling, vectors = pooling_of(served.provider.folder), []
     for tokens in texts:
         _check_length(tokens, served.positions)
-        with _computing:
+    for tokens in texts:
+        with _computing.turn("text"):
             text = EmbeddedText(generator.registry, key, pooling, tokens)
             try:
                 _compute(generator, text, connection)

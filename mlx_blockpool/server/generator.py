@@ -34,7 +34,7 @@ from .models.registry import LoadCommand, ModelRegistry
 from .normalise import Normalisers
 from .page.cache_map import CacheMaps
 from .page.hour import Hour
-from .prompts.preparation import AgentOrder, PromptPreparation
+from .prompts.preparation import PromptPreparation, Turns
 from .prompts.workers import PromptWorkers
 from .replies import Choices, HangUps, Reply, fit, only_choice, replies_to
 from .sampling import check_sampling
@@ -97,7 +97,7 @@ class BlockpoolGenerator(ResponseGenerator):  # type: ignore[misc]
         images = images or ImageConfig()
         self.pixels = ByteBudget(images.pixel_bytes)
         self.preparation = PromptPreparation(self.prompts, images, self.registry)
-        self._order = AgentOrder()
+        self._order = Turns()
         self._config = config
         self._reported = 0.0
         self._started: Queue[Exception | None] = Queue()

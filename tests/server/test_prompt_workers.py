@@ -10,6 +10,7 @@ import sys
 import threading
 from pathlib import Path
 from queue import Queue
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -20,7 +21,7 @@ from models import save_model
 from mlx_blockpool.config import PromptConfig
 from mlx_blockpool.errors import PromptError, RequestTooLargeError
 from mlx_blockpool.server.bodies import InvalidRequestError
-from mlx_blockpool.server.prompts import worker
+from mlx_blockpool.server.prompts import preparation, worker
 from mlx_blockpool.server.prompts.job import (
     Limits,
     PreparedImages,
@@ -30,7 +31,7 @@ from mlx_blockpool.server.prompts.job import (
     pack_error,
     unpack,
 )
-from mlx_blockpool.server.prompts.preparation import AgentOrder
+from mlx_blockpool.server.prompts.preparation import Turns
 from mlx_blockpool.server.prompts.renderer import PromptRenderer, longest_token
 from mlx_blockpool.server.prompts.template_options import Switches, check_template_options
 from mlx_blockpool.server.prompts.workers import ForkServer, Lane, PromptWorkers, WorkerEndedError
@@ -374,7 +375,7 @@ def test_the_generation_thread_tokenizes_nothing(folder: Path) -> None:
 
 
 def test_requests_of_an_agent_keep_their_order() -> None:
-    order, went = AgentOrder(), []
+    order, went = Turns(), []
     inside, go_on = threading.Event(), threading.Event()
 
     def first() -> None:
@@ -399,3 +400,29 @@ def test_requests_of_an_agent_keep_their_order() -> None:
         thread.join()
     assert went == ["others", "first", "second"]
     assert not order._last
+
+
+def test_one_that_takes_turn_after_turn_passes_no_one_who_waits(monkeypatch: pytest.MonkeyPatch) -> None:
+    waits = threading.Event()
+
+    class Watched(threading.Event):
+        def wait(self, timeout: float | None = None) -> bool:
+            waits.set()
+            return super().wait(timeout)
+
+    monkeypatch.setattr(preparation, "threading", SimpleNamespace(Event=Watched, Lock=threading.Lock))
+    order, went = Turns(), []
+
+    def other() -> None:
+        with order.turn("text"):
+            went.append("other")
+
+    thread = threading.Thread(target=other)
+    for number in range(3):
+        with order.turn("text"):
+            went.append(str(number))
+            if number == 0:
+                thread.start()
+                waits.wait()
+    thread.join()
+    assert went == ["0", "other", "1", "2"]

@@ -144,28 +144,28 @@ def never_drawing(token: int, args: Any) -> Any:
     return replace(args, logits=replace(args.logits, logit_bias={**(args.logits.logit_bias or {}), token: NEVER}))
 
 
-class AgentOrder:
-    """Queues the requests of each agent one after the other, in the order of their arrival."""
+class Turns:
+    """One turn at a time under each name, in the order of arrival. Any thread may take one."""
 
     def __init__(self) -> None:
         self._last: dict[str, threading.Event] = {}
         self._changing = threading.Lock()
 
     @contextmanager
-    def turn(self, agent: str | None) -> Iterator[None]:
-        """Wait until the agent's earlier requests are queued. Requests without an agent are not ordered."""
-        if agent is None:
+    def turn(self, name: str | None) -> Iterator[None]:
+        """Wait until the earlier turns under this name have ended. Without a name nothing waits."""
+        if name is None:
             yield
             return
         mine = threading.Event()
         with self._changing:
-            before, self._last[agent] = self._last.get(agent), mine
+            before, self._last[name] = self._last.get(name), mine
         if before is not None:
             before.wait()
         try:
             yield
         finally:
             with self._changing:
-                if self._last[agent] is mine:
-                    del self._last[agent]
+                if self._last[name] is mine:
+                    del self._last[name]
             mine.set()
