@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import threading
 from pathlib import Path
 from typing import Any
 
@@ -102,6 +103,23 @@ def test_while_the_thread_is_busy_clients_get_the_map_before(monkeypatch: pytest
     answers = at_once([lambda: maps.answer(None)] * 3)
     assert [answer["seconds_ago"] for answer in answers] == [None] * 3
     assert len(generator.jobs) == 1
+
+
+def test_clients_that_come_together_get_one_rendering(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(cache_map, "WAIT_SECONDS", 0.01)
+    maps, rendered = CacheMaps(Slow()), []
+
+    def slowly(found: Survey, owner: str | None) -> dict[str, Any]:
+        rendered.append(owner)
+        threading.Event().wait(0.05)
+        return render(found, owner)
+
+    monkeypatch.setattr(cache_map, "render", slowly)
+    maps._last = cache_map._Surveys(maps._generator)
+    maps._last.by_model["m"] = two_conversations()
+    answers = at_once([lambda owner=owner: maps.answer(owner) for owner in ("ann", "bob") * 4])
+    assert sorted(rendered) == ["ann", "bob"]
+    assert [answer["agents"] for answer in answers] == [["x"]] * 8
 
 
 @pytest.mark.thorough

@@ -36,6 +36,7 @@ class CacheMaps:
     def __init__(self, generator: Any) -> None:
         self._generator = generator
         self._changing = threading.Lock()
+        self._rendering = threading.Lock()
         self._last: _Surveys | None = None
         self._pending: _Surveys | None = None
         self._requests: list[RequestView] = []
@@ -65,11 +66,12 @@ class CacheMaps:
     def _render(self, last: _Surveys, found: Survey, owner: str | None) -> dict[str, Any]:
         """render(), once for all clients of an owner. What it costs puts the next survey off."""
         key = found.model, owner
-        if key not in last.rendered:
-            start = time.thread_time()
-            last.rendered[key] = render(found, owner)
-            self._due += REST * (time.thread_time() - start)
-        return last.rendered[key]
+        with self._rendering:
+            if key not in last.rendered:
+                start = time.thread_time()
+                last.rendered[key] = render(found, owner)
+                self._due += REST * (time.thread_time() - start)
+            return last.rendered[key]
 
     def _last_used(self) -> str:
         used = self._generator.model

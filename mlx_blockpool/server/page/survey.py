@@ -19,8 +19,8 @@ from ..model import LoadedModel
 from ..models.registry import ModelRegistry
 from ..replies import Reply
 
-# Edges that are read between two looks at the clock.
-EDGES_AT_ONCE = 50
+# Edges and blocks that are read between two looks at the clock.
+EDGES_AT_ONCE, BLOCKS_AT_ONCE = 50, 500
 # Of edges that are on disk only, so many are read: a folder may hold a hundred thousand.
 MOST_STORED = 5000
 
@@ -96,8 +96,11 @@ def survey(served: LoadedModel, found: Survey) -> Iterator[None]:
         if count % EDGES_AT_ONCE == 0:
             yield
     for number, group in enumerate(found.groups):
-        group.blocks = [BlockState(id, b.ref_count, b.cached_refs, b.pins) for id, b in pool.block_states(number)]
-        yield
+        blocks = pool.block_states(number)
+        for first in range(0, len(blocks), BLOCKS_AT_ONCE):
+            part = blocks[first : first + BLOCKS_AT_ONCE]
+            group.blocks += [BlockState(id, block.ref_count, block.cached_refs, block.pins) for id, block in part]
+            yield
     found.running = [_running(sequence) for sequence in ([] if served.engine is None else served.engine.live)]
 
 
