@@ -51,7 +51,6 @@ STOCK: dict[str, StockName] = {
         "the sampler of a request; its copy draws from the request's own seed", "(args, tokenizer)", ("make_sampler",)
     ),
     "server._make_logits_processors": StockName("a request's penalties and biases", "(args)"),
-    "server._format_top_logprobs": StockName("the shape of top_logprobs in a response", "(logprobs, top_n, tokenizer)"),
     "server._image_parts": StockName("finds the images of a chat", "(messages)"),
     "server._image_url": StockName("reads the URL of an image part", "(part)"),
     "server.process_message_content": StockName(
@@ -196,7 +195,6 @@ EXPORTS = {
     "Vision": "server.Vision",
     "convert_chat": "server.convert_chat",
     "download": "utils._download",
-    "format_top_logprobs": "server._format_top_logprobs",
     "get_classes": "utils._get_classes",
     "hf_repo_to_path": "utils.hf_repo_to_path",
     "image_parts": "server._image_parts",

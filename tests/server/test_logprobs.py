@@ -7,11 +7,13 @@ from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
+import mlx.core as mx
 import openai
 import pytest
 from mlx_lm.tokenizer_utils import BPEStreamingDetokenizer, NaiveStreamingDetokenizer, SPMStreamingDetokenizer
 
 from mlx_blockpool.server.api.logprobs import LOWEST, Logprobs, TokenTexts
+from mlx_blockpool.server.replies import most_likely
 from server.scripted import Say
 from server.serving import Client, at_once, stock_server
 from server.test_choices import chat, complete, said
@@ -115,3 +117,12 @@ def test_the_bytes_of_tokens(kind: type, written: str | None, needed: bytes) -> 
     logprobs.add(SimpleNamespace(token=7, logprob=-math.inf, top_tokens=()))
     (entry,) = logprobs.take()
     assert (entry["bytes"], entry["logprob"], logprobs.take()) == (list(needed), LOWEST, [])
+
+
+@pytest.mark.parametrize("dtype", [mx.float32, mx.bfloat16])
+def test_the_most_likely_tokens_are_those_of_a_whole_sort(dtype: mx.Dtype) -> None:
+    logprobs = mx.random.permutation(mx.arange(-100.0, 0.0)).astype(dtype)
+    order = mx.argsort(-logprobs).tolist()
+    for count in (0, 1, 5, 100, 120):
+        found = sorted(most_likely(logprobs, count), key=lambda token: -token["logprob"])
+        assert found == [{"id": token, "logprob": -1.0 - i} for i, token in enumerate(order[:count])]
