@@ -5,6 +5,7 @@ Ids are slab_index * stride + position; a run never crosses from one slab into t
 
 from __future__ import annotations
 
+from bisect import bisect_left
 from collections import Counter, OrderedDict
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
@@ -17,10 +18,11 @@ FREE, SURPLUS, EVICTABLE, FIXED = range(4)
 
 
 class FreeRuns:
-    """Disjoint free runs [start, end), none touching another."""
+    """Disjoint free runs [start, end), none touching another. `count` blocks, `in_slab[index]` of them in each slab."""
 
     def __init__(self, stride: int) -> None:
         self.stride = stride
+        self.in_slab: dict[int, int] = {}
         self._ends: dict[int, int] = {}
         self._starts: dict[int, int] = {}
         self.count = 0
@@ -36,8 +38,10 @@ class FreeRuns:
         return max((end - start for start, end in self._ends.items()), default=0)
 
     def add(self, start: int, end: int) -> None:
-        """Make [start, end) free; it joins its neighbours in the same slab."""
+        """Make [start, end) of one slab free; it joins its neighbours there."""
         self.count += end - start
+        slab = start // self.stride
+        self.in_slab[slab] = self.in_slab.get(slab, 0) + end - start
         if start % self.stride and start in self._starts:
             start = self._pop(self._starts[start])[0]
         if end % self.stride and end in self._ends:
@@ -49,6 +53,7 @@ class FreeRuns:
         assert self._ends.get(start) == end, f"[{start}, {end}) is not one free run: {self._ends}"
         self._pop(start)
         self.count -= end - start
+        del self.in_slab[start // self.stride]
 
     def take(self, count: int, after: int | None = None) -> list[int]:
         """`count` ids: those right after the block `after` where they are free, else where there is most room to grow."""
@@ -72,6 +77,7 @@ class FreeRuns:
         if stop < end:
             self._put(stop, end)
         self.count -= stop - begin
+        self.in_slab[begin // self.stride] -= stop - begin
         return list(range(begin, stop))
 
     def _put(self, start: int, end: int) -> None:
@@ -139,7 +145,7 @@ class GroupBlocks:
     slabs:        slab index -> blocks in it.
     evictable:    the cached blocks that no table holds, pinned ones included; the least recently used first.
     surplus:      those of them that are surplus, the one that became it first.
-    uses:         of each slab, how many of its blocks are FREE, SURPLUS, EVICTABLE and FIXED; `total`: of all slabs.
+    victims:      of each slab, how many of its blocks are SURPLUS and EVICTABLE.
     reserved:     how many free blocks tables have reserved.
     share_epoch:  counts what may have made a block shared.
     num_evicted, num_copied: as in BlockCounts.
@@ -156,8 +162,7 @@ class GroupBlocks:
         self.evictable: OrderedDict[int, None] = OrderedDict()
         self.surplus: OrderedDict[int, None] = OrderedDict()
         self.slabs: dict[int, int] = {}
-        self.uses: dict[int, list[int]] = {}
-        self.total = [0] * 4
+        self.victims: dict[int, list[int]] = {}
         self.reserved = 0
         self.share_epoch = self.num_evicted = self.num_copied = 0
 
@@ -183,14 +188,13 @@ class GroupBlocks:
         self.slabs[index] = blocks
         start = index * self.stride
         self.blocks.update((block, Block()) for block in range(start, start + blocks))
-        self.uses[index] = [blocks, 0, 0, 0]
-        self.total[FREE] += blocks
+        self.victims[index] = [0, 0]
         self.free.add(start, start + blocks)
 
     def drop_slab(self, index: int) -> None:
         start = index * self.stride
         end = start + self.slabs.pop(index)
-        self.total = [all_slabs - one for all_slabs, one in zip(self.total, self.uses.pop(index), strict=True)]
+        del self.victims[index]
         self.free.remove(start, end)
         for block in range(start, end):
             del self.blocks[block]
@@ -201,50 +205,66 @@ class GroupBlocks:
 
     def can_drop(self, index: int, evicting: int) -> bool:
         """Whether a slab can be given back: none of its blocks is FIXED, or more than `evicting` (FREE, SURPLUS, EVICTABLE)."""
-        return not any(self.uses[index][evicting + 1 :])
+        return self.slabs[index] == self.free.in_slab[index] + sum(self.victims[index][:evicting])
 
     # -- references ----------------------------------------------------------------------------------------------------
 
     def hold(self, ids: Iterable[int]) -> None:
         """One reference more each. What is read again is no surplus any more."""
+        blocks, cached = self.blocks, self.evictable
+        surplus: list[int] = []
+        evictable: list[int] = []
         for i in ids:
-            block = self.blocks[i]
-            block.ref_count += 1
-            if block.ref_count == 1:
-                if not block.pins:
-                    self._count([i], SURPLUS if block.surplus else EVICTABLE, FIXED)
+            block = blocks[i]
+            if block.ref_count:
+                block.ref_count += 1
+                continue
+            block.ref_count = 1
+            del cached[i]
+            if not block.pins:
+                (surplus if block.surplus else evictable).append(i)
+            if block.surplus:
                 block.surplus = False
-                del self.evictable[i]
-                self.surplus.pop(i, None)
+                del self.surplus[i]
+        self._count(surplus, SURPLUS, -1)
+        self._count(evictable, EVICTABLE, -1)
         self.share_epoch += 1
 
     def take(self, count: int, after: int | None) -> list[int]:
         """Free blocks, held once; see FreeRuns.take()."""
         ids = self.free.take(count, after)
+        blocks = self.blocks
         for i in ids:
-            self.blocks[i].ref_count = 1
-        self._count(ids, FREE, FIXED)
+            blocks[i].ref_count = 1
         return ids
 
     def release(self, ids: Iterable[int]) -> None:
         """Drop one reference each; the last one released is the most recently used."""
-        free: list[int] = []
+        blocks, cached = self.blocks, self.evictable
         evictable: list[int] = []
+        # A run [start, end) of blocks to make free, which grows downwards: tables are released from their ends.
+        start = end = 0
         for i in ids:
-            block = self.blocks[i]
-            assert block.ref_count > 0, f"block {i} of {self.group.name} released with ref_count {block.ref_count}"
-            block.ref_count -= 1
-            if block.ref_count:
+            block = blocks[i]
+            if left := block.ref_count - 1:
+                assert left > 0, f"block {i} of {self.group.name} released with ref_count {block.ref_count}"
+                block.ref_count = left
                 continue
+            block.ref_count = 0
             if block.cached_refs:
-                self.evictable[i] = None
+                cached[i] = None
                 if not block.pins:
                     evictable.append(i)
-            else:
-                self._set_free(i)
-                free.append(i)
-        self._count(evictable, FIXED, EVICTABLE)
-        self._count(free, FIXED, FREE)
+                continue
+            block.pins = 0
+            if i + 1 != start or not start % self.stride:
+                if start < end:
+                    self.free.add(start, end)
+                end = i + 1
+            start = i
+        if start < end:
+            self.free.add(start, end)
+        self._count(evictable, EVICTABLE, 1)
 
     def cache(self, i: int, tokens: int) -> None:
         block = self.blocks[i]
@@ -264,8 +284,8 @@ class GroupBlocks:
             if block.ref_count == 0:
                 del self.evictable[i]
                 self.surplus.pop(i, None)
-                self._set_free(i)
-        self._count([i], before, block.use)
+                self.free.add(i, i + 1)
+        self._recount(i, before)
 
     def touch(self, i: int) -> None:
         """Make an evictable block the most recently used one, and no surplus any more."""
@@ -275,7 +295,7 @@ class GroupBlocks:
         self.surplus.pop(i, None)
         if i in self.evictable:
             self.evictable.move_to_end(i)
-        self._count([i], before, block.use)
+        self._recount(i, before)
 
     def demote(self, i: int) -> None:
         """Make an evictable block surplus until it is used again."""
@@ -284,30 +304,32 @@ class GroupBlocks:
             before = block.use
             block.surplus = True
             self.surplus[i] = None
-            self._count([i], before, block.use)
+            self._recount(i, before)
 
     def pin(self, i: int, change: int) -> None:
         """`change` pins more, or fewer."""
         block = self.blocks[i]
         before = block.use
         block.pins = max(0, block.pins + change)
-        self._count([i], before, block.use)
+        self._recount(i, before)
 
-    def _set_free(self, i: int) -> None:
-        self.blocks[i].pins = 0
-        self.free.add(i, i + 1)
+    def _recount(self, i: int, before: int) -> None:
+        """Count a block whose use was `before`."""
+        self._count([i], before, -1)
+        self._count([i], self.blocks[i].use, 1)
 
-    def _count(self, ids: Sequence[int], before: int, now: int) -> None:
-        """Count blocks that were `before` and are something else now."""
-        if not ids or now == before:
+    def _count(self, ids: list[int], use: int, change: int) -> None:
+        """Count blocks that became SURPLUS or EVICTABLE (`change` 1), or are no longer (-1); other uses are not counted."""
+        if use not in (SURPLUS, EVICTABLE):
             return
-        self.total[before] -= len(ids)
-        self.total[now] += len(ids)
-        first, last = min(ids) // self.stride, max(ids) // self.stride
-        for index, count in ((first, len(ids)),) if first == last else Counter(i // self.stride for i in ids).items():
-            uses = self.uses[index]
-            uses[before] -= count
-            uses[now] += count
+        # Tables have their blocks in order, or nearly so: sorting takes less than a look at every block.
+        ids.sort()
+        begin = 0
+        while begin < len(ids):
+            index = ids[begin] // self.stride
+            end = bisect_left(ids, (index + 1) * self.stride, begin)
+            self.victims[index][use - 1] += change * (end - begin)
+            begin = end
 
     # -- eviction ------------------------------------------------------------------------------------------------------
 
@@ -317,9 +339,14 @@ class GroupBlocks:
         return (i for i in chain(self.surplus, others) if not self.blocks[i].pins)
 
     @property
+    def num_surplus(self) -> int:
+        """How many blocks of eviction_order() are surplus."""
+        return sum(surplus for surplus, _ in self.victims.values())
+
+    @property
     def num_victims(self) -> int:
         """The length of eviction_order()."""
-        return self.total[SURPLUS] + self.total[EVICTABLE]
+        return sum(map(sum, self.victims.values()))
 
     def evict(self, count: int) -> list[tuple[int, int]]:
         """Free the first `count` blocks of eviction_order(), fewer if there are fewer. Returns (group, block) of each."""
@@ -346,10 +373,10 @@ class GroupBlocks:
             is_held, is_cached = state.ref_count > 0, state.cached_refs > 0
             assert (i in free) == (not is_held and not is_cached), f"{name} block {i}: free={i in free}, {state}"
             assert (i in self.evictable) == (not is_held and is_cached), f"{name} block {i}: {state}"
-        for index, uses in self.uses.items():
+        for index in self.slabs:
             found = Counter(self.blocks[i].use for i in self.slab_ids(index))
-            assert [found[use] for use in range(4)] == uses, f"{name} slab {index}: {uses} != {found}"
-        assert [sum(uses) for uses in zip([0] * 4, *self.uses.values(), strict=True)] == self.total, f"{name}: {self.total}"
+            counted = [self.free.in_slab[index], *self.victims[index]]
+            assert [found[use] for use in (FREE, SURPLUS, EVICTABLE)] == counted, f"{name} slab {index}: {counted} != {found}"
         surplus = {i for i in self.evictable if self.blocks[i].surplus}
         assert surplus == set(self.surplus), f"{name}: {len(surplus)} surplus blocks != {len(self.surplus)} to go first"
         reserved = sum(t.reserved for t in tables)

@@ -38,7 +38,7 @@ class Budget:
             for group, count in counts.items():
                 blocks = self.groups[group]
                 missing = max(0, self._missing(counts, FREE))
-                most = blocks.total[use] if use == SURPLUS else count
+                most = blocks.num_surplus if use == SURPLUS else count
                 victims += blocks.evict(min(count - blocks.available, -(-missing // blocks.bytes_per_block), most))
             for group, index in self._slabs(use):
                 if self._missing(counts, FREE) > 0:
@@ -90,8 +90,12 @@ class Budget:
             short -= size
 
     def _bytes_to_grow(self, counts: Mapping[int, int]) -> int:
-        short = ((blocks, max(0, counts.get(g, 0) - blocks.available)) for g, blocks in enumerate(self.groups))
-        return sum(count * blocks.bytes_per_block for blocks, count in short)
+        found = 0
+        for group, count in counts.items():
+            blocks = self.groups[group]
+            if count > blocks.available:
+                found += (count - blocks.available) * blocks.bytes_per_block
+        return found
 
     def _bytes_left(self) -> int:
         return self.pool_bytes - self.nbytes

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from itertools import takewhile
 from typing import Any
 
 from ..errors import PoolExhaustedError
@@ -20,7 +19,7 @@ from .trie import Node, PrefixRef
 
 def in_memory(ref: PrefixRef) -> PrefixRef:
     """As much of a prefix as has its blocks in the pool, without a gap from the first token on."""
-    count = sum(1 for _ in takewhile(lambda node: node.residency.in_memory, ref.path))
+    count = next((index for index, node in enumerate(ref.path) if not node.residency.in_memory), len(ref.path))
     return ref if count == len(ref.path) else ref.first(count * BLOCK_TOKENS)
 
 
@@ -97,9 +96,9 @@ def _caches(arena: KVArena, sequence: SequenceBlocks, hit: int, checkpoint: Chec
 
 def _append_shared(sequence: SequenceBlocks, match: PrefixRef, hit: int, checkpoint: Checkpoint | None) -> None:
     """Hold the blocks of the hit, before anything is evicted for the rest."""
-    path = [*match.full_nodes, match.partial][: blocks_for(hit)]
+    path = match.path[: blocks_for(hit)]
     for index, group in enumerate(sequence.arena.full_groups):
-        sequence.pool.append_shared(sequence.tables[group], [node.residency.blocks[index] for node in path if node is not None])
+        sequence.pool.append_shared(sequence.tables[group], [node.residency.blocks[index] for node in path])
     if checkpoint is not None:
         for group, (ids, _) in checkpoint.rings.items():
             sequence.pool.append_shared(sequence.tables[group], ids[: blocks_for(hit)])

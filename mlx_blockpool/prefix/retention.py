@@ -229,6 +229,8 @@ class TimedPins:
 
     def use(self, path: Sequence[Node], hit: int) -> None:
         """The first `hit` tokens of a path were used: the longest pin that ends among them stays for its time again."""
+        if not self._all:
+            return
         nodes = set(path)
         used = [pin for pin in self._all.values() if pin.is_in(nodes, hit)]
         longest = max(used, key=lambda pin: pin.ref.tokens, default=None)
