@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import json
 import socket
 from collections.abc import Iterator
@@ -143,6 +144,23 @@ def answering() -> Iterator[HTTPServer]:
         yield server
         server.shutdown()
         thread.join()
+
+
+def test_a_folder_that_cannot_be_written_is_a_warning(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def full(path: Path, data: bytes) -> float:
+        path.write_bytes(data)
+        raise OSError(errno.ENOSPC, "No space left on device")
+
+    monkeypatch.setattr(device, "_write", full)
+    [found] = device.disk(tmp_path / "store")
+    assert (found.state, f"{tmp_path} cannot be written (No space left" in found.text) == ("warning", True)
+    assert "--store-dir" in found.advice
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_a_number_that_is_no_port_is_an_error(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["doctor", "--port", "99999"]) == 1
+    assert "--port 99999 is no port. Give a number from 1 to 65535." in capsys.readouterr().err
 
 
 def test_the_port_of_a_server_of_ours_and_of_another(answering: HTTPServer, monkeypatch: pytest.MonkeyPatch, port: int) -> None:

@@ -8,6 +8,7 @@ from functools import partial
 from pathlib import Path
 
 from ...clients import settings
+from ...errors import BlockpoolError
 from ...formatting import Report
 from . import bench, device, installation, model
 from .finding import Check, Finding, looked_at, status_of
@@ -30,6 +31,8 @@ def add_options(parser: argparse.ArgumentParser) -> None:
 
 
 def _run(args: argparse.Namespace) -> tuple[str, int]:
+    if not 0 < args.port < 65536:
+        raise BlockpoolError(f"--port {args.port} is no port. Give a number from 1 to 65535.")
     if args.bench is not None:
         bench.check_file(args.bench)
     findings = examine(args.model, args.port, args.store_dir)

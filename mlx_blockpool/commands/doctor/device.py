@@ -9,6 +9,7 @@ import importlib
 import os
 import random
 import time
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
@@ -125,8 +126,12 @@ def disk(folder: Path | None) -> list[Finding]:
     try:
         written = DISK_BYTES / _write(path, data)
         read = DISK_BYTES / _read(path)
+    except OSError as error:
+        text = f"Nothing can be kept on disk: a file in {existing} cannot be written ({error.strerror})."
+        return [Finding("disk speed", "warning", text, "Give --store-dir a folder that you can write to.")]
     finally:
-        path.unlink(missing_ok=True)
+        with suppress(OSError):
+            path.unlink()
     text = f"The store's disk writes {human_bytes(int(written))} and reads {human_bytes(int(read))} per second."
     figures = {"write_bytes_per_s": round(written), "read_bytes_per_s": round(read)}
     return [Finding("disk speed", "ok", text, figures=figures)]
@@ -135,7 +140,7 @@ def disk(folder: Path | None) -> list[Finding]:
 def _write(path: Path, data: bytes) -> float:
     """Seconds until all of a file of DISK_BYTES is on the disk."""
     start = time.perf_counter()
-    with path.open("wb") as file:
+    with path.open("xb") as file:
         for _ in range(DISK_BYTES // len(data)):
             file.write(data)
         file.flush()
