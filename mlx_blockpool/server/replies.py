@@ -116,7 +116,7 @@ class Reply(Queue[Any]):
             tool_parser=tokenizer.tool_parser,
             text_sm=text_sm,
             initial_state=prepared.initial_state,
-            prompt=list(prepared.tokens),
+            prompt=prepared.tokens,
         )
         breakpoints = list(zip(accumulate(prepared.segments), prepared.types, strict=True))
         if needs_checkpoints:

@@ -9,6 +9,7 @@ from typing import Any
 import openai
 import pytest
 
+from mlx_blockpool.server.replies import Reply
 from server.scripted import CALL, SYSTEM, Say, openai_client
 from server.serving import Client, blockpool_server, stock_server
 from server.test_openai import TOOL
@@ -73,6 +74,20 @@ def test_greedy_choices_are_stocks_reply_and_compute_the_prompt_once(agent: Path
     )
     assert texts(complete(gpt, n=2)) == texts(needed_text) * 2
     assert streamed(complete(gpt, n=2, stream=True))[0] == dict(enumerate(texts(needed_text) * 2))
+
+
+def test_choices_share_the_tokens_of_their_prompt(gpt: openai.OpenAI, monkeypatch: pytest.MonkeyPatch) -> None:
+    prompts: list[list[int]] = []
+    start = Reply.start
+
+    def watched(self: Reply, *args: Any) -> Any:
+        request = start(self, *args)
+        prompts.append(request.tokens)
+        return request
+
+    monkeypatch.setattr(Reply, "start", watched)
+    chat(gpt, "Zero?", n=3)
+    assert [prompt is prompts[0] for prompt in prompts] == [True] * 3
 
 
 def test_drawn_choices_differ_and_are_those_of_seeds_that_count_up(gpt: openai.OpenAI) -> None:
