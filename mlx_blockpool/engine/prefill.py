@@ -78,5 +78,8 @@ def still_shared(sequence: Sequence, other: Sequence) -> int:
     """The tokens that two prompts have in common, if the prefill of `other` has not come to their end; else 0."""
     if sequence.policy.salt != other.policy.salt:
         return 0
-    shared = min(common_prefix(sequence.tokens, other.tokens), sequence.prefill_end, other.prefill_end)
+    prompt = sequence.request.tokens
+    # Choices have one list of tokens, which may be long.
+    alike = len(prompt) if prompt is other.request.tokens else common_prefix(sequence.tokens, other.tokens)
+    shared = min(alike, sequence.prefill_end, other.prefill_end)
     return shared if shared > other.computed else 0

@@ -8,6 +8,7 @@ import pytest
 from engine.engines import Told, assert_nothing_held, assert_stock, bytes_of, drive, make_engine, serve, words
 from thorough import only
 
+from mlx_blockpool.engine import prefill
 from mlx_blockpool.engine.request import Request, Started
 
 RAGGED = only(["llama", "gemma3_text", "gpt_oss"], "gemma3_text", "gpt_oss")
@@ -209,3 +210,14 @@ def test_choices_fit_where_only_one_fits_at_a_time() -> None:
         assert told.reasons[uid] == "length"
         assert_stock("llama", prompt, told.tokens[uid])
     assert_nothing_held(prefix)
+
+
+def test_choices_are_not_compared_token_by_token(monkeypatch: pytest.MonkeyPatch) -> None:
+    compared: list[Any] = []
+    monkeypatch.setattr(prefill, "common_prefix", lambda *prompts: compared.append(prompts) or 0)
+    engine, _ = make_engine("llama")
+    prompt = branch(1, 80)
+    uids, told = serve(engine, [prompt] * 3, group="one")
+    check("llama", [prompt] * 3, uids, told)
+    assert engine.counts["prompt_tokens"] == len(prompt) - 1
+    assert compared == []
