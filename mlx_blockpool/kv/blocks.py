@@ -276,16 +276,16 @@ class GroupBlocks:
     def uncache(self, i: int) -> None:
         block = self.blocks[i]
         assert block.cached_refs > 0, f"block {i} of {self.group.name} uncached but not cached"
-        before = block.use
-        block.cached_refs -= 1
-        if block.cached_refs == 0:
-            block.cached_tokens = block.pins = 0
-            block.surplus = False
-            if block.ref_count == 0:
-                del self.evictable[i]
-                self.surplus.pop(i, None)
-                self.free.add(i, i + 1)
-        self._recount(i, before)
+        if block.cached_refs > 1:
+            block.cached_refs -= 1
+            return
+        self._count([i], block.use, -1)
+        block.cached_refs = block.cached_tokens = block.pins = 0
+        block.surplus = False
+        if block.ref_count == 0:
+            del self.evictable[i]
+            self.surplus.pop(i, None)
+            self.free.add(i, i + 1)
 
     def touch(self, i: int) -> None:
         """Make an evictable block the most recently used one, and no surplus any more."""

@@ -28,6 +28,7 @@ class EvictionOrder:
     def __init__(self, pool: BlockPool, full_groups: list[int], readers: Mapping[Owned, Collection[Node]]) -> None:
         self._pool = pool
         self._full_groups = full_groups
+        self._needs_checkpoints = pool.spec.needs_checkpoints
         self._readers = readers
         # Checkpoints with states, the least recently used first; of these, the superseded ones.
         self._states: OrderedDict[Checkpoint, Node] = OrderedDict()
@@ -71,7 +72,7 @@ class EvictionOrder:
 
     def strand(self, node: Node | None) -> None:
         """Something was evicted from `node`, or after it: demote the edges up from it which nothing resumes from any more."""
-        if not self._pool.spec.needs_checkpoints:
+        if not self._needs_checkpoints:
             return
         while node is not None and node.residency.blocks and not _can_be_resumed(node) and not self._is_surplus(node):
             if not all(map(self._is_surplus, node.children)):
@@ -81,8 +82,7 @@ class EvictionOrder:
             node = node.parent
 
     def _is_surplus(self, node: Node) -> bool:
-        blocks = zip(self._full_groups, node.residency.blocks, strict=False)
-        return any(self._pool.is_surplus(group, block) for group, block in blocks)
+        return any(map(self._pool.is_surplus, self._full_groups, node.residency.blocks))
 
     def check(self, states: Collection[Checkpoint]) -> None:
         """The checkpoints with states are these. Raises AssertionError."""
