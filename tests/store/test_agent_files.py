@@ -242,7 +242,7 @@ def test_a_name_that_is_not_there_is_refused(agents: Agents, change: str) -> Non
         getattr(agents, change)(*names)
     assert not agents.folder.exists()
     one(agents)
-    with pytest.raises(StoreError, match=r"but Old\."):
+    with pytest.raises(StoreError, match=r"There is no agent x in .*agents\. The agents are: Old\."):
         getattr(agents, change)(*names)
 
 
@@ -470,7 +470,7 @@ def test_a_file_with_any_change_is_bad_and_named(agents: Agents) -> None:
         path.write_bytes(changed)
         ((bad, reason),) = agents.look().bad
         assert (bad, agents.get("Old")) == (path, None)
-        assert reason.startswith(f"{path}: Agent: found ")
+        assert reason.startswith((f"{path}: The file of an agent ", f"{path}: This is not the file of an agent: "))
         with pytest.raises(BadRecordError):
             agents.need("Old")
     for size in range(0, len(data), 7):

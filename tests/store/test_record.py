@@ -151,7 +151,7 @@ def test_other_records_are_not_the_one_that_was_wanted() -> None:
 def test_tokens_and_parent_belong_to_the_hash() -> None:
     for change in ({"tokens": (*RECORD.tokens[:-1], 7)}, {"tokens": RECORD.tokens[:-1]}, {"parent": b"p" * 32}):
         record = dataclasses.replace(RECORD, **change)
-        assert_bad("Parent and tokens of hash: found", make_file(record))
+        assert_bad("Parent and tokens of hash: got", make_file(record))
         with pytest.raises(BadRecordError, match="Parent and tokens of hash"):
             read_header(disk_with(make_file(record)), PATH, expected_of(RECORD), prefix_hash)
 
@@ -185,7 +185,7 @@ def test_equal_records_are_equal_files() -> None:
         ),
         ({"parts": (*RECORD.parts[:2], Part("ring", "U32", (8,)))}, "Bytes of ring: got 28, expected 32"),
         ({"parts": RECORD.parts[:2]}, "Buffers: got 3, expected 2"),
-        ({"extra": {"ring": "3" * MAX_HEADER_BYTES}}, "Bytes of header: found"),
+        ({"extra": {"ring": "3" * MAX_HEADER_BYTES}}, "Bytes of header: got"),
     ],
 )
 def test_what_could_not_be_read_again_is_not_written(change: dict[str, object], message: str) -> None:

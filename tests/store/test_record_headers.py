@@ -61,7 +61,7 @@ def test_the_longest_header_hides_no_longer_file() -> None:
     data = make_file(record)
     assert header_size(data) == MAX_HEADER_BYTES
     read(disk_with(data), PATH, expected_of(record), prefix_hash)
-    assert_bad("Bytes of the file: found", data + b"x")
+    assert_bad("Bytes of the file: got", data + b"x")
 
 
 @pytest.mark.parametrize("length", [MAX_HEADER_BYTES, 1 << 31, 1 << 63, (1 << 64) - 1])
