@@ -281,6 +281,9 @@ class KVIndex:
 
     def _bring_back(self, node: Node, was: Residency, superseded: list[Node]) -> None:
         """Of the edges that a removed node superseded, put the longest back, or merge it into another node that contains it."""
+        if not superseded:
+            self.unreachable += _checkpoint_records(node, was, 0)
+            return
         superseded = [edge for edge in superseded if edge.residency.on_disk]
         longest = max(superseded, key=lambda edge: edge.end, default=None)
         last = 0 if longest is None else longest.end
@@ -428,5 +431,7 @@ class KVIndex:
 
 def _checkpoint_records(node: Node, residency: Residency, last: int) -> list[Key]:
     """The records of checkpoints that end in a node, after `last`."""
+    if not residency.window_records and not residency.state_records:
+        return []
     windows = [Key(WINDOW, node.hash_at(end)) for end in residency.window_records if end > last]
     return windows + [Key(STATE, node.hash_at(end)) for end in residency.state_records if end > last]
