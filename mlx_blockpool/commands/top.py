@@ -29,6 +29,8 @@ MOST_OFTEN_SECONDS = 0.1
 ANSWER_SECONDS, SILENT_SECONDS = 30.0, 40.0
 # An event stream that has ended is opened again after this time.
 RETRY_SECONDS = 2.0
+# What the answers of another program raise where they are used.
+FOREIGN = (AttributeError, LookupError, TypeError, ValueError, ArithmeticError, RecursionError)
 PATHS = {
     "health": "/health",
     "cache": "/v1/cache",
@@ -56,9 +58,21 @@ def _run(args: argparse.Namespace) -> str:
     if args.json:
         return json.dumps(server.facts, indent=2)
     if args.once or not sys.stdout.isatty():
-        return top_screen.text(server.facts, args.url)
+        with _as_expected(server.url):
+            return top_screen.text(server.facts, args.url)
     _watch(server, max(args.seconds, MOST_OFTEN_SECONDS))
-    return f"{args.url}: {top_screen.summary(server.facts)}"
+    with _as_expected(server.url):
+        return f"{args.url}: {top_screen.summary(server.facts)}"
+
+
+@contextmanager
+def _as_expected(url: str) -> Iterator[None]:
+    """Raises BlockpoolError where the block fails because a server's facts are not those of this version."""
+    try:
+        yield
+    except FOREIGN as error:
+        what = f"{url} does not answer as this version of mlx-blockpool does ({type(error).__name__}: {plain(str(error))})"
+        raise BlockpoolError(f"{what}. Give --url another server.") from error
 
 
 def api_key(file: Path | None) -> str | None:
@@ -156,21 +170,28 @@ class Server:
                 with self._open("/v1/cache/events", SILENT_SECONDS) as stream:
                     for event in events(stream):
                         self.requests.apply(event)
-            except (BlockpoolError, OSError, http.client.HTTPException, ValueError):
+            except (BlockpoolError, OSError, http.client.HTTPException, *FOREIGN):
                 pass
             self.requests.running.clear()
             time.sleep(RETRY_SECONDS)
 
     def _get(self, path: str) -> Any:
         try:
+            found = self._read(path)
+            if not isinstance(found, dict | None):
+                raise ValueError("the answer is no JSON object")
+            return found
+        except (OSError, http.client.HTTPException, ValueError, RecursionError) as error:
+            what = f"Cannot read {self.url}{path}: {plain(str(getattr(error, 'reason', error)))}"
+            raise BlockpoolError(f"{what}. Start the server, or give --url another one.") from error
+
+    def _read(self, path: str) -> Any:
+        try:
             with self._open(path, ANSWER_SECONDS) as answer:
                 return json.load(answer)
         except urllib.error.HTTPError as error:
             # A server that is not well says so with a 503.
             return json.load(error) if path == PATHS["health"] else None
-        except (OSError, http.client.HTTPException, ValueError) as error:
-            what = f"Cannot read {self.url}{path}: {plain(str(getattr(error, 'reason', error)))}"
-            raise BlockpoolError(f"{what}. Start the server, or give --url another one.") from error
 
     def _open(self, path: str, seconds: float) -> Any:
         headers = {} if self._key is None else {"Authorization": f"Bearer {self._key}"}
@@ -204,7 +225,9 @@ def _watch(server: Server, seconds: float) -> None:
         with _keys() as has_quit, Live(screen=True, auto_refresh=False) as live:
             while True:
                 problem = next(iter(server.problems.values()), "")
-                live.update(top_screen.screen(server.facts, server.url, live.console.size, problem), refresh=True)
+                with _as_expected(server.url):
+                    screen = top_screen.screen(server.facts, server.url, live.console.size, problem)
+                live.update(screen, refresh=True)
                 if has_quit(seconds):
                     return
     except KeyboardInterrupt:

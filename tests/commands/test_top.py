@@ -11,7 +11,9 @@ import struct
 import subprocess
 import sys
 import termios
+import threading
 from collections.abc import Iterator
+from http.server import BaseHTTPRequestHandler, HTTPServer
 from pathlib import Path
 from typing import Any
 
@@ -198,6 +200,35 @@ def test_a_server_that_does_not_answer_is_said(
 ) -> None:
     monkeypatch.delenv("MLX_BLOCKPOOL_API_KEY", raising=False)
     assert main(["top", "--once", "--url", url.format(port=server.port)]) == 1
+    assert says in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(
+    ("status", "body", "says"),
+    [
+        (404, b"<html>", "/health: Expecting value"),
+        (200, b"[1]", "/health: the answer is no JSON object"),
+        (200, b"[" * 100_000, "/health: maximum recursion depth"),
+        (200, json.dumps({"store": 3, "models": 3}).encode(), "does not answer as this version"),
+        (200, json.dumps({"array_bytes": 10**400}).encode(), "does not answer as this version"),
+    ],
+)
+def test_another_program_at_the_url_is_said(status: int, body: bytes, says: str, capsys: pytest.CaptureFixture[str]) -> None:
+    class Another(BaseHTTPRequestHandler):
+        def do_GET(self) -> None:
+            self.send_response(status)
+            self.end_headers()
+            self.wfile.write(body)
+
+        def log_message(self, *_: object) -> None:
+            pass
+
+    with HTTPServer(("127.0.0.1", 0), Another) as other:
+        threading.Thread(target=other.serve_forever, args=[0.01], daemon=True).start()
+        try:
+            assert main(["top", "--once", "--url", f"http://127.0.0.1:{other.server_port}"]) == 1
+        finally:
+            other.shutdown()
     assert says in capsys.readouterr().err
 
 
