@@ -179,6 +179,7 @@ def test_nothing_is_deleted_while_it_runs(served: Served) -> None:
         assert ask(client, "DELETE", "/busy")["clean"]
 
 
+@LFM2
 def test_a_pin_outlives_the_pressure_of_others_and_follows(served: Served, tmp_path: Path) -> None:
     needed = served.needed("kept", "birds", 3)
     options = ["--pool-bytes", SMALL[served.name], *(["--store-dir", str(tmp_path)] if served.name == "llama" else [])]

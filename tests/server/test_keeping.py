@@ -85,7 +85,7 @@ def press(client: Client, name: str) -> None:
 LLAMA = pytest.mark.parametrize("server", ["llama"], indirect=True)
 
 
-@pytest.mark.parametrize("server", only(MODELS, "gemma3_text", "lfm2"), indirect=True)
+@pytest.mark.parametrize("server", only(MODELS, "lfm2"), indirect=True)
 def test_a_marked_beginning_is_still_known_after_others_needed_the_pool_and_not_after_its_time(client: Client) -> None:
     clock = timed(client)
     first = message(client, marked(SYSTEM), "one")

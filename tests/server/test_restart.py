@@ -21,7 +21,7 @@ SYSTEM = "You are one of three agents, and all of them begin with this text. " *
     ("name", "ending"),
     [
         ("llama", "kill -9"),
-        ("gemma3_text", "SIGTERM"),
+        pytest.param("gemma3_text", "SIGTERM", marks=pytest.mark.thorough),
         pytest.param("llama", "SIGTERM", marks=pytest.mark.thorough),
         pytest.param("gemma3_text", "kill -9", marks=pytest.mark.thorough),
         pytest.param("gpt_oss", "kill -9", marks=pytest.mark.thorough),

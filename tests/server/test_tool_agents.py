@@ -43,7 +43,7 @@ def talk(client: Client) -> tuple[list[list[dict[str, Any]]], list[dict[str, Any
     return talks, reports
 
 
-@pytest.mark.parametrize("name", only(TYPES, "falcon_h1", "llama4"))
+@pytest.mark.parametrize("name", only(TYPES, "llama4"))
 def test_agents_with_tools_go_on_where_they_were(name: str, tmp_path: Path) -> None:
     model = save_architecture(tmp_path / name, name, TEMPLATE)
     with blockpool_server(model, "--pool-bytes", "60MB") as ours:
