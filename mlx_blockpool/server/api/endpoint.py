@@ -8,6 +8,7 @@ from __future__ import annotations
 import json
 import logging
 from collections.abc import Callable, Iterable
+from http import HTTPStatus
 from typing import Any
 
 from ..bodies import InvalidRequestError, parse_json
@@ -124,7 +125,7 @@ class Endpoint:
     def _fail(self, error: Exception) -> None:
         self._scope.fail(error)
         status, body = self._error(error)
-        if status >= 500:
+        if status >= 500 and status != HTTPStatus.NOT_IMPLEMENTED:
             log.error("%s failed", self._handler.path, exc_info=error)
         if self._streams and self._renderer is not None:
             self._write(self._renderer.failed(body))

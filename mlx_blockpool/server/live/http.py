@@ -73,7 +73,8 @@ class EventsEndpoint:
         self._send([b": events of the server\n\n"])
         if wants_snapshot:
             self._since, reader = log.end, Reader(log, self._send_snapshot())
-        while follows or reader.wait(0):
+        end = log.end
+        while follows or (reader.next < end and reader.wait(0)):
             if reader.wait(LOOK_SECONDS):
                 time.sleep(GATHER_SECONDS)
                 self._send(self._taken(reader))
