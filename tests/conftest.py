@@ -39,6 +39,11 @@ def pytest_configure(config: pytest.Config) -> None:
         os.environ["BLOCKPOOL_THOROUGH"] = "1"
 
 
+def pytest_xdist_auto_num_workers() -> int:
+    """One more than there are cores: some tests wait for what a server or a disk does."""
+    return len(os.sched_getaffinity(0)) + 1 if hasattr(os, "sched_getaffinity") else (os.cpu_count() or 1) + 1
+
+
 @pytest.hookimpl(tryfirst=True)
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
     mark_samples(items)

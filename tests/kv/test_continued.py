@@ -16,6 +16,7 @@ from mlx_lm.models.cache import ArraysCache, load_prompt_cache, save_prompt_cach
 from mlx_lm.models.cache import make_prompt_cache as stock_prompt_cache
 from models import CONFIGS
 from models import make_model as make_small
+from thorough import only
 
 from mlx_blockpool import BlockPoolBatchEngine, Request, Token, make_prompt_cache, open_pool
 from mlx_blockpool.errors import ReleasedCacheError
@@ -24,7 +25,7 @@ from mlx_blockpool.kv.factory import pooled_caches
 from mlx_blockpool.kv.state_caches import PooledArraysCache, StateBatch
 from mlx_blockpool.spec import ModelCacheSpec, StateLayer
 
-NAMES = ["llama", "gemma3_text", "gpt_oss", "lfm2", "mamba2", "qwen3_next"]
+NAMES = only(["llama", "gemma3_text", "gpt_oss", "lfm2", "mamba2", "qwen3_next"], "llama", "gpt_oss", "qwen3_next")
 FIRST, SECOND = (5, 3, 8, 1), (2, 7, 4, 6)
 
 

@@ -88,6 +88,7 @@ def test_each_token_is_written_about_once(tmp_path: Path, spec: ModelCacheSpec) 
     assert life.store.counts["written_bytes"] - 3500 * life.store.counts["written"] <= 1.1 * tokens * 16 * len(spec.layers)
 
 
+@pytest.mark.sampled
 @pytest.mark.parametrize("spec", SPECS.values(), ids=SPECS)
 @pytest.mark.parametrize("bits", [None, 8])
 @pytest.mark.parametrize("seed", seeds(1, 6))
