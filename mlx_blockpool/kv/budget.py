@@ -90,11 +90,12 @@ class Budget:
             short -= size
 
     def _bytes_to_grow(self, counts: Mapping[int, int]) -> int:
+        """Also of groups that are not among `counts`: one whose slab was given back grows again for what it has reserved."""
         found = 0
-        for group, count in counts.items():
-            blocks = self.groups[group]
-            if count > blocks.available:
-                found += (count - blocks.available) * blocks.bytes_per_block
+        for group, blocks in enumerate(self.groups):
+            short = counts.get(group, 0) - blocks.available
+            if short > 0:
+                found += short * blocks.bytes_per_block
         return found
 
     def _bytes_left(self) -> int:
