@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import http.client
 import json
+import threading
 import urllib.request
 from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager
@@ -18,6 +19,7 @@ from prefix.replica import Contents, contents_of
 from mlx_blockpool.config import AccessConfig
 from mlx_blockpool.server.jobs import run_on_generation_thread
 from mlx_blockpool.server.live import snapshot
+from mlx_blockpool.server.live.events import ModelLoading
 from mlx_blockpool.server.live.snapshot import Snapshots
 from server.serving import Client, at_once, blockpool_server
 
@@ -208,6 +210,22 @@ def read_all(server: Client) -> None:
     with listening(server, "?snapshot=1&follow=0") as stream:
         while stream.next() is not None:
             pass
+
+
+def test_a_reader_that_does_not_follow_ends_while_events_keep_coming(server: Client) -> None:
+    log, has_ended = server.generator.registry.log, threading.Event()
+
+    def append() -> None:
+        while not has_ended.wait(0):
+            log.append("busy", ModelLoading())
+
+    thread = threading.Thread(target=append)
+    thread.start()
+    try:
+        read_all(server)
+    finally:
+        has_ended.set()
+        thread.join()
 
 
 def test_many_clients_read_the_same(server: Client) -> None:

@@ -10,6 +10,7 @@ import time
 from pathlib import Path
 from typing import Any
 
+from ...dtypes import SAFETENSORS, bytes_of
 from ...errors import BlockpoolError
 from ...mlx_lm_compat import ModelDescription
 from ...modelfile import ModelFile, find, local_folder, positions_of, weights_of
@@ -20,8 +21,6 @@ from ..prompts.job import TokenizerJob, TokenizerSource
 from .ollama_reply import written_now
 from .reply import Json
 
-# Bits of a parameter by the dtype that a config names.
-DTYPES = {"float32": ("F32", 32), "float16": ("F16", 16), "bfloat16": ("BF16", 16)}
 # When a model that stays loaded is said to expire, in seconds from now.
 NEVER_SECONDS = 100 * 365 * 86400.0
 FIGURES = {
@@ -132,8 +131,8 @@ def _parameters(file: ModelFile) -> tuple[int, str]:
         group = quantised.get("group_size")
         # A scale and a bias of 16 bits for each group.
         return int(size * 8 / (bits + (32 / group if isinstance(group, int) and group > 0 else 0))), f"{bits}-bit"
-    name, bits = DTYPES.get(str(text.get("torch_dtype", text.get("dtype", ""))), ("BF16", 16))
-    return size * 8 // bits, name
+    name = SAFETENSORS.get(str(text.get("torch_dtype", text.get("dtype", ""))), "BF16")
+    return size // bytes_of(name), name
 
 
 def _short(count: int) -> str:
