@@ -16,10 +16,9 @@ from __future__ import annotations
 import copy
 import logging
 import time
-from bisect import insort
 from collections import Counter
 from collections.abc import Collection, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import asdict
 from typing import Any
 
@@ -31,9 +30,10 @@ from ..config import EngineConfig
 from ..errors import PoolExhaustedError, RequestTooLargeError
 from ..kv.parts import tokens_held
 from ..spec import BLOCK_TOKENS
-from .caches import Caches
+from .caches import Caches, Opened
 from .decode import DecodeBatch, Emitted
 from .opening import open_caches
+from .order import giver, go_behind, in_turn, last, line_up
 from .prefill import Chunk, choose, chunk_end, still_shared
 from .request import KIND, Event, Failed, Progress, Request, Started, Swapped, Token
 from .sequence import Sequence
@@ -116,7 +116,7 @@ class BlockPoolBatchEngine:
             if own is not None:
                 self.caches.take_in(sequence, own)
         self._uids += len(inserted)
-        self._line_up(inserted)
+        line_up(self.waiting, inserted)
         self._may_admit = True
         return [sequence.uid for sequence in inserted]
 
@@ -182,9 +182,8 @@ class BlockPoolBatchEngine:
 
     def resume(self, sequence: Sequence) -> int:
         """Take in a request that suspend() took out. Returns its new uid."""
-        self._uids += 1
-        sequence.uid = self._uids
-        self._line_up([sequence])
+        sequence.uid = self._uids = self._uids + 1
+        line_up(self.waiting, [sequence])
         self._may_admit = True
         return sequence.uid
 
@@ -318,14 +317,13 @@ class BlockPoolBatchEngine:
     # -- room ----------------------------------------------------------------------------------------------------------
 
     def _admit(self) -> None:
-        """Start waiting sequences in their order; one that waits for its agent or for a prefix lets others pass."""
+        """Start waiting sequences in turn; one that waits for its agent or for a prefix lets others pass."""
         if not self._may_admit:
             return
         self._may_admit = False
         busy = {sequence.request.agent: sequence for sequence in self.live if sequence.request.agent is not None}
-        most = self.config.max_members if self.caches.merges else 1
-        for sequence in list(self.waiting):
-            if len(self._prefilling) + len(self._batch) >= most:
+        for sequence in in_turn(self.waiting, self.live):
+            if self._is_full and giver(sequence, self.live) is None:
                 break
             agent = sequence.request.agent
             if agent in busy and not sequence.is_choice_beside(busy[agent]):
@@ -336,14 +334,6 @@ class BlockPoolBatchEngine:
                 continue
             if not self._start(sequence):
                 break
-
-    def _line_up(self, sequences: Collection[Sequence]) -> None:
-        """Let sequences wait: those that are due first come first, except that none overtakes an earlier one of its agent."""
-        for sequence in sequences:
-            agent = sequence.request.agent
-            ahead = () if agent is None else reversed(self.waiting)
-            sequence.due = max(sequence.due, next((each.due for each in ahead if each.request.agent == agent), sequence.due))
-            insort(self.waiting, sequence, key=lambda waiting: waiting.place)
 
     def _wait_for_prefix(self, sequence: Sequence) -> bool:
         """Mark the place up to which a live prefill is about to compute this prompt. Returns whether there is such a one."""
@@ -362,14 +352,14 @@ class BlockPoolBatchEngine:
     def _start(self, sequence: Sequence) -> bool:
         """Give a request its caches. Returns False if it has to wait for room."""
         try:
-            opened = self.caches.open(sequence, self.live)
+            opened = self._open(sequence)
         except PoolExhaustedError as error:
             if self.live or self.caches.is_room_coming:
                 return False
             self._fail(sequence, error)
             return True
         self.waiting.remove(sequence)
-        sequence.caches, sequence.computed = opened.caches, opened.cached
+        sequence.start(opened.caches, opened.cached)
         if sequence.preemptions:
             self.counts["swapped_in"] += 1
             self._events.append(Swapped(sequence.uid, is_in=True))
@@ -380,6 +370,19 @@ class BlockPoolBatchEngine:
         else:
             self._join(sequence)
         return True
+
+    def _open(self, sequence: Sequence) -> Opened:
+        """Caches for a sequence, for which requests with more live sequences give some up. Raises PoolExhaustedError."""
+        while (giving := giver(sequence, self.live)) is not None:
+            with suppress(PoolExhaustedError):
+                if not self._is_full:
+                    return self.caches.open(sequence, self.live)
+            self._preempt(giving)
+        return self.caches.open(sequence, self.live)
+
+    @property
+    def _is_full(self) -> bool:
+        return len(self._prefilling) + len(self._batch) >= (self.config.max_members if self.caches.merges else 1)
 
     def _join(self, sequence: Sequence) -> None:
         self._batch.join(sequence)
@@ -399,14 +402,14 @@ class BlockPoolBatchEngine:
                 # Beside a padded batch, sequences in prefill hold no blocks that it could use.
                 live = self.live if self.caches.ragged else self._batch.members
                 # Also the last one: when it starts again, its own checkpoints may be evicted.
-                self._preempt(max(live, key=lambda sequence: (sequence.request.priority, sequence.uid)))
+                self._preempt(last(live))
 
     def _preempt(self, sequence: Sequence) -> None:
         """Take its caches back and queue it in its old place. Its blocks stay cached until the pool needs them."""
         self._withdraw(sequence)
         sequence.preemptions += 1
         sequence.computed = 0
-        insort(self.waiting, sequence, key=lambda waiting: waiting.place)
+        line_up(self.waiting, [sequence])
         self.counts["swapped_out"] += 1
         self._events.append(Swapped(sequence.uid, is_in=False))
 
@@ -424,6 +427,7 @@ class BlockPoolBatchEngine:
     def _end(self, sequence: Sequence, error: Exception | None) -> None:
         """Finish a sequence that has left the batch."""
         self._may_admit = True
+        go_behind(self.waiting, sequence)
         if error is None:
             self._keep(sequence)
         else:

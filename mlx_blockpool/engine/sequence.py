@@ -42,9 +42,10 @@ class Sequence:
 
     def __init__(self, uid: int, request: Request) -> None:
         self.uid = uid
-        self.due = time.monotonic() + delay_of(request.priority)
         self.request = request
-        self.tokens = list(request.tokens)
+        self.come_again()
+        # Choices share the list of their prompt until they start.
+        self.tokens = request.tokens if isinstance(request.tokens, list) else list(request.tokens)
         self.computed = 0
         self.caches: list[Any] | None = None
         self.prefix: PrefixRef | None = None
@@ -60,6 +61,21 @@ class Sequence:
         self.has_waited = False
         self._produced = 0
         self._matcher = request.stop.matcher()
+
+    def come_again(self) -> None:
+        """Count as having arrived just now."""
+        self.due = time.monotonic() + delay_of(self.request.priority)
+
+    def start(self, caches: list[Any], computed: int) -> None:
+        """Continue from caches that hold the first `computed` tokens."""
+        self.caches, self.computed = caches, computed
+        if self.tokens is self.request.tokens:
+            self.tokens = list(self.tokens)
+
+    @property
+    def of(self) -> int | str:
+        """The same for all choices of one request, and for no other."""
+        return self.uid if self.request.group is None else self.request.group
 
     @property
     def place(self) -> tuple[float, int]:

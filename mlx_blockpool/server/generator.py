@@ -396,14 +396,13 @@ class BlockpoolGenerator(ResponseGenerator):  # type: ignore[misc]
         if explained is not None:
             explained.salt = cache.salt
 
-        def started() -> None:
-            assert reply.context is not None
-            served.explain(reply, reply.context.prompt_cache_count, cache.lookup)
-            reply.watch.started(reply.context.prompt_cache_count, cache.lookup)
-
-        self._serve_single((SequentialReply(reply, self.health.mark, started), reply.request, reply.args), stream)
+        queue = SequentialReply(reply, cache, self.health.mark, served.explain)
+        self._serve_single((queue, reply.request, reply.args), stream)
         self.health.idle()
         self._report()
+        # What has arrived meanwhile goes before the next choice of this request.
+        self._take_arrivals()
+        self.registry.queue.go_behind(reply.is_choice_beside)
 
     def _tokenize(self, tokenizer: Any, request: Any, args: Any) -> Any:
         """In place of mlx-lm's, for its sequential path: the prompt is tokenized already."""

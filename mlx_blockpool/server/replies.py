@@ -92,6 +92,10 @@ class Reply(Queue[Any]):
         """Whether the client's thread has enough of the reply."""
         return self.context is not None and self.context._should_stop
 
+    def is_choice_beside(self, item: Any) -> bool:
+        """Whether an item of the queue is another choice for the same request."""
+        return item is not self and isinstance(item, Reply) and item.request is self.request
+
     def hang_up(self) -> None:
         """The client is gone: end the wait for this reply, and let the generation thread drop the request."""
         self.is_hung_up = True

@@ -127,14 +127,21 @@ class SequentialReply:
     """A reply's queue, as mlx-lm's sequential path writes to it.
 
     `mark` is called for every item, which is the only sign of progress that this path gives. The reply's context is held back
-    until the next item: only then is its prompt looked up, and `started` is called. Once the client has hung up, a prefill ends
-    with ConnectionAbortedError and a reply with the token computed last.
+    until the next item: only then is its prompt looked up in `cache`, and `explain` is called with what was found. Once the
+    client has hung up, a prefill ends with ConnectionAbortedError and a reply with the token computed last.
     """
 
-    def __init__(self, reply: Reply, mark: Callable[[], None], started: Callable[[], None]) -> None:
+    def __init__(
+        self,
+        reply: Reply,
+        cache: SequentialCache,
+        mark: Callable[[], None],
+        explain: Callable[[Reply, int, Lookup | None], None],
+    ) -> None:
         self._reply = reply
+        self._cache = cache
         self._mark = mark
-        self._started = started
+        self._explain = explain
 
     def put(self, item: Any) -> None:
         reply = self._reply
@@ -150,8 +157,10 @@ class SequentialReply:
             reply.fail(item)
             return
         if not reply.is_begun and reply.context is not None:
-            self._started()
-            reply.begin(reply.context.prompt_cache_count)
+            cached = reply.context.prompt_cache_count
+            self._explain(reply, cached, self._cache.lookup)
+            reply.watch.started(cached, self._cache.lookup)
+            reply.begin(cached)
         reply.put(item)
         self._watch(item)
 

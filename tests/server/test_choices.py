@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+import threading
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -10,8 +11,9 @@ import openai
 import pytest
 
 from mlx_blockpool.server.replies import Reply
+from mlx_blockpool.server.sequential import SequentialReply
 from server.scripted import CALL, SYSTEM, Say, openai_client
-from server.serving import Client, blockpool_server, stock_server
+from server.serving import Client, at_once, blockpool_server, stock_server
 from server.test_openai import TOOL
 
 PROMPT = "Once upon a time there was a pool. " * 3
@@ -158,11 +160,46 @@ def test_counts_of_choices_have_limits(server: Client, body: dict[str, Any], wor
     assert (status, words in answer["error"]["message"]) == (400, True), answer
 
 
-def test_models_without_batches_make_one_choice_after_the_other(agent: Path) -> None:
-    with blockpool_server(agent, "--kv-bits", "8") as running, openai_client(running) as gpt:
+@pytest.fixture(scope="module")
+def sequential(agent: Path) -> Iterator[Client]:
+    """A server that serves one request after the other, by mlx-lm's sequential path."""
+    with blockpool_server(agent, "--kv-bits", "8") as running:
+        yield running
+
+
+def test_models_without_batches_make_one_choice_after_the_other(sequential: Client) -> None:
+    with openai_client(sequential) as gpt:
         alone = texts(chat(gpt, "Six?"))
-        assert running.generator.model.engine is None
+        assert sequential.generator.model.engine is None
         assert texts(chat(gpt, "Six?", n=2)) == alone * 2
         told, reasons, _ = streamed(chat(gpt, "Six?", n=2, stream=True, temperature=1.0, seed=5))
         assert told == dict(enumerate(texts(chat(gpt, "Six?", seed=seed, temperature=1.0))[0] for seed in (5, 6)))
         assert set(reasons) == {0, 1}
+
+
+def test_without_batches_requests_take_turns_choice_by_choice(sequential: Client, monkeypatch: pytest.MonkeyPatch) -> None:
+    generator, put, first = sequential.generator, SequentialReply.put, threading.Event()
+    began: list[int] = []
+
+    def watched(self: SequentialReply, item: Any) -> None:
+        """The first choice ends when the other request has arrived."""
+        while not began and not generator.requests.qsize():
+            first.set()
+            threading.Event().wait(0.01)
+        put(self, item)
+
+    def begin(self: Reply, cached: int) -> None:
+        began.append(self.request.choices)
+        return begins(self, cached)
+
+    begins = Reply.begin
+    monkeypatch.setattr(SequentialReply, "put", watched)
+    monkeypatch.setattr(Reply, "begin", begin)
+
+    def come_later() -> Any:
+        first.wait()
+        return sequential.chat(said("Eight?"), max_tokens=2)
+
+    answer, _ = at_once([lambda: sequential.chat(said("Seven?"), max_tokens=2, n=3), come_later])
+    assert len(answer["choices"]) == 3
+    assert began == [3, 1, 3, 3]

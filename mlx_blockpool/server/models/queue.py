@@ -8,7 +8,7 @@ from __future__ import annotations
 import time
 from bisect import insort
 from collections.abc import Callable, Collection, Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 from ...engine.sequence import delay_of
@@ -18,13 +18,14 @@ from ...engine.sequence import delay_of
 class QueueEntry:
     """`item` needs the model `key` and has waited since `arrived`, in seconds of the queue's clock.
 
-    `due`: when it arrived, as if that had been later or earlier by its priority. `agent`: whose it is; None: no agent's.
+    `due`: when it arrived, as if that had been later or earlier by its `priority`. `agent`: whose it is; None: no agent's.
     """
 
     key: Any
     item: Any
     arrived: float
     due: float
+    priority: int = 0
     agent: str | None = None
 
 
@@ -85,11 +86,24 @@ class ModelQueue:
     def add(self, key: Any, item: Any, priority: int = 0, agent: str | None = None) -> None:
         """Let an item wait; it overtakes no earlier one of its agent."""
         arrived = self.clock()
-        due = arrived + delay_of(priority)
-        if agent is not None:
-            last = next((entry.due for entry in reversed(self._entries) if (entry.key, entry.agent) == (key, agent)), due)
-            due = max(due, last)
-        insort(self._entries, QueueEntry(key, item, arrived, due, agent), key=lambda entry: entry.due)
+        self._insert(QueueEntry(key, item, arrived, arrived + delay_of(priority), priority, agent))
+
+    def go_behind(self, moves: Callable[[Any], bool]) -> None:
+        """Let the items for which `moves` is true wait behind all others, and the items of their agents with them."""
+        moved = [entry for entry in self._entries if moves(entry.item)]
+        agents = {(entry.key, entry.agent) for entry in moved if entry.agent is not None}
+        moved += [entry for entry in self._entries if entry not in moved and (entry.key, entry.agent) in agents]
+        now = self.clock()
+        for entry in moved:
+            self.remove(entry)
+        for entry in moved:
+            self._insert(replace(entry, due=now + delay_of(entry.priority)))
+
+    def _insert(self, entry: QueueEntry) -> None:
+        if entry.agent is not None:
+            of_agent = (each.due for each in reversed(self._entries) if (each.key, each.agent) == (entry.key, entry.agent))
+            entry = replace(entry, due=max(entry.due, next(of_agent, entry.due)))
+        insort(self._entries, entry, key=lambda each: each.due)
 
     def remove(self, entry: QueueEntry) -> None:
         index = next((i for i, other in enumerate(self._entries) if other is entry), None)
