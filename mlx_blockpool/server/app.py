@@ -170,8 +170,8 @@ def make_generator(model_provider: BlockpoolModelProvider) -> BlockpoolGenerator
         normalisers,
         options.models_config(args),
         AccessPolicy(options.access_config(args)),
-        prompts=PromptConfig(template_kwargs=args.allow_template_kwargs),
-        images=ImageConfig(args.allow_image_hosts),
+        PromptConfig(template_kwargs=args.allow_template_kwargs),
+        ImageConfig(args.allow_image_hosts),
     )
     generator.registry.catalog.log_names()
     if publisher is not None:

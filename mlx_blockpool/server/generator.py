@@ -36,7 +36,7 @@ from .page.cache_map import CacheMaps
 from .page.hour import Hour
 from .prompts.preparation import PromptPreparation, Turns
 from .prompts.workers import PromptWorkers
-from .replies import Choices, HangUps, Reply, fit, only_choice, replies_to
+from .replies import Choices, HangUps, Reply, fit, replies_to
 from .sampling import check_sampling
 from .sequential import SequentialCache, SequentialReply, tokenized
 
@@ -55,8 +55,9 @@ LOADS = ("checking", "loading", "hashing", "warming")
 class BlockpoolGenerator(ResponseGenerator):  # type: ignore[misc]
     """mlx-lm's ResponseGenerator around a registry of models with an engine each.
 
-    generate() runs on the thread of a socket and prepares the prompt there; everything below _run_generate() runs on the
-    generation thread. `model` is the one whose request has started last; mlx-lm reads its `model_provider` and `prompt_cache`.
+    generate_choices() runs on the thread of a socket and prepares the prompt there; everything below _run_generate() runs on
+    the generation thread. `model`: the one whose request has started last, of which mlx-lm reads `model_provider` and
+    `prompt_cache`.
     `normalisers`, `access`, `warm_up`, `responses` and `spool` are kept for the socket threads, and so is `pixels`, the budget
     for the images of all requests. `explanations`: how the last requests used the cache. `maps`, `hour`: what the page shows;
     `snapshots`: what readers of events begin with. `agent_files`: the agents' files in the store's folder; None without a store.
@@ -74,11 +75,11 @@ class BlockpoolGenerator(ResponseGenerator):  # type: ignore[misc]
         store: StoreConfig | None,
         normalisers: Normalisers,
         models: ModelsConfig,
-        access: AccessPolicy | None = None,
-        prompts: PromptConfig | None = None,
-        images: ImageConfig | None = None,
+        access: AccessPolicy,
+        prompts: PromptConfig,
+        images: ImageConfig,
     ) -> None:
-        self.access = access or AccessPolicy()
+        self.access = access
         self.explanations = Explanations()
         self.maps = CacheMaps(self)
         self.hour = Hour()
@@ -93,8 +94,7 @@ class BlockpoolGenerator(ResponseGenerator):  # type: ignore[misc]
         self.hang_ups = HangUps()
         self.registry = ModelRegistry(model_provider, config, pool, store, models)
         self.snapshots = Snapshots(self)
-        self.prompts = PromptWorkers(prompts or PromptConfig())
-        images = images or ImageConfig()
+        self.prompts = PromptWorkers(prompts)
         self.pixels = ByteBudget(images.pixel_bytes)
         self.preparation = PromptPreparation(self.prompts, images, self.registry)
         self._order = Turns()
@@ -105,20 +105,13 @@ class BlockpoolGenerator(ResponseGenerator):  # type: ignore[misc]
 
     # -- from any thread -----------------------------------------------------------------------------------------------
 
-    def generate(self, request: Any, generation_args: Any, progress_callback: Any = None) -> Any:
-        """In place of mlx-lm's: the reply's context, and an iterator over its parts, which raises what ends the request early.
-
-        Raises what generate_choices() raises, and ConnectionAbortedError once the client of `request.connection` hangs up.
-        """
-        parts = only_choice(self.generate_choices(request, generation_args, progress_callback))
-        return next(parts), parts
-
     def generate_choices(self, request: Any, generation_args: Any, progress_callback: Any = None) -> Choices:
-        """The replies to a request: pairs of a choice's index and its context, then its Responses.
+        """In place of mlx-lm's generate(): pairs of a choice's index and its context, then its Responses.
 
         The last part of a choice is None or the exception that has ended it, which leaves the others alone. Closing the iterator
-        ends what is left. Requests of one agent are queued in the order of their arrival. Raises what ModelRegistry.find() and
-        PromptPreparation raise.
+        ends what is left. Once the client of `request.connection` hangs up, the last part of each is a ConnectionAbortedError.
+        Requests of one agent are queued in the order of their arrival. Raises what ModelRegistry.find() and PromptPreparation
+        raise.
         """
         self.preparation.check(request, generation_args)
         args = replace(generation_args, model=self.registry.find(generation_args.model))

@@ -24,9 +24,11 @@ from .access import FILES, HELLO, AccessPolicy, BudgetShare, Rejected, cause_of,
 from .agents.http import PATH as AGENTS
 from .agents.http import AgentsEndpoint
 from .api.anthropic import MESSAGES, MessagesEndpoint, is_models
+from .api.completions import PATHS as COMPLETIONS
 from .api.completions import CompletionsEndpoint
 from .api.embeddings import EMBEDDINGS, EmbeddingsEndpoint
-from .api.errors import anthropic_error, in_shape, is_below, is_openai, openai_error, openai_status
+from .api.endpoint import Endpoint
+from .api.errors import anthropic_error, in_shape, is_below, is_openai, openai_error, openai_status, unknown_path
 from .api.ollama import OLLAMA, RUNNING, OllamaEndpoint
 from .api.responses import RESPONSES, ResponsesEndpoint
 from .api.tokenizer import PATHS as TOKENIZER_PATHS
@@ -42,12 +44,24 @@ from .page import FIGURES, send_page
 from .page import PATHS as PAGE
 from .page.cache_map import PATH as MAP
 from .page.hour import PATH as HOUR
-from .scope import GENERATES, RequestScope
+from .scope import RequestScope
 
 log = logging.getLogger(__name__)
 
 # How long a request is read that can only be rejected, because there are too many connections.
 CROWDED_SECONDS = 1.0
+# Endpoints that answer every method below their path, and those that a POST to their path alone reaches.
+ROOTS: dict[str, type[Endpoint] | type[AgentsEndpoint]] = {
+    MESSAGES: MessagesEndpoint,
+    RESPONSES: ResponsesEndpoint,
+    AGENTS: AgentsEndpoint,
+    OLLAMA: OllamaEndpoint,
+}
+POSTS: dict[str, type[Endpoint]] = {
+    **dict.fromkeys(COMPLETIONS, CompletionsEndpoint),
+    **dict.fromkeys(TOKENIZER_PATHS, TokenizerEndpoint),
+    EMBEDDINGS: EmbeddingsEndpoint,
+}
 
 
 class BlockpoolHandler(APIHandler):  # type: ignore[misc]
@@ -245,23 +259,15 @@ class BlockpoolHandler(APIHandler):  # type: ignore[misc]
             elif self.route == "/admin/models":
                 self.send_json(200, ModelsEndpoint(generator).figures())
             elif is_models(self.route, self.headers):
-                MessagesEndpoint(self).get_models()
-            elif is_below(self.route, MESSAGES):
-                MessagesEndpoint(self).refuse_path()
-            elif self.route == HELLO:
-                self.send_json(200, {"message": "hello"})
-            elif is_below(self.route, RESPONSES):
-                ResponsesEndpoint(self).get()
-            elif is_below(self.route, AGENTS):
-                AgentsEndpoint(self).answer()
-            elif is_below(self.route, OLLAMA):
-                OllamaEndpoint(self).get()
-            elif self.route == "/health":
-                self.send_json(*generator.health.report(generator.is_healthy, generator.has_waiting))
+                MessagesEndpoint(self).answer()
             elif self.route == "/v1/models" or is_model(self.route):
                 self._models()
+            elif self.route == HELLO:
+                self.send_json(200, {"message": "hello"})
+            elif self.route == "/health":
+                self.send_json(*generator.health.report(generator.is_healthy, generator.has_waiting))
             else:
-                self._unknown_path()
+                self._answer_below()
 
     def do_HEAD(self) -> None:  # noqa: N802
         """The headers of do_GET; clients send HEAD / to see whether the server runs."""
@@ -270,35 +276,24 @@ class BlockpoolHandler(APIHandler):  # type: ignore[misc]
 
     def do_DELETE(self) -> None:  # noqa: N802
         with self._failures_answered():
-            if is_below(self.route, AGENTS):
-                AgentsEndpoint(self).answer()
-            elif is_below(self.route, MESSAGES):
-                MessagesEndpoint(self).refuse_path()
-            elif is_below(self.route, OLLAMA):
-                OllamaEndpoint(self).refuse()
-            else:
-                self._unknown_path()
+            self._answer_below()
 
     def do_POST(self) -> None:  # noqa: N802
         with self._failures_answered():
-            if is_below(self.route, MESSAGES):
-                MessagesEndpoint(self).post()
-            elif is_below(self.route, RESPONSES):
-                ResponsesEndpoint(self).post()
-            elif is_below(self.route, AGENTS):
-                AgentsEndpoint(self).answer()
-            elif is_below(self.route, OLLAMA):
-                OllamaEndpoint(self).post()
-            elif self.route in COMMANDS:
+            if self.route in COMMANDS:
                 self._load_command()
-            elif self.route in GENERATES:
-                CompletionsEndpoint(self).post()
-            elif self.route in TOKENIZER_PATHS:
-                TokenizerEndpoint(self).post()
-            elif self.route == EMBEDDINGS:
-                EmbeddingsEndpoint(self).post()
+            elif (endpoint := POSTS.get(self.route)) is not None:
+                endpoint(self).answer()
             else:
-                self._unknown_path()
+                self._answer_below()
+
+    def _answer_below(self) -> None:
+        """Answer a request for something below one of ROOTS."""
+        endpoint = next((kind for root, kind in ROOTS.items() if is_below(self.route, root)), None)
+        if endpoint is None:
+            self.send_json(404, {"error": unknown_path(self.route)})
+        else:
+            endpoint(self).answer()
 
     @contextmanager
     def _failures_answered(self) -> Iterator[None]:
@@ -315,14 +310,8 @@ class BlockpoolHandler(APIHandler):  # type: ignore[misc]
                 self.wfile.write(f"data: {json.dumps(in_shape(status, content))}\n\n".encode())
 
     def _failure_of(self, error: Exception) -> tuple[int, dict[str, str]]:
-        if self.command == "POST" and isinstance(error, UnicodeDecodeError | RecursionError):
-            fault = "not UTF-8" if isinstance(error, UnicodeDecodeError) else "nested too deeply"
-            return 400, {"error": f"The body is {fault}: {error}"}
         log.exception("%s failed", shown(self.path))
         return 503 if isinstance(error, UnavailableError) else 500, {"error": cause_of(error)}
-
-    def _unknown_path(self) -> None:
-        self.send_json(404, {"error": f"Unknown path {self.route}. See the server's README for the endpoints."})
 
     def _models(self) -> None:
         try:

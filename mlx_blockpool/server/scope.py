@@ -63,7 +63,7 @@ def is_of_sub_agent(headers: Any) -> bool:
 
 
 class RequestScope:
-    """One request to `generator`. To mlx-lm's handler it is the generator: cli_args and generate() are all that it reads.
+    """One request to `generator`. To mlx-lm's handler it is the generator, of which that reads cli_args alone.
 
     owner:        the name of the key that the request has shown; None: keys have no names.
     path:         without query. normalisers: the names of those that the prompt goes through.
@@ -99,12 +99,15 @@ class RequestScope:
         self.options.priority = int(is_of_sub_agent(headers)) if body.priority is None else body.priority
 
     def generate(self, request: PromptRequest, arguments: Any, progress_callback: Any = None) -> Any:
-        """The generator's own, for this request's agent and owner, with its prompt normalised. Raises what that raises."""
+        """The reply's context, and an iterator over its parts, which raises what ends the request early."""
         parts = only_choice(self.generate_choices(request, arguments, progress_callback))
         return next(parts), parts
 
     def generate_choices(self, request: PromptRequest, arguments: Any, progress_callback: Any) -> Choices:
-        """generate() for each choice of the request, as the generator does it. One of several that fails is not explained."""
+        """The generator's own, for this request's agent and owner, with its prompt normalised. Raises what that raises.
+
+        One of several choices that fails is not explained.
+        """
         begun, is_counted = time.monotonic(), False
         try:
             self._prepare(request, arguments)

@@ -21,21 +21,12 @@ MESSAGES = "/v1/messages"
 
 
 def is_models(route: str, headers: Any) -> bool:
-    """Whether a client of this protocol asks for models; others ask under the same path."""
+    """Return whether a client of this protocol requests models; others do so under the same path."""
     return "anthropic-version" in headers and is_below(route, MODELS)
 
 
 class MessagesEndpoint(Endpoint):
-    """Answers one request of `handler`. Only a client that is gone lets it raise: ConnectionError."""
-
-    def refuse_path(self) -> None:
-        """Answer a request for what the protocol has and this server does not, such as batches."""
-        path = self._handler.route[:80]
-        self._fail(StatusError(404, f"{self._handler.command} {path}: there are only POST {MESSAGES} and /count_tokens below"))
-
-    def get_models(self) -> None:
-        """All models, or the one that the path names."""
-        self._serve(self._get_models)
+    """Messages, and the list of models for clients of this protocol."""
 
     def _post(self) -> None:
         if self._handler.route == MESSAGES:
@@ -43,9 +34,17 @@ class MessagesEndpoint(Endpoint):
         elif self._handler.route == MESSAGES + "/count_tokens":
             self._handler.send_json(200, {"input_tokens": self._count(self._parsed(counts=True))})
         else:
-            self.refuse_path()
+            self._refuse()
 
-    def _get_models(self) -> None:
+    def _refuse(self) -> None:
+        """For what the protocol has and this server does not, such as batches."""
+        path = self._handler.route[:80]
+        raise StatusError(404, f"{self._handler.command} {path}: there are only POST {MESSAGES} and /count_tokens below")
+
+    def _get(self) -> None:
+        """All models, or the one that the path names."""
+        if not is_below(self._handler.route, MODELS):
+            self._refuse()
         query = parse_qs(urlsplit(self._handler.path.rstrip("/")).query)
         models = [_model(model["id"]) for model in ModelsEndpoint(self._scope.generator).models(0)]
         name = unquote(self._handler.route.removeprefix(MODELS).removeprefix("/"))

@@ -23,8 +23,10 @@ from ..validation import AllSampling, Body, Int, List, Object, ReplyFormat, Text
 from .completions_reply import ChatRenderer, ChoicesRenderer, TextRenderer, keepalive
 from .conversation import ToolChoice, calls_of, tools_named
 from .endpoint import Endpoint
-from .errors import StatusError, openai_answer
+from .errors import StatusError
 from .reply import Json, Packet
+
+PATHS = ("/v1/completions", "/v1/chat/completions", "/chat/completions")
 
 
 def _has_role(message: dict[str, Any]) -> dict[str, Any]:
@@ -183,4 +185,4 @@ class CompletionsEndpoint(Endpoint):
     def _error(self, error: Exception) -> tuple[int, Json]:
         if self._replies:
             raise error
-        return openai_answer(error)
+        return super()._error(error)

@@ -6,7 +6,6 @@ For one request, on the socket's thread.
 from __future__ import annotations
 
 import base64
-import json
 import struct
 from typing import Annotated, Any, Literal
 
@@ -15,13 +14,12 @@ from pydantic import AfterValidator, Field
 from ...mlx_lm_compat import ModelDescription
 from ..bodies import InvalidRequestError
 from ..embedding import NoEmbeddingsError, embed
-from ..models.http import COMMANDS, ModelsEndpoint
-from ..prompts.job import TokenizerJob, TokenizerSource
+from ..models.http import ModelsEndpoint
+from ..prompts.job import TokenizerJob
 from ..validation import Body, Int, List, Text, TextOr, validated
 from .endpoint import Endpoint
-from .errors import StatusError, openai_answer
+from .errors import StatusError
 from .ollama_body import Named
-from .reply import Json
 
 EMBEDDINGS = "/v1/embeddings"
 # As many as OpenAI takes.
@@ -78,12 +76,9 @@ def vectors_of(handler: Any, model: str, texts: list[str | list[int]], size: int
     wanted = ModelDescription(model, "default_model", None)
     key = generator.registry.find(wanted)
     if key not in generator.registry.loaded:
-        ModelsEndpoint(generator).command(COMMANDS[0], json.dumps({"model": model}).encode())
+        ModelsEndpoint(generator).change(wanted)
     parts = [[text] if isinstance(text, str) else text for text in texts]
-    tokens = [
-        generator.preparation.convert(TokenizerJob(TokenizerSource("", {}), parts=list(own)), wanted).tokens.tolist()
-        for own in parts
-    ]
+    tokens = [generator.preparation.convert(TokenizerJob(parts=list(own)), wanted).tokens.tolist() for own in parts]
     if [] in tokens:
         raise InvalidRequestError(f"input[{tokens.index([])}]", "Input should have at least one token")
     try:
@@ -108,7 +103,7 @@ def shortened(vector: list[float], size: int | None) -> list[float]:
 
 
 class EmbeddingsEndpoint(Endpoint):
-    """Answers one request of `handler`. Only a client that is gone lets it raise: ConnectionError."""
+    """Vectors for texts."""
 
     def _post(self) -> None:
         given = validated(EmbeddingsBody, self._body())
@@ -119,6 +114,3 @@ class EmbeddingsEndpoint(Endpoint):
         data = [{"object": "embedding", "index": i, "embedding": vector} for i, vector in enumerate(written)]
         usage = {"prompt_tokens": count, "total_tokens": count}
         self._handler.send_json(200, {"object": "list", "data": data, "model": given.model, "usage": usage})
-
-    def _error(self, error: Exception) -> tuple[int, Json]:
-        return openai_answer(error)

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import json
 import logging
-from collections.abc import Callable, Iterable
+from collections.abc import Iterable
 from http import HTTPStatus
 from typing import Any
 
@@ -15,14 +15,14 @@ from ..bodies import InvalidRequestError, parse_json
 from ..prompts.preparation import Counted
 from ..request import ParsedRequest
 from ..scope import RequestScope
-from .errors import StatusError
+from .errors import StatusError, openai_answer, unknown_path
 from .reply import Packet, Renderer, ReplyParser
 
 log = logging.getLogger(__name__)
 
 
 class Endpoint:
-    """Answers one request of `handler`. Only a client that is gone lets it raise: ConnectionError.
+    """Answers one request of `handler`. Only a client that is gone lets answer() raise: ConnectionError.
 
     stream_type: the content type of its streams.
     """
@@ -35,20 +35,25 @@ class Endpoint:
         self._streams = False
         self._renderer: Renderer | None = None
 
-    def post(self) -> None:
-        self._serve(self._post)
-
-    def _post(self) -> None:
-        raise NotImplementedError
-
-    def _serve(self, serve: Callable[[], None]) -> None:
-        """The top of the request's thread: whatever `serve` raises is the request's failure."""
+    def answer(self) -> None:
+        """Answer the request by its method. Whatever is raised on the way is the request's failure."""
+        acts = {"POST": self._post, "GET": self._get, "HEAD": self._get}
         try:
-            serve()
+            acts.get(self._handler.command, self._refuse)()
         except ConnectionError:
             raise
         except Exception as error:
             self._fail(error)
+
+    def _post(self) -> None:
+        self._refuse()
+
+    def _get(self) -> None:
+        self._refuse()
+
+    def _refuse(self) -> None:
+        """Raises StatusError, for a path or method that the protocol has and this server does not."""
+        raise StatusError(404, unknown_path(self._handler.route))
 
     # -- the request ---------------------------------------------------------------------------------------------------
 
@@ -133,5 +138,5 @@ class Endpoint:
             self._handler.send_json(status, body)
 
     def _error(self, error: Exception) -> tuple[int, dict[str, Any]]:
-        """Status and body for an exception, in the protocol's shape."""
-        raise NotImplementedError
+        """Status and body for an exception, in the protocol's shape: OpenAI's by default."""
+        return openai_answer(error)

@@ -47,6 +47,11 @@ class StatusError(Exception):
         self.status = status
 
 
+def unknown_path(path: str) -> str:
+    """The message for a path that this server does not have."""
+    return f"Unknown path {path[:80]}. See the server's README for the endpoints."
+
+
 def anthropic_error(status: int, message: str, request_id: str) -> dict[str, Any]:
     """The body of a response with `status`, or an `error` event."""
     return {

@@ -3,18 +3,17 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from functools import cache
 from itertools import accumulate
 from typing import Any
 
 from mlx_lm.tokenizer_utils import BPEStreamingDetokenizer, SPMStreamingDetokenizer
 
+from ..prompts.conversion import byte_letters, spelled_bytes
 from ..request import ParsedRequest
 from .reply import Json
 
 # In place of what JSON cannot say, such as minus infinity, as in OpenAI's API.
 LOWEST = -9999.0
-SPM_SPACE = "\u2581"
 
 
 class TokenTexts:
@@ -30,20 +29,11 @@ class TokenTexts:
             # A number of a padded vocabulary.
             return b""
         if issubclass(self._kind, BPEStreamingDetokenizer):
-            return b"".join(_bytes_of_characters().get(character) or character.encode() for character in written)
+            letters = byte_letters()
+            return b"".join(bytes([letters[letter]]) if letter in letters else letter.encode() for letter in written)
         if issubclass(self._kind, SPMStreamingDetokenizer):
-            is_byte = len(written) == 6 and written.startswith("<0x")
-            return bytes.fromhex(written[3:5]) if is_byte else written.replace(SPM_SPACE, " ").encode()
+            return spelled_bytes(written)
         return str(self._tokenizer.decode([token])).encode()
-
-
-@cache
-def _bytes_of_characters() -> dict[str, bytes]:
-    """The byte of each character by which byte-level BPE writes it: printable ones by themselves, the others from 256 on."""
-    printable = [*range(0x21, 0x7F), *range(0xA1, 0xAD), *range(0xAE, 0x100)]
-    others = [byte for byte in range(256) if byte not in printable]
-    characters = [chr(byte) for byte in printable] + [chr(256 + i) for i in range(len(others))]
-    return {character: bytes([byte]) for character, byte in zip(characters, [*printable, *others], strict=True)}
 
 
 class Logprobs:

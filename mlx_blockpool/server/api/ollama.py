@@ -10,7 +10,9 @@ import time
 from typing import Any
 
 from ...errors import ModelNotFoundError
-from ..models.http import COMMANDS, ModelsEndpoint
+from ...mlx_lm_compat import ModelDescription
+from ..models.catalog import DEFAULT
+from ..models.http import ModelsEndpoint
 from ..request import ParsedRequest
 from ..validation import validated
 from .embeddings import EmbedBody, texts_of, vectors_of
@@ -33,7 +35,7 @@ RUNNING = b"Ollama is running"
 
 
 class OllamaEndpoint(Endpoint):
-    """Answers one request of `handler`. Only a client that is gone lets it raise: ConnectionError."""
+    """Chats, prompts, embeddings and models in Ollama's shapes."""
 
     stream_type = "application/x-ndjson"
 
@@ -41,13 +43,6 @@ class OllamaEndpoint(Endpoint):
         super().__init__(handler)
         self._arrived = time.monotonic_ns()
         self._name = ""
-
-    def get(self) -> None:
-        self._serve(self._get)
-
-    def refuse(self) -> None:
-        """Answer a request for what Ollama has and this server does not."""
-        self._serve(self._unknown)
 
     def _get(self) -> None:
         models = OllamaModels(self._scope.generator)
@@ -59,7 +54,7 @@ class OllamaEndpoint(Endpoint):
         elif route == "/api/version":
             self._handler.send_json(200, {"version": VERSION})
         else:
-            self._unknown()
+            self._refuse()
 
     def _post(self) -> None:
         route = self._handler.route
@@ -71,13 +66,13 @@ class OllamaEndpoint(Endpoint):
         elif route in EMBEDS:
             self._embed(route)
         else:
-            self._unknown()
+            self._refuse()
 
-    def _unknown(self) -> None:
+    def _refuse(self) -> None:
         if self._handler.route in MANAGES:
             why = "Models are not managed over this API: give serve --model, --allow-models or --allow-downloads"
             raise StatusError(501, f"{why}, and requests load the models that they name.")
-        raise StatusError(404, f"Unknown path {self._handler.route[:80]}. See the server's README for the endpoints.")
+        super()._refuse()
 
     # -- a reply -------------------------------------------------------------------------------------------------------
 
@@ -85,7 +80,7 @@ class OllamaEndpoint(Endpoint):
         body = self._body()
         parse = parse_chat if route == CHAT else parse_generate
         given, parsed = parse(body, self._scope.cli_args)
-        self._name = given.model or given.name or given.id
+        self._name = given.shown
         self._scope.parse_headers(self._handler.headers, body)
         self._scope.take_options(self._handler.headers, given)
         if parsed is None:
@@ -95,8 +90,7 @@ class OllamaEndpoint(Endpoint):
 
     def _load(self, given: ReplyBody) -> None:
         """A request without a prompt loads its model, or unloads it if the model is to be kept for no time."""
-        path = COMMANDS[given.unloads]
-        ModelsEndpoint(self._scope.generator).command(path, json.dumps({"model": given.id}).encode())
+        ModelsEndpoint(self._scope.generator).change(ModelDescription(given.id, DEFAULT, None), given.unloads)
         said: Json = {"response": ""} if self._handler.route == GENERATE else {"message": {"role": "assistant", "content": ""}}
         reason = "unload" if given.unloads else "load"
         packet = {"model": self._name, "created_at": written_now(), **said, "done": True, "done_reason": reason}
@@ -108,9 +102,8 @@ class OllamaEndpoint(Endpoint):
         vectors, count = vectors_of(self._handler, given.id, texts_of(wanted), given.dimensions)
         duration = time.monotonic_ns() - self._arrived
         figures = {"total_duration": duration, "load_duration": 0, "prompt_eval_count": count}
-        name = given.model or given.name or given.id
         self._handler.send_json(
-            200, {"embedding": vectors[0]} if route == EMBEDS[1] else {"model": name, "embeddings": vectors, **figures}
+            200, {"embedding": vectors[0]} if route == EMBEDS[1] else {"model": given.shown, "embeddings": vectors, **figures}
         )
 
     def _render(self, parsed: ParsedRequest, context: Any) -> OllamaRenderer:

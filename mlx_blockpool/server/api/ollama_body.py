@@ -7,6 +7,7 @@ from typing import Annotated, Any, Literal
 from pydantic import AfterValidator, Field, Tag
 
 from ...config import RequestConfig
+from ..models.catalog import DEFAULT
 from ..validation import IS_TEXT, Body, Count, Int, List, Number, Object, Serving, Share, Text, TextOr
 
 # Clients may name a model with the tag that Ollama gives to models without one.
@@ -60,7 +61,12 @@ class Named(Body):
     @property
     def id(self) -> str:
         """The model's id among this server's."""
-        return (self.model or self.name or "default_model").removesuffix(LATEST)
+        return (self.model or self.name or DEFAULT).removesuffix(LATEST)
+
+    @property
+    def shown(self) -> str:
+        """The name that the reply repeats: the client's own."""
+        return self.model or self.name or self.id
 
 
 class ReplyBody(Named, Serving):

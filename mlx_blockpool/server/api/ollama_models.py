@@ -17,7 +17,7 @@ from ...modelfile import ModelFile, find, local_folder, positions_of, weights_of
 from ..images import processor_of
 from ..models.catalog import DEFAULT
 from ..models.http import ModelsEndpoint
-from ..prompts.job import TokenizerJob, TokenizerSource
+from ..prompts.job import TokenizerJob
 from .ollama_reply import written_now
 from .reply import Json
 
@@ -67,7 +67,7 @@ class OllamaModels:
         wanted = ModelDescription(name, DEFAULT, None)
         key = self._registry.find(wanted)
         file = find(str(local_folder(key.model)))
-        tokenizer = self._generator.preparation.convert(TokenizerJob(TokenizerSource("", {})), wanted)
+        tokenizer = self._generator.preparation.convert(TokenizerJob(), wanted)
         can = {
             "tools": tokenizer.has_tools,
             "thinking": tokenizer.has_thinking,

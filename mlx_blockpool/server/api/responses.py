@@ -10,8 +10,7 @@ from urllib.parse import unquote
 
 from ..scope import retention_of
 from .endpoint import Endpoint
-from .errors import StatusError, openai_answer
-from .reply import Json
+from .errors import StatusError
 from .responses_kept import KeptResponses
 from .responses_reply import ResponseRenderer
 from .responses_request import ResponsesRequest, parse
@@ -21,15 +20,11 @@ COUNT = "input_tokens"
 
 
 class ResponsesEndpoint(Endpoint):
-    """Answers one request of `handler`. Only a client that is gone lets it raise: ConnectionError."""
+    """Responses, the tokens of their input, and those that were kept."""
 
     def __init__(self, handler: Any) -> None:
         super().__init__(handler)
         self._kept: KeptResponses = self._scope.generator.responses
-
-    def get(self) -> None:
-        """One response that a client has let be stored."""
-        self._serve(self._get)
 
     def _post(self) -> None:
         if self._name == COUNT:
@@ -42,6 +37,7 @@ class ResponsesEndpoint(Endpoint):
             self._reply(self._parsed())
 
     def _get(self) -> None:
+        """A response that its client let the server keep."""
         kept = self._kept.get(self._name, self._scope.owner)
         if kept is None:
             why = "this server keeps the last ones only, and none over a restart"
@@ -63,6 +59,3 @@ class ResponsesEndpoint(Endpoint):
 
     def _render(self, parsed: Any, context: Any) -> ResponseRenderer:
         return ResponseRenderer(parsed, context, self._kept, self._scope.owner)
-
-    def _error(self, error: Exception) -> tuple[int, Json]:
-        return openai_answer(error)

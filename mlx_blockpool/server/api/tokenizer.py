@@ -13,19 +13,16 @@ from pydantic import Field
 
 from ...mlx_lm_compat import ModelDescription
 from ..bodies import InvalidRequestError
-from ..prompts.job import TokenizerJob, TokenizerResult, TokenizerSource, Wants
+from ..prompts.job import TokenizerJob, TokenizerResult, Wants
 from ..request import ChatRequest
 from ..validation import Body, Int, List, Object, Sampling, Text, TextOr, generation_arguments, validated
 from .completions import Message
 from .endpoint import Endpoint
-from .errors import openai_answer
 from .reply import Json
 
 TOKENIZE, DETOKENIZE, APPLY_TEMPLATE = "/tokenize", "/detokenize", "/apply-template"
 # SGLang has the first two under both names.
 PATHS = (TOKENIZE, DETOKENIZE, APPLY_TEMPLATE, "/v1/tokenize", "/v1/detokenize")
-# The worker's tokenizer is known once the model is.
-UNKNOWN = TokenizerSource("", {})
 
 Token = Annotated[Int, Field(ge=0, lt=2**31)]
 
@@ -70,7 +67,7 @@ class TemplateBody(ChatFields):
 
 
 class TokenizerEndpoint(Endpoint):
-    """Answers one request of `handler`. Only a client that is gone lets it raise: ConnectionError."""
+    """Tokens and rendered chats, without a reply."""
 
     def _post(self) -> None:
         answers = {TOKENIZE: self._tokenize, DETOKENIZE: self._detokenize, APPLY_TEMPLATE: self._apply_template}
@@ -89,7 +86,7 @@ class TokenizerEndpoint(Endpoint):
         wants: Wants = "strings" if given.return_token_strs else "tokens"
         adds = given.messages is None if given.add_special_tokens is None else given.add_special_tokens
         if given.messages is None:
-            job = TokenizerJob(UNKNOWN, parts=[given.prompt or ""], adds_special_tokens=adds, wants=wants)
+            job = TokenizerJob(parts=[given.prompt or ""], adds_special_tokens=adds, wants=wants)
         else:
             job = self._chat(given, tokenizes=True, adds_special_tokens=adds, wants=wants)
         result = self._convert(job, given)
@@ -105,7 +102,6 @@ class TokenizerEndpoint(Endpoint):
         wants: Wants = "pieces" if given.with_pieces else "tokens"
         result = self._convert(
             TokenizerJob(
-                UNKNOWN,
                 parts=parts,
                 adds_special_tokens=given.add_special,
                 reads_special_tokens=given.parse_special,
@@ -117,7 +113,7 @@ class TokenizerEndpoint(Endpoint):
 
     def _detokenize(self, body: Json) -> dict[str, bytes]:
         given = validated(DetokenizeBody, body)
-        text = self._convert(TokenizerJob(UNKNOWN, tokens=given.tokens), given).written["text"] if given.tokens else b'""'
+        text = self._convert(TokenizerJob(tokens=given.tokens), given).written["text"] if given.tokens else b'""'
         return {"content": text, "prompt": text}
 
     def _apply_template(self, body: Json) -> dict[str, bytes]:
@@ -138,10 +134,7 @@ class TokenizerEndpoint(Endpoint):
         if given.continue_final_message:
             switches["continue_final_message"] = True
         template = {**options.chat_template_args, **template, **switches}
-        return TokenizerJob(UNKNOWN, messages=messages, tools=request.tools, options=template, **wanted)
+        return TokenizerJob(messages=messages, tools=request.tools, options=template, **wanted)
 
     def _convert(self, job: TokenizerJob, given: TokenizerBody) -> TokenizerResult:
         return self._scope.generator.preparation.convert(job, given.description)
-
-    def _error(self, error: Exception) -> tuple[int, Json]:
-        return openai_answer(error)

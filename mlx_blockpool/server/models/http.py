@@ -89,16 +89,22 @@ class ModelsEndpoint:
     def command(self, path: str, data: bytes) -> tuple[int, dict[str, Any]]:
         """Status and body for POST /admin/load or /admin/unload, once it is done, or at once if the client does not `wait`.
 
-        Raises ValueError for a bad body, and the reason why a model cannot be loaded.
+        Raises ValueError for a bad body, and what change() raises.
         """
         start, body = time.monotonic(), validated(CommandBody, parse_json(data), dotted)
-        key = self._registry.find(ModelDescription(body.model, body.draft_model, body.adapters), again=True)
-        command, name = LoadCommand(Queue(), key, path == COMMANDS[1]), self._catalog.id_of(key.model)
-        self._generator.run_command(command, body.wait)
+        unload = path == COMMANDS[1]
+        name = self.change(ModelDescription(body.model, body.draft_model, body.adapters), unload, body.wait)
         if not body.wait:
             return 202, {"model": name, "accepted": path.removeprefix("/admin/")}
-        state = "available" if command.unload else "loaded"
+        state = "available" if unload else "loaded"
         return 200, {"model": name, "state": state, "seconds": round(time.monotonic() - start, 3)}
+
+    def change(self, wanted: ModelDescription, unload: bool = False, waits: bool = True) -> str:
+        """Have a model loaded or unloaded, and return its id. Raises the reason why it is not."""
+        key = self._registry.find(wanted, again=True)
+        name: str = self._catalog.id_of(key.model)
+        self._generator.run_command(LoadCommand(Queue(), key, unload), waits)
+        return name
 
     def _listed(self, id: str, model: str, created: int) -> dict[str, Any]:
         default = self._catalog.default

@@ -116,8 +116,11 @@ def _pieces(tokenizer: Any, tokens: list[int]) -> list[Any]:
 
 
 def _bytes_of(string: str, letters: dict[str, int]) -> bytes:
-    if letters:
-        return bytes(letters[letter] for letter in string if letter in letters)
+    return bytes(letters[letter] for letter in string if letter in letters) if letters else spelled_bytes(string)
+
+
+def spelled_bytes(string: str) -> bytes:
+    """The bytes of a token of SentencePiece's kind."""
     if (byte := BYTE.fullmatch(string)) is not None:
         return bytes.fromhex(byte[1])
     return string.replace(SPACE, " ").encode()

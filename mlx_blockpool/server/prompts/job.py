@@ -45,6 +45,10 @@ class TokenizerSource:
     use_default_chat_template: bool = False
 
 
+# Of a job for a model that is still to be found: PromptPreparation.convert() fills it in.
+UNKNOWN = TokenizerSource("", {})
+
+
 @dataclass
 class PromptJob:
     """A prompt to render and tokenize.
@@ -90,7 +94,7 @@ class TokenizerJob:
     wants:     what of each token is written as JSON.
     """
 
-    source: TokenizerSource
+    source: TokenizerSource = UNKNOWN
     parts: list[str | int] = field(default_factory=list)
     tokens: list[int] = field(default_factory=list)
     messages: list[Message] = field(default_factory=list)
