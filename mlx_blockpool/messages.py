@@ -11,6 +11,8 @@ from dataclasses import dataclass
 from typing import Any, Protocol, TypeAlias
 
 Message: TypeAlias = dict[str, Any]
+# The roles of instructions.
+SYSTEM = ("system", "developer")
 
 
 class Replayed(dict[str, Any]):
@@ -68,3 +70,10 @@ def map_text(message: Message, change: Callable[[str], str]) -> Message:
     if isinstance(content, list):
         return {**message, "content": [{**part, "text": change(part["text"])} if is_text(part) else part for part in content]}
     return message
+
+
+def parts_of(content: Any) -> list[dict[str, Any]]:
+    """The content of a message as parts; an empty text has none."""
+    if isinstance(content, str):
+        return [{"type": "text", "text": content}] if content else []
+    return list(content or ())

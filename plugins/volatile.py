@@ -6,7 +6,7 @@ import re
 from collections.abc import Iterator, Sequence
 
 from mlx_blockpool.hookspecs import hookimpl
-from mlx_blockpool.messages import Message, Normaliser, Replayed, Replies, map_text
+from mlx_blockpool.messages import SYSTEM, Message, Normaliser, Replayed, Replies, map_text
 
 # A line for the servers of a client's vendor. Claude Code's changes from one conversation to the next.
 VENDOR_HEADER = re.compile(r"^[ \t]*x-anthropic-billing-header[ \t]*:.*(?:\n|\Z)", re.IGNORECASE | re.MULTILINE)
@@ -22,7 +22,6 @@ DATE = re.compile(
     r"(?:[ \t]*:)?[ \t][^\d\n]*\d.*(?:\n|\Z)",
     re.IGNORECASE | re.MULTILINE,
 )
-SYSTEM = ("system", "developer")
 # Characters of a text that are searched at a time; at least a line.
 PIECE = 1 << 16
 

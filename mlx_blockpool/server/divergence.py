@@ -10,13 +10,12 @@ from dataclasses import dataclass, replace
 from itertools import groupby
 from typing import Any
 
-from jinja2 import TemplateError
-
 from ..errors import PluginError
-from ..messages import Message, text_of
+from ..messages import SYSTEM, Message, text_of
 from ..prefix.lookup import SHOWN, Lookup
 from ..prefix.trie import common_prefix
 from .normalise import LAST, Normalisers, RememberedReply
+from .prompts.templates import REFUSED, rendered
 
 # Tokens before the first different one that are decoded to find the beginning of its line.
 BEFORE = 128
@@ -24,7 +23,6 @@ BEFORE = 128
 AROUND = 100
 # Bundled normalisers that can keep a line of the system prompt the same.
 KEEPERS = ("vendor-header", "bookkeeping", "date")
-SYSTEM = ("system", "developer")
 # Normalisers are tried on a system prompt of at most this many characters: other requests wait meanwhile.
 MOST_CHARACTERS = 200_000
 # A line is found again in the messages by this many characters: it may be shown cut.
@@ -174,12 +172,12 @@ def _path(tokenizer: Any, reply: RememberedReply) -> list[int]:
 def tools_stand_behind(tokenizer: Any) -> bool:
     """Whether a template writes the tools after the text of the system prompt, by rendering two words."""
     system, tool = "systemtextisthisone", "toolnameisthisone"
-    messages = [{"role": "system", "content": system}, {"role": "user", "content": ""}]
+    messages: list[Message] = [{"role": "system", "content": system}, {"role": "user", "content": ""}]
     function = {"name": tool, "description": "", "parameters": {"type": "object", "properties": {}}}
     tools = [{"type": "function", "function": function}]
     try:
-        text = str(tokenizer.apply_chat_template(messages, tools=tools, tokenize=False, add_generation_prompt=False))
-    except (TemplateError, ValueError, TypeError, KeyError, IndexError, AttributeError):
+        text = rendered(tokenizer, messages, tools, add_generation_prompt=False)
+    except (*REFUSED, AttributeError):
         return False
     return 0 <= text.find(system) < text.find(tool)
 

@@ -16,13 +16,12 @@ from itertools import takewhile
 from typing import Any
 
 from ...errors import PluginError
-from ...messages import Message, map_text
+from ...messages import SYSTEM, Message, map_text
 from ..access import own_name
 from ..normalise import Normalisers
 
 NAME = re.compile("content-[0-9a-f]{32}")
 VOLATILE = ("vendor-header", "bookkeeping", "date")
-INSTRUCTIONS = ("system", "developer")
 # Volatile lines are searched in this many characters of a message: what a client adds stands at the beginning.
 SEARCHED_CHARACTERS = 1 << 16
 
@@ -39,8 +38,8 @@ def conversation_id(
 
     Chats with different cache_salts have different names.
     """
-    system = list(takewhile(lambda message: message.get("role") in INSTRUCTIONS, messages))
-    first = next((message for message in messages if message.get("role") not in INSTRUCTIONS), {})
+    system = list(takewhile(lambda message: message.get("role") in SYSTEM, messages))
+    first = next((message for message in messages if message.get("role") not in SYSTEM), {})
     # All as instructions, for from those alone the normalisers take something out; dates go to the last message, a user's.
     shortened = [map_text({"role": "system", "content": m.get("content")}, _shortened) for m in (*system, first)]
     names = [name for name in VOLATILE if name in normalisers.by_name]

@@ -9,6 +9,7 @@ from __future__ import annotations
 import logging
 from typing import Any
 
+from ...messages import parts_of
 from ..bodies import InvalidRequestError
 from ..request import SECONDS, Breakpoint, ChatRequest, ParsedRequest
 from ..validation import dotted, generation_arguments, validated
@@ -130,7 +131,7 @@ class MessageTurns(Conversation):
                     parts = []
                 content = self._content(block.content, f"{at}.content") or ""
                 if block.is_error:
-                    content = [{"type": "text", "text": "Error: "}, *_as_parts(content)]
+                    content = [{"type": "text", "text": "Error: "}, *parts_of(content)]
                 self._result(block.tool_use_id, content).update(self.cache_control(block.cache_control, f"{at}.cache_control"))
             else:
                 parts.append(self._part(block, at))
@@ -153,7 +154,7 @@ class MessageTurns(Conversation):
         if not self.messages or self.messages[-1]["role"] != role:
             self.messages.append({"role": role, "content": content})
         else:
-            before, added = _as_parts(self.messages[-1]["content"]), _as_parts(content)
+            before, added = parts_of(self.messages[-1]["content"]), parts_of(content)
             before += [SEAM] if before and added else []
             before += added
             self.messages[-1]["content"] = before or ""
@@ -169,7 +170,7 @@ class MessageTurns(Conversation):
             raise InvalidRequestError("messages", what)
         if all(message["role"] == "system" for message in self.messages):
             raise InvalidRequestError("messages", "at least one user message is required")
-        self.begin = "".join(part["text"] for part in _as_parts(last["content"]))
+        self.begin = "".join(part["text"] for part in parts_of(last["content"]))
 
     def _content(self, content: str | list[Any], place: str) -> str | list[Part]:
         return content if isinstance(content, str) else [self._part(block, f"{place}.{j}") for j, block in enumerate(content)]
@@ -185,9 +186,3 @@ class MessageTurns(Conversation):
         else:
             text = block.tool_name if isinstance(block, blocks.ReferenceBlock) else block.text
         return {"type": "text", "text": text, **control}
-
-
-def _as_parts(content: str | list[Part]) -> list[Part]:
-    if isinstance(content, str):
-        return [{"type": "text", "text": content}] if content else []
-    return content

@@ -8,7 +8,8 @@ from __future__ import annotations
 
 import hashlib
 import json
-from typing import Any, NamedTuple
+import re
+from typing import Any, NamedTuple, get_args
 
 from ...prefix.changes import AllCleared, BlocksRemoved, BlocksStored
 from ...prefix.salts import mark_of, salt_marked
@@ -94,22 +95,8 @@ Happening = (
     | ModelLoading | ModelLoaded | ModelUnloaded
 )  # fmt: skip
 
-KINDS: dict[type, str] = {
-    BlocksStored: "blocks_stored",
-    BlocksRemoved: "blocks_removed",
-    AllCleared: "all_cleared",
-    RequestBegun: "request_begun",
-    RequestStarted: "request_started",
-    RequestProgress: "request_progress",
-    RequestEnded: "request_ended",
-    RestoreBegun: "restore_begun",
-    RestoreEnded: "restore_ended",
-    SwappedOut: "swapped_out",
-    SwappedIn: "swapped_in",
-    ModelLoading: "model_loading",
-    ModelLoaded: "model_loaded",
-    ModelUnloaded: "model_unloaded",
-}
+# Their names for clients, such as blocks_stored.
+KINDS = {kind: re.sub("(?<=[a-z])(?=[A-Z])", "_", kind.__name__).lower() for kind in get_args(Happening)}
 
 
 def who_of(options: RequestOptions) -> Who:

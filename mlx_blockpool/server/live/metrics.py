@@ -51,7 +51,7 @@ class Figure:
     kind: Literal["gauge", "counter", "histogram"]
     help: str
     read: Callable[[Any], Samples]
-    labels: tuple[str, ...] = ()
+    labels: tuple[str, ...]
 
     @property
     def shown_name(self) -> str:
@@ -61,6 +61,18 @@ class Figure:
     def family(self, is_of_model: bool) -> Any:
         kinds = {"gauge": GaugeMetricFamily, "counter": CounterMetricFamily, "histogram": HistogramMetricFamily}
         return kinds[self.kind](self.name, self.help, labels=[*(["model_name"] if is_of_model else []), *self.labels])
+
+
+def gauge(name: str, help: str, read: Callable[[Any], Samples], *labels: str) -> Figure:
+    return Figure(name, "gauge", help, read, labels)
+
+
+def counter(name: str, help: str, read: Callable[[Any], Samples], *labels: str) -> Figure:
+    return Figure(name, "counter", help, read, labels)
+
+
+def histogram(name: str, help: str, read: Callable[[Any], Samples], *labels: str) -> Figure:
+    return Figure(name, "histogram", help, read, labels)
 
 
 def one(value: Value) -> Samples:
@@ -123,140 +135,80 @@ def by_label(read: Callable[[Tally], dict[str, Any]]) -> Callable[[ModelFigures]
 
 
 OF_MODELS: tuple[Figure, ...] = (
-    Figure("vllm:num_requests_running", "gauge", "Requests that have their caches.", of_tally(lambda t: t.num_running)),
-    Figure("vllm:num_requests_waiting", "gauge", "Requests that wait to start or to go on.", of_tally(lambda t: t.num_waiting)),
-    Figure("vllm:kv_cache_usage_perc", "gauge", "Share of the pool that sequences hold, 0 to 1.", usage),
-    Figure("vllm:prefix_cache_queries", "counter", "Tokens of prompts that were looked up.", of_tally(lambda t: t.queried)),
-    Figure("vllm:prefix_cache_hits", "counter", "Tokens of prompts that were cached.", of_tally(lambda t: sum(t.hits.values()))),
-    Figure("vllm:num_preemptions", "counter", "Sequences that gave their blocks to others.", of_tally(lambda t: t.swaps["out"])),
-    Figure("vllm:prompt_tokens", "counter", "Tokens of the prompts of started requests.", of_tally(lambda t: t.prompt_tokens)),
-    Figure("vllm:generation_tokens", "counter", "Tokens that were generated.", of_tally(lambda t: t.generated_tokens)),
-    Figure(
+    gauge("vllm:num_requests_running", "Requests that have their caches.", of_tally(lambda t: t.num_running)),
+    gauge("vllm:num_requests_waiting", "Requests that wait to start or to go on.", of_tally(lambda t: t.num_waiting)),
+    gauge("vllm:kv_cache_usage_perc", "Share of the pool that sequences hold, 0 to 1.", usage),
+    counter("vllm:prefix_cache_queries", "Tokens of prompts that were looked up.", of_tally(lambda t: t.queried)),
+    counter("vllm:prefix_cache_hits", "Tokens of prompts that were cached.", of_tally(lambda t: sum(t.hits.values()))),
+    counter("vllm:num_preemptions", "Sequences that gave their blocks to others.", of_tally(lambda t: t.swaps["out"])),
+    counter("vllm:prompt_tokens", "Tokens of the prompts of started requests.", of_tally(lambda t: t.prompt_tokens)),
+    counter("vllm:generation_tokens", "Tokens that were generated.", of_tally(lambda t: t.generated_tokens)),
+    counter(
         "vllm:request_success",
-        "counter",
         "Requests that have ended: stop, length, abort or error.",
         by_label(lambda t: t.ended),
-        ("finished_reason",),
+        "finished_reason",
     ),
-    Figure(
-        "vllm:time_to_first_token_seconds",
-        "histogram",
-        "From a request's arrival to its first token.",
-        of_tally(lambda t: t.first_token),
+    histogram(
+        "vllm:time_to_first_token_seconds", "From a request's arrival to its first token.", of_tally(lambda t: t.first_token)
     ),
-    Figure(
-        "vllm:inter_token_latency_seconds", "histogram", "Between two tokens of a request.", of_tally(lambda t: t.between_tokens)
-    ),
-    Figure("vllm:e2e_request_latency_seconds", "histogram", "From a request's arrival to its end.", of_tally(lambda t: t.whole)),
-    Figure(
-        "vllm:request_queue_time_seconds", "histogram", "From a request's arrival to its start.", of_tally(lambda t: t.queued)
-    ),
-    Figure(
-        "blockpool_blocks",
-        "gauge",
-        "Blocks by layer group: free, held by sequences, or evictable.",
-        blocks_by_state,
-        ("group", "state"),
-    ),
-    Figure("blockpool_pinned_blocks", "gauge", "Blocks that may not be evicted.", of_groups("pinned"), ("group",)),
-    Figure("blockpool_evicted_blocks", "counter", "Blocks that were evicted.", of_groups("evicted"), ("group",)),
-    Figure(
-        "blockpool_copied_blocks", "counter", "Shared blocks that were copied before a write.", of_groups("copied"), ("group",)
-    ),
-    Figure(
-        "blockpool_cached_bytes", "gauge", "Bytes of cached prefixes in memory, and of records on disk.", bytes_by_tier, ("tier",)
-    ),
-    Figure("blockpool_limit_bytes", "gauge", "The most bytes that may be cached in a tier.", limits_by_tier, ("tier",)),
-    Figure(
-        "blockpool_hit_tokens",
-        "counter",
-        "Cached tokens of prompts by the tier that had them.",
-        by_label(lambda t: t.hits),
-        ("tier",),
-    ),
-    Figure(
-        "blockpool_misses", "counter", "Requests of which not all was cached, by cause.", by_label(lambda t: t.misses), ("cause",)
-    ),
-    Figure(
-        "blockpool_missed_tokens",
-        "counter",
-        "Tokens of prompts to compute, by cause.",
-        by_label(lambda t: t.missed_tokens),
-        ("cause",),
-    ),
-    Figure(
-        "blockpool_swaps", "counter", "Sequences preempted (out) and resumed (in).", by_label(lambda t: t.swaps), ("direction",)
-    ),
-    Figure("blockpool_restores", "counter", "Restores from disk that have ended.", of_tally(lambda t: t.num_restores)),
-    Figure("blockpool_restored_tokens", "counter", "Tokens that were restored from disk.", of_tally(lambda t: t.restored_tokens)),
-    Figure("blockpool_restored_bytes", "counter", "Bytes that were restored from disk.", of_tally(lambda t: t.restored_bytes)),
-    Figure(
-        "blockpool_store_written_bytes",
-        "counter",
-        "Bytes written to the store since the model was loaded.",
-        of_store("written_bytes"),
-    ),
-    Figure(
-        "blockpool_store_read_bytes", "counter", "Bytes read from the store since the model was loaded.", of_store("read_bytes")
-    ),
-    Figure("blockpool_store_queue_bytes", "gauge", "Bytes that wait for the store's writer.", of_store("queued_bytes")),
-    Figure("blockpool_store_pending_records", "gauge", "Records that wait to be copied out of the pool.", of_store("pending")),
-    Figure(
+    histogram("vllm:inter_token_latency_seconds", "Between two tokens of a request.", of_tally(lambda t: t.between_tokens)),
+    histogram("vllm:e2e_request_latency_seconds", "From a request's arrival to its end.", of_tally(lambda t: t.whole)),
+    histogram("vllm:request_queue_time_seconds", "From a request's arrival to its start.", of_tally(lambda t: t.queued)),
+    gauge("blockpool_blocks", "Blocks by layer group: free, held by sequences, or evictable.", blocks_by_state, "group", "state"),
+    gauge("blockpool_pinned_blocks", "Blocks that may not be evicted.", of_groups("pinned"), "group"),
+    counter("blockpool_evicted_blocks", "Blocks that were evicted.", of_groups("evicted"), "group"),
+    counter("blockpool_copied_blocks", "Shared blocks that were copied before a write.", of_groups("copied"), "group"),
+    gauge("blockpool_cached_bytes", "Bytes of cached prefixes in memory, and of records on disk.", bytes_by_tier, "tier"),
+    gauge("blockpool_limit_bytes", "The most bytes that may be cached in a tier.", limits_by_tier, "tier"),
+    counter("blockpool_hit_tokens", "Cached tokens of prompts by the tier that had them.", by_label(lambda t: t.hits), "tier"),
+    counter("blockpool_misses", "Requests of which not all was cached, by cause.", by_label(lambda t: t.misses), "cause"),
+    counter("blockpool_missed_tokens", "Tokens of prompts to compute, by cause.", by_label(lambda t: t.missed_tokens), "cause"),
+    counter("blockpool_swaps", "Sequences preempted (out) and resumed (in).", by_label(lambda t: t.swaps), "direction"),
+    counter("blockpool_restores", "Restores from disk that have ended.", of_tally(lambda t: t.num_restores)),
+    counter("blockpool_restored_tokens", "Tokens that were restored from disk.", of_tally(lambda t: t.restored_tokens)),
+    counter("blockpool_restored_bytes", "Bytes that were restored from disk.", of_tally(lambda t: t.restored_bytes)),
+    counter("blockpool_store_written_bytes", "Bytes written to the store since the model was loaded.", of_store("written_bytes")),
+    counter("blockpool_store_read_bytes", "Bytes read from the store since the model was loaded.", of_store("read_bytes")),
+    gauge("blockpool_store_queue_bytes", "Bytes that wait for the store's writer.", of_store("queued_bytes")),
+    gauge("blockpool_store_pending_records", "Records that wait to be copied out of the pool.", of_store("pending")),
+    counter(
         "blockpool_decode_attends",
-        "counter",
         "Attention of batches by decode path, per layer and step.",
         lambda model: each((model.report.get("decode_paths") or {}).items()),
-        ("path",),
+        "path",
     ),
-    Figure(
+    gauge(
         "blockpool_decode_path_drift_ratio",
-        "gauge",
         "Seconds for each token of a decode step on a path: the last 64 steps over the last 4096. 1: as before.",
         lambda model: each((path, drift.ratio) for path, drift in model.tally.drifts.copy().items()),
-        ("path",),
+        "path",
     ),
-    Figure(
-        "blockpool_step_seconds",
-        "histogram",
-        "Seconds of a step: a chunk of prefill, or one of decode.",
-        by_label(lambda t: t.steps),
-        ("kind",),
+    histogram(
+        "blockpool_step_seconds", "Seconds of a step: a chunk of prefill, or one of decode.", by_label(lambda t: t.steps), "kind"
     ),
-    Figure("blockpool_agents", "gauge", "Agents with a cached turn.", agents),
-    Figure("blockpool_pins", "gauge", "Prefixes that stay, by what keeps them: an agent's pin or a breakpoint.", pins, ("kind",)),
-    Figure("blockpool_model_loaded", "gauge", "Whether the model is loaded.", lambda model: one(model.served is not None)),
+    gauge("blockpool_agents", "Agents with a cached turn.", agents),
+    gauge("blockpool_pins", "Prefixes that stay, by what keeps them: an agent's pin or a breakpoint.", pins, "kind"),
+    gauge("blockpool_model_loaded", "Whether the model is loaded.", lambda model: one(model.served is not None)),
 )
 
 OF_SERVER: tuple[Figure, ...] = (
-    Figure("blockpool_info", "gauge", "The version of mlx-blockpool.", lambda server: each([(__version__, 1)]), ("version",)),
-    Figure(
+    gauge("blockpool_info", "The version of mlx-blockpool.", lambda server: each([(__version__, 1)]), "version"),
+    counter(
         "blockpool_model_changes",
-        "counter",
         "Models loaded, unloaded and swapped, and failures of that.",
         lambda server: each(server.registry.counts.copy().items()),
-        ("change",),
+        "change",
     ),
-    Figure(
-        "blockpool_generation_stalls",
-        "counter",
-        "Times without progress for a second or longer.",
-        lambda server: one(server.health.stalls),
+    counter(
+        "blockpool_generation_stalls", "Times without progress for a second or longer.", lambda server: one(server.health.stalls)
     ),
-    Figure(
-        "blockpool_generation_stalled_seconds",
-        "counter",
-        "Seconds of such times.",
-        lambda server: one(server.health.stalled_seconds),
+    counter("blockpool_generation_stalled_seconds", "Seconds of such times.", lambda server: one(server.health.stalled_seconds)),
+    counter(
+        "blockpool_generation_restarts", "How often the generation thread began anew.", lambda server: one(server.health.restarts)
     ),
-    Figure(
-        "blockpool_generation_restarts",
-        "counter",
-        "How often the generation thread began anew.",
-        lambda server: one(server.health.restarts),
-    ),
-    Figure(
+    gauge(
         "blockpool_generation_stall_seconds",
-        "gauge",
         "Seconds since the last progress while requests wait; 0 without any.",
         lambda server: one(server.health.seconds_stalled(server.has_waiting)),
     ),

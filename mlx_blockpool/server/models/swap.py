@@ -7,37 +7,21 @@ from __future__ import annotations
 
 import logging
 import time
-from collections import Counter
 from collections.abc import Generator, Iterator
-from typing import Protocol
+from typing import TYPE_CHECKING
 
 from ...errors import BadModelError, LoadError, PoolExhaustedError
 from ..live.events import ModelLoaded, ModelLoading, ModelUnloaded
 from ..model import LoadedModel
-from .catalog import Catalog
 from .provider import ModelKey, WeightsHash
-from .queue import ModelQueue
+
+if TYPE_CHECKING:
+    from .registry import ModelRegistry
 
 log = logging.getLogger(__name__)
 
 # A step that has nothing to do but wait for a hash, while no other model needs the thread.
 HASH_WAIT_SECONDS = 0.02
-
-
-class Loaded(Protocol):
-    """The registry, as far as a swap needs it."""
-
-    loaded: dict[ModelKey, LoadedModel]
-    queue: ModelQueue
-    piece_bytes: int
-    own_bytes: int | None
-    counts: Counter[str]
-    catalog: Catalog
-
-    def make(self, key: ModelKey) -> LoadedModel: ...
-    def share(self) -> int: ...
-    def add(self, model: LoadedModel) -> None: ...
-    def take_out(self, key: ModelKey) -> LoadedModel: ...
 
 
 class ModelSwap:
@@ -47,7 +31,7 @@ class ModelSwap:
     one is loaded again. `error`: why `load` was not loaded. Requests that ran on the old model go back into the queue.
     """
 
-    def __init__(self, models: Loaded, load: ModelKey | None = None, unload: ModelKey | None = None) -> None:
+    def __init__(self, models: ModelRegistry, load: ModelKey | None = None, unload: ModelKey | None = None) -> None:
         self.load = load
         self.unload = unload
         self.error: Exception | None = None

@@ -5,7 +5,6 @@ Runs in a worker process, beside the renderer of prompts.
 
 from __future__ import annotations
 
-import copy
 import functools
 import json
 import re
@@ -14,9 +13,10 @@ from typing import Any
 
 from jinja2 import TemplateError
 
-from ...mlx_lm_compat import convert_chat, process_message_content
+from ...mlx_lm_compat import convert_chat
 from .job import TokenizerJob, TokenizerResult
-from .renderer import PromptRenderer, without_later_system
+from .renderer import PromptRenderer
+from .templates import rendered, without_later_system
 
 # How vocabularies of SentencePiece's kind write one byte, and a space.
 BYTE = re.compile(r"<0x([0-9A-Fa-f]{2})>")
@@ -78,17 +78,11 @@ def _rendered(tokenizer: Any, job: TokenizerJob) -> str:
         return str(convert_chat(job.messages, None))
     lowered = without_later_system(job.messages)
     try:
-        return _applied(tokenizer, job, job.messages)
+        return rendered(tokenizer, job.messages, job.tools, **job.options)
     except TemplateError:
         if lowered == job.messages:
             raise
-        return _applied(tokenizer, job, lowered)
-
-
-def _applied(tokenizer: Any, job: TokenizerJob, messages: list[Any]) -> str:
-    messages = copy.deepcopy(messages)
-    process_message_content(messages)
-    return str(tokenizer.apply_chat_template(messages, tools=job.tools, tokenize=False, **job.options))
+        return rendered(tokenizer, lowered, job.tools, **job.options)
 
 
 def _strings(tokenizer: Any, tokens: list[int]) -> list[Any]:

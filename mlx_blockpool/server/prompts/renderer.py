@@ -21,10 +21,11 @@ from mlx_lm.utils import load_config
 from ...errors import RequestTooLargeError
 from ...messages import Message
 from ...mlx_lm_compat import CompletionRequest, ResponseGenerator, process_message_content, rebind
-from ..breakpoints import breakpoint_positions, checkpoint_positions
 from ..request import Breakpoint, message_breakpoints
+from .breakpoints import breakpoint_positions, checkpoint_positions
 from .job import PreparedImages, PreparedPrompt, PromptJob
 from .replay import Replay
+from .templates import rendered, without_later_system
 
 log = logging.getLogger(__name__)
 
@@ -86,11 +87,7 @@ class PromptRenderer:
 
     def _tokenize_checked(self, job: PromptJob) -> Any:
         if job.capacity is not None and self.longest_token is not None and self.tokenizer.has_chat_template:
-            joined = copy.deepcopy(job.messages)
-            process_message_content(joined)
-            text = self.tokenizer.apply_chat_template(
-                joined, add_generation_prompt=True, tools=job.tools, tokenize=False, **job.options
-            )
+            text = rendered(self.tokenizer, job.messages, job.tools, add_generation_prompt=True, **job.options)
             self._check_length(job, text)
         return self._tokenize(job)
 
@@ -138,26 +135,6 @@ def longest_token(tokenizer: Any) -> int | None:
     # Letters of a byte-level vocabulary stand for one byte each; added tokens are text.
     longest = max((len(token.encode()) for token in tokenizer.get_vocab()), default=1)
     return longest if backend.normalizer is None else longest * SHRINKING
-
-
-def without_later_system(messages: list[Message]) -> list[Message]:
-    """The same chat for a template that takes a system message at the beginning only: others join the user's text before them."""
-    lowered: list[Message] = []
-    for message in messages:
-        last = lowered[-1]["role"] if lowered else None
-        if message["role"] == "system" and last not in (None, "system"):
-            message = {**message, "role": "user"}
-        if message["role"] == last and last in ("user", "system"):
-            before, added = (parts_of(m["content"]) for m in (lowered[-1], message))
-            lowered[-1] = {**lowered[-1], **message, "content": [*before, {"type": "text", "text": "\n\n"}, *added]}
-        else:
-            lowered.append(message)
-    return lowered
-
-
-def parts_of(content: Any) -> list[dict[str, Any]]:
-    """The content of a message in parts."""
-    return [{"type": "text", "text": content}] if isinstance(content, str) else list(content or ())
 
 
 def image_processor(name: str, folder: str) -> Any:

@@ -15,6 +15,7 @@ from jinja2 import TemplateError
 
 from ...messages import Message, Replayed
 from ...prefix.trie import common_prefix
+from .templates import rendered
 
 log = logging.getLogger(__name__)
 
@@ -25,7 +26,7 @@ class Replay:
     def __init__(self, tokenizer: Any, messages: list[Message], tools: list[Any] | None, options: dict[str, Any]) -> None:
         self._tokenizer = tokenizer
         self._messages = messages
-        self._options = {**options, "tools": tools}
+        self._tools, self._options = tools, options
         self._word = f"replayed{secrets.token_hex(8)}"
         self._stops = {int(token): str(tokenizer.decode([token])) for token in tokenizer.eos_token_ids}
 
@@ -80,8 +81,7 @@ class Replay:
         return list(tokens[:-1] if tokens and tokens[-1] in self._stops else tokens)
 
     def _text(self, messages: list[Message], opens: bool) -> str:
-        rendered = self._tokenizer.apply_chat_template(messages, add_generation_prompt=opens, tokenize=False, **self._options)
-        return str(rendered)
+        return rendered(self._tokenizer, messages, self._tools, add_generation_prompt=opens, **self._options)
 
     def _encoded(self, text: str) -> list[int]:
         return list(self._tokenizer.encode(text, add_special_tokens=False))

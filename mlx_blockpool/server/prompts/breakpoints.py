@@ -11,19 +11,15 @@ from bisect import bisect_right
 from collections.abc import Callable
 from typing import Any
 
-from jinja2 import TemplateError
-
-from ..messages import Message
-from ..mlx_lm_compat import process_message_content
-from ..prefix.trie import common_prefix
-from .request import Breakpoint
+from ...messages import Message
+from ...prefix.trie import common_prefix
+from ..request import Breakpoint
+from .templates import REFUSED, num_leading, rendered
 
 log = logging.getLogger(__name__)
 
-SYSTEM = ("system", "developer")
-NOBODY: Message = {"role": "user", "content": ""}
-# What templates raise over messages that they do not take.
-REFUSED = (TemplateError, ValueError, TypeError, KeyError, IndexError)
+# Some templates refuse a chat without a user's message.
+EMPTY: Message = {"role": "user", "content": ""}
 
 
 def checkpoint_positions(
@@ -36,10 +32,10 @@ def checkpoint_positions(
     if not tokenizer.has_chat_template:
         return []
     options = {**options, "tools": tools}
-    leading = next((i for i, m in enumerate(messages) if m.get("role") not in SYSTEM), len(messages))
+    leading = num_leading(messages)
     beginnings = [("user", messages)]
     if leading or tools:
-        beginnings.append(("system", [*messages[:leading], NOBODY]))
+        beginnings.append(("system", [*messages[:leading], EMPTY]))
     checkpoints = {}
     for kind, beginning in beginnings:
         end = _end_of(tokenizer, prompt, beginning, options)
@@ -104,7 +100,7 @@ class _Chat:
         tools = self._tools[:count]
         name = f"_{tools[-1]['function']['name']}"
         another = {**tools[-1], "function": {**tools[-1]["function"], "name": name}}
-        alone, changed = (self._common([NOBODY], shown, text) for shown in (tools, [*tools[:-1], another]))
+        alone, changed = (self._common([EMPTY], shown, text) for shown in (tools, [*tools[:-1], another]))
         if alone > changed:
             return alone
         leading = next((i for i, m in enumerate(self._messages) if m["role"] != "system"), len(self._messages))
@@ -112,8 +108,7 @@ class _Chat:
 
     def _common(self, beginning: list[Message], tools: list[Any], text: str) -> int:
         if not beginning or beginning[-1]["role"] == "system":
-            # Some templates refuse a chat without a user's message.
-            beginning = [*beginning, NOBODY]
+            beginning = [*beginning, EMPTY]
         try:
             return common_prefix(text, self.text(beginning, tools))
         except REFUSED as error:
@@ -121,12 +116,7 @@ class _Chat:
             return 0
 
     def text(self, messages: list[Message], tools: list[Any], add_generation_prompt: bool = False) -> str:
-        joined = [dict(message) for message in messages]
-        process_message_content(joined)
-        rendered = self._tokenizer.apply_chat_template(
-            joined, tokenize=False, add_generation_prompt=add_generation_prompt, tools=tools or None, **self._options
-        )
-        return str(rendered)
+        return rendered(self._tokenizer, messages, tools, add_generation_prompt=add_generation_prompt, **self._options)
 
 
 def _counter(tokenizer: Any, prompt: list[int], text: str) -> Callable[[int], int]:
