@@ -130,7 +130,6 @@ STOCK: dict[str, StockName] = {
     "server.APIHandler.completion_usage_response": StockName(
         "makes the last packet of a chat's stream", "(self, prompt_token_count, completion_token_count, prompt_cache_count)"
     ),
-    "server.APIHandler._set_completion_headers": StockName("begins a response", "(self, status_code)"),
     "server.APIHandler._set_cors_headers": StockName("headers of our own endpoints", "(self)"),
     "server.APIHandler.response_generator": StockName("replaced for each request of a connection"),
     "server.APIHandler.created": StockName("set again for each request of a connection"),

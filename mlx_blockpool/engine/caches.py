@@ -303,7 +303,7 @@ class PooledCaches(Caches):
         sequence.prefix, sequence.caches = self.prefix.ref_of(caches), None
         self._pin(sequence, known)
         self.prefix.retention.end(sequence.policy)
-        name = sequence.request.noted_as or sequence.request.agent
+        name = sequence.request.name
         if name is not None and sequence.policy.is_written:
             self.turns[name] = self.prefix.match(tokens, sequence.policy.salt, sequence.prefix).detached()
 

@@ -51,6 +51,11 @@ class Request:
     priority: int = 0
     salt: bytes = SHARED
 
+    @property
+    def name(self) -> str | None:
+        """The name under which its end is noted."""
+        return self.noted_as or self.agent
+
 
 @dataclass(frozen=True)
 class Restoring:

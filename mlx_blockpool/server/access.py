@@ -36,7 +36,6 @@ FILES = re.compile(r"/v1/agents/[^/]+/import")
 APPS = ("app", "capacitor", "electron", "ionic", "tauri", "vscode-file", "vscode-webview", "wails")
 EXTENSIONS = ("chrome-extension", "moz-extension", "safari-web-extension")
 LONGEST_AGENT = 256
-KEY_NAME = re.compile(r"[A-Za-z0-9._-]{1,64}")
 LONGEST_NAME = 1024
 # A malformed header line makes the parser drop all headers after it.
 NO_HEADERS = (
@@ -51,7 +50,7 @@ FOLDERS = re.compile(r"(?<![\w.:/])(?<!GET )(?<!POST )(?<!DELETE )(?:/[^\s/'\":,
 
 @dataclass(frozen=True)
 class Rejected:
-    """Why the policy rejects a request: an HTTP status, and a message for the client."""
+    """The reason for which the policy rejects a request: an HTTP status, and a message for the client."""
 
     status: int
     message: str
@@ -78,7 +77,7 @@ class AccessPolicy:
 
     @property
     def is_open(self) -> bool:
-        """Whether requests need no key."""
+        """Return whether requests need no key."""
         return not self._keys
 
     def wait_until_empty(self, seconds: float) -> bool:
@@ -96,7 +95,7 @@ class AccessPolicy:
             )
 
     def check(self, method: str, path: str, headers: Any) -> Rejected | None:
-        """Why a request is rejected, or None. `path` without its query; `headers`: as http.server parses them."""
+        """Return why a request is rejected, or None. `path` without its query; `headers`: as http.server parses them."""
         return (
             self._check_headers(headers)
             or self._check_host(headers)
@@ -105,7 +104,7 @@ class AccessPolicy:
         )
 
     def check_body(self, path: str, headers: Any) -> Rejected | None:
-        """Why the body of a request is rejected, by its declared length, or None."""
+        """Return why the body of a request is rejected, by its declared length, or None."""
         if headers.get("Transfer-Encoding") is not None:
             return Rejected(411, "Transfer-Encoding is not supported. Send the body in one piece with its Content-Length.")
         found = set(headers.get_all("Content-Length", []))
@@ -154,7 +153,7 @@ class AccessPolicy:
         return Rejected(403, f"Origin {shown(origin)} is not allowed: it is a page from elsewhere. Add it to --allowed-origins.")
 
     def _is_own_page(self, origin: str, headers: Any) -> bool:
-        """Whether an Origin is a page of this server under a name that is no other page's: an address, or one that is allowed."""
+        """Return whether an Origin is a page of this server, under an address or an allowed name, which no other page has."""
         host = headers.get("Host", "").strip().lower()
         if origin.lower() not in (f"http://{host}", f"https://{host}"):
             return False
@@ -225,23 +224,23 @@ class BudgetShare:
 
 
 def is_page(path: str) -> bool:
-    """Whether a path is that of the page or one of its files, which hold no data."""
+    """Return whether a path is that of the page or one of its files, which hold no data."""
     return path in ("/", "/favicon.ico") or path.startswith("/page/")
 
 
 def is_model(path: str) -> bool:
-    """Whether a path names one model."""
+    """Return whether a path names one model."""
     return path.startswith("/v1/models/")
 
 
 def is_loopback(host: str) -> bool:
-    """Whether only this machine reaches a server on `host`. Raises OSError for a name that does not resolve."""
+    """Return whether only this machine reaches a server on `host`. Raises OSError for a name that does not resolve."""
     found = socket.getaddrinfo(host or None, 0, type=socket.SOCK_STREAM, flags=socket.AI_PASSIVE)
     return all(ipaddress.ip_address(str(address[0]).partition("%")[0]).is_loopback for *_, address in found)
 
 
 def is_loopback_name(name: str) -> bool:
-    """Whether a name or address of a client can only be this machine."""
+    """Return whether a name or address of a client can only be this machine."""
     if name == "localhost" or name.endswith(".localhost"):
         return True
     try:
@@ -251,7 +250,7 @@ def is_loopback_name(name: str) -> bool:
 
 
 def is_address(name: str) -> bool:
-    """Whether a name is an IP address, which no other machine's page can be rebound to."""
+    """Return whether a name is an IP address, which no other machine's page can be rebound to."""
     try:
         ipaddress.ip_address(name)
     except ValueError:
@@ -260,7 +259,7 @@ def is_address(name: str) -> bool:
 
 
 def is_foreign(origin: str) -> bool:
-    """Whether an Origin is neither a page of this machine nor an app or extension on it."""
+    """Return whether an Origin is neither a page of this machine nor an app or extension on it."""
     try:
         parts = urlsplit(origin)
         name = parts.hostname or ""
@@ -330,7 +329,7 @@ def own_name(name: str) -> str:
 
 
 def belongs(name: str, owner: str | None) -> bool:
-    """Whether an agent is one of this owner's; without owners every agent is every client's."""
+    """Return whether an agent is one of this owner's; without owners every agent is every client's."""
     return owner is None or name.startswith(f"{owner}{SEPARATOR}")
 
 

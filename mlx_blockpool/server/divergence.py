@@ -110,7 +110,7 @@ class Chat:
         return Difference(at, lines[0], lines[1] if is_own else None, keeper, moves_tools)
 
     def _is_in_system(self, line: str, behind: str) -> bool:
-        """Whether a line is in the system prompt. `behind`: its end, as the template may have written something before it."""
+        """Return whether a line is in the system prompt. `behind`: its end, for the template may write something before it."""
         # Templates join the parts of a message.
         text = "\n".join(text_of(message) for message in self.messages if message.get("role") in SYSTEM)
         return any(part[:BEGINNING] in text for part in (line, behind) if len(part.strip()) > 1)
@@ -170,7 +170,7 @@ def _path(tokenizer: Any, reply: RememberedReply) -> list[int]:
 
 
 def tools_stand_behind(tokenizer: Any) -> bool:
-    """Whether a template writes the tools after the text of the system prompt, by rendering two words."""
+    """Return whether a template writes the tools after the text of the system prompt, by rendering two words."""
     system, tool = "systemtextisthisone", "toolnameisthisone"
     messages: list[Message] = [{"role": "system", "content": system}, {"role": "user", "content": ""}]
     function = {"name": tool, "description": "", "parameters": {"type": "object", "properties": {}}}

@@ -1,4 +1,4 @@
-"""Embeddings by models that are made for them: a text's hidden states, pooled into one vector as the model's folder says.
+"""Embeddings by models that are made for them: a text's hidden states, pooled into one vector as the model's folder specifies.
 
 The folder is one of sentence-transformers: modules.json names a pooling, and perhaps a normalisation. A text is computed in
 chunks on the generation thread, one text of all clients at a time; while replies run they get as much time between the chunks.
@@ -42,7 +42,7 @@ class NoEmbeddingsError(Exception):
 
 @dataclass(frozen=True)
 class Pooling:
-    """How hidden states become a vector. kind: the last or the first state, or the mean of all."""
+    """The way from hidden states to a vector. kind: the last or the first state, or the mean of all."""
 
     kind: str
     normalises: bool

@@ -296,7 +296,7 @@ class Explanations:
 
 
 def is_explain(path: str) -> bool:
-    """Whether a path, without its query, is that of explanations."""
+    """Return whether a path, without its query, is that of explanations."""
     return path == PATH or path.startswith(PATH + "/")
 
 

@@ -106,7 +106,7 @@ class BlockpoolGenerator(ResponseGenerator):  # type: ignore[misc]
     # -- from any thread -----------------------------------------------------------------------------------------------
 
     def generate_choices(self, request: Any, generation_args: Any, progress_callback: Any = None) -> Choices:
-        """In place of mlx-lm's generate(): pairs of a choice's index and its context, then its Responses.
+        """Replace mlx-lm's generate(). Yields pairs of a choice's index and its context, then its Responses.
 
         The last part of a choice is None or the exception that has ended it, which leaves the others alone. Closing the iterator
         ends what is left. Once the client of `request.connection` hangs up, the last part of each is a ConnectionAbortedError.
@@ -148,7 +148,7 @@ class BlockpoolGenerator(ResponseGenerator):  # type: ignore[misc]
 
     @property
     def has_waiting(self) -> bool:
-        """Whether a request waits or is served."""
+        """Return whether a request waits or is served."""
         return bool(self.requests.qsize() or len(self.registry.queue) or any(served.live for served in self._models))
 
     @property
@@ -332,7 +332,7 @@ class BlockpoolGenerator(ResponseGenerator):  # type: ignore[misc]
                 item.fail(swap.error)
 
     def _choose(self, served: LoadedModel) -> None:
-        """From now on mlx-lm's own code works with this model."""
+        """Have mlx-lm's own code work with this model."""
         self.model, self.model_provider, self.prompt_cache = served, served.provider, served.sequential
 
     # -- requests ------------------------------------------------------------------------------------------------------
@@ -352,7 +352,7 @@ class BlockpoolGenerator(ResponseGenerator):  # type: ignore[misc]
             except (Exception, SystemExit) as error:
                 # A client's input met a template or model that could not take it. (Some model files call exit().)
                 log.debug("request refused: %s: %s", type(error).__name__, error)
-                item.fail(error if isinstance(error, Exception) else RuntimeError(f"The model's code asked to exit: {error}"))
+                item.fail(error if isinstance(error, Exception) else RuntimeError(f"The model's code called exit(): {error}"))
             self.registry.queue.remove(place)
 
     def _start(self, served: LoadedModel, reply: Reply, stream: mx.Stream) -> bool:
@@ -398,7 +398,7 @@ class BlockpoolGenerator(ResponseGenerator):  # type: ignore[misc]
         self.registry.queue.go_behind(reply.is_choice_beside)
 
     def _tokenize(self, tokenizer: Any, request: Any, args: Any) -> Any:
-        """In place of mlx-lm's, for its sequential path: the prompt is tokenized already."""
+        """Return the tokenized prompt to mlx-lm's sequential path."""
         return tokenized(request.prepared)
 
     # -- a step of an engine -------------------------------------------------------------------------------------------

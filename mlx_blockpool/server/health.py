@@ -1,4 +1,4 @@
-"""Whether the generation thread makes progress, and the watchdog that ends the process where it makes none for too long.
+"""Health measures the progress of the generation thread; the watchdog ends a process whose thread makes none for too long.
 
 Health is written by the generation thread and read by any; the watchdog has a thread of its own.
 """
@@ -24,7 +24,7 @@ PAUSE_SECONDS = 1.0
 
 
 class Health:
-    """How the thread fares.
+    """The progress of the thread.
 
     restarts:  how often it had to start again, or to drop requests that went nowhere.
     stalls:    how often it made no progress for PAUSE_SECONDS and longer while there was work, and for how long in all.
@@ -58,7 +58,7 @@ class Health:
         self._doing = None
 
     def seconds_stalled(self, waits: bool) -> float:
-        """How long ago the last progress was, if there is work to do; `waits`: a request waits, whatever the thread reports."""
+        """Seconds since the last progress, if there is work to do; `waits`: a request waits, whatever the thread reports."""
         return self._clock() - self._marked if waits or self._doing is not None else 0.0
 
     def is_stalled(self, waits: bool) -> bool:

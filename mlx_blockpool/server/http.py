@@ -139,7 +139,7 @@ class BlockpoolHandler(APIHandler):  # type: ignore[misc]
             self._drain()
 
     def _has_next(self) -> bool:
-        """Whether another request comes before the connection has been idle for too long."""
+        """Return whether another request comes before the connection has been idle for too long."""
         access, is_new = self.access, self._is_new
         is_idle = access.idle.acquire(blocking=False)
         if not (is_idle or is_new):
@@ -361,7 +361,7 @@ class BlockpoolHandler(APIHandler):  # type: ignore[misc]
         self.end_headers()
 
     def send_error(self, code: int, message: str | None = None, explain: str | None = None) -> None:
-        """What http.server rejects, as JSON."""
+        """Answer what http.server rejects, as JSON."""
         self._reject(Rejected(int(code), ". ".join(part for part in (message or HTTPStatus(code).phrase, explain) if part)))
 
     def end_headers(self) -> None:
@@ -391,7 +391,7 @@ class BlockpoolHandler(APIHandler):  # type: ignore[misc]
         self._outgoing.begin_body(0 if not has_body else None if length is None else int(length), chunked)
 
     def _status_and_headers(self) -> tuple[int, dict[bytes, bytes]]:
-        """Of the response whose headers are being collected. Names in lower case."""
+        """The status and headers of the response in progress, with names in lower case."""
         status, *lines = b"".join(self._headers_buffer).split(b"\r\n")
         split = (line.partition(b":") for line in lines)
         return int((status.split() or [b"", b"0"])[1]), {name.lower(): value.strip() for name, _, value in split}

@@ -341,7 +341,7 @@ class LoadedModel:
 
     @property
     def is_blocked(self) -> bool:
-        """Whether a step can compute nothing before a read from disk ends."""
+        """Return whether a step can compute nothing before a read from disk ends."""
         return self.engine is not None and self.engine.is_blocked
 
     def step(self) -> bool:

@@ -133,11 +133,11 @@ class Normalisers:
         return tuple(sorted(dict.fromkeys([*default, *names]), key=lambda name: name == LAST))
 
     def apply(self, names: Sequence[str], messages: list[Message], scope: bytes = b"") -> list[Message]:
-        """What the model is to see instead. Raises PluginError that names the normaliser which failed."""
+        """Return the chat that the model sees instead. Raises PluginError that names the normaliser which failed."""
         return self.changes(names, messages, scope)[0]
 
     def changes(self, names: Sequence[str], messages: list[Message], scope: bytes = b"") -> tuple[list[Message], tuple[str, ...]]:
-        """What the model is to see instead, and the names of those that have changed something.
+        """Return the chat that the model sees instead, and the names of the normalisers that changed something.
 
         `scope`: whose replies may be put back.
         """
@@ -155,7 +155,7 @@ class Normalisers:
         return messages, tuple(changed)
 
     def descriptions(self) -> list[str]:
-        """What the default normalisers do to a prompt, a sentence for each."""
+        """Describe each default normaliser in a sentence."""
         return [f"{name}: {self.by_name[name].does}" for name in self.default]
 
 
@@ -187,7 +187,7 @@ def _sources(messages: Sequence[Message], context: Any) -> Iterator[bytes]:
 
 
 def _shown(message: Message, blanks: str | None = None) -> str:
-    """What of a message comes back the same, however its spaces, parts and tool calls are written by then.
+    """The part of a message that stays the same however clients write its spaces, parts and tool calls.
 
     `blanks`: the characters that are left out at both ends of its text; None: all that are blank.
     """

@@ -78,18 +78,18 @@ class Reply(Queue[Any]):
 
     @property
     def explained(self) -> Explained | None:
-        """Where the use of the cache is written down; None: nowhere."""
+        """The explanation in which the use of the cache is written down, if there is one."""
         found: Explained | None = None if self._index else self.request.explained
         return found
 
     @property
     def is_left(self) -> bool:
-        """Whether nobody waits for the rest of the reply."""
+        """Return whether no client reads the rest of the reply."""
         return self.is_hung_up or self.is_stopped
 
     @property
     def is_stopped(self) -> bool:
-        """Whether the client's thread has enough of the reply."""
+        """Return whether the client's thread has stopped to read the reply."""
         return self.context is not None and self.context._should_stop
 
     def is_choice_beside(self, item: Any) -> bool:
@@ -102,7 +102,7 @@ class Reply(Queue[Any]):
         self.put(ConnectionAbortedError("the client hung up"))
 
     def leave(self) -> None:
-        """The generation thread drops the request, because nobody waits for the rest of its reply."""
+        """The generation thread drops the request, because no client reads the rest of its reply."""
         self.watch.ended("abort" if self.is_hung_up else "stop")
 
     def fail(self, error: Exception) -> None:
@@ -271,7 +271,7 @@ class HangUps:
 
 
 def has_hung_up(connection: socket.socket) -> bool:
-    """Whether the other end has closed or reset a connection. Bytes of a next request are no reason to think so."""
+    """Return whether the other end has closed or reset a connection. Bytes of a next request are no reason to think so."""
     try:
         poll = select.poll()
         poll.register(connection, select.POLLIN | READ_HANG_UP)

@@ -39,7 +39,7 @@ class Breakpoint:
 
 @dataclass
 class RequestOptions:
-    """What a request asks for beside its reply.
+    """Options of a request.
 
     id:            names the request in the response's headers, in explanations and in the log.
     agent:         the client's name for itself; requests of one agent run in order.
@@ -59,6 +59,11 @@ class RequestOptions:
     cache_salt: str | None = None
     salt: bytes = SHARED
     owner: str | None = None
+
+    @property
+    def name(self) -> str | None:
+        """The name under which the turn is noted: the agent's, or the conversation's."""
+        return self.agent or self.conversation
 
 
 @dataclass
@@ -125,7 +130,7 @@ def message_breakpoints(messages: list[Message]) -> list[Breakpoint]:
 
 
 def seconds_of(marked: Mapping[str, Any]) -> int:
-    """How long a `cache_control` keeps what it stands on; 0 without one that can be understood."""
+    """Seconds for which a `cache_control` keeps its prefix; 0 without one, and for one of an unknown kind."""
     control = marked.get("cache_control")
     if not isinstance(control, dict):
         return 0

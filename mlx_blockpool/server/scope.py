@@ -58,7 +58,7 @@ def retention_of(body: Mapping[str, Any]) -> str | None:
 
 
 def is_of_sub_agent(headers: Any) -> bool:
-    """Whether the headers of a known client say that a sub-agent sends the request."""
+    """Return whether the headers of a known client say that a sub-agent sends the request."""
     return any((headers.get(name) or "").strip() for name in SUB_AGENT_HEADERS)
 
 
@@ -68,7 +68,7 @@ class RequestScope:
     owner:        the name of the key that the request has shown; None: keys have no names.
     path:         without query. normalisers: the names of those that the prompt goes through.
     explained:    how the request has used the cache, once it is known; None for a path that is not explained.
-    pixels:       of the request's images; whoever serves the request releases them at its end.
+    pixels:       of the request's images; the handler, or the warm-up, releases them when the request ends.
     """
 
     def __init__(self, generator: BlockpoolGenerator, connection: socket.socket | None = None) -> None:
@@ -194,9 +194,9 @@ class RequestScope:
         )
 
     def _count(self, ttft: float) -> None:
-        named, context = self.options.agent or self.options.conversation, self._begun
+        context = self._begun
         assert context is not None, "a reply has tokens before it has begun"
-        self.generator.hour.record(self.owner, named, len(context.prompt), context.prompt_cache_count, ttft)
+        self.generator.hour.record(self.owner, self.options.name, len(context.prompt), context.prompt_cache_count, ttft)
 
     def _check(self, model: Any) -> None:
         """Raises ValueError and ModelNotFoundError for names that no agent and no model can have."""
@@ -212,7 +212,7 @@ class RequestScope:
 
     def _explain(self, model: str, messages: list[Any], changed: tuple[str, ...] = (), has_tools: bool = False) -> Explained:
         agent = self.options.agent
-        named = agent or self.options.conversation
+        named = self.options.name
         first = Explanation(
             self.options.id,
             time.time(),

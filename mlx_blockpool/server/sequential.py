@@ -1,4 +1,4 @@
-"""What mlx-lm's sequential path works with here: caches in place of its LRUPromptCache, and the queue that its reply goes to.
+"""Replaces two objects of mlx-lm's sequential path: its LRUPromptCache, and the queue of a reply.
 
 Requests take this path one by one: those with a draft model, with images or with quantised caches. Used on the generation thread.
 """
@@ -25,7 +25,7 @@ from .replies import Reply
 
 
 class SequentialCache:
-    """In place of mlx-lm's LRUPromptCache, over `prefix` where the model has a pool, and over `stock` where it has none.
+    """Replaces mlx-lm's LRUPromptCache, over `prefix` where the model has a pool, and over `stock` where it has none.
 
     `max_tokens`: the room that the next fetch reserves after its prompt; `salt`: what that prompt is cached under; `lookup`
     explains the last fetch.
@@ -170,13 +170,11 @@ class SequentialReply:
         elif isinstance(item, tuple):
             self._reply.watch.progress(*item)
         else:
-            self._reply.watch.token()
-            if item.finish_reason is not None:
-                self._reply.watch.ended(item.finish_reason)
+            self._reply.watch.token(item.finish_reason)
 
 
 def tokenized(prepared: PreparedPrompt) -> Any:
-    """What mlx-lm's ResponseGenerator._tokenize() returns. Raises ConnectionAbortedError for images that were dropped."""
+    """Return a prompt as mlx-lm's _tokenize() does. Raises ConnectionAbortedError for images that were dropped."""
     segments, start = [], 0
     for number, length in enumerate(prepared.segments):
         if number == len(prepared.segments) - 1:

@@ -79,7 +79,7 @@ class Work(NamedTuple):
 
 
 def works(generator: Any) -> list[Work]:
-    """What takes long at present: a swap of models, restores, the warm-up, and files on their way in or out."""
+    """The long work in progress: a swap of models, restores, the warm-up, and files on their way in or out."""
     swap = generator.registry.swap
     found = [] if swap is None else [_of_swap(swap)]
     warm_up = None if generator.warm_up is None else generator.warm_up.report()

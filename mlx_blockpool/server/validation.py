@@ -101,7 +101,7 @@ class Body(BaseModel):
 
 
 class Serving(Body):
-    """What every protocol may say of how a request is served beside others.
+    """Fields of every protocol for serving a request beside others.
 
     cache_salt: only requests with the same one share their prefixes. priority: lower values are served earlier.
     """
@@ -111,7 +111,7 @@ class Serving(Body):
 
 
 class Sampling(Serving):
-    """What bodies say of the model, and of how tokens are drawn and sent. None: the server's options hold."""
+    """Fields for the model, and for drawing and sending tokens. None: the server's options hold."""
 
     stream: bool = False
     model: Text = "default_model"

@@ -27,7 +27,7 @@ SEARCHED_CHARACTERS = 1 << 16
 
 
 def is_conversation_id(name: str) -> bool:
-    """Whether a name was made by conversation_id()."""
+    """Return whether a name was made by conversation_id()."""
     return NAME.fullmatch(own_name(name)) is not None
 
 

@@ -129,9 +129,8 @@ class AgentsEndpoint:
         """Send an agent's prompt-cache file."""
         with transfer.export(self._service, name) as path, path.open("rb") as file:
             n_bytes, handler = os.fstat(file.fileno()).st_size, self._handler
-            handler._set_completion_headers(200)
-            # mlx-lm's headers say JSON, and are not sent yet.
-            handler._headers_buffer = [line for line in handler._headers_buffer if not line.lower().startswith(b"content-type")]
+            handler.send_response(200)
+            handler._set_cors_headers()
             handler.send_header("Content-Type", "application/octet-stream")
             handler.send_header("Content-Length", str(n_bytes))
             handler.end_headers()

@@ -23,7 +23,7 @@ from ...store.fs import safe_name
 from ...store.paths import key_of
 from ...store.prompt_store import PromptStore
 from ...tier.cache import TieredPrefixCache
-from ..access import belongs, own_name
+from ..access import LONGEST_AGENT, belongs, own_name
 from ..jobs import run_on_generation_thread
 from ..model import LoadedModel
 from ..models.provider import ModelKey
@@ -36,7 +36,6 @@ T = TypeVar("T")
 
 # Names that an error lists.
 NAMES_SHOWN = 10
-LONGEST_NAME = 256
 
 
 class RefusedError(BlockpoolError):
@@ -201,7 +200,7 @@ class AgentService:
 
     def _need_free(self, new: str) -> None:
         if is_conversation_id(new):
-            raise RefusedError(400, f"{new} cannot be a given name: such names are made of what a chat says. Choose another one.")
+            raise RefusedError(400, f"{new} is like the names that are derived from the content of chats. Choose another one.")
         if new in self.look():
             raise RefusedError(409, f"An agent {shown(new)} exists already. Choose another name.")
 
@@ -262,7 +261,7 @@ class AgentService:
         self.refuse_if_busy(view.name)
         agents_of(served).forget(view.name)
         live = [] if served.engine is None else served.engine.sequences
-        in_use = [(sequence.tokens, sequence.policy.salt) for sequence in live if _name_of(sequence.request) != view.name]
+        in_use = [(sequence.tokens, sequence.policy.salt) for sequence in live if sequence.request.name != view.name]
         freed = uncache(prefix.index, view.path, exclusive_from(prefix.index, view.path, shared, in_use))
         if prefix.stored is not None:
             prefix.stored.write_behind(0)
@@ -297,18 +296,17 @@ class AgentService:
 
     def _requests(self) -> tuple[Counter[str | None], Counter[str | None]]:
         engines = [served.engine for served in self._registry.loaded.values() if served.engine is not None]
-        running = Counter(_name_of(live.request) for engine in engines for live in engine.live)
-        waiting = Counter(_name_of(waits.request) for engine in engines for waits in engine.waiting)
-        queued = [entry.item.request.options for entry in self._registry.queue if isinstance(entry.item, Reply)]
-        waiting.update(options.agent or options.conversation for options in queued)
+        running = Counter(live.request.name for engine in engines for live in engine.live)
+        waiting = Counter(waits.request.name for engine in engines for waits in engine.waiting)
+        waiting.update(entry.item.request.options.name for entry in self._registry.queue if isinstance(entry.item, Reply))
         return running, waiting
 
 
 def checked_name(name: Any) -> str:
     """`name`, if it can name an agent. Raises RefusedError."""
-    if not isinstance(name, str) or not 0 < len(name) <= LONGEST_NAME or not name.isprintable():
+    if not isinstance(name, str) or not 0 < len(name) <= LONGEST_AGENT or not name.isprintable():
         raise RefusedError(
-            400, f"{str(name)[:40]!r} cannot be an agent's name, which has 1 to {LONGEST_NAME} printable characters."
+            400, f"{str(name)[:40]!r} cannot be an agent's name, which has 1 to {LONGEST_AGENT} printable characters."
         )
     return name
 
@@ -322,12 +320,6 @@ def agents_of(served: LoadedModel) -> ServedAgents:
 def shared_with(home: Home, views: dict[str, AgentView]) -> SharedPaths:
     """The paths of all agents of one loaded model."""
     return SharedPaths(view.path for view in views.values() if view.home is home)
-
-
-def _name_of(request: Any) -> str | None:
-    """The name under which an engine's request is noted."""
-    name: str | None = request.noted_as or request.agent
-    return name
 
 
 def _view(name: str, homes: list[Home], file: Agent | None) -> AgentView:

@@ -62,7 +62,7 @@ def _stored(prefix: TieredPrefixCache) -> StoredPrefixes:
 
 @dataclass(frozen=True)
 class _Saved:
-    """How far a path is on disk.
+    """The part of a path that is on disk.
 
     position:  of the last checkpoint that is in memory.
     left:      records that wait for the writer, or for a rest.
@@ -118,7 +118,7 @@ def _saved(prefix: TieredPrefixCache, path: PrefixRef) -> _Saved:
 
 
 def _why_not(saved: _Saved, path: PrefixRef, full: int | None) -> str:
-    """Why a path is not whole on disk. `full`: the bytes of a store that has no room."""
+    """Explain why a path is not whole on disk. `full`: the bytes of a store that has no room."""
     found = saved.measure
     there = f"{found.tokens_on_disk} of {path.tokens} tokens are on disk and {found.tokens_in_memory} in memory"
     if full is not None:

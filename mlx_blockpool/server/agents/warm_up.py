@@ -91,11 +91,11 @@ class WarmUp:
         self._failures: list[str] = []
         self._began = time.monotonic()
         self._seconds: float | None = None
-        # Nobody waits for it: a server stops in the middle.
+        # A daemon, because a server may stop before all prompts are computed.
         threading.Thread(target=self._run, name="warm-up", daemon=True).start()
 
     def report(self) -> dict[str, Any]:
-        """How far it is: prompts, tokens of them, and how many of these were known already, in memory or on disk."""
+        """The progress: prompts, their tokens, and how many of these were cached before, in memory or on disk."""
         return {
             "prompts": len(self._prompts),
             "done": self._done,
@@ -140,7 +140,7 @@ class WarmUp:
                 pass
         finally:
             scope.pixels.release()
-        name = scope.options.agent or scope.options.conversation
+        name = scope.options.name
         if prompt.pin and name is not None and not AgentService(scope).pin(name)["pinned_in_memory"]:
             log.warning("warm-up: %s: no more can be pinned in memory", place)
         return len(context.prompt), context.prompt_cache_count

@@ -37,7 +37,7 @@ class MessagesEndpoint(Endpoint):
             self._refuse()
 
     def _refuse(self) -> None:
-        """For what the protocol has and this server does not, such as batches."""
+        """Raises StatusError, for what the protocol has and this server does not, such as batches."""
         path = self._handler.route[:80]
         raise StatusError(404, f"{self._handler.command} {path}: there are only POST {MESSAGES} and /count_tokens below")
 

@@ -166,5 +166,5 @@ class MessagesBody(Sampling):
 
     @property
     def shows_thinking(self) -> bool:
-        """Whether the client sees thinking, or only its signature."""
+        """Return whether the client sees thinking, or only its signature."""
         return self.thinking is None or self.thinking.display != "omitted"

@@ -117,7 +117,7 @@ class MessageRenderer(Renderer):
 
 
 def input_usage(total: int, cached: int, breakpoints: list[tuple[int, int]]) -> Json:
-    """How the tokens of a prompt are counted. The first three figures add up to `total`.
+    """Count the tokens of a prompt by how they were served. The first three figures add up to `total`.
 
     Read: `cached` tokens that were not computed again. Created: those that were, up to the last of `breakpoints`, which are
     (tokens, seconds); without breakpoints all of them, for this server keeps what it computes. Input: the rest.

@@ -50,7 +50,7 @@ class StreamOptions(Body):
 
 
 class CompletionBody(AllSampling):
-    """What both endpoints read."""
+    """The fields of both endpoints."""
 
     stream_options: StreamOptions = StreamOptions()
     max_tokens: Annotated[Int, Field(ge=1)] | None = None
@@ -61,7 +61,7 @@ class CompletionBody(AllSampling):
 
     @property
     def num_choices(self) -> int:
-        """How many choices are generated."""
+        """The number of choices to generate."""
         return self.n
 
     def request(self) -> PromptRequest:

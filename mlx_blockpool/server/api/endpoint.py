@@ -102,7 +102,7 @@ class Endpoint:
             self._scope.remember(reply.blocks.text, reply.blocks.calls, reply.tokens)
 
     def _render(self, parsed: Any, context: Any) -> Renderer:
-        """What renders the reply for the protocol."""
+        """Return the renderer of the reply."""
         raise NotImplementedError
 
     # -- the wire ------------------------------------------------------------------------------------------------------

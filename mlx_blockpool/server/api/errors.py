@@ -82,7 +82,7 @@ def is_below(route: str, root: str) -> bool:
 
 
 def is_openai(route: str) -> bool:
-    """Whether errors under this path have OpenAI's shape, wherever they are raised."""
+    """Return whether errors under this path have OpenAI's shape, wherever they are raised."""
     return any(is_below(route, known) for known in OPENAI_PATHS)
 
 
@@ -92,7 +92,7 @@ def openai_status(error: Exception) -> int:
 
 
 def openai_code(error: Exception) -> str | None:
-    """What clients act on: they shorten a conversation that is too long, and do not retry with a model that is not there."""
+    """The code that clients act on: they shorten a conversation that is too long, and do not retry with an unknown model."""
     if isinstance(error, RequestTooLargeError):
         return "context_length_exceeded"
     return "model_not_found" if isinstance(error, OSError) else None

@@ -26,7 +26,7 @@ def _unsupported(why: str) -> AfterValidator:
 
 
 class Options(Body):
-    """How tokens are drawn. None: the server's options hold. Options of Ollama's own runner have no effect here."""
+    """Options for drawing tokens. None: the server's options hold. Options of Ollama's own runner have no effect here."""
 
     num_predict: Int | None = None
     temperature: Annotated[Number, Field(ge=0)] | None = None
@@ -70,7 +70,7 @@ class Named(Body):
 
 
 class ReplyBody(Named, Serving):
-    """What both endpoints with replies read."""
+    """The fields of both endpoints that reply."""
 
     stream: bool = True
     options: Options = Options()
@@ -82,7 +82,7 @@ class ReplyBody(Named, Serving):
 
     @property
     def unloads(self) -> bool:
-        """Whether the model is to be kept for no time."""
+        """Return whether the model is to be kept for no time."""
         given = self.keep_alive
         return given.strip().rstrip("smh") == "0" if isinstance(given, str) else given == 0
 

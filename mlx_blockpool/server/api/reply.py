@@ -101,7 +101,7 @@ class Renderer:
         yield from self.finish()
 
     def begin(self) -> Iterable[Packet]:
-        """What a stream begins with."""
+        """The first packets of a stream."""
         return ()
 
     def add(self, response: Any) -> Iterator[Packet]:
@@ -117,7 +117,7 @@ class Renderer:
         yield from self._end(done)
 
     def keepalive(self, progress: str = "") -> Iterable[Packet]:
-        """What a stream says while nothing can be shown. `progress`: how far the prompt is computed."""
+        """Packets that a stream sends while there is nothing to show. `progress`: how far the prompt is computed."""
         raise NotImplementedError
 
     def failed(self, error: Json) -> Json:
@@ -225,7 +225,7 @@ class ReplyParser:
         self._request = request
         self._one_call = one_call
         self._words = stop_words
-        # Each word ends in a state of its own, which says which one it was.
+        # Each word ends in a state of its own, which identifies it.
         ends: dict[str, Any] = {str(i): [] for i in range(len(stop_words))}
         words = {"normal": [(word, str(i)) for i, word in enumerate(stop_words)]}
         self._before = TextStateMachine({**words, **ends}).make_state()
@@ -249,7 +249,7 @@ class ReplyParser:
 
     @property
     def is_whole(self) -> bool:
-        """Whether the reply has ended, and not at a stop word, which would be missing from it."""
+        """Return whether the reply has ended, and not at a stop word, which would be missing from it."""
         return self.finish is not None and self.stop_word is None
 
     def parse(self, responses: Iterable[Any]) -> Iterator[Piece]:
@@ -266,7 +266,7 @@ class ReplyParser:
                 return
 
     def done(self) -> Done:
-        """How the reply has ended, or its counts so far."""
+        """The end of the reply, or its counts so far."""
         reason: Any = "stop_word" if self.stop_word is not None else "calls" if self.num_calls else "stop"
         return Done("length" if self.finish == "length" else reason, self.stop_word, len(self.tokens), self.num_thinking)
 
@@ -281,7 +281,7 @@ class ReplyParser:
         return self._split(text)
 
     def _end(self, reason: str | None) -> list[Piece]:
-        """What is still held back. A stop word's own beginning is not part of the reply."""
+        """Emit what is still held back. A stop word's own beginning is not part of the reply."""
         if self.finish is not None:
             return []
         held = "" if self.stop_word is not None else self._before[3]

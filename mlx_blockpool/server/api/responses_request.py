@@ -213,7 +213,7 @@ class InputItems(Conversation):
                 self._result(called, self._content(output, f"{at}.output"))
 
     def _turn(self) -> Message:
-        """The assistant's message in progress: what it thinks, says and calls one after the other is one."""
+        """The assistant's message in progress: its thinking, text and calls that follow each other are one message."""
         if not self.messages or self.messages[-1]["role"] != "assistant":
             self.messages.append({"role": "assistant", "content": ""})
         return self.messages[-1]

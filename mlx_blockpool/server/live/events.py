@@ -102,9 +102,8 @@ KINDS = {kind: re.sub("(?<=[a-z])(?=[A-Z])", "_", kind.__name__).lower() for kin
 def who_of(options: RequestOptions) -> Who:
     """A request as its events show it."""
     if options.owner is not None:
-        # Nobody but the owner sees it.
-        named = options.agent or options.conversation
-        return Who(options.id, None if named is None else own_name(named), options.owner)
+        # Only the owner sees it.
+        return Who(options.id, None if options.name is None else own_name(options.name), options.owner)
     if options.agent is not None:
         return Who(options.id, options.agent, None)
     # The id of a request without an agent gives access to its text, which its sender alone may have.
@@ -112,7 +111,7 @@ def who_of(options: RequestOptions) -> Who:
 
 
 class Sight(NamedTuple):
-    """What a reader may see. `is_private`: names share no prefixes, so that each sees the blocks of its own alone."""
+    """The view of a reader. `is_private`: names share no prefixes, so that each sees the blocks of its own alone."""
 
     owner: str | None = None
     is_private: bool = False
@@ -130,7 +129,7 @@ class Sight(NamedTuple):
         return {"id": who.id, **({"agent": who.agent} if isinstance(what, RequestBegun) else {}), **fields}
 
     def sees(self, salt: bytes) -> bool:
-        """Whether the reader may see blocks under a salt."""
+        """Return whether the reader may see blocks under a salt."""
         return not self.is_private or (self.owner is not None and salt == salt_marked(mark_of(salt), self.owner))
 
 

@@ -71,7 +71,7 @@ class KVPublisher:
             raise BlockpoolError(f"--kv-events: cannot publish on {ends}: {error}. Choose another address.") from error
 
     def start(self, events: EventLog, snapshot: Snapshot) -> threading.Thread:
-        """Begin with the log's first event. `snapshot` says what is stored, after events were lost."""
+        """Begin with the log's first event. `snapshot` lists what is stored, for use after events were lost."""
         thread = threading.Thread(target=self._run, args=[events, snapshot], name="kv events", daemon=True)
         thread.start()
         return thread
@@ -126,7 +126,7 @@ class KVPublisher:
         return self._pages.setdefault(model, Blocks(self._config.topic.replace("{model}", model)))
 
     def _is_alone(self, blocks: Blocks) -> bool:
-        """Whether no other model publishes under the same topic."""
+        """Return whether no other model publishes under the same topic."""
         return not any(other.topic == blocks.topic and other.has_any for other in self._pages.values() if other is not blocks)
 
     def _send(self, blocks: Blocks, events: list[Fields]) -> None:
@@ -207,5 +207,5 @@ def number_of(digest: bytes) -> int:
 
 
 def is_bound(endpoint: str) -> bool:
-    """Whether subscribers connect to an endpoint; the publisher connects to others. vLLM's rule."""
+    """Return whether subscribers connect to an endpoint; the publisher connects to others. vLLM's rule."""
     return "*" in endpoint or "::" in endpoint or endpoint.startswith(("ipc://", "inproc://"))

@@ -124,7 +124,7 @@ class Reader:
         self.next = self._log.end
 
     def take(self) -> tuple[int, list[Event]]:
-        """How many events were lost before the next one, and the next events, at most TAKEN."""
+        """Return how many events were lost, and the next events, at most TAKEN."""
         lost = max(0, self._log.oldest - self.next)
         self.next += lost
         events: list[Event] = []

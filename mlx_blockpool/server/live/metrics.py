@@ -27,7 +27,7 @@ Samples = Iterable[tuple[tuple[str, ...], Value]]
 
 @dataclass(frozen=True)
 class ModelFigures:
-    """What is known of one model. `report`: its figures of GET /v1/cache; `served`: None while it is not loaded."""
+    """The figures of one model. `report`: its figures of GET /v1/cache; `served`: None while it is not loaded."""
 
     name: str
     tally: Tally
@@ -244,7 +244,7 @@ class Collector:
 
 
 def models_of(generator: Any) -> list[ModelFigures]:
-    """The models that were loaded or asked for until now."""
+    """The models that were loaded or requested until now."""
     registry = generator.registry
     loaded = {served.events.model: served for served in registry.loaded.values()}
     found = []

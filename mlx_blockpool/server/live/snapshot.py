@@ -1,4 +1,4 @@
-"""What a trie holds, as changes: for the log once a model is loaded, and for a reader that has lost events.
+"""The nodes of a trie as changes: for the log once a model is loaded, and for a reader that has lost events.
 
 A snapshot is made in parts, between steps of the generation thread, while the trie keeps changing. The events since before its
 first part, applied after it, make it exact: the last change of an edge decides whether the edge is there. So one snapshot serves
@@ -38,7 +38,7 @@ def publish(index: KVIndex, changes: Changes) -> None:
 
 
 def held(generator: Any) -> Iterator[tuple[str, BlocksStored]]:
-    """What the loaded models of a generator hold, each by its id. For other threads than the generation thread."""
+    """Yield what the loaded models of a generator hold, each by its id. For other threads than the generation thread."""
     for served in list(generator.registry.loaded.values()):
         walk = run_on_generation_thread(generator, partial(Walk.of, served))
         while walk is not None and not walk.is_over:
@@ -47,7 +47,7 @@ def held(generator: Any) -> Iterator[tuple[str, BlocksStored]]:
 
 @dataclass(frozen=True)
 class Snapshot:
-    """What all models held as of the event `number` or later. `parts`: its events as bytes, each with the salt of its blocks."""
+    """All blocks as of the event `number` or later. `parts`: its events as bytes, each with the salt of its blocks."""
 
     number: int
     time: float

@@ -42,7 +42,7 @@ class Buckets:
 
 
 class Drift:
-    """How the steps of one path lately compare with those before: averages of the seconds for each member."""
+    """Compares the last steps of one decode path with those before, by averages of the seconds for each member."""
 
     def __init__(self) -> None:
         self._num = 0

@@ -46,9 +46,7 @@ class RequestWatch:
         """Note an event of the engine; that of a failure comes with the end."""
         match event:
             case engine.Token():
-                self.token()
-                if event.finish_reason is not None:
-                    self.ended(event.finish_reason)
+                self.token(event.finish_reason)
             case engine.Progress():
                 self.progress(event.done, event.total)
             case engine.Started():
@@ -79,8 +77,8 @@ class RequestWatch:
             self._shown = now
             self._events.append(RequestProgress(self._who, done, total))
 
-    def token(self) -> None:
-        """A token was generated."""
+    def token(self, finish_reason: str | None = None) -> None:
+        """A token was generated; `finish_reason`: of the last one."""
         now = time.monotonic()
         if self._first is None:
             self._first = now
@@ -90,6 +88,8 @@ class RequestWatch:
         self._last = now
         self._num_tokens += 1
         self._tally.generated_tokens += 1
+        if finish_reason is not None:
+            self.ended(finish_reason)
 
     def suspended(self) -> None:
         """Its model is unloaded; it goes on when the model is back."""
@@ -116,6 +116,6 @@ class RequestWatch:
         self._events.append(SwappedIn(self._who) if is_in else SwappedOut(self._who))
 
     def _run(self, is_running: bool) -> None:
-        """From now on it runs, or waits."""
+        """Note that it runs from now on, or waits."""
         self._tally.num_running += is_running - self._is_running
         self._is_running = is_running

@@ -1,4 +1,4 @@
-"""Which models the requests of a server may name, and under which ids: the default, the allowed and the downloaded ones.
+"""The models that requests may name, and their ids: the default, the allowed and the downloaded ones.
 
 The id of a folder is its name, so that no response shows its path. Reads the disk, never the network. Runs on any thread.
 """
@@ -84,7 +84,7 @@ class Catalog:
             return list(dict.fromkeys(model for name in self._config.allowed or () for model in self._models_of(name)))
 
     def listed(self) -> list[str]:
-        """Ids for a list of models: without the default's adapter and draft, and without bundled models that nobody allowed."""
+        """Ids for a list of models: without the default's adapter and draft, and without bundled models that are not allowed."""
         default, *hidden = self.default or [None]
         if self._config.allowed is not None:
             return [id for id, model in self.ids().items() if model == default or model not in hidden]
@@ -92,7 +92,7 @@ class Catalog:
         return list(dict.fromkeys([*found, *downloaded()]))
 
     def may_download(self, model: str) -> bool:
-        """Whether a model may be downloaded: any by an option, and those that the server was started with."""
+        """Return whether a model may be downloaded: any by an option, and those that the server was started with."""
         return self._config.downloads or model in (self.default or ())
 
     def log_names(self) -> None:
@@ -165,14 +165,14 @@ class Catalog:
         raise ModelNotFoundError(f"There is no {what} {name[:200]!r} that requests may name. The models are: {models}. {advice}")
 
     def _is_new(self, path: Path) -> bool:
-        """Whether a folder is a model that came into an allowed folder since its last scan."""
+        """Return whether a folder is a model that came into an allowed folder since its last scan."""
         allowed = (canonical(model_path(name)) for name in self._config.allowed or ())
         return any(_is_found_in(Path(folder), path) for folder in allowed if is_folder(folder))
 
     # -- aliases -------------------------------------------------------------------------------------------------------
 
     def _takes_any_name(self) -> bool:
-        """Whether unknown names stand for the default: if it is the only model and no option says otherwise."""
+        """Return whether unknown names stand for the default: if it is the only model and no option says otherwise."""
         if self.default is None or self._config.aliases is not None or self._config.max_models > 1:
             return False
         return set(self.allowed_models()) <= {part for part in self.default if part is not None}
@@ -187,17 +187,17 @@ class Catalog:
 
 
 def may_be_alias(name: str) -> bool:
-    """Whether a name is neither a path nor a hub's id, such as sonnet or gpt-4o."""
+    """Return whether a name is neither a path nor a hub's id, such as sonnet or gpt-4o."""
     return bool(name.strip(". ")) and not name.startswith("~") and not set(name) & {"/", "\\", "\0"}
 
 
 def is_folder(model: str) -> bool:
-    """Whether a model is a folder, which has an absolute path here, and not a hub id."""
+    """Return whether a model is a folder, which has an absolute path here, and not a hub id."""
     return Path(model).is_absolute()
 
 
 def is_downloaded(name: str) -> bool:
-    """Whether the hub's cache has a model."""
+    """Return whether the hub's cache has a model."""
     return _snapshot(name) is not None
 
 
@@ -256,7 +256,7 @@ def _folders_in(folder: Path, depth: int) -> Iterator[str]:
 
 
 def _is_found_in(folder: Path, path: Path) -> bool:
-    """Whether _folders_in() finds `path` in a folder."""
+    """Return whether _folders_in() finds `path` in a folder."""
     if not path.is_relative_to(folder) or len(path.relative_to(folder).parts) > FOLDER_DEPTH:
         return False
     return _is_model(path) and not any(_is_model(above) for above in path.parents if above.is_relative_to(folder))

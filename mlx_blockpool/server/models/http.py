@@ -38,7 +38,7 @@ class CommandBody(Body):
 
 
 class ModelsEndpoint:
-    """The models of a server's `generator` as clients and people see them, and commands to load and unload them."""
+    """The models of a server's `generator`, and commands to load and unload them."""
 
     def __init__(self, generator: Any) -> None:
         self._generator = generator

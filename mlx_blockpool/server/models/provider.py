@@ -27,7 +27,7 @@ log = logging.getLogger(__name__)
 
 
 class ModelKey(NamedTuple):
-    """What is loaded together: folder or id of the model, folder of its adapter, folder or id of its draft model."""
+    """The parts that are loaded together: folder or id of the model, folder of its adapter, folder or id of its draft model."""
 
     model: str
     adapter: str | None = None

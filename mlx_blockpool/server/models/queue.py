@@ -1,4 +1,4 @@
-"""Which requests wait for which model, in the order in which they are due; grouped so that one swap of models serves many.
+"""The requests that wait for models, in the order in which they are due, grouped so that one swap of models serves many.
 
 Knows keys, times and order. Does not know models or requests. Owned by the generation thread.
 """
@@ -31,7 +31,7 @@ class QueueEntry:
 
 @dataclass(frozen=True)
 class ModelUsage:
-    """How a loaded model is used. Times are seconds of the queue's clock.
+    """The use of a loaded model. Times are seconds of the queue's clock.
 
     busy:    it has live requests.
     ready:   when it was loaded.
@@ -142,5 +142,5 @@ class ModelQueue:
         return Plan(first.key, last.key, must=last.busy and waited >= self.patience + self.drain)
 
     def is_idle(self, usage: ModelUsage) -> bool:
-        """Whether a model neither has requests nor gets one of those that wait."""
+        """Return whether a model neither has requests nor gets one of those that wait."""
         return not usage.busy and not any(map(usage.takes, self._entries))

@@ -108,7 +108,7 @@ class ModelRegistry:
     # -- room ----------------------------------------------------------------------------------------------------------
 
     def has_room(self, key: ModelKey, without: ModelKey | None = None) -> bool:
-        """Whether a model can be loaded beside the loaded ones, apart from `without`."""
+        """Return whether a model can be loaded beside the loaded ones, apart from `without`."""
         if not self.loaded.keys() - {without}:
             return True
         free = system.memory_bytes() - mx.get_active_memory() - self._promised_bytes()
@@ -123,7 +123,7 @@ class ModelRegistry:
         return max(0, default_pool_bytes() - self._promised_bytes() // 2) // (self.config.max_models - len(self.loaded))
 
     def _promised_bytes(self) -> int:
-        """What the pools of the loaded models may take and have not taken yet."""
+        """Bytes that the pools of the loaded models may still allocate."""
         return sum(max(0, model.pool_bytes - model.array_bytes) for model in self.loaded.values())
 
     # -- changes -------------------------------------------------------------------------------------------------------

@@ -1,6 +1,6 @@
 """The live page at /: its files, and the headers that they are sent with. Its figures come from the endpoints that clients use.
 
-The files hold no figures and need no key. Browsers are told to load nothing from elsewhere and to run no text as code.
+The files hold no figures and need no key. Their headers forbid a browser to load anything from elsewhere and to run text as code.
 """
 
 from __future__ import annotations

@@ -228,7 +228,7 @@ class _Users:
         return edge.owner if self.owner is None else own_name(edge.owner)
 
     def holders(self, group: int) -> dict[int, int]:
-        """By block the bits of the running requests that hold it. One without an agent has a bit of its own."""
+        """Return for each block the bits of the running requests that hold it. One without an agent has a bit of its own."""
         held: dict[int, int] = {}
         for place, each in enumerate(self.running, len(self.names)):
             bit = 1 << (place if each.name is None else self._number[each.name])
@@ -256,7 +256,7 @@ class _Tree:
             parent = edge.parent
             by, above = users.shown(edge), None if parent < 0 else self.of[parent]
             goes_on = above is not None and children[parent] == 1 and users.of[parent] == users.of[number]
-            # Nobody is known to have computed what came from disk.
+            # Records on disk do not name the agent that computed them.
             if goes_on and (by is None or self.segments[above or 0]["by"] in (None, by)):
                 self._extend(number, edge, above or 0, by)
             elif (above is None and parent >= 0) or len(self.segments) >= MOST_SEGMENTS:
@@ -316,5 +316,5 @@ def _request(request: RequestView, owner: str | None) -> dict[str, Any]:
 
 
 def _is_own(name: str | None, owner: str | None) -> bool:
-    """Whether a request may be shown to an owner: to a named key only one whose agent has its name."""
+    """Return whether a request may be shown to an owner: to a named key only one whose agent has its name."""
     return owner is None or (name is not None and belongs(name, owner))

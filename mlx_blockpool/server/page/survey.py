@@ -128,7 +128,7 @@ def _read_trie(prefix: TieredPrefixCache, found: Survey, numbers: dict[Node, int
 def _running(sequence: Sequence) -> Running:
     blocks = None if sequence.caches is None else sequence_of(sequence.caches)
     tables = [] if blocks is None else [list(table.ids) for table in blocks.tables]
-    return Running(sequence.request.noted_as or sequence.request.agent, tables)
+    return Running(sequence.request.name, tables)
 
 
 # -- requests ----------------------------------------------------------------------------------------------------------
@@ -177,7 +177,7 @@ def _of_sequence(sequence: Sequence, reply: Reply | None, model: str, waits: boo
         is_restoring = explained is not None and explained.state == "restoring"
         state = "preempted" if sequence.preemptions else "restoring" if is_restoring else "waiting"
     return RequestView(
-        sequence.request.noted_as or sequence.request.agent,
+        sequence.request.name,
         model,
         state,
         prompt,
@@ -193,7 +193,7 @@ def _of_reply(reply: Reply, model: str) -> RequestView:
     explained, options = _explained(reply), reply.request.options
     seconds = None if explained is None else time.time() - explained.time
     state, prompt = "waiting" if reply.sequence is None else "preempted", len(reply.request.prepared.tokens)
-    return RequestView(options.conversation or options.agent, model, state, prompt, None, 0, 0, reply.args.max_tokens, seconds)
+    return RequestView(options.name, model, state, prompt, None, 0, 0, reply.args.max_tokens, seconds)
 
 
 def _explained(reply: Reply | None) -> Any:

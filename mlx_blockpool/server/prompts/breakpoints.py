@@ -45,7 +45,7 @@ def checkpoint_positions(
 
 
 def _end_of(tokenizer: Any, prompt: list[int], beginning: list[dict[str, Any]], options: dict[str, Any]) -> int:
-    """How many tokens a rendered beginning has in common with the prompt; 0 where the template does not take it."""
+    """Count the tokens that a rendered beginning has in common with the prompt; 0 where the template does not take it."""
     try:
         tokens = tokenizer.apply_chat_template(beginning, add_generation_prompt=False, tokenize=True, **options)
     except REFUSED as error:
@@ -86,7 +86,7 @@ class _Chat:
         self._options = options
 
     def end_of(self, point: Breakpoint, text: str) -> int:
-        """How many characters of the rendered chat a marked beginning takes; 0 where that cannot be said."""
+        """Count the characters of the rendered chat that a marked beginning takes; 0 where that is not known."""
         if point.message is None:
             return self._end_of_tools(point.parts or 0, text)
         message = self._messages[point.message]

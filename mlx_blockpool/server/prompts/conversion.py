@@ -49,7 +49,7 @@ def convert(renderer: PromptRenderer, job: TokenizerJob) -> TokenizerResult:
 
 
 def _wanted(tokenizer: Any, tokens: list[int], job: TokenizerJob) -> dict[str, Any]:
-    """What a job wants of each token, as it is written."""
+    """The members of the answer that a job wants for its tokens."""
     if job.wants == "pieces":
         pairs = zip(tokens, _pieces(tokenizer, tokens), strict=True)
         return {"tokens": [{"id": token, "piece": piece} for token, piece in pairs]}

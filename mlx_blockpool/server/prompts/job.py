@@ -29,7 +29,7 @@ _SENT = Struct("<?I")
 
 @dataclass(frozen=True)
 class Limits:
-    """Of one job: processor time for loading its tokenizer and for the prompt, and bytes beside those of a fresh worker."""
+    """Limits of a job: processor time for loading its tokenizer and for the prompt, and bytes beside those of a fresh worker."""
 
     load_seconds: float
     seconds: float
@@ -38,7 +38,7 @@ class Limits:
 
 @dataclass(frozen=True)
 class TokenizerSource:
-    """Where a tokenizer comes from, as mlx-lm's ModelProvider loads it."""
+    """The origin of a tokenizer, as mlx-lm's ModelProvider loads it."""
 
     folder: str
     config: Mapping[str, Any]
@@ -121,14 +121,14 @@ class TokenizerResult:
     has_thinking: bool
 
     def pack(self) -> Pieces:
-        """For the pipe."""
+        """Pack the result for the pipe."""
         header = {**vars(self), "tokens": len(self.tokens), "written": list(self.written)}
         return _packed({"tokenizer": header}, self.tokens.tobytes()), *self.written.values()
 
 
 @dataclass(frozen=True)
 class PreparedImages:
-    """What mlx-lm's Vision has of the images of a prompt, as numpy arrays.
+    """The fields of mlx-lm's Vision for the images of a prompt, as numpy arrays.
 
     pixels: of each image; empty once the request has ended. starts: the position of its first token. cache_key: the prompt, in
     which its tokens name its content.
@@ -168,7 +168,7 @@ class PreparedPrompt:
     images: PreparedImages | None = None
 
     def pack(self) -> Pieces:
-        """For the pipe. The pixels are not copied."""
+        """Pack the prompt for the pipe. The pixels are not copied."""
         header, pixels = {**vars(self), "tokens": len(self.tokens)}, []
         if self.images is not None:
             shapes = [(each.dtype.str, each.shape) for each in self.images.pixels]

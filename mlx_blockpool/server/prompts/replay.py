@@ -62,7 +62,7 @@ class Replay:
         return {"role": "assistant", "content": self._word}
 
     def _behind(self, last: Message | None, text: str) -> str:
-        """What the template has written behind the last reply that was put back. Raises LookupError where it cannot be found."""
+        """Cut `text` behind the last reply that was put back. Raises LookupError where that is not found."""
         if last is None:
             return text
         at = text.rindex(self._word) + len(self._word) if self._word in text else -1

@@ -1,4 +1,4 @@
-"""Which `chat_template_kwargs` a request may have: the switches that chat templates read, and names that the operator allows.
+"""Checks `chat_template_kwargs`: a request may have the switches that chat templates read, and names that the operator allows.
 
 Every other argument of a tokenizer's apply_chat_template() (a template of one's own, padding, lengths) is the operator's.
 """
@@ -17,7 +17,7 @@ PLACE = "chat_template_kwargs"
 
 
 class Switches(Body):
-    """What templates of well-known models read, beside messages and tools. None leaves it to the template."""
+    """Arguments that templates of well-known models read, beside messages and tools. None leaves it to the template."""
 
     add_vision_id: bool | None = None
     available_tools: list[Any] | None = None

@@ -38,5 +38,5 @@ def without_later_system(messages: list[Message]) -> list[Message]:
 
 
 def num_leading(messages: Sequence[Message]) -> int:
-    """How many messages of the system a chat begins with."""
+    """Count the instructions that a chat begins with."""
     return next((i for i, message in enumerate(messages) if message.get("role") not in SYSTEM), len(messages))

@@ -117,7 +117,7 @@ def _load(source: TokenizerSource) -> TokenizerWrapper:
 
 
 def _stamp(folder: Path) -> tuple[tuple[str, int, int], ...]:
-    """What changes when a file beside the weights does."""
+    """A value that changes with every file beside the weights."""
     found = []
     with os.scandir(folder) as entries:
         for entry in entries:
