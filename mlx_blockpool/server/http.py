@@ -51,7 +51,7 @@ log = logging.getLogger(__name__)
 # How long a request is read that can only be rejected, because there are too many connections.
 CROWDED_SECONDS = 1.0
 # Endpoints that answer every method below their path, and those that a POST to their path alone reaches.
-ROOTS: dict[str, type[Endpoint] | type[AgentsEndpoint]] = {
+ROOTS: dict[str, type[Endpoint]] = {
     MESSAGES: MessagesEndpoint,
     RESPONSES: ResponsesEndpoint,
     AGENTS: AgentsEndpoint,

@@ -10,7 +10,8 @@ import pytest
 from models import save_model
 
 from mlx_blockpool.errors import PoolExhaustedError
-from mlx_blockpool.server.agents.service import AgentService, RefusedError
+from mlx_blockpool.server.agents.service import AgentService
+from mlx_blockpool.server.api.errors import StatusError
 from mlx_blockpool.server.jobs import Job, run_on_generation_thread
 from mlx_blockpool.server.scope import RequestScope
 from server.serving import Client, blockpool_server
@@ -77,7 +78,7 @@ def test_they_run_while_a_model_is_loaded_and_fail_for_one_that_has_gone(client:
     while other not in {key.model for key in registry.loaded}:
         stages.add(run_on_generation_thread(client.generator, lambda: registry.swap and registry.swap.stage))
     assert "loading" in stages
-    with pytest.raises(RefusedError, match="was unloaded in the meantime") as caught:
+    with pytest.raises(StatusError, match="was unloaded in the meantime") as caught:
         service.at(home, lambda served, _: served.key)
     assert caught.value.status == 409
     # Without a store an agent goes with its model.

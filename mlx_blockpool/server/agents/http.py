@@ -18,13 +18,14 @@ from urllib.parse import unquote
 from ...errors import NoRoomError, PoolExhaustedError, StoreError
 from ...formatting import Report
 from ..access import as_owner_sees, noted_name, shown, without_folders
+from ..api.endpoint import Endpoint
+from ..api.errors import StatusError
 from ..bodies import parse_json
 from ..incoming import file_deadline
-from ..scope import RequestScope
 from ..validation import Body, Text, validated
 from . import transfer
 from .listing import listing
-from .service import AgentService, RefusedError, checked_name
+from .service import AgentService, checked_name
 
 log = logging.getLogger(__name__)
 
@@ -47,30 +48,22 @@ class NewName(Body):
     to: Text
 
 
-class AgentsEndpoint:
-    """Answers one request of `handler`."""
+class AgentsEndpoint(Endpoint):
+    """Reports about agents. Its errors are {"error": text}."""
 
     def __init__(self, handler: Any) -> None:
-        self._handler = handler
-        self._scope: RequestScope = handler.scope
+        super().__init__(handler)
         self._service = AgentService(handler.scope)
         # The file that holds the body, whose name no client sees.
         self._spooled: Path | None = None
 
-    def answer(self) -> None:
-        """Send the report of the request's method and path, or its error as JSON."""
-        try:
-            report = self._report(_parts_of(self._handler.path))
-            if report is not None:
-                self._handler.send_json(200, as_owner_sees(self._scope.owner, report))
-        except ConnectionError:
-            raise
-        except RefusedError as error:
-            self._fail(error.status, error)
-        except (OSError, NoRoomError, PoolExhaustedError, RuntimeError) as error:
-            self._fail(503, error)
-        except StoreError as error:
-            self._fail(409, error)
+    def _post(self) -> None:
+        """Send the report of the request's method and path."""
+        report = self._report(_parts_of(self._handler.path))
+        if report is not None:
+            self._handler.send_json(200, as_owner_sees(self._scope.owner, report))
+
+    _get = _refuse = _post
 
     def _report(self, parts: list[str]) -> Report | None:
         """Carry the request out. None: a file was sent. `parts`: of the path after /v1/agents."""
@@ -93,7 +86,7 @@ class AgentsEndpoint:
             case "DELETE", [name]:
                 return service.delete(self._noted(name))
         path, acts = "/".join([PATH, "...", *parts[1:]]), ", ".join([*ACTS, *MOVES, "import"])
-        raise RefusedError(404, f"Unknown request {method} {path}. There are POST {acts} and GET export.")
+        raise StatusError(404, f"Unknown request {method} {path}. There are POST {acts} and GET export.")
 
     def _list(self) -> Report:
         service, warm_up = self._service, self._scope.generator.warm_up
@@ -106,7 +99,7 @@ class AgentsEndpoint:
         }
 
     def _noted(self, name: Any) -> str:
-        """The name that an agent is noted under. Raises RefusedError for what cannot be one's."""
+        """The name that an agent is noted under. Raises StatusError for what cannot be one's."""
         return noted_name(self._scope.owner, checked_name(name))
 
     def _new_name(self) -> str:
@@ -114,13 +107,13 @@ class AgentsEndpoint:
         try:
             body = validated(NewName, parse_json(self._handler.rfile.read(length)))
         except ValueError as error:
-            raise RefusedError(400, f'{error}. Send an object such as {{"to": "a name"}}.') from error
+            raise StatusError(400, f'{error}. Send an object such as {{"to": "a name"}}.') from error
         return self._noted(body.to)
 
     def _length(self) -> int:
         length = self._handler.headers.get("Content-Length", "")
         if not (length.isascii() and length.isdecimal()):
-            raise RefusedError(411, "The request needs a body with a Content-Length.")
+            raise StatusError(411, "The request needs a body with a Content-Length.")
         return int(length)
 
     # -- files ---------------------------------------------------------------------------------------------------------
@@ -146,7 +139,7 @@ class AgentsEndpoint:
         pools = [served.pool_bytes for served in self._scope.generator.registry.loaded.values()]
         most = max(pools, default=0) + HEADER_BYTES
         if length > most:
-            raise RefusedError(413, f"The file has {length} bytes, and the pool has room for {most}. Raise --pool-bytes.")
+            raise StatusError(413, f"The file has {length} bytes, and the pool has room for {most}. Raise --pool-bytes.")
         with self._scope.generator.spool.file(length) as file:
             self._spooled = file
             with file.open("wb") as out:
@@ -154,13 +147,21 @@ class AgentsEndpoint:
                     out.write(data)
                     unread -= len(data)
             if unread:
-                raise RefusedError(400, f"The body ended {unread} bytes before its Content-Length.")
+                raise StatusError(400, f"The body ended {unread} bytes before its Content-Length.")
             try:
                 return transfer.import_file(self._service, name, file)
             except StoreError as error:
-                raise RefusedError(400, str(error)) from error
+                raise StatusError(400, str(error)) from error
 
-    def _fail(self, status: int, error: Exception) -> None:
+    def _fail(self, error: Exception) -> None:
+        if isinstance(error, StatusError):
+            status = error.status
+        elif isinstance(error, OSError | NoRoomError | PoolExhaustedError | RuntimeError):
+            status = 503
+        elif isinstance(error, StoreError):
+            status = 409
+        else:
+            raise error
         if self._handler.answered:
             # A file has begun: closing the connection is the only way to report an error.
             log.warning("%s: %s", shown(self._handler.path), error)
@@ -180,9 +181,9 @@ def _bad(found: list[tuple[Path, str]]) -> list[Report]:
 
 
 def _parts_of(path: str) -> list[str]:
-    """The percent-decoded parts of the path after /v1/agents. Raises RefusedError."""
+    """The percent-decoded parts of the path after /v1/agents. Raises StatusError."""
     rest = path.partition("?")[0].removeprefix(PATH).strip("/")
     try:
         return [unquote(part, errors="strict") for part in rest.split("/")] if rest else []
     except UnicodeDecodeError as error:
-        raise RefusedError(400, "The agent's name is not UTF-8. Percent-encode it as UTF-8.") from error
+        raise StatusError(400, "The agent's name is not UTF-8. Percent-encode it as UTF-8.") from error

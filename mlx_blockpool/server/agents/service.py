@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import Any, TypeVar
 
 from ...config import StoreConfig
-from ...errors import BlockpoolError, StoreError
+from ...errors import StoreError
 from ...formatting import Report
 from ...prefix.trie import PrefixRef, prefix_hash
 from ...prefix.uncache import SharedPaths, Uncached, exclusive_from, kept_hashes, uncache
@@ -24,6 +24,7 @@ from ...store.paths import key_of
 from ...store.prompt_store import PromptStore
 from ...tier.cache import TieredPrefixCache
 from ..access import LONGEST_AGENT, belongs, own_name
+from ..api.errors import StatusError
 from ..jobs import run_on_generation_thread
 from ..model import LoadedModel
 from ..models.provider import ModelKey
@@ -36,14 +37,6 @@ T = TypeVar("T")
 
 # Names that an error lists.
 NAMES_SHOWN = 10
-
-
-class RefusedError(BlockpoolError):
-    """A request about agents that cannot be carried out, and its HTTP status."""
-
-    def __init__(self, status: int, message: str) -> None:
-        super().__init__(message)
-        self.status = status
 
 
 @dataclass(frozen=True)
@@ -89,7 +82,7 @@ class AgentView:
 class AgentService:
     """The agents of one server's loaded models and of its store's folder, for the request of `scope`; every call reads both.
 
-    `root`: the store's folder; None: the server has no store. Methods raise RefusedError for an unknown agent and for a model
+    `root`: the store's folder; None: the server has no store. Methods raise StatusError for an unknown agent and for a model
     that was unloaded in the meantime, and OSError for a folder that cannot be read.
     """
 
@@ -135,7 +128,7 @@ class AgentService:
         if found is None:
             known = [shown(other) for other in views]
             there = ", ".join(known[:NAMES_SHOWN]) + (f" and {len(known) - NAMES_SHOWN} more" if len(known) > NAMES_SHOWN else "")
-            raise RefusedError(
+            raise StatusError(
                 404, f"There is no agent {shown(name)}. The agents are: {there or 'none'}. GET /v1/agents lists them."
             )
         return found
@@ -144,7 +137,7 @@ class AgentService:
         """An agent and its model, which must be loaded."""
         view = self.need(name)
         if view.home is None:
-            raise RefusedError(
+            raise StatusError(
                 409,
                 f"Agent {shown(view.name)} belongs to {shown(view.model)}, and the loaded models have other weights, store bits "
                 "or adapters. Load its model with POST /admin/load, or send it a request.",
@@ -156,11 +149,11 @@ class AgentService:
         return self.do(self._requests)
 
     def refuse_if_busy(self, name: str) -> None:
-        """Raise RefusedError while a request of this agent runs or waits. On the generation thread."""
+        """Raise StatusError while a request of this agent runs or waits. On the generation thread."""
         running, waiting = (counts[name] for counts in self._requests())
         if running or waiting:
             found = f"{running} running and {waiting} waiting requests"
-            raise RefusedError(409, f"Agent {shown(name)} has {found}. Try again once they have ended.")
+            raise StatusError(409, f"Agent {shown(name)} has {found}. Try again once they have ended.")
 
     # -- names and pins ------------------------------------------------------------------------------------------------
 
@@ -200,9 +193,9 @@ class AgentService:
 
     def _need_free(self, new: str) -> None:
         if is_conversation_id(new):
-            raise RefusedError(400, f"{new} is like the names that are derived from the content of chats. Choose another one.")
+            raise StatusError(400, f"{new} is like the names that are derived from the content of chats. Choose another one.")
         if new in self.look():
-            raise RefusedError(409, f"An agent {shown(new)} exists already. Choose another name.")
+            raise StatusError(409, f"An agent {shown(new)} exists already. Choose another name.")
 
     def _change_file(self, view: AgentView, act: Callable[[Agents], object]) -> None:
         """Change the agent's file, if it has one, after all of its turns are noted there."""
@@ -215,14 +208,14 @@ class AgentService:
                 act(self.files)
                 bound_notes(self.files, self.scope.generator.store_config or StoreConfig(), {})
         except StoreError as error:
-            raise RefusedError(409, str(error)) from error
+            raise StatusError(409, str(error)) from error
 
     # -- delete --------------------------------------------------------------------------------------------------------
 
     def delete(self, name: str) -> Report:
         """Remove an agent with the records and blocks that only its path needs, and prove that they are gone: `clean`.
 
-        Raises RefusedError while it has requests, and StoreError.
+        Raises StatusError while it has requests, and StoreError.
         """
         views = self.look()
         view = self.need_in(views, name)
@@ -281,7 +274,7 @@ class AgentService:
         """The model and its prefixes, unless it has been unloaded. On the generation thread."""
         served = self._registry.loaded.get(home.key)
         if served is None or served.agents is not home.agents or served.prefix is None:
-            raise RefusedError(409, f"Model {shown(home.agents.model_id)} was unloaded in the meantime. Try again.")
+            raise StatusError(409, f"Model {shown(home.agents.model_id)} was unloaded in the meantime. Try again.")
         return served, served.prefix
 
     def _homes(self) -> list[Home]:
@@ -303,9 +296,9 @@ class AgentService:
 
 
 def checked_name(name: Any) -> str:
-    """`name`, if it can name an agent. Raises RefusedError."""
+    """`name`, if it can name an agent. Raises StatusError."""
     if not isinstance(name, str) or not 0 < len(name) <= LONGEST_AGENT or not name.isprintable():
-        raise RefusedError(
+        raise StatusError(
             400, f"{str(name)[:40]!r} cannot be an agent's name, which has 1 to {LONGEST_AGENT} printable characters."
         )
     return name

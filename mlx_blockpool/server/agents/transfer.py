@@ -33,11 +33,12 @@ from ...tier.cache import Measure, TieredPrefixCache
 from ...tier.restore import RestoreJob
 from ...tier.write_behind import StoredPrefixes
 from ...transfer.cache_file import CacheFile, CacheFileWriter, check_agent, privacy_report
+from ..api.errors import StatusError
 from ..model import LoadedModel
 from ..models.provider import BlockpoolModelProvider
 from .conversation_id import is_conversation_id
 from .served import path_of
-from .service import AgentService, AgentView, Home, RefusedError, agents_of
+from .service import AgentService, AgentView, Home, agents_of
 
 # Records are copied into the pool for this long between two decode steps.
 RESTORE_SECONDS = 0.02
@@ -51,9 +52,9 @@ def _measure(service: AgentService, home: Home, path: PrefixRef) -> Measure:
 
 
 def _stored(prefix: TieredPrefixCache) -> StoredPrefixes:
-    """The store's side of a model's prefixes. Raises RefusedError if there is no store."""
+    """The store's side of a model's prefixes. Raises StatusError if there is no store."""
     if prefix.stored is None:
-        raise RefusedError(503, "This server has no store for the model. Start it without --no-store.")
+        raise StatusError(503, "This server has no store for the model. Start it without --no-store.")
     return prefix.stored
 
 
@@ -77,23 +78,21 @@ class _Saved:
 
 
 def save(service: AgentService, name: str) -> Report:
-    """Write all of an agent's path to disk, with its partial last block, windows and states. Raises RefusedError."""
+    """Write all of an agent's path to disk, with its partial last block, windows and states. Raises StatusError."""
     view, home = service.need_home(name)
     path, start = view.path, time.monotonic()
     store, refused = service.at(home, lambda _, prefix: _begin_save(prefix, path))
     before, now = None, service.at(home, lambda _, prefix: _saved(prefix, path))
     while now != before:
         if store.problem is not None:
-            raise RefusedError(
-                503, f"The store cannot write: {store.problem}. Free some space or repair the disk, and try again."
-            )
+            raise StatusError(503, f"The store cannot write: {store.problem}. Free some space or repair the disk, and try again.")
         # Waits for the writer's thread, which any thread may do.
         store.flush()
         before, now = now, service.at(home, lambda _, prefix: _saved(prefix, path))
     found, is_full = now.measure, now.refused > refused
     is_whole = found.tokens_on_disk == path.tokens
     if not is_whole or (is_full and found.resumes_from_disk < now.position):
-        raise RefusedError(503, _why_not(now, path, store.config.store_bytes if is_full else None))
+        raise StatusError(503, _why_not(now, path, store.config.store_bytes if is_full else None))
     return {"agent": view.name, "saved": True, "seconds": _since(start), "tokens": path.tokens} | asdict(found)
 
 
@@ -132,14 +131,14 @@ def _why_not(saved: _Saved, path: PrefixRef, full: int | None) -> str:
 
 
 def restore(service: AgentService, name: str) -> Report:
-    """Bring all of an agent's path on disk back into memory. Raises RefusedError."""
+    """Bring all of an agent's path on disk back into memory. Raises StatusError."""
     view, home = service.need_home(name)
     start = time.monotonic()
     before = _measure(service, home, view.path)
     n_bytes = bring_back(service, home, view)
     found = _measure(service, home, view.path)
     if found.tokens_in_memory < max(before.tokens_on_disk, 1) or found.resumes_from_memory < before.resumes_from_disk:
-        raise RefusedError(
+        raise StatusError(
             503,
             f"Only {found.tokens_in_memory} of {view.path.tokens} tokens are in memory and {found.tokens_on_disk} on disk: "
             "some records cannot be read. The agent's next turn computes the missing tokens.",
@@ -161,7 +160,7 @@ def bring_back(service: AgentService, home: Home, view: AgentView) -> int:
         finally:
             service.do(lambda: _end_restore(service, home, view, job))
     except PoolExhaustedError as error:
-        raise RefusedError(503, f"No room to bring agent {shown(view.name)} back: {error}") from error
+        raise StatusError(503, f"No room to bring agent {shown(view.name)} back: {error}") from error
     return n_bytes
 
 
@@ -218,7 +217,7 @@ def _begin_export(served: LoadedModel, prefix: TieredPrefixCache, view: AgentVie
     match = in_memory(prefix.index.trie.find(view.path))
     hit, checkpoint = resumable(prefix.arena, match, match.tokens)
     if not hit:
-        raise RefusedError(409, f"Nothing of agent {shown(view.name)} is in memory or on disk. Its next turn computes it again.")
+        raise StatusError(409, f"Nothing of agent {shown(view.name)} is in memory or on disk. Its next turn computes it again.")
     caches = lay_out_to_read(prefix.arena, match, hit, checkpoint)
     return CacheFileWriter(caches, served.provider.public_name, weights, _bits(prefix), match.token_ids()[:hit], view.agent.salt)
 
@@ -244,7 +243,7 @@ def _weights(service: AgentService, provider: BlockpoolModelProvider) -> str:
 def import_file(service: AgentService, name: str, path: Path) -> Report:
     """Make an agent of a prompt-cache file of mlx-lm, in the memory of the loaded model whose caches the file holds.
 
-    All agents share a prefix that this store has signed; any other is this agent's alone. Raises RefusedError, and StoreError for
+    All agents share a prefix that this store has signed; any other is this agent's alone. Raises StatusError, and StoreError for
     a file or a key that cannot be read.
     """
     start = time.monotonic()
@@ -273,15 +272,15 @@ def import_file(service: AgentService, name: str, path: Path) -> Report:
 
 
 def _refuse_overwriting(name: str, salt: bytes | None) -> None:
-    """check_agent(), as a RefusedError: the agent is in the way, and nothing is wrong with the file."""
+    """check_agent(), as a StatusError: the agent is in the way, and nothing is wrong with the file."""
     try:
         check_agent(name, salt)
     except StoreError as error:
-        raise RefusedError(409, str(error)) from error
+        raise StatusError(409, str(error)) from error
 
 
 def _home_of(service: AgentService, file: CacheFile) -> tuple[Home, bool]:
-    """The loaded model that a file is of, and whether the file names its weights. Raises RefusedError."""
+    """The loaded model that a file is of, and whether the file names its weights. Raises StatusError."""
     homes = service.homes()
     refusals = []
     for home in homes:
@@ -296,15 +295,13 @@ def _home_of(service: AgentService, file: CacheFile) -> tuple[Home, bool]:
             return home, names_weights
         except StoreError as error:
             refusals.append(str(error))
-    raise RefusedError(
-        409 if homes else 503, " ".join(refusals) or "No model with a pool is loaded. Load the file's model first."
-    )
+    raise StatusError(409 if homes else 503, " ".join(refusals) or "No model with a pool is loaded. Load the file's model first.")
 
 
 def _begin_import(prefix: TieredPrefixCache, caches: list[Any]) -> Intake:
     intake = prefix.admission.admit_import(caches)
     if intake is None:
-        raise RefusedError(503, f"The pool's {prefix.pool.pool_bytes} bytes have no room for the file now. Try again later.")
+        raise StatusError(503, f"The pool's {prefix.pool.pool_bytes} bytes have no room for the file now. Try again later.")
     return intake
 
 
@@ -319,7 +316,7 @@ def _end_import(
     path = prefix.index.trie.match(tokens, salt).detached()
     hit = resumable(prefix.arena, in_memory(prefix.index.trie.find(path)), path.tokens)[0]
     if hit < len(tokens):
-        raise RefusedError(503, f"The pool has room for {hit} of the file's {len(tokens)} tokens. Raise --pool-bytes or unpin.")
+        raise StatusError(503, f"The pool has room for {hit} of the file's {len(tokens)} tokens. Raise --pool-bytes or unpin.")
     agents_of(served).note(name, path)
     return path
 

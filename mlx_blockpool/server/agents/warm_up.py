@@ -15,12 +15,13 @@ from typing import Any
 from pydantic import Field, model_validator
 
 from ...errors import BlockpoolError
+from ..api.errors import StatusError
 from ..bodies import InvalidRequestError
 from ..request import PromptRequest
 from ..scope import RequestScope
 from ..validation import Body, Salt, Sampling, Text, dotted, generation_arguments, validated
 from .conversation_id import conversation_id
-from .service import AgentService, RefusedError, checked_name
+from .service import AgentService, checked_name
 
 log = logging.getLogger(__name__)
 
@@ -76,7 +77,7 @@ def _prompt(item: Any, place: str) -> Prompt:
         prompt = validated(Prompt, {"prompt": item} if isinstance(item, str) else item, dotted)
         if prompt.agent is not None:
             checked_name(prompt.agent)
-    except (InvalidRequestError, RefusedError) as error:
+    except (InvalidRequestError, StatusError) as error:
         raise BlockpoolError(f"--warm-up {place}: {error}") from error
     return prompt
 

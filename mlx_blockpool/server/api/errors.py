@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from typing import Any
 
-from ...errors import LoadError, PoolExhaustedError, RequestTooLargeError, UnavailableError
+from ...errors import BlockpoolError, LoadError, PoolExhaustedError, RequestTooLargeError, UnavailableError
 from ..bodies import InvalidRequestError
 
 ANTHROPIC_TYPES = {
@@ -39,8 +39,8 @@ STATUSES: tuple[tuple[type[Exception], int, int], ...] = (
 OPENAI_PATHS = ("/v1/chat/completions", "/chat/completions", "/v1/completions", "/v1/models", "/v1/embeddings")
 
 
-class StatusError(Exception):
-    """An endpoint's own answer to a request that it does not serve."""
+class StatusError(BlockpoolError):
+    """A request that is not served, and the status of its answer."""
 
     def __init__(self, status: int, message: str) -> None:
         super().__init__(message)
