@@ -110,7 +110,7 @@ class KVArena:
         self.state_leaves = [i for i, leaf in enumerate(spec.leaves) if isinstance(leaf, StateLayer)]
         self.window_groups = [g for g, group in enumerate(self.spec.groups) if isinstance(group.layer, WindowLayer)]
         self.full_groups = [g for g in range(len(self.spec.groups)) if g not in self.window_groups]
-        self.strides = [self.pool.stride(g) for g in range(len(self.spec.groups))]
+        self.strides = [blocks.stride for blocks in self.pool.groups]
         self.sync()
 
     @property
@@ -139,7 +139,7 @@ class KVArena:
             return
         # Steps hold slabs, whose memory would stay taken.
         self.steps.clear()
-        wanted = {(g, i): n for g in range(len(self.strides)) for i, n in self.pool.slabs(g).items()}
+        wanted = {(g, i): n for g, blocks in enumerate(self.pool.groups) for i, n in blocks.slabs.items()}
         for key in [k for k, slab in self._slabs.items() if wanted.get(k) != slab.blocks]:
             del self._slabs[key]
         mx.clear_cache()

@@ -267,6 +267,7 @@ class GroupBlocks:
         self._count(evictable, EVICTABLE, 1)
 
     def cache(self, i: int, tokens: int) -> None:
+        """A trie entry may read the first `tokens` tokens of a held block from now on."""
         block = self.blocks[i]
         assert block.ref_count > 0 or block.cached_refs > 0, f"block {i} of {self.group.name} is free and cannot be cached"
         self.share_epoch += 1
@@ -274,6 +275,7 @@ class GroupBlocks:
         block.cached_tokens = max(block.cached_tokens, tokens)
 
     def uncache(self, i: int) -> None:
+        """A trie entry is gone; a block that is neither held nor cached is free."""
         block = self.blocks[i]
         assert block.cached_refs > 0, f"block {i} of {self.group.name} uncached but not cached"
         if block.cached_refs > 1:
@@ -298,7 +300,7 @@ class GroupBlocks:
         self._recount(i, before)
 
     def demote(self, i: int) -> None:
-        """Make an evictable block surplus until it is used again."""
+        """Make an evictable block surplus until it is used again: it is evicted before all that are not."""
         if i in self.evictable:
             block = self.blocks[i]
             before = block.use

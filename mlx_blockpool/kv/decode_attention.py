@@ -44,7 +44,7 @@ def _key(arena: KVArena, group: int, members: Sequence[PooledLayer]) -> tuple[An
     """What a step depends on. Tables are distinguished by id: the step that remembers an id keeps the table."""
     tables = [m.sequence.tables[group] for m in members]
     state = [(id(t), t.version, m.next_place(), m.offset) for t, m in zip(tables, members, strict=True)]
-    sharing = tuple(pool.share_epoch(group) for pool in {m.sequence.pool: None for m in members})
+    sharing = tuple(pool.groups[group].share_epoch for pool in {m.sequence.pool: None for m in members})
     return arena.decode.path, arena.decode.streams, sharing, state
 
 

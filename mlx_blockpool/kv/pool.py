@@ -6,9 +6,8 @@
     append_shared, fork        hold blocks that others hold or that are cached
     take_own, take_own_run     replace shared blocks before a write that others would see
     cut, release               give blocks back; cached ones become evictable
-    cache, uncache             what the trie refers to
-    demote                     let cached blocks go before all others
     make_room, evict           free evictable blocks, the least recently used first
+    groups[i]                  the blocks of a layer group: what a trie caches, demotes and pins of them, see blocks.py
 
 Knows block ids and their order of use. Does not know tokens, arrays or disk.
 Owned by the generation thread, with two exceptions that any thread may call: release_deferred(), for finalizers, and counts().
@@ -19,13 +18,12 @@ from __future__ import annotations
 import weakref
 from bisect import bisect_right
 from collections import deque
-from collections.abc import Iterable, Mapping, Sequence
-from operator import itemgetter
+from collections.abc import Mapping, Sequence
 
 from ..config import PoolConfig
 from ..errors import PoolExhaustedError
 from ..spec import BLOCK_TOKENS, ModelCacheSpec, blocks_for
-from .blocks import Block, BlockCounts, BlockTable, GroupBlocks, by_group
+from .blocks import BlockCounts, BlockTable, GroupBlocks, by_group
 from .budget import Budget
 
 # Blocks of a sequence that nothing limits.
@@ -35,7 +33,7 @@ UNBOUNDED = 2**23
 class BlockPool:
     """Blocks for every layer group of one model, under one hard byte budget.
 
-    Memory is taken slab by slab; the owner of the arrays follows `layout_version` and slabs().
+    Memory is taken slab by slab; the owner of the arrays follows `layout_version` and the slabs of the `groups`.
     """
 
     def __init__(self, spec: ModelCacheSpec, pool_bytes: int, config: PoolConfig | None = None) -> None:
@@ -47,20 +45,20 @@ class BlockPool:
             raise PoolExhaustedError(len(sizes), 0, 0, spec.model_id, hint)
         self.spec = spec
         self.pool_bytes = pool_bytes
-        self._groups = []
+        self.groups: list[GroupBlocks] = []
         for index, (group, size) in enumerate(zip(spec.groups, sizes, strict=True)):
             slab_blocks = min(pool_bytes // config.slabs // size, config.slab_blocks)
-            self._groups.append(GroupBlocks(index, group, size, pool_bytes // size, max(1, slab_blocks)))
+            self.groups.append(GroupBlocks(index, group, size, pool_bytes // size, max(1, slab_blocks)))
         self._tables: weakref.WeakSet[BlockTable] = weakref.WeakSet()
         self._returned: deque[tuple[int, list[int], int]] = deque()
-        self._budget = Budget(pool_bytes, self._groups)
+        self._budget = Budget(pool_bytes, self.groups)
         if config.preallocate:
             self._budget.grow_all(self._largest_sequence())
 
     # -- tables --------------------------------------------------------------------------------------------------------
 
     def open_table(self, group: int) -> BlockTable:
-        blocks = self._groups[group]
+        blocks = self.groups[group]
         table = BlockTable(group, blocks.stride, blocks.group.layer.max_blocks)
         self._tables.add(table)
         return table
@@ -71,7 +69,7 @@ class BlockPool:
         self._budget.grow_for(by_group(tables, counts))
         for table, count in zip(tables, counts, strict=True):
             table.reserve(count)
-            self._groups[table.group].reserved += count
+            self.groups[table.group].reserved += count
 
     def extend(self, table: BlockTable, count: int) -> None:
         """Take `count` blocks to the end of a table, next to its last one where possible.
@@ -88,13 +86,13 @@ class BlockPool:
     def append_shared(self, table: BlockTable, ids: Sequence[int]) -> None:
         """Append blocks that are held or cached already, by reference."""
         self._check_cap(table, len(ids))
-        self._groups[table.group].hold(ids)
+        self.groups[table.group].hold(ids)
         table.ids += ids
         table.changed()
 
     def replace_shared(self, table: BlockTable, index: int, block: int) -> None:
         """Hold `block` at ids[index] in place of the present one."""
-        blocks = self._groups[table.group]
+        blocks = self.groups[table.group]
         blocks.hold([block])
         old, table.ids[index] = table.ids[index], block
         blocks.release([old])
@@ -105,8 +103,8 @@ class BlockPool:
         after = table.ids[index - 1] if index else None
         old, (new,) = table.ids[index], self._take(table, 1, after)
         table.ids[index] = new
-        self._groups[table.group].num_copied += 1
-        self._groups[table.group].release([old])
+        self.groups[table.group].num_copied += 1
+        self.groups[table.group].release([old])
         table.changed()
         return old, new
 
@@ -115,14 +113,14 @@ class BlockPool:
         old = self.open_table(table.group)
         blocks = self._take(table, len(table), None)
         old.ids, table.ids = table.ids, blocks
-        self._groups[table.group].num_copied += len(blocks)
+        self.groups[table.group].num_copied += len(blocks)
         table.changed()
         return old
 
     def is_shared(self, table: BlockTable, index: int, token: int) -> bool:
         """Whether writing from `token` (its place in the block, 0 to 255) on would change what another reader sees."""
         self._drain()
-        block = self._groups[table.group].blocks[table.ids[index]]
+        block = self.groups[table.group].blocks[table.ids[index]]
         return block.ref_count > 1 or token < block.cached_tokens
 
     def fork(self, table: BlockTable) -> BlockTable:
@@ -138,7 +136,7 @@ class BlockPool:
 
     def cut(self, table: BlockTable, length: int) -> None:
         """Release all blocks but the first `length`. Of its reserved capacity, what becomes free is reserved again."""
-        blocks = self._groups[table.group]
+        blocks = self.groups[table.group]
         free = blocks.free.count
         blocks.release(reversed(table.ids[length:]))
         del table.ids[length:]
@@ -158,52 +156,17 @@ class BlockPool:
         table.ids, table.reserved, table.capacity = [], 0, 0
         table.changed()
 
-    # -- cached blocks --------------------------------------------------------------------------------------------------
-
-    def cache(self, group: int, block: int, tokens: int) -> None:
-        """A trie entry may read the first `tokens` tokens of a held block from now on."""
-        self._groups[group].cache(block, tokens)
-
-    def uncache(self, group: int, block: int) -> None:
-        """A trie entry is gone; a block that is neither held nor cached is free."""
-        self._groups[group].uncache(block)
-
-    def touch(self, group: int, ids: Iterable[int]) -> None:
-        """Used now; the last of `ids` most recently."""
-        for block in ids:
-            self._groups[group].touch(block)
-
-    def demote(self, group: int, ids: Iterable[int]) -> None:
-        """Let those of these cached blocks that no table holds be evicted before all others, until they are used again."""
-        for block in ids:
-            self._groups[group].demote(block)
-
-    def is_surplus(self, group: int, block: int) -> bool:
-        """Whether a block was demoted and not used since."""
-        return self._groups[group].blocks[block].surplus
-
-    def cached_refs(self, group: int, block: int) -> int:
-        """How many trie entries may read a block."""
-        return self._groups[group].blocks[block].cached_refs
-
-    def pins(self, group: int, block: int) -> int:
-        return self._groups[group].blocks[block].pins
-
-    def pin(self, group: int, block: int) -> None:
-        self._groups[group].pin(block, 1)
-
-    def unpin(self, group: int, block: int) -> None:
-        self._groups[group].pin(block, -1)
+    # -- eviction -----------------------------------------------------------------------------------------------------
 
     def evict(self, group: int, count: int) -> list[tuple[int, int]]:
         """Free the first `count` blocks of eviction_order(), fewer if there are fewer. Returns (group, block) of each."""
         self._drain()
-        return self._groups[group].evict(count)
+        return self.groups[group].evict(count)
 
     def eviction_order(self, group: int) -> list[int]:
         """The blocks that evict() would free, in order: evictable ones without a pin."""
         self._drain()
-        return list(self._groups[group].eviction_order())
+        return list(self.groups[group].eviction_order())
 
     def make_room(self, counts: Mapping[int, int]) -> list[tuple[int, int]]:
         """Evict what reserve() of these counts needs, or nothing if that would not be enough.
@@ -225,25 +188,9 @@ class BlockPool:
         """Changes whenever a slab is added or given back."""
         return self._budget.layout_version
 
-    def slabs(self, group: int) -> dict[int, int]:
-        """Slab index -> blocks in it."""
-        return dict(self._groups[group].slabs)
-
-    def stride(self, group: int) -> int:
-        """Ids of one slab are [index * stride, (index + 1) * stride)."""
-        return self._groups[group].stride
-
-    def share_epoch(self, group: int) -> int:
-        """Changes whenever is_shared() of a block of the group may have become true."""
-        return self._groups[group].share_epoch
-
     def counts(self) -> list[BlockCounts]:
         """Figures of each group. From other threads a snapshot that may be one operation old."""
-        return [g.counts() for g in list(self._groups)]
-
-    def block_states(self, group: int) -> list[tuple[int, Block]]:
-        """Every block of a group by its id. Generation thread only."""
-        return sorted(self._groups[group].blocks.items(), key=itemgetter(0))
+        return [g.counts() for g in list(self.groups)]
 
     def settle(self) -> list[BlockCounts]:
         """counts() after everything that was given back has taken effect. Generation thread only."""
@@ -252,37 +199,34 @@ class BlockPool:
 
     def sequence_capacity(self) -> int:
         """The most tokens that one sequence can have in an otherwise empty pool."""
-        growing = [g for g in self._groups if g.group.layer.max_blocks is None]
+        growing = [g for g in self.groups if g.group.layer.max_blocks is None]
         if not growing and self._bytes_of_sequence(UNBOUNDED) <= self.pool_bytes:
             return UNBOUNDED * BLOCK_TOKENS
-        most = self.pool_bytes // min(g.bytes_per_block for g in self._groups)
+        most = self.pool_bytes // min(g.bytes_per_block for g in self.groups)
         fits = bisect_right(range(most + 1), self.pool_bytes, key=self._bytes_of_sequence) - 1
         return fits * BLOCK_TOKENS
 
     def _bytes_of_sequence(self, blocks: int) -> int:
-        limits = ((g.bytes_per_block, g.group.layer.max_blocks) for g in self._groups)
+        limits = ((g.bytes_per_block, g.group.layer.max_blocks) for g in self.groups)
         return sum(size * (blocks if limit is None else min(blocks, limit)) for size, limit in limits)
 
     def _largest_sequence(self) -> dict[int, int]:
         blocks = blocks_for(self.sequence_capacity())
-        limits = [g.group.layer.max_blocks for g in self._groups]
+        limits = [g.group.layer.max_blocks for g in self.groups]
         return {g: blocks if limit is None else min(blocks, limit) for g, limit in enumerate(limits)}
-
-    def fragmentation(self, group: int) -> float:
-        return self._groups[group].fragmentation
 
     def check(self) -> None:
         """The invariant, with figures. Raises AssertionError: a broken pool is our own bug."""
         self._drain()
         assert self.nbytes <= self.pool_bytes, f"{self.nbytes} bytes > {self.pool_bytes} allowed"
-        for blocks in self._groups:
+        for blocks in self.groups:
             blocks.check(t for t in self._tables if t.group == blocks.index)
 
     # -- inside --------------------------------------------------------------------------------------------------------
 
     def _check_cap(self, table: BlockTable, count: int) -> None:
         if table.max_blocks is not None and len(table) + count > table.max_blocks:
-            blocks = self._groups[table.group]
+            blocks = self.groups[table.group]
             hint = f"A window of this group is a ring in {table.max_blocks} blocks and holds {len(table)} already."
             raise PoolExhaustedError(count, blocks.available, len(blocks.evictable), blocks.group.name, hint)
 
@@ -290,7 +234,7 @@ class BlockPool:
         self._drain()
         reserved = min(count, table.reserved)
         self._budget.grow_for({table.group: count - reserved})
-        blocks = self._groups[table.group]
+        blocks = self.groups[table.group]
         blocks.reserved -= reserved
         table.reserved -= reserved
         return blocks.take(count, after)
@@ -298,5 +242,5 @@ class BlockPool:
     def _drain(self) -> None:
         while self._returned:
             group, ids, reserved = self._returned.popleft()
-            self._groups[group].release(reversed(ids))
-            self._groups[group].reserved -= reserved
+            self.groups[group].release(reversed(ids))
+            self.groups[group].reserved -= reserved

@@ -193,7 +193,7 @@ class SequenceBlocks:
     def writable(self, group: int, start: int, end: int) -> list[SlabRun]:
         """Where tokens [start, end) are to be written: blocks are taken as needed and shared ones copied."""
         table = self.tables[group]
-        key = (start, end, table.version, self.pool.share_epoch(group))
+        key = (start, end, table.version, self.pool.groups[group].share_epoch)
         if group in self._writes and self._writes[group][0] == key:
             return self._writes[group][1]
         self._changed()
@@ -206,7 +206,7 @@ class SequenceBlocks:
                 self._make_room(group, 1)
                 self.copy_on_write(group, index)
         pieces = self._locate(group, start, end)
-        self._writes[group] = ((start, end, table.version, self.pool.share_epoch(group)), pieces)
+        self._writes[group] = ((start, end, table.version, self.pool.groups[group].share_epoch), pieces)
         return pieces
 
     def _make_room(self, group: int, blocks: int) -> None:

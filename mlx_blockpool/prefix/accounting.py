@@ -20,11 +20,13 @@ class Accounting:
         self._charges: dict[Hashable, tuple[str | None, int]] = {}
         self._sums: Counter[str | None] = Counter()
 
-    def charge(self, item: Hashable, n_bytes: int, owner: str | None) -> None:
-        """Account for a new item. An item that has an owner keeps it."""
-        if item not in self._charges:
-            self._charges[item] = owner, n_bytes
-            self._sums[owner] += n_bytes
+    def charge(self, item: Hashable, n_bytes: int, owner: str | None) -> str | None:
+        """Account for a new item; one that has an owner keeps it. Returns the owner."""
+        if item in self._charges:
+            return self._charges[item][0]
+        self._charges[item] = owner, n_bytes
+        self._sums[owner] += n_bytes
+        return owner
 
     def use(self, item: Hashable) -> None:
         """Make an item the most recently used of its owner."""

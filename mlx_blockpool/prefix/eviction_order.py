@@ -45,7 +45,7 @@ class EvictionOrder:
             self._states[checkpoint] = node
         for group, block in checkpoint.ring_blocks:
             # Until now it may have been part of superseded ones alone.
-            self._pool.touch(group, [block])
+            self._pool.groups[group].touch(block)
         earlier = left_behind(node, checkpoint)
         if earlier is not None and not earlier.superseded:
             self._supersede(earlier)
@@ -68,7 +68,7 @@ class EvictionOrder:
         for owned in checkpoint.ring_blocks:
             every = chain.from_iterable(node.residency.checkpoints.values() for node in self._readers[owned])
             if all(each.superseded for each in every if owned in each.ring_blocks):
-                self._pool.demote(owned[0], owned[1:])
+                self._pool.groups[owned[0]].demote(owned[1])
 
     def strand(self, node: Node | None) -> None:
         """Something was evicted from `node`, or after it: demote the edges up from it which nothing resumes from any more."""
@@ -78,11 +78,11 @@ class EvictionOrder:
             if not all(map(self._is_surplus, node.children)):
                 return
             for group, block in zip(self._full_groups, node.residency.blocks, strict=True):
-                self._pool.demote(group, [block])
+                self._pool.groups[group].demote(block)
             node = node.parent
 
     def _is_surplus(self, node: Node) -> bool:
-        return any(map(self._pool.is_surplus, self._full_groups, node.residency.blocks))
+        return any(self._pool.groups[g].blocks[i].surplus for g, i in zip(self._full_groups, node.residency.blocks, strict=False))
 
     def check(self, states: Collection[Checkpoint]) -> None:
         """The checkpoints with states are these. Raises AssertionError."""

@@ -88,8 +88,7 @@ class KVIndex:
 
         A block that one of these has begun keeps its owner.
         """
-        new, shorter = self.trie.add(parent, edge)
-        new.residency = Residency(blocks, kind=kind)
+        new, shorter = self.trie.add(parent, edge, Residency(blocks, kind=kind))
         self.num_merged += bool(shorter)
         self._cache_blocks(new, owner)
         self._note_removed(shorter)
@@ -103,13 +102,13 @@ class KVIndex:
             if superseded := [*self._superseded.pop(old, ()), *([old] if old.residency.on_disk else [])]:
                 self._superseded.setdefault(new, []).extend(superseded)
             self._uncache(old, self._blocks(old), ())
-        self._pin_blocks(new)
+        if new in self._pins:
+            self._pin_blocks(new)
         return new
 
     def add_stored(self, parent: Node, edge: bytes, kind: str) -> Node:
         """A new child edge whose blocks are on disk only."""
-        new, shorter = self.trie.add(parent, edge)
-        new.residency = Residency(in_memory=not self.full_groups, on_disk=True, kind=kind)
+        new, shorter = self.trie.add(parent, edge, Residency(in_memory=not self.full_groups, on_disk=True, kind=kind))
         self._note_removed(shorter)
         self._note_stored(new)
         for old in shorter:
@@ -314,8 +313,9 @@ class KVIndex:
             self.changes.append(stored([node], tier))
 
     def _note_removed(self, nodes: list[Node]) -> None:
-        for change in removed(nodes):
-            self.changes.append(change)
+        if nodes:
+            for change in removed(nodes):
+                self.changes.append(change)
 
     # -- figures -------------------------------------------------------------------------------------------------------
 
@@ -371,8 +371,8 @@ class KVIndex:
         sizes: dict[Hashable, int] = {owned: self._sizes[owned[0]] for owned in readers}
         self.accounting.check(sizes | {c: c.nbytes for node in self.trie for c in node.residency.checkpoints.values()})
         for owned in readers:
-            kept = self._is_kept(owned)
-            assert kept == bool(self.pool.pins(*owned)), f"block {owned} is pinned: {self.pool.pins(*owned)}; needed: {kept}"
+            kept, pins = self._is_kept(owned), self.pool.groups[owned[0]].blocks[owned[1]].pins
+            assert kept == bool(pins), f"block {owned} is pinned: {pins}; needed: {kept}"
 
     # -- blocks --------------------------------------------------------------------------------------------------------
 
@@ -392,27 +392,27 @@ class KVIndex:
             self._pin_block(owned)
 
     def _pin_block(self, owned: Owned) -> None:
-        kept = self._is_kept(owned)
-        if kept and not self.pool.pins(*owned):
-            self.pool.pin(*owned)
-        elif not kept and self.pool.pins(*owned):
-            self.pool.unpin(*owned)
+        blocks, block = self.pool.groups[owned[0]], owned[1]
+        change = self._is_kept(owned) - bool(blocks.blocks[block].pins)
+        if change:
+            blocks.pin(block, change)
 
     def _cache_blocks(self, node: Node, owner: str | None) -> None:
+        tokens = node.end - node.start
         for owned in self._blocks(node):
-            self._cache(node, owned, node.end - node.start, owner)
-            node.residency.owner = self.accounting.owner_of(owned)
+            node.residency.owner = self._cache(node, owned, tokens, owner)
 
-    def _cache(self, node: Node, owned: Owned, tokens: int, owner: str | None) -> None:
-        self.pool.cache(*owned, tokens)
-        self.accounting.charge(owned, self._sizes[owned[0]], owner)
+    def _cache(self, node: Node, owned: Owned, tokens: int, owner: str | None) -> str | None:
+        """Returns the block's owner."""
+        self.pool.groups[owned[0]].cache(owned[1], tokens)
         self._readers.setdefault(owned, set()).add(node)
+        return self.accounting.charge(owned, self._sizes[owned[0]], owner)
 
     def _uncache(self, node: Node, blocks: list[Owned], gone: Collection[Owned]) -> None:
         still = self.blocks_of(node) if node.residency.checkpoints else ()
         for owned in blocks:
             if owned not in gone:
-                self.pool.uncache(*owned)
+                self.pool.groups[owned[0]].uncache(owned[1])
             if owned in self._readers and owned not in still:
                 self._readers[owned].discard(node)
                 if not self._readers[owned]:

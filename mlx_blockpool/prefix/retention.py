@@ -187,7 +187,8 @@ class Quotas:
     def _frees(self, owner: str, checkpoint: Checkpoint) -> bool:
         """Whether anything of the owner's is in it, and nothing of another agent's that only it has."""
         owners = {owned: self.index.accounting.owner_of(owned) for owned in checkpoint.ring_blocks}
-        if any(other not in (owner, None) and self.index.pool.cached_refs(*owned) == 1 for owned, other in owners.items()):
+        others = [owned for owned, other in owners.items() if other not in (owner, None)]
+        if any(self.index.pool.groups[group].blocks[block].cached_refs == 1 for group, block in others):
             return False
         return checkpoint.nbytes > 0 or owner in owners.values()
 

@@ -34,7 +34,7 @@ MAX_SIBLINGS = 64
 _FULL_EDGE = struct.Struct(f"{BLOCK_TOKENS}q")
 
 
-@dataclass(eq=False)
+@dataclass(eq=False, slots=True, weakref_slot=True)
 class Node:
     """One edge: up to 256 tokens. `hash` names the whole prefix up to its end.
 
@@ -260,9 +260,10 @@ class Trie:
         at = bisect_left(parent.children, found.tokens, key=_tokens)
         return found if at < len(parent.children) and parent.children[at] is found else None
 
-    def add(self, node: Node, edge: bytes) -> tuple[Node, list[Node]]:
+    def add(self, node: Node, edge: bytes, residency: Residency | None = None) -> tuple[Node, list[Node]]:
         """A new child. Returns it and the shorter siblings that it contains: they are merged into it and out of the tree."""
-        new = Node(node, node.end, edge, edge_hash(node.hash, edge), node.salt)
+        residency = Residency() if residency is None else residency
+        new = Node(node, node.end, edge, edge_hash(node.hash, edge), node.salt, [], residency)
         shorter = [c for c in node.children if len(c.tokens) < len(edge) and edge.startswith(c.tokens)]
         for old in shorter:
             old.merged_into = new

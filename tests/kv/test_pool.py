@@ -39,7 +39,7 @@ def table_with(pool: BlockPool, count: int, group: int = 0, cached: bool = False
     pool.extend(table, count)
     if cached:
         for block in table.ids:
-            pool.cache(group, block, 256)
+            pool.groups[group].cache(block, 256)
     return table
 
 
@@ -54,7 +54,7 @@ def evictable(pool: BlockPool, count: int, group: int = 0) -> list[int]:
 def state(pool: BlockPool) -> tuple[Any, ...]:
     groups = range(len(pool.counts()))
     evictable = [pool.eviction_order(g) for g in groups]
-    return pool.counts(), [pool.slabs(g) for g in groups], pool.layout_version, pool.nbytes, evictable
+    return pool.counts(), [dict(pool.groups[g].slabs) for g in groups], pool.layout_version, pool.nbytes, evictable
 
 
 def figures(pool: BlockPool, group: int = 0) -> tuple[int, int, int, int]:
@@ -108,9 +108,9 @@ def test_runs_do_not_cross_slabs() -> None:
         for table in tables:
             pool.extend(table, 1)
     for table in tables:
-        slabs = pool.slabs(table.group)
+        slabs = pool.groups[table.group].slabs
         for first, count in table.runs:
-            index, position = divmod(first, pool.stride(table.group))
+            index, position = divmod(first, pool.groups[table.group].stride)
             assert position + count <= slabs[index]
 
 
@@ -317,7 +317,7 @@ def test_evict_takes_the_sequence_released_first() -> None:
 def test_touch_makes_a_block_the_last_to_go() -> None:
     pool = one_slab(8)
     evictable(pool, 3)
-    pool.touch(0, [2])
+    pool.groups[0].touch(2)
     assert pool.evict(0, 2) == [(0, 1), (0, 0)]
     assert pool.evict(0, 2) == [(0, 2)]
 
@@ -336,20 +336,20 @@ def test_holding_and_releasing_again_makes_a_block_the_last_to_go() -> None:
 def test_a_pinned_block_is_not_evicted() -> None:
     pool = one_slab(8)
     evictable(pool, 3)
-    pool.pin(0, 2)
-    pool.pin(0, 2)
+    pool.groups[0].pin(2, 1)
+    pool.groups[0].pin(2, 1)
     assert pool.counts()[0].pinned == 1
     assert pool.evict(0, 3) == [(0, 1), (0, 0)]
-    pool.unpin(0, 2)
+    pool.groups[0].pin(2, -1)
     assert pool.evict(0, 1) == []
-    pool.unpin(0, 2)
+    pool.groups[0].pin(2, -1)
     assert pool.evict(0, 1) == [(0, 2)]
 
 
 def test_a_free_block_is_not_pinned() -> None:
     pool = one_slab(8)
     table = table_with(pool, 1)
-    pool.pin(0, table.ids[0])
+    pool.groups[0].pin(table.ids[0], 1)
     pool.release(table)
     assert figures(pool) == (8, 8, 0, 0)
     assert pool.counts()[0].pinned == 0
@@ -358,11 +358,11 @@ def test_a_free_block_is_not_pinned() -> None:
 def test_a_block_that_two_entries_cache_stays_until_both_uncache_it() -> None:
     pool = one_slab(8)
     table = table_with(pool, 1, cached=True)
-    pool.cache(0, 0, 100)
+    pool.groups[0].cache(0, 100)
     pool.release(table)
-    pool.uncache(0, 0)
+    pool.groups[0].uncache(0)
     assert figures(pool) == (8, 7, 0, 1)
-    pool.uncache(0, 0)
+    pool.groups[0].uncache(0)
     assert figures(pool) == (8, 8, 0, 0)
     pool.check()
 
@@ -370,7 +370,7 @@ def test_a_block_that_two_entries_cache_stays_until_both_uncache_it() -> None:
 def test_a_held_block_stays_when_it_is_forgotten() -> None:
     pool = one_slab(8)
     table = table_with(pool, 1, cached=True)
-    pool.uncache(0, 0)
+    pool.groups[0].uncache(0)
     assert figures(pool) == (8, 7, 1, 0)
     pool.release(table)
     assert figures(pool) == (8, 8, 0, 0)
@@ -379,9 +379,9 @@ def test_a_held_block_stays_when_it_is_forgotten() -> None:
 def test_a_free_block_can_be_neither_cached_nor_uncached() -> None:
     pool = one_slab(8)
     with pytest.raises(AssertionError, match=r"block 3 of full x1 .* is free and cannot be cached"):
-        pool.cache(0, 3, 256)
+        pool.groups[0].cache(3, 256)
     with pytest.raises(AssertionError, match=r"block 3 of full x1 .* uncached but not cached"):
-        pool.uncache(0, 3)
+        pool.groups[0].uncache(3)
 
 
 # -- room --------------------------------------------------------------------------------------------------------------
@@ -410,7 +410,7 @@ def test_make_room_evicts_nothing_where_it_cannot_be_enough() -> None:
 def test_make_room_leaves_pinned_and_promised_blocks() -> None:
     pool = one_slab(8)
     ids = evictable(pool, 4)
-    pool.pin(0, ids[3])
+    pool.groups[0].pin(ids[3], 1)
     tables = [pool.open_table(0), pool.open_table(0)]
     pool.reserve(tables[:1], [3])
     assert pool.make_room({0: 5}) == []
@@ -536,7 +536,7 @@ def test_the_capacity_is_there_whatever_was_served_before(served: tuple[int, int
     for table, count in zip(first, served, strict=True):
         pool.extend(table, count)
         for block in table.ids if cached else ():
-            pool.cache(table.group, block, 256)
+            pool.groups[table.group].cache(block, 256)
         pool.release(table)
     assert pool.sequence_capacity() == 16 * 256
     pool.make_room({0: 16, 1: 4})
@@ -655,15 +655,15 @@ def test_own_gives_a_block_that_nobody_else_reads() -> None:
 def test_a_cached_block_may_be_written_behind_what_is_cached_of_it() -> None:
     pool = one_slab(8)
     table = table_with(pool, 1)
-    pool.cache(0, 0, 100)
+    pool.groups[0].cache(0, 100)
     assert pool.is_shared(table, 0, 99)
     assert not pool.is_shared(table, 0, 100)
-    pool.cache(0, 0, 120)
+    pool.groups[0].cache(0, 120)
     assert pool.is_shared(table, 0, 119)
-    pool.cache(0, 0, 50)
+    pool.groups[0].cache(0, 50)
     assert pool.is_shared(table, 0, 119)
     for _ in range(3):
-        pool.uncache(0, 0)
+        pool.groups[0].uncache(0)
     assert not pool.is_shared(table, 0, 0)
 
 
@@ -724,23 +724,23 @@ def test_counts() -> None:
     pool = one_slab(10)
     held = table_with(pool, 2, cached=True)
     ids = evictable(pool, 3)
-    pool.pin(0, ids[0])
-    pool.pin(0, held.ids[0])
+    pool.groups[0].pin(ids[0], 1)
+    pool.groups[0].pin(held.ids[0], 1)
     pool.reserve([held], [1])
     assert pool.counts() == [BlockCounts(FULL_NAME, 10, 5, 2, 3, 2, 1, BLOCK)]
 
 
 def test_fragmentation() -> None:
     pool = one_slab(8)
-    assert pool.fragmentation(0) == 0.0
+    assert pool.groups[0].fragmentation == 0.0
     first, second = table_with(pool, 1), table_with(pool, 1)
     # # . . . # . . .
     assert second.ids == [4]
-    assert pool.fragmentation(0) == 0.5
+    assert pool.groups[0].fragmentation == 0.5
     pool.release(second)
-    assert pool.fragmentation(0) == 0.0
+    assert pool.groups[0].fragmentation == 0.0
     pool.extend(first, 7)
-    assert pool.fragmentation(0) == 0.0
+    assert pool.groups[0].fragmentation == 0.0
 
 
 def test_check_finds_a_lost_reference() -> None:
@@ -765,15 +765,16 @@ def test_surplus_blocks_are_evicted_first_until_they_are_used_again() -> None:
     ids = evictable(pool, 6)
     # Released last to first: the last one was used longest ago.
     assert pool.eviction_order(0) == ids[::-1]
-    pool.demote(0, [ids[1], ids[0], ids[2]])
+    for block in (ids[1], ids[0], ids[2]):
+        pool.groups[0].demote(block)
     assert pool.eviction_order(0) == [ids[1], ids[0], ids[2], ids[5], ids[4], ids[3]]
     table = pool.open_table(0)
     pool.append_shared(table, [ids[0]])
     pool.release(table)
-    pool.touch(0, [ids[2]])
+    pool.groups[0].touch(ids[2])
     assert pool.eviction_order(0) == [ids[1], ids[5], ids[4], ids[3], ids[0], ids[2]]
-    pool.demote(0, [ids[3]])
-    pool.pin(0, ids[1])
+    pool.groups[0].demote(ids[3])
+    pool.groups[0].pin(ids[1], 1)
     assert pool.evict(0, 2) == [(0, ids[3]), (0, ids[5])]
     pool.check()
 
@@ -781,8 +782,9 @@ def test_surplus_blocks_are_evicted_first_until_they_are_used_again() -> None:
 def test_a_slab_of_surplus_blocks_goes_before_a_block_that_is_none() -> None:
     pool = two_groups(16, slabs=4)
     full, window = evictable(pool, 4), evictable(pool, 4, group=1)
-    assert pool.slabs(0) == pool.slabs(1) == {0: 8}
-    pool.demote(1, window)
+    assert pool.groups[0].slabs == pool.groups[1].slabs == {0: 8}
+    for block in window:
+        pool.groups[1].demote(block)
     assert set(pool.make_room({0: 6})) == {(1, block) for block in window}
     pool.reserve([pool.open_table(0)], [6])
     assert pool.eviction_order(0) == full[::-1]

@@ -231,7 +231,7 @@ class PoolMachine(RuleBasedStateMachine):
     def know(self, number: int, tokens: int) -> None:
         blocks = sorted((t.group, block) for t, ids in self.tables for block in ids)
         owned = blocks[number % len(blocks)]
-        self.pool.cache(*owned, tokens)
+        self.pool.groups[owned[0]].cache(owned[1], tokens)
         self.cached[owned] += 1
         self.cached_tokens[owned] = max(tokens, self.cached_tokens.get(owned, 0))
 
@@ -239,7 +239,7 @@ class PoolMachine(RuleBasedStateMachine):
     @rule(number=picks)
     def uncache_one(self, number: int) -> None:
         owned = self.pick_cached(number)
-        self.pool.uncache(*owned)
+        self.pool.groups[owned[0]].uncache(owned[1])
         self.uncache(owned)
 
     def pick_cached(self, number: int) -> Owned:
@@ -251,8 +251,8 @@ class PoolMachine(RuleBasedStateMachine):
     def touch(self, numbers: list[int]) -> None:
         for group in range(2):
             ids = [block for g, block in map(self.pick_cached, numbers) if g == group]
-            self.pool.touch(group, ids)
             for block in ids:
+                self.pool.groups[group].touch(block)
                 if block in self.order[group]:
                     self.hold(group, [block])
                     self.order[group].append(block)
@@ -261,10 +261,10 @@ class PoolMachine(RuleBasedStateMachine):
     @rule(number=picks)
     def demote(self, number: int) -> None:
         group, block = self.pick_cached(number)
-        self.pool.demote(group, [block])
+        self.pool.groups[group].demote(block)
         if block in self.order[group] and block not in self.surplus[group]:
             self.surplus[group].append(block)
-        assert self.pool.is_surplus(group, block) == (block in self.surplus[group])
+        assert self.pool.groups[group].blocks[block].surplus == (block in self.surplus[group])
 
     def victims(self, group: int) -> list[int]:
         blocks = dict.fromkeys([*self.surplus[group], *self.order[group]])
@@ -274,7 +274,7 @@ class PoolMachine(RuleBasedStateMachine):
     @rule(number=picks, on=st.booleans())
     def pin(self, number: int, on: bool) -> None:
         owned = self.pick_cached(number)
-        (self.pool.pin if on else self.pool.unpin)(*owned)
+        self.pool.groups[owned[0]].pin(owned[1], 1 if on else -1)
         self.pins[owned] = max(0, self.pins[owned] + (1 if on else -1))
 
     @rule(group=groups, count=amounts)
@@ -309,7 +309,7 @@ class PoolMachine(RuleBasedStateMachine):
             return
         assert not set(table.ids) & self.in_use(group)
         for block in table.ids:
-            self.pool.cache(group, block, 256)
+            self.pool.groups[group].cache(block, 256)
             self.cached[group, block], self.cached_tokens[group, block] = 1, 256
         self.order[group] += reversed(table.ids)
         self.pool.release(table)
@@ -332,7 +332,7 @@ class PoolMachine(RuleBasedStateMachine):
     def the_pool_is_whole(self) -> None:
         self.pool.check()
         assert self.pool.nbytes <= self.pool_bytes
-        sizes = [sum(self.pool.slabs(g).values()) * SIZES[g] for g in range(2)]
+        sizes = [sum(self.pool.groups[g].slabs.values()) * SIZES[g] for g in range(2)]
         assert self.pool.nbytes == sum(sizes)
 
     @invariant()
@@ -342,7 +342,7 @@ class PoolMachine(RuleBasedStateMachine):
             assert table.reserved == self.reserved[id(table)]
             runs = table.runs
             assert [block for first, count in runs for block in range(first, first + count)] == ids
-            slabs, stride = self.pool.slabs(table.group), self.pool.stride(table.group)
+            slabs, stride = self.pool.groups[table.group].slabs, self.pool.groups[table.group].stride
             for first, count in runs:
                 assert first % stride + count <= slabs[first // stride], f"run {first}+{count} leaves its slab {slabs}"
 

@@ -86,7 +86,7 @@ def pool_report(prefix: TieredPrefixCache) -> dict[str, Any]:
         "skipped": prefix.num_skipped,
         "alarm": prefix.alarm,
         "groups": [asdict(c) for c in pool.settle()],
-        "fragmentation": [round(pool.fragmentation(g), 3) for g in range(len(prefix.arena.spec.groups))],
+        "fragmentation": [round(blocks.fragmentation, 3) for blocks in pool.groups],
         "decode_paths": dict(prefix.arena.decode.path_counts),
         "store": store,
         **prefix.retention.report(),

@@ -8,6 +8,7 @@ from __future__ import annotations
 import time
 from collections.abc import Iterator
 from dataclasses import dataclass, field
+from operator import itemgetter
 from typing import Any, NamedTuple
 
 from ...engine.sequence import Sequence
@@ -96,7 +97,7 @@ def survey(served: LoadedModel, found: Survey) -> Iterator[None]:
         if count % EDGES_AT_ONCE == 0:
             yield
     for number, group in enumerate(found.groups):
-        blocks = pool.block_states(number)
+        blocks = sorted(pool.groups[number].blocks.items(), key=itemgetter(0))
         for first in range(0, len(blocks), BLOCKS_AT_ONCE):
             part = blocks[first : first + BLOCKS_AT_ONCE]
             group.blocks += [BlockState(id, block.ref_count, block.cached_refs, block.pins) for id, block in part]
