@@ -29,7 +29,6 @@ from mlx_blockpool.errors import PoolExhaustedError
 from mlx_blockpool.kv.arena import KVArena
 from mlx_blockpool.kv.parts import leaves_of
 from mlx_blockpool.kv.state_caches import PooledArraysCache
-from mlx_blockpool.prefix.trie import prefix_hash
 from mlx_blockpool.spec import BLOCK_TOKENS, FullLayer, ModelCacheSpec, StateLayer, WindowLayer, blocks_for
 from mlx_blockpool.store.prompt_store import PromptStore
 from mlx_blockpool.tier.cache import TieredPrefixCache
@@ -73,7 +72,7 @@ def caches_of(spec: ModelCacheSpec, pool_bytes: int, folder: Path | None) -> Ite
     arena.ragged = True
     # A replay of hours takes a minute: the ends of conversations that rest are written at once.
     config = StoreConfig(folder, min_free_bytes=0, idle_seconds=0)
-    store = None if folder is None else PromptStore(config, "sessions", prefix_hash, {"model": "sessions"})
+    store = None if folder is None else PromptStore(config, "sessions", {"model": "sessions"})
     prefix = TieredPrefixCache(arena, store=store)
     yield PooledCaches(prefix)
     assert prefix.close(), "the store could not write everything"

@@ -23,9 +23,10 @@ from mlx_blockpool.config import EngineConfig, PoolConfig, StoreConfig
 from mlx_blockpool.engine.caches import PooledCaches
 from mlx_blockpool.engine.engine import BlockPoolBatchEngine
 from mlx_blockpool.engine.request import Request, Token
+from mlx_blockpool.hashing import prefix_hash
 from mlx_blockpool.kv.attach import bind
 from mlx_blockpool.kv.factory import open_pool
-from mlx_blockpool.prefix.trie import Trie, prefix_hash
+from mlx_blockpool.prefix.trie import Trie
 from mlx_blockpool.spec import BLOCK_TOKENS
 from mlx_blockpool.store.agent_files import Agents
 from mlx_blockpool.store.agent_records import AgentRecords
@@ -45,7 +46,7 @@ def opened(model: Any, folder: Path | None, config: PoolConfig | None = None, bi
     arena.ragged = True
     store = None
     if folder is not None:
-        store = PromptStore(StoreConfig(folder, min_free_bytes=0, bits=bits), "bench", prefix_hash, {"model": "bench"})
+        store = PromptStore(StoreConfig(folder, min_free_bytes=0, bits=bits), "bench", {"model": "bench"})
     prefix = TieredPrefixCache(arena, store=store)
     return BlockPoolBatchEngine(model, PooledCaches(prefix), EngineConfig(decode_share=0))
 
@@ -214,7 +215,7 @@ def bench_listing(args: Any, count: int, folder: Path) -> None:
         tokens = [*system, *((number + n) % VOCAB for n in range(20 + number % 200))]
         hashes = [record.hash for record in place(folder, "bench", tokens, parts)]
         agents.note(f"agent {number}", "bench", "bench", hashes, len(tokens))
-    times, records = {}, AgentRecords(folder, prefix_hash)
+    times, records = {}, AgentRecords(folder)
     for name, act in (("listed", lambda: len(records.listing()["agents"])), ("looked_again", lambda: len(agents.look().agents))):
         agents.look()
         wall, cpu = time.perf_counter(), time.process_time()

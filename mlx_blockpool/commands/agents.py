@@ -6,7 +6,6 @@ import argparse
 from pathlib import Path
 
 from ..formatting import Report, count, human_bytes, table
-from ..prefix.trie import prefix_hash
 from ..store.agent_files import shown
 from ..store.agent_records import AgentRecords, fields, sizes
 from .store import SHOWN, Actions, add_action, confirm, folder_at, records_text
@@ -39,7 +38,7 @@ def add_options(actions: Actions) -> None:
 
 
 def _listing(args: argparse.Namespace) -> Report:
-    return AgentRecords(folder_at(args.store_dir), prefix_hash).listing()
+    return AgentRecords(folder_at(args.store_dir)).listing()
 
 
 def _change(args: argparse.Namespace) -> Report:
@@ -52,7 +51,7 @@ def _delete(args: argparse.Namespace) -> Report:
 
 def change(root: Path, act: str, name: str, *new: str) -> Report:
     """Pin, unpin, rename or fork an agent. Raises StoreError."""
-    records = AgentRecords(root, prefix_hash)
+    records = AgentRecords(root)
     old = records.resolve(name)
     return {"folder": str(root), "act": act, "of": shown(old), "agent": fields(records.change(act, old, *new))}
 
@@ -62,7 +61,7 @@ def delete(root: Path, name: str, yes: bool = False) -> Report:
 
     Raises StoreError if there is no such agent, no terminal for the question, or an agent that cannot be read.
     """
-    records = AgentRecords(root, prefix_hash)
+    records = AgentRecords(root)
     real = records.resolve(name)
     share = records.share(real)
     if not yes:

@@ -16,7 +16,6 @@ from typing import Any
 
 from ..errors import StoreError
 from ..formatting import Report, count, human_bytes, table
-from ..prefix.trie import prefix_hash
 from ..store import fsck
 from ..store.agent_files import Agents
 from ..store.agent_records import utc
@@ -108,7 +107,7 @@ def folder_at(store_dir: Path | None) -> Path:
 
 def survey(root: Path, with_data: bool = False, noted: bool = False) -> Survey:
     """Read the header of every record, or every byte of it; `noted`: what a server has noted of headers will do."""
-    listing, judged, later = fsck.judge_all(root, prefix_hash, with_data, noted)
+    listing, judged, later = fsck.judge_all(root, with_data, noted)
     lost, seen = [], {file.name for file in listing.records}
     for namespace in listing.namespaces:
         lost += fsck.orphans(j for j in judged + later if j.file.namespace == namespace)

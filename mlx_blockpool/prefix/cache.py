@@ -27,6 +27,7 @@ from weakref import WeakKeyDictionary
 
 from ..config import PoolConfig
 from ..errors import PoolExhaustedError, RequestTooLargeError
+from ..hashing import encode
 from ..kv.arena import KVArena
 from ..kv.intake import why_not
 from ..kv.layer_caches import PooledLayer, PooledRotatingKVCache
@@ -41,7 +42,7 @@ from .residency import Checkpoint
 from .resume import in_memory, lay_out, pin_of, resumable
 from .retention import Retention, RetentionPolicy
 from .salts import SHARED
-from .trie import Node, PrefixRef, encode
+from .trie import Node, PrefixRef
 
 log = logging.getLogger(__name__)
 

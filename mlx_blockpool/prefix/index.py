@@ -10,6 +10,7 @@ from collections import Counter, OrderedDict, deque
 from collections.abc import Collection, Hashable, Iterable
 from dataclasses import dataclass
 
+from ..hashing import edge_hash
 from ..kv.pool import BlockPool
 from ..spec import BLOCK_TOKENS
 from ..store.record import BLOCK, STATE, WINDOW, Key
@@ -17,7 +18,7 @@ from .accounting import Accounting
 from .changes import DISK, MEMORY, AllCleared, BlocksRemoved, Change, Changes, removed, stored
 from .eviction_order import EvictionOrder
 from .residency import Checkpoint, Owned, Residency
-from .trie import Node, PrefixRef, Trie, edge_hash
+from .trie import Node, PrefixRef, Trie
 
 MAX_REMEMBERED_EVICTIONS = 100_000
 

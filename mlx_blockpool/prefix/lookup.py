@@ -5,10 +5,11 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
+from ..hashing import decode, encode
 from ..spec import BLOCK_TOKENS
 from .index import KVIndex
 from .salts import SHARED
-from .trie import Node, PrefixRef, decode, encode
+from .trie import Node, PrefixRef
 
 CAUSES = {
     "all": "every token but the last is known",

@@ -14,7 +14,6 @@ Owned by the generation thread.
 from __future__ import annotations
 
 import hashlib
-import struct
 from bisect import bisect_left, insort
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
@@ -22,16 +21,13 @@ from itertools import takewhile
 from typing import TypeVar
 from weakref import WeakValueDictionary
 
+from ..hashing import EDGE_BYTES, TOKEN_BYTES, decode, edge_hash, encode
 from ..spec import BLOCK_TOKENS, blocks_for
 from .residency import Residency
 from .salts import SALT_BYTES, SHARED
 
-# Token ids as 64-bit integers: image patches have negative ids of 60 bits.
-TOKEN_BYTES = 8
-EDGE_BYTES = BLOCK_TOKENS * TOKEN_BYTES
 # Of many siblings, this many on each side are checked.
 MAX_SIBLINGS = 64
-_FULL_EDGE = struct.Struct(f"{BLOCK_TOKENS}q")
 
 
 @dataclass(eq=False, slots=True, weakref_slot=True)
@@ -303,25 +299,6 @@ class Trie:
             assert not covered, f"the edge at token {node.start} is part of a longer one"
             assert node.hash == edge_hash(parent.hash, node.tokens), f"hash at {node.start}"
             assert not node.removed, f"the edge at token {node.start} is marked as removed"
-
-
-def edge_hash(parent: bytes, edge: bytes) -> bytes:
-    """The hash of a prefix, from that of its parent and its last tokens."""
-    return hashlib.blake2b(parent + edge, digest_size=32).digest()
-
-
-def prefix_hash(parent: bytes, tokens: Sequence[int]) -> bytes:
-    """edge_hash() of token ids. The store checks the hashes of its records by this rule."""
-    return edge_hash(parent, encode(tokens))
-
-
-def encode(tokens: Sequence[int]) -> bytes:
-    """Token ids as bytes: compared and hashed many times faster than a list, and struct packs faster than array or numpy."""
-    return (_FULL_EDGE if len(tokens) == BLOCK_TOKENS else struct.Struct(f"{len(tokens)}q")).pack(*tokens)
-
-
-def decode(edge: bytes) -> list[int]:
-    return list(struct.unpack(f"{len(edge) // TOKEN_BYTES}q", edge))
 
 
 def _starts_with(node: Node, digest: bytes, size: int) -> bool:

@@ -18,13 +18,14 @@ from pathlib import Path
 
 from ..errors import StoreError
 from ..formatting import Report, progress
+from ..hashing import prefix_hash
 from ..spec import BLOCK_TOKENS
 from . import fsck
 from .agent_files import Agent, Agents, AgentsFound, shown
 from .fs import Disk, safe_name
 from .fsck import Judged, RecordPlace
 from .reader import inspect
-from .record import BLOCK, PrefixHash, Record
+from .record import BLOCK, Record
 from .scan import File, Listing
 
 
@@ -52,16 +53,12 @@ class PathRecords:
 
 
 class Sharing:
-    """The good records of one namespace, and the agents there. `prefix_hash` is the rule for the hash of a prefix.
+    """The good records of one namespace, and the agents there.
 
     Making one is linear in the records and in the paths of the agents; so is a question about each agent.
     """
 
-    def __init__(
-        self, judged: Iterable[Judged], agents: Sequence[Agent], prefix_hash: PrefixHash, disk: Disk | None = None
-    ) -> None:
-        self._prefix_hash = prefix_hash
-        self._disk = disk or Disk()
+    def __init__(self, judged: Iterable[Judged], agents: Sequence[Agent]) -> None:
         self._files: dict[bytes, list[File]] = {}
         self._headers: dict[bytes, RecordPlace] = {}
         self._blocks: set[bytes] = set()
@@ -130,7 +127,7 @@ class Sharing:
             for whole in (digest for digest in beside if digest in self._blocks):
                 tokens, parent = self._tokens_of(whole), self._headers[whole].parent
                 for size in range(min(ends.values()), min(len(tokens), BLOCK_TOKENS - 1) + 1):
-                    end = self._prefix_hash(parent, tokens[:size])
+                    end = prefix_hash(parent, tokens[:size])
                     if ends.get(end, BLOCK_TOKENS) <= size:
                         found.setdefault(end, []).append(whole)
         return found
@@ -142,14 +139,14 @@ class Sharing:
         if not sizes:
             return []
         tokens = self._tokens_of(whole)
-        named = [self._prefix_hash(header.parent, tokens[:size]) for size in sorted(sizes) if size <= len(tokens)]
+        named = [prefix_hash(header.parent, tokens[:size]) for size in sorted(sizes) if size <= len(tokens)]
         return [digest for digest in named if digest in self._files and self._headers[digest].start == header.start]
 
     def _tokens_of(self, digest: bytes) -> tuple[int, ...]:
         """The tokens of a record, read at need: those of all would be too many. Empty if the file has gone meanwhile."""
         if digest not in self._tokens:
             file = self._files[digest][0]
-            found = inspect(self._disk, file.path, file.namespace, self._prefix_hash)
+            found = inspect(Disk(), file.path, file.namespace)
             self._tokens[digest] = found.tokens if isinstance(found, Record) else ()
         return self._tokens[digest]
 
@@ -158,14 +155,13 @@ class Sharing:
 
 
 class AgentRecords:
-    """The agents in the store's folder `root`, whose records are named by the rule `prefix_hash`.
+    """The agents in the store's folder `root`.
 
     Every method raises StoreError, also for errors of the disk.
     """
 
-    def __init__(self, root: Path, prefix_hash: PrefixHash) -> None:
+    def __init__(self, root: Path) -> None:
         self.root = root
-        self._prefix_hash = prefix_hash
         self._agents = Agents(root)
 
     def listing(self, namespaces: Collection[str] | None = None) -> Report:
@@ -220,7 +216,7 @@ class AgentRecords:
         with _disk_errors():
             there = {file.path for file in Listing(self.root).records}
             stays = [stay.file for stay in share.stays]
-            judged = list(progress(fsck.judge(stays, self._prefix_hash, with_data=True), len(stays), "checksums"))
+            judged = list(progress(fsck.judge(stays, with_data=True), len(stays), "checksums"))
         still = [str(file.path) for file in share.own if file.path in there]
         bad = [{"path": str(found.file.path), "reason": found.problem} for found in judged if found.problem is not None]
         return {
@@ -238,13 +234,12 @@ class AgentRecords:
     def _look(self, namespaces: Collection[str] | None, noted: bool = False) -> tuple[AgentsFound, dict[str, Sharing]]:
         """The agents, and by namespace (None: of all agents) the records that their paths share. `noted` as in judge()."""
         names = {agent.namespace for agent in self._agents.all()} if namespaces is None else set(namespaces)
-        _, judged, later = fsck.judge_all(self.root, self._prefix_hash, noted=noted, namespaces=names)
+        _, judged, later = fsck.judge_all(self.root, noted=noted, namespaces=names)
         agents = self._agents.look()
         return agents, {
             name: Sharing(
                 (one for one in judged + later if one.file.namespace == name),
                 [agent for agent in agents.agents if agent.namespace == name],
-                self._prefix_hash,
             )
             for name in names
         }

@@ -24,7 +24,7 @@ from .headers import Headers
 from .paths import KINDS, OF_A_MODEL
 from .quarantine import ASIDE, Quarantine
 from .reader import inspect
-from .record import BLOCK, SUFFIX, PrefixHash, Record
+from .record import BLOCK, SUFFIX, Record
 from .scan import File, Listing
 
 READERS = 4
@@ -54,26 +54,24 @@ class Judged:
     problem: str | None = None
 
 
-def judge(
-    files: Sequence[File], prefix_hash: PrefixHash, with_data: bool = False, noted: bool = False, disk: Disk | None = None
-) -> Iterator[Judged]:
+def judge(files: Sequence[File], with_data: bool = False, noted: bool = False, disk: Disk | None = None) -> Iterator[Judged]:
     """Each record file by its name, length and header, or to its last byte. Reads several at a time.
 
     `noted`: believe the headers that a server has noted, for reports that change nothing.
     """
     used = disk or Disk()
-    headers = _noted(files, prefix_hash, used) if noted else {}
+    headers = _noted(files, used) if noted else {}
     yield from (Judged(file, _place(headers[file])) for file in files if file in headers)
     readers = ThreadPoolExecutor(READERS)
     try:
         rest = [file for file in files if file not in headers]
-        yield from readers.map(lambda file: _judge(used, file, prefix_hash, with_data), rest)
+        yield from readers.map(lambda file: _judge(used, file, with_data), rest)
     finally:
         readers.shutdown(cancel_futures=True)
 
 
 def judge_all(
-    root: Path, prefix_hash: PrefixHash, with_data: bool = False, noted: bool = False, namespaces: Collection[str] | None = None
+    root: Path, with_data: bool = False, noted: bool = False, namespaces: Collection[str] | None = None
 ) -> tuple[Listing, list[Judged], list[Judged]]:
     """judge() for a store's records (of these namespaces): the listing, its records, and those that were written since.
 
@@ -81,23 +79,23 @@ def judge_all(
     """
     listing = Listing(root)
     files = [file for file in listing.records if namespaces is None or file.namespace in namespaces]
-    judged = list(progress(judge(files, prefix_hash, with_data, noted), len(files), "checksums" if with_data else "headers"))
+    judged = list(progress(judge(files, with_data, noted), len(files), "checksums" if with_data else "headers"))
     seen, now = {file.name for file in files}, Listing(root).records
     later = [file for file in now if file.name not in seen and (namespaces is None or file.namespace in namespaces)]
-    return listing, judged, list(judge(later, prefix_hash))
+    return listing, judged, list(judge(later))
 
 
-def _noted(files: Sequence[File], prefix_hash: PrefixHash, disk: Disk) -> dict[File, Record]:
+def _noted(files: Sequence[File], disk: Disk) -> dict[File, Record]:
     found: dict[File, Record] = {}
     for (root, namespace), group in groupby(files, lambda file: (file.root, file.namespace)):
         own = {file.name: file for file in group}
         stamps = {file.name: file.stamp for file in own.values() if file.stamp is not None}
-        found |= {own[name]: record for name, record in Headers(disk, root, namespace, prefix_hash).load(stamps).items()}
+        found |= {own[name]: record for name, record in Headers(disk, root, namespace).load(stamps).items()}
     return found
 
 
-def _judge(disk: Disk, file: File, prefix_hash: PrefixHash, with_data: bool) -> Judged:
-    found = inspect(disk, file.path, file.namespace, prefix_hash, with_data)
+def _judge(disk: Disk, file: File, with_data: bool) -> Judged:
+    found = inspect(disk, file.path, file.namespace, with_data)
     if isinstance(found, Record):
         return Judged(file, _place(found))
     return Judged(file, problem=None if isinstance(found, FileNotFoundError) else str(found))

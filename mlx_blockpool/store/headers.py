@@ -20,10 +20,11 @@ from functools import lru_cache
 from pathlib import Path
 
 from ..errors import BadRecordError
+from ..hashing import prefix_hash
 from ..spec import BLOCK_TOKENS
 from .fs import Disk, Stamp, write_whole
 from .paths import HEADERS_FILE, folder_of, key_of, name_of
-from .record import BLOCK, STATE, WINDOW, Key, PrefixHash, Record
+from .record import BLOCK, STATE, WINDOW, Key, Record
 
 log = logging.getLogger(__name__)
 
@@ -47,13 +48,12 @@ _REST_AT = _FACTS_AT + _FACTS.size
 
 
 class Headers:
-    """The notes of the records under `namespace`, whose hashes are made by `prefix_hash`."""
+    """The notes of the records under `namespace`."""
 
-    def __init__(self, disk: Disk, root: Path, namespace: str, prefix_hash: PrefixHash) -> None:
+    def __init__(self, disk: Disk, root: Path, namespace: str) -> None:
         self.path = root / folder_of(namespace) / HEADERS_FILE
         self._disk = disk
         self._namespace = namespace
-        self._prefix_hash = prefix_hash
         self._new: list[bytes] = []
         # Bytes of the file when it was written as a whole, and those appended since; None: it has to be written again.
         self._whole: int | None = None
@@ -114,7 +114,7 @@ class Headers:
             extra = dict(_extra(note[_REST_AT : _REST_AT + n_extra]))
         except (struct.error, ValueError, RecursionError):
             return None
-        if len(note) != _REST_AT + n_extra + width * count or self._prefix_hash(parent, tokens) != key.hash:
+        if len(note) != _REST_AT + n_extra + width * count or prefix_hash(parent, tokens) != key.hash:
             return None
         return Record(key.kind, self._namespace, key.hash, parent, start, tokens, (), extra)
 

@@ -21,13 +21,13 @@ from .limits import Acceptance, FolderWatcher, WriteLimits
 from .paths import default_folder, describe, folder_of, keys_in, name_of
 from .quarantine import Quarantine
 from .reader import Reader, RecordData
-from .record import Expected, Key, PrefixHash, Record, file_size
+from .record import Expected, Key, Record, file_size
 from .scan import Folder, FolderChanges, FolderScanner, RecordChanges
 from .writer import Chore, JobResult, ScanJob, WriteJob, Writer
 
 
 class PromptStore:
-    """Records under `namespace`, whose hashes are made by `prefix_hash`. `about` is written beside them for people to read.
+    """Records under `namespace`. `about` is written beside them for people to read.
 
     Several processes may use one folder. Each scans it after look_bytes of its own, and writes no more than that, or one record,
     during the scan: for each process beside the first they exceed the budget by at most twice that and a record.
@@ -36,9 +36,7 @@ class PromptStore:
     records by the reason.
     """
 
-    def __init__(
-        self, config: StoreConfig, namespace: str, prefix_hash: PrefixHash, about: dict[str, Any], disk: Disk | None = None
-    ) -> None:
+    def __init__(self, config: StoreConfig, namespace: str, about: dict[str, Any], disk: Disk | None = None) -> None:
         self.config = config
         self.namespace = namespace
         self.root = config.folder or default_folder()
@@ -53,8 +51,8 @@ class PromptStore:
         disk, look_bytes = disk or Disk(), config.store_bytes // 32 if config.look_bytes is None else config.look_bytes
         self._describe = partial(describe, disk, self.root, namespace, about)
         self._quarantine = Quarantine(disk, self.root, config.quarantine_bytes)
-        self._reader = Reader(disk, self.root, prefix_hash, self.counts, self._quarantine)
-        folder, headers = Folder(disk, self.root), Headers(disk, self.root, namespace, prefix_hash)
+        self._reader = Reader(disk, self.root, self.counts, self._quarantine)
+        folder, headers = Folder(disk, self.root), Headers(disk, self.root, namespace)
         self._scanner = FolderScanner(folder, self._reader, headers, namespace, self._describe)
         self._watcher = FolderWatcher(look_bytes, config.look_seconds)
         self._writer = Writer(folder, headers, config.queue_bytes, config.min_free_bytes)

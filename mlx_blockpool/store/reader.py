@@ -20,10 +20,11 @@ from pathlib import Path
 from typing import NamedTuple
 
 from ..errors import BadRecordError
+from ..hashing import prefix_hash
 from .fs import Disk, Into
 from .paths import KINDS
 from .quarantine import Quarantine
-from .record import MAX_HEADER_BYTES, Expected, PrefixHash, Record, decode_header, header_size, need
+from .record import MAX_HEADER_BYTES, Expected, Record, decode_header, header_size, need
 
 log = logging.getLogger(__name__)
 
@@ -46,23 +47,22 @@ class RecordData(NamedTuple):
 # -- one file -------------------------------------------------------------------------------------------------------------
 
 
-def read_header(disk: Disk, path: Path, expected: Expected, prefix_hash: PrefixHash) -> Record:
+def read_header(disk: Disk, path: Path, expected: Expected) -> Record:
     """The record in a file, by its header and length alone: its data are not read and may be bad.
 
-    `prefix_hash` is the rule that gives the hash of a prefix from its parent's hash and its last tokens.
     Raises BadRecordError, and OSError if the file cannot be read.
     """
     with _named(path):
         data = disk.read(path, 0, _FIRST_BYTES)
         if header_size(data) > len(data):
             data = disk.read(path, 0, header_size(data))
-        return _checked(decode_header(data), path, disk.size(path), header_size(data), expected, prefix_hash)
+        return _checked(decode_header(data), path, disk.size(path), header_size(data), expected)
 
 
-def read(disk: Disk, path: Path, expected: Expected, prefix_hash: PrefixHash, into: Into | None = None) -> RecordData:
+def read(disk: Disk, path: Path, expected: Expected, into: Into | None = None) -> RecordData:
     """A record and the bytes of each part, views of what `into` gave, after everything about them was verified.
 
-    Errors and `prefix_hash` as in read_header. Reading and checksums release the GIL: to be faster, read several at a time.
+    Errors as in read_header. Reading and checksums release the GIL: to be faster, read several at a time.
     """
     begun = time.perf_counter()
     with _named(path):
@@ -73,7 +73,7 @@ def read(disk: Disk, path: Path, expected: Expected, prefix_hash: PrefixHash, in
             need(claimed <= expected.max_bytes, "bytes of data", claimed, f"at most {expected.max_bytes}")
         data = memoryview(disk.read(path, 0, most)) if into is None else disk.read_into(path, into, most)
         head = header_size(data)
-        record = _checked(decode_header(data, expected.parts), path, len(data), head, expected, prefix_hash)
+        record = _checked(decode_header(data, expected.parts), path, len(data), head, expected)
         starts = accumulate((part.nbytes for part in record.parts), initial=head)
         views = [data[start:end] for start, end in pairwise(starts)]
         wrong = first_wrong(views, record.checksums, data[head:])
@@ -82,9 +82,9 @@ def read(disk: Disk, path: Path, expected: Expected, prefix_hash: PrefixHash, in
         return RecordData(record, views, begun, time.perf_counter())
 
 
-def check(disk: Disk, path: Path, expected: Expected, prefix_hash: PrefixHash) -> Record:
+def check(disk: Disk, path: Path, expected: Expected) -> Record:
     """Prove a record of any size without returning its bytes: at most PIECE_BYTES of them are in memory."""
-    record = read_header(disk, path, expected, prefix_hash)
+    record = read_header(disk, path, expected)
     with _named(path):
         start = disk.size(path) - record.nbytes
         for number, part in enumerate(record.parts):
@@ -98,12 +98,10 @@ def check(disk: Disk, path: Path, expected: Expected, prefix_hash: PrefixHash) -
     return record
 
 
-def inspect(
-    disk: Disk, path: Path, namespace: str, prefix_hash: PrefixHash, with_data: bool = False
-) -> Record | BadRecordError | OSError:
+def inspect(disk: Disk, path: Path, namespace: str, with_data: bool = False) -> Record | BadRecordError | OSError:
     """A record file by its name, place, length and header, or to its last byte: the record, or the error that there is none."""
     try:
-        record = (check if with_data else read_header)(disk, path, Expected(namespace, KINDS[path.parents[1].name]), prefix_hash)
+        record = (check if with_data else read_header)(disk, path, Expected(namespace, KINDS[path.parents[1].name]))
         with _named(path):
             need(path.parent.name == path.name[:2], "folder", path.parent.name, path.name[:2])
     except (BadRecordError, OSError) as error:
@@ -111,7 +109,7 @@ def inspect(
     return record
 
 
-def _checked(record: Record, path: Path, size: int, header: int, expected: Expected, prefix_hash: PrefixHash) -> Record:
+def _checked(record: Record, path: Path, size: int, header: int, expected: Expected) -> Record:
     """The record, if it fits its file and is the expected one."""
     need(size == header + record.nbytes, "bytes of the file", size, header + record.nbytes)
     need(path.name == record.file_name, "a record named", record.file_name, path.name)
@@ -190,12 +188,11 @@ def _product(a: int, b: int) -> int:
 
 
 class Reader:
-    """Records below `root` whose hashes are made by `prefix_hash`. `counts`: read, read_bytes, quarantined."""
+    """Records below `root`. `counts`: read, read_bytes, quarantined."""
 
-    def __init__(self, disk: Disk, root: Path, prefix_hash: PrefixHash, counts: Counter[str], quarantine: Quarantine) -> None:
+    def __init__(self, disk: Disk, root: Path, counts: Counter[str], quarantine: Quarantine) -> None:
         self._disk = disk
         self._root = root
-        self._prefix_hash = prefix_hash
         self._quarantine = quarantine
         self._counts = counts
         self._counting = threading.Lock()
@@ -207,7 +204,7 @@ class Reader:
 
     def header(self, namespace: str, name: str) -> Record | BadRecordError | OSError:
         """The record in a file by its header; FileNotFoundError if there is none (any more), another error if it may be later."""
-        found = inspect(self._disk, self._root / name, namespace, self._prefix_hash)
+        found = inspect(self._disk, self._root / name, namespace)
         if isinstance(found, BadRecordError):
             return FileNotFoundError(name) if self._set_aside(self._root / name, found) else found
         if isinstance(found, OSError) and not isinstance(found, FileNotFoundError):
@@ -223,7 +220,7 @@ class Reader:
 
     def _read(self, path: Path, expected: Expected, into: Into | None) -> RecordData:
         try:
-            found = read(self._disk, path, expected, self._prefix_hash, into)
+            found = read(self._disk, path, expected, into)
         except BadRecordError as error:
             self._set_aside(path, error)
             raise

@@ -15,10 +15,10 @@ import json
 import math
 import struct
 import zlib
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import cached_property, lru_cache
-from typing import Any, NamedTuple, TypeAlias
+from typing import Any, NamedTuple
 
 from ..dtypes import ITEM_BYTES
 from ..errors import BadRecordError
@@ -43,8 +43,6 @@ _UNSEALED = "0" * 64
 _EXTRA = "extra."
 _MAX_DIMS = 8
 _PROPER = f"a name in ASCII, a dtype of {', '.join(ITEM_BYTES)} and at most {_MAX_DIMS} sizes"
-
-PrefixHash: TypeAlias = Callable[[bytes, tuple[int, ...]], bytes]
 
 
 class Key(NamedTuple):

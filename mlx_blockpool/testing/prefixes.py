@@ -12,7 +12,6 @@ from tempfile import TemporaryDirectory
 import mlx.core as mx
 
 from ..config import StoreConfig
-from ..prefix.trie import prefix_hash
 from ..spec import BLOCK_TOKENS, WindowLayer
 from ..store.fs import Disk
 from ..store.paths import FOLDERS
@@ -44,7 +43,7 @@ class Life:
         store = None
         if folder is not None:
             config = StoreConfig(folder=folder, min_free_bytes=0)
-            store = PromptStore(config, "conformance", prefix_hash, {"model_id": subject.model_id}, Unsynced())
+            store = PromptStore(config, "conformance", {"model_id": subject.model_id}, Unsynced())
         self.prefix = TieredPrefixCache(subject.arena(), store=store)
 
     def serve(self, tokens: Sequence[int], places: Iterable[int] = ()) -> tuple[int, list[mx.array]]:

@@ -8,8 +8,9 @@ from __future__ import annotations
 from collections import deque
 from collections.abc import Iterable, Iterator, Sequence
 
+from ..hashing import encode
 from ..prefix.index import KVIndex
-from ..prefix.trie import Node, encode
+from ..prefix.trie import Node
 from ..store.prompt_store import PromptStore
 from ..store.record import BLOCK, SALT, Key, Record
 from .checkpoint_records import StoredCheckpoints

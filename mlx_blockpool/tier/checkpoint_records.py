@@ -15,13 +15,14 @@ from weakref import WeakKeyDictionary, ref
 
 from ..dtypes import safetensors_name
 from ..errors import BadRecordError
+from ..hashing import decode, encode
 from ..kv.arena import KVArena
 from ..kv.block_bytes import Content, array_in, as_bytes, contents
 from ..prefix.checkpoints import CUT, WindowCheckpoint, WindowSegment
 from ..prefix.eviction_order import is_superseded
 from ..prefix.index import KVIndex
 from ..prefix.residency import Checkpoint
-from ..prefix.trie import Node, decode, encode
+from ..prefix.trie import Node
 from ..spec import BLOCK_TOKENS, StateLayer
 from ..store.fs import Into
 from ..store.prompt_store import PromptStore

@@ -16,7 +16,6 @@ from ..kv.arena import KVArena
 from ..kv.factory import default_pool_bytes, try_out, with_windows
 from ..mlx_lm_compat import download
 from ..plugins import spec_of_model
-from ..prefix.trie import prefix_hash
 from ..spec import ModelCacheSpec
 from ..store.identity import Digests, identity, namespace
 from ..store.paths import default_folder
@@ -75,7 +74,7 @@ def open_store(
         "created_by": f"mlx-blockpool {__version__}",
     }
     name = namespace(weights, spec.fingerprint(), spec.dtype, f"bits {bits}", f"format {VERSION}")
-    return PromptStore(config, name, prefix_hash, about)
+    return PromptStore(config, name, about)
 
 
 def digests_of(config: StoreConfig) -> Digests:

@@ -10,8 +10,8 @@ from kv.arrays import make_slabs, numbered
 from mlx_lm.models.cache import KVCache, RotatingKVCache
 
 from mlx_blockpool.errors import PoolExhaustedError, RequestTooLargeError
+from mlx_blockpool.hashing import encode
 from mlx_blockpool.prefix.cache import Acquired, PrefixCache
-from mlx_blockpool.prefix.trie import encode
 
 LONG = list(range(10_000, 10_700))
 

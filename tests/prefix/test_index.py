@@ -4,10 +4,11 @@ from __future__ import annotations
 
 import pytest
 
+from mlx_blockpool.hashing import encode
 from mlx_blockpool.kv.pool import BlockPool
 from mlx_blockpool.prefix.index import KVIndex
 from mlx_blockpool.prefix.residency import Checkpoint
-from mlx_blockpool.prefix.trie import Node, encode
+from mlx_blockpool.prefix.trie import Node
 from mlx_blockpool.spec import FullLayer, ModelCacheSpec, WindowLayer
 
 SPEC = ModelCacheSpec("m", (WindowLayer(1, 2, 2, 300), FullLayer(1, 2, 2)), "float32")

@@ -9,7 +9,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 from thorough import tried
 
-from mlx_blockpool.prefix.trie import Node, PrefixRef, Trie, decode, encode
+from mlx_blockpool.hashing import decode, encode
+from mlx_blockpool.prefix.trie import Node, PrefixRef, Trie
 from mlx_blockpool.spec import BLOCK_TOKENS
 
 # Image patches have ids like these.

@@ -14,8 +14,10 @@ from store.chains import hashes_of, keep, note
 from store.disks import QuickDisk
 from store.stores import NAMESPACE
 
-from mlx_blockpool.prefix.trie import Node, PrefixRef, Trie, encode, prefix_hash
+from mlx_blockpool.hashing import encode, prefix_hash
+from mlx_blockpool.prefix.trie import Node, PrefixRef, Trie
 from mlx_blockpool.prefix.uncache import SharedPaths
+from mlx_blockpool.store import agent_records
 from mlx_blockpool.store.agent_files import Agents
 from mlx_blockpool.store.agent_records import AgentRecords, Sharing
 from mlx_blockpool.store.fs import Disk
@@ -82,7 +84,7 @@ def test_a_command_reads_each_file_once(tmp_path: Path, monkeypatch: pytest.Monk
         return read(self, path, *args)
 
     monkeypatch.setattr(Disk, "read", counting)
-    assert len(AgentRecords(tmp_path, prefix_hash).listing()["agents"]) == 12
+    assert len(AgentRecords(tmp_path).listing()["agents"]) == 12
     agents = {name: count for name, count in disk.reads.items() if name.startswith("agent")}
     records = {name: count for name, count in disk.reads.items() if name.endswith(".safetensors")}
     assert set(agents.values()) == {1}
@@ -155,7 +157,7 @@ def test_paths_are_compared_as_one_by_one(tmp_path: Path) -> None:
     assert SharedPaths([paths[1]] * 2).num_shared(found[1].path, paths[1]) == 3
 
 
-def named(root: Path, count: int) -> int:
+def named(root: Path, count: int, monkeypatch: pytest.MonkeyPatch) -> int:
     """How many hashes `store agents` makes for so many agents, the ends of half of which have gone."""
     keep(root, *(conversation(number) for number in range(count)))
     note_all(root, count)
@@ -170,16 +172,16 @@ def named(root: Path, count: int) -> int:
         calls["prefix_hash"] += 1
         return prefix_hash(parent, tokens)
 
-    judged = list(judge(Listing(root).records, prefix_hash))
+    judged = list(judge(Listing(root).records))
     agents = Agents(root).all()
-    found = Sharing(judged, agents, counting)
+    monkeypatch.setattr(agent_records, "prefix_hash", counting)
+    found = Sharing(judged, agents)
     for agent in agents:
         assert found.tokens_on_disk(agent) == agent.tokens
         assert len(found.share(agent).own) == agent.name.endswith(("1", "3", "5", "7", "9"))
-    # Those of the headers are checked with the same rule.
     return calls["prefix_hash"]
 
 
-def test_who_stands_on_which_records_is_found_in_linear_time(tmp_path: Path) -> None:
-    few, many = named(tmp_path / "few", 40), named(tmp_path / "many", 80)
+def test_who_stands_on_which_records_is_found_in_linear_time(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    few, many = named(tmp_path / "few", 40, monkeypatch), named(tmp_path / "many", 80, monkeypatch)
     assert many <= 2.1 * few

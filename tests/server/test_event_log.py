@@ -8,9 +8,10 @@ from typing import Any
 
 import pytest
 
+from mlx_blockpool.hashing import encode
 from mlx_blockpool.prefix.changes import DISK, MEMORY, BlocksRemoved, BlocksStored
 from mlx_blockpool.prefix.salts import SHARED, salt_of
-from mlx_blockpool.prefix.trie import Node, encode
+from mlx_blockpool.prefix.trie import Node
 from mlx_blockpool.server.live import snapshot
 from mlx_blockpool.server.live.events import ModelLoaded, RequestBegun, RequestProgress, Sight, SwappedOut, Who, who_of
 from mlx_blockpool.server.live.log import TAKEN, EventLog, Reader

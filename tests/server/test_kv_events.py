@@ -15,9 +15,9 @@ from models import save_model
 
 from mlx_blockpool.config import KVEventsConfig
 from mlx_blockpool.errors import BlockpoolError
+from mlx_blockpool.hashing import encode
 from mlx_blockpool.prefix.changes import DISK, MEMORY, AllCleared, BlocksRemoved, BlocksStored
 from mlx_blockpool.prefix.salts import SHARED, salt_of
-from mlx_blockpool.prefix.trie import encode
 from mlx_blockpool.server.live.kv_events import KVPublisher, is_bound, number_of
 from mlx_blockpool.server.live.log import EventLog
 from mlx_blockpool.server.options import kv_events_config

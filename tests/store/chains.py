@@ -14,7 +14,8 @@ from store.records import PARTS as BLOCK_PARTS
 from store.records import make_buffers
 from store.stores import NAMESPACE, open_store
 
-from mlx_blockpool.prefix.trie import Trie, prefix_hash
+from mlx_blockpool.hashing import prefix_hash
+from mlx_blockpool.prefix.trie import Trie
 from mlx_blockpool.spec import BLOCK_TOKENS
 from mlx_blockpool.store.agent_files import Agent, Agents
 from mlx_blockpool.store.fs import write_whole

@@ -10,7 +10,6 @@ from pathlib import Path
 from store.stores import record_files
 
 from mlx_blockpool.errors import BadRecordError
-from mlx_blockpool.prefix.trie import prefix_hash
 from mlx_blockpool.store.fs import Disk
 from mlx_blockpool.store.reader import read
 from mlx_blockpool.store.record import BLOCK, Expected
@@ -67,7 +66,7 @@ def remove_bad(folder: Path) -> int:
 
 def _is_good(path: Path) -> bool:
     try:
-        read(Disk(), path, Expected(path.parents[2].name, BLOCK, bytes.fromhex(path.stem)), prefix_hash)
+        read(Disk(), path, Expected(path.parents[2].name, BLOCK, bytes.fromhex(path.stem)))
     except BadRecordError:
         return False
     return True

@@ -58,7 +58,7 @@ NEW_FILE = make_file(NEW, first=7)
 def read_turn(disk: Disk, path: Path) -> str:
     """Whether the old record is there, the new one, or none; each of them whole."""
     try:
-        record, views, *_ = read(disk, path, expected_of(NEW), prefix_hash)
+        record, views, *_ = read(disk, path, expected_of(NEW))
     except FileNotFoundError:
         return "absent"
     data = {"old": OLD_FILE, "new": NEW_FILE}[record.extra["turn"]]
@@ -80,5 +80,5 @@ def disk_with(data: bytes, name: str = PATH.name) -> StillDisk:
 def assert_bad(message: str, data: bytes = FILE, expected: Expected | None = None, name: str = PATH.name) -> None:
     """Neither the whole record nor, as far as it can tell, its header is read."""
     with pytest.raises(BadRecordError, match=message) as raised:
-        read(disk_with(data, name), FOLDER / name, expected or expected_of(RECORD), prefix_hash)
+        read(disk_with(data, name), FOLDER / name, expected or expected_of(RECORD))
     assert str(raised.value).startswith(f"{FOLDER / name}: ")

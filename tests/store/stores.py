@@ -8,7 +8,6 @@ from typing import Any
 from store.disks import QuickDisk
 
 from mlx_blockpool.config import StoreConfig
-from mlx_blockpool.prefix.trie import prefix_hash
 from mlx_blockpool.store.fs import TEMPORARY, Disk
 from mlx_blockpool.store.prompt_store import PromptStore
 from mlx_blockpool.store.record import SUFFIX
@@ -19,7 +18,7 @@ NAMESPACE = "model-of-the-tests"
 def open_store(folder: Path, disk: Disk | None = None, namespace: str = NAMESPACE, **config: Any) -> PromptStore:
     """A store that keeps nothing free, and looks at what others wrote only if it is told to: budgets are small here."""
     settings = StoreConfig(folder=folder, **{"min_free_bytes": 0, "look_bytes": 1 << 60, **config})
-    return PromptStore(settings, namespace, prefix_hash, {"model": "none"}, disk or QuickDisk())
+    return PromptStore(settings, namespace, {"model": "none"}, disk or QuickDisk())
 
 
 def record_files(folder: Path) -> list[Path]:

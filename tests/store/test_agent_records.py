@@ -13,7 +13,6 @@ from store.stores import NAMESPACE, record_files
 from thorough import seeds
 
 from mlx_blockpool.commands.agents import delete
-from mlx_blockpool.prefix.trie import prefix_hash
 from mlx_blockpool.store.agent_files import Agents
 from mlx_blockpool.store.agent_records import PathRecords, Sharing
 from mlx_blockpool.store.fs import Disk
@@ -28,7 +27,7 @@ SECOND = [*SYSTEM, *range(2000, 2100)]
 
 
 def sharing(root: Path) -> Sharing:
-    return Sharing(judge(Listing(root).records, prefix_hash), Agents(root).all(), prefix_hash)
+    return Sharing(judge(Listing(root).records), Agents(root).all())
 
 
 def share(root: Path, name: str) -> PathRecords:
@@ -85,7 +84,7 @@ def test_an_agent_of_another_namespace_shares_nothing(tmp_path: Path) -> None:
     note(tmp_path, "a", FIRST)
     note(tmp_path, "b", FIRST, "other")
     here = [agent for agent in Agents(tmp_path).all() if agent.namespace == NAMESPACE]
-    found = Sharing(judge(Listing(tmp_path).records, prefix_hash), here, prefix_hash)
+    found = Sharing(judge(Listing(tmp_path).records), here)
     assert len(found.share(here[0]).own) == 4
 
 
@@ -285,7 +284,7 @@ def test_delete_removes_exactly_what_the_oracle_says(tmp_path: Path, seed: int) 
     assert {agent.name: on_disk(tmp_path, agent.name) for agent in Agents(tmp_path).all()} == figures
     for record in tree.records.values():
         if file_of(tmp_path, record) in after:
-            read(Disk(), file_of(tmp_path, record), Expected(NAMESPACE, record.kind, record.hash), prefix_hash)
+            read(Disk(), file_of(tmp_path, record), Expected(NAMESPACE, record.kind, record.hash))
 
 
 def test_the_random_trees_have_what_they_are_for(tmp_path: Path) -> None:

@@ -13,7 +13,7 @@ from store.clock import Clock
 from store.disks import BrokenDisk
 from store.stores import NAMESPACE, open_store, record_files, temporaries
 
-from mlx_blockpool.prefix.trie import prefix_hash
+from mlx_blockpool.hashing import prefix_hash
 from mlx_blockpool.store.record import BLOCK, WINDOW, Part, Record
 
 

@@ -37,7 +37,7 @@ def chain(lengths: list[int], namespace: str = "model") -> list[Record]:
 
 
 def judged(root: Path, with_data: bool = False) -> list[Judged]:
-    return list(judge(Listing(root).records, prefix_hash, with_data))
+    return list(judge(Listing(root).records, with_data))
 
 
 def problem(root: Path, with_data: bool = False) -> str | None:
@@ -136,7 +136,7 @@ def test_a_file_that_goes_away_is_neither_good_nor_bad(tmp_path: Path) -> None:
     path = place(tmp_path, make_record())
     files = Listing(tmp_path).records
     path.unlink()
-    assert list(judge(files, prefix_hash)) == [Judged(files[0])]
+    assert list(judge(files)) == [Judged(files[0])]
 
 
 def test_orphans_are_what_no_chain_of_full_blocks_leads_to(tmp_path: Path) -> None:

@@ -16,7 +16,6 @@ from store.disks import CountedDisk, QuickDisk
 from store.stores import NAMESPACE, open_store
 from thorough import seeds
 
-from mlx_blockpool.prefix.trie import prefix_hash
 from mlx_blockpool.store import headers
 from mlx_blockpool.store.fs import Buffer, Disk, Stamp
 from mlx_blockpool.store.fsck import judge
@@ -236,7 +235,7 @@ def test_a_crash_at_any_point_costs_reads_alone(tmp_path: Path, k: int, whole: b
     if whole:
         (tmp_path / FILE).unlink()
     disk = Dying(k)
-    notes = Headers(disk, tmp_path, NAMESPACE, prefix_hash)
+    notes = Headers(disk, tmp_path, NAMESPACE)
     stamps = {file.path.relative_to(tmp_path).as_posix(): file.stamp for file in Listing(tmp_path).records}
     noted = notes.load({name: stamp for name, stamp in stamps.items() if stamp is not None})
     assert len(noted) == (0 if whole else 5)
@@ -258,7 +257,7 @@ def test_commands_that_change_nothing_take_notes_for_it_and_others_read(tmp_path
     write(tmp_path, chain(1, 6))
     files = Listing(tmp_path).records
     disk = ReadingDisk()
-    noted = list(judge(files, prefix_hash, noted=True, disk=disk))
+    noted = list(judge(files, noted=True, disk=disk))
     assert disk.records == 0
-    assert sorted(noted, key=lambda j: j.file.path) == list(judge(files, prefix_hash, disk=disk))
+    assert sorted(noted, key=lambda j: j.file.path) == list(judge(files, disk=disk))
     assert disk.records == 6

@@ -12,13 +12,12 @@ import pytest
 from store.chains import keep, note, path_of
 from store.damages import ODD_FILES, make_sparse
 from store.disks import StillDisk
-from store.records import expected_of, make_buffers, make_file, make_record, prefix_hash
+from store.records import expected_of, make_buffers, make_file, make_record
 from store.stores import open_store
 from thorough import seeds
 
 from mlx_blockpool.commands import store as store_command
 from mlx_blockpool.errors import BadRecordError
-from mlx_blockpool.prefix import trie
 from mlx_blockpool.store.agent_files import Agents
 from mlx_blockpool.store.agent_records import AgentRecords
 from mlx_blockpool.store.fs import TEMPORARY, Disk
@@ -114,10 +113,10 @@ MUTATIONS: list[Callable[[random.Random, bytearray], None]] = [
 def is_read(disk: Disk, path: Path) -> bool:
     """Whether there is a record: then it is the one that was written, to the last byte."""
     try:
-        record, views, *_ = read(disk, path, expected_of(RECORD), prefix_hash)
+        record, views, *_ = read(disk, path, expected_of(RECORD))
     except BadRecordError:
         return False
-    assert record == read_header(StillDisk({path: FILE}), path, expected_of(RECORD), prefix_hash)
+    assert record == read_header(StillDisk({path: FILE}), path, expected_of(RECORD))
     assert b"".join(views) == FILE[HEADER:]
     return True
 
@@ -161,7 +160,7 @@ def test_two_swapped_files_are_both_found(tmp_path: Path) -> None:
     for path, record in zip(paths, records, strict=True):
         for reader in (read, read_header):
             with pytest.raises(BadRecordError, match=r"A record named: got .*, expected"):
-                reader(Disk(), path, expected_of(record), prefix_hash)
+                reader(Disk(), path, expected_of(record))
 
 
 def test_a_file_that_shrinks_while_it_is_read_is_found(tmp_path: Path) -> None:
@@ -250,7 +249,7 @@ def test_twenty_damages_of_a_folder_cost_what_was_damaged_and_nothing_hangs(tmp_
             number = int(agent.name.removeprefix("agent "))
             assert agent.hashes == tuple(record.hash for record in path_of(PATHS[number]))
         store_command.stats(tmp_path)
-        AgentRecords(tmp_path, trie.prefix_hash).listing()
+        AgentRecords(tmp_path).listing()
         store_command.check(tmp_path, with_data=turn % 2 == 1)
     assert store_command.check(tmp_path, with_data=True, fix=True)["failed"] == []
     report = store_command.check(tmp_path, with_data=True)

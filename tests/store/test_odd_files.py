@@ -14,7 +14,6 @@ from store.stores import NAMESPACE, open_store
 
 from mlx_blockpool.commands import store as store_command
 from mlx_blockpool.errors import BadRecordError, StoreError
-from mlx_blockpool.prefix import trie
 from mlx_blockpool.store.agent_files import Agents
 from mlx_blockpool.store.agent_records import AgentRecords
 from mlx_blockpool.store.fs import TEMPORARY, Disk
@@ -93,16 +92,16 @@ def test_commands_see_them_and_go_on(tmp_path: Path, make: Callable[[Path], None
     make(tmp_path / folder_of(NAMESPACE) / MODEL_FILE)
     make(tmp_path / "agents/odd.json")
     make(tmp_path / "quarantine")
-    assert [agent["name"] for agent in AgentRecords(tmp_path, trie.prefix_hash).listing()["agents"]] == ["whole"]
+    assert [agent["name"] for agent in AgentRecords(tmp_path).listing()["agents"]] == ["whole"]
     assert store_command.stats(tmp_path)["total"]["records"] in (3, 4)
     for with_data in (False, True):
         report = store_command.check(tmp_path, with_data)
         assert report["records"] - len(report["bad"]) == 3
     assert Agents(tmp_path).get("odd") is None
     with pytest.raises(StoreError, match=r"odd\.json: (It is a [a-z ]+, not a regular file|This is not the file of an agent: )"):
-        AgentRecords(tmp_path, trie.prefix_hash).change("pin", "odd")
+        AgentRecords(tmp_path).change("pin", "odd")
     with pytest.raises(StoreError, match="Choose another name"):
-        AgentRecords(tmp_path, trie.prefix_hash).change("fork", "whole", "odd")
+        AgentRecords(tmp_path).change("fork", "whole", "odd")
 
 
 def test_turns_are_noted_beside_them(tmp_path: Path, make: Callable[[Path], None]) -> None:
@@ -132,13 +131,13 @@ def test_a_record_is_checked_to_its_last_byte_in_pieces(tmp_path: Path, monkeypa
             return super().read(path, start, size)
 
     expected = Expected(NAMESPACE, BLOCK)
-    assert check(Watched(), path, expected, trie.prefix_hash).hash == record.hash
+    assert check(Watched(), path, expected).hash == record.hash
     assert len(pieces) == 1 + 4, "the header, and four pieces of a thousand bytes"
     for at in random.Random(0).sample(range(len(data) - record.nbytes, len(data)), 50):
         data[at] ^= 1
         path.write_bytes(data)
         with pytest.raises(BadRecordError, match="Checksum of data: got"):
-            check(Disk(), path, expected, trie.prefix_hash)
+            check(Disk(), path, expected)
         data[at] ^= 1
 
 

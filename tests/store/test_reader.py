@@ -13,7 +13,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 from store.disks import StillDisk
-from store.records import expected_of, make_buffers, make_file, make_record, prefix_hash
+from store.records import expected_of, make_buffers, make_file, make_record
 
 from mlx_blockpool.errors import BadRecordError
 from mlx_blockpool.store import record as record_module
@@ -52,7 +52,7 @@ def test_several_records_are_read_at_a_time_and_none_by_the_thread_that_waits(tm
     disk, counts = GatedDisk(), Counter[str]()
     for record in RECORDS:
         (tmp_path / record.file_name).write_bytes(make_file(record))
-    reader = Reader(disk, tmp_path, prefix_hash, counts, Quarantine(disk, tmp_path, 10**9))
+    reader = Reader(disk, tmp_path, counts, Quarantine(disk, tmp_path, 10**9))
     readings = [reader.read(record.file_name, expected_of(record), bytearray) for record in RECORDS]
     disk.wait_for(READERS)
     assert len(set(disk.begun)) == READERS
@@ -70,11 +70,11 @@ def test_several_records_are_read_at_a_time_and_none_by_the_thread_that_waits(tm
 
 def test_what_went_wrong_is_for_whoever_asks(tmp_path: Path) -> None:
     record = RECORDS[0]
-    reader = Reader(StillDisk({}), tmp_path, prefix_hash, Counter(), Quarantine(StillDisk({}), tmp_path, 10**9))
+    reader = Reader(StillDisk({}), tmp_path, Counter(), Quarantine(StillDisk({}), tmp_path, 10**9))
     with pytest.raises(FileNotFoundError):
         reader.read(record.file_name, expected_of(record)).result(20)
     (tmp_path / record.file_name).write_bytes(make_file(record)[:-1])
-    reader = Reader(Disk(), tmp_path, prefix_hash, counts := Counter(), Quarantine(Disk(), tmp_path, 10**9))
+    reader = Reader(Disk(), tmp_path, counts := Counter(), Quarantine(Disk(), tmp_path, 10**9))
     with pytest.raises(BadRecordError):
         reader.read(record.file_name, expected_of(record), bytearray).result(20)
     assert counts == {"quarantined": 1}
@@ -95,7 +95,7 @@ class Memory:
 def is_read(path: Path, memory: Memory) -> bool:
     """Whether it is proven, and as it was written then."""
     try:
-        record, views, *_ = read(Disk(), path, expected_of(RECORD), prefix_hash, memory.take)
+        record, views, *_ = read(Disk(), path, expected_of(RECORD), memory.take)
     except BadRecordError:
         return False
     assert record.parts == RECORD.parts
@@ -151,7 +151,7 @@ def test_a_file_that_shrinks_while_it_is_read_is_found(tmp_path: Path) -> None:
         return memory.take(size)
 
     with pytest.raises(BadRecordError, match="Bytes of the file"):
-        read(Disk(), path, expected_of(RECORD), prefix_hash, take)
+        read(Disk(), path, expected_of(RECORD), take)
 
 
 def test_no_header_is_written_again_to_compare_it(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -32,8 +32,8 @@ from thorough import tried
 
 from mlx_blockpool.dtypes import ITEM_BYTES
 from mlx_blockpool.errors import BadRecordError
-from mlx_blockpool.prefix.trie import edge_hash
-from mlx_blockpool.prefix.trie import encode as edge_of
+from mlx_blockpool.hashing import edge_hash
+from mlx_blockpool.hashing import encode as edge_of
 from mlx_blockpool.store.fs import Disk, write_whole
 from mlx_blockpool.store.reader import read, read_header
 from mlx_blockpool.store.record import (
@@ -53,15 +53,15 @@ def test_a_record_is_read_as_it_was_written(tmp_path: Path) -> None:
     path = tmp_path / RECORD.file_name
     buffers = make_buffers(RECORD)
     write_whole(Disk(), path, encode(RECORD, buffers))
-    record, views, *_ = read(Disk(), path, expected_of(RECORD), prefix_hash)
+    record, views, *_ = read(Disk(), path, expected_of(RECORD))
     assert dataclasses.replace(record, checksums=()) == RECORD
     assert [bytes(view) for view in views] == buffers
     assert all(view.readonly for view in views)
-    assert read_header(Disk(), path, expected_of(RECORD), prefix_hash) == record == decode_header(FILE)
+    assert read_header(Disk(), path, expected_of(RECORD)) == record == decode_header(FILE)
 
 
 def test_what_is_not_known_beforehand_is_read_from_the_header() -> None:
-    record, views, *_ = read(disk_with(FILE), PATH, Expected("model", "block"), prefix_hash)
+    record, views, *_ = read(disk_with(FILE), PATH, Expected("model", "block"))
     assert record.parts == RECORD.parts
     assert [bytes(view) for view in views] == make_buffers(RECORD)
 
@@ -87,9 +87,7 @@ def test_any_record_is_read_as_it_was_written(
 ) -> None:
     parts = tuple(Part(name, dtype, shape) for name, (dtype, shape) in shapes.items())
     record = Record("state", "model", prefix_hash(PARENT, tokens), PARENT, start, tokens, parts, extra)
-    found, views, *_ = read(
-        disk_with(make_file(record), record.file_name), FOLDER / record.file_name, expected_of(record), prefix_hash
-    )
+    found, views, *_ = read(disk_with(make_file(record), record.file_name), FOLDER / record.file_name, expected_of(record))
     assert dataclasses.replace(found, checksums=()) == record
     assert [bytes(view) for view in views] == make_buffers(record)
     assert safetensors.deserialize(make_file(record)) is not None
@@ -153,7 +151,7 @@ def test_tokens_and_parent_belong_to_the_hash() -> None:
         record = dataclasses.replace(RECORD, **change)
         assert_bad("Parent and tokens of hash: got", make_file(record))
         with pytest.raises(BadRecordError, match="Parent and tokens of hash"):
-            read_header(disk_with(make_file(record)), PATH, expected_of(RECORD), prefix_hash)
+            read_header(disk_with(make_file(record)), PATH, expected_of(RECORD))
 
 
 def test_each_part_has_its_checksum() -> None:
@@ -199,9 +197,9 @@ def test_a_file_that_cannot_be_read_is_no_bad_record() -> None:
             raise OSError(errno.EIO, "broken")
 
     with pytest.raises(OSError, match="broken"):
-        read(BrokenDisk({}), PATH, expected_of(RECORD), prefix_hash)
+        read(BrokenDisk({}), PATH, expected_of(RECORD))
     with pytest.raises(FileNotFoundError):
-        read(StillDisk({}), PATH, expected_of(RECORD), prefix_hash)
+        read(StillDisk({}), PATH, expected_of(RECORD))
 
 
 def test_records_need_no_arrays() -> None:

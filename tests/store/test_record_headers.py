@@ -19,7 +19,6 @@ from store.records import (
     expected_of,
     make_file,
     make_record,
-    prefix_hash,
 )
 
 from mlx_blockpool.errors import BadRecordError
@@ -41,10 +40,10 @@ def test_a_header_scan_finds_a_wrong_length_but_reads_no_data() -> None:
 
     record = make_record(parts=(Part("keys", "U8", (100_000,)),))
     path, data, expected = FOLDER / record.file_name, make_file(record), Expected("model", "block")
-    assert read_header(HeaderDisk({path: data}), path, expected, prefix_hash).nbytes == 100_000
+    assert read_header(HeaderDisk({path: data}), path, expected).nbytes == 100_000
     for wrong in (data[:-1], data + b"x"):
         with pytest.raises(BadRecordError, match=f"Bytes of the file: got {len(wrong)}, expected {len(data)}"):
-            read_header(HeaderDisk({path: wrong}), path, expected, prefix_hash)
+            read_header(HeaderDisk({path: wrong}), path, expected)
 
 
 def test_a_header_longer_than_the_first_read() -> None:
@@ -52,7 +51,7 @@ def test_a_header_longer_than_the_first_read() -> None:
     record = make_record(parts=parts)
     path = FOLDER / record.file_name
     assert header_size(make_file(record)) > 1 << 15
-    assert read_header(disk_with(make_file(record), path.name), path, expected_of(record), prefix_hash).parts == parts
+    assert read_header(disk_with(make_file(record), path.name), path, expected_of(record)).parts == parts
 
 
 def test_the_longest_header_hides_no_longer_file() -> None:
@@ -60,7 +59,7 @@ def test_the_longest_header_hides_no_longer_file() -> None:
     record = make_record(extra="x" * (MAX_HEADER_BYTES - header_size(make_file(record))))
     data = make_file(record)
     assert header_size(data) == MAX_HEADER_BYTES
-    read(disk_with(data), PATH, expected_of(record), prefix_hash)
+    read(disk_with(data), PATH, expected_of(record))
     assert_bad("Bytes of the file: got", data + b"x")
 
 
@@ -75,7 +74,7 @@ def test_a_giant_header_length_allocates_nothing(length: int) -> None:
     disk = BoundedDisk({PATH: struct.pack("<Q", length) + FILE[8:]})
     for reader in (read, read_header):
         with pytest.raises(BadRecordError, match=f"Bytes of header: got {length + 8}, expected at most {MAX_HEADER_BYTES}"):
-            reader(disk, PATH, expected_of(RECORD), prefix_hash)
+            reader(disk, PATH, expected_of(RECORD))
 
 
 HEAD = b'{"__metadata__":{"seal":"'

@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 from store.disks import BrokenDisk, QuickDisk
-from store.records import make_buffers, make_record, prefix_hash
+from store.records import make_buffers, make_record
 from store.stores import temporaries
 
 from mlx_blockpool.store.fs import Buffer, Disk
@@ -40,7 +40,7 @@ def disk() -> Iterator[SlowDisk]:
 
 
 def open_writer(folder: Path, disk: Disk, queue_bytes: int = 10**9, min_free_bytes: int = 0) -> Writer:
-    return Writer(Folder(disk, folder), Headers(QuickDisk(), folder, "none", prefix_hash), queue_bytes, min_free_bytes)
+    return Writer(Folder(disk, folder), Headers(QuickDisk(), folder, "none"), queue_bytes, min_free_bytes)
 
 
 def job(number: int) -> WriteJob:

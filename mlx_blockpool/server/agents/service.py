@@ -15,7 +15,7 @@ from typing import Any, TypeVar
 from ...config import StoreConfig
 from ...errors import StoreError
 from ...formatting import Report
-from ...prefix.trie import PrefixRef, prefix_hash
+from ...prefix.trie import PrefixRef
 from ...prefix.uncache import SharedPaths, Uncached, exclusive_from, kept_hashes, uncache
 from ...store.agent_files import Agent, Agents, shown
 from ...store.agent_records import AgentRecords, PathRecords
@@ -91,7 +91,7 @@ class AgentService:
         self._registry = scope.generator.registry
         self.files: Agents | None = scope.generator.agent_files
         self.root: Path | None = None if self.files is None else self.files.root
-        self.records = None if self.root is None else AgentRecords(self.root, prefix_hash)
+        self.records = None if self.root is None else AgentRecords(self.root)
         self.bad: list[tuple[Path, str]] = []
 
     # -- looking -------------------------------------------------------------------------------------------------------

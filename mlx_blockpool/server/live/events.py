@@ -11,9 +11,9 @@ import json
 import re
 from typing import Any, NamedTuple, get_args
 
+from ...hashing import TOKEN_BYTES
 from ...prefix.changes import AllCleared, BlocksRemoved, BlocksStored
 from ...prefix.salts import mark_of, salt_marked
-from ...prefix.trie import TOKEN_BYTES
 from ..access import own_name
 from ..request import RequestOptions
 

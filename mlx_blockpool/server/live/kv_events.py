@@ -16,9 +16,9 @@ from typing import Any
 
 from ...config import KVEventsConfig
 from ...errors import BlockpoolError
+from ...hashing import EDGE_BYTES, decode
 from ...prefix.changes import DISK, MEMORY, AllCleared, BlocksRemoved, BlocksStored
 from ...prefix.salts import SHARED
-from ...prefix.trie import EDGE_BYTES, decode
 from ...spec import BLOCK_TOKENS
 from .log import EventLog, Reader
 
