@@ -52,7 +52,7 @@ class EngineConfig:
     # limit is left alone.
     wired_bytes: int | None = None
     stop_seconds: float = 3.0  # how long a shutdown waits for a model that is being loaded
-    exit_seconds: float = 4.0  # the process of a server that was asked to stop ends after this time, whatever hangs
+    exit_seconds: float = 4.0  # the process of a server that is to stop ends after this time, whatever hangs
     end_seconds: float = 240.0  # the process ends when its generation thread has hung for this long
     max_positions: int | None = None  # of a prompt and its reply; None: by the model's config.json; 0: no limit
     # The longest reply for a request that mlx-lm serves by itself and that names no max_tokens: room for all of it is reserved at

@@ -50,7 +50,7 @@ class Normaliser:
 
 
 def is_text(part: Any) -> bool:
-    """Whether a part of a message's content is text."""
+    """Return whether a part of a message's content is text."""
     return isinstance(part, dict) and isinstance(part.get("text"), str)
 
 

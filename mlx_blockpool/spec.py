@@ -148,7 +148,7 @@ class ModelCacheSpec:
 
     @property
     def needs_checkpoints(self) -> bool:
-        """Whether a prefix can be resumed only where its windows and states were kept."""
+        """True if a prefix can be resumed only where its windows and states were kept."""
         return any(isinstance(leaf, WindowLayer | StateLayer) for leaf in self.leaves)
 
     def bytes_per_token_per_layer(self, leaf: LayerSpec, bits: int | None = None) -> int:

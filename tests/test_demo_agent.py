@@ -12,9 +12,10 @@ import mlx_lm
 import pytest
 
 from mlx_blockpool.demo import model_path
-from mlx_blockpool.demo.agent import load_script, make_weights, replies
+from mlx_blockpool.demo.agent import make_weights, replies
+from mlx_blockpool.demo.conversations import load_json
 
-SCRIPT = load_script()
+SCRIPT = load_json("agent_script.json")
 STEPS = SCRIPT["steps"]
 
 

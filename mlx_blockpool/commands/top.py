@@ -123,7 +123,7 @@ def _change(kind: str, event: Report, before: Report) -> Report:
 
 
 class Server:
-    """A server at `url`, asked with `key`.
+    """A server at `url`, which takes `key`.
 
     latest:    each fact as it was read last. problems: why a fact could not be read again.
     """

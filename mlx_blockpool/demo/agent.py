@@ -20,6 +20,7 @@ import numpy as np
 from tokenizers import AddedToken, Tokenizer
 
 from . import model_path
+from .conversations import load_json
 from .tokenizer import IM_END, save_tokenizer, train_tokenizer
 
 VOCAB_SIZE = 4096
@@ -69,11 +70,6 @@ CHAT_TEMPLATE = """\
 {%- endfor -%}
 {%- if add_generation_prompt -%}{{- begin() -}}{%- endif -%}
 """
-
-
-def load_script() -> dict[str, Any]:
-    script: dict[str, Any] = json.loads((Path(__file__).parent / "agent_script.json").read_text(encoding="utf-8"))
-    return script
 
 
 def replies(script: dict[str, Any]) -> Iterator[list[str]]:
@@ -181,7 +177,7 @@ def model_config(tokenizer: Tokenizer) -> dict[str, Any]:
 
 def save(folder: Path) -> None:
     """A folder that mlx_lm.load takes."""
-    script = load_script()
+    script = load_json("agent_script.json")
     tokenizer = make_tokenizer(script)
     folder.mkdir(parents=True, exist_ok=True)
     mx.save_safetensors(str(folder / "model.safetensors"), make_weights(tokenizer, script), metadata={"format": "mlx"})

@@ -56,7 +56,7 @@ class Caches(Protocol):
 
     @property
     def pads_prompts(self) -> bool:
-        """Whether prompts of several lengths may be computed together."""
+        """True if prompts of several lengths may be computed together."""
         return False
 
     @property
@@ -66,12 +66,12 @@ class Caches(Protocol):
 
     @property
     def is_restoring(self) -> bool:
-        """Whether a request waits for records that advance() takes in."""
+        """True if a request waits for records that advance() takes in."""
         return False
 
     @property
     def is_room_coming(self) -> bool:
-        """Whether a restore holds blocks and ends by itself, such as one that a client has ordered for an agent."""
+        """True if a restore holds blocks and ends by itself, such as one that a client has ordered for an agent."""
         return False
 
     def capacity(self) -> int | None:
@@ -79,7 +79,7 @@ class Caches(Protocol):
         return None
 
     def is_ready(self, sequence: Sequence) -> bool:
-        """Whether open() need not wait for the disk. If it would, the missing records are read from now on, see advance()."""
+        """Return whether open() need not wait for the disk. If it would, advance() reads the missing records from now on."""
         return True
 
     def open(self, sequence: Sequence, others: Collection[Sequence]) -> Opened:

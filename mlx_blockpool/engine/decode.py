@@ -42,7 +42,7 @@ class DecodeBatch:
 
     @property
     def has_first_token_pending(self) -> bool:
-        """Whether a member's first token is computed and not emitted yet."""
+        """True if a member's first token is computed and not emitted yet."""
         return any(member.is_new for member in self.members)
 
     def join(self, sequence: Sequence) -> None:

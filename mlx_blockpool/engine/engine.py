@@ -202,7 +202,7 @@ class BlockPoolBatchEngine:
 
     @property
     def is_blocked(self) -> bool:
-        """Whether next() has nothing to do before something arrives, such as a request or a record from disk."""
+        """True if next() has nothing to do before something arrives, such as a request or a record from disk."""
         return not (self.live or (self.waiting and self._may_admit) or self.caches.is_restoring)
 
     @property

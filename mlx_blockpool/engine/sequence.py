@@ -93,11 +93,11 @@ class Sequence:
 
     @property
     def is_new(self) -> bool:
-        """Whether nothing was generated yet."""
+        """True if nothing was generated yet."""
         return self._produced == 0
 
     def is_choice_beside(self, other: Sequence) -> bool:
-        """Whether both are choices for one prompt."""
+        """Return whether both are choices for one prompt."""
         return self.request.group is not None and self.request.group == other.request.group
 
     def append_token(self, token: int) -> str | None:

@@ -110,7 +110,7 @@ def attach(model: Any, arena: KVArena) -> bool:
 
 
 def batches_padded(model: Any, spec: ModelCacheSpec | None = None) -> bool:
-    """Whether mlx-lm's own padded batch gives the logits of single sequences. (In mlx-lm 0.32.2 gemma2's does not run at all.)
+    """Return whether mlx-lm's own padded batch gives the logits of single sequences. (gemma2's does not run at all.)
 
     `spec`: of a model whose prompts are computed one at a time where it has states.
     """
@@ -120,7 +120,7 @@ def batches_padded(model: Any, spec: ModelCacheSpec | None = None) -> bool:
 
 
 def leaves_padding_out(model: Any) -> bool:
-    """Whether mlx-lm's own batch of prompts of several lengths gives the logits of single sequences. (jamba's does not.)"""
+    """Return whether mlx-lm's batch of prompts of several lengths gives the logits of single sequences. (jamba's does not.)"""
     return _agrees(model, lambda: stock_prompt_cache(model), pads=True)
 
 

@@ -95,13 +95,13 @@ def copy_in(
 
 
 def shares_memory() -> bool:
-    """Whether the processor can write to the device's memory, which saves a copy. Found out by trying."""
+    """Return whether the processor can write to the device's memory, which saves a copy. Found out by trying."""
     return (mx.default_device() == mx.cpu or mx.metal.is_available()) and _is_seen(str(mx.default_device()))
 
 
 @cache
 def _is_seen(device: str) -> bool:
-    """Whether the default device, named by `device`, sees what the processor has written."""
+    """Return whether the default device, named by `device`, sees what the processor has written."""
     array = mx.zeros((1024,))
     mx.eval(array)
     try:

@@ -204,7 +204,7 @@ class GroupBlocks:
         return range(start, start + self.slabs[index])
 
     def can_drop(self, index: int, evicting: int) -> bool:
-        """Whether a slab can be given back: none of its blocks is FIXED, or more than `evicting` (FREE, SURPLUS, EVICTABLE)."""
+        """Return whether a slab can be given back: no block in it is more than `evicting` (FREE, SURPLUS, EVICTABLE)."""
         return self.slabs[index] == self.free.in_slab[index] + sum(self.victims[index][:evicting])
 
     # -- references ----------------------------------------------------------------------------------------------------

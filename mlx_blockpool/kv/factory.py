@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import logging
-import os
 from collections.abc import Iterator
 from itertools import count
 from typing import Any
@@ -14,6 +13,7 @@ from ..config import PoolConfig
 from ..errors import PoolExhaustedError
 from ..plugins import spec_of_model
 from ..spec import ChunkLayer, CompositeLayer, LayerSpec, ModelCacheSpec, StateLayer, WindowLayer
+from ..system import memory_bytes
 from .arena import KVArena
 from .layer_caches import PooledKVCache, PooledRotatingKVCache
 from .parts import PooledCacheList, PooledChunkedKVCache, UnusedKVCache
@@ -101,12 +101,8 @@ def config_of(model: Any) -> dict[str, Any]:
 
 
 def default_pool_bytes() -> int:
-    """Half of the memory that is left once the model is loaded: the device's where it says how much it has."""
-    info = mx.device_info()
-    total = info.get("max_recommended_working_set_size") or info.get("total_memory")
-    if total is None:
-        total = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
-    return max(0, int(total) - mx.get_active_memory()) // 2
+    """Half of the memory that is left once the model is loaded."""
+    return max(0, memory_bytes() - mx.get_active_memory()) // 2
 
 
 def _pooled(sequence: SequenceBlocks, layer: LayerSpec, leaves: Iterator[int]) -> Any:

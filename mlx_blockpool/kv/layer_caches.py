@@ -83,7 +83,7 @@ class PooledLayer(SequenceCache):
         self.offset += 1
 
     def needs_block(self) -> bool:
-        """Whether the next token needs a block that is not reserved for the sequence."""
+        """Return whether the next token needs a block that is not reserved for the sequence."""
         return self.sequence.needs_block(self.place.group, self.next_place())
 
     def trim(self, n: int) -> int:
@@ -387,6 +387,6 @@ class PooledRotatingKVCache(PooledLayer, RotatingKVCache):  # type: ignore[misc]
 
 
 def _is_put_back(caller: FrameType) -> bool:
-    """Whether a model of mlx-lm assigns back what it has just read, to order its evaluation: blocks are written at once."""
+    """Return whether a model of mlx-lm assigns back what it has just read, which orders its evaluation."""
     module: str = caller.f_globals.get("__name__", "")
     return module.startswith("mlx_lm.models.") and module != "mlx_lm.models.cache"

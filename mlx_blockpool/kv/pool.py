@@ -118,7 +118,7 @@ class BlockPool:
         return old
 
     def is_shared(self, table: BlockTable, index: int, token: int) -> bool:
-        """Whether writing from `token` (its place in the block, 0 to 255) on would change what another reader sees."""
+        """Return whether writing from `token` (its place in the block, 0 to 255) on would change what another reader sees."""
         self._drain()
         block = self.groups[table.group].blocks[table.ids[index]]
         return block.ref_count > 1 or token < block.cached_tokens

@@ -92,7 +92,7 @@ class SequenceBlocks:
         self.pool.hand_over(self.tables[group], heir.tables[group])
 
     def claim(self, leaf: int) -> bool:
-        """Whether a second cache of this sequence, for `leaf`, can be made: a fork that is unchanged takes one for each."""
+        """Claim the cache of `leaf` in this fork. Returns False if it has one, or if the fork was written to."""
         if leaf in self._claimed or not self._is_new:
             return False
         self._claimed.add(leaf)
@@ -174,7 +174,7 @@ class SequenceBlocks:
         return self._masks[key]
 
     def needs_block(self, group: int, place: int) -> bool:
-        """Whether a write at token `place` of a table takes a block that is not reserved for it."""
+        """Return whether a write at token `place` of a table takes a block that is not reserved for it."""
         table = self.tables[group]
         index, token = divmod(place, BLOCK_TOKENS)
         return not table.reserved and (index >= len(table) or self.pool.is_shared(table, index, token))

@@ -76,7 +76,7 @@ class Admission:
         return False
 
     def _could_reserve(self, tables: list[BlockTable], counts: list[int]) -> bool:
-        """Whether there might be room if nothing were pinned: if not, no pin needs to be tried."""
+        """Return whether there might be room if nothing were pinned: if not, no pin needs to be tried."""
         if not self.pins:
             return False
         groups = self.pool.counts()

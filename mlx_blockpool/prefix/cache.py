@@ -219,7 +219,7 @@ class PrefixCache:
         return ref
 
     def _has_room(self, sequence: SequenceBlocks, goes_on: bool) -> bool:
-        """Whether a checkpoint of a sequence can be kept; its states take the place of the sequence's own where that ends."""
+        """Return whether a checkpoint can be kept. Where its sequence ends, its states take the place of the sequence's own."""
         if not goes_on:
             sequence.count_states(0)
         states = self.arena.spec.fixed_bytes_per_agent()
@@ -301,7 +301,7 @@ class PrefixCache:
             self.insert(tokens, prompt_cache, cache_type)
 
     def _is_own(self, model: Any) -> bool:
-        """Whether `model` is the one that the first call named."""
+        """Return whether `model` is the one that the first call named."""
         if self._model is None:
             self._model = (model,)
         own: bool = self._model == (model,)

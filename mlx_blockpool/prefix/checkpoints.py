@@ -28,7 +28,7 @@ class WindowSegment(NamedTuple):
 
     @property
     def is_whole_block(self) -> bool:
-        """Whether it is a block of 256 tokens: no longer segment will take its place."""
+        """True if it is a block of 256 tokens: no longer segment will take its place."""
         return self.node.is_full and self.end == self.node.end
 
 
@@ -54,7 +54,7 @@ class WindowCheckpoint:
             node, end = node.parent, node.start
 
     def covers(self, segment: WindowSegment, cut: int, position: int) -> bool:
-        """Whether a record of `segment` that was cut at `cut` has all that the rings at `position` hold of it."""
+        """Return whether a record of `segment` that was cut at `cut` has all that the rings at `position` hold of it."""
         return all(
             max(segment.node.start, cut - size) <= max(segment.node.start, position - size) for size in self.sizes.values()
         )

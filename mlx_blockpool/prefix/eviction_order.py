@@ -92,7 +92,7 @@ class EvictionOrder:
 
 
 def is_superseded(node: Node, checkpoint: Checkpoint) -> bool:
-    """Whether the conversation has gone on to a later checkpoint in place of this one, and no other has begun here."""
+    """Return whether the conversation has gone on to a later checkpoint in place of this one, and no other has begun here."""
     if checkpoint.kind == "system":
         return False
     while not any(_replaces(later, checkpoint) for later in node.residency.checkpoints.values()):
@@ -118,7 +118,7 @@ def octave(position: int) -> int:
 
 
 def _can_be_resumed(node: Node) -> bool:
-    """Whether a checkpoint of this edge is in memory or on disk."""
+    """Return whether a checkpoint of this edge is in memory or on disk."""
     residency = node.residency
     return bool(residency.checkpoints or residency.window_records or residency.state_records)
 

@@ -48,7 +48,7 @@ class Pin:
         return own.union(node.latest for node in self.ref.path)
 
     def is_in(self, nodes: set[Node], end: int) -> bool:
-        """Whether it is a beginning of `end` tokens that lie in these nodes. Its last edge may be part of a longer one now."""
+        """Return whether it is a beginning of `end` tokens in these nodes. Its last edge may be part of a longer one now."""
         return self.ref.tokens <= end and self.ref.path[-1].latest in nodes
 
 
@@ -176,7 +176,7 @@ class KVIndex:
         return self._pins.get(node, ())
 
     def is_pinned(self, node: Node, checkpoint: Checkpoint) -> bool:
-        """Whether a checkpoint of a node must stay."""
+        """Return whether a checkpoint of a node must stay."""
         return any(pin.position == checkpoint.position for pin in self.pins(node))
 
     def pinned_bytes(self, pins: Iterable[Pin]) -> tuple[int, int]:
@@ -321,7 +321,7 @@ class KVIndex:
     # -- figures -------------------------------------------------------------------------------------------------------
 
     def was_evicted(self, parent: Node, edge: bytes) -> bool:
-        """Whether this edge was cached before and was removed."""
+        """Return whether this edge was cached before and was removed."""
         return edge_hash(parent.hash, edge) in self._evicted
 
     def ends(self) -> list[Node]:
@@ -381,7 +381,7 @@ class KVIndex:
         return list(zip(self.full_groups, node.residency.blocks, strict=True)) if node.residency.in_memory else []
 
     def _is_kept(self, owned: Owned) -> bool:
-        """Whether a pin keeps a block: of a full group with its node, of a window with a checkpoint."""
+        """Return whether a pin keeps a block: of a full group with its node, of a window with a checkpoint."""
         pinned = [node for node in self._readers.get(owned, ()) if node in self._pins]
         if not pinned or owned[0] in self.full_groups:
             return bool(pinned)

@@ -185,7 +185,7 @@ class Quotas:
                 self.num_evicted += 1
 
     def _frees(self, owner: str, checkpoint: Checkpoint) -> bool:
-        """Whether anything of the owner's is in it, and nothing of another agent's that only it has."""
+        """Return whether anything of the owner's is in it, and nothing of another agent's that only it has."""
         owners = {owned: self.index.accounting.owner_of(owned) for owned in checkpoint.ring_blocks}
         others = [owned for owned, other in owners.items() if other not in (owner, None)]
         if any(self.index.pool.groups[group].blocks[block].cached_refs == 1 for group, block in others):
@@ -344,5 +344,5 @@ def _end(pin: Pin) -> float:
 
 
 def _is_covered(other: Pin, pin: Pin, nodes: set[Node]) -> bool:
-    """Whether `pin`, in these nodes, keeps for as long all that `other` keeps."""
+    """Return whether `pin`, in these nodes, keeps for as long all that `other` keeps."""
     return other.position == pin.position and _end(other) <= _end(pin) and other.is_in(nodes, pin.ref.tokens)

@@ -23,12 +23,12 @@ def salt_of_import() -> bytes:
 
 
 def is_of_import(salt: bytes) -> bool:
-    """Whether keys and values under this salt may stand on some that came from outside and were not proven."""
+    """Return whether keys and values under this salt may stand on some that came from outside and were not proven."""
     return salt.startswith(_IMPORT)
 
 
 def is_of_one_client(salt: bytes) -> bool:
-    """Whether all that is kept under this salt is one client's. A `cache_salt` may be known to several."""
+    """Return whether all that is kept under this salt is one client's. A `cache_salt` may be known to several."""
     return salt.startswith((_IMPORT, _KEY))
 
 

@@ -302,7 +302,7 @@ class Trie:
 
 
 def _starts_with(node: Node, digest: bytes, size: int) -> bool:
-    """Whether the first `size` tokens of an edge are those that end in the prefix `digest`."""
+    """Return whether the first `size` tokens of an edge are those that end in the prefix `digest`."""
     return node.end - node.start >= size and node.hash_at(node.start + size) == digest
 
 

@@ -212,7 +212,7 @@ class AgentRecords:
             self._agents.remove(name)
 
     def proof(self, share: PathRecords) -> Report:
-        """Whether the files of `share.own` are gone and those of `share.stays` are whole: `clean`."""
+        """Look again: `clean` if the files of `share.own` are gone and those of `share.stays` are whole."""
         with _disk_errors():
             there = {file.path for file in Listing(self.root).records}
             stays = [stay.file for stay in share.stays]

@@ -63,7 +63,7 @@ class Headers:
 
     @property
     def is_whole(self) -> bool:
-        """Whether new notes can be appended to those that were loaded; if not, everything has to be noted again."""
+        """True if new notes can be appended to those that were loaded; if not, everything has to be noted again."""
         return self._whole is not None
 
     def load(self, files: Mapping[str, Stamp]) -> dict[str, Record]:

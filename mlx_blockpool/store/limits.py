@@ -22,7 +22,7 @@ OVER_BUDGET = "over budget"
 
 @dataclass(frozen=True)
 class Acceptance:
-    """Whether the store takes a record. If it does and `is_new`, write() has to follow.
+    """Says whether the store takes a record. If it does and `is_new`, write() has to follow.
 
     refusal:  why it does not; None: it does.
     dropped:  the keys of the records of the same model that have made room.
@@ -85,7 +85,7 @@ class WriteLimits:
         self._retry_at = time.monotonic() + self._config.retry_seconds
 
     def may_retry(self) -> bool:
-        """Whether `retry_seconds` have passed since wait()."""
+        """Return whether `retry_seconds` have passed since wait()."""
         return time.monotonic() >= self._retry_at
 
     def come_back(self) -> None:
@@ -134,7 +134,7 @@ class FolderWatcher:
         return not self.is_looking or not self._passed or self._passed + size <= self.look_bytes
 
     def is_due(self, has_used: bool, at_once: bool) -> bool:
-        """Whether to scan now. `has_used`: files were used here since; `at_once`: the folder was never read yet."""
+        """Return whether to scan now. `has_used`: files were used here since; `at_once`: the folder was never read yet."""
         waited = time.monotonic() - self._begun_at >= self.seconds
         wrote = 0 < self._passed >= self.look_bytes
         return not self.is_looking and (at_once or wrote or (waited and (has_used or self._passed > 0)))

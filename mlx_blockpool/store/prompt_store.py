@@ -10,7 +10,6 @@ import time
 from collections import Counter
 from collections.abc import Collection, Iterable, Sequence
 from concurrent.futures import Future
-from functools import partial
 from typing import Any, TypeGuard
 
 from ..config import StoreConfig
@@ -18,12 +17,12 @@ from .fs import Buffer, Disk, Into
 from .headers import Headers
 from .index import Index
 from .limits import Acceptance, FolderWatcher, WriteLimits
-from .paths import default_folder, describe, folder_of, keys_in, name_of
+from .paths import default_folder, folder_of, keys_in, name_of
 from .quarantine import Quarantine
 from .reader import Reader, RecordData
 from .record import Expected, Key, Record, file_size
 from .scan import Folder, FolderChanges, FolderScanner, RecordChanges
-from .writer import Chore, JobResult, ScanJob, WriteJob, Writer
+from .writer import JobResult, NoteJob, ScanJob, WriteJob, Writer
 
 
 class PromptStore:
@@ -49,11 +48,10 @@ class PromptStore:
         # The last job of each name whose result has not come yet.
         self._jobs: dict[str, WriteJob] = {}
         disk, look_bytes = disk or Disk(), config.store_bytes // 32 if config.look_bytes is None else config.look_bytes
-        self._describe = partial(describe, disk, self.root, namespace, about)
         self._quarantine = Quarantine(disk, self.root, config.quarantine_bytes)
         self._reader = Reader(disk, self.root, self.counts, self._quarantine)
         folder, headers = Folder(disk, self.root), Headers(disk, self.root, namespace)
-        self._scanner = FolderScanner(folder, self._reader, headers, namespace, self._describe)
+        self._scanner = FolderScanner(folder, self._reader, headers, namespace, about)
         self._watcher = FolderWatcher(look_bytes, config.look_seconds)
         self._writer = Writer(folder, headers, config.queue_bytes, config.min_free_bytes)
         self._limits = WriteLimits(config)
@@ -75,11 +73,11 @@ class PromptStore:
         self._quarantine.bound()
         self._apply(changes)
         try:
-            self._describe()
+            self._scanner.describe()
         except OSError as error:
             if _is_of_the_disk(error):
                 self._limits.suspend(error)
-        self._writer.put(Chore(self._scanner.note))
+        self._writer.put(NoteJob(self._scanner))
         return changes.records
 
     def settle(self, keys: Iterable[Key]) -> list[Key]:
@@ -95,7 +93,7 @@ class PromptStore:
     # -- writing -------------------------------------------------------------------------------------------------------
 
     def takes(self) -> bool:
-        """Whether a record of the size that was refused last would be accepted now. Call it before a record is made.
+        """Return whether a record of the size that was refused last would be accepted now. Call it before a record is made.
 
         A refusal is counted.
         """
@@ -134,7 +132,7 @@ class PromptStore:
         self._index.add(name, size)
 
     def _has_room(self, size: int) -> bool:
-        """Whether the writer's queue, and the limit between two scans, have room for this many bytes."""
+        """Return whether the writer's queue, and the limit between two scans, have room for this many bytes."""
         return self._writer.accepts(size) and self._watcher.allows(size)
 
     def drop(self, names: Iterable[str]) -> list[Key]:
@@ -158,7 +156,7 @@ class PromptStore:
     def _take_results(self) -> list[Key]:
         failed: list[Key] = []
         for result in self._writer.poll():
-            if isinstance(result.job, Chore):
+            if isinstance(result.job, NoteJob):
                 continue
             if _is_of_the_disk(result.error):
                 self._limits.suspend(result.error)
@@ -230,7 +228,7 @@ class PromptStore:
         self._watcher.begin()
         if self._limits.is_away:
             self._limits.wait()
-        self._writer.put(ScanJob(lambda: self._scanner.again(used)))
+        self._writer.put(ScanJob(self._scanner, used))
 
     def _take_scanned(self, changes: FolderChanges | None) -> None:
         self._watcher.is_looking = False
@@ -282,7 +280,7 @@ class PromptStore:
         self._unread[key] = time.monotonic() + self.config.retry_seconds
 
     def is_put_off(self, key: Key) -> bool:
-        """Whether it would be of no use to read it now."""
+        """Return whether it would be of no use to read it now."""
         return bool(self._unread) and self._unread.get(key, 0.0) > time.monotonic()
 
     def touch(self, keys: Iterable[Key]) -> None:
@@ -324,5 +322,5 @@ class PromptStore:
 
 
 def _is_of_the_disk(error: BaseException | None) -> TypeGuard[OSError]:
-    """Whether other writes would fail like this one. A directory under the name of one record is in no other record's way."""
+    """Return whether other writes would fail like this one. A directory under the name of a record is in its way alone."""
     return isinstance(error, OSError) and not isinstance(error, IsADirectoryError)

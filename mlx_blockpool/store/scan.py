@@ -20,7 +20,7 @@ from typing import Any, NamedTuple
 from ..errors import BadRecordError
 from .fs import TEMPORARY, Buffer, Disk, Entry, Stamp, write_whole
 from .headers import Headers
-from .paths import KINDS, LEFTOVER_SECONDS, OF_A_MODEL, OF_THE_STORE, described, folder_of, key_of
+from .paths import KINDS, LEFTOVER_SECONDS, OF_A_MODEL, OF_THE_STORE, describe, described, folder_of, key_of
 from .quarantine import ASIDE
 from .reader import Reader
 from .record import SUFFIX, Key, Record
@@ -244,16 +244,20 @@ class RecordChanges:
 
 
 class FolderScanner:
-    """Scans `folder` for the records under `namespace`. `describe` writes down what they belong to, or raises OSError."""
+    """Scans `folder` for the records under `namespace`. `about` is written beside them for people to read."""
 
-    def __init__(self, folder: Folder, reader: Reader, headers: Headers, namespace: str, describe: Callable[[], None]) -> None:
+    def __init__(self, folder: Folder, reader: Reader, headers: Headers, namespace: str, about: dict[str, Any]) -> None:
         self._folder = folder
         self._headers = headers
         self._unnoted: list[tuple[Record, Stamp]] = []
         self._reader = reader
-        self._describe = describe
+        self._about = about
         self._own = folder_of(namespace) + "/"
         self._namespace = namespace
+
+    def describe(self) -> None:
+        """Make the namespace's folder, and write down there what it belongs to. Raises OSError."""
+        describe(self._folder.disk, self._folder.root, self._namespace, self._about)
 
     def first(self) -> FolderChanges:
         """Every file; headers that are not noted are read, several at a time. Raises OSError if the folder cannot be read."""
@@ -288,7 +292,7 @@ class FolderScanner:
         """What has changed since the last scan. `used`: files that this process used meanwhile, the last of them last."""
         self.use(used)
         with suppress(OSError):
-            self._describe()
+            self.describe()
         return self._scan(lambda names: [self._reader.header(self._namespace, name) for name in names])
 
     def _scan(self, read: Callable[[list[str]], list[Record | Exception]]) -> FolderChanges:

@@ -63,7 +63,7 @@ def sign(file: Path, key: bytes) -> None:
 
 
 def is_signed(file: Path, key: bytes) -> bool:
-    """Whether every byte of a file is as it was when it was signed with this key. Raises OSError."""
+    """Return whether every byte of a file is as it was when it was signed with this key. Raises OSError."""
     with file.open("rb") as opened:
         try:
             head = head_of(opened)

@@ -9,13 +9,13 @@ import logging
 import threading
 import time
 from collections import deque
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 from .fs import Buffer
 from .headers import Headers
 from .record import Record, encode
-from .scan import Folder, FolderChanges
+from .scan import Folder, FolderChanges, FolderScanner
 
 log = logging.getLogger(__name__)
 
@@ -32,16 +32,20 @@ class WriteJob:
 
 @dataclass(frozen=True)
 class ScanJob:
-    """Scan the folder for what other processes changed. `take` raises OSError if it cannot be read."""
+    """Scan the folder for what other processes changed. `used`: files that this process used since the last scan."""
 
-    take: Callable[[], FolderChanges]
+    scanner: FolderScanner
+    used: Sequence[str]
 
 
 @dataclass(frozen=True)
-class Chore:
-    """Other work for this thread. A failure is logged and has no further effect."""
+class NoteJob:
+    """Note the headers that the first scan had to read. A failure is logged and has no further effect."""
 
-    act: Callable[[], None]
+    scanner: FolderScanner
+
+
+Job = WriteJob | ScanJob | NoteJob
 
 
 @dataclass(frozen=True)
@@ -53,7 +57,7 @@ class JobResult:
     seen    what a scan has found.
     """
 
-    job: WriteJob | ScanJob | Chore
+    job: Job
     error: BaseException | None = None
     left: int | None = None
     seen: FolderChanges | None = None
@@ -71,7 +75,7 @@ class Writer:
         self.queue_bytes = queue_bytes
         self.min_free_bytes = min_free_bytes
         self.queued_bytes = 0
-        self._jobs: deque[WriteJob | ScanJob | Chore] = deque()
+        self._jobs: deque[Job] = deque()
         self._done: deque[JobResult] = deque()
         self._writing: dict[str, WriteJob] = {}
         self._changed = threading.Condition()
@@ -81,10 +85,10 @@ class Writer:
         self._thread.start()
 
     def accepts(self, size: int) -> bool:
-        """Whether a record of this many bytes may wait with the others."""
+        """Return whether a record of this many bytes may wait with the others."""
         return not self.queued_bytes or self.queued_bytes + size <= self.queue_bytes
 
-    def put(self, job: WriteJob | ScanJob | Chore) -> bool:
+    def put(self, job: Job) -> bool:
         """Pass a job on. False, and nothing happens, if it is a record and too much is waiting."""
         with self._changed:
             if isinstance(job, WriteJob) and job.record is not None:
@@ -142,12 +146,12 @@ class Writer:
                         del self._writing[job.name]
             self._done.append(done)
 
-    def _do(self, job: WriteJob | ScanJob | Chore) -> JobResult:
+    def _do(self, job: Job) -> JobResult:
         try:
             if isinstance(job, ScanJob):
-                return JobResult(job, seen=job.take())
-            if isinstance(job, Chore):
-                job.act()
+                return JobResult(job, seen=job.scanner.again(job.used))
+            if isinstance(job, NoteJob):
+                job.scanner.note()
             elif job.record is None:
                 self.folder.remove(job.name)
                 self.headers.remove(job.name)

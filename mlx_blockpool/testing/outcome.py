@@ -28,7 +28,7 @@ class Result:
 
     @property
     def passed(self) -> bool:
-        """Whether the check passed or did not apply."""
+        """True if the check passed or did not apply."""
         return self.outcome != FAILED
 
     def __str__(self) -> str:

@@ -92,7 +92,7 @@ class StoredCheckpoints:
             self._pending[checkpoint] = node
 
     def is_due(self, now: float) -> bool:
-        """Whether any has something to write at `now`, in seconds of time.monotonic()."""
+        """Return whether any has something to write at `now`, in seconds of time.monotonic()."""
         return next(self._due(now), None) is not None
 
     def next_write(self, now: float) -> CheckpointWrite | None:
@@ -162,7 +162,7 @@ class StoredCheckpoints:
         return None
 
     def _is_near(self, node: Node, position: int) -> bool:
-        """Whether disk has a position to resume at that is near enough for this one to wait."""
+        """Return whether disk has a position to resume at that is near enough for this one to wait."""
         found = self.find(node.path(), position)
         at = 0 if found is None else found[1]
         if self.arena.state_leaves:

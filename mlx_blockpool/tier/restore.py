@@ -172,7 +172,7 @@ class Restores:
         return RestorePlan(match.path, missing, have, min(path[-1].end, match.tokens, at_most) - have) if missing else None
 
     def is_worth_reading(self, plan: RestorePlan) -> bool:
-        """Whether reading it takes less time than computing its tokens, as far as both were measured."""
+        """Return whether reading it takes less time than computing its tokens, as far as both were measured."""
         return self.rates.is_worth_reading(self.size_of(plan), plan.tokens)
 
     def size_of(self, plan: RestorePlan) -> int:
@@ -214,12 +214,12 @@ class Restores:
 
     @property
     def is_stuck(self) -> bool:
-        """Whether restores wait for records and none has arrived for the store's `answer_seconds`."""
+        """True if restores wait for records and none has arrived for the store's `answer_seconds`."""
         return self._is_waiting and self.clock() - self.last_arrival > self.store.config.answer_seconds
 
     @property
     def _is_waiting(self) -> bool:
-        """Whether any restore waits for records. One that has ended only holds its blocks until its request starts."""
+        """True if any restore waits for records. One that has ended only holds its blocks until its request starts."""
         return not all(job.has_ended for job in self.jobs)
 
     def leave_alone(self) -> None:
@@ -312,7 +312,7 @@ class RestoreJob:
 
     @property
     def has_ended(self) -> bool:
-        """Whether every record is in memory, or one could not be read."""
+        """True if every record is in memory, or one could not be read."""
         return not self._left
 
     def advance(self, wait: float = 0.0, seconds: float = 0.0) -> bool:

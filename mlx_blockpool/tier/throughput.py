@@ -66,7 +66,7 @@ class Rates:
         self._restored_at = self._clock()
 
     def is_worth_reading(self, n_bytes: int, tokens: int) -> bool:
-        """Whether this many bytes are read before this many tokens are computed; True if either rate is unmeasured or too old."""
+        """Return whether reading takes no longer than computing; True if either rate is unmeasured or too old."""
         prefill, restore = self._prefill.per_second, self._restore.per_second
         if prefill is None or restore is None or self._is_old():
             return True

@@ -155,7 +155,7 @@ class StoredPrefixes:
         )
 
     def _leads_on(self, node: Node) -> bool | None:
-        """Whether a checkpoint in this node can be reached on disk, writing its partial block if need be. None: not now."""
+        """Write the partial block of a node if need be. Returns whether its checkpoint can be reached on disk; None: not now."""
         if self._is_writable(node) and self._write(node) is None:
             return None
         return node.residency.on_disk

@@ -171,7 +171,7 @@ class CacheFile:
         _check_shapes(spec, self.caches, self.tokens)
 
     def names_weights(self, model: str, weights: str, bits: int | None) -> bool:
-        """Whether its metadata say that it is of these weights and tokens; if they say nothing, compare() it.
+        """Return whether its metadata say that it is of these weights and tokens; if they say nothing, compare() it.
 
         Keys and values of other weights would give wrong replies: a file of others, or of another quantisation, is an error.
         """
@@ -211,7 +211,7 @@ class CacheFile:
         return mark if len(mark) == MARK_BYTES else b""
 
     def is_private(self, names_weights: bool, key: bytes) -> bool:
-        """Whether one agent alone may continue from it: True unless it names its weights and the store with `key` signed it."""
+        """Return whether one agent alone may continue from it: it does not name its weights, or is not signed with `key`."""
         return not (names_weights and is_signed(self.path, key))
 
 

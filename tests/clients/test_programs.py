@@ -17,7 +17,7 @@ import pytest
 from clients.programs import PROGRAMS
 from clients.session import README, settings
 from clients.wire import Exchange
-from mlx_blockpool.demo.agent import load_script
+from mlx_blockpool.demo.conversations import load_json
 
 TESTS = Path(__file__).parent.parent
 NAMES = list(PROGRAMS)
@@ -25,7 +25,7 @@ NAMES = list(PROGRAMS)
 ALONE = ["--net", "--map-root-user", "--pid", "--fork", "--kill-child", "--mount-proc"]
 # Of the tokens that earlier requests of the conversation have brought.
 KNOWN_SHARE = 0.99
-ANSWERS = ["".join(step["answer"]) for step in load_script()["steps"] if "answer" in step]
+ANSWERS = ["".join(step["answer"]) for step in load_json("agent_script.json")["steps"] if "answer" in step]
 
 
 @pytest.mark.parametrize("name", NAMES)

@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import errno
 import threading
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
 
 import pytest
 from store.disks import BrokenDisk, QuickDisk
@@ -46,6 +48,12 @@ def open_writer(folder: Path, disk: Disk, queue_bytes: int = 10**9, min_free_byt
 def job(number: int) -> WriteJob:
     record = make_record((number, number + 1))
     return WriteJob(f"aa/{record.file_name}", record, make_buffers(record), file_size(record))
+
+
+def scan(look: Callable[[], FolderChanges]) -> ScanJob:
+    """A scan by a scanner that does only this."""
+    scanner: Any = SimpleNamespace(again=lambda used: look())
+    return ScanJob(scanner, ())
 
 
 def removal(job: WriteJob) -> WriteJob:
@@ -209,7 +217,7 @@ def test_a_look_is_taken_after_what_was_handed_over_before_it(tmp_path: Path, di
     def fail() -> FolderChanges:
         raise OSError(errno.EIO, "blind")
 
-    for j in (first, ScanJob(take), second, ScanJob(fail)):
+    for j in (first, scan(take), second, scan(fail)):
         assert writer.put(j)
     disk.gate.set()
     assert writer.flush(30)
@@ -268,7 +276,7 @@ def test_whatever_a_job_raises_fails_that_job_alone(
     def fail() -> FolderChanges:
         raise error
 
-    failing, look, after = job(1), ScanJob(fail), job(2)
+    failing, look, after = job(1), scan(fail), job(2)
     writer.put(failing)
     assert writer.flush(30)
     writer.put(look)

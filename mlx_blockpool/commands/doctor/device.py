@@ -46,7 +46,7 @@ def device() -> list[Finding]:
 
 
 def decode() -> list[Finding]:
-    """Whether a step in flight copies slabs, and which decode path is the fastest for agents on one shared prefix."""
+    """Measure whether a step in flight copies slabs, and which decode path is the fastest for agents on one shared prefix."""
     import mlx.core as mx
 
     from ...engine.engine import BlockPoolBatchEngine

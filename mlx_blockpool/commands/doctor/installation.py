@@ -51,7 +51,7 @@ def _fits(needed: Requirement, version: str | None) -> bool:
 
 
 def _names() -> Finding:
-    """Whether mlx-lm has every name that the package imports from it."""
+    """Check that mlx-lm has every name that the package imports from it."""
     missing = []
     for name in mlx_lm_compat.EXPORTS:
         try:
@@ -65,7 +65,7 @@ def _names() -> Finding:
 
 
 def patch_state() -> list[Finding]:
-    """Whether mlx-lm's own server has been patched."""
+    """Report whether mlx-lm's own server has been patched."""
     found = patch.status()
     is_broken = bool({"changed", "missing"} & {found.state, *found.files.values()})
     words = patch.describe(found).splitlines()
@@ -83,8 +83,9 @@ def store_state(folder: Path | None) -> list[Finding]:
     report = store.check(root)
     figures |= {key: report[key] for key in ("records", "bytes", "clean")}
     text = store.describe_check(report).splitlines()[-1]
-    state, advice = ("ok", "") if report["clean"] else ("warning", "mlx-blockpool store check --fix")
-    return [Finding("store", "ok" if state == "ok" else "warning", f"{root}: {text}", advice, figures), _space(free)]
+    if report["clean"]:
+        return [Finding("store", "ok", f"{root}: {text}", figures=figures), _space(free)]
+    return [Finding("store", "warning", f"{root}: {text}", "mlx-blockpool store check --fix", figures), _space(free)]
 
 
 def _space(free: int) -> Finding:
@@ -96,7 +97,7 @@ def _space(free: int) -> Finding:
 
 
 def port_state(port: int) -> list[Finding]:
-    """Whether the server can listen."""
+    """Check that the server can listen."""
     with socket.socket() as probe:
         probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
         try:
@@ -114,7 +115,7 @@ def port_state(port: int) -> list[Finding]:
 
 
 def _is_ours(port: int) -> bool:
-    """Whether it is our server that listens on a port."""
+    """Return whether it is our server that listens on a port."""
     connection = http.client.HTTPConnection(HOST, port, timeout=SECONDS)
     try:
         # It needs no key.
