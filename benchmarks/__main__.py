@@ -1,9 +1,9 @@
-"""Runs the benchmarks, keeps their lines in one file a machine, and draws the plots of the README.
+"""Runs the benchmarks, keeps their lines in one file a machine, draws the plots and writes the figures of the READMEs.
 
-python -m benchmarks                  all of them, into results/, and plots/
+python -m benchmarks                  all of them, into results/, plots/ and the READMEs
 python -m benchmarks cache sessions   some of them
-python -m benchmarks --quick          small sizes; nothing in results/ or plots/ is changed
-python -m benchmarks --draw           only the plots, from what results/ has
+python -m benchmarks --quick          small sizes; no file is changed
+python -m benchmarks --draw           only the plots and the figures in the READMEs, from what results/ has
 """
 
 from __future__ import annotations
@@ -20,12 +20,16 @@ from typing import Any
 
 import mlx.core as mx
 
+from . import figures
 from .plots import draw, latest
 
 FOLDER = Path(__file__).parent
 RESULTS, PLOTS = FOLDER / "results", FOLDER / "plots"
 # The others run for minutes beside a server and are started by themselves.
-NAMES = ("pool", "prefix", "cache", "batch", "shared", "engine", "store", "server", "churn", "sessions", "watching")
+NAMES = (
+    *("pool", "prefix", "cache", "batch", "shared", "engine", "store", "server", "churn"),
+    *("sessions", "sessions_http", "aiperf", "watching"),
+)
 
 
 def machine() -> str:
@@ -58,7 +62,7 @@ def main(arguments: list[str] | None = None) -> int:
     parser = argparse.ArgumentParser(prog="python -m benchmarks", description=(__doc__ or "").partition("\n")[0])
     parser.add_argument("names", nargs="*", metavar="name", help=f"which of {', '.join(NAMES)}; without a name all of them")
     parser.add_argument("--quick", action="store_true", help="small sizes and few rounds; their lines are only printed")
-    parser.add_argument("--draw", action="store_true", help="run nothing and draw the plots")
+    parser.add_argument("--draw", action="store_true", help="run nothing; draw the plots and write the figures")
     parser.add_argument("--machine", default=machine(), help="the name of the file in results/ (default: %(default)s)")
     args = parser.parse_args(arguments)
     if unknown := [name for name in args.names if name not in NAMES]:
@@ -72,6 +76,7 @@ def main(arguments: list[str] | None = None) -> int:
             keep(read(lines), path)
     if not args.quick:
         draw(read(path), PLOTS)
+        figures.write({machine.stem: read(machine) for machine in RESULTS.glob("*.jsonl")})
     return 0 if well else 1
 
 

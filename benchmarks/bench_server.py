@@ -67,12 +67,12 @@ class Server:
         with urllib.request.urlopen(f"http://127.0.0.1:{self.port}{path}", timeout=10) as response:
             return json.loads(response.read())
 
-    def chat(self, messages: list[dict[str, str]], max_tokens: int) -> tuple[str, float, dict[str, Any]]:
+    def chat(self, messages: list[dict[str, str]], max_tokens: int, timeout: float = 600.0) -> tuple[str, float, dict[str, Any]]:
         """Reply, seconds to its first token, usage."""
         body = {"messages": messages, "max_tokens": max_tokens, "stream": True, "stream_options": {"include_usage": True}}
         request = urllib.request.Request(f"http://127.0.0.1:{self.port}/v1/chat/completions", json.dumps(body).encode())
         start, first, text, usage = time.perf_counter(), 0.0, "", {}
-        with urllib.request.urlopen(request, timeout=600) as response:
+        with urllib.request.urlopen(request, timeout=timeout) as response:
             for line in response:
                 if not line.startswith(b"data: {"):
                     continue

@@ -15,10 +15,15 @@ import mlx.core as mx
 
 
 def options(description: str) -> argparse.Namespace:
+    return options_parser(description).parse_args()
+
+
+def options_parser(description: str) -> argparse.ArgumentParser:
+    """The options of every benchmark."""
     parser = argparse.ArgumentParser(description=description)
     parser.add_argument("--quick", action="store_true", help="small sizes and few rounds")
     parser.add_argument("--out", help="append the JSON lines to this file too")
-    return parser.parse_args()
+    return parser
 
 
 def interleave(systems: dict[str, Callable[[], float]], rounds: int) -> dict[str, float]:
@@ -49,8 +54,10 @@ def environment() -> dict[str, str]:
     }
 
 
-def llama(hidden: int, layers: int, heads: int, kv_heads: int, dtype: mx.Dtype = mx.float32, vocab: int = 2048) -> Any:
-    """A llama-type model of mlx-lm with random weights."""
+def llama(
+    hidden: int, layers: int, heads: int, kv_heads: int, dtype: mx.Dtype = mx.float32, vocab: int = 2048, **changes: Any
+) -> Any:
+    """A llama-type model of mlx-lm with random weights. `changes`: more of its configuration."""
     module = importlib.import_module("mlx_lm.models.llama")
     mx.random.seed(0)
     model = module.Model(
@@ -64,6 +71,7 @@ def llama(hidden: int, layers: int, heads: int, kv_heads: int, dtype: mx.Dtype =
                 "num_key_value_heads": kv_heads,
                 "rms_norm_eps": 1e-5,
                 "vocab_size": vocab,
+                **changes,
             }
         )
     )

@@ -39,47 +39,71 @@ class Recorded:
     known: int
 
 
-def recorded(sessions: Iterable[int] | None = None, divisor: int = 1, vocab: int = VOCAB) -> Iterator[Recorded]:
-    """The requests of some sessions (None: all) that begin together and run side by side, each by its own clock.
+@dataclass(frozen=True)
+class Row:
+    """A row of the table. `index`: its number within its session; `shared`: tokens in common with request `parent`."""
 
-    `divisor`: all lengths are divided by it. A request that continues its parent to the end continues its reply too.
-    """
-    chosen = None if sessions is None else set(sessions)
-    rows = [row for row in _rows(divisor) if chosen is None or row["session"] in chosen]
-    children = {(row["session"], row["parent"]): row["index"] for row in rows}
-    heads: dict[tuple[int, int], Tokens] = {}
-    parents: dict[tuple[int, int], Recorded] = {}
-    for row in sorted(rows, key=lambda row: (row["at_s"], row["session"])):
-        rng = np.random.default_rng((row["session"], row["index"]))
-        parent = parents.get((row["session"], row["parent"]))
-        if parent is None:
-            head = (row["tools"], row["system"])
-            known = heads.get(head)
-            base = heads.setdefault(head, np.random.default_rng(head).integers(0, vocab, sum(head), np.int32))
-            length = 0 if known is None else min(len(known), row["prompt"] - 1)
-        else:
-            whole = row["shared"] + GRAIN // divisor >= len(parent.prompt)
-            base = np.concatenate([parent.prompt, parent.output]) if whole else parent.prompt[: row["shared"]]
-            length = min(len(base), row["prompt"] - 1)
-        base = base[: row["prompt"]]
-        prompt = np.concatenate([base, rng.integers(0, vocab, row["prompt"] - len(base), np.int32)])
-        output = rng.integers(0, vocab, row["output"], np.int32)
-        request = Recorded(row["session"], row["at_s"], prompt, output, row["tools"] + row["system"], length)
-        parents[row["session"], row["index"]] = request
-        if children.get((row["session"], row["parent"])) == row["index"]:
-            parents.pop((row["session"], row["parent"]), None)
-        yield request
+    session: int
+    index: int
+    at: float
+    parent: int
+    shared: int
+    prompt: int
+    output: int
+    tools: int
+    system: int
+
+    @property
+    def key(self) -> tuple[int, int]:
+        return self.session, self.index
+
+    @property
+    def parent_key(self) -> tuple[int, int]:
+        return self.session, self.parent
 
 
-def _rows(divisor: int) -> Iterator[dict[str, Any]]:
+def rows(divisor: int = 1, sessions: Iterable[int] | None = None) -> list[Row]:
+    """The rows of some sessions (None: all) that begin together, by time. All lengths are divided by `divisor`."""
+    chosen, found = None if sessions is None else set(sessions), []
     count: dict[int, int] = defaultdict(int)
     with TABLE.open() as file:
         for row in csv.DictReader(file):
             session = int(row["session"])
             sizes = {name: int(row[name]) // divisor for name in ("shared", "prompt", "output", "tools", "system")}
             sizes |= {name: max(1, sizes[name]) for name in ("prompt", "output")}
-            yield {"session": session, "index": count[session], "at_s": float(row["at_s"]), "parent": int(row["parent"]), **sizes}
+            if chosen is None or session in chosen:
+                found.append(Row(session, count[session], float(row["at_s"]), int(row["parent"]), **sizes))
             count[session] += 1
+    return sorted(found, key=lambda row: (row.at, row.session))
+
+
+def recorded(sessions: Iterable[int] | None = None, divisor: int = 1, vocab: int = VOCAB) -> Iterator[Recorded]:
+    """The requests of rows(), as tokens. A request that continues its parent to the end continues its reply too."""
+    chosen = rows(divisor, sessions)
+    # The last one that needs its parent's tokens.
+    children = {row.parent_key: row.index for row in sorted(chosen, key=lambda row: row.key)}
+    heads: dict[tuple[int, int], Tokens] = {}
+    parents: dict[tuple[int, int], Recorded] = {}
+    for row in chosen:
+        rng = np.random.default_rng(row.key)
+        parent = parents.get(row.parent_key)
+        if parent is None:
+            head = (row.tools, row.system)
+            known = heads.get(head)
+            base = heads.setdefault(head, np.random.default_rng(head).integers(0, vocab, sum(head), np.int32))
+            length = 0 if known is None else min(len(known), row.prompt - 1)
+        else:
+            whole = row.shared + GRAIN // divisor >= len(parent.prompt)
+            base = np.concatenate([parent.prompt, parent.output]) if whole else parent.prompt[: row.shared]
+            length = min(len(base), row.prompt - 1)
+        base = base[: row.prompt]
+        prompt = np.concatenate([base, rng.integers(0, vocab, row.prompt - len(base), np.int32)])
+        output = rng.integers(0, vocab, row.output, np.int32)
+        request = Recorded(row.session, row.at, prompt, output, row.tools + row.system, length)
+        parents[row.key] = request
+        if children.get(row.parent_key) == row.index:
+            parents.pop(row.parent_key, None)
+        yield request
 
 
 class Blocks:

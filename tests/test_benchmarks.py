@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import importlib
+import re
 import sys
 from pathlib import Path
 from types import ModuleType
+from typing import Any
 
 import pytest
-from documents import ROOT, section
+from documents import ROOT, TEXTS
 
 BENCHMARKS = ROOT / "benchmarks"
 SESSIONS = (10, 11)
@@ -33,12 +35,28 @@ def runner() -> ModuleType:
     return imported("benchmarks.__main__", ROOT)
 
 
-def test_the_table_of_sessions_has_the_figures_of_the_results(runner: ModuleType) -> None:
-    lines = section("benchmarks/README.md", "Recorded sessions").splitlines()
-    kinds = ("| full", "| window", "| hybrid")
-    table = [[cell.strip() for cell in line.split("|")[1:-1]] for line in lines if line.startswith(kinds)]
-    assert table == imported("benchmarks.plots", ROOT).session_table(runner.read(BENCHMARKS / "results/cpu-xeon-2core.jsonl"))
-    assert {row[0] for row in table} == {"full", "window", "hybrid"}
+def test_the_figures_of_the_readmes_are_those_of_the_results(runner: ModuleType) -> None:
+    machines = {path.stem: runner.read(path) for path in (BENCHMARKS / "results").glob("*.jsonl")}
+    figures = imported("benchmarks.figures", ROOT).Figures(machines)
+    for document, first in (("README.md", True), ("benchmarks/README.md", False)):
+        assert figures.written(TEXTS[document], first) == TEXTS[document]
+    assert len(set(re.findall("<!-- (?:end of )?.* -->", TEXTS["benchmarks/README.md"]))) == 6
+
+
+def test_every_plot_is_drawn_and_shown(runner: ModuleType) -> None:
+    shown = set(re.findall(r"!\[.*\]\(plots/(.*)\.svg\)", TEXTS["benchmarks/README.md"]))
+    drawn = {path.stem for path in (BENCHMARKS / "plots").iterdir()}
+    assert shown == drawn <= set(imported("benchmarks.plots", ROOT).PLOTS)
+
+
+def test_a_figure_of_another_machine_names_it(runner: ModuleType) -> None:
+    module = imported("benchmarks.figures", ROOT)
+    row = module.Row("step", "b", ("x", "y"), "{ours_ms:.1f} ms", "{stock_ms:.1f} ms", "{times_ms:.1f}x")
+    x, y = ({"bench": "b", "case": case, "ours_ms": 2, "stock_ms": 5, "device": "Z80"} for case in "xy")
+    assert module.Figures({module.MACHINE: [x]}).row(row) == []
+    assert module.Figures({module.MACHINE: [x, y]}).row(row) == ["step", "2.0 ms / 2.0 ms", "5.0 ms / 5.0 ms", "2.5x / 2.5x"]
+    newer = {**x, "ours_ms": 1, "device": "6502"}
+    assert module.Figures({"a": [x, y], module.MACHINE: [newer]}).row(row)[:2] == ["step (Z80)", "1.0 ms / 2.0 ms"]
 
 
 def test_a_later_line_of_a_case_takes_the_place_of_an_earlier_one(runner: ModuleType, tmp_path: Path) -> None:
@@ -81,3 +99,46 @@ def test_the_order_of_eviction_is_between_plain_lru_and_the_optimum(bench: Modul
     plain, optimum = bench.PlainLRU(blocks, capacity).reuse(), bench.Optimum(blocks, capacity).reuse()
     assert plain <= ours
     assert 0.9 * optimum <= ours <= blocks.known
+
+
+class Echo:
+    """Stands for a server that has cached all of a prompt's beginning that it has seen, in tokens of a mark or a word."""
+
+    def __init__(self, broken: bool = False) -> None:
+        self.broken = broken
+        self.seen: list[list[str]] = []
+
+    def chat(self, messages: list[dict[str, str]], max_tokens: int, timeout: float) -> tuple[str, float, dict[str, Any]]:
+        if self.broken:
+            raise TimeoutError("no token")
+        parts = [[f"<{message['role']}>", *message["content"].split(), "<end>"] for message in messages]
+        prompt = [*(word for part in parts for word in part), "<assistant>"]
+        shared = [next((n for n, (a, b) in enumerate(zip(prompt, old, strict=False)) if a != b), len(old)) for old in self.seen]
+        reply = [f"w{len(self.seen)}"] * max_tokens
+        self.seen.append([*prompt, *reply])
+        usage = {"prompt_tokens": len(prompt), "prompt_tokens_details": {"cached_tokens": max(shared, default=0)}}
+        return " ".join(reply), 0.1, usage
+
+
+def replayed(server: Echo) -> tuple[list[Any], Any]:
+    module = imported("bench_sessions_http", BENCHMARKS)
+    requests = module.rows(DIVISOR, SESSIONS)
+    client = module.Client(server, requests, 1e9, module.GRAIN // DIVISOR)
+    for row in requests:
+        client.send(row)
+    return requests, client
+
+
+def test_requests_over_http_have_the_recorded_lengths_and_beginnings() -> None:
+    requests, client = replayed(Echo())
+    assert not client.failures
+    turns = [(row, client.turns[row.key]) for row in requests]
+    assert [turn for row, turn in turns if turn.prompt_tokens != row.prompt] == []
+    # Marks around what is known may be known too: the one behind it, and the next one before.
+    assert {turn.cached - turn.known for _, turn in turns} <= {0, 1, 2}
+
+
+def test_requests_without_a_reply_are_counted() -> None:
+    requests, client = replayed(Echo(broken=True))
+    assert client.failures == ["TimeoutError: no token"] * len(requests)
+    assert not any(turn.reply for turn in client.turns.values())

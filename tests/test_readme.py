@@ -129,6 +129,7 @@ def test_every_command_is_one_that_a_test_runs() -> None:
         ".venv/bin/mlx_lm.server",
         ".venv/bin/python benchmarks/bench_",
         ".venv/bin/python -m benchmarks --quick ",
+        ".venv/bin/aiperf profile",
         ".venv/bin/python -m mlx_blockpool.demo.",
     )
     assert [c for c in COMMANDS if not c.startswith(tested)] == []
@@ -373,6 +374,16 @@ def test_benchmarks_run(command: str) -> None:
     ran = subprocess.run(installed(command), capture_output=True, text=True, cwd=ROOT)
     assert ran.returncode == 0, ran.stderr
     assert all(json.loads(line)["bench"] for line in ran.stdout.splitlines())
+
+
+@pytest.mark.thorough
+@pytest.mark.skipif(not (BIN / "aiperf").exists(), reason="needs the extra bench")
+def test_aiperf_measures_the_server(port: int, tmp_path: Path) -> None:
+    (command,) = (c for c in COMMANDS if "aiperf" in c and "pip" not in c)
+    ran = subprocess.run([*installed(command.replace("8080", str(port))), "--artifact-dir", str(tmp_path)], cwd=ROOT)
+    assert ran.returncode == 0
+    (exported,) = tmp_path.rglob("profile_export_aiperf.json")
+    assert json.loads(exported.read_text())["request_count"]["avg"] == 20
 
 
 def test_hooks_are_those_of_the_package() -> None:
