@@ -196,6 +196,20 @@ class KVEventsConfig:
     queued: int = 100_000  # messages that wait for a slow subscriber
 
 
+@dataclass(frozen=True)
+class ServerConfig:
+    """Everything that a server is started with beside its default model."""
+
+    engine: EngineConfig = EngineConfig()
+    pool: PoolConfig = PoolConfig()
+    store: StoreConfig | None = None  # None: nothing is kept on disk
+    models: ModelsConfig = ModelsConfig()
+    access: AccessConfig = AccessConfig()
+    prompts: PromptConfig = PromptConfig()
+    images: ImageConfig = ImageConfig()
+    kv_events: KVEventsConfig | None = None  # None: no events are published
+
+
 def parse_seconds(text: str) -> float:
     """'30s', '15m', '2h' or '90' in seconds. Raises BlockpoolError on anything else."""
     found = re.fullmatch(r"(\d+(?:\.\d*)?)\s*([smh]?)", text.strip().lower())

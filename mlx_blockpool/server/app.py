@@ -16,7 +16,7 @@ from typing import Any
 
 from mlx_lm.utils import maybe_set_recommended_wired_limit
 
-from ..config import AccessConfig, EngineConfig, ImageConfig, PromptConfig
+from ..config import AccessConfig, EngineConfig
 from ..demo import model_path
 from ..errors import BlockpoolError
 from ..mlx_lm_compat import rebind, run_http_server, server_main
@@ -141,7 +141,7 @@ def _server_class(generator: BlockpoolGenerator, host: str) -> type[BlockpoolHTT
 def check_default(model_provider: BlockpoolModelProvider) -> None:
     """Check the files of the default model, and download missing ones. Raises BlockpoolError if it cannot be served."""
     args = model_provider.cli_args
-    config = options.models_config(args)
+    config = options.server_config(args).models
     catalog = Catalog(model_provider, config)
     try:
         if catalog.default is not None:
@@ -160,19 +160,9 @@ def make_generator(model_provider: BlockpoolModelProvider) -> BlockpoolGenerator
     for description in normalisers.descriptions():
         logging.info("prompts are normalised by %s (--normalise none: by nothing)", description)
     prompts = {} if args.warm_up is None else read_prompts(args.warm_up)
-    kv_events = options.kv_events_config(args)
-    publisher = None if kv_events is None else KVPublisher(kv_events)
-    generator = BlockpoolGenerator(
-        model_provider,
-        options.engine_config(args),
-        options.pool_config(args),
-        options.store_config(args),
-        normalisers,
-        options.models_config(args),
-        AccessPolicy(options.access_config(args)),
-        PromptConfig(template_kwargs=args.allow_template_kwargs),
-        ImageConfig(args.allow_image_hosts),
-    )
+    config = options.server_config(args)
+    publisher = None if config.kv_events is None else KVPublisher(config.kv_events)
+    generator = BlockpoolGenerator(model_provider, config, normalisers)
     generator.registry.catalog.log_names()
     if publisher is not None:
         generator.kv_events = publisher.start(generator.registry.log, lambda: held(generator))

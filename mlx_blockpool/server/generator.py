@@ -15,7 +15,7 @@ from typing import Any
 
 import mlx.core as mx
 
-from ..config import EngineConfig, ImageConfig, ModelsConfig, PoolConfig, PromptConfig, StoreConfig
+from ..config import ServerConfig
 from ..engine.stock import GuardedPromptCache
 from ..errors import BlockpoolError, LoadError, UnavailableError
 from ..mlx_lm_compat import ResponseGenerator
@@ -67,19 +67,9 @@ class BlockpoolGenerator(ResponseGenerator):  # type: ignore[misc]
     model_provider: BlockpoolModelProvider
     model: LoadedModel | None = None
 
-    def __init__(
-        self,
-        model_provider: BlockpoolModelProvider,
-        config: EngineConfig,
-        pool: PoolConfig,
-        store: StoreConfig | None,
-        normalisers: Normalisers,
-        models: ModelsConfig,
-        access: AccessPolicy,
-        prompts: PromptConfig,
-        images: ImageConfig,
-    ) -> None:
-        self.access = access
+    def __init__(self, model_provider: BlockpoolModelProvider, config: ServerConfig, normalisers: Normalisers) -> None:
+        store = config.store
+        self.access = AccessPolicy(config.access)
         self.explanations = Explanations()
         self.maps = CacheMaps(self)
         self.hour = Hour()
@@ -90,15 +80,15 @@ class BlockpoolGenerator(ResponseGenerator):  # type: ignore[misc]
         self.normalisers = normalisers
         self.responses = KeptResponses()
         self.spool = Spool.of(store)
-        self.health = Health(config.stall_seconds)
+        self.health = Health(config.engine.stall_seconds)
         self.hang_ups = HangUps()
-        self.registry = ModelRegistry(model_provider, config, pool, store, models)
+        self.registry = ModelRegistry(model_provider, config)
         self.snapshots = Snapshots(self)
-        self.prompts = PromptWorkers(prompts)
-        self.pixels = ByteBudget(images.pixel_bytes)
-        self.preparation = PromptPreparation(self.prompts, images, self.registry)
+        self.prompts = PromptWorkers(config.prompts)
+        self.pixels = ByteBudget(config.images.pixel_bytes)
+        self.preparation = PromptPreparation(self.prompts, config.images, self.registry)
         self._order = Turns()
-        self._config = config
+        self._config = config.engine
         self._reported = 0.0
         self._started: Queue[Exception | None] = Queue()
         super().__init__(model_provider, SequentialCache(GuardedPromptCache()))

@@ -16,7 +16,7 @@ from typing import Any
 import mlx.core as mx
 from mlx_lm.generate import StopSequences
 
-from ..config import EngineConfig, PoolConfig, StoreConfig
+from ..config import ServerConfig, StoreConfig
 from ..engine.caches import PooledCaches
 from ..engine.engine import BlockPoolBatchEngine
 from ..engine.opening import open_pooled
@@ -62,15 +62,7 @@ class LoadedModel:
     events:        the server's log of events.
     """
 
-    def __init__(
-        self,
-        key: ModelKey,
-        provider: BlockpoolModelProvider,
-        engine: EngineConfig,
-        pool: PoolConfig,
-        store: StoreConfig | None,
-        events: ModelEvents,
-    ) -> None:
+    def __init__(self, key: ModelKey, provider: BlockpoolModelProvider, config: ServerConfig, events: ModelEvents) -> None:
         self.key = key
         self.provider = provider
         self.events = events
@@ -85,7 +77,7 @@ class LoadedModel:
         self.ready = self.used = time.monotonic()
         self.spent = 0.0
         self.report: dict[str, Any] = {"backend": None}
-        self._engine_config, self._pool_config, self._store_config = engine, pool, store
+        self._config = config
         self._spec: ModelCacheSpec | None = None
         self._drafted: DraftedPrefix | None = None
         self.hashing: WeightsHash | None = None
@@ -104,7 +96,7 @@ class LoadedModel:
         if provider.cli_args.kv_bits is None:
             self._spec = describe(provider.model, provider.config, provider.name)
         if pool_bytes is not None and self._spec is not None:
-            config = replace(self._pool_config, preallocate=False)
+            config = replace(self._config.pool, preallocate=False)
             BlockPool(self._spec, pool_bytes - state_share(self._spec, pool_bytes, config), config)
 
     def read(self, piece_bytes: int) -> Iterator[None]:
@@ -115,7 +107,7 @@ class LoadedModel:
 
     def begin_hashing(self) -> WeightsHash | None:
         """Begin to hash the weights in a thread, if the model will have a store. close() stops it."""
-        provider, config = self.provider, self._store_config
+        provider, config = self.provider, self._config.store
         if config is not None and self._spec is not None and provider.draft_model is None:
             self.hashing = WeightsHash(provider.folder, provider.adapter_folder, provider.stamps, digests_of(config))
         return self.hashing
@@ -136,7 +128,7 @@ class LoadedModel:
         self.ready = self.used = time.monotonic()
 
     def _open_caches(self, pool_bytes: int) -> None:
-        provider, spec, config = self.provider, self._spec, self._pool_config
+        provider, spec, config = self.provider, self._spec, self._config.pool
         stock = self.sequential.stock
         if spec is not None and provider.draft_model is not None:
             self._drafted = open_drafted(provider, spec, pool_bytes, config)
@@ -153,7 +145,7 @@ class LoadedModel:
     def _open_pooled(self, spec: ModelCacheSpec, pool_bytes: int) -> None:
         store = self._open_store(spec)
         try:
-            self.caches = open_pooled(self.provider.model, spec, pool_bytes, self._pool_config, store)
+            self.caches = open_pooled(self.provider.model, spec, pool_bytes, self._config.pool, store)
         except Exception:
             # Nothing else refers to the store's threads.
             if store is not None:
@@ -166,11 +158,11 @@ class LoadedModel:
 
     def _open_store(self, spec: ModelCacheSpec) -> PromptStore | None:
         provider = self.provider
-        if self._store_config is None:
+        if self._config.store is None:
             return None
         try:
             provider.weights_name = weights = None if self.hashing is None else self.hashing.result()
-            store = open_store(self._store_config, provider.folder, provider.adapter_folder, spec, provider.name, weights)
+            store = open_store(self._config.store, provider.folder, provider.adapter_folder, spec, provider.name, weights)
             # Before the store is opened, so that its budget spares pinned records.
             self.agents = ServedAgents(provider.name, store)
             self._spare_pinned(store)
@@ -192,7 +184,7 @@ class LoadedModel:
     def open_engine(self) -> None:
         """Open an engine, if the model runs with one and has none."""
         if self.engine is None and self.caches is not None:
-            self.engine = BlockPoolBatchEngine(self.provider.model, self.caches, self._engine_config)
+            self.engine = BlockPoolBatchEngine(self.provider.model, self.caches, self._config.engine)
 
     def close_engine(self) -> None:
         if self.engine is not None:
@@ -201,7 +193,7 @@ class LoadedModel:
 
     def close(self) -> None:
         """Write all that is not on disk yet, within the store's time to flush, and free all memory. No caches are in use."""
-        config = self._store_config or StoreConfig()
+        config = self._config.store or StoreConfig()
         until = time.monotonic() + config.flush_seconds
         self.close_engine()
         if self.hashing is not None:
@@ -225,7 +217,7 @@ class LoadedModel:
     @property
     def positions(self) -> int | None:
         """The most positions of a prompt and its reply; None: no known limit."""
-        given = self._engine_config.max_positions
+        given = self._config.engine.max_positions
         return positions_of(self.provider.config) if given is None else given or None
 
     def capacity(self) -> int | None:

@@ -14,9 +14,12 @@ from ..config import (
     WHAT_FITS,
     AccessConfig,
     EngineConfig,
+    ImageConfig,
     KVEventsConfig,
     ModelsConfig,
     PoolConfig,
+    PromptConfig,
+    ServerConfig,
     StoreConfig,
     parse_bytes,
     parse_seconds,
@@ -175,42 +178,38 @@ CHANGED_OPTIONS: dict[str, dict[str, Any]] = {
 # -- configs -----------------------------------------------------------------------------------------------------------
 
 
-def engine_config(args: Any) -> EngineConfig:
-    return EngineConfig(
-        prefill_tokens=args.prefill_step_size,
-        prefill_rows=args.prompt_concurrency,
-        decode_share=args.decode_share,
-        max_members=args.decode_concurrency,
-        max_positions=args.max_positions,
-        wired_bytes=args.wired_limit,
-    )
-
-
-def pool_config(args: Any) -> PoolConfig:
-    return PoolConfig(
-        args.pool_bytes or args.prompt_cache_bytes,
-        args.preallocate,
-        decode_path=args.decode_path,
-        agent_bytes=args.agent_bytes,
-        anonymous_bytes=args.anonymous_bytes,
-    )
-
-
-def store_config(args: Any) -> StoreConfig | None:
-    """None: nothing is kept on disk."""
-    if args.no_store:
-        return None
-    return StoreConfig(args.store_dir, args.store_bytes, args.store_bits, model_bytes=args.store_model_bytes)
-
-
-def models_config(args: Any) -> ModelsConfig:
-    return ModelsConfig(
-        max_models=args.max_models,
-        patience_seconds=args.swap_patience,
-        idle_seconds=args.idle_unload,
-        allowed=args.allow_models,
-        downloads=args.allow_downloads,
-        aliases=args.model_aliases,
+def server_config(args: Any) -> ServerConfig:
+    """Raises BlockpoolError for options that do not go together."""
+    store = StoreConfig(args.store_dir, args.store_bytes, args.store_bits, model_bytes=args.store_model_bytes)
+    return ServerConfig(
+        EngineConfig(
+            prefill_tokens=args.prefill_step_size,
+            prefill_rows=args.prompt_concurrency,
+            decode_share=args.decode_share,
+            max_members=args.decode_concurrency,
+            max_positions=args.max_positions,
+            wired_bytes=args.wired_limit,
+        ),
+        PoolConfig(
+            args.pool_bytes or args.prompt_cache_bytes,
+            args.preallocate,
+            decode_path=args.decode_path,
+            agent_bytes=args.agent_bytes,
+            anonymous_bytes=args.anonymous_bytes,
+        ),
+        None if args.no_store else store,
+        ModelsConfig(
+            max_models=args.max_models,
+            patience_seconds=args.swap_patience,
+            idle_seconds=args.idle_unload,
+            allowed=args.allow_models,
+            downloads=args.allow_downloads,
+            aliases=args.model_aliases,
+        ),
+        access_config(args),
+        PromptConfig(template_kwargs=args.allow_template_kwargs),
+        ImageConfig(args.allow_image_hosts),
+        kv_events_config(args),
     )
 
 

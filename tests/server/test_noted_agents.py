@@ -12,7 +12,7 @@ import pytest
 from models import save_model
 from store.stores import open_store
 
-from mlx_blockpool.config import EngineConfig, PoolConfig, StoreConfig
+from mlx_blockpool.config import ServerConfig, StoreConfig
 from mlx_blockpool.prefix.trie import PrefixRef
 from mlx_blockpool.server import model as model_module
 from mlx_blockpool.server.agents.conversation_id import is_conversation_id
@@ -119,7 +119,7 @@ def test_the_store_and_the_notes_of_a_model_have_one_time_to_be_written(
     monkeypatch.setattr(model_module, "time", SimpleNamespace(monotonic=lambda: now[0]))
     provider: Any = SimpleNamespace(cli_args=SimpleNamespace(prompt_cache_size=10), reset=lambda: None)
     events = EventLog().of("m")
-    loaded = LoadedModel(ModelKey("m"), provider, EngineConfig(), PoolConfig(), StoreConfig(flush_seconds=3.0), events)
+    loaded = LoadedModel(ModelKey("m"), provider, ServerConfig(store=StoreConfig(flush_seconds=3.0)), events)
     monkeypatch.setattr(loaded, "prefix", SimpleNamespace(close=lambda: now.insert(0, now[0] + taken)))
     monkeypatch.setattr(loaded, "agents", SimpleNamespace(close=given.append))
     loaded.close()

@@ -13,7 +13,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from thorough import tried
 
-from mlx_blockpool.config import EngineConfig, ModelsConfig, PoolConfig
+from mlx_blockpool.config import ModelsConfig, PoolConfig, ServerConfig
 from mlx_blockpool.server.models import registry as registry_module
 from mlx_blockpool.server.models.provider import ModelKey
 from mlx_blockpool.server.models.queue import ModelQueue, ModelUsage, Plan
@@ -174,7 +174,7 @@ class World:
         self.clock = Clock()
         config = ModelsConfig(max_models=max_models, patience_seconds=patience, linger_seconds=0.0, idle_seconds=idle)
         template: Any = types.SimpleNamespace(default_key=lambda: None, cli_args=types.SimpleNamespace(draft_model=None))
-        self.registry = ModelRegistry(template, EngineConfig(), PoolConfig(10**6), None, config)  # type: ignore[arg-type]
+        self.registry = ModelRegistry(template, ServerConfig(pool=PoolConfig(10**6), models=config))  # type: ignore[arg-type]
         self.queue = self.registry.queue = ModelQueue(patience, 0.0, self.clock, DRAIN)
         self.registry.make = lambda key: FakeModel(key, self.clock)  # type: ignore[assignment, return-value]
         self.started: list[tuple[ModelKey, int, float]] = []

@@ -17,7 +17,7 @@ from mlx_lm import load
 from mlx_lm.tuner.utils import linear_to_lora_layers
 from models import save_model
 
-from mlx_blockpool.config import EngineConfig, ModelsConfig, PoolConfig
+from mlx_blockpool.config import ModelsConfig, ServerConfig
 from mlx_blockpool.server.generator import BlockpoolGenerator
 from mlx_blockpool.server.health import Health
 from mlx_blockpool.server.model import LoadedModel
@@ -255,7 +255,7 @@ def test_an_adapter_makes_another_model_of_the_same_folder(two: tuple[Path, Path
 def test_pools_are_shares_of_what_is_free_where_no_size_is_given(monkeypatch: pytest.MonkeyPatch) -> None:
     """Of 100, the first model takes 20: its pool may take a quarter of the rest, the second's half of what that leaves."""
     template: Any = types.SimpleNamespace(default_key=lambda: None, cli_args=types.SimpleNamespace(draft_model=None))
-    registry = ModelRegistry(template, EngineConfig(), PoolConfig(), None, ModelsConfig(max_models=2))  # type: ignore[arg-type]
+    registry = ModelRegistry(template, ServerConfig(models=ModelsConfig(max_models=2)))  # type: ignore[arg-type]
     active = [20]
     monkeypatch.setattr("mlx_blockpool.server.models.registry.default_pool_bytes", lambda: (100 - active[0]) // 2)
     assert registry.share() == 20

@@ -15,7 +15,7 @@ from typing import Any
 import mlx.core as mx
 
 from ... import system
-from ...config import EngineConfig, ModelsConfig, PoolConfig, StoreConfig
+from ...config import ServerConfig
 from ...errors import BadModelError, LoadError, ModelNotFoundError
 from ...kv.factory import default_pool_bytes
 from ..live.log import EventLog, ModelEvents
@@ -54,19 +54,12 @@ class ModelRegistry:
     failures:  by key, why a model could not be loaded, and until when it is not tried again.
     """
 
-    def __init__(
-        self,
-        template: BlockpoolModelProvider,
-        engine: EngineConfig,
-        pool: PoolConfig,
-        store: StoreConfig | None,
-        config: ModelsConfig,
-    ) -> None:
+    def __init__(self, template: BlockpoolModelProvider, server: ServerConfig) -> None:
         self.template = template
-        self.config = config
+        self.config = config = server.models
         self.catalog = Catalog(template, config)
         self.queue = ModelQueue(config.patience_seconds, drain=max(config.patience_seconds, config.drain_seconds))
-        self.own_bytes = None if pool.pool_bytes is None else pool.pool_bytes // config.max_models
+        self.own_bytes = None if server.pool.pool_bytes is None else server.pool.pool_bytes // config.max_models
         self.piece_bytes = config.piece_bytes
         self.loaded: dict[ModelKey, LoadedModel] = {}
         self.swap: ModelSwap | None = None
@@ -75,7 +68,7 @@ class ModelRegistry:
         self.counts = Counter(loads=0, unloads=0, swaps=0, failures=0)
         self.sizes: dict[ModelKey, int] = {}
         self.failures: dict[ModelKey, tuple[Exception, float]] = {}
-        self._configs = engine, pool, store
+        self._server = server
         # Commands to unload, and when they arrived.
         self._unloads: list[tuple[LoadCommand, float]] = []
 
@@ -129,7 +122,7 @@ class ModelRegistry:
     # -- changes -------------------------------------------------------------------------------------------------------
 
     def make(self, key: ModelKey) -> LoadedModel:
-        return LoadedModel(key, BlockpoolModelProvider(self.template.cli_args), *self._configs, self.events_of(key))
+        return LoadedModel(key, BlockpoolModelProvider(self.template.cli_args), self._server, self.events_of(key))
 
     def add(self, model: LoadedModel) -> None:
         self.loaded = {**self.loaded, model.key: model}
