@@ -15,7 +15,7 @@ from ..messages import SYSTEM, Message, text_of
 from ..prefix.lookup import SHOWN, Lookup
 from ..prefix.trie import common_prefix
 from .normalise import LAST, Normalisers, RememberedReply
-from .prompts.templates import REFUSED, rendered
+from .prompts.templates import REFUSED, Template
 
 # Tokens before the first different one that are decoded to find the beginning of its line.
 BEFORE = 128
@@ -176,7 +176,7 @@ def tools_stand_behind(tokenizer: Any) -> bool:
     function = {"name": tool, "description": "", "parameters": {"type": "object", "properties": {}}}
     tools = [{"type": "function", "function": function}]
     try:
-        text = rendered(tokenizer, messages, tools, add_generation_prompt=False)
+        text = Template(tokenizer, tools, {}).text(messages, add_generation_prompt=False)
     except (*REFUSED, AttributeError):
         return False
     return 0 <= text.find(system) < text.find(tool)

@@ -13,6 +13,7 @@ from transformers import PreTrainedTokenizerFast
 
 from mlx_blockpool.messages import Replayed
 from mlx_blockpool.server.prompts.replay import Replay
+from mlx_blockpool.server.prompts.templates import Template
 
 TOOLS: Any = [{"type": "function", "function": {"name": "look", "description": "", "parameters": {"type": "object"}}}]
 CALL: Any = {"id": "1", "type": "function", "function": {"name": "look", "arguments": {"at": "pool"}}}
@@ -86,7 +87,7 @@ def test_each_prompt_begins_with_the_one_before_and_its_reply(style: str) -> Non
     prompt = own(messages)
     for reply, tokens, answer in zip(said, sampled, behind, strict=True):
         messages = [*messages, Replayed.of(reply, tokens), answer]
-        before, built = [*prompt, *tokens[:-1]], Replay(tokenizer, messages, TOOLS, {}).tokens()
+        before, built = [*prompt, *tokens[:-1]], Replay(Template(tokenizer, TOOLS, {}), messages).tokens()
         assert built is not None
         prompt, opening = built
         assert prompt[: len(before)] == before
@@ -99,10 +100,10 @@ def test_each_prompt_begins_with_the_one_before_and_its_reply(style: str) -> Non
 def test_without_replies_and_where_the_template_shows_none_its_own_prompt_has_to_do() -> None:
     plain = tokenizer_of(QWEN3, ["<|im_end|>"])
     said: list[Any] = [{"role": "user", "content": "Is it?"}, {"role": "assistant", "content": "Yes."}]
-    assert Replay(plain, said, None, {}).tokens() is None
+    assert Replay(Template(plain, None, {}), said).tokens() is None
     replied = [said[0], Replayed.of(said[1], [1, 2])]
     silent = tokenizer_of("{% for m in messages if m.role == 'user' %}{{ m.content }}{% endfor %}", ["<|im_end|>"])
-    assert Replay(silent, replied, None, {}).tokens() is None
+    assert Replay(Template(silent, None, {}), replied).tokens() is None
 
 
 def test_a_message_keeps_its_tokens_on_its_way_to_a_worker() -> None:

@@ -9,12 +9,13 @@ from __future__ import annotations
 import logging
 from bisect import bisect_right
 from collections.abc import Callable
+from dataclasses import dataclass, replace
 from typing import Any
 
 from ...messages import Message
 from ...prefix.trie import common_prefix
 from ..request import Breakpoint
-from .templates import REFUSED, num_leading, rendered
+from .templates import REFUSED, Template, num_leading
 
 log = logging.getLogger(__name__)
 
@@ -22,32 +23,27 @@ log = logging.getLogger(__name__)
 EMPTY: Message = {"role": "user", "content": ""}
 
 
-def checkpoint_positions(
-    tokenizer: Any, prompt: list[int], messages: list[Message], tools: list[Any] | None, options: dict[str, Any]
-) -> list[tuple[int, str]]:
-    """(tokens, kind) of the beginnings of a chat's prompt that other prompts will have too.
-
-    `options`: arguments of the template beside messages and tools. A prompt without a template has no such beginnings.
-    """
-    if not tokenizer.has_chat_template:
+def checkpoint_positions(template: Template, prompt: list[int], messages: list[Message]) -> list[tuple[int, str]]:
+    """(tokens, kind) of the beginnings of a chat's prompt that other prompts will have too; none without a template."""
+    if not template.tokenizer.has_chat_template:
         return []
-    options = {**options, "tools": tools}
     leading = num_leading(messages)
     beginnings = [("user", messages)]
-    if leading or tools:
+    if leading or template.tools:
         beginnings.append(("system", [*messages[:leading], EMPTY]))
     checkpoints = {}
     for kind, beginning in beginnings:
-        end = _end_of(tokenizer, prompt, beginning, options)
+        end = _end_of(template, prompt, beginning)
         if 0 < end < len(prompt):
             checkpoints[end] = kind
     return sorted(checkpoints.items())
 
 
-def _end_of(tokenizer: Any, prompt: list[int], beginning: list[dict[str, Any]], options: dict[str, Any]) -> int:
+def _end_of(template: Template, prompt: list[int], beginning: list[Message]) -> int:
     """Count the tokens that a rendered beginning has in common with the prompt; 0 where the template does not take it."""
+    arguments = {**template.options, "tools": template.tools}
     try:
-        tokens = tokenizer.apply_chat_template(beginning, add_generation_prompt=False, tokenize=True, **options)
+        tokens = template.tokenizer.apply_chat_template(beginning, add_generation_prompt=False, tokenize=True, **arguments)
     except REFUSED as error:
         log.debug("no breakpoint: the template does not take %d messages: %s", len(beginning), error)
         return 0
@@ -55,68 +51,58 @@ def _end_of(tokenizer: Any, prompt: list[int], beginning: list[dict[str, Any]], 
 
 
 def breakpoint_positions(
-    tokenizer: Any,
-    prompt: list[int],
-    messages: list[Message],
-    tools: list[Any] | None,
-    breakpoints: list[Breakpoint],
-    options: dict[str, Any],
+    template: Template, prompt: list[int], messages: list[Message], breakpoints: list[Breakpoint]
 ) -> list[tuple[int, int]]:
     """(tokens, seconds) of each breakpoint whose place the rendered text shows, in order of the tokens.
 
-    `messages`: as the client gave them, parts not joined. `options`: arguments of the template beside them and `tools`.
+    `messages`: as the client gave them, parts not joined.
     """
-    chat = _Chat(tokenizer, messages, tools or [], options)
+    chat = _Chat(template, messages)
     found: dict[int, int] = {}
-    text = chat.text(messages, tools or [], add_generation_prompt=True)
-    count = _counter(tokenizer, prompt, text)
+    text = template.text(messages, add_generation_prompt=True)
+    count = _counter(template.tokenizer, prompt, text)
     for point in breakpoints:
         if tokens := count(chat.end_of(point, text)):
             found[tokens] = max(point.seconds, found.get(tokens, 0))
     return sorted(found.items())
 
 
+@dataclass(frozen=True)
 class _Chat:
     """One chat, of which beginnings are rendered."""
 
-    def __init__(self, tokenizer: Any, messages: list[Message], tools: list[Any], options: dict[str, Any]) -> None:
-        self._tokenizer = tokenizer
-        self._messages = messages
-        self._tools = tools
-        self._options = options
+    template: Template
+    messages: list[Message]
 
     def end_of(self, point: Breakpoint, text: str) -> int:
         """Count the characters of the rendered chat that a marked beginning takes; 0 where that is not known."""
         if point.message is None:
             return self._end_of_tools(point.parts or 0, text)
-        message = self._messages[point.message]
+        message = self.messages[point.message]
         if point.parts is not None:
             message = {name: value for name, value in message.items() if name != "tool_calls"}
             message["content"] = message["content"][: point.parts]
-        return self._common([*self._messages[: point.message], message], self._tools, text)
+        return self._common([*self.messages[: point.message], message], self.template.tools, text)
 
     def _end_of_tools(self, count: int, text: str) -> int:
         """Tools stand before the system prompt in some templates, and after it in others."""
-        tools = self._tools[:count]
+        tools = (self.template.tools or [])[:count]
         name = f"_{tools[-1]['function']['name']}"
         another = {**tools[-1], "function": {**tools[-1]["function"], "name": name}}
         alone, changed = (self._common([EMPTY], shown, text) for shown in (tools, [*tools[:-1], another]))
         if alone > changed:
             return alone
-        leading = next((i for i, m in enumerate(self._messages) if m["role"] != "system"), len(self._messages))
-        return self._common(self._messages[:leading], tools, text)
+        leading = next((i for i, m in enumerate(self.messages) if m["role"] != "system"), len(self.messages))
+        return self._common(self.messages[:leading], tools, text)
 
-    def _common(self, beginning: list[Message], tools: list[Any], text: str) -> int:
+    def _common(self, beginning: list[Message], tools: list[Any] | None, text: str) -> int:
         if not beginning or beginning[-1]["role"] == "system":
             beginning = [*beginning, EMPTY]
         try:
-            return common_prefix(text, self.text(beginning, tools))
+            return common_prefix(text, replace(self.template, tools=tools).text(beginning, add_generation_prompt=False))
         except REFUSED as error:
             log.debug("no breakpoint: the template does not take %d messages: %s", len(beginning), error)
             return 0
-
-    def text(self, messages: list[Message], tools: list[Any], add_generation_prompt: bool = False) -> str:
-        return rendered(self._tokenizer, messages, tools, add_generation_prompt=add_generation_prompt, **self._options)
 
 
 def _counter(tokenizer: Any, prompt: list[int], text: str) -> Callable[[int], int]:

@@ -16,7 +16,7 @@ from jinja2 import TemplateError
 from ...mlx_lm_compat import convert_chat
 from .job import TokenizerJob, TokenizerResult
 from .renderer import PromptRenderer
-from .templates import rendered, without_later_system
+from .templates import Template, without_later_system
 
 # How vocabularies of SentencePiece's kind write one byte, and a space.
 BYTE = re.compile(r"<0x([0-9A-Fa-f]{2})>")
@@ -76,13 +76,13 @@ def _rendered(tokenizer: Any, job: TokenizerJob) -> str:
     """The chat as text. As for replies, a template that rejects a later system message receives it as the user's."""
     if not tokenizer.has_chat_template:
         return str(convert_chat(job.messages, None))
-    lowered = without_later_system(job.messages)
+    template, lowered = Template(tokenizer, job.tools, job.options), without_later_system(job.messages)
     try:
-        return rendered(tokenizer, job.messages, job.tools, **job.options)
+        return template.text(job.messages)
     except TemplateError:
         if lowered == job.messages:
             raise
-        return rendered(tokenizer, lowered, job.tools, **job.options)
+        return template.text(lowered)
 
 
 def _strings(tokenizer: Any, tokens: list[int]) -> list[Any]:

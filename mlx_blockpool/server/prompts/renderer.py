@@ -25,7 +25,7 @@ from ..request import Breakpoint, message_breakpoints
 from .breakpoints import breakpoint_positions, checkpoint_positions
 from .job import PreparedImages, PreparedPrompt, PromptJob
 from .replay import Replay
-from .templates import rendered, without_later_system
+from .templates import Template, without_later_system
 
 log = logging.getLogger(__name__)
 
@@ -66,7 +66,7 @@ class PromptRenderer:
             log.debug("system messages inside of the conversation become the user's: %s", error)
             job.messages, original = lowered, copy.deepcopy(lowered)
             tokenized = self._tokenize_checked(job)
-        replayed = Replay(self.tokenizer, job.messages, job.tools, job.options).tokens()
+        replayed = Replay(self._template(job), job.messages).tokens()
         if replayed is not None:
             tokenized = replayed[0], [replayed[0]], ["assistant"], *tokenized[3:]
         prepared = self._prepared(job, tokenized, begin, never)
@@ -87,7 +87,7 @@ class PromptRenderer:
 
     def _tokenize_checked(self, job: PromptJob) -> Any:
         if job.capacity is not None and self.longest_token is not None and self.tokenizer.has_chat_template:
-            text = rendered(self.tokenizer, job.messages, job.tools, add_generation_prompt=True, **job.options)
+            text = self._template(job).text(job.messages, add_generation_prompt=True)
             self._check_length(job, text)
         return self._tokenize(job)
 
@@ -120,11 +120,12 @@ class PromptRenderer:
             *message_breakpoints(original),
         ]
         if breakpoints and self.tokenizer.has_chat_template:
-            prepared.breakpoints = breakpoint_positions(
-                self.tokenizer, prepared.tokens, original, job.tools, breakpoints, job.options
-            )
+            prepared.breakpoints = breakpoint_positions(self._template(job), prepared.tokens, original, breakpoints)
         if job.checkpoints:
-            prepared.checkpoints = checkpoint_positions(self.tokenizer, prepared.tokens, job.messages, job.tools, job.options)
+            prepared.checkpoints = checkpoint_positions(self._template(job), prepared.tokens, job.messages)
+
+    def _template(self, job: PromptJob) -> Template:
+        return Template(self.tokenizer, job.tools, job.options)
 
 
 def longest_token(tokenizer: Any) -> int | None:

@@ -9,26 +9,24 @@ from __future__ import annotations
 import logging
 import secrets
 from collections.abc import Sequence
-from typing import Any
 
 from jinja2 import TemplateError
 
 from ...messages import Message, Replayed
 from ...prefix.trie import common_prefix
-from .templates import rendered
+from .templates import Template
 
 log = logging.getLogger(__name__)
 
 
 class Replay:
-    """A chat with replies to put back. `options`: arguments for the template beside messages and tools."""
+    """A chat with replies to put back."""
 
-    def __init__(self, tokenizer: Any, messages: list[Message], tools: list[Any] | None, options: dict[str, Any]) -> None:
-        self._tokenizer = tokenizer
+    def __init__(self, template: Template, messages: list[Message]) -> None:
+        self._template, self._tokenizer = template, template.tokenizer
         self._messages = messages
-        self._tools, self._options = tools, options
         self._word = f"replayed{secrets.token_hex(8)}"
-        self._stops = {int(token): str(tokenizer.decode([token])) for token in tokenizer.eos_token_ids}
+        self._stops = {int(token): str(self._tokenizer.decode([token])) for token in self._tokenizer.eos_token_ids}
 
     def tokens(self) -> tuple[list[int], int] | None:
         """The prompt, and how many tokens stand before the opening of its reply. None where the template's own has to do."""
@@ -46,11 +44,13 @@ class Replay:
         last: Message | None = None
         for message in self._messages:
             if isinstance(message, Replayed):
-                tokens += self._encoded(self._behind(last, self._text(shown, True)))
+                tokens += self._encoded(self._behind(last, self._template.text(shown, add_generation_prompt=True)))
                 tokens += self._without_stop(message.tokens)
                 last = message = self._stand_in(message)
             shown.append(message)
-        opened, closed = (self._encoded(self._behind(last, self._text(shown, opens))) for opens in (True, False))
+        opened, closed = (
+            self._encoded(self._behind(last, self._template.text(shown, add_generation_prompt=opens))) for opens in (True, False)
+        )
         return [*tokens, *opened], len(tokens) + common_prefix(opened, closed)
 
     def _stand_in(self, message: Message) -> Message:
@@ -79,9 +79,6 @@ class Replay:
     def _without_stop(self, tokens: Sequence[int]) -> list[int]:
         """The template writes the token that has ended a reply, or another one in its place."""
         return list(tokens[:-1] if tokens and tokens[-1] in self._stops else tokens)
-
-    def _text(self, messages: list[Message], opens: bool) -> str:
-        return rendered(self._tokenizer, messages, self._tools, add_generation_prompt=opens, **self._options)
 
     def _encoded(self, text: str) -> list[int]:
         return list(self._tokenizer.encode(text, add_special_tokens=False))

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import copy
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
 from typing import Any
 
 from jinja2 import TemplateError
@@ -15,11 +16,19 @@ from ...mlx_lm_compat import process_message_content
 REFUSED = (TemplateError, ValueError, TypeError, KeyError, IndexError)
 
 
-def rendered(tokenizer: Any, messages: Sequence[Message], tools: list[Any] | None, **options: Any) -> str:
-    """A chat as text; the text parts of a message are joined. `options`: other arguments of the template. Raises REFUSED."""
-    joined = copy.deepcopy(list(messages))
-    process_message_content(joined)
-    return str(tokenizer.apply_chat_template(joined, tools=tools or None, tokenize=False, **options))
+@dataclass(frozen=True)
+class Template:
+    """The template of `tokenizer` with the tools of a chat. `options`: its arguments beside messages and tools."""
+
+    tokenizer: Any
+    tools: list[Any] | None
+    options: Mapping[str, Any]
+
+    def text(self, messages: Sequence[Message], **more: Any) -> str:
+        """A chat as text; the text parts of a message are joined. Raises REFUSED."""
+        joined = copy.deepcopy(list(messages))
+        process_message_content(joined)
+        return str(self.tokenizer.apply_chat_template(joined, tools=self.tools or None, tokenize=False, **self.options, **more))
 
 
 def without_later_system(messages: list[Message]) -> list[Message]:
