@@ -25,7 +25,8 @@ from ..errors import BlockpoolError
 from ..store.agent_files import SEPARATOR
 
 # The endpoints of mlx-lm's server, with the origins that its documentation promises.
-STOCK_PATHS = ("/v1/completions", "/v1/chat/completions", "/chat/completions", "/v1/models", "/health", "/")
+COMPLETIONS = ("/v1/completions", "/v1/chat/completions", "/chat/completions")
+STOCK_PATHS = (*COMPLETIONS, "/v1/models", "/health", "/")
 # Anthropic's clients send a request here to see whether the server runs.
 HELLO = "/api/hello"
 # These need no key, and neither does the page: they only show that the server runs.

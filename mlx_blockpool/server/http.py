@@ -20,11 +20,10 @@ from urllib.parse import parse_qs, urlsplit
 
 from ..errors import BlockpoolError, ModelNotFoundError, PromptError, UnavailableError
 from ..mlx_lm_compat import APIHandler
-from .access import FILES, HELLO, AccessPolicy, BudgetShare, Rejected, cause_of, is_model, own_figures, shown
+from .access import COMPLETIONS, FILES, HELLO, AccessPolicy, BudgetShare, Rejected, cause_of, is_model, own_figures, shown
 from .agents.http import PATH as AGENTS
 from .agents.http import AgentsEndpoint
 from .api.anthropic import MESSAGES, MessagesEndpoint, is_models
-from .api.completions import PATHS as COMPLETIONS
 from .api.completions import CompletionsEndpoint
 from .api.embeddings import EMBEDDINGS, EmbeddingsEndpoint
 from .api.endpoint import Endpoint

@@ -11,7 +11,7 @@ from ..errors import BlockpoolError, ModelNotFoundError
 from ..mlx_lm_compat import GenerationContext, Response
 from ..prefix.salts import is_of_import, salt_of
 from ..store.agent_files import Agent
-from .access import LONGEST_AGENT, checked_text, header_text, noted_name, own_name
+from .access import COMPLETIONS, LONGEST_AGENT, checked_text, header_text, noted_name, own_name
 from .agents.conversation_id import conversation_id
 from .explain import Asker, Explained, Explanation
 from .generator import BlockpoolGenerator
@@ -27,15 +27,7 @@ AGENT_FIELDS = ("prompt_cache_key", "session_id", "agent_id", "user")
 # What Claude Code, Codex (twice) and opencode send with the requests of sub-agents, and of no main thread.
 SUB_AGENT_HEADERS = ("X-Claude-Code-Agent-Id", "X-OpenAI-Subagent", "X-Codex-Parent-Thread-Id", "X-Parent-Session-Id")
 # Requests to these paths are explained.
-GENERATES = (
-    "/v1/completions",
-    "/v1/chat/completions",
-    "/chat/completions",
-    "/v1/messages",
-    "/v1/responses",
-    "/api/chat",
-    "/api/generate",
-)
+GENERATES = (*COMPLETIONS, "/v1/messages", "/v1/responses", "/api/chat", "/api/generate")
 RETENTIONS = {"in_memory": "memory", "in-memory": "memory", "24h": "day"}
 
 

@@ -26,8 +26,6 @@ from .endpoint import Endpoint
 from .errors import StatusError
 from .reply import Json, Packet
 
-PATHS = ("/v1/completions", "/v1/chat/completions", "/chat/completions")
-
 
 def _has_role(message: dict[str, Any]) -> dict[str, Any]:
     if not isinstance(message.get("role"), str):

@@ -9,6 +9,7 @@ from __future__ import annotations
 from typing import Any
 
 from ...errors import BlockpoolError, LoadError, PoolExhaustedError, RequestTooLargeError, UnavailableError
+from ..access import COMPLETIONS
 from ..bodies import InvalidRequestError
 
 ANTHROPIC_TYPES = {
@@ -36,7 +37,7 @@ STATUSES: tuple[tuple[type[Exception], int, int], ...] = (
     (Exception, 400, 400),
 )
 # OpenAI's endpoints whose errors are raised outside of an Endpoint.
-OPENAI_PATHS = ("/v1/chat/completions", "/chat/completions", "/v1/completions", "/v1/models", "/v1/embeddings")
+OPENAI_PATHS = (*COMPLETIONS, "/v1/models", "/v1/embeddings")
 
 
 class StatusError(BlockpoolError):
