@@ -37,6 +37,7 @@ T = TypeVar("T")
 
 # mlx takes integers of 64 bits; Python's may be larger.
 LARGEST = 2**63 - 1
+NO_FORMAT = "mlx-lm cannot hold a reply to a format; describe it in the prompt, or use a tool"
 
 
 class _FailFast(FailFast):
@@ -54,6 +55,9 @@ Number = Annotated[float, Field(ge=-LARGEST, le=LARGEST, allow_inf_nan=False)]
 Share = Annotated[Number, Field(ge=0, le=1)]
 List = Annotated[list[T], _FailFast()]
 Salt = Annotated[Text, Field(min_length=1, max_length=RequestConfig.salt_characters)]
+# Of the tokens of a vocabulary.
+Token = Annotated[Int, Field(ge=0, lt=2**31)]
+Positive = Annotated[Int, Field(ge=1)]
 # The tags of a union have brackets, which no field's name in the places of errors has.
 IS_TEXT = Discriminator(lambda value: "<text>" if isinstance(value, str) else "<other>")
 TextOr = Annotated[Annotated[Text, Tag("<text>")] | Annotated[T, Tag("<other>")], IS_TEXT]
@@ -143,8 +147,7 @@ class AllSampling(Sampling):
 
 def _is_text(shape: dict[str, Any]) -> dict[str, Any]:
     if shape.get("type") not in (None, "text"):
-        why = "mlx-lm cannot hold a reply to a format; describe it in the prompt, or use a tool"
-        raise ValueError(f"{_short(shape['type'])} is not supported; {why}")
+        raise ValueError(f"{_short(shape['type'])} is not supported; {NO_FORMAT}")
     return shape
 
 

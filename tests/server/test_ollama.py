@@ -157,8 +157,8 @@ def test_a_probe_finds_a_server(well: Client) -> None:
 @pytest.mark.parametrize(
     ("path", "body", "status", "says"),
     [
-        ("/api/chat", {"messages": CHAT, "format": "json"}, 400, "format: mlx-lm cannot hold a reply to a format"),
-        ("/api/chat", {"messages": CHAT, "format": {"type": "object"}}, 400, "format: mlx-lm cannot hold"),
+        ("/api/chat", {"messages": CHAT, "format": "json"}, 400, "format: 'json' is not supported; mlx-lm cannot"),
+        ("/api/chat", {"messages": CHAT, "format": {"type": "object"}}, 400, "format: a dictionary is not supported; mlx-lm"),
         ("/api/chat", {"messages": CHAT, "options": {"top_p": 2}}, 400, "options.top_p: Input should be less than or equal to 1"),
         ("/api/chat", {"messages": CHAT, "think": "much"}, 400, "think: Input should be 'low', 'medium', 'high' or 'max'"),
         ("/api/chat", {"messages": [{"role": "bot", "content": "a"}]}, 400, "messages[0].role: Input should be 'system'"),
@@ -168,8 +168,8 @@ def test_a_probe_finds_a_server(well: Client) -> None:
             400,
             "messages[0].images: this model",
         ),
-        ("/api/generate", {"prompt": "a", "suffix": "b"}, 400, "suffix: this server takes no text after the reply"),
-        ("/api/generate", {"prompt": "a", "context": [1]}, 400, "context: this server takes no contexts of earlier replies"),
+        ("/api/generate", {"prompt": "a", "suffix": "b"}, 400, "suffix: 'b' is not supported; this server takes no text after"),
+        ("/api/generate", {"prompt": "a", "context": [1]}, 400, "context: a list is not supported; this server takes no"),
         ("/api/generate", {"prompt": "a", "model": "no/such"}, 404, "There is no model 'no/such'"),
         ("/api/show", {"model": "no/such"}, 404, "There is no model 'no/such'"),
         ("/api/embed", {"input": "a"}, 501, "gives no embeddings: it has no pooling in a modules.json, as embedding models"),

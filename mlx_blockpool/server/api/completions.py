@@ -19,7 +19,19 @@ from ...mlx_lm_compat import image_parts
 from ..bodies import InvalidRequestError
 from ..request import ChatRequest, ParsedRequest, PromptRequest
 from ..scope import retention_of
-from ..validation import AllSampling, Body, Int, List, Object, ReplyFormat, Text, TextOr, generation_arguments, validated
+from ..validation import (
+    AllSampling,
+    Body,
+    Int,
+    List,
+    Object,
+    Positive,
+    ReplyFormat,
+    Text,
+    TextOr,
+    generation_arguments,
+    validated,
+)
 from .completions_reply import ChatRenderer, ChoicesRenderer, TextRenderer, keepalive
 from .conversation import ToolChoice, calls_of, tools_named
 from .endpoint import Endpoint
@@ -51,8 +63,8 @@ class CompletionBody(AllSampling):
     """The fields of both endpoints."""
 
     stream_options: StreamOptions = StreamOptions()
-    max_tokens: Annotated[Int, Field(ge=1)] | None = None
-    max_completion_tokens: Annotated[Int, Field(ge=1)] | None = None
+    max_tokens: Positive | None = None
+    max_completion_tokens: Positive | None = None
     stop: TextOr[List[Text]] = ""
     chat_template_kwargs: Object | None = None
     n: Annotated[Int, Field(ge=1, le=RequestConfig.choices)] = 1

@@ -16,7 +16,7 @@ from ..bodies import InvalidRequestError
 from ..embedding import NoEmbeddingsError, embed
 from ..models.http import ModelsEndpoint
 from ..prompts.job import TokenizerJob
-from ..validation import Body, Int, List, Text, TextOr, validated
+from ..validation import Body, List, Positive, Text, TextOr, Token, validated
 from .endpoint import Endpoint
 from .errors import StatusError
 from .ollama_body import Named
@@ -24,8 +24,6 @@ from .ollama_body import Named
 EMBEDDINGS = "/v1/embeddings"
 # As many as OpenAI takes.
 MOST_TEXTS = 2048
-
-Token = Annotated[Int, Field(ge=0, lt=2**31)]
 
 
 def _not_empty(value: Any) -> Any:
@@ -40,7 +38,7 @@ class EmbeddingsBody(Body):
     model: Text = "default_model"
     input: Annotated[TextOr[List[Any]], AfterValidator(_not_empty)]
     encoding_format: Literal["float", "base64"] = "float"
-    dimensions: Annotated[Int, Field(ge=1)] | None = None
+    dimensions: Positive | None = None
 
 
 class TextsBody(Body):
@@ -54,7 +52,7 @@ class EmbedBody(Named):
 
     input: TextOr[List[Text]] = ""
     prompt: Text = ""
-    dimensions: Annotated[Int, Field(ge=1)] | None = None
+    dimensions: Positive | None = None
 
 
 def texts_of(given: Any) -> list[str | list[int]]:

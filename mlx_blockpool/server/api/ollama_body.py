@@ -4,25 +4,14 @@ from __future__ import annotations
 
 from typing import Annotated, Any, Literal
 
-from pydantic import AfterValidator, Field, Tag
+from pydantic import Field, Tag
 
 from ...config import RequestConfig
 from ..models.catalog import DEFAULT
-from ..validation import IS_TEXT, Body, Count, Int, List, Number, Object, Serving, Share, Text, TextOr
+from ..validation import IS_TEXT, NO_FORMAT, Body, Count, Int, List, Number, Object, Serving, Share, Text, TextOr, only
 
 # Clients may name a model with the tag that Ollama gives to models without one.
 LATEST = ":latest"
-
-
-def _unsupported(why: str) -> AfterValidator:
-    """Rejects every value that is not empty."""
-
-    def check(value: Any) -> Any:
-        if value:
-            raise ValueError(why)
-        return value
-
-    return AfterValidator(check)
 
 
 class Options(Body):
@@ -45,10 +34,7 @@ Think = Annotated[
     Annotated[Literal["low", "medium", "high", "max"], Tag("<text>")] | Annotated[bool, Tag("<other>")],
     IS_TEXT,
 ]
-Format = Annotated[
-    TextOr[Object],
-    _unsupported("mlx-lm cannot hold a reply to a format; describe it in the prompt, or use a tool"),
-]
+Format = Annotated[TextOr[Object], only("", {}, why=NO_FORMAT)]
 NO_FIELD = "this server takes no {}; send messages to /api/chat"
 
 
@@ -119,6 +105,6 @@ class GenerateBody(ReplyBody):
     system: Text = ""
     images: List[Text] = Field(default=[])
     raw: bool = False
-    suffix: Annotated[Text, _unsupported(NO_FIELD.format("text after the reply"))] = ""
-    template: Annotated[Text, _unsupported(NO_FIELD.format("templates from requests"))] = ""
-    context: Annotated[List[Any], _unsupported(NO_FIELD.format("contexts of earlier replies"))] = Field(default=[])
+    suffix: Annotated[Text, only("", why=NO_FIELD.format("text after the reply"))] = ""
+    template: Annotated[Text, only("", why=NO_FIELD.format("templates from requests"))] = ""
+    context: Annotated[List[Any], only([], why=NO_FIELD.format("contexts of earlier replies"))] = Field(default=[])

@@ -8,7 +8,7 @@ from typing import Annotated, Any, Literal, TypeAlias
 from pydantic import AfterValidator, BeforeValidator, Discriminator, Field, Tag
 
 from ...config import RequestConfig
-from ..validation import Body, Int, List, Object, ReplyFormat, Sampling, Text, TextOr, known, only
+from ..validation import Body, Int, List, Object, Positive, ReplyFormat, Sampling, Text, TextOr, known, only
 from .conversation import EFFORTS, ToolChoice
 
 SUMMARIES = ("auto", "concise", "detailed")
@@ -160,7 +160,7 @@ class ResponsesBody(Items, Sampling):
     tools: List[Tool] = Field(default=[])
     tool_choice: ToolChoice[NamedTool] = "auto"
     parallel_tool_calls: bool = True
-    max_output_tokens: Annotated[Int, Field(ge=1)] | None = None
+    max_output_tokens: Positive | None = None
     store: bool = True
     include: list[Any] = Field(default=[])
     reasoning: Reasoning = Reasoning()

@@ -15,7 +15,7 @@ from ...mlx_lm_compat import ModelDescription
 from ..bodies import InvalidRequestError
 from ..prompts.job import TokenizerJob, TokenizerResult, Wants
 from ..request import ChatRequest
-from ..validation import Body, Int, List, Object, Sampling, Text, TextOr, generation_arguments, validated
+from ..validation import Body, List, Object, Sampling, Text, TextOr, Token, generation_arguments, validated
 from .completions import Message
 from .endpoint import Endpoint
 from .reply import Json
@@ -23,8 +23,6 @@ from .reply import Json
 TOKENIZE, DETOKENIZE, APPLY_TEMPLATE = "/tokenize", "/detokenize", "/apply-template"
 # SGLang has the first two under both names.
 PATHS = (TOKENIZE, DETOKENIZE, APPLY_TEMPLATE, "/v1/tokenize", "/v1/detokenize")
-
-Token = Annotated[Int, Field(ge=0, lt=2**31)]
 
 
 class TokenizerBody(Body):
