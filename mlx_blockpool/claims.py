@@ -15,6 +15,7 @@ import sys
 from collections.abc import Iterator
 from dataclasses import dataclass
 from functools import lru_cache
+from io import BufferedReader
 from pathlib import Path
 from typing import Any, BinaryIO
 
@@ -63,7 +64,7 @@ class Held:
 
 def read_bounded(path: Path, most: int) -> bytes:
     """A regular file of at most `most` bytes, or a link to one. Raises OSError, and ValueError for any other."""
-    with _open(path) as file:
+    with open_regular(path) as file:
         size = os.fstat(file.fileno()).st_size
         if size > most:
             raise ValueError(f"{path} has {size} bytes; at most {most} are read")
@@ -222,7 +223,7 @@ class Header:
 
 def read_header(path: Path) -> Header:
     """Raises OSError, ValueError or RecursionError for a file without one."""
-    with _open(path) as file:
+    with open_regular(path) as file:
         head, size = head_of(file), os.fstat(file.fileno()).st_size
     header = json.loads(head[8:])
     if not isinstance(header, dict):
@@ -239,13 +240,15 @@ def head_of(file: BinaryIO) -> bytes:
     return length + file.read(size)
 
 
-def _open(path: Path) -> BinaryIO:
-    """A regular file, or a link to one; a pipe would block. Raises OSError, and ValueError for any other."""
-    fd = os.open(path, os.O_RDONLY | os.O_NONBLOCK | os.O_CLOEXEC)
-    if not stat.S_ISREG(os.fstat(fd).st_mode):
+def open_regular(path: Path) -> BufferedReader:
+    """A regular file, or a link to one, as the hub's folders have them. Raises OSError, and ValueError for any other."""
+    # Opening a device can have effects of its own, and a pipe would block.
+    if stat.S_ISREG(os.stat(path).st_mode):
+        fd = os.open(path, os.O_RDONLY | os.O_NONBLOCK | os.O_CLOEXEC)
+        if stat.S_ISREG(os.fstat(fd).st_mode):
+            return open(fd, "rb")
         os.close(fd)
-        raise ValueError(f"{path} is no regular file")
-    return open(fd, "rb")
+    raise ValueError(f"{path} is not a regular file")
 
 
 def _parts(config: dict[str, Any]) -> Iterator[dict[str, Any]]:

@@ -36,9 +36,8 @@ class StockName:
     reads: tuple[str, ...] = ()
 
 
-# Paths below mlx_lm. The last part may be an attribute that the class's methods assign.
-STOCK: dict[str, StockName] = {
-    # The server's functions.
+# The names that the rest of the package imports from here, by their paths below mlx_lm.
+IMPORTED: dict[str, StockName] = {
     "server.main": StockName(
         "parses the options, opens the device and starts the server; it gets our parser, our provider and our run()",
         "()",
@@ -61,13 +60,6 @@ STOCK: dict[str, StockName] = {
         "loads a model; the copy of _load() keeps the weights lazy",
         "(path_or_hf_repo, tokenizer_config, model_config, adapter_path, lazy, return_config, revision, trust_remote_code)",
     ),
-    "sample_utils.make_sampler": StockName(
-        "the sampler's parts; its copy draws with our keys", None, ("categorical_sampling", "apply_xtc")
-    ),
-    "sample_utils.apply_xtc": StockName(
-        "the part of XTC behind its throw", "(logits, xtc_probability, xtc_threshold, xtc_special_tokens)"
-    ),
-    # What travels with a request.
     "server.CompletionRequest": StockName("ChatRequest extends it", "(request_type, prompt, messages, tools, role_mapping)"),
     "server.GenerationArguments": StockName(
         "our protocols build it",
@@ -87,15 +79,33 @@ STOCK: dict[str, StockName] = {
         "(has_tool_calling, has_thinking, tool_parser, text_sm, initial_state, prompt, prompt_cache_count, _should_stop)",
     ),
     "server.Vision": StockName("the images of a prompt, which the workers prepare", "(pixel_values, starts, cache_key)"),
+    "server.Response": StockName("the handler reads one for each token", "(text, token, logprob, finish_reason, top_tokens)"),
+    "server.ResponseGenerator": StockName(
+        "tokenizes, and serves alone what the engine does not take", "(model_provider, prompt_cache)"
+    ),
+    "server.APIHandler": StockName("mlx-lm's endpoints", "(response_generator, *args, system_fingerprint, **kwargs)"),
+    "server.ModelProvider": StockName("holds one loaded model", "(cli_args)"),
+    "utils._download": StockName("a folder as it is, or the folder of a hub's id", "(path_or_hf_repo, revision, allow_patterns)"),
+    "utils._get_classes": StockName("the model class of a config.json; plugins.shapes compiles it again", "(config)"),
+    "utils.hf_repo_to_path": StockName("the folder that the hub's cache has of an id, and no download", "(hf_repo)"),
+    "models.cache._BaseCache": StockName("the base of caches: nbytes, state, from_state", "()"),
+}
+
+# All names. The last part of a path may be an attribute that the class's methods assign.
+STOCK: dict[str, StockName] = IMPORTED | {
+    # The server's functions.
+    "sample_utils.make_sampler": StockName(
+        "the sampler's parts; its copy draws with our keys", None, ("categorical_sampling", "apply_xtc")
+    ),
+    "sample_utils.apply_xtc": StockName(
+        "the part of XTC behind its throw", "(logits, xtc_probability, xtc_threshold, xtc_special_tokens)"
+    ),
+    # What travels with a request.
     "processors.muse_spark.Processor.preprocess_image": StockName(
         "the pixels of an image; its copy leaves them in numpy", "(self, image)", ("mx",)
     ),
     "server.GenerationContext._should_stop": StockName("the handler sets it when a client hangs up"),
-    "server.Response": StockName("the handler reads one for each token", "(text, token, logprob, finish_reason, top_tokens)"),
     # ResponseGenerator, which BlockpoolGenerator extends.
-    "server.ResponseGenerator": StockName(
-        "tokenizes, and serves alone what the engine does not take", "(model_provider, prompt_cache)"
-    ),
     "server.ResponseGenerator._run_generate": StockName("the body of the generation thread, which ours replaces", "(self)"),
     "server.ResponseGenerator._tokenize": StockName(
         "renders and tokenizes; it reads chat_template_args and the processor of self", "(self, tokenizer, request, args)"
@@ -119,7 +129,6 @@ STOCK: dict[str, StockName] = {
     "server.ResponseGenerator._state_machine_cache": StockName("emptied when a model is loaded again under the same key"),
     "server.ResponseGenerator._stop": StockName("tells the thread to end"),
     # APIHandler, which our handler extends.
-    "server.APIHandler": StockName("mlx-lm's endpoints", "(response_generator, *args, system_fingerprint, **kwargs)"),
     "server.APIHandler.do_GET": StockName("ours knows more paths", "(self)"),
     "server.APIHandler.do_POST": StockName("ours knows more paths", "(self)"),
     "server.APIHandler.generate_response": StockName(
@@ -135,7 +144,6 @@ STOCK: dict[str, StockName] = {
     "server.APIHandler.created": StockName("set again for each request of a connection"),
     "server.APIHandler.stream": StockName("whether an error goes into a stream"),
     # ModelProvider, which BlockpoolModelProvider extends.
-    "server.ModelProvider": StockName("holds one loaded model", "(cli_args)"),
     "server.ModelProvider._load": StockName(
         "its copy loads lazily", "(self, model_path, adapter_path, draft_model_path)", ("load",)
     ),
@@ -147,14 +155,10 @@ STOCK: dict[str, StockName] = {
     "server.ModelProvider.model": StockName("the loaded model"),
     "server.ModelProvider.model_key": StockName("what is loaded: model, adapter, draft"),
     # Models and tokenizers.
-    "utils._download": StockName("a folder as it is, or the folder of a hub's id", "(path_or_hf_repo, revision, allow_patterns)"),
-    "utils._get_classes": StockName("the model class of a config.json; plugins.shapes compiles it again", "(config)"),
-    "utils.hf_repo_to_path": StockName("the folder that the hub's cache has of an id, and no download", "(hf_repo)"),
     "utils.MODEL_REMAPPING": StockName("read by the copy of _get_classes() in plugins.shapes"),
     "utils.MODEL_ARCHITECTURE_REMAPPING": StockName("read by the copy of _get_classes() in plugins.shapes"),
     "tokenizer_utils.TokenizerWrapper._tokenizer": StockName("the transformers tokenizer, for offsets of characters"),
     # Caches.
-    "models.cache._BaseCache": StockName("the base of caches: nbytes, state, from_state", "()"),
     "models.cache.LRUPromptCache": StockName("prefixes of models that cannot be in blocks", "(max_size, max_bytes)"),
     "models.cache.LRUPromptCache._trie": StockName("how many tokens a fetch would find"),
     "models.cache.LRUPromptCache.fetch_nearest_cache": StockName("ours leaves a token to compute", "(self, model, tokens)"),
@@ -178,33 +182,8 @@ STOCK: dict[str, StockName] = {
     ),
 }
 
-# Names that can be imported from this module, and their paths in mlx-lm.
-EXPORTS = {
-    "APIHandler": "server.APIHandler",
-    "BaseCache": "models.cache._BaseCache",
-    "CompletionRequest": "server.CompletionRequest",
-    "GenerationArguments": "server.GenerationArguments",
-    "GenerationContext": "server.GenerationContext",
-    "LogitsProcessorArguments": "server.LogitsProcessorArguments",
-    "ModelDescription": "server.ModelDescription",
-    "ModelProvider": "server.ModelProvider",
-    "Response": "server.Response",
-    "ResponseGenerator": "server.ResponseGenerator",
-    "SamplingArguments": "server.SamplingArguments",
-    "Vision": "server.Vision",
-    "convert_chat": "server.convert_chat",
-    "download": "utils._download",
-    "get_classes": "utils._get_classes",
-    "hf_repo_to_path": "utils.hf_repo_to_path",
-    "image_parts": "server._image_parts",
-    "image_url": "server._image_url",
-    "load": "server.load",
-    "make_logits_processors": "server._make_logits_processors",
-    "make_sampler": "server._make_sampler",
-    "process_message_content": "server.process_message_content",
-    "run_http_server": "server._run_http_server",
-    "server_main": "server.main",
-}
+# Name in this module -> path. Private names lose their underscore.
+EXPORTS = {path.rpartition(".")[2].lstrip("_"): path for path in IMPORTED}
 
 
 def __getattr__(name: str) -> Any:

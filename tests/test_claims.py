@@ -45,7 +45,7 @@ def sparse(path: Path) -> None:
 @pytest.mark.parametrize("spoil", [pipe, endless, sparse])
 def test_only_bounded_regular_files_are_read(folder: Path, spoil: Callable[[Path], None]) -> None:
     spoil(folder / "config.json")
-    with pytest.raises(ValueError, match=r"no regular file|at most 1000 are read"):
+    with pytest.raises(ValueError, match=r"not a regular file|at most 1000 are read"):
         read_bounded(folder / "config.json", 1000)
     with pytest.raises(BlockpoolError, match=r"config\.json"):
         modelfile.find(str(folder / "config.json") if spoil is sparse else str(folder)).config  # noqa: B018

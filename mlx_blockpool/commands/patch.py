@@ -24,6 +24,7 @@ from pathlib import Path
 from typing import Literal
 
 from ..errors import PatchError
+from ..store.fs import Disk, temporary_for, write_synced
 
 State = Literal["stock", "patched", "changed", "missing", "unsupported"]
 
@@ -236,20 +237,13 @@ def _write_whole(contents: Mapping[Path, bytes]) -> None:
 
     Never in place: an installer may have hard-linked the file to its download cache.
     """
-    temps = {path: path.with_name(f".{path.name}.{os.getpid()}.tmp") for path in contents}
+    temps = {path: temporary_for(path) for path in contents}
     try:
         for path, temp in temps.items():
-            _write_synced(temp, contents[path])
+            write_synced(Disk(), temp, [contents[path]])
             shutil.copymode(path, temp)
         for path, temp in temps.items():
             os.replace(temp, path)
     finally:
         for temp in temps.values():
             temp.unlink(missing_ok=True)
-
-
-def _write_synced(path: Path, data: bytes) -> None:
-    with path.open("wb") as file:
-        file.write(data)
-        file.flush()
-        os.fsync(file.fileno())

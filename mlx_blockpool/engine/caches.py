@@ -228,7 +228,7 @@ class PooledCaches(Caches):
                 return stored.restores.is_stuck
             try:
                 self._restores[sequence.uid] = begun = stored.restores.begin(plan)
-                self._happened.append(RestoreBegun(sequence.uid, begun.tokens, begun.n_bytes))
+                self._happened.append(RestoreBegun(sequence.uid, plan.tokens, begun.n_bytes))
                 self._reported[sequence.uid] = time.monotonic()
             except PoolExhaustedError:
                 # Started restores end first. Without any, the request starts from what is in memory, once that has room.
@@ -252,7 +252,7 @@ class PooledCaches(Caches):
         due = [uid for uid in self._restores if now - self._reported[uid] >= REPORT_SECONDS]
         self._reported.update(dict.fromkeys(due, now))
         found = [(uid, self._restores[uid]) for uid in due]
-        return [*happened, *(Restoring(uid, job.have + job.done, job.have + job.tokens) for uid, job in found)]
+        return [*happened, *(Restoring(uid, job.plan.have + job.done, job.plan.have + job.plan.tokens) for uid, job in found)]
 
     def computed(self, tokens: int, seconds: float) -> None:
         if self.prefix.stored is not None:
@@ -269,7 +269,7 @@ class PooledCaches(Caches):
         return restore.done
 
     def _end_restore(self, uid: int, restore: RestoreJob) -> None:
-        share = restore.done / max(1, restore.tokens)
+        share = restore.done / max(1, restore.plan.tokens)
         self._happened.append(RestoreEnded(uid, restore.done, int(restore.n_bytes * share)))
 
     def stop_restoring(self) -> bool:
@@ -302,7 +302,7 @@ class PooledCaches(Caches):
         known = self.prefix.release(tokens, caches, kind, sequence.policy)
         sequence.prefix, sequence.caches = self.prefix.ref_of(caches), None
         self._pin(sequence, known)
-        self.prefix.retention.end(sequence.policy)
+        self.prefix.retention.quotas.enforce(sequence.policy.owner)
         name = sequence.request.name
         if name is not None and sequence.policy.is_written:
             self.turns[name] = self.prefix.match(tokens, sequence.policy.salt, sequence.prefix).detached()

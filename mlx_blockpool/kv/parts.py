@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable
 from copy import copy, deepcopy
 from typing import Any
 
@@ -155,7 +155,10 @@ def member_of(batch: Iterable[Any], idx: int) -> list[Any]:
 
 def leaves_of(caches: Iterable[Any]) -> list[Any]:
     """The caches of one sequence, each list replaced by its parts, in the order of spec.leaves."""
-    return list(_leaves(caches))
+    leaves: list[Any] = []
+    for cache in caches:
+        leaves += leaves_of(cache.caches) if isinstance(cache, CacheList) else [cache]
+    return leaves
 
 
 def as_stock(caches: Iterable[Any]) -> list[Any]:
@@ -174,7 +177,7 @@ def sequence_of(caches: Iterable[Any]) -> SequenceBlocks | None:
 
     Raises ValueError for layer caches of several sequences: they were copied one by one, with something written between.
     """
-    found = [getattr(leaf, "sequence", None) for leaf in _leaves(caches) if not isinstance(leaf, UnusedKVCache)]
+    found = [getattr(leaf, "sequence", None) for leaf in leaves_of(caches) if not isinstance(leaf, UnusedKVCache)]
     if not found or any(sequence is None for sequence in found):
         return None
     if len({id(sequence) for sequence in found}) > 1:
@@ -184,17 +187,9 @@ def sequence_of(caches: Iterable[Any]) -> SequenceBlocks | None:
 
 def tokens_held(caches: Iterable[Any]) -> int:
     """How many tokens the caches of one sequence hold; 0 where none of them counts, as states do not."""
-    return max((int(leaf.offset) for leaf in _leaves(caches) if hasattr(leaf, "offset")), default=0)
+    return max((int(leaf.offset) for leaf in leaves_of(caches) if hasattr(leaf, "offset")), default=0)
 
 
 def state_caches(caches: Iterable[Any]) -> dict[int, PooledArraysCache]:
     """The caches of state layers, by their place among the leaves."""
-    return {i: leaf for i, leaf in enumerate(_leaves(caches)) if isinstance(leaf, PooledArraysCache)}
-
-
-def _leaves(caches: Iterable[Any]) -> Iterator[Any]:
-    for cache in caches:
-        if isinstance(cache, CacheList):
-            yield from _leaves(cache.caches)
-        else:
-            yield cache
+    return {i: leaf for i, leaf in enumerate(leaves_of(caches)) if isinstance(leaf, PooledArraysCache)}

@@ -103,10 +103,6 @@ class Retention:
             found |= {Key(kind, last.hash_at(pin.position)) for kind in (WINDOW, STATE)}
         return found
 
-    def end(self, policy: RetentionPolicy) -> None:
-        """A request has ended: evict what its agent has over its quota."""
-        self.quotas.enforce(policy.owner)
-
     def clear(self) -> None:
         self.pins.clear()
         self.days.clear()

@@ -19,7 +19,8 @@ from mlx_lm.utils import maybe_set_recommended_wired_limit
 from ..config import AccessConfig, EngineConfig
 from ..demo import model_path
 from ..errors import BlockpoolError
-from ..mlx_lm_compat import rebind, run_http_server, server_main
+from ..mlx_lm_compat import main as server_main
+from ..mlx_lm_compat import rebind, run_http_server
 from ..plugins import make_plugin_manager
 from . import options
 from .access import AccessPolicy

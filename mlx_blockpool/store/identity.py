@@ -14,7 +14,6 @@ import hashlib
 import json
 import logging
 import os
-import stat
 import threading
 import time
 from collections.abc import Callable, Iterator, Sequence
@@ -22,7 +21,7 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any, NamedTuple, TypeAlias
 
-from ..claims import WEIGHTS, read_header
+from ..claims import WEIGHTS, open_regular, read_header
 from ..errors import BadRecordError, StoreError
 from .fs import Disk, write_whole
 from .paths import WEIGHTS_FILE
@@ -83,7 +82,8 @@ class Digests:
     def of(self, paths: Sequence[Path], check: Callable[[Path], None]) -> list[bytes]:
         """The SHA-256 of each file; check() raises what is wrong with one that has to be read.
 
-        Raises StoreError for a file that changes meanwhile, and after stop(); OSError; and the errors of check().
+        Raises StoreError for a file that changes meanwhile, and after stop(); ValueError for one that is not regular; OSError;
+        and the errors of check().
         """
         remembered, stamps = self._load(), {path: stamp_of(os.stat(path)) for path in paths}
         unknown = [path for path in paths if stamps[path] not in remembered]
@@ -141,9 +141,8 @@ class Digests:
 
     def _hash(self, path: Path) -> tuple[FileStamp, bytes]:
         """The digest of a file, and the stamp that it has before and after."""
-        fd = _open(path)
-        with open(fd, "rb", buffering=0) as file:
-            before = stamp_of(os.fstat(fd))
+        with open_regular(path) as file:
+            before = stamp_of(os.fstat(file.fileno()))
             digest, piece = hashlib.sha256(), memoryview(bytearray(min(PIECE_BYTES, before.size) or 1))
             while size := file.readinto(piece):
                 digest.update(piece[:size])
@@ -151,7 +150,7 @@ class Digests:
                     self.read_bytes += size
                 if self._stopped.is_set():
                     raise StoreError(f"Hashing {path.name} was stopped before its end.")
-            if stamp_of(os.fstat(fd)) != before:
+            if stamp_of(os.fstat(file.fileno())) != before:
                 raise StoreError(f"{path.name} changed while it was read. {AGAIN}")
         return before, digest.digest()
 
@@ -181,17 +180,6 @@ class Digests:
 
 def stamp_of(found: os.stat_result) -> FileStamp:
     return FileStamp(found.st_dev, found.st_ino, found.st_size, found.st_mtime_ns, found.st_ctime_ns)
-
-
-def _open(path: Path) -> int:
-    """A regular file, or a link to one, as the hub's folders have them. Raises StoreError for anything else, and OSError."""
-    # Opening a device can have effects of its own, so its kind is checked before.
-    if stat.S_ISREG(os.stat(path).st_mode):
-        fd = os.open(path, os.O_RDONLY | os.O_NONBLOCK)
-        if stat.S_ISREG(os.fstat(fd).st_mode):
-            return fd
-        os.close(fd)
-    raise StoreError(f"{path.name} is not a regular file, so it cannot be read as weights.")
 
 
 def _encode(entries: Sequence[tuple[FileStamp, bytes]]) -> bytes:

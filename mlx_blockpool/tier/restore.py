@@ -296,19 +296,9 @@ class RestoreJob:
         self._busy = Busy()
 
     @property
-    def have(self) -> int:
-        """Tokens that could be resumed without it."""
-        return self.plan.have
-
-    @property
-    def tokens(self) -> int:
-        """Tokens that need not be computed once all records are in memory."""
-        return self.plan.tokens
-
-    @property
     def done(self) -> int:
-        """How many of `tokens` are in memory, by the share of records."""
-        return self.tokens * (self._total - self._left) // self._total
+        """How many of the plan's tokens are in memory, by the share of records."""
+        return self.plan.tokens * (self._total - self._left) // self._total
 
     @property
     def has_ended(self) -> bool:

@@ -117,7 +117,7 @@ class StoredPrefixes:
             "restored_tokens": restores.num_restored,
             "unread": restores.num_unread,
             "cheaper_to_compute": self.num_cheaper,
-            "restoring": [{"tokens": job.tokens, "done": job.done} for job in restores.jobs],
+            "restoring": [{"tokens": job.plan.tokens, "done": job.done} for job in restores.jobs],
         }
         return figures | restores.rates.report() | self.store.report()
 

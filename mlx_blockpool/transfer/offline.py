@@ -13,12 +13,11 @@ from ..prefix.retention import RetentionPolicy
 from ..prefix.salts import SHARED, is_of_import, salt_marked, salt_of_import
 from ..spec import blocks_for
 from ..store.agent_files import Agents
+from ..store.record import SUFFIX
 from ..store.signing import export_key, sign
 from ..tier.cache import TieredPrefixCache
 from .cache_file import UNPROVEN, CacheFile, CacheFileWriter, check_agent, privacy_report
 from .model_source import Prompt, Source
-
-SUFFIX = ".safetensors"
 
 
 def export(source: Source, prompt: Prompt, file: Path, agent: str | None = None) -> Report:

@@ -161,7 +161,7 @@ class Keeper(Life):
         self.prefix.release(list(prompt), found.caches, policy=policy)
         for end, seconds in pins:
             self.prefix.pin_for(prompt[:end], seconds)
-        self.prefix.retention.end(policy)
+        self.prefix.retention.quotas.enforce(policy.owner)
         self.check()
         return found.lookup.hit
 

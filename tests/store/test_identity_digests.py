@@ -218,7 +218,7 @@ def test_stopped_digests_end_before_the_file_does(tmp_path: Path, monkeypatch: p
 
 def test_what_is_no_file_is_not_waited_for(tmp_path: Path) -> None:
     os.mkfifo(tmp_path / "pipe")
-    with pytest.raises(StoreError, match="is not a regular file"):
+    with pytest.raises(ValueError, match="is not a regular file"):
         Digests(None).of([tmp_path / "pipe"], no_check)
 
 
