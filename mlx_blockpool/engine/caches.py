@@ -71,7 +71,7 @@ class Caches(Protocol):
 
     @property
     def is_room_coming(self) -> bool:
-        """True if a restore holds blocks and ends by itself, such as one that a client has ordered for an agent."""
+        """True if blocks are held that come back without the engine: of a restore that a client has ordered, or lent ones."""
         return False
 
     def capacity(self) -> int | None:
@@ -150,8 +150,8 @@ class PooledCaches(Caches):
         # When the progress of each was last reported, in seconds of time.monotonic().
         self._reported: dict[int, float] = {}
         self._happened: list[Event] = []
-        # Restores that had let their blocks go when it was last looked, those of others included.
-        self._released = 0
+        # Restores that had let their blocks go when it was last looked, those of others included; and caches that were lent.
+        self._released = self._lent = 0
 
     @property
     def num_arrived(self) -> int:
@@ -164,7 +164,8 @@ class PooledCaches(Caches):
     @property
     def is_room_coming(self) -> bool:
         stored = self.prefix.stored
-        return stored is not None and bool(stored.restores.jobs) and not stored.restores.is_stuck
+        is_restoring = stored is not None and bool(stored.restores.jobs) and not stored.restores.is_stuck
+        return is_restoring or self.prefix.num_lent > 0
 
     @property
     def pads_prompts(self) -> bool:
@@ -237,14 +238,15 @@ class PooledCaches(Caches):
 
     def advance(self, idle: bool) -> bool:
         self.prefix.keep_up()
-        stored = self.prefix.stored
+        lent, self._lent = self._lent, self.prefix.num_lent
+        has_room, stored = lent > self._lent, self.prefix.stored
         if stored is None:
-            return False
+            return has_room
         stored.write_behind()
         wait = WAIT_SECONDS / len(self._restores) if idle and self._restores else 0.0
         done = [restore.advance(wait=wait, seconds=RESTORE_SECONDS) for restore in self._restores.values()]
         released, self._released = self._released, stored.restores.num_released
-        return any(done) or released != stored.restores.num_released or stored.restores.is_stuck
+        return has_room or any(done) or released != stored.restores.num_released or stored.restores.is_stuck
 
     def restoring(self) -> list[Event]:
         happened, self._happened = self._happened, []

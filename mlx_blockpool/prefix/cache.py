@@ -4,6 +4,7 @@
     insert(tokens, caches)   add what the caches hold to the trie; the sequence continues
     release(tokens, caches)  insert, and give the blocks back to the pool, evictable
     discard(caches)          give the blocks back and keep nothing
+    lend(count)              empty caches for tokens that are never cached
 
 Of the n tokens of a prompt:
 
@@ -23,7 +24,7 @@ from collections.abc import Sequence as Tokens
 from dataclasses import dataclass
 from itertools import takewhile
 from typing import Any
-from weakref import WeakKeyDictionary
+from weakref import WeakKeyDictionary, WeakSet
 
 from ..config import PoolConfig
 from ..errors import PoolExhaustedError, RequestTooLargeError
@@ -78,6 +79,7 @@ class PrefixCache:
         arena.evict_with(self.admission)
         # The cached prefix whose blocks each acquired sequence holds: insert() continues from there.
         self._refs: WeakKeyDictionary[SequenceBlocks, PrefixRef] = WeakKeyDictionary()
+        self._lent: WeakSet[SequenceBlocks] = WeakSet()
         self._pinned: dict[tuple[int, ...], list[Pin]] = {}
         self._max_tokens = config.max_tokens
         # What mlx-lm's methods were given as the model: the first one, in a tuple, and the last other one.
@@ -125,6 +127,19 @@ class PrefixCache:
         self._refs[_sequence(caches)] = match.first(lookup.hit)
         self._count(lookup)
         return Acquired(caches, list(tokens[lookup.hit :]), lookup)
+
+    def lend(self, count: int) -> list[Any]:
+        """Empty caches with room for `count` tokens, until discard(). Raises as acquire() does."""
+        if count > self.pool.sequence_capacity():
+            raise RequestTooLargeError(count, self.pool.sequence_capacity())
+        caches = lay_out(self.admission, PrefixRef(), 0, None, count, count)
+        self._lent.add(_sequence(caches))
+        return caches
+
+    @property
+    def num_lent(self) -> int:
+        """How many caches are lent: their blocks come back, and not by anything that the engine does."""
+        return len(self._lent)
 
     def _count(self, lookup: Lookup) -> None:
         self.num_lookups += 1
@@ -184,6 +199,7 @@ class PrefixCache:
         sequence = sequence_of(caches)
         if sequence is not None:
             sequence.release(released_by)
+            self._lent.discard(sequence)
 
     def remember(self, tokens: Tokens[int], caches: list[Any], kind: str, policy: RetentionPolicy, goes_on: bool) -> PrefixRef:
         """insert() or, where the sequence does not continue, the first half of release(): the caches still hold their blocks."""

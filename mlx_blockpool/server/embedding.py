@@ -2,6 +2,7 @@
 
 The folder is one of sentence-transformers: modules.json names a pooling, and perhaps a normalisation. A text is computed in
 chunks on the generation thread, one text of all clients at a time; while replies run they get as much time between the chunks.
+Its keys and values are in blocks of the model's pool, which it gives back; a model without a pool has mlx-lm's caches.
 """
 
 from __future__ import annotations
@@ -10,6 +11,7 @@ import socket
 import time
 from collections.abc import Callable
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -17,17 +19,22 @@ import mlx.core as mx
 from mlx_lm.models.cache import make_prompt_cache
 
 from ..claims import read_json
-from ..errors import LoadError, RequestTooLargeError, TooManyPositionsError
+from ..errors import LoadError, PoolExhaustedError, RequestTooLargeError, TooManyPositionsError
+from ..tier.cache import TieredPrefixCache
+from .bodies import InvalidRequestError
 from .jobs import run_on_generation_thread
 from .models.provider import ModelKey
 from .prompts.preparation import Turns
 from .replies import has_hung_up
 
-# One text at a time, of all clients in turn: its keys and values are beside the pool.
+# One text at a time, of all clients in turn.
 _computing = Turns()
 
 CHUNK_TOKENS = 256
+# Of a text for a model without a pool.
 MOST_TOKENS = 32_768
+# How long a text waits before it looks for room in the pool again.
+ROOM_SECONDS = 0.05
 UNLOADED = "The model was unloaded in the meantime. Try again."
 MODULES = "modules.json"
 MAX_FILE_BYTES = 1 << 20
@@ -73,35 +80,53 @@ def _plain(path: Any) -> str:
     return path
 
 
-def embed(generator: Any, key: ModelKey, texts: list[list[int]], connection: socket.socket) -> list[list[float]]:
-    """The vector of each text, by its tokens. On the socket's thread.
+def embed(
+    generator: Any, key: ModelKey, texts: list[list[int]], size: int | None, connection: socket.socket
+) -> list[list[float]]:
+    """The first `size` values of each text's vector, by its tokens; None: all of them. On the socket's thread.
 
-    Raises NoEmbeddingsError, RequestTooLargeError, LoadError if the model is unloaded meanwhile, and ConnectionAbortedError once
-    the client has hung up.
+    Raises NoEmbeddingsError, RequestTooLargeError, InvalidRequestError for more values than there are, LoadError if the model is
+    unloaded meanwhile, PoolExhaustedError, and ConnectionAbortedError once the client has hung up.
     """
     served = generator.registry.loaded.get(key)
     if served is None:
         raise LoadError(UNLOADED)
     pooling, vectors = pooling_of(served.provider.folder), []
+    most = MOST_TOKENS if served.prefix is None else served.capacity()
     for tokens in texts:
-        _check_length(tokens, served.positions)
+        _check_length(tokens, served.positions, most)
+    if size is not None:
+        _check_size(size, run_on_generation_thread(generator, partial(_width_of, served.provider.model)))
     for tokens in texts:
         with _computing.turn("text"):
-            text = EmbeddedText(generator.registry, key, pooling, tokens)
+            text = EmbeddedText(generator, key, pooling, tokens)
             try:
                 _compute(generator, text, connection)
                 vectors.append(run_on_generation_thread(generator, text.vector))
             finally:
                 # Arrays go on the thread that has made them.
                 run_on_generation_thread(generator, text.close)
-    return vectors
+    return [shortened(vector, size) for vector in vectors]
 
 
-def _check_length(tokens: list[int], positions: int | None) -> None:
+def _check_length(tokens: list[int], positions: int | None, most: int) -> None:
     if positions is not None and len(tokens) > positions:
         raise TooManyPositionsError(len(tokens), positions)
-    if len(tokens) > MOST_TOKENS:
-        raise RequestTooLargeError(len(tokens), MOST_TOKENS)
+    if len(tokens) > most:
+        raise RequestTooLargeError(len(tokens), most)
+
+
+def _check_size(size: int, width: int) -> None:
+    if size > width:
+        raise InvalidRequestError("dimensions", f"the model's vectors have {width:,} values; found {size:,}")
+
+
+def shortened(vector: list[float], size: int | None) -> list[float]:
+    """The first `size` values, with length 1."""
+    if size is None or size == len(vector):
+        return vector
+    length = sum(value * value for value in vector[:size]) ** 0.5 or 1.0
+    return [value / length for value in vector[:size]]
 
 
 def _compute(generator: Any, text: EmbeddedText, connection: socket.socket) -> None:
@@ -110,18 +135,21 @@ def _compute(generator: Any, text: EmbeddedText, connection: socket.socket) -> N
         if has_hung_up(connection):
             raise ConnectionAbortedError("the client hung up")
         start = time.monotonic()
-        run_on_generation_thread(generator, text.advance)
-        if generator.has_waiting:
+        if not run_on_generation_thread(generator, text.advance):
+            time.sleep(ROOM_SECONDS)
+        elif generator.has_waiting:
             time.sleep(time.monotonic() - start)
 
 
 class EmbeddedText:
     """One text on its way through a model. Its arrays are the generation thread's."""
 
-    def __init__(self, registry: Any, key: ModelKey, pooling: Pooling, tokens: list[int]) -> None:
-        self._registry, self._key, self._pooling, self._tokens = registry, key, pooling, tokens
+    def __init__(self, generator: Any, key: ModelKey, pooling: Pooling, tokens: list[int]) -> None:
+        self._registry, self._health = generator.registry, generator.health
+        self._key, self._pooling, self._tokens = key, pooling, tokens
         self._network: Any = None
-        self._caches: Any = None
+        self._prefix: TieredPrefixCache | None = None
+        self._caches: list[Any] | None = None
         self._sum: Any = None
         self._done = 0
 
@@ -129,14 +157,19 @@ class EmbeddedText:
     def is_whole(self) -> bool:
         return self._done == len(self._tokens)
 
-    def advance(self) -> None:
-        """Compute the next chunk."""
+    def advance(self) -> bool:
+        """Compute the next chunk. Returns False if running replies have the room; raises PoolExhaustedError if none run."""
         served = self._registry.loaded.get(self._key)
         if served is None or (self._network is not None and self._network is not served.provider.model):
             raise LoadError(UNLOADED)
-        if self._network is None:
-            self._network = served.provider.model
-            self._caches = make_prompt_cache(self._network)
+        if self._caches is None:
+            self._network, self._prefix = served.provider.model, served.prefix
+            try:
+                self._caches = self._open()
+            except PoolExhaustedError:
+                if not served.live:
+                    raise
+                return False
         served.used = self._registry.queue.clock()
         chunk = self._tokens[self._done : self._done + CHUNK_TOKENS]
         states = _states_of(self._network)(mx.array([chunk]), cache=self._caches)[0].astype(mx.float32)
@@ -146,6 +179,14 @@ class EmbeddedText:
             self._sum = states[-1 if self._pooling.kind == "last" else 0]
         mx.eval(self._sum, [cache.state for cache in self._caches])
         self._done += len(chunk)
+        self._health.mark()
+        return True
+
+    def _open(self) -> list[Any]:
+        if self._prefix is not None:
+            return self._prefix.lend(len(self._tokens))
+        caches: list[Any] = make_prompt_cache(self._network)
+        return caches
 
     def vector(self) -> list[float]:
         """The vector of a whole text."""
@@ -158,7 +199,9 @@ class EmbeddedText:
 
     def close(self) -> None:
         """Give the memory back."""
-        self._network = self._caches = self._sum = None
+        if self._prefix is not None and self._caches is not None:
+            self._prefix.discard(self._caches)
+        self._network = self._prefix = self._caches = self._sum = None
 
 
 def _states_of(network: Any) -> Callable[..., Any]:
@@ -167,3 +210,8 @@ def _states_of(network: Any) -> Callable[..., Any]:
     if not callable(states):
         raise NoEmbeddingsError("mlx-lm's code for it has no part that ends before the vocabulary")
     return states  # type: ignore[no-any-return]
+
+
+def _width_of(network: Any) -> int:
+    """How many values a hidden state has. mlx knows it without computing one."""
+    return int(_states_of(network)(mx.array([[0]])).shape[-1])

@@ -230,3 +230,17 @@ def test_a_swapped_out_request_goes_on_with_the_same_draws(name: str, seed: int)
         expected = certain_draws(name, prompt, seed + i, 16, penalty)
         assert expected == told.tokens[uids[i]][: len(expected)]
     assert_nothing_held(prefix)
+
+
+def test_a_request_waits_for_room_that_is_lent() -> None:
+    engine, prefix = make_engine("llama", bytes_of("llama", 600))
+    lent, prompt = prefix.lend(500), words(8, 500)
+    uid, told = engine.insert(Request(prompt, 3)), Told()
+    told.take(engine.next())
+    assert (told.failed, engine.is_blocked) == ({}, True)
+    prefix.discard(lent)
+    drive(engine, told)
+    assert_stock("llama", prompt, told.tokens[uid])
+    assert_nothing_held(prefix)
+    with pytest.raises(RequestTooLargeError):
+        prefix.lend(10_000)

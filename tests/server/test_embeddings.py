@@ -4,10 +4,13 @@ from __future__ import annotations
 
 import base64
 import json
+import re
 import shutil
 import struct
+from array import array
 from collections.abc import Iterator
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import mlx.core as mx
@@ -15,9 +18,11 @@ import ollama
 import pytest
 from mlx_lm import load
 
-from mlx_blockpool.server.api.embeddings import shortened
+from mlx_blockpool.errors import PoolExhaustedError
+from mlx_blockpool.server.api.embeddings import tokens_of
 from mlx_blockpool.server.bodies import InvalidRequestError
-from mlx_blockpool.server.embedding import CHUNK_TOKENS, NoEmbeddingsError, Pooling, pooling_of
+from mlx_blockpool.server.embedding import CHUNK_TOKENS, EmbeddedText, NoEmbeddingsError, Pooling, pooling_of, shortened
+from mlx_blockpool.server.models.provider import ModelKey
 from server.scripted import openai_client
 from server.serving import Client, at_once, blockpool_server
 
@@ -141,5 +146,57 @@ def test_a_mean_is_that_of_all_chunks(embedder: Client, folder: Path, states: An
 def test_a_shorter_vector_has_length_one() -> None:
     assert shortened([3.0, 4.0, 12.0], 2) == pytest.approx([0.6, 0.8])
     assert shortened([3.0, 4.0], None) == [3.0, 4.0]
-    with pytest.raises(InvalidRequestError):
-        shortened([1.0], 2)
+
+
+@pytest.fixture
+def chunks(embedder: Client, monkeypatch: pytest.MonkeyPatch) -> list[int]:
+    """The blocks that are held after each chunk."""
+    held: list[int] = []
+    advance = EmbeddedText.advance
+
+    def watched(self: EmbeddedText) -> bool:
+        found = advance(self)
+        held.append(sum(counts.held for counts in embedder.generator.model.prefix.pool.counts()))
+        return found
+
+    monkeypatch.setattr(EmbeddedText, "advance", watched)
+    return held
+
+
+def test_keys_and_values_are_in_the_pool_as_long_as_the_text_is_computed(embedder: Client, chunks: list[int]) -> None:
+    assert embedder.send("/v1/embeddings", {"input": LONG})[0] == 200
+    assert len(chunks) == 3
+    assert set(chunks) == {3}
+    embedder.settle()
+
+
+def test_a_text_waits_for_room_as_long_as_replies_run() -> None:
+    def lend(count: int) -> list[Any]:
+        raise PoolExhaustedError(count, 0, 0, "full")
+
+    key, live = ModelKey("a"), {1: "a reply"}
+    served = SimpleNamespace(live=live, prefix=SimpleNamespace(lend=lend), provider=SimpleNamespace(model=None))
+    generator = SimpleNamespace(registry=SimpleNamespace(loaded={key: served}), health=None)
+    text = EmbeddedText(generator, key, Pooling("last", True), [1, 2, 3])
+    assert not text.advance()
+    live.clear()
+    with pytest.raises(PoolExhaustedError):
+        text.advance()
+
+
+def test_too_many_values_are_refused_before_a_text_is_computed(embedder: Client, chunks: list[int]) -> None:
+    assert embedder.send("/v1/embeddings", {"input": LONG, "dimensions": 10_000})[0] == 400
+    assert chunks == []
+
+
+def test_all_texts_together_have_a_limit() -> None:
+    asked: list[Any] = []
+
+    def convert(job: Any, model: Any) -> Any:
+        asked.append(job)
+        return SimpleNamespace(tokens=array("i", bytes(4 * 200_000)))
+
+    says = re.escape("at most 300,000 tokens in all; the first 2 of 9 texts have 400,000")
+    with pytest.raises(InvalidRequestError, match=says):
+        tokens_of(SimpleNamespace(convert=convert), None, ["a"] * 9)  # type: ignore[arg-type]
+    assert len(asked) == 2

@@ -16,14 +16,16 @@ from ..bodies import InvalidRequestError
 from ..embedding import NoEmbeddingsError, embed
 from ..models.http import ModelsEndpoint
 from ..prompts.job import TokenizerJob
+from ..prompts.preparation import PromptPreparation
 from ..validation import Body, List, Positive, Text, TextOr, Token, validated
 from .endpoint import Endpoint
 from .errors import StatusError
 from .ollama_body import Named
 
 EMBEDDINGS = "/v1/embeddings"
-# As many as OpenAI takes.
+# As many as OpenAI takes in one request.
 MOST_TEXTS = 2048
+MOST_TOKENS = 300_000
 
 
 def _not_empty(value: Any) -> Any:
@@ -68,36 +70,39 @@ def texts_of(given: Any) -> list[str | list[int]]:
 def vectors_of(handler: Any, model: str, texts: list[str | list[int]], size: int | None) -> tuple[list[list[float]], int]:
     """A vector for each text of `handler`'s request, and the tokens of all texts. Loads the model if it is not loaded.
 
-    Raises StatusError for a model without embeddings, and what loading a model and tokenizing raise.
+    Raises StatusError for a model without embeddings, and what embed(), loading a model and tokenizing raise.
     """
     generator = handler.scope.generator
     wanted = ModelDescription(model, "default_model", None)
     key = generator.registry.find(wanted)
     if key not in generator.registry.loaded:
         ModelsEndpoint(generator).change(wanted)
-    parts = [[text] if isinstance(text, str) else text for text in texts]
-    tokens = [generator.preparation.convert(TokenizerJob(parts=list(own)), wanted).tokens.tolist() for own in parts]
-    if [] in tokens:
-        raise InvalidRequestError(f"input[{tokens.index([])}]", "Input should have at least one token")
+    tokens = tokens_of(generator.preparation, wanted, texts)
     try:
-        vectors = embed(generator, key, tokens, handler.connection)
+        vectors = embed(generator, key, tokens, size, handler.connection)
     except NoEmbeddingsError as error:
         name = generator.registry.catalog.id_of(key.model)
         advice = (
             "Name an embedding model in mlx-lm's format, and allow it with --allow-models, or run a server for one beside this."
         )
         raise StatusError(501, f"{name} gives no embeddings: {error}. {advice}") from error
-    return [shortened(vector, size) for vector in vectors], sum(map(len, tokens))
+    return vectors, sum(map(len, tokens))
 
 
-def shortened(vector: list[float], size: int | None) -> list[float]:
-    """The first `size` values, with length 1. Raises InvalidRequestError for more than there are."""
-    if size is None or size == len(vector):
-        return vector
-    if size > len(vector):
-        raise InvalidRequestError("dimensions", f"the model's vectors have {len(vector):,} values; found {size:,}")
-    length = sum(value * value for value in vector[:size]) ** 0.5 or 1.0
-    return [value / length for value in vector[:size]]
+def tokens_of(preparation: PromptPreparation, model: ModelDescription, texts: list[str | list[int]]) -> list[list[int]]:
+    """The tokens of each text. Raises InvalidRequestError for a text without and for too many in all."""
+    found: list[list[int]] = []
+    count = 0
+    for i, text in enumerate(texts):
+        parts: list[Any] = [text] if isinstance(text, str) else list(text)
+        found.append(preparation.convert(TokenizerJob(parts=parts), model).tokens.tolist())
+        count += len(found[i])
+        if not found[i]:
+            raise InvalidRequestError(f"input[{i}]", "Input should have at least one token")
+        if count > MOST_TOKENS:
+            most = f"Input should have at most {MOST_TOKENS:,} tokens in all"
+            raise InvalidRequestError("input", f"{most}; the first {i + 1:,} of {len(texts):,} texts have {count:,}")
+    return found
 
 
 class EmbeddingsEndpoint(Endpoint):
