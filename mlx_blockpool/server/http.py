@@ -38,7 +38,7 @@ from .incoming import TimedReader, WireBody, buffer_body, drain, file_deadline
 from .live.http import PATHS as LIVE
 from .live.http import answer_live
 from .models.http import COMMANDS, ModelsEndpoint, cache_report
-from .outgoing import OnlyHeaders, Outgoing
+from .outgoing import OnlyHeaders, Outgoing, drop_vanished
 from .page import FIGURES, send_page
 from .page import PATHS as PAGE
 from .page.cache_map import PATH as MAP
@@ -88,6 +88,7 @@ class BlockpoolHandler(APIHandler):  # type: ignore[misc]
         self._reader = io.BufferedReader(self._incoming)
         self._outgoing = Outgoing(self.wfile)
         self._crowded, self._is_new = False, True
+        drop_vanished(self.connection, self._generator.access.config.send_seconds)
         self._begin_request()
 
     def _begin_request(self) -> None:

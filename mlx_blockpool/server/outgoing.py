@@ -2,13 +2,37 @@
 
 from __future__ import annotations
 
+import socket
+import sys
 from typing import Any
+
+# Probes of a silent connection within the time after which it is given up.
+PROBES = 3
+# macOS's name for the time after which data that nobody acknowledges ends a connection; Python has no constant for it.
+RXT_CONNDROPTIME = 0x80
+
+
+def drop_vanished(connection: socket.socket, seconds: float) -> None:
+    """Have the system end a connection whose other machine has answered nothing for so long, as after a lost network.
+
+    Without it an idle one would stay for ever, and one with data under way for a quarter of an hour.
+    """
+    probe = max(1, round(seconds / (PROBES + 1)))
+    options = {"TCP_KEEPIDLE": probe, "TCP_KEEPALIVE": probe, "TCP_KEEPINTVL": probe, "TCP_KEEPCNT": PROBES}
+    options["TCP_USER_TIMEOUT"] = round(seconds * 1000)
+    connection.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
+    for name, value in options.items():
+        # Each system has some of them.
+        if hasattr(socket, name):
+            connection.setsockopt(socket.IPPROTO_TCP, getattr(socket, name), value)
+    if sys.platform == "darwin":
+        connection.setsockopt(socket.IPPROTO_TCP, RXT_CONNDROPTIME, max(1, round(seconds)))
 
 
 class Outgoing:
     """A socket's file that frames the body of each response.
 
-    Writing raises ConnectionError for a client that reads nothing of its response for too long.
+    Writing raises ConnectionError for a client that is gone or reads nothing of its response for too long.
     `is_whole`: the last response was written as its headers promised, and another one may follow it.
     """
 
@@ -44,8 +68,11 @@ class Outgoing:
         framed = b"%x\r\n%s\r\n" % (len(data), data) if self._chunked and data else data
         try:
             self._wfile.write(framed)
-        except TimeoutError as error:
-            raise ConnectionAbortedError("the client does not read its response") from error
+        except ConnectionError:
+            raise
+        except OSError as error:
+            why = "does not read its response" if isinstance(error, TimeoutError) else "cannot be reached"
+            raise ConnectionAbortedError(f"the client {why}") from error
         return len(data)
 
     def flush(self) -> None:

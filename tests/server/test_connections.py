@@ -4,20 +4,26 @@ from __future__ import annotations
 
 import http.client
 import json
+import shutil
 import socket
+import subprocess
+import sys
 import threading
 from collections.abc import Iterator
 from contextlib import ExitStack, closing
+from pathlib import Path
 from typing import Any
 
 import pytest
 from models import save_model
 
+from mlx_blockpool.server import http as http_module
 from mlx_blockpool.server.app import BlockpoolHTTPServer
 from mlx_blockpool.server.http import BlockpoolHandler
 from server.serving import Client, blockpool_server
 from server.test_access import KEY, received, wait_for_threads, with_access
 
+TESTS = Path(__file__).parent.parent
 CHAT = {"messages": [{"role": "user", "content": "x"}], "max_tokens": 3}
 STREAMED = {**CHAT, "stream": True}
 
@@ -209,3 +215,17 @@ def test_a_burst_of_connections_waits_to_be_accepted(server: Client) -> None:
         for client in clients:
             client.sendall(b"GET /health HTTP/1.1\r\nHost: localhost\r\n\r\n")
         assert [received(client)[0] for client in clients] == [200] * 128
+
+
+def test_connections_to_vanished_machines_end(server: Client, monkeypatch: pytest.MonkeyPatch) -> None:
+    given: list[float] = []
+    monkeypatch.setattr(http_module, "drop_vanished", lambda connection, seconds: given.append(seconds))
+    assert server.send("/health")[0] == 200
+    assert given == [server.generator.access.config.send_seconds]
+    alone = ["unshare", "--net", "--map-root-user"]
+    if not shutil.which("unshare") or subprocess.run([*alone, "true"], capture_output=True).returncode:
+        pytest.skip("needs network namespaces")
+    ran = subprocess.run(
+        [*alone, sys.executable, "-m", "server.vanished", "1"], cwd=TESTS, capture_output=True, text=True, check=True
+    )
+    assert ran.stdout.split() == ["ETIMEDOUT", "ETIMEDOUT"]
