@@ -192,8 +192,11 @@ class KVEventsConfig:
     replay: str | None = None  # where past messages can be requested; None: nowhere
     topic: str = ""  # the first frame of each message; {model} in it stands for the model's id
     as_arrays: bool = False  # events as arrays, as vLLM had them until 2026; otherwise as maps
-    kept: int = 10_000  # past messages
+    kept: int = 10_000  # past messages, ...
+    kept_bytes: int = 64 << 20  # ... of at most so many bytes
+    message_tokens: int = 16_384  # events of more tokens than this go in several messages
     queued: int = 100_000  # messages that wait for a slow subscriber
+    silent_seconds: float = 60.0  # a subscriber that answers nothing for this long is dropped, with its messages
 
 
 @dataclass(frozen=True)

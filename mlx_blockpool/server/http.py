@@ -88,7 +88,7 @@ class BlockpoolHandler(APIHandler):  # type: ignore[misc]
         self._reader = io.BufferedReader(self._incoming)
         self._outgoing = Outgoing(self.wfile)
         self._crowded, self._is_new = False, True
-        drop_vanished(self.connection, self._generator.access.config.send_seconds)
+        drop_vanished(self.connection, 2 * self._generator.access.config.send_seconds)
         self._begin_request()
 
     def _begin_request(self) -> None:

@@ -221,7 +221,7 @@ def test_connections_to_vanished_machines_end(server: Client, monkeypatch: pytes
     given: list[float] = []
     monkeypatch.setattr(http_module, "drop_vanished", lambda connection, seconds: given.append(seconds))
     assert server.send("/health")[0] == 200
-    assert given == [server.generator.access.config.send_seconds]
+    assert given == [2 * server.generator.access.config.send_seconds]
     alone = ["unshare", "--net", "--map-root-user"]
     if not shutil.which("unshare") or subprocess.run([*alone, "true"], capture_output=True).returncode:
         pytest.skip("needs network namespaces")

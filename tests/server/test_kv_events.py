@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import subprocess
 import sys
 from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
@@ -12,6 +13,7 @@ import msgpack
 import pytest
 import zmq
 from models import save_model
+from zmq.utils.monitor import recv_monitor_message
 
 from mlx_blockpool.config import KVEventsConfig
 from mlx_blockpool.errors import BlockpoolError
@@ -96,6 +98,51 @@ def test_a_client_that_reads_later_gets_all_past_messages(tmp_path: Path) -> Non
     assert numbers == [*range(4000), -1]
     context.destroy(linger=0)
     publisher._context.destroy(linger=0)
+
+
+def test_past_messages_have_a_limit_in_bytes(tmp_path: Path) -> None:
+    publisher = KVPublisher(KVEventsConfig(f"ipc://{tmp_path}/pub", kept_bytes=2000))
+    blocks = publisher._blocks_of("m")
+    for _ in range(9):
+        publisher._send(blocks, blocks.stored(stored(None, (A, WHOLE))))
+    numbers, payloads = zip(*publisher._past, strict=True)
+    assert numbers == (6, 7, 8)[-len(numbers) :]
+    assert sum(map(len, payloads)) == publisher._past_bytes <= 2000
+    publisher._context.destroy(linger=0)
+
+
+def test_many_tokens_go_in_several_messages(tmp_path: Path) -> None:
+    log = EventLog()
+    for _ in range(5):
+        log.append("m", stored(None, (A, WHOLE)))
+    with published(tmp_path, log, message_tokens=512) as router:
+        assert [len(router.next()[2][1]) for _ in range(3)] == [2, 2, 1]
+
+
+def test_a_subscriber_that_answers_nothing_is_dropped(tmp_path: Path) -> None:
+    """Its process is stopped: what waits for it would never be received."""
+    publisher = KVPublisher(KVEventsConfig(f"ipc://{tmp_path}/pub", silent_seconds=0.2))
+    monitor = publisher._pub.get_monitor_socket(zmq.EVENT_HANDSHAKE_SUCCEEDED | zmq.EVENT_DISCONNECTED)
+    program = f"""if True:
+        import os, signal, zmq
+        sub = zmq.Context().socket(zmq.SUB)
+        sub.subscribe(b"")
+        sub.connect("ipc://{tmp_path}/pub")
+        sub.recv()
+        os.kill(os.getpid(), signal.SIGSTOP)"""
+    subscriber = subprocess.Popen([sys.executable, "-c", program])
+    try:
+        seen: list[int] = []
+        while zmq.EVENT_DISCONNECTED not in seen:
+            publisher._pub.send_multipart((b"", bytes(8), b"an event"))
+            while monitor.poll(20):
+                seen.append(recv_monitor_message(monitor)["event"])
+        assert seen == [zmq.EVENT_HANDSHAKE_SUCCEEDED, zmq.EVENT_DISCONNECTED]
+    finally:
+        subscriber.kill()
+        subscriber.wait()
+        publisher._pub.disable_monitor()
+        publisher._context.destroy(linger=0)
 
 
 def test_events_have_vllms_fields_and_order(tmp_path: Path) -> None:

@@ -52,23 +52,29 @@ class KVPublisher:
         self._config = config
         self._pack: Callable[[Any], bytes] = msgpack.packb
         self._context = zmq.Context()
-        self._past: deque[tuple[int, bytes]] = deque(maxlen=config.kept)
-        self._count = 0
+        self._past: deque[tuple[int, bytes]] = deque()
+        self._count = self._past_bytes = 0
         self._pages: dict[str, Blocks] = {}
         try:
             self._pub = self._context.socket(zmq.PUB)
-            self._pub.set_hwm(config.queued)
+            self._configure(self._pub)
             (self._pub.bind if is_bound(config.endpoint) else self._pub.connect)(config.endpoint)
             self._router = None
             if config.replay is not None:
                 self._router = self._context.socket(zmq.ROUTER)
-                # By default what a client has not received is dropped after a thousand messages.
-                self._router.set_hwm(config.queued)
+                self._configure(self._router)
                 self._router.bind(config.replay)
         except zmq.ZMQError as error:
             self._context.destroy(linger=0)
             ends = " or ".join(end for end in (config.endpoint, config.replay) if end is not None)
             raise BlockpoolError(f"--kv-events: cannot publish on {ends}: {error}. Choose another address.") from error
+
+    def _configure(self, socket: Any) -> None:
+        """Let messages wait for a slow client as long as it answers; by default a thousand wait, and for ever."""
+        silent = int(self._config.silent_seconds * 1000)
+        socket.set_hwm(self._config.queued)
+        socket.heartbeat_ivl = silent // 4
+        socket.heartbeat_timeout = silent
 
     def start(self, events: EventLog, snapshot: Snapshot) -> threading.Thread:
         """Begin with the log's first event. `snapshot` lists what is stored, for use after events were lost."""
@@ -104,16 +110,19 @@ class KVPublisher:
                 self._send(blocks, blocks.stored(change))
             return
         batch: list[Fields] = []
+        tokens = 0
         last: Blocks | None = None
         for event in events:
             if not isinstance(event.what, BlocksStored | BlocksRemoved | AllCleared):
                 continue
             blocks = self._blocks_of(event.model)
-            if last is not None and blocks is not last:
+            if last is not None and (blocks is not last or tokens >= self._config.message_tokens):
                 self._send(last, batch)
-                batch = []
+                batch, tokens = [], 0
             last = blocks
-            batch += self._fields_of(blocks, event.what)
+            found = self._fields_of(blocks, event.what)
+            tokens += sum(len(fields.get("token_ids", ())) for fields in found)
+            batch += found
         if last is not None:
             self._send(last, batch)
 
@@ -136,6 +145,9 @@ class KVPublisher:
         payload, number = self._pack([time.time(), shaped, 0]), self._count
         self._count += 1
         self._past.append((number, payload))
+        self._past_bytes += len(payload)
+        while len(self._past) > self._config.kept or self._past_bytes > self._config.kept_bytes:
+            self._past_bytes -= len(self._past.popleft()[1])
         self._pub.send_multipart((blocks.topic.encode(), number.to_bytes(8, "big"), payload))
 
     def _replay(self) -> None:
