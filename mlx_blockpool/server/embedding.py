@@ -81,9 +81,11 @@ def _plain(path: Any) -> str:
 
 
 def embed(
-    generator: Any, key: ModelKey, texts: list[list[int]], size: int | None, connection: socket.socket
+    generator: Any, key: ModelKey, texts: list[list[int]], size: int | None, keep_seconds: float | None, connection: socket.socket
 ) -> list[list[float]]:
     """The first `size` values of each text's vector, by its tokens; None: all of them. On the socket's thread.
+
+    `keep_seconds`: as in RequestOptions.
 
     Raises NoEmbeddingsError, RequestTooLargeError, InvalidRequestError for more values than there are, LoadError if the model is
     unloaded meanwhile, PoolExhaustedError, and ConnectionAbortedError once the client has hung up.
@@ -99,7 +101,7 @@ def embed(
         _check_size(size, run_on_generation_thread(generator, partial(_width_of, served.provider.model)))
     for tokens in texts:
         with _computing.turn("text"):
-            text = EmbeddedText(generator, key, pooling, tokens)
+            text = EmbeddedText(generator, key, pooling, tokens, keep_seconds)
             try:
                 _compute(generator, text, connection)
                 vectors.append(run_on_generation_thread(generator, text.vector))
@@ -144,9 +146,11 @@ def _compute(generator: Any, text: EmbeddedText, connection: socket.socket) -> N
 class EmbeddedText:
     """One text on its way through a model. Its arrays are the generation thread's."""
 
-    def __init__(self, generator: Any, key: ModelKey, pooling: Pooling, tokens: list[int]) -> None:
+    def __init__(
+        self, generator: Any, key: ModelKey, pooling: Pooling, tokens: list[int], keep_seconds: float | None = None
+    ) -> None:
         self._registry, self._health = generator.registry, generator.health
-        self._key, self._pooling, self._tokens = key, pooling, tokens
+        self._key, self._pooling, self._tokens, self._keep_seconds = key, pooling, tokens, keep_seconds
         self._network: Any = None
         self._prefix: TieredPrefixCache | None = None
         self._caches: list[Any] | None = None
@@ -170,7 +174,7 @@ class EmbeddedText:
                 if not served.live:
                     raise
                 return False
-        served.used = self._registry.queue.clock()
+        self._registry.use(served, self._keep_seconds)
         chunk = self._tokens[self._done : self._done + CHUNK_TOKENS]
         states = _states_of(self._network)(mx.array([chunk]), cache=self._caches)[0].astype(mx.float32)
         if self._pooling.kind == "mean":

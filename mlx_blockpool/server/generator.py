@@ -334,6 +334,7 @@ class BlockpoolGenerator(ResponseGenerator):  # type: ignore[misc]
             served, item = self.registry.loaded[place.key], place.item
             try:
                 if isinstance(item, LoadCommand):
+                    self.registry.use(served, item.keep_seconds)
                     item.done()
                 elif not self._start(served, item, stream):
                     passed.add(place.key)
@@ -357,7 +358,7 @@ class BlockpoolGenerator(ResponseGenerator):  # type: ignore[misc]
             served.resume(reply)
         else:
             self._begin(served, reply, alone, stream)
-        served.used = self.registry.queue.clock()
+        self.registry.use(served, reply.request.options.keep_seconds)
         return True
 
     def _begin(self, served: LoadedModel, reply: Reply, alone: bool, stream: mx.Stream) -> None:

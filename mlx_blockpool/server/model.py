@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import gc
 import logging
+import math
 import time
 from collections import Counter
 from collections.abc import Iterator, Sequence
@@ -57,6 +58,7 @@ class LoadedModel:
     prefix:        None without a pool.
     weights_bytes: of arrays, of which `read_bytes` are in memory. pool_bytes: the limit of its pool.
     ready, used:   when it was loaded, and when a request of it last started or ended, by time.monotonic().
+    idle_seconds:  how long it stays loaded without a request.
     spent:         seconds of the generation thread that its requests took, which decide which model steps next.
     report:        the figures for GET /v1/cache.
     events:        the server's log of events.
@@ -75,6 +77,7 @@ class LoadedModel:
         self.vocab_size = 0
         self.weights_bytes = self.read_bytes = self.pool_bytes = 0
         self.ready = self.used = time.monotonic()
+        self.idle_seconds = math.inf
         self.spent = 0.0
         self.report: dict[str, Any] = {"backend": None}
         self._config = config

@@ -49,6 +49,7 @@ class RequestOptions:
     cache_salt:    the client's own salt for its prefixes; None: it has named none.
     salt:          of the request's prefixes; requests with SHARED share theirs.
     owner:         the name of the key that the request has shown; None: keys have no names.
+    keep_seconds:  how long its model stays loaded without another request; None: as long as the server's options say.
     """
 
     id: str = field(default_factory=lambda: f"req_{uuid.uuid4().hex[:24]}")
@@ -59,6 +60,7 @@ class RequestOptions:
     cache_salt: str | None = None
     salt: bytes = SHARED
     owner: str | None = None
+    keep_seconds: float | None = None
 
     @property
     def name(self) -> str | None:

@@ -3,15 +3,19 @@
 from __future__ import annotations
 
 import json
+import math
+import threading
 import urllib.error
 import urllib.request
 from collections.abc import Iterator
+from datetime import UTC, datetime
 from typing import Any
 
 import ollama
 import pytest
 
 from mlx_blockpool.config import WHAT_FITS
+from mlx_blockpool.server.api.ollama_body import seconds_of
 from mlx_blockpool.server.api.ollama_request import parse_chat, parse_generate
 from server.scripted import CALL, LOOK_UP, SYSTEM, Say
 from server.serving import Client, parse
@@ -144,6 +148,39 @@ def test_models_are_listed_shown_loaded_and_unloaded(client: ollama.Client, well
     assert client.chat("default_model", []).done_reason == "load"
     assert len(client.ps().models) == 1
     assert well.send("/api/version")[1]["version"].count(".") == 2
+
+
+@pytest.mark.parametrize(
+    ("given", "seconds"),
+    [(300, 300), ("300", 300), ("5m", 300), ("1h30m", 5400), ("1.5s", 1.5), ("250ms", 0.25), (0, 0), ("0s", 0), ("-0s", 0)],
+)
+def test_durations_are_those_of_ollama(given: Any, seconds: float) -> None:
+    assert seconds_of(given) == seconds
+    assert seconds_of(f"-{given}" if seconds else -1) == math.inf
+
+
+def test_a_model_stays_as_long_as_the_last_request_has_said(client: ollama.Client, well: Client) -> None:
+    registry = well.generator.registry
+
+    def kept() -> float:
+        (model,) = registry.loaded.values()
+        return model.idle_seconds
+
+    client.generate("default_model", "Hello", options={"num_predict": 1}, keep_alive="1h")
+    assert kept() == 3600
+    (loaded,) = client.ps().models
+    assert loaded.expires_at is not None
+    assert 3500 < (loaded.expires_at - datetime.now(UTC)).total_seconds() <= 3600
+    client.chat("default_model", [], keep_alive=-1)
+    assert kept() == math.inf
+    client.chat("default_model", CHAT, options={"num_predict": 1})
+    assert kept() == math.inf
+    client.chat("default_model", CHAT, options={"num_predict": 1}, keep_alive=0)
+    while registry.loaded or registry.swap:
+        threading.Event().wait(0.02)
+    for bad in ("soon", True, {}):
+        status, answer = well.send("/api/generate", {"prompt": "Hello", "keep_alive": bad})
+        assert (status, "keep_alive: " in answer["error"], "such as 5m" in answer["error"]) == (400, True, True), answer
 
 
 def test_a_probe_finds_a_server(well: Client) -> None:

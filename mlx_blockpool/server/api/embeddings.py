@@ -20,7 +20,7 @@ from ..prompts.preparation import PromptPreparation
 from ..validation import Body, List, Positive, Text, TextOr, Token, validated
 from .endpoint import Endpoint
 from .errors import StatusError
-from .ollama_body import Named
+from .ollama_body import KeepAlive, Named
 
 EMBEDDINGS = "/v1/embeddings"
 # As many as OpenAI takes in one request.
@@ -55,6 +55,7 @@ class EmbedBody(Named):
     input: TextOr[List[Text]] = ""
     prompt: Text = ""
     dimensions: Positive | None = None
+    keep_alive: KeepAlive | None = None
 
 
 def texts_of(given: Any) -> list[str | list[int]]:
@@ -79,7 +80,7 @@ def vectors_of(handler: Any, model: str, texts: list[str | list[int]], size: int
         ModelsEndpoint(generator).change(wanted)
     tokens = tokens_of(generator.preparation, wanted, texts)
     try:
-        vectors = embed(generator, key, tokens, size, handler.connection)
+        vectors = embed(generator, key, tokens, size, handler.scope.options.keep_seconds, handler.connection)
     except NoEmbeddingsError as error:
         name = generator.registry.catalog.id_of(key.model)
         advice = (

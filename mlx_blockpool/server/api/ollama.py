@@ -83,6 +83,7 @@ class OllamaEndpoint(Endpoint):
         self._name = given.shown
         self._scope.parse_headers(self._handler.headers, body)
         self._scope.take_options(self._handler.headers, given)
+        self._scope.options.keep_seconds = given.keep_alive
         if parsed is None:
             self._load(given)
         else:
@@ -90,7 +91,8 @@ class OllamaEndpoint(Endpoint):
 
     def _load(self, given: ReplyBody) -> None:
         """A request without a prompt loads its model, or unloads it if the model is to be kept for no time."""
-        ModelsEndpoint(self._scope.generator).change(ModelDescription(given.id, DEFAULT, None), given.unloads)
+        models, wanted = ModelsEndpoint(self._scope.generator), ModelDescription(given.id, DEFAULT, None)
+        models.change(wanted, given.unloads, keep_seconds=given.keep_alive)
         said: Json = {"response": ""} if self._handler.route == GENERATE else {"message": {"role": "assistant", "content": ""}}
         reason = "unload" if given.unloads else "load"
         packet = {"model": self._name, "created_at": written_now(), **said, "done": True, "done_reason": reason}
@@ -98,6 +100,7 @@ class OllamaEndpoint(Endpoint):
 
     def _embed(self, route: str) -> None:
         given = validated(EmbedBody, self._body())
+        self._scope.options.keep_seconds = given.keep_alive
         wanted = given.prompt if route == EMBEDS[1] else given.input
         vectors, count = vectors_of(self._handler, given.id, texts_of(wanted), given.dimensions)
         duration = time.monotonic_ns() - self._arrived

@@ -2,16 +2,36 @@
 
 from __future__ import annotations
 
+import math
+import re
 from typing import Annotated, Any, Literal
 
-from pydantic import Field, Tag
+from pydantic import BeforeValidator, Field, Tag
 
 from ...config import RequestConfig
 from ..models.catalog import DEFAULT
 from ..validation import IS_TEXT, NO_FORMAT, Body, Count, Int, List, Number, Object, Serving, Share, Text, TextOr, only
 
+# The units of durations.
+SECONDS = {"ns": 1e-9, "us": 1e-6, "ms": 1e-3, "s": 1.0, "m": 60.0, "h": 3600.0}
+DURATION = re.compile(r"([+-]?)((?:\d+(?:\.\d*)?(?:ns|us|ms|s|m|h))+|\d+(?:\.\d*)?)")
+PART = re.compile(r"(\d+(?:\.\d*)?)([a-z]*)")
 # Clients may name a model with the tag that Ollama gives to models without one.
 LATEST = ":latest"
+
+
+def seconds_of(given: Any) -> float:
+    """A duration such as 5m, 1h30m, 300 or "300" in seconds; one below zero is endless."""
+    if isinstance(given, int | float) and not isinstance(given, bool):
+        return float(given) if given >= 0 else math.inf
+    found = DURATION.fullmatch(given.strip()) if isinstance(given, str) else None
+    if found is None:
+        raise ValueError("Input should be a number of seconds or a duration such as 5m, 1h30m or -1")
+    seconds = sum(float(number) * SECONDS[unit or "s"] for number, unit in PART.findall(found[2]))
+    return math.inf if found[1] == "-" and seconds else seconds
+
+
+KeepAlive = Annotated[float, BeforeValidator(seconds_of)]
 
 
 class Options(Body):
@@ -62,15 +82,14 @@ class ReplyBody(Named, Serving):
     options: Options = Options()
     format: Format = ""
     think: Think | None = None
-    keep_alive: TextOr[Number] | None = None
+    keep_alive: KeepAlive | None = None
     logprobs: bool = False
     top_logprobs: Annotated[Int, Field(ge=0, le=RequestConfig.top_logprobs)] = 0
 
     @property
     def unloads(self) -> bool:
         """Return whether the model is to be kept for no time."""
-        given = self.keep_alive
-        return given.strip().rstrip("smh") == "0" if isinstance(given, str) else given == 0
+        return self.keep_alive == 0
 
 
 class Function(Body):

@@ -50,13 +50,12 @@ class OllamaModels:
     def loaded(self) -> Json:
         """The models in memory."""
         entries = []
-        idle_seconds = self._registry.config.idle_seconds
         for key, model in list(self._registry.loaded.items()):
             file = _file(key.model)
-            left = NEVER_SECONDS if idle_seconds is None else max(idle_seconds - (time.monotonic() - model.used), 0.0)
+            left = max(model.idle_seconds - (time.monotonic() - model.used), 0.0)
             size = model.weights_bytes + model.array_bytes
             entry = {} if file is None else _entry(self._catalog.id_of(key.model), file)
-            expires = written_now(time.time() + left)
+            expires = written_now(time.time() + min(left, NEVER_SECONDS))
             entries.append(
                 {**entry, "size": size, "size_vram": size, "expires_at": expires, "context_length": model.positions or 0}
             )

@@ -99,11 +99,13 @@ class ModelsEndpoint:
         state = "available" if unload else "loaded"
         return 200, {"model": name, "state": state, "seconds": round(time.monotonic() - start, 3)}
 
-    def change(self, wanted: ModelDescription, unload: bool = False, waits: bool = True) -> str:
+    def change(
+        self, wanted: ModelDescription, unload: bool = False, waits: bool = True, keep_seconds: float | None = None
+    ) -> str:
         """Have a model loaded or unloaded, and return its id. Raises the reason why it is not."""
         key = self._registry.find(wanted, again=True)
         name: str = self._catalog.id_of(key.model)
-        self._generator.run_command(LoadCommand(Queue(), key, unload), waits)
+        self._generator.run_command(LoadCommand(Queue(), key, unload, keep_seconds), waits)
         return name
 
     def _listed(self, id: str, model: str, created: int) -> dict[str, Any]:

@@ -6,6 +6,7 @@ Owned by the generation thread. Any thread may call find() and read the attribut
 from __future__ import annotations
 
 import logging
+import math
 import time
 from collections import Counter
 from dataclasses import dataclass
@@ -31,11 +32,15 @@ log = logging.getLogger(__name__)
 
 @dataclass(frozen=True)
 class LoadCommand:
-    """A client's command to load or unload a model. Its result goes to `queue`: None, or an error."""
+    """A client's command to load or unload a model. Its result goes to `queue`: None, or an error.
+
+    `keep_seconds`: as in RequestOptions.
+    """
 
     queue: Queue[Any]
     key: ModelKey
     unload: bool
+    keep_seconds: float | None = None
 
     def done(self) -> None:
         self.queue.put(None)
@@ -125,6 +130,7 @@ class ModelRegistry:
         return LoadedModel(key, BlockpoolModelProvider(self.template.cli_args), self._server, self.events_of(key))
 
     def add(self, model: LoadedModel) -> None:
+        self.use(model, None)
         self.loaded = {**self.loaded, model.key: model}
         self.counts["loads"] += 1
 
@@ -132,6 +138,12 @@ class ModelRegistry:
         model = self.loaded[key]
         self.loaded = {other: model for other, model in self.loaded.items() if other != key}
         return model
+
+    def use(self, model: LoadedModel, keep_seconds: float | None) -> None:
+        """Note that a request uses a loaded model, which is unloaded after `keep_seconds` without another one."""
+        model.used = self.queue.clock()
+        own = math.inf if self.config.idle_seconds is None else self.config.idle_seconds
+        model.idle_seconds = own if keep_seconds is None else keep_seconds
 
     def unload(self, command: LoadCommand) -> None:
         """Unload a model once the requests that arrived before the command have ended."""
@@ -176,7 +188,7 @@ class ModelRegistry:
             # If even that leaves too little room, another model goes next.
             return ModelSwap(self, load if self.has_room(load, without=unload) else None, unload)
         for usage in idle:
-            if self.config.idle_seconds is not None and self.queue.clock() - usage.used >= self.config.idle_seconds:
+            if self.queue.clock() - usage.used >= self.loaded[usage.key].idle_seconds:
                 return ModelSwap(self, unload=usage.key)
         return None
 
