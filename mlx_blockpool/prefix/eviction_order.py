@@ -105,10 +105,13 @@ def is_superseded(node: Node, checkpoint: Checkpoint) -> bool:
 def left_behind(node: Node, later: Checkpoint) -> Checkpoint | None:
     """The checkpoint that a later one, in `node`, supersedes; None: there is none."""
     at: Node | None = node if later.kind != "system" else None
-    while at is not None and octave(at.end) >= octave(later.position):
-        earlier = (each for each in at.residency.checkpoints.values() if _replaces(later, each))
-        if (found := max(earlier, key=lambda each: each.position, default=None)) is not None:
-            return found
+    # The first position of its octave, so that the edges of a long path are compared with a number.
+    first = OCTAVE_TOKENS << octave(later.position) >> 1 if later.position >= OCTAVE_TOKENS else 0
+    while at is not None and at.end >= first:
+        if checkpoints := at.residency.checkpoints:
+            earlier = (each for each in checkpoints.values() if _replaces(later, each))
+            if (found := max(earlier, key=lambda each: each.position, default=None)) is not None:
+                return found
         at = at.parent if at.parent is not None and len(at.parent.children) == 1 else None
     return None
 
