@@ -106,7 +106,7 @@ def embed(
                 _compute(generator, text, connection)
                 vectors.append(run_on_generation_thread(generator, text.vector))
             finally:
-                # Arrays go on the thread that has made them.
+                # Arrays are freed on the thread that has made them.
                 run_on_generation_thread(generator, text.close)
     return [shortened(vector, size) for vector in vectors]
 

@@ -39,13 +39,13 @@ class Health:
         self._marked = clock()
 
     def doing(self, what: str) -> None:
-        """There is work. To go from one thing to another is no progress by itself."""
+        """Note that there is work. A change from one activity to another is no progress by itself."""
         if self._doing is None:
             self.mark()
         self._doing = what
 
     def mark(self) -> None:
-        """Something was computed, read or loaded."""
+        """Note that something was computed, read or loaded."""
         now = self._clock()
         if self._doing is not None and now - self._marked >= PAUSE_SECONDS:
             self.stalls += 1
@@ -53,7 +53,7 @@ class Health:
         self._marked = now
 
     def idle(self) -> None:
-        """There is nothing to do."""
+        """Note that there is nothing to do."""
         self.mark()
         self._doing = None
 

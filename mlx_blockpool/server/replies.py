@@ -51,7 +51,7 @@ class Reply(Queue[Any]):
     context:       what mlx-lm's handler reads of the reply; None until the request starts.
     sequence:      where a request that had to leave its engine continues; None for others.
     is_hung_up:    the client is gone.
-    watch:         what it has done so far.
+    watch:         writes its progress into the log.
 
     With `parts` its items go there instead, each with `index`: one of several choices for a request. The first of them stands
     for the request in its explanation.

@@ -1,4 +1,4 @@
-"""How the next token of a request is drawn: mlx-lm's samplers, with a random state of its own where there is a seed."""
+"""Samplers of requests: mlx-lm's, with a random state of their own for a request with a seed."""
 
 from __future__ import annotations
 

@@ -22,7 +22,7 @@ from .replies import Choices, only_choice
 from .request import PromptRequest, RequestOptions
 from .validation import Serving
 
-# Fields of a body that name the agent, the first that is there. `user` comes last: one person may have several agents.
+# Fields of a body that may name the agent; the first that is set counts. `user` comes last: one person may have several agents.
 AGENT_FIELDS = ("prompt_cache_key", "session_id", "agent_id", "user")
 # What Claude Code, Codex (twice) and opencode send with the requests of sub-agents, and of no main thread.
 SUB_AGENT_HEADERS = ("X-Claude-Code-Agent-Id", "X-OpenAI-Subagent", "X-Codex-Parent-Thread-Id", "X-Parent-Session-Id")

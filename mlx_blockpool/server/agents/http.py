@@ -20,7 +20,6 @@ from ...formatting import Report
 from ..access import as_owner_sees, noted_name, shown, without_folders
 from ..api.endpoint import Endpoint
 from ..api.errors import StatusError
-from ..bodies import parse_json
 from ..incoming import file_deadline
 from ..validation import Body, Text, validated
 from . import transfer
@@ -103,18 +102,11 @@ class AgentsEndpoint(Endpoint):
         return noted_name(self._scope.owner, checked_name(name))
 
     def _new_name(self) -> str:
-        length = self._length()
         try:
-            body = validated(NewName, parse_json(self._handler.rfile.read(length)))
+            body = validated(NewName, self._body())
         except ValueError as error:
             raise StatusError(400, f'{error}. Send an object such as {{"to": "a name"}}.') from error
         return self._noted(body.to)
-
-    def _length(self) -> int:
-        length = self._handler.headers.get("Content-Length", "")
-        if not (length.isascii() and length.isdecimal()):
-            raise StatusError(411, "The request needs a body with a Content-Length.")
-        return int(length)
 
     # -- files ---------------------------------------------------------------------------------------------------------
 

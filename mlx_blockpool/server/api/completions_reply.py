@@ -194,7 +194,7 @@ class ChoicesRenderer:
         return list(self._choices[index].finish())
 
     def _fail(self, index: int, error: Exception) -> list[Packet]:
-        """One choice has failed, and the others go on."""
+        """Note that one choice has failed; the others continue."""
         self._ended.add(index)
         self._errors[index] = error
         return [self._failed_packet(index)] if self._handler.stream and len(self._num_tokens) > 1 else []

@@ -58,14 +58,17 @@ class Endpoint:
     # -- the request ---------------------------------------------------------------------------------------------------
 
     def _body(self) -> dict[str, Any]:
-        length = self._handler.headers.get("Content-Length")
-        if length is None:
-            raise StatusError(411, "Content-Length header is required")
-        body = parse_json(self._handler.rfile.read(int(length)))
+        body = parse_json(self._handler.rfile.read(self._length()))
         if not isinstance(body, dict):
             raise InvalidRequestError("body", "Input should be a valid dictionary")
         log.debug("request body: %s", body)
         return body
+
+    def _length(self) -> int:
+        length = self._handler.headers.get("Content-Length")
+        if length is None:
+            raise StatusError(411, "Content-Length header is required")
+        return int(length)
 
     def _count(self, parsed: ParsedRequest) -> int:
         """The tokens of the prompt of a request that was parsed to be counted."""

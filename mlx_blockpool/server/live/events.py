@@ -134,7 +134,7 @@ class Sight(NamedTuple):
 
 
 def packet(number: int, kind: str, data: dict[str, Any], model: str | None, seconds: float) -> bytes:
-    """An event as text/event-stream has it."""
+    """Format an event as text/event-stream."""
     body = json.dumps({"kind": kind, "time": round(seconds, 3), "model": model, **data})
     return f"event: {kind}\nid: {number}\ndata: {body}\n\n".encode()
 

@@ -29,7 +29,7 @@ MEDIA = {MEMORY: "GPU", DISK: "DISK"}
 END_OF_REPLAY = (-1).to_bytes(8, "big", signed=True)
 # How often the thread looks for requests to send messages again, and how long events gather before they are sent.
 LOOK_SECONDS, GATHER_SECONDS = 0.1, 0.02
-# How long a closed socket goes on to send, in milliseconds.
+# Milliseconds for which a closed socket still sends.
 LINGER = 200
 
 # An event by its fields in vLLM's order, the first of which is its tag.
@@ -93,7 +93,7 @@ class KVPublisher:
                     break
                 self._replay()
             except Exception:
-                # The top of the thread: routers would go on with what they know.
+                # The top of the thread: routers keep the blocks that they know.
                 log.exception("KV events could not be published")
                 time.sleep(LOOK_SECONDS)
         self._context.destroy(linger=LINGER)

@@ -97,7 +97,7 @@ class Tally:
             self.num_begun += 1
 
     def looked_up(self, tokens: int, cached: int, lookup: Lookup | None) -> None:
-        """A request has its caches; `lookup` explains them, None for mlx-lm's own caches."""
+        """Count a request that has its caches; `lookup` explains them, None for mlx-lm's own caches."""
         self.prompt_tokens += tokens
         self.queried += tokens
         restored = 0 if lookup is None else min(lookup.restored, cached)
@@ -114,7 +114,7 @@ class Tally:
         self.restored_bytes += event.n_bytes
 
     def stepped(self, counts: Mapping[str, int], seconds: float) -> None:
-        """A step took so long. `counts`: those of the engine."""
+        """Count a step of `seconds`. `counts`: those of the engine."""
         before, self._counted = self._counted, (counts["chunks"], counts["decode_steps"], counts["tokens"])
         if self._counted[0] != before[0]:
             self.steps["prefill"].observe(seconds)

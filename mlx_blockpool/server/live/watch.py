@@ -60,7 +60,7 @@ class RequestWatch:
                 self._events.append(RestoreEnded(self._who, event.tokens, event.n_bytes))
 
     def started(self, cached: int, lookup: Lookup | None) -> None:
-        """It has its caches; `cached` tokens of its prompt need not be computed, which `lookup` explains."""
+        """Note that it has its caches; `cached` tokens of its prompt need not be computed, which `lookup` explains."""
         self._run(True)
         if self._has_started:
             # A request whose model was unloaded meanwhile starts again.
@@ -78,7 +78,7 @@ class RequestWatch:
             self._events.append(RequestProgress(self._who, done, total))
 
     def token(self, finish_reason: str | None = None) -> None:
-        """A token was generated; `finish_reason`: of the last one."""
+        """Note a generated token; `finish_reason`: of the last one."""
         now = time.monotonic()
         if self._first is None:
             self._first = now
@@ -92,12 +92,12 @@ class RequestWatch:
             self.ended(finish_reason)
 
     def suspended(self) -> None:
-        """Its model is unloaded; it goes on when the model is back."""
+        """Note that its model is unloaded; the request continues once the model is loaded again."""
         if self._is_running:
             self._swapped(is_in=False)
 
     def ended(self, reason: str) -> None:
-        """It has ended: stop, length, abort (the client is gone) or error. Only the first end counts."""
+        """Note its end: stop, length, abort (the client is gone) or error. Only the first end counts."""
         if self._has_ended:
             return
         self._has_ended = True

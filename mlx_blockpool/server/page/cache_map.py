@@ -19,7 +19,7 @@ from ..jobs import Job
 from .survey import BlockState, Edge, RequestView, Survey, requests_of, survey
 
 PATH = "/v1/cache/map"
-# A survey goes on for so long between two decode steps, in seconds of processor time.
+# Seconds of processor time that a survey takes between two decode steps.
 STEP_SECONDS = 0.002
 # From one survey to the next: at least this long, and this many times as long as a survey takes.
 LEAST_SECONDS = 0.25

@@ -22,7 +22,7 @@ from ..replies import Reply
 
 # Edges and blocks that are read between two looks at the clock.
 EDGES_AT_ONCE, BLOCKS_AT_ONCE = 50, 500
-# Of edges that are on disk only, so many are read: a folder may hold a hundred thousand.
+# The most edges that are read of those on disk only: a folder may hold a hundred thousand.
 MOST_STORED = 5000
 
 

@@ -47,7 +47,7 @@ class PromptPreparation:
         self._registry = registry
 
     def check(self, request: Any, args: Any) -> None:
-        """Raises InvalidRequestError for a request that has too much of something, or asks the template for what it may not."""
+        """Raises InvalidRequestError for a request that has too much of something, or gives the template a forbidden argument."""
         check_bounds(request, args, RequestConfig())
         check_template_options(args.chat_template_kwargs, self._workers.config.template_kwargs)
 

@@ -34,7 +34,7 @@ SHRINKING = 4
 
 
 class PromptRenderer:
-    """A tokenizer and what it makes of jobs. `longest_token`: bytes of text that one token stands for at most; None: unknown."""
+    """Renders jobs with one tokenizer. `longest_token`: bytes of text that one token stands for at most; None: unknown."""
 
     def __init__(self, tokenizer: Any) -> None:
         self.tokenizer = tokenizer

@@ -217,7 +217,7 @@ def main(descriptor: int, mode: str) -> None:
     os.nice(NICE)
     os.environ["TOKENIZERS_PARALLELISM"] = "false"
     logging.basicConfig(level=logging.WARNING, format="%(asctime)s - %(levelname)s - %(message)s", force=True)
-    # The server loads the same tokenizers, and logs what they are warned of.
+    # The server loads the same tokenizers, and logs their warnings.
     logging.getLogger("transformers").setLevel(logging.ERROR)
     if mode == "fork":
         with contextlib.suppress(OSError):

@@ -189,7 +189,7 @@ class PromptWorker:
         self._connection.close()
 
     def _has_ended(self) -> bool:
-        """Return whether its end of the pipe is closed; its id may be another process's by then."""
+        """Return whether its end of the pipe is closed: the system may have given its id to another process."""
         with socket.socket(fileno=os.dup(self._connection.fileno())) as pipe:
             try:
                 return pipe.recv(1, socket.MSG_PEEK | socket.MSG_DONTWAIT) == b""
