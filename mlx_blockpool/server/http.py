@@ -34,16 +34,15 @@ from .api.tokenizer import PATHS as TOKENIZER_PATHS
 from .api.tokenizer import TokenizerEndpoint
 from .explain import answer_about, is_explain
 from .generator import BlockpoolGenerator
-from .incoming import TimedReader, WireBody, buffer_body, drain, file_deadline
 from .live.http import PATHS as LIVE
 from .live.http import answer_live
 from .models.http import COMMANDS, ModelsEndpoint, cache_report
-from .outgoing import OnlyHeaders, Outgoing, drop_vanished
 from .page import FIGURES, send_page
 from .page import PATHS as PAGE
 from .page.cache_map import PATH as MAP
 from .page.hour import PATH as HOUR
 from .scope import RequestScope
+from .wire import OnlyHeaders, Outgoing, TimedReader, WireBody, buffer_body, drain, drop_vanished, file_deadline
 
 log = logging.getLogger(__name__)
 

@@ -20,8 +20,8 @@ from ...formatting import Report
 from ..access import as_owner_sees, noted_name, shown, without_folders
 from ..api.endpoint import Endpoint
 from ..api.errors import StatusError
-from ..incoming import file_deadline
 from ..validation import Body, Text, validated
+from ..wire import file_deadline
 from . import transfer
 from .listing import listing
 from .service import AgentService, checked_name
