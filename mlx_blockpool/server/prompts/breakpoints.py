@@ -12,10 +12,10 @@ from collections.abc import Callable
 from dataclasses import dataclass, replace
 from typing import Any
 
-from ...messages import Message
+from ...messages import SYSTEM, Message
 from ...prefix.trie import common_prefix
 from ..request import Breakpoint
-from .templates import REFUSED, Template, num_leading
+from .templates import REFUSED, Template
 
 log = logging.getLogger(__name__)
 
@@ -27,7 +27,7 @@ def checkpoint_positions(template: Template, prompt: list[int], messages: list[M
     """(tokens, kind) of the beginnings of a chat's prompt that other prompts will have too; none without a template."""
     if not template.tokenizer.has_chat_template:
         return []
-    leading = num_leading(messages)
+    leading = next((i for i, m in enumerate(messages) if m.get("role") not in SYSTEM), len(messages))
     beginnings = [("user", messages)]
     if leading or template.tools:
         beginnings.append(("system", [*messages[:leading], EMPTY]))

@@ -9,7 +9,7 @@ from typing import Any
 
 from jinja2 import TemplateError
 
-from ...messages import SYSTEM, Message, parts_of
+from ...messages import Message, parts_of
 from ...mlx_lm_compat import process_message_content
 
 # What templates raise over messages that they do not take.
@@ -44,8 +44,3 @@ def without_later_system(messages: list[Message]) -> list[Message]:
         else:
             lowered.append(message)
     return lowered
-
-
-def num_leading(messages: Sequence[Message]) -> int:
-    """Count the instructions that a chat begins with."""
-    return next((i for i, message in enumerate(messages) if message.get("role") not in SYSTEM), len(messages))
