@@ -12,7 +12,7 @@ import socket
 import struct
 import sys
 
-from mlx_blockpool.server.outgoing import drop_vanished
+from mlx_blockpool.server.wire import drop_vanished
 
 
 def set_loopback(is_up: bool) -> None:
