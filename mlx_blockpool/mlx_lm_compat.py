@@ -127,7 +127,7 @@ STOCK: dict[str, StockName] = IMPORTED | {
     "server.ResponseGenerator.requests": StockName("the queue into the generation thread"),
     "server.ResponseGenerator._generation_thread": StockName("ours joins it with a timeout"),
     "server.ResponseGenerator._state_machine_cache": StockName("emptied when a model is loaded again under the same key"),
-    "server.ResponseGenerator._stop": StockName("tells the thread to end"),
+    "server.ResponseGenerator._stop": StockName("ends the thread"),
     # APIHandler, which our handler extends.
     "server.APIHandler.do_GET": StockName("ours knows more paths", "(self)"),
     "server.APIHandler.do_POST": StockName("ours knows more paths", "(self)"),

@@ -50,7 +50,7 @@ def empty_plugin_manager() -> pluggy.PluginManager:
 
 def spec_from_config(config: dict[str, Any], model_id: str, manager: pluggy.PluginManager | None = None) -> ModelCacheSpec:
     """Describe a model by its config.json alone."""
-    return _described(ask(manager or make_plugin_manager(), None, config, model_id), model_id)
+    return _described(provided_spec(manager or make_plugin_manager(), None, config, model_id), model_id)
 
 
 def spec_of_model(
@@ -61,7 +61,7 @@ def spec_of_model(
     Raises PluginError if the provider contradicts the model, SpecError if no provider describes it.
     """
     manager = manager or make_plugin_manager()
-    spec = _described(ask(manager, model, config, model_id), model_id)
+    spec = _described(provided_spec(manager, model, config, model_id), model_id)
     try:
         return check_spec(spec, model)
     except PluginError as error:
@@ -85,7 +85,7 @@ def check_spec(spec: ModelCacheSpec, model: Any) -> ModelCacheSpec:
     return spec.with_dtype(traced.dtype)
 
 
-def ask(manager: pluggy.PluginManager, model: Any, config: dict[str, Any], model_id: str) -> ModelCacheSpec | None:
+def provided_spec(manager: pluggy.PluginManager, model: Any, config: dict[str, Any], model_id: str) -> ModelCacheSpec | None:
     """The providers' spec of a model, not yet compared with it; None: no provider describes it.
 
     Raises PluginError that names a provider which raises or returns something else, and the SpecError of one that cannot describe
@@ -133,7 +133,7 @@ def _load(point: EntryPoint) -> None:
     try:
         point.load()
     except Exception as error:
-        # Code from anywhere, as in ask().
+        # Code from anywhere, as in provided_spec().
         dist = f"{point.dist.name} {point.dist.version}" if point.dist else "An unknown distribution"
         raise PluginError(
             f"{dist}: entry point {point.name} = {point.value} in group {GROUP} does not load: "

@@ -38,13 +38,13 @@ def build(config: dict[str, Any]) -> Any:
 
     Raises KeyError, TypeError or ValueError for a config that mlx-lm has no model for, and any error of the model.
     """
-    said = io.StringIO()
+    printed = io.StringIO()
     try:
         # A module whose own dependency is missing (olmo) prints and exits.
-        with contextlib.redirect_stdout(said):
+        with contextlib.redirect_stdout(printed):
             model_class, args_class = _find_classes()(config)
     except SystemExit as error:
-        raise ValueError(said.getvalue().strip() or "its module exits") from error
+        raise ValueError(printed.getvalue().strip() or "its module exits") from error
     model = model_class(args_class.from_dict(config))
     dtype = getattr(mx, dtype_of(config))
     casts = getattr(model, "cast_predicate", lambda _: True)
@@ -73,7 +73,7 @@ def weight_bytes(config: dict[str, Any]) -> tuple[int, int, int | None]:
     An estimate: quantises the modules that mlx-lm's convert would. Writes into `config`; raises what build() raises.
     """
     quantised = _quantisation(config)
-    tied = _says(config, "tie_word_embeddings") is not False
+    tied = _setting(config, "tie_word_embeddings") is not False
     model = build(config)
     modules = dict(model.named_modules())
     size = parameters = 0
@@ -99,7 +99,7 @@ def _array_bytes(array: mx.array, quantisation: dict[str, Any] | None) -> int:
 
 def _quantisation(config: dict[str, Any]) -> Callable[[str], dict[str, Any] | None]:
     """How the module of a name is quantised: bits, group_size and mode, or None."""
-    own = _says(config, "quantization") or _says(config, "quantization_config") or {}
+    own = _setting(config, "quantization") or _setting(config, "quantization_config") or {}
     method = own.get("quant_method")
     if method in ("mxfp4", "mxfp8"):
         own = {**own, "bits": int(method[-1]), "group_size": 32, "mode": method}
@@ -117,7 +117,7 @@ def _quantisation(config: dict[str, Any]) -> Callable[[str], dict[str, Any] | No
     return of
 
 
-def _says(config: dict[str, Any], key: str) -> Any:
+def _setting(config: dict[str, Any], key: str) -> Any:
     """The value of `key` in config.json or in its text_config."""
     text = config.get("text_config")
     return config.get(key, text.get(key) if isinstance(text, dict) else None)

@@ -198,7 +198,7 @@ def _sum_lines(plan: ModelPlan) -> list[str]:
         ("= agents that fit", f"{plan.agents:,}", ""),
     ]
     sums = table([[name, figure] for name, figure, _ in terms])
-    return [f"{line}  {said}".rstrip() for line, (_, _, said) in zip(sums, terms, strict=True)]
+    return [f"{line}  {note}".rstrip() for line, (_, _, note) in zip(sums, terms, strict=True)]
 
 
 def _weights_source(plan: ModelPlan) -> str:

@@ -91,7 +91,7 @@ def api_key(file: Path | None) -> str | None:
 
 @dataclass
 class Requests:
-    """The requests that run or wait, by their ids, as a server's events tell of them."""
+    """The requests that run or wait, by their ids, kept up to date by a server's events."""
 
     running: dict[str, Report] = field(default_factory=dict)
 

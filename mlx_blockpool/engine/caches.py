@@ -1,6 +1,6 @@
 """Where the caches of a request come from and where they go: the pool and its prefix cache.
 
-The engine asks for caches, for room before each step, and gives back what it computed. Owned by the generation thread.
+The engine takes caches and, before each step, room from here, and gives back what it computed. Owned by the generation thread.
 """
 
 from __future__ import annotations
@@ -320,7 +320,7 @@ class PooledCaches(Caches):
 
 
 class PaddedCaches(PooledCaches):
-    """Prefixes in the pool, batches in mlx-lm's padded caches, for a model whose attention does not ask its cache.
+    """Prefixes in the pool, batches in mlx-lm's padded caches, for a model that was not attached.
 
     A batch has `batch_bytes` of its own beside the pool. `merges`: the model gives the same logits in a padded batch as alone.
     """

@@ -9,8 +9,7 @@ from ..config import PoolConfig
 from ..errors import SpecError
 from ..kv.arena import KVArena
 from ..kv.attach import attach, batches_padded, step_synchronously_if_copied
-from ..kv.factory import config_of, default_pool_bytes, with_windows
-from ..plugins import spec_of_model
+from ..kv.factory import default_pool_bytes, spec_of_loaded
 from ..spec import ModelCacheSpec
 from ..store.prompt_store import PromptStore
 from ..tier.cache import TieredPrefixCache
@@ -26,13 +25,10 @@ def open_caches(model: Any, pool_bytes: int | None = None, max_kv_size: int | No
     `max_kv_size` as in open_pool. A model whose caches are of its own classes cannot be described, and runs on them.
     """
     try:
-        spec = spec_of_model(model, config_of(model), type(model).__module__.rpartition(".")[2])
+        spec = spec_of_loaded(model, max_kv_size)
     except SpecError as error:
         log.info("no pool: %s", error)
-        spec = None
-    if spec is None:
         return StockCaches(model, "", GuardedPromptCache(), batches_padded(model))
-    spec = with_windows(spec, model, max_kv_size)
     return open_pooled(model, spec, default_pool_bytes() if pool_bytes is None else pool_bytes)
 
 
@@ -43,14 +39,15 @@ def open_pooled(
 
     `store` has the records of these weights.
     """
+    config = config or PoolConfig()
     arena = KVArena(spec, pool_bytes, config)
     caches: PooledCaches
     if attach(model, arena):
-        caches = PooledCaches(TieredPrefixCache(arena, store=store, config=config or PoolConfig()))
+        caches = PooledCaches(TieredPrefixCache(arena, store=store, config=config))
     else:
         # A padded batch is not in the pool: it has half of the bytes to itself.
         arena = KVArena(spec, pool_bytes // 2, config)
-        prefix = TieredPrefixCache(arena, store=store, config=config or PoolConfig())
+        prefix = TieredPrefixCache(arena, store=store, config=config)
         caches = PaddedCaches(prefix, pool_bytes - pool_bytes // 2, batches_padded(model, spec))
     if step_synchronously_if_copied(model, arena):
         log.info("Decode steps run one at a time; overlapping ones would copy the pool on this device")

@@ -61,10 +61,16 @@ def open_pool(
     arena.ragged says whether they did. If not, or with attach=False, each acquire() copies the cached prefix to one piece, and
     batches are padded. max_kv_size: what mlx-lm's make_prompt_cache means by it.
     """
-    spec = with_windows(spec_of_model(model, config_of(model), type(model).__module__.rpartition(".")[2]), model, max_kv_size)
+    spec = spec_of_loaded(model, max_kv_size)
     arena = KVArena(spec, default_pool_bytes() if pool_bytes is None else pool_bytes, config)
     try_out(model, arena, attach)
     return arena
+
+
+def spec_of_loaded(model: Any, max_kv_size: int | None = None) -> ModelCacheSpec:
+    """The spec of a loaded model, named by its architecture, for a `max_kv_size` as in with_windows(). Raises SpecError."""
+    spec = spec_of_model(model, config_of(model), type(model).__module__.rpartition(".")[2])
+    return with_windows(spec, model, max_kv_size)
 
 
 def with_windows(spec: ModelCacheSpec, model: Any, max_kv_size: int | None) -> ModelCacheSpec:

@@ -286,7 +286,7 @@ class PooledRotatingKVCache(PooledLayer, RotatingKVCache):  # type: ignore[misc]
         self.max_size = self.place.layer.max_size
         self.keep = self.place.layer.keep
         self._idx = 0
-        # What several tokens were attended with beyond the wrap: layers that share this cache ask for it in the same pass.
+        # What several tokens were attended with beyond the wrap: layers that share this cache read it in the same pass.
         self._attended: View | None = None
 
     @property

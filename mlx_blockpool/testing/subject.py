@@ -21,7 +21,7 @@ from ..formatting import line_of
 from ..kv.arena import KVArena
 from ..kv.factory import config_of
 from ..mlx_lm_compat import get_classes
-from ..plugins import ask, check_spec, empty_plugin_manager, make_plugin_manager
+from ..plugins import check_spec, empty_plugin_manager, make_plugin_manager, provided_spec
 from ..spec import ChunkLayer, ModelCacheSpec, StateLayer, WindowLayer
 from .outcome import ConformanceError
 
@@ -63,7 +63,7 @@ class Subject:
             raise ConformanceError(
                 f"no hook in {self.provider!r}", "a function model_cache_spec", "Mark it with mlx_blockpool.hookimpl."
             )
-        return ask(self.manager, model, config, self.model_id)
+        return provided_spec(self.manager, model, config, self.model_id)
 
     @cached_property
     def spec(self) -> ModelCacheSpec:

@@ -286,7 +286,7 @@ class RestoreJob:
         if plan.node is not None:
             records = restores.checkpoints.records(plan.node, plan.position)
             steps += [RestoreStep(key, segment.node, segment=segment if key.kind == WINDOW else None) for key, segment in records]
-        self._unasked: Iterator[RestoreStep] = iter(steps)
+        self._to_read: Iterator[RestoreStep] = iter(steps)
         self._total = self._left = len(steps)
         self._reading: deque[tuple[RestoreStep, futures.Future[RecordData], _Scratch]] = deque()
         self._unused: list[_Scratch] = []
@@ -362,6 +362,6 @@ class RestoreJob:
 
     def read_ahead(self, most: int = AT_ONCE) -> None:
         """Have records read until `most` are on their way."""
-        while self._left and len(self._reading) < most and (step := next(self._unasked, None)) is not None:
+        while self._left and len(self._reading) < most and (step := next(self._to_read, None)) is not None:
             scratch = self._unused.pop() if self._unused else _Scratch()
             self._reading.append((step, self._restores.read(step, scratch.take), scratch))

@@ -53,7 +53,7 @@ ALIGNMENT = 8
 
 
 def privacy_report(private: bool) -> Report:
-    """Who may continue from an imported file, and why, as answers say it."""
+    """Who may continue from an imported file, and why, for reports and HTTP responses."""
     return {"private": private, "why": UNPROVEN if private else "this store has signed the file, and it is as it was"}
 
 

@@ -67,9 +67,9 @@ def _run(script: Path, options: list[str], seconds: float) -> Report:
         process = subprocess.Popen(
             command, stdout=subprocess.DEVNULL, stderr=subprocess.PIPE, cwd=script.parent, start_new_session=True
         )
-        ended, said = "whole", b""
+        ended, errors = "whole", b""
         try:
-            _, said = process.communicate(timeout=seconds)
+            _, errors = process.communicate(timeout=seconds)
         except subprocess.TimeoutExpired:
             ended = f"after {seconds:g} seconds"
         finally:
@@ -77,7 +77,7 @@ def _run(script: Path, options: list[str], seconds: float) -> Report:
                 os.killpg(process.pid, signal.SIGKILL)
             process.wait()
         if process.returncode > 0:
-            ended = f"with an error: {(said.decode(errors='replace').strip().splitlines() or ['no message'])[-1]}"
+            ended = f"with an error: {(errors.decode(errors='replace').strip().splitlines() or ['no message'])[-1]}"
         cases = [json.loads(line) for line in out.read_text().splitlines()] if out.is_file() else []
         return {"ended": ended, "seconds": round(time.monotonic() - start, 1), "cases": cases}
 
