@@ -56,11 +56,13 @@ class BlockpoolGenerator(ResponseGenerator):  # type: ignore[misc]
     """mlx-lm's ResponseGenerator around a registry of models with an engine each.
 
     generate_choices() runs on the thread of a socket and prepares the prompt there; everything below _run_generate() runs on
-    the generation thread. `model`: the one whose request has started last, of which mlx-lm reads `model_provider` and
-    `prompt_cache`.
-    `normalisers`, `access`, `warm_up`, `responses` and `spool` are kept for the socket threads, and so is `pixels`, the budget
-    for the images of all requests. `explanations`: how the last requests used the cache. `maps`, `hour`: what the page shows;
-    `snapshots`: what readers of events begin with. `agent_files`: the agents' files in the store's folder; None without a store.
+    the generation thread.
+
+    model:        the one whose request has started last; mlx-lm reads its `model_provider` and `prompt_cache`.
+    normalisers, access, warm_up, responses, spool: for the socket threads, as is `pixels`, the budget for all images.
+    explanations: how the last requests used the cache.
+    maps, hour:   what the page shows. snapshots: what readers of events begin with.
+    agent_files:  the agents' files in the store's folder; None without a store.
     """
 
     prompt_cache: SequentialCache

@@ -56,13 +56,13 @@ class AgentsEndpoint(Endpoint):
         # The file that holds the body, whose name no client sees.
         self._spooled: Path | None = None
 
-    def _post(self) -> None:
-        """Send the report of the request's method and path."""
+    def _send_report(self) -> None:
+        """Answer any method: _report() knows which ones a path has."""
         report = self._report(_parts_of(self._handler.path))
         if report is not None:
             self._handler.send_json(200, as_owner_sees(self._scope.owner, report))
 
-    _get = _refuse = _post
+    _get = _post = _refuse = _send_report
 
     def _report(self, parts: list[str]) -> Report | None:
         """Carry the request out. None: a file was sent. `parts`: of the path after /v1/agents."""
