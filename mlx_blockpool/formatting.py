@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import sys
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from typing import Any, TypeVar
 
 # The JSON of a command or an endpoint.
@@ -46,9 +46,15 @@ def human_bytes(count: int) -> str:
     return f"{size:,.0f} {unit}" if unit == "B" else f"{size:,.1f} {unit}"
 
 
-def progress(items: Iterable[T], total: int, doing: str) -> Iterator[T]:
-    """The items, with a progress bar if stderr is a terminal."""
+def progress(
+    items: Iterable[T], total: int, doing: str, unit: str = " records", size: Callable[[T], int] = lambda _: 1
+) -> Iterator[T]:
+    """The items, with a progress bar if stderr is a terminal. `size`: how many of the `total` units an item is."""
     from tqdm import tqdm  # type: ignore[import-untyped]
 
+    is_bytes = unit == "B"
     # disable=None: only on a terminal.
-    yield from tqdm(items, desc=doing, total=total, unit=" records", file=sys.stderr, disable=None, leave=False)
+    with tqdm(desc=doing, total=total, unit=unit, unit_scale=is_bytes, file=sys.stderr, disable=None, leave=False) as bar:
+        for item in items:
+            yield item
+            bar.update(size(item))

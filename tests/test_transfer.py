@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import io
 import json
 import random
+import sys
 from pathlib import Path
 from typing import Any
 
@@ -13,6 +15,7 @@ from architectures.pooled import save_architecture
 from mlx_lm.generate import generate_step
 from mlx_lm.models.cache import load_prompt_cache
 from mlx_lm.utils import load
+from models import save_model
 from thorough import only
 
 from mlx_blockpool.cli import main
@@ -69,3 +72,18 @@ def test_what_was_exported_goes_on_in_stock_and_comes_back(name: str, capsys: py
     exported = run(capsys, empty, "export", "--model", str(folder), "--agent", "one", "--tokens", given, str(out))
     assert exported["tokens"] == len(PROMPT)
     assert greedy(folder, later[len(PROMPT) :], load_prompt_cache(str(out))) == needed
+
+
+class Terminal(io.StringIO):
+    def isatty(self) -> bool:
+        return True
+
+
+def test_an_export_has_bars_on_a_terminal(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    folder, root = save_model(tmp_path / "llama", "llama"), tmp_path / "store"
+    fill(root, folder, PROMPT)
+    export = ["export", "--model", str(folder), "--tokens", ",".join(map(str, PROMPT)), str(tmp_path / "out")]
+    for err, bars in ((Terminal(), True), (io.StringIO(), False)):
+        monkeypatch.setattr(sys, "stderr", err)
+        assert main(["store", *export, "--store-dir", str(root)]) == 0
+        assert [f"{what}:" in err.getvalue() for what in ("reading", "writing")] == [bars, bars]

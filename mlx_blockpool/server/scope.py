@@ -81,8 +81,12 @@ class RequestScope:
         self._begun: GenerationContext | None = None
 
     def parse_headers(self, headers: Any, body: Mapping[str, Any], names: tuple[str, ...] = AGENT_FIELDS) -> None:
-        """Set the options that headers and body name. Raises ValueError."""
-        self.options.agent = agent_of(headers.get("X-Agent-Id"), body, names)
+        """Set the options that headers and body name. Raises ValueError.
+
+        Codex's sub-agents have the `prompt_cache_key` of their main thread, and a Thread-Id of their own.
+        """
+        thread = headers.get("Thread-Id") if is_of_sub_agent(headers) else None
+        self.options.agent = agent_of(headers.get("X-Agent-Id") or thread, body, names)
         self.normalisers = self.generator.normalisers.chosen(headers.get("X-Normalise"))
 
     def take_options(self, headers: Any, body: Serving) -> None:

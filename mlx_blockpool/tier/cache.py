@@ -69,7 +69,8 @@ class TieredPrefixCache(PrefixCache):
         plan = self.plan_restore(start, len(tokens) - 1 if at_most is None else at_most) if len(tokens) else None
         if plan is not None and self.stored is not None:
             with suppress(PoolExhaustedError):
-                self.stored.restores.run(plan)
+                for _ in self.stored.restores.run(plan):
+                    pass
         return self.acquire_resident(tokens, max_tokens, at_most, salt, start)
 
     def acquire_resident(

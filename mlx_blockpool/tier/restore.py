@@ -205,12 +205,16 @@ class Restores:
         job.read_ahead()
         return job
 
-    def run(self, plan: RestorePlan) -> None:
-        """begin(), and wait for the end."""
-        job = self.begin(plan)
-        while not job.advance(wait=WAIT_SECONDS, seconds=math.inf):
-            pass
-        job.release()
+    def run(self, plan: RestorePlan) -> Iterator[int]:
+        """begin(), and wait for the end. Yields the tokens that have come, part by part."""
+        job, done, has_ended = self.begin(plan), 0, False
+        try:
+            while not has_ended:
+                has_ended = job.advance(wait=WAIT_SECONDS, seconds=math.inf)
+                yield job.done - done
+                done = job.done
+        finally:
+            job.release()
 
     @property
     def is_stuck(self) -> bool:

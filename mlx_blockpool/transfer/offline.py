@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 import os
+from contextlib import suppress
 from itertools import takewhile
 from pathlib import Path
 from typing import Any
 
-from ..errors import StoreError
-from ..formatting import Report, line_of
+from ..errors import PoolExhaustedError, StoreError
+from ..formatting import Report, line_of, progress
 from ..prefix.retention import RetentionPolicy
 from ..prefix.salts import SHARED, is_of_import, salt_marked, salt_of_import
 from ..spec import blocks_for
@@ -34,6 +35,7 @@ def export(source: Source, prompt: Prompt, file: Path, agent: str | None = None)
     prefix = source.open(len(tokens))
     try:
         known = prefix.index.trie.match(tokens, salt).tokens
+        _read(prefix, tokens[:known], salt)
         # A hit leaves one token to compute: this one, of which nothing is kept.
         hit = prefix.acquire([*tokens[:known], 0], 0, known, salt)
         held = hit.lookup.hit
@@ -50,12 +52,22 @@ def export(source: Source, prompt: Prompt, file: Path, agent: str | None = None)
     return {"file": str(path), "tokens": held, "given": len(tokens), "bytes": path.stat().st_size}
 
 
+def _read(prefix: TieredPrefixCache, tokens: list[int], salt: bytes) -> None:
+    """Bring a prefix into memory as far as there is room, with a progress bar."""
+    plan = prefix.plan_restore(prefix.match(tokens, salt), len(tokens))
+    if plan is not None and prefix.stored is not None:
+        with suppress(PoolExhaustedError):
+            for _ in progress(prefix.stored.restores.run(plan), plan.tokens, "reading", " tokens", int):
+                pass
+
+
 def _write(writer: CacheFileWriter, path: Path, key: bytes | None) -> None:
     """`key`: None for what was imported without proof, which is not signed."""
     temporary = path.with_name(f".writing-{os.getpid()}-{path.name}")
     try:
         with temporary.open("wb") as out:
-            out.writelines(writer)
+            for piece in progress(writer, writer.nbytes, "writing", "B", len):
+                out.write(piece)
         if key is not None:
             sign(temporary, key)
         os.replace(temporary, path)

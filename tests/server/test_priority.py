@@ -2,15 +2,20 @@
 
 from __future__ import annotations
 
+import json
+from email.message import Message
+from pathlib import Path
 from typing import Any
 
 import pytest
 
 from mlx_blockpool.server.generator import BlockpoolGenerator
 from mlx_blockpool.server.models.queue import ModelQueue, ModelUsage, QueueEntry
-from mlx_blockpool.server.scope import is_of_sub_agent
+from mlx_blockpool.server.scope import RequestScope, is_of_sub_agent
+from mlx_blockpool.server.validation import Serving
 from server.serving import Client
 
+CAPTURED = Path(__file__).parent / "sub_agents.json"
 CHAT = {"messages": [{"role": "user", "content": "A"}], "max_tokens": 1}
 BODIES: list[tuple[str, dict[str, Any]]] = [
     ("/v1/chat/completions", CHAT),
@@ -59,6 +64,24 @@ def test_each_protocol_has_it(server: Client, priorities: list[int], path: str, 
 )
 def test_which_headers_tell_of_a_sub_agent(headers: dict[str, str], is_sub: bool) -> None:
     assert is_of_sub_agent(headers) is is_sub
+
+
+@pytest.mark.parametrize("seen", json.loads(CAPTURED.read_text()), ids=lambda seen: seen["client"])
+def test_headers_of_real_clients_tell_main_threads_from_sub_agents(seen: dict[str, Any], server: Client) -> None:
+    """What each sent as it started a sub-agent in a session."""
+    scopes = []
+    for kind in ("main", "sub"):
+        headers, body = Message(), seen[kind]["body"]
+        for name, value in seen[kind]["headers"].items():
+            headers[name] = value
+        scopes.append(RequestScope(server.generator))
+        scopes[-1].parse_headers(headers, body)
+        scopes[-1].take_options(headers, Serving())
+    main, sub = (scope.options for scope in scopes)
+    assert (main.priority, sub.priority) == (0, 1)
+    # Requests of one agent would wait for each other.
+    assert main.agent != sub.agent or main.agent is None
+    assert main.agent == seen["main"]["body"].get("prompt_cache_key")
 
 
 def test_a_model_without_batches_takes_lower_values_first() -> None:
