@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -35,24 +35,28 @@ def session_table(lines: Iterable[Line]) -> list[list[str]]:
     return rows
 
 
-def draw(lines: Iterable[Line], folder: Path) -> list[Path]:
-    """Draw each plot whose cases were measured. Returns the files."""
+def draw(machines: Sequence[list[Line]], folder: Path) -> list[Path]:
+    """Draw each plot from the lines of the first machine that has measured its cases. Returns the files."""
     import matplotlib
 
     matplotlib.use("svg")
     matplotlib.rcParams.update({"svg.fonttype": "none", "svg.hashsalt": "plots", "font.size": 9, "axes.spines.right": False})
     from matplotlib import pyplot
 
-    cases = {(line["bench"], line["case"]): line for line in lines}
     folder.mkdir(exist_ok=True)
     drawn = []
     for name, plot in PLOTS.items():
-        figure, axes = pyplot.subplots(figsize=(5, 3), layout="constrained")
-        if plot(axes, cases):
-            axes.legend()
-            drawn.append(folder / f"{name}.svg")
-            figure.savefig(drawn[-1], metadata={"Date": None})
-        pyplot.close(figure)
+        for number, lines in enumerate(machines):
+            figure, axes = pyplot.subplots(figsize=(5, 3), layout="constrained")
+            found = plot(axes, {(line["bench"], line["case"]): line for line in lines})
+            if found:
+                axes.set_title(axes.get_title() + (f" ({lines[0]['device']})" if number else ""))
+                axes.legend()
+                drawn.append(folder / f"{name}.svg")
+                figure.savefig(drawn[-1], metadata={"Date": None})
+            pyplot.close(figure)
+            if found:
+                break
     return drawn
 
 
