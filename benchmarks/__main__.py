@@ -75,7 +75,9 @@ def main(arguments: list[str] | None = None) -> int:
         if not args.quick:
             keep(read(lines), path)
     if not args.quick:
-        machines = {file.stem: read(file) for file in sorted(RESULTS.glob("*.jsonl"), key=lambda file: file.stem != figures.MACHINE)}
+        machines = {
+            file.stem: read(file) for file in sorted(RESULTS.glob("*.jsonl"), key=lambda file: file.stem != figures.MACHINE)
+        }
         draw(list(machines.values()), PLOTS)
         figures.write(machines)
     return 0 if well else 1

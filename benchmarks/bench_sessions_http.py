@@ -35,8 +35,6 @@ DIVISOR = 16
 SESSIONS = (5, 6, 10, 11)
 SPEED = 60
 QUICK_DIVISOR, QUICK_SESSIONS, QUICK_REQUESTS, QUICK_SPEED = 64, (10, 11), 5, 600
-# Of the peak working set. The disk has the rest, with mlx-blockpool.
-BUDGETS = (100, 50)
 MARKS = {"system": "<system>", "user": "<user>", "assistant": "<assistant>"}
 END = "<end>"
 SPECIAL = (*MARKS.values(), END)
@@ -178,21 +176,19 @@ def replay(command: list[str], model: Path, requests: list[Row], speed: float, g
     return figures, client
 
 
-def bench(args: Any, model: Path, requests: list[Row], working_set: int, percent: int) -> None:
+def bench(args: Any, model: Path, requests: list[Row], pool_bytes: int) -> None:
     """Both servers with the same bytes, one after the other."""
     divisor, speed = (QUICK_DIVISOR, QUICK_SPEED) if args.quick else (DIVISOR, SPEED)
-    pool_bytes = working_set * BLOCK_TOKENS * TOKEN_BYTES * percent // 100
     with tempfile.TemporaryDirectory() as store:
         ours = [*COMMANDS["ours"][:-3], "--pool-bytes", str(pool_bytes), "--store-dir", store]
         stock = [*COMMANDS["stock"], "--prompt-cache-bytes", str(pool_bytes), "--prompt-cache-size", "1000"]
-        commands = {"ours": ours, "stock": stock}
-        names = sorted(commands, reverse=percent == BUDGETS[0])
-        found = {name: replay(commands[name], model, requests, speed, GRAIN // divisor) for name in names}
+        commands = {"stock": stock, "ours": ours}
+        found = {name: replay(command, model, requests, speed, GRAIN // divisor) for name, command in commands.items()}
     replies = [{key: turn.reply for key, turn in client.turns.items()} for _, client in found.values()]
     figures = {f"{name}_{key}": value for name in ("ours", "stock") for key, value in found[name][0].items()}
     turns = found["ours"][1].turns.values()
     report(
-        args, "sessions_http", f"{percent} % of the working set", sessions=len({row.session for row in requests}),
+        args, "sessions_http", "100 % of the working set", sessions=len({row.session for row in requests}),
         requests=len(requests), speed=speed, pool_bytes=pool_bytes, prompt_tokens=sum(turn.prompt_tokens for turn in turns),
         known_tokens=sum(turn.known for turn in turns), **figures,
         failures=sorted({text for _, client in found.values() for text in client.failures}),
@@ -208,8 +204,7 @@ def main() -> None:
     with tempfile.TemporaryDirectory() as folder:
         model = Path(folder) / "model"
         make_model(model)
-        for percent in BUDGETS[:1] if args.quick else BUDGETS:
-            bench(args, model, requests, working_set, percent)
+        bench(args, model, requests, working_set * BLOCK_TOKENS * TOKEN_BYTES)
 
 
 if __name__ == "__main__":

@@ -35,7 +35,6 @@ class Row:
 
 SERVER = ("server", ("5 agents, 3 turns, one system prompt",))
 SESSIONS = ("sessions_http", ("100 % of the working set",))
-SHORT = ("sessions_http", ("50 % of the working set",))
 AIPERF = ("aiperf", ("5 conversations of 4 turns with 300 tokens each",))
 CONTEXTS = (256, 1024, 4096, 16384)
 PREFILLS = tuple(f"prefill of {context}, hidden {256 if context <= 4096 else 64}" for context in CONTEXTS)
@@ -64,15 +63,6 @@ ROWS = (
     ),
     Row("the same: known tokens that were reused", *SESSIONS, "{ours_reuse:.3f}", "{stock_reuse:.3f}"),
     Row("the same: wall time", *SESSIONS, "{ours_wall_s:.0f} s", "{stock_wall_s:.0f} s", "{times_wall_s:.2f}x"),
-    Row(
-        "the same with half the memory, and the disk: time to first token, median", *SHORT,
-        "{ours_ttft_ms:.0f} ms", "{stock_ttft_ms:.0f} ms", "{times_ttft_ms:.1f}x",
-    ),
-    Row(
-        "the same: 95th percentile", *SHORT,
-        "{ours_ttft_p95_ms:.0f} ms", "{stock_ttft_p95_ms:.0f} ms", "{times_ttft_p95_ms:.1f}x",
-    ),
-    Row("the same: known tokens that were reused", *SHORT, "{ours_reuse:.3f}", "{stock_reuse:.3f}"),
     Row(
         "aiperf, five conversations of four turns: time to first token, median", *AIPERF,
         "{ours_ttft_ms:.0f} ms", "{stock_ttft_ms:.0f} ms", "{times_ttft_ms:.1f}x",
