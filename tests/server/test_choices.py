@@ -200,6 +200,6 @@ def test_without_batches_requests_take_turns_choice_by_choice(sequential: Client
         first.wait()
         return sequential.chat(said("Eight?"), max_tokens=2)
 
-    answer, _ = at_once([lambda: sequential.chat(said("Seven?"), max_tokens=2, n=3), come_later])
+    answer, _ = at_once([lambda: sequential.chat(said("Seven?"), max_tokens=2, n=3, user="ann"), come_later])
     assert len(answer["choices"]) == 3
     assert began == [3, 1, 3, 3]

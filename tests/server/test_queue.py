@@ -50,6 +50,18 @@ def full(key: ModelKey) -> bool:
     return False
 
 
+def test_choices_go_behind_others_with_the_requests_of_their_agent_while_one_is_served() -> None:
+    queue, clock = queue_of()
+    for item in ("ann 0", "ann 1", "ann 2", "bob", "ann later"):
+        clock.now += 1
+        queue.add(A, item, agent=item.split()[0])
+    served = queue.next([use(A)])
+    assert served is not None
+    queue.go_behind(lambda item: item in ("ann 1", "ann 2"))
+    queue.remove(served)
+    assert [entry.item for entry in queue] == ["bob", "ann 1", "ann 2", "ann later"]
+
+
 def test_requests_of_the_loaded_model_pass_those_of_another() -> None:
     queue, _ = queue_of(A, B, A, B, A)
     taken = []

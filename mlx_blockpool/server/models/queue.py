@@ -106,7 +106,8 @@ class ModelQueue:
         insort(self._entries, entry, key=lambda each: each.due)
 
     def remove(self, entry: QueueEntry) -> None:
-        index = next((i for i, other in enumerate(self._entries) if other is entry), None)
+        """Remove the entry of an item, also after go_behind() has replaced it."""
+        index = next((i for i, other in enumerate(self._entries) if other.item is entry.item), None)
         if index is not None:
             del self._entries[index]
 
