@@ -9,6 +9,7 @@ import tempfile
 from collections.abc import Iterator
 
 import pytest
+from forks import fork_prompt_workers, share_forks
 from hypothesis import HealthCheck, settings
 from store.clock import Clock
 from thorough import is_thorough, mark_samples
@@ -37,6 +38,9 @@ def pytest_configure(config: pytest.Config) -> None:
     if config.getoption("--thorough"):
         # How much a property is tried is decided where its test is defined, before any fixture: see thorough.py.
         os.environ["BLOCKPOOL_THOROUGH"] = "1"
+    if config.getoption("tx", None):
+        # The processes that run the tests have it in common.
+        share_forks()
 
 
 def pytest_xdist_auto_num_workers() -> int:
@@ -64,6 +68,7 @@ def pytest_collection() -> Iterator[object]:
     finally:
         gc.enable()
         leave_out_of_collections()
+        fork_prompt_workers_of_servers()
 
 
 @pytest.hookimpl(wrapper=True)
@@ -77,6 +82,14 @@ def leave_out_of_collections() -> None:
     """Exclude what exists now from collections of garbage: a server makes one whenever it loads or unloads a model."""
     gc.collect()
     gc.freeze()
+
+
+def fork_prompt_workers_of_servers() -> None:
+    """Servers in this process start their prompt workers without another import of everything."""
+    workers = sys.modules.get("mlx_blockpool.server.prompts.workers")
+    if workers is not None and workers.FORKS:
+        start = workers._start
+        workers._start = lambda mode: fork_prompt_workers() if mode == "fork" else start(mode)
 
 
 @pytest.fixture

@@ -1,4 +1,4 @@
-"""Programs in processes of their own without its imports each time: forks of a process that has imported much.
+"""Programs in processes of their own without their imports each time: forks of a process that has imported much.
 
 A program is what `python -c code arguments...` runs. It has its own output, environment, signals and exit status, as one that
 subprocess.Popen starts, and starts in milliseconds where an import of mlx-lm takes more than a second of the processor.
@@ -6,6 +6,7 @@ subprocess.Popen starts, and starts in milliseconds where an import of mlx-lm ta
 
 from __future__ import annotations
 
+import atexit
 import contextlib
 import functools
 import gc
@@ -24,8 +25,18 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any, TextIO
 
-# What a `mlx-blockpool serve` imports.
-SERVER = "import mlx_lm.server, mlx_blockpool.cli, mlx_blockpool.server.app"
+# What `mlx-blockpool serve` imports, and pytest with the plugin's checks.
+IMPORTS = "import mlx_lm.server, mlx_blockpool.cli, mlx_blockpool.server.app, mlx_blockpool.testing.checks, pytest"
+# Where the process of server_forks() takes orders.
+ADDRESS = "BLOCKPOOL_TEST_FORKS"
+# Forks prompt workers for a connection to an address.
+PROMPT_WORKERS = """
+import socket, sys
+from mlx_blockpool.server.prompts.worker import main
+control = socket.socket(socket.AF_UNIX)
+control.connect(sys.argv[1])
+main(control.detach(), "fork")
+"""
 # An id or a status on its way here.
 NUMBER = struct.Struct("<i")
 
@@ -86,24 +97,13 @@ class Program:
 
 
 class Forks:
-    """A process that has run the statements `imports`, and forks programs. `folder`: where they run."""
+    """Orders for programs, to a process that forks them. `folder`: where they run."""
 
-    def __init__(self, imports: str, folder: Path | None = None, **environment: str) -> None:
-        self._control, theirs = socket.socketpair()
-        self._environment = environment
+    def __init__(self, address: str, folder: Path | None = None, **environment: str) -> None:
+        self._control = socket.socket(socket.AF_UNIX)
+        self._control.connect(address)
         self._folder = folder or Path.cwd()
-        code = f"""
-{imports}
-import sys
-sys.path.append({str(Path(__file__).parent)!r})
-from forks import fork_programs
-sys.path.pop()
-fork_programs({theirs.fileno()})
-"""
-        command = [sys.executable, "-c", code]
-        with theirs:
-            env = {**os.environ, **environment}
-            self._process = subprocess.Popen(command, pass_fds=[theirs.fileno()], env=env, cwd=self._folder)
+        self._environment = environment
 
     def start(self, code: str, *arguments: str) -> Program:
         """Start a program; what it prints and its errors are its `stderr`."""
@@ -120,6 +120,11 @@ fork_programs({theirs.fileno()})
                 file.seek(0)
             return subprocess.CompletedProcess([code, *arguments], status, out.read(), err.read())
 
+    def leave(self, code: str, *arguments: str) -> None:
+        """Start a program that ends by itself and says nothing."""
+        with open(os.devnull, "w") as out:
+            self._fork(code, arguments, self._folder, out, out).close()
+
     def _fork(self, code: str, arguments: tuple[str, ...], folder: Path, out: TextIO, err: TextIO) -> socket.socket:
         status, theirs = socket.socketpair()
         order = {"code": code, "arguments": arguments, "folder": str(folder), "env": {**os.environ, **self._environment}}
@@ -129,53 +134,108 @@ fork_programs({theirs.fileno()})
         return status
 
     def close(self) -> None:
-        """End the process. Its programs go on."""
+        """Give no more orders. The programs continue."""
         self._control.close()
-        self._process.wait()
+
+
+@contextlib.contextmanager
+def taking_orders(imports: str, folder: Path, **environment: str) -> Iterator[str]:
+    """The address of a process that has run the statements `imports`. It ends with the block, and its programs continue."""
+    with tempfile.TemporaryDirectory() as own, socket.socket(socket.AF_UNIX) as listener:
+        listener.bind(f"{own}/forks")
+        # Orders wait until it has imported everything.
+        listener.listen()
+        code = f"""
+{imports}
+import sys
+sys.path.append({str(Path(__file__).parent)!r})
+from forks import fork_programs
+sys.path.pop()
+fork_programs({listener.fileno()})
+"""
+        command, env = [sys.executable, "-c", code], {**os.environ, **environment}
+        process = subprocess.Popen(command, stdin=subprocess.PIPE, pass_fds=[listener.fileno()], env=env, cwd=folder)
+        try:
+            yield listener.getsockname()
+        finally:
+            process.communicate()
 
 
 @contextlib.contextmanager
 def forks(imports: str, folder: Path, **environment: str) -> Iterator[Forks]:
-    with contextlib.closing(Forks(imports, folder, **environment)) as found:
+    """Forks of a process that nobody else uses."""
+    with (
+        taking_orders(imports, folder, **environment) as address,
+        contextlib.closing(Forks(address, folder, **environment)) as found,
+    ):
         yield found
 
 
-def server_forks() -> Forks:
-    """A process that has imported the server: one for the tests of a pytest process."""
-    # glibc reads its settings when an interpreter starts.
-    return _server_forks(tuple(sorted(item for item in os.environ.items() if item[0].startswith("MALLOC_"))))
+def share_forks() -> None:
+    """Start the process of server_forks(), for this process and those that it starts from now on."""
+    started = contextlib.ExitStack()
+    os.environ[ADDRESS] = started.enter_context(taking_orders(IMPORTS, Path.cwd()))
+    atexit.register(started.close)
 
 
 @functools.cache
-def _server_forks(settings: tuple[tuple[str, str], ...]) -> Forks:
-    return Forks(SERVER)
+def server_forks() -> Forks:
+    """Forks of a process that has imported the server: one for all tests of a run."""
+    if ADDRESS not in os.environ:
+        share_forks()
+    return Forks(os.environ[ADDRESS])
+
+
+def fork_prompt_workers() -> socket.socket:
+    """The connection to a process that forks prompt workers, as a server starts one, and that ends when it is closed."""
+    with tempfile.TemporaryDirectory() as own, socket.socket(socket.AF_UNIX) as listener:
+        listener.bind(f"{own}/workers")
+        listener.listen()
+        server_forks().leave(PROMPT_WORKERS, listener.getsockname())
+        return listener.accept()[0]
 
 
 def fork_programs(descriptor: int) -> None:
-    """Fork a program for each order, until the process that gives them has ended."""
-    control = socket.socket(fileno=descriptor)
+    """Fork a program for each order, until the standard input ends."""
+    listener = socket.socket(fileno=descriptor)
+    controls: list[socket.socket] = []
     signal.signal(signal.SIGCHLD, signal.SIG_IGN)
     # A collection would look through all that was imported, and copy it.
     gc.freeze()
     # numpy has threads, which no program uses before its own.
     warnings.simplefilter("ignore", DeprecationWarning)
     while True:
-        data, descriptors, _, _ = socket.recv_fds(control, 1 << 16, 3)
-        if not data:
+        ready = select.select([0, listener, *controls], [], [])[0]
+        if 0 in ready:
             return
-        out, err, status = descriptors
-        while not data.endswith(b"\n"):
-            data += control.recv(1 << 16)
-        if os.fork() == 0:
-            control.close()
-            signal.signal(signal.SIGCHLD, signal.SIG_DFL)
-            _fork_watched(status)
-            for number, file in ((1, out), (2, err)):
-                os.dup2(file, number)
-                os.close(file)
-            _run_program(**json.loads(data))
-        for each in descriptors:
-            os.close(each)
+        if listener in ready:
+            controls.append(listener.accept()[0])
+        for control in [each for each in controls if each in ready]:
+            if not _fork_program(control, [listener, *controls]):
+                control.close()
+                controls.remove(control)
+
+
+def _fork_program(control: socket.socket, not_its: list[socket.socket]) -> bool:
+    """Fork what one order asks for. False: there will be no more."""
+    data, descriptors, _, _ = socket.recv_fds(control, 1 << 16, 3)
+    if not data:
+        return False
+    out, err, status = descriptors
+    while not data.endswith(b"\n"):
+        data += control.recv(1 << 16)
+    if os.fork() == 0:
+        for each in not_its:
+            each.close()
+        signal.signal(signal.SIGCHLD, signal.SIG_DFL)
+        _fork_watched(status)
+        for number, file in ((0, os.open(os.devnull, os.O_RDONLY)), (1, out), (2, err)):
+            os.dup2(file, number)
+            os.close(file)
+        _run_program(**json.loads(data))
+    for each in descriptors:
+        os.close(each)
+    return True
 
 
 def _run_program(code: str, arguments: list[str], folder: str, env: dict[str, str]) -> None:

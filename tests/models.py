@@ -20,16 +20,18 @@ CHAT_TEMPLATE = (
 )
 
 SMALL = {
-    "hidden_size": 64,
-    "num_attention_heads": 4,
+    "hidden_size": 32,
+    "num_attention_heads": 2,
     "num_key_value_heads": 2,
-    "intermediate_size": 96,
+    "intermediate_size": 48,
     "rms_norm_eps": 1e-5,
     "vocab_size": 131,
 }
+# Two queries to each key.
+GROUPED = {"num_attention_heads": 4}
 CONFIGS: dict[str, dict[str, Any]] = {
     "llama": {**SMALL, "model_type": "llama", "num_hidden_layers": 2, "torch_dtype": "float32"},
-    "qwen2": {**SMALL, "model_type": "qwen2", "num_hidden_layers": 2, "torch_dtype": "float32"},
+    "qwen2": {**SMALL, **GROUPED, "model_type": "qwen2", "hidden_size": 64, "num_hidden_layers": 2, "torch_dtype": "float32"},
     "gemma3_text": {
         **SMALL,
         "model_type": "gemma3_text",
@@ -42,6 +44,7 @@ CONFIGS: dict[str, dict[str, Any]] = {
     },
     "gpt_oss": {
         **SMALL,
+        **GROUPED,
         "model_type": "gpt_oss",
         "num_hidden_layers": 2,
         "head_dim": 16,
@@ -53,16 +56,16 @@ CONFIGS: dict[str, dict[str, Any]] = {
     "lfm2": {
         "model_type": "lfm2",
         "vocab_size": 131,
-        "hidden_size": 64,
+        "hidden_size": 32,
         "num_hidden_layers": 3,
-        "num_attention_heads": 4,
+        "num_attention_heads": 2,
         "num_key_value_heads": 2,
         "max_position_embeddings": 4096,
         "norm_eps": 1e-5,
         "conv_bias": False,
         "conv_L_cache": 3,
-        "block_dim": 64,
-        "block_ff_dim": 96,
+        "block_dim": 32,
+        "block_ff_dim": 48,
         "block_multiple_of": 8,
         "block_ffn_dim_multiplier": 1.0,
         "block_auto_adjust_ff_dim": False,
@@ -71,6 +74,7 @@ CONFIGS: dict[str, dict[str, Any]] = {
     },
     "gemma2": {
         **SMALL,
+        **GROUPED,
         "model_type": "gemma2",
         "num_hidden_layers": 2,
         "head_dim": 16,
@@ -87,7 +91,7 @@ def make_model(name: str, seed: int = 0, **changes: Any) -> Any:
     mx.random.seed(seed)
     model = module.Model(module.ModelArgs.from_dict(config))
     # Untrained weights give nearly equal logits; wider ones give each prompt its own clear answer.
-    model.update(tree_map(lambda p: mx.random.normal(p.shape) * 0.25 if p.ndim > 1 else p, model.parameters()))
+    model.update(tree_map(lambda p: mx.random.normal(p.shape) * 0.35 if p.ndim > 1 else p, model.parameters()))
     mx.eval(model.parameters())
     model.eval()
     return model

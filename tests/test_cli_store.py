@@ -515,7 +515,7 @@ def test_what_cannot_be_the_prefix_of_the_model_is_refused(
 ) -> None:
     root, tokens = tmp_path / "store", FIRST[:300]
     other = save_model(tmp_path / "other", "llama", seed=3)
-    wide = save_model(tmp_path / "wide", "llama", num_key_value_heads=4)
+    wide = save_model(tmp_path / "wide", "llama", num_attention_heads=4, num_key_value_heads=4)
     deep = save_model(tmp_path / "deep", "llama", num_hidden_layers=3)
     path = tmp_path / "stock.safetensors"
 

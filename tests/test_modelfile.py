@@ -93,7 +93,7 @@ def test_files_are_counted_without_their_headers(tmp_path: Path) -> None:
     size = sum(array.nbytes for _, array in tree_flatten(make_model("llama", vocab_size=97).parameters()))
     # The folder's tokenizer has its own number of tokens.
     vocabulary = json.loads((folder / "config.json").read_text())["vocab_size"]
-    assert weights(folder) == Weights(size + (vocabulary - 97) * 64 * 4, "files")
+    assert weights(folder) == Weights(size + (vocabulary - 97) * 32 * 4, "files")
 
 
 def test_files_that_are_all_there_are_counted(folder: Path) -> None:
@@ -144,7 +144,9 @@ def test_an_index_that_says_nothing_is_passed_over(folder: Path, content: str) -
     assert weights(folder) == ESTIMATE
 
 
-@pytest.mark.parametrize("config", [{"model_type": "unheard_of"}, {}, {**CONFIGS["llama"], "quantization": {"bits": "four"}}])
+@pytest.mark.parametrize(
+    "config", [{"model_type": "unheard_of"}, {}, {**CONFIGS["llama"], "hidden_size": 64, "quantization": {"bits": "four"}}]
+)
 def test_weights_that_nobody_can_estimate_are_unknown(tmp_path: Path, config: dict[str, Any]) -> None:
     write_config(tmp_path, config)
     assert weights(tmp_path) == Weights(None, "unknown", None, None)

@@ -28,6 +28,7 @@ from unittest.mock import ANY
 import mlx_lm.server
 import pytest
 from documents import ROOT, TEXTS, blocks, commands, section
+from forks import server_forks
 from mlx_blockpool_plugins import volatile
 from server.processes import process, written
 from thorough import only
@@ -322,7 +323,7 @@ def test_the_second_run_of_a_script_goes_on_from_the_disk(tmp_path: Path, monkey
     (example,) = [e for e in EXAMPLES if "open_prefix(" in e]
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
     first = run(example)
-    again = subprocess.run([sys.executable, "-c", example], capture_output=True, text=True, cwd="/")
+    again = server_forks().run(example, folder=Path("/"))
     assert again.stderr == ""
     hits, replies = zip(*(out.split(" of 16 tokens cached", 1) for out in (first, again.stdout)), strict=True)
     assert hits == ("0", "15")

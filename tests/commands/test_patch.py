@@ -12,7 +12,7 @@ from importlib import metadata, resources, util
 from pathlib import Path
 
 import pytest
-from forks import Forks, forks
+from forks import Forks, forks, server_forks
 
 from mlx_blockpool.commands import patch as patcher
 from mlx_blockpool.errors import PatchError
@@ -55,7 +55,7 @@ patcher.apply(sys.argv[1])
 
 @pytest.fixture
 def copy(tmp_path: Path) -> Path:
-    return make_copy(tmp_path / "site")
+    return make_copy(tmp_path / "site", "__pycache__", "models", "tuner")
 
 
 @pytest.fixture(scope="module")
@@ -67,13 +67,13 @@ def patched_site(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return site
 
 
-def make_copy(site: Path) -> Path:
-    """A stock mlx_lm in `site` with its metadata beside it."""
+def make_copy(site: Path, *left_out: str) -> Path:
+    """A stock mlx_lm in `site` with its metadata beside it. Without its models it cannot be imported."""
     spec = util.find_spec("mlx_lm")
     assert spec is not None
     assert spec.submodule_search_locations
     folder = site / "mlx_lm"
-    shutil.copytree(spec.submodule_search_locations[0], folder)
+    shutil.copytree(spec.submodule_search_locations[0], folder, ignore=shutil.ignore_patterns(*left_out))
     write_metadata(site, "mlx_lm", VERSION)
     # The developer's own mlx-lm may be patched.
     patcher.revert(folder)
@@ -380,8 +380,8 @@ def test_help_without_backend_lists_the_option(patched_site: Path) -> None:
     assert "MLX Http Server." in result.stdout
 
 
-def test_without_the_option_arguments_are_as_in_stock(server: Forks, copy: Path) -> None:
+def test_without_the_option_arguments_are_as_in_stock(server: Forks) -> None:
     args = [SHOW_ARGS, "--port", "1", "--temp", "0.5"]
-    stock = run_python("-c", *args, path=copy.parent)
+    stock = server_forks().run(*args)
     patched = server.run(*args)
     assert json.loads(patched.stdout) == {**json.loads(stock.stdout), "cache_backend": None}

@@ -162,7 +162,7 @@ def test_a_prompt_that_takes_too_long_is_refused_and_the_next_one_rendered(folde
 
 
 def test_a_prompt_that_takes_too_much_memory_is_refused(folder: Path) -> None:
-    workers = PromptWorkers(PromptConfig(small_seconds=60, memory_bytes=1 << 30))
+    workers = PromptWorkers(PromptConfig(small_seconds=60, memory_bytes=1 << 28))
     with pytest.raises(PromptError, match=r"more than .* of memory"):
         workers.prepare(job(folder, options={"chat_template": WIDE}))
     assert workers.prepare(job(folder)).tokens
@@ -179,9 +179,9 @@ def test_a_worker_that_was_ended_is_replaced(folder: Path, workers: PromptWorker
 
 
 def test_a_worker_that_is_worn_out_takes_no_further_job(folder: Path) -> None:
-    workers = PromptWorkers(PromptConfig(small_seconds=60, memory_bytes=1 << 30))
+    workers = PromptWorkers(PromptConfig(small_seconds=60, memory_bytes=1 << 28))
     try:
-        wide = "{% set wide = '%200000000s' % 'x' %}hello"
+        wide = "{% set wide = '%50000000s' % 'x' %}hello"
         assert workers.prepare(job(folder, options={"chat_template": wide})).tokens
         assert (workers._small._idle, workers.counts["slow"]) == ([], 0)
         assert workers.prepare(job(folder)).tokens

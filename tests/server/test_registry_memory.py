@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import json
 import subprocess
 import sys
@@ -17,15 +18,10 @@ from thorough import only
 from server.processes import needs_proc, process, send
 
 WITHIN = 0.05
-LARGE: dict[str, Any] = {"hidden_size": 512, "intermediate_size": 1024}
+LARGE: dict[str, Any] = {"hidden_size": 512, "intermediate_size": 1024, "num_attention_heads": 4}
 ROUNDS = 5
-
-
-@pytest.fixture(autouse=True)
-def thresholds(monkeypatch: pytest.MonkeyPatch) -> None:
-    """glibc keeps up to twice the largest array that was freed so far: fixed, so that it is the same in a fresh process."""
-    for name in ("MALLOC_MMAP_THRESHOLD_", "MALLOC_TRIM_THRESHOLD_"):
-        monkeypatch.setenv(name, "131072")
+# glibc keeps up to twice the largest array that was freed so far: fixed here, so that it is the same in a fresh process.
+THRESHOLDS = "import ctypes; mallopt = ctypes.CDLL(None).mallopt; mallopt(-1, 131072); mallopt(-3, 131072)"
 
 
 @pytest.fixture(scope="module")
@@ -35,6 +31,9 @@ def models(tmp_path_factory: pytest.TempPathFactory) -> list[Path]:
         save_model(folder / "one", "llama", num_hidden_layers=4, **LARGE),
         save_model(folder / "two", "qwen2", seed=2, num_hidden_layers=5, **LARGE),
     ]
+
+
+served = functools.partial(process, before=THRESHOLDS)
 
 
 def memory(port: int, server: Program, model: Path) -> tuple[int, int, int]:
@@ -52,13 +51,13 @@ def memory(port: int, server: Program, model: Path) -> tuple[int, int, int]:
 @pytest.mark.thorough
 def test_memory_after_each_swap_is_that_of_a_fresh_start(models: list[Path], tmp_path: Path) -> None:
     found: dict[Path, list[tuple[int, int, int]]] = {model: [] for model in models}
-    with process(models[0], tmp_path, "--allow-models", str(models[0].parent)) as (port, server):
+    with served(models[0], tmp_path, "--allow-models", str(models[0].parent)) as (port, server):
         for model in models * ROUNDS:
             found[model].append(memory(port, server, model))
         assert send(port, "/admin/models")["counts"]["swaps"] == 2 * ROUNDS - 1
     for model in models:
         # On the same store, so that both restore the prefix instead of computing it.
-        with process(model, tmp_path) as (port, server):
+        with served(model, tmp_path) as (port, server):
             active, cache, resident = memory(port, server, model)
         for after in found[model][1:]:
             assert abs(after[0] - active) <= WITHIN * active
@@ -69,7 +68,7 @@ def test_memory_after_each_swap_is_that_of_a_fresh_start(models: list[Path], tmp
 @needs_proc
 @pytest.mark.parametrize("rounds", only([1, 2], 1))
 def test_an_unloaded_model_leaves_nothing_behind(rounds: int, models: list[Path], tmp_path: Path) -> None:
-    with process(models[0], tmp_path, "--allow-models", str(models[0].parent)) as (port, server):
+    with served(models[0], tmp_path, "--allow-models", str(models[0].parent)) as (port, server):
         for model in models * rounds:
             active, _, resident = memory(port, server, model)
             assert send(port, "/admin/unload", {"model": str(model)})["state"] == "available"

@@ -8,13 +8,14 @@ from pathlib import Path
 import pytest
 from mlx_lm import load, stream_generate
 from models import save_model
+from thorough import is_thorough
 
 from mlx_blockpool import StoreConfig, open_prefix
 from server.processes import needs_proc, process, turn, written
 from server.serving import at_once, blockpool_server, stock_server
 
-AGENTS = 3
-SYSTEM = "You are one of three agents, and all of them begin with this text. " * 12
+AGENTS, TURNS = (3, 3) if is_thorough() else (2, 2)
+SYSTEM = "You are one of some agents, and all of them begin with this text. " * 12
 
 
 @pytest.mark.parametrize(
@@ -33,11 +34,11 @@ def test_agents_go_on_after_a_restart(name: str, ending: str, tmp_path: Path) ->
     model = save_model(tmp_path / name, name)
     expected = [[{"role": "system", "content": SYSTEM}] for _ in range(AGENTS)]
     with stock_server(model) as stock:
-        for _ in range(4):
+        for _ in range(TURNS + 1):
             at_once([lambda a=a: turn(stock.port, expected[a], a) for a in range(AGENTS)])
     talks = [[{"role": "system", "content": SYSTEM}] for _ in range(AGENTS)]
     with process(model, tmp_path / "store") as (port, server):
-        for _ in range(3):
+        for _ in range(TURNS):
             usage = at_once([lambda a=a: turn(port, talks[a], a) for a in range(AGENTS)])
         if ending == "kill -9":
             written(port)

@@ -12,7 +12,7 @@ from models import save_endless
 from server.serving import Client, at_once, blockpool_server
 from server.test_hang_ups import ask, until
 
-BODY = {"prompt": "a long reply", "max_tokens": 600}
+BODY = {"prompt": "a long reply", "max_tokens": 300}
 
 
 @pytest.fixture(scope="module")

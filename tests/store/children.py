@@ -1,4 +1,7 @@
-"""What child processes do to a folder, without mlx: children.py commit|change|note|fill folder, and what the function takes."""
+"""What child processes do to a folder, without mlx: children.py commit|change|note|fill folder, and what the function takes.
+
+PROGRAM is the same as the program of a fork that has run IMPORTS.
+"""
 
 from __future__ import annotations
 
@@ -15,6 +18,9 @@ from store.records import NEW, NEW_FILE
 from mlx_blockpool.store import agent_files
 from mlx_blockpool.store.agent_files import Agents
 from mlx_blockpool.store.fs import Disk, write_whole
+
+IMPORTS = f"import sys; sys.path.insert(0, {str(Path(__file__).parent.parent)!r}); import store.disks, store.records, runpy"
+PROGRAM = f"import runpy; runpy.run_path({__file__!r}, run_name='__main__')"
 
 OLD_HASHES = [bytes([n]) * 32 for n in range(1, 4)]
 NEW_HASHES = [bytes([n]) * 32 for n in range(5, 9)]

@@ -10,12 +10,13 @@ import subprocess
 import sys
 import tempfile
 import unicodedata
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import replace
 from itertools import pairwise
 from pathlib import Path
 
 import pytest
+from forks import Forks, forks
 from hypothesis import given
 from hypothesis import strategies as st
 from store import children
@@ -282,9 +283,14 @@ ACTIONS = ["note", "pin", "fork", "rename"]
 CALLS = dict.fromkeys(ACTIONS, COMMIT) | {"rename": [*COMMIT, "rename", "sync_directory", "sync", *COMMIT]}
 
 
-def run_child(folder: Path, k: int, action: str) -> subprocess.CompletedProcess[str]:
-    command = [sys.executable, children.__file__, "change", str(folder), str(k), action]
-    return subprocess.run(command, capture_output=True, text=True, check=False)
+@pytest.fixture(scope="module")
+def processes(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Forks]:
+    with forks(children.IMPORTS, tmp_path_factory.mktemp("forks")) as found:
+        yield found
+
+
+def run_child(processes: Forks, folder: Path, k: int, action: str) -> subprocess.CompletedProcess[str]:
+    return processes.run(children.PROGRAM, "change", str(folder), str(k), action)
 
 
 def states(action: str, before: Agent) -> tuple[list[Agent], list[Agent]]:
@@ -303,19 +309,19 @@ def timeless(found: list[Agent], before: Agent) -> list[Agent]:
 
 
 @pytest.mark.parametrize("action", ACTIONS)
-def test_a_change_is_these_calls(tmp_path: Path, action: str) -> None:
+def test_a_change_is_these_calls(tmp_path: Path, processes: Forks, action: str) -> None:
     before = one(Agents(tmp_path, QuickDisk()))
-    child = run_child(tmp_path, 100, action)
+    child = run_child(processes, tmp_path, 100, action)
     assert child.stdout.split() == CALLS[action], child.stderr
     assert timeless(Agents(tmp_path).all(), before) == states(action, before)[1]
 
 
 @pytest.mark.sampled
 @pytest.mark.parametrize(("action", "k"), [(action, k) for action in ACTIONS for k in range(len(CALLS[action]))])
-def test_a_process_that_dies_leaves_the_old_state_or_the_new(tmp_path: Path, action: str, k: int) -> None:
+def test_a_process_that_dies_leaves_the_old_state_or_the_new(tmp_path: Path, processes: Forks, action: str, k: int) -> None:
     agents = Agents(tmp_path, QuickDisk())
     before = one(agents)
-    child = run_child(tmp_path, k, action)
+    child = run_child(processes, tmp_path, k, action)
     assert child.returncode == 77, child.stderr
 
     found = agents.look()

@@ -3,11 +3,11 @@
 from __future__ import annotations
 
 import subprocess
-import sys
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import pytest
+from forks import Forks, forks
 from store import children
 from store.disks import COMMIT, CutDisk, PowerCut
 from store.records import NEW, NEW_FILE, OLD_FILE, read_turn
@@ -21,13 +21,18 @@ PATH = FOLDER / NEW.file_name
 Commit = Callable[[Disk], None]
 
 
-def run_child(folder: Path, k: int, how: str) -> subprocess.CompletedProcess[str]:
-    command = [sys.executable, children.__file__, "commit", str(folder), str(k), how]
-    return subprocess.run(command, capture_output=True, text=True, check=False)
+@pytest.fixture(scope="module")
+def processes(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Forks]:
+    with forks(children.IMPORTS, tmp_path_factory.mktemp("forks")) as found:
+        yield found
 
 
-def test_a_commit_is_these_calls(tmp_path: Path) -> None:
-    child = run_child(tmp_path, 100, "exit")
+def run_child(processes: Forks, folder: Path, k: int, how: str) -> subprocess.CompletedProcess[str]:
+    return processes.run(children.PROGRAM, "commit", str(folder), str(k), how)
+
+
+def test_a_commit_is_these_calls(tmp_path: Path, processes: Forks) -> None:
+    child = run_child(processes, tmp_path, 100, "exit")
     assert child.stdout.split() == COMMIT, child.stderr
     assert read_turn(Disk(), tmp_path / NEW.file_name) == "new"
 
@@ -36,11 +41,13 @@ def test_a_commit_is_these_calls(tmp_path: Path) -> None:
 @pytest.mark.parametrize("before", ["old", "absent"])
 @pytest.mark.parametrize(("how", "code"), [("exit", 77), ("kill", -9)])
 @pytest.mark.parametrize("k", range(len(COMMIT)))
-def test_a_process_that_dies_leaves_the_old_record_or_the_new(tmp_path: Path, k: int, how: str, code: int, before: str) -> None:
+def test_a_process_that_dies_leaves_the_old_record_or_the_new(
+    tmp_path: Path, processes: Forks, k: int, how: str, code: int, before: str
+) -> None:
     path = tmp_path / NEW.file_name
     if before == "old":
         path.write_bytes(OLD_FILE)
-    child = run_child(tmp_path, k, how)
+    child = run_child(processes, tmp_path, k, how)
     assert child.returncode == code, child.stderr
 
     found = "new" if k > COMMIT.index("rename") else before

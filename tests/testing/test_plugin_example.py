@@ -14,6 +14,7 @@ from pathlib import Path
 
 import pytest
 from documents import section
+from forks import server_forks
 from testing.runs_pytest import PLUGIN
 
 from mlx_blockpool.testing import CHECKS
@@ -44,9 +45,9 @@ class Environment:
         self.folder = folder
         venv.create(folder / "venv", with_pip=False)
         self.python = next((folder / "venv").glob("bin/python"))
-        site = next((folder / "venv/lib").glob("python*/site-packages"))
+        self.site = next((folder / "venv/lib").glob("python*/site-packages"))
         # addsitedir, so that what is installed here by links is found too.
-        (site / "beside.pth").write_text(f"import site; site.addsitedir({sysconfig.get_paths()['purelib']!r})\n")
+        (self.site / "beside.pth").write_text(f"import site; site.addsitedir({sysconfig.get_paths()['purelib']!r})\n")
         self.example = folder / "tests/plugin_example"
         shutil.copytree(EXAMPLE, self.example, ignore=shutil.ignore_patterns("__pycache__", "*.egg-info", "build"))
 
@@ -71,6 +72,12 @@ class Environment:
 
     def code(self, code: str) -> str:
         return subprocess.run([str(self.python), "-c", code], cwd="/", capture_output=True, text=True, check=True).stdout
+
+    def fork(self, code: str) -> str:
+        """code() in a process that has imported the package before it finds what is installed here."""
+        ran = server_forks().run(f"import site; site.addsitedir({str(self.site)!r})\n{code}")
+        assert ran.returncode == 0, ran.stderr
+        return ran.stdout
 
 
 @pytest.fixture(scope="module")
@@ -165,7 +172,7 @@ def test_a_plugin_that_does_not_load_names_itself(installed: Environment) -> Non
 
 
 def test_a_plugin_that_contradicts_the_model_is_named(installed: Environment) -> None:
-    said = installed.code("""
+    said = installed.fork("""
 from mlx_blockpool.errors import PluginError
 from mlx_blockpool.hookspecs import hookimpl
 from mlx_blockpool.plugins import make_plugin_manager, spec_of_model

@@ -6,13 +6,13 @@ import json
 import subprocess
 import sys
 import tomllib
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import pytest
 from architectures.configs import CONFIGS
-from forks import Forks, forks
+from forks import server_forks
 from testing.runs_pytest import PLUGIN
 
 from mlx_blockpool.testing import CHECKS
@@ -24,7 +24,6 @@ WRONG = f"""
 import sys
 sys.path.insert(0, {TESTS!r})
 from architectures.configs import CONFIGS
-from forks import Forks, forks
 from testing import saboteurs
 from mlx_blockpool.testing import Conformance
 
@@ -44,22 +43,14 @@ class TestRight(Conformance):
 """
 
 
-# Runs of pytest that have imported already what the plugin's checks import.
-IMPORTS = "import pytest, mlx_lm, mlx_blockpool.testing.kit, mlx_blockpool.testing.checks"
 PYTEST = "import pytest, sys; raise SystemExit(pytest.main(sys.argv[1:]))"
 Run = Callable[..., pytest.RunResult]
 
 
-@pytest.fixture(scope="module")
-def processes(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Forks]:
-    with forks(IMPORTS, tmp_path_factory.mktemp("forks")) as found:
-        yield found
-
-
 @pytest.fixture
-def run(pytester: pytest.Pytester, processes: Forks) -> Run:
+def run(pytester: pytest.Pytester) -> Run:
     def runs(*arguments: str) -> pytest.RunResult:
-        ran = processes.run(PYTEST, *PLUGIN, "-p", "no:cacheprovider", *arguments, folder=pytester.path)
+        ran = server_forks().run(PYTEST, *PLUGIN, "-p", "no:cacheprovider", *arguments, folder=pytester.path)
         return pytest.RunResult(ran.returncode, ran.stdout.splitlines(), ran.stderr.splitlines(), 0)
 
     return runs
