@@ -191,6 +191,7 @@ def fork_prompt_workers() -> socket.socket:
     with tempfile.TemporaryDirectory() as own, socket.socket(socket.AF_UNIX) as listener:
         listener.bind(f"{own}/workers")
         listener.listen()
+        listener.settimeout(60)
         server_forks().leave(PROMPT_WORKERS, listener.getsockname())
         return listener.accept()[0]
 
@@ -263,13 +264,15 @@ def _run_program(code: str, arguments: list[str], folder: str, env: dict[str, st
 
 def _fork_watched(status: int) -> None:
     """Fork once more and return in the child. The parent sends its id, and its exit status as Popen has it."""
-    with socket.socket(fileno=status) as theirs:
-        pid = os.fork()
-        if pid == 0:
-            return
+    pid = os.fork()
+    if pid == 0:
+        os.close(status)
+        return
+    # Nobody may wait for it.
+    with socket.socket(fileno=status) as theirs, contextlib.suppress(BrokenPipeError):
         theirs.send(NUMBER.pack(pid))
         theirs.send(NUMBER.pack(os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1])))
-        os._exit(0)
+    os._exit(0)
 
 
 def _received(status: socket.socket) -> int:
