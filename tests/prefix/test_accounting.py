@@ -196,7 +196,7 @@ def test_charges_are_exact_whatever_happens(tmp_path: Path, name: str, seed: int
             keeper.compute(found, prompt, policy, places=[choose.randrange(1, len(prompt) + 1)])
             keeper.prefix.release(prompt, found.caches, policy=policy)
             before = keeper.agents
-            keeper.prefix.retention.end(policy)
+            keeper.prefix.retention.quotas.enforce(policy.owner)
             after = keeper.agents
             assert {who: n for who, n in after.items() if who != policy.owner} == {
                 who: n for who, n in before.items() if who != policy.owner

@@ -179,9 +179,9 @@ def test_a_worker_that_was_ended_is_replaced(folder: Path, workers: PromptWorker
 
 
 def test_a_worker_that_is_worn_out_takes_no_further_job(folder: Path) -> None:
-    workers = PromptWorkers(PromptConfig(small_seconds=60, memory_bytes=1 << 28))
+    workers = PromptWorkers(PromptConfig(small_seconds=60, memory_bytes=1 << 29))
     try:
-        wide = "{% set wide = '%50000000s' % 'x' %}hello"
+        wide = "{% set wide = '%100000000s' % 'x' %}hello"
         assert workers.prepare(job(folder, options={"chat_template": wide})).tokens
         assert (workers._small._idle, workers.counts["slow"]) == ([], 0)
         assert workers.prepare(job(folder)).tokens
