@@ -7,6 +7,7 @@ Its keys and values are in blocks of the model's pool, which it gives back; a mo
 
 from __future__ import annotations
 
+import math
 import socket
 import time
 from collections.abc import Callable
@@ -99,16 +100,26 @@ def embed(
         _check_length(tokens, served.positions, most)
     if size is not None:
         _check_size(size, run_on_generation_thread(generator, partial(_width_of, served.provider.model)))
-    for tokens in texts:
-        with _computing.turn("text"):
-            text = EmbeddedText(generator, key, pooling, tokens, keep_seconds)
-            try:
-                _compute(generator, text, connection)
-                vectors.append(run_on_generation_thread(generator, text.vector))
-            finally:
-                # Arrays are freed on the thread that has made them.
-                run_on_generation_thread(generator, text.close)
+    try:
+        for tokens in texts:
+            with _computing.turn("text"):
+                text = EmbeddedText(generator, key, pooling, tokens)
+                try:
+                    _compute(generator, text, connection)
+                    vectors.append(run_on_generation_thread(generator, text.vector))
+                finally:
+                    # Arrays are freed on the thread that has made them.
+                    run_on_generation_thread(generator, text.close)
+    finally:
+        run_on_generation_thread(generator, partial(_keep, generator.registry, key, keep_seconds))
     return [shortened(vector, size) for vector in vectors]
+
+
+def _keep(registry: Any, key: ModelKey, seconds: float | None) -> None:
+    """Let a model go after `seconds` without another request; while its texts are computed it stays."""
+    served = registry.loaded.get(key)
+    if served is not None:
+        registry.use(served, seconds)
 
 
 def _check_length(tokens: list[int], positions: int | None, most: int) -> None:
@@ -146,11 +157,9 @@ def _compute(generator: Any, text: EmbeddedText, connection: socket.socket) -> N
 class EmbeddedText:
     """One text on its way through a model. Its arrays are the generation thread's."""
 
-    def __init__(
-        self, generator: Any, key: ModelKey, pooling: Pooling, tokens: list[int], keep_seconds: float | None = None
-    ) -> None:
+    def __init__(self, generator: Any, key: ModelKey, pooling: Pooling, tokens: list[int]) -> None:
         self._registry, self._health = generator.registry, generator.health
-        self._key, self._pooling, self._tokens, self._keep_seconds = key, pooling, tokens, keep_seconds
+        self._key, self._pooling, self._tokens = key, pooling, tokens
         self._network: Any = None
         self._prefix: TieredPrefixCache | None = None
         self._caches: list[Any] | None = None
@@ -174,7 +183,7 @@ class EmbeddedText:
                 if not served.live:
                     raise
                 return False
-        self._registry.use(served, self._keep_seconds)
+        self._registry.use(served, math.inf)
         chunk = self._tokens[self._done : self._done + CHUNK_TOKENS]
         states = _states_of(self._network)(mx.array([chunk]), cache=self._caches)[0].astype(mx.float32)
         if self._pooling.kind == "mean":

@@ -7,6 +7,7 @@ import json
 import re
 import shutil
 import struct
+import threading
 from array import array
 from collections.abc import Iterator
 from pathlib import Path
@@ -200,3 +201,12 @@ def test_all_texts_together_have_a_limit() -> None:
     with pytest.raises(InvalidRequestError, match=says):
         tokens_of(SimpleNamespace(convert=convert), None, ["a"] * 9)  # type: ignore[arg-type]
     assert len(asked) == 2
+
+
+def test_a_model_is_kept_until_all_texts_are_computed(embedder: Client, states: Any) -> None:
+    status, answer = embedder.send("/api/embed", {"input": [SHORT, LONG], "keep_alive": 0})
+    assert status == 200, answer
+    assert answer["embeddings"][1] == pytest.approx(expected(states, LONG), abs=1e-5)
+    registry = embedder.generator.registry
+    while registry.loaded or registry.swap:
+        threading.Event().wait(0.02)
