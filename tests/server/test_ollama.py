@@ -178,7 +178,7 @@ def test_a_model_stays_as_long_as_the_last_request_has_said(client: ollama.Clien
     client.chat("default_model", CHAT, options={"num_predict": 1}, keep_alive=0)
     while registry.loaded or registry.swap:
         threading.Event().wait(0.02)
-    for bad in ("soon", True, {}):
+    for bad in ("soon", True, {}, 10**399, math.nan):
         status, answer = well.send("/api/generate", {"prompt": "Hello", "keep_alive": bad})
         assert (status, "keep_alive: " in answer["error"], "such as 5m" in answer["error"]) == (400, True, True), answer
 

@@ -10,7 +10,7 @@ from pydantic import BeforeValidator, Field, Tag
 
 from ...config import RequestConfig
 from ..models.catalog import DEFAULT
-from ..validation import IS_TEXT, NO_FORMAT, Body, Count, Int, List, Number, Object, Serving, Share, Text, TextOr, only
+from ..validation import IS_TEXT, LARGEST, NO_FORMAT, Body, Count, Int, List, Number, Object, Serving, Share, Text, TextOr, only
 
 # The units of durations.
 SECONDS = {"ns": 1e-9, "us": 1e-6, "ms": 1e-3, "s": 1.0, "m": 60.0, "h": 3600.0}
@@ -22,7 +22,7 @@ LATEST = ":latest"
 
 def seconds_of(given: Any) -> float:
     """A duration such as 5m, 1h30m, 300 or "300" in seconds; one below zero is endless."""
-    if isinstance(given, int | float) and not isinstance(given, bool):
+    if isinstance(given, int | float) and not isinstance(given, bool) and -LARGEST <= given <= LARGEST:
         return float(given) if given >= 0 else math.inf
     found = DURATION.fullmatch(given.strip()) if isinstance(given, str) else None
     if found is None:
