@@ -33,7 +33,7 @@ from ..spec import BLOCK_TOKENS
 from .caches import Caches, Opened
 from .decode import DecodeBatch, Emitted
 from .opening import open_caches
-from .order import giver, go_behind, in_turn, last, line_up
+from .order import first_of_agents, giver, go_behind, in_turn, last, line_up
 from .prefill import Chunk, choose, chunk_end, still_shared
 from .request import KIND, Event, Failed, Progress, Request, Started, Swapped, Token
 from .sequence import Sequence
@@ -321,15 +321,13 @@ class BlockPoolBatchEngine:
         if not self._may_admit:
             return
         self._may_admit = False
-        busy = {sequence.request.agent: sequence for sequence in self.live if sequence.request.agent is not None}
+        first = first_of_agents(self.sequences)
         for sequence in in_turn(self.waiting, self.live):
+            ahead = first.get(sequence.request.agent, sequence)
+            if ahead is not sequence and not sequence.is_choice_beside(ahead):
+                continue
             if self._is_full and giver(sequence, self.live) is None:
                 break
-            agent = sequence.request.agent
-            if agent in busy and not sequence.is_choice_beside(busy[agent]):
-                continue
-            if agent is not None:
-                busy[agent] = sequence
             if self._wait_for_prefix(sequence) or not self.caches.is_ready(sequence):
                 continue
             if not self._start(sequence):

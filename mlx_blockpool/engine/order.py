@@ -1,6 +1,7 @@
 """Who goes first in the engine, and who gives way. Requests share places and room, however many choices each of them has.
 
     line_up(waiting, sequences)  sequences wait in the order in which they are due
+    first_of_agents(sequences)   the requests of one agent run in the order of their arrival
     in_turn(waiting, live)       the requests with the fewest live sequences first
     giver(sequence, live)        which live sequence makes room for one whose request has fewer
     last(live)                   which live sequence goes first when the next tokens have no room
@@ -19,13 +20,19 @@ from .sequence import Sequence
 
 
 def line_up(waiting: list[Sequence], sequences: Collection[Sequence]) -> None:
-    """Let sequences wait: those that are due first come first, except that none overtakes an earlier one of its agent."""
+    """Let sequences wait: those that are due first come first."""
+    for sequence in sequences:
+        insort(waiting, sequence, key=lambda each: each.place)
+
+
+def first_of_agents(sequences: Collection[Sequence]) -> dict[str | None, Sequence]:
+    """The sequence of each agent that arrived first, whatever is due first: the agent's other requests wait for its end."""
+    first: dict[str | None, Sequence] = {}
     for sequence in sequences:
         agent = sequence.request.agent
-        if agent is not None:
-            earlier = (each.due for each in reversed(waiting) if each.request.agent == agent and each.uid < sequence.uid)
-            sequence.due = max(sequence.due, next(earlier, sequence.due))
-        insort(waiting, sequence, key=lambda each: each.place)
+        if agent is not None and (agent not in first or sequence.uid < first[agent].uid):
+            first[agent] = sequence
+    return first
 
 
 def in_turn(waiting: Collection[Sequence], live: Collection[Sequence]) -> list[Sequence]:
@@ -57,11 +64,8 @@ def last(live: Collection[Sequence]) -> Sequence:
 
 
 def go_behind(waiting: list[Sequence], ended: Sequence) -> None:
-    """Let the other choices for the prompt of `ended` wait behind all others, and the next requests of their agent with them."""
-    agent = ended.request.agent
+    """Let the other choices for the prompt of `ended` wait behind all others."""
     behind = [] if ended.request.group is None else [each for each in waiting if each.is_choice_beside(ended)]
-    if behind and agent is not None:
-        behind = [each for each in waiting if each.request.agent == agent]
     for each in behind:
         waiting.remove(each)
         each.come_again()

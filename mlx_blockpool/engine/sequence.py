@@ -45,7 +45,8 @@ class Sequence:
         self.request = request
         self.come_again()
         # Choices share the list of their prompt until they start.
-        self.tokens = request.tokens if isinstance(request.tokens, list) else list(request.tokens)
+        is_choice, given = request.group is not None, request.tokens
+        self.tokens = given if is_choice and isinstance(given, list) else list(given)
         self.computed = 0
         self.caches: list[Any] | None = None
         self.prefix: PrefixRef | None = None

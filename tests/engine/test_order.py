@@ -113,3 +113,12 @@ def test_waiting_choices_share_the_tokens_of_their_prompt() -> None:
     assert [sequence.tokens is tokens for sequence in engine.waiting] == [True] * 3
     drive(engine)
     assert tuple(tokens) == PROMPT
+
+
+def test_a_list_of_tokens_may_be_used_again() -> None:
+    engine, _ = make_engine("llama")
+    tokens = list(PROMPT)
+    first = engine.insert(Request(tokens, 4))
+    tokens[:] = OTHER
+    told = drive(engine)
+    assert_stock("llama", PROMPT, told.tokens[first])

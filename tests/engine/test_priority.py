@@ -67,6 +67,30 @@ def test_the_requests_of_one_agent_keep_their_order() -> None:
     assert started(told) == uids
 
 
+def test_a_preempted_request_goes_before_the_next_one_of_its_agent(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(caches_module, "BLOCK_TOKENS", 1)
+    engine, _ = make_engine("llama", bytes_of("llama", 256, 2), decode_share=0.0)
+    engine.insert(Request(words(1, 250), 16))
+    first = engine.insert(Request(words(2, 250), 16, priority=1, agent="ann"))
+    told = drive(engine, after=lambda told: first in told.started)
+    second = engine.insert(Request(words(3, 20), 3, priority=-1, agent="ann"))
+    told = drive(engine, told)
+    assert engine.counts["swapped_out"] > 0
+    assert [uid for uid in told.reasons if uid in (first, second)] == [first, second]
+
+
+def test_a_request_that_waits_for_its_agent_keeps_no_other_waiting(clock: Clock) -> None:
+    engine, _ = make_engine("llama", max_members=4)
+    engine.insert_all([Request(words(1, 20), 12, group="many") for _ in range(3)])
+    engine.insert(Request(words(2, 20), 12, agent="ann"))
+    told = drive(engine, after=lambda _: len(engine.live) == 4)
+    engine.insert(Request(words(3, 20), 3, priority=1, agent="ann"))
+    clock.now += 60
+    newcomer = engine.insert(Request(words(4, 20), 3))
+    told.take(engine.next())
+    assert newcomer in told.started
+
+
 def test_the_prompt_of_a_lower_value_is_computed_first() -> None:
     engine, _ = make_engine("llama", prefill_rows=1)
     first, second = (engine.insert(Request(words(i, 400), 1, priority=p)) for i, p in ((1, 1), (2, 0)))
