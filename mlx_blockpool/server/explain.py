@@ -115,14 +115,21 @@ class Explanation:
 
     def as_dict(self, names: Sequence[str] = FIELDS) -> dict[str, Any]:
         """These fields, for a client."""
-        found = {name: getattr(self, name) for name in FIELDS} | {
-            "id": self.id or None,
-            "time": datetime.fromtimestamp(self.time, UTC).isoformat(timespec="milliseconds"),
-            "why": plain(self.why),
-            "difference": None if self.difference is None else {**vars(self.difference)},
-            "normalised": list(self.normalised),
-        }
-        return {name: found[name] for name in names}
+        return {name: self._field(name) for name in names}
+
+    def _field(self, name: str) -> Any:
+        match name:
+            case "id":
+                return self.id or None
+            case "time":
+                return datetime.fromtimestamp(self.time, UTC).isoformat(timespec="milliseconds")
+            case "why":
+                return plain(self.why)
+            case "difference":
+                return None if self.difference is None else {**vars(self.difference)}
+            case "normalised":
+                return list(self.normalised)
+        return getattr(self, name)
 
     @property
     def without_text(self) -> Explanation:

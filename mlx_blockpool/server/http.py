@@ -245,7 +245,7 @@ class BlockpoolHandler(APIHandler):  # type: ignore[misc]
                 send_page(self)
             elif self.route == "/v1/cache":
                 report = own_figures(scope.owner, cache_report(generator.registry, generator.report))
-                self.send_json(200, {**report, "prompts": generator.prompts.counts})
+                self.send_json(200, {**report, "prompts": generator.prompts.counts, "health": self._health()[1]})
             elif self.route in LIVE:
                 answer_live(self)
             elif self.route == MAP:
@@ -264,7 +264,7 @@ class BlockpoolHandler(APIHandler):  # type: ignore[misc]
             elif self.route == HELLO:
                 self.send_json(200, {"message": "hello"})
             elif self.route == "/health":
-                self.send_json(*generator.health.report(generator.is_healthy, generator.has_waiting))
+                self.send_json(*self._health())
             else:
                 self._answer_below()
 
@@ -311,6 +311,10 @@ class BlockpoolHandler(APIHandler):  # type: ignore[misc]
     def _failure_of(self, error: Exception) -> tuple[int, dict[str, str]]:
         log.exception("%s failed", shown(self.path))
         return 503 if isinstance(error, UnavailableError) else 500, {"error": cause_of(error)}
+
+    def _health(self) -> tuple[int, dict[str, Any]]:
+        generator = self._generator
+        return generator.health.report(generator.is_healthy, generator.has_waiting)
 
     def _models(self) -> None:
         try:

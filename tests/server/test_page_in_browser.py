@@ -6,9 +6,12 @@ import json
 import re
 import shutil
 import socket
+import threading
 from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
+from urllib.parse import quote
 
 import pytest
 from models import save_model
@@ -24,6 +27,19 @@ PATIENCE = 30_000
 EXPECTED = "status of 4(01|09)"
 VIOLATIONS = "addEventListener('securitypolicyviolation', event => console.error('violated ' + event.violatedDirective))"
 FOCUSED = "(document.activeElement.getAttribute('aria-label') || document.activeElement.textContent).trim()"
+# Notes the number of the last event that the page has received.
+HEARING = """
+const asked = fetch;
+window.fetch = async (path, ...rest) => {
+  const response = await asked(path, ...rest);
+  if (!path.endsWith("/events")) return response;
+  const [own, others] = response.body.tee();
+  others.pipeThrough(new TextDecoderStream()).pipeTo(new WritableStream({ write(text) {
+    for (const [, number] of text.matchAll(/^id: (\\d+)$/gm)) window.lastEvent = Number(number);
+  } }));
+  return new Response(own, response);
+};
+"""
 LONG = "a name that is so long that it does not fit into any column of any table at any width of any screen"
 HOSTILE = "<img src=x onerror=alert(1)>\"'&amp;"
 OPTIONS = ("--pool-bytes", "30MB")
@@ -47,8 +63,11 @@ def visit(chromium: Any) -> Iterator[Callable[..., Any]]:
     faults: list[str] = []
     contexts = []
 
-    def open_tab(client: Client, path: str = "/", **options: Any) -> Any:
+    def open_tab(client: Client, path: str = "/", has_clock: bool = False, **options: Any) -> Any:
         context = chromium.new_context(**options)
+        if has_clock:
+            context.clock.install()
+            context.add_init_script(HEARING)
         contexts.append(context)
         context.set_default_timeout(PATIENCE)
         context.add_init_script(
@@ -95,9 +114,54 @@ def confirm(tab: Any) -> None:
     expect(tab.locator("#question")).not_to_be_visible()
 
 
+def until(condition: Callable[[], Any]) -> None:
+    """Wait for what the server or the browser is doing."""
+    while not condition():
+        threading.Event().wait(0.02)
+
+
+def map_of(server: Client) -> dict[str, Any]:
+    return server.send("/v1/cache/map")[1]  # type: ignore[no-any-return]
+
+
+def pinned_names(server: Client) -> list[str]:
+    found = map_of(server)
+    return [found["agents"][number] for number in found["pinned"]]
+
+
+class Clock:
+    """A tab's clock, which stands still but for pass_a_second(): no busy machine makes the page late, and no wait makes it early.
+
+    Time passes in steps, and the page has the answers to what it has asked for before the next one.
+    """
+
+    def __init__(self, tab: Any) -> None:
+        self._tab = tab
+        self._open: set[Any] = set()
+        tab.on("request", lambda request: request.url.endswith("/events") or self._open.add(request))
+        for end in ("requestfinished", "requestfailed"):
+            tab.on(end, lambda request: self._open.discard(request))
+        tab.clock.pause_at(tab.evaluate("Date.now() + 1000"))
+        self._settle()
+
+    def pass_a_second(self, after: Client | None = None) -> None:
+        """Let a second pass, after the events of a server have come."""
+        if after is not None:
+            number = after.generator.registry.log.end - 1
+            until(lambda: self._tab.evaluate("window.lastEvent") >= number)
+        for _ in range(10):
+            self._tab.clock.run_for(100)
+            self._settle()
+
+    def _settle(self) -> None:
+        self._tab.wait_for_timeout(20)
+        while self._open:
+            self._tab.wait_for_timeout(20)
+
+
 def test_an_agent_is_shown_and_pinned_after_a_question(server: Client, visit: Callable[..., Any]) -> None:
     talk(server, HOSTILE, f"{HOSTILE} says hello. " * 20)
-    tab = visit(server)
+    tab = visit(server, has_clock=True)
     expect(names(tab)).to_have_text([HOSTILE])
     expect(tab.locator("#tree .rows .name")).to_have_text([HOSTILE])
     expect(tab.locator("#state")).to_have_text("live")
@@ -112,6 +176,104 @@ def test_an_agent_is_shown_and_pinned_after_a_question(server: Client, visit: Ca
     tab.get_by_role("button", name="Unpin", exact=True).click()
     confirm(tab)
     assert not agent_of(server, HOSTILE)["pinned"]
+    expect(tab.locator("#agent-table .chip-pinned")).to_have_count(0)
+    clock = Clock(tab)
+    server.send(f"/v1/agents/{quote(HOSTILE, safe='')}/pin", {})
+    until(lambda: HOSTILE in pinned_names(server))
+    clock.pass_a_second()
+    expect(tab.locator("#agent-table .chip-pinned")).to_have_text("pinned")
+
+
+@contextmanager
+def stream(server: Client, agent: str, tokens: int = 30000) -> Iterator[socket.socket]:
+    """A reply that says the same token again and again, until the client hangs up."""
+    asked = {"prompt": f"{agent} goes on", "max_tokens": tokens, "stream": True, "user": agent, "logit_bias": {"65": 100}}
+    body = json.dumps(asked).encode()
+    head = f"POST /v1/completions HTTP/1.1\r\nHost: localhost\r\nConnection: close\r\nContent-Length: {len(body)}\r\n\r\n"
+    with socket.create_connection(("127.0.0.1", server.port)) as client:
+        client.sendall(head.encode() + body)
+        yield client
+
+
+@contextmanager
+def eight_streams(server: Client) -> Iterator[None]:
+    """Eight sequences decode. A stream that has two blocks ends and begins again, so that the pool has room for others."""
+    stop = threading.Event()
+
+    def go_on(number: int) -> None:
+        while not stop.is_set():
+            with stream(server, f"stream {number}", 300) as client:
+                while client.recv(1 << 16) and not stop.is_set():
+                    pass
+
+    threads = [threading.Thread(target=go_on, args=[number]) for number in range(8)]
+    for thread in threads:
+        thread.start()
+    try:
+        yield
+    finally:
+        stop.set()
+        for thread in threads:
+            thread.join()
+
+
+@pytest.mark.thorough
+def test_each_change_is_shown_within_a_second_while_eight_sequences_decode(
+    model: Path, tmp_path: Path, visit: Callable[..., Any]
+) -> None:
+    other = save_model(tmp_path / "other", "qwen2")
+    options = ("--max-models", "2", "--allow-models", str(other), "--store-dir", str(tmp_path / "store"))
+    with blockpool_server(model, "--pool-bytes", "24MB", *options) as server, eight_streams(server):
+        talk(server, "cold", "Cold begins. " * 40)
+        tab = visit(server, has_clock=True)
+        expect(tab.locator("#running .chip-decode")).to_have_count(8)
+        clock = Clock(tab)
+
+        def is_running(agent: str) -> bool:
+            return any(request["agent"] == agent for request in map_of(server)["requests"])
+
+        late = tab.locator("#running .who").get_by_text("late", exact=True)
+        with stream(server, "late"):
+            until(lambda: is_running("late"))
+            clock.pass_a_second()
+            expect(late).to_be_visible()
+        until(lambda: not is_running("late"))
+        clock.pass_a_second(after=server)
+        expect(late).to_have_count(0)
+
+        pinned = pin_until_full(server)
+        until(lambda: pinned in pinned_names(server))
+        clock.pass_a_second()
+        row = tab.locator("#agent-table tr")
+        expect(row.filter(has=tab.get_by_role("button", name=pinned, exact=True)).locator(".chip-pinned")).to_be_visible()
+        expect(tab.locator("#alarms")).to_contain_text("No more can be pinned in memory.")
+
+        evict(server, "cold")
+        clock.pass_a_second(after=server)
+        cold = row.filter(has=tab.get_by_role("button", name="cold", exact=True))
+        expect(cold.locator(".chip").get_by_text("on disk")).to_be_visible()
+
+        assert server.send("/admin/load", {"model": other.name})[0] == 200
+        clock.pass_a_second(after=server)
+        expect(tab.locator("#models .chip-loaded")).to_have_count(2)
+
+
+def pin_until_full(server: Client) -> str:
+    """Pin agents, large ones first, until the pins have all of their room. Returns the name of the last one."""
+    number = 0
+    while (pinned := server.send("/v1/cache")[1]["pinned"])["pinned_bytes"] < 0.95 * pinned["most_pinned_bytes"]:
+        number += 1
+        talk(server, f"pinned-{number}", f"{number} stays. " * (240 if number < 5 else 28))
+        server.send(f"/v1/agents/pinned-{number}/pin", {})
+    return f"pinned-{number}"
+
+
+def evict(server: Client, agent: str) -> None:
+    """Fill the pool until all blocks of an agent are evicted."""
+    number = 0
+    while agent_of(server, agent)["tokens_in_memory"]:
+        number += 1
+        talk(server, f"filler-{number}", f"{number} fills. " * 240)
 
 
 @pytest.mark.thorough
@@ -257,12 +419,7 @@ def test_the_first_line_that_differs_is_shown_side_by_side(server: Client, visit
 def test_running_requests_are_shown_while_they_run(server: Client, visit: Callable[..., Any]) -> None:
     tab = visit(server)
     expect(tab.locator("#state")).to_have_text("live")
-    # The reply says the same token again and again, until the test hangs up.
-    asked = {"prompt": "Go on", "max_tokens": 30000, "stream": True, "user": "runner", "logit_bias": {"65": 100}}
-    body = json.dumps(asked).encode()
-    head = f"POST /v1/completions HTTP/1.1\r\nHost: localhost\r\nContent-Length: {len(body)}\r\n\r\n".encode()
-    with socket.create_connection(("127.0.0.1", server.port)) as client:
-        client.sendall(head + body)
+    with stream(server, "runner"):
         expect(tab.locator("#running .who")).to_have_text(["runner"])
         expect(tab.locator("#running .chip")).to_have_text("decode")
         expect(tab.locator("#agent-table .chip-decode, #running .chip-decode").first).to_be_visible()
@@ -290,13 +447,13 @@ def answering(content: Any) -> Callable[[Any], None]:
 def test_what_needs_attention_is_said_in_words(server: Client, visit: Callable[..., Any]) -> None:
     talk(server, "ann")
     cache, models = server.send("/v1/cache")[1], server.send("/admin/models")[1]
+    cache["health"] = {"status": "stalled", "doing": "prefill and decode", "restarts": 2, "seconds_since_progress": 130.0}
     cache["alarm"] = "almost no known token is resumed"
     cache["store"] |= {"problem": "No space left on device", "quarantine_bytes": 1000}
     cache["pinned"] |= {"pinned_bytes": cache["pinned"]["most_pinned_bytes"]}
     models["models"][0]["failure"] = "out of <memory>"
-    stalled = {"status": "stalled", "doing": "prefill and decode", "restarts": 2, "seconds_since_progress": 130.0}
     tab = visit(server)
-    for path, answer in (("/v1/cache", cache), ("/admin/models", models), ("/health", stalled)):
+    for path, answer in (("/v1/cache", cache), ("/admin/models", models)):
         tab.route(f"**{path}", answering(answer))
     for words in (
         "Nothing was computed for 2 min while requests wait.",

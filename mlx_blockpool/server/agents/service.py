@@ -43,11 +43,13 @@ NAMES_SHOWN = 10
 class Home:
     """A loaded model with agents, as one request sees it.
 
+    model:   its id, by which requests name it.
     noted:   its agents in memory, by name.
     pinned:  names of pinned agents, and whether the blocks of each are pinned in memory.
     """
 
     key: ModelKey
+    model: str
     agents: ServedAgents
     noted: dict[str, Agent]
     pinned: dict[str, bool]
@@ -76,7 +78,7 @@ class AgentView:
 
     @property
     def model(self) -> str:
-        return self.agent.model_id if self.home is None else self.home.agents.model_id
+        return self.agent.model_id if self.home is None else self.home.model
 
 
 class AgentService:
@@ -284,7 +286,7 @@ class AgentService:
             agents = served.agents
             if agents is not None:
                 pinned = {name: pin is not None for name, pin in agents.pinned.items()}
-                homes.append(Home(key, agents, dict(agents.noted), pinned))
+                homes.append(Home(key, self._registry.catalog.id_of(key.model), agents, dict(agents.noted), pinned))
         return homes
 
     def _requests(self) -> tuple[Counter[str | None], Counter[str | None]]:

@@ -19,7 +19,7 @@ TYPES = {
     ),
 }
 PATHS = {"/": "index.html", "/favicon.ico": ICON, **{f"/page/{name}": name for name in TYPES if name != "index.html"}}
-# What app.js reads again and again.
+# What app.js and `mlx-blockpool top` read again and again.
 FIGURES = ("/v1/cache", "/v1/cache/map", "/v1/cache/hour", "/v1/cache/explain", "/v1/agents", "/admin/models", "/health")
 POLICY = {
     "default-src": "'none'",

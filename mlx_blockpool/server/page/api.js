@@ -20,7 +20,10 @@ async function request(path, options) {
   for (;;) {
     const key = sessionStorage.getItem(NAME);
     const headers = { ...options.headers, ...(key === null ? {} : { Authorization: `Bearer ${key}` }) };
-    const response = await fetch(path, { ...options, headers, cache: "no-store", redirect: "error" });
+    const response = await fetch(path, { ...options, headers, cache: "no-store", redirect: "error" }).catch(() => {
+      // Browsers say only that they failed.
+      throw new Error("The server does not answer.");
+    });
     if (response.status !== 401) return response;
     if (sessionStorage.getItem(NAME) !== key) continue;
     // One question, however many requests wait for its answer.
@@ -39,12 +42,6 @@ export async function call(path, method = "GET", body = undefined, headers = {})
   if (response.ok) return answer;
   const error = answer && answer.error;
   throw new Error((error && error.message) || error || `The server answered ${response.status}.`);
-}
-
-/** The state of the server, which it reports with 503 where something is wrong. */
-export async function health() {
-  const response = await fetch("health", { cache: "no-store" });
-  return response.json();
 }
 
 /** Call `onOpen()` and `onEvent(kind)` for each event, as long as the connection lasts. EventSource cannot send a key. */

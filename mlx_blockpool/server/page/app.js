@@ -1,16 +1,23 @@
 // Asks the server for its figures, sooner where an event says that something changed, and draws them.
 
 import { announce, askForKey } from "./acts.js";
-import { call, events, forgetKey, hasKey, health, withKeys } from "./api.js";
+import { call, events, forgetKey, hasKey, withKeys } from "./api.js";
 import { drawBlocks, legend } from "./blocks.js";
 import { bytes, h, plural, render } from "./dom.js";
 import * as panels from "./panels.js";
 import { drawTree, treeNote, usersOf } from "./tree.js";
 
-// Milliseconds between two looks while requests run, and while none does; an event is looked at after SOON.
+// Milliseconds between two looks at the blocks while requests run, and while none does, and between two looks at the figures.
 const BUSY = 500;
-const IDLE = 1000;
-const SOON = 300;
+const IDLE = 800;
+const FIGURES = 800;
+// After a change, the least time from one look to the next: at the blocks, and at the rest.
+const BLOCKS_SOON = 300;
+const REST_SOON = 600;
+// Between two looks at what has not changed, as far as events and the map tell.
+const UNCHANGED = 5000;
+// To measure an agent takes the server time: with many of them it is done less often.
+const PER_AGENT = 20;
 const $ = (id) => document.getElementById(id);
 const state = {
   cache: null, map: null, agents: null, models: null, requests: [], hour: [], hits: {}, health: null,
@@ -22,19 +29,45 @@ withKeys(askForKey);
 
 // -- what the server says ----------------------------------------------------------------------------------------------
 
+// What may have changed since it was asked for, and when all of it was taken for changed; when agents were measured.
+const changed = { requests: true, agents: true, models: true, since: -Infinity };
+let measured = -Infinity;
+
 async function lookAtBlocks() {
   const query = state.model ? `?model=${encodeURIComponent(state.model)}` : "";
-  const [map, cache] = await Promise.all([call(`v1/cache/map${query}`), call("v1/cache")]);
-  state.map = withNames(map);
-  state.cache = (cache.models || {})[map.model] || cache;
-  measure(state.cache.engine || {});
+  const map = withNames(await call(`v1/cache/map${query}`));
+  const isNew = !state.map || signature(map) !== signature(state.map);
+  if (isNew) Object.assign(changed, { requests: true, agents: true });
+  if (isNew) rest.soon();
+  state.map = map;
 }
 
+/** What the map says about requests and agents, without their progress. */
+const signature = (map) => JSON.stringify([map.agents, map.pinned, map.models, map.requests.map((request) => [request.agent, request.state])]);
+
+/** The figures each time, and the rest where something has changed. */
 async function lookAtRest() {
-  const [agents, models, explain, hour, well] = await Promise.all(
-    [call("v1/agents"), call("admin/models"), call("v1/cache/explain"), call("v1/cache/hour"), health()]);
-  for (const agent of agents.agents) withSizes(agent);
-  Object.assign(state, { agents, models, requests: explain.requests, hour: hour.minutes, hits: hour.agents, health: well });
+  const now = performance.now();
+  if (!state.live || now - changed.since >= UNCHANGED) Object.assign(changed, { requests: true, agents: true, models: true, since: now });
+  const wanted = { cache: "v1/cache" };
+  if (changed.requests) Object.assign(wanted, { explain: "v1/cache/explain", hour: "v1/cache/hour" });
+  if (changed.models || (state.models && state.models.change)) wanted.models = "admin/models";
+  if (changed.agents && now - measured >= PER_AGENT * (state.agents ? state.agents.agents.length : 0)) [wanted.agents, measured] = ["v1/agents", now];
+  Object.assign(changed, { requests: false, models: false, agents: changed.agents && !wanted.agents });
+  try {
+    take(Object.fromEntries(await Promise.all(Object.entries(wanted).map(async ([name, path]) => [name, await call(path)]))));
+  } catch (failure) {
+    changed.since = -Infinity;
+    throw failure;
+  }
+}
+
+function take({ cache, agents, explain, hour, models }) {
+  state.cache = (cache.models || {})[state.map && state.map.model] || cache;
+  state.health = cache.health;
+  measure(state.cache.engine || {});
+  if (agents) agents.agents.forEach(withSizes);
+  Object.assign(state, agents && { agents }, models && { models }, explain && { requests: explain.requests, hour: hour.minutes, hits: hour.agents });
 }
 
 /** Agents by their names as people read them, and the agents of each segment. */
@@ -49,6 +82,7 @@ function withNames(map) {
 function withSizes(agent) {
   agent.memory ??= { own_bytes: 0, shared_bytes: 0 };
   agent.disk ??= { own_bytes: 0, shared_bytes: 0 };
+  return agent;
 }
 
 /** Tokens per second from the last few counts, and how many requests were preempted within a minute. */
@@ -124,13 +158,21 @@ function draw() {
   render($("running"), panels.running(map));
   const batch = map.requests.filter((request) => request.state === "decode").length;
   render($("running-note"), [batch > 1 ? `batch of ${batch}` : ""]);
-  if (!state.agents) return;
-  const listed = state.agents.agents;
+  if (!state.agents || !state.models) return;
+  const listed = withNew(state.agents.agents, map);
   render($("agent-table"), panels.agents({ ...state, selection, listed, open: state.openAgent, onOpen: openAgent, onShowAll: () => ((state.showsAll = !state.showsAll), draw()), refresh }));
-  render($("agents-note"), [`${plural(listed.length, "agent")}, ${bytes(listed.reduce((sum, agent) => sum + agent.memory.own_bytes, 0))} of their own`]);
+  const own = listed.reduce((sum, agent) => sum + agent.memory.own_bytes, 0);
+  render($("agents-note"), listed.length ? [`${plural(listed.length, "agent")}${own ? `, ${bytes(own)} of their own` : ""}`] : []);
   render($("requests"), panels.requests({ ...state, listed: state.requests, open: state.openRequest, onOpen: openRequest, onShowRequests: () => ((state.showsRequests = !state.showsRequests), draw()) }));
   render($("models"), panels.models({ found: state.models, refresh }));
   render($("models-note"), [`${bytes(state.models.memory.active_bytes)} in use by mlx`]);
+}
+
+/** The agents, with those whose first turn has not ended. */
+function withNew(listed, map) {
+  const known = new Set(listed.map((agent) => agent.name));
+  const names = new Set(map.requests.map((request) => request.agent).filter((name) => name !== null && !known.has(name)));
+  return [...listed, ...[...names].map((name) => withSizes({ name, isNew: true, tokens: null, used: "", loaded: true, pinned: false, running: 1, waiting: 0 }))];
 }
 
 function drawGroups() {
@@ -149,9 +191,8 @@ function drawGroups() {
 
 /** Look again and again, with pauses that wake() ends. */
 class Loop {
-  constructor(look, pause) {
-    this.look = look;
-    this.pause = pause;
+  constructor(look, pause, least) {
+    Object.assign(this, { look, pause, least, timer: null });
     this.began = 0;
     this.lost = null;
     this.wake = () => {};
@@ -170,40 +211,49 @@ class Loop {
       state.lost = blocks.lost || rest.lost;
       draw();
       // At most half of the time is spent on looking, however slowly the server answers.
-      const timer = setTimeout(() => this.wake(), Math.max(performance.now() - this.began, this.pause()));
+      const took = performance.now() - this.began;
+      const timer = setTimeout(() => this.wake(), Math.max(took, this.pause() - took));
       await new Promise((resolve) => (this.wake = resolve));
       clearTimeout(timer);
     }
   }
+
+  /** Look again, but not sooner after the last look than `least`. */
+  soon() {
+    clearTimeout(this.timer);
+    this.timer = setTimeout(() => this.wake(), Math.max(0, this.began + this.least - performance.now()));
+  }
 }
 
-const blocks = new Loop(lookAtBlocks, () => (state.map && state.map.requests.length ? BUSY : IDLE));
-// To measure an agent takes the server time: with many of them it is done less often.
-const rest = new Loop(lookAtRest, () => Math.min(15000, Math.max(700, 30 * (state.agents ? state.agents.agents.length : 0))));
+const blocks = new Loop(lookAtBlocks, () => (state.map && state.map.requests.length ? BUSY : IDLE), BLOCKS_SOON);
+const rest = new Loop(lookAtRest, () => FIGURES, REST_SOON);
 
 /** Look again at once, at everything. */
 function refresh() {
+  changed.since = measured = -Infinity;
   blocks.wake();
   rest.wake();
 }
 
-/** Look again, but not sooner after the last look than SOON. */
-function soon() {
-  clearTimeout(soon.timer);
-  soon.timer = setTimeout(() => blocks.wake(), Math.max(0, blocks.began + SOON - performance.now()));
-}
-
-/** What an event tells of is looked at as soon as it comes. */
+/** What an event tells of is looked at soon after it comes. */
 async function follow() {
   for (;;) {
     try {
-      await events(() => (state.live = true), (kind) => kind.endsWith("_progress") || soon());
+      await events(() => (state.live = true), hear);
     } catch {
       // The figures are asked for again and again anyway.
     }
     state.live = false;
     await new Promise((resolve) => setTimeout(resolve, 3000));
   }
+}
+
+function hear(kind) {
+  if (kind.endsWith("_progress")) return;
+  if (kind.startsWith("model_")) changed.models = true;
+  Object.assign(changed, { requests: true, agents: true });
+  blocks.soon();
+  rest.soon();
 }
 
 $("forget").onclick = forgetKey;

@@ -124,7 +124,8 @@ function markedOwners() {
       : owner.running.includes(selection.agent) || (owner.segment !== null && map.users[owner.segment].has(selection.agent));
     if (isIn) found.add(i);
   });
-  return found;
+  // Of what has no block here nothing is marked.
+  return found.size ? found : null;
 }
 
 /** The block under the cursor, in words. */

@@ -6,7 +6,7 @@ import { ago, bytes, count, h, plural, seconds, share, short } from "./dom.js";
 const MOST_AGENTS = 30;
 const MOST_REQUESTS = 8;
 const CAUSES = {
-  all: "everything was cached", longer: "goes on behind the cached part", new: "nothing like it was cached", differs: "the text differs",
+  all: "everything was cached", longer: "the rest is new", new: "nothing like it was cached", differs: "the text differs",
   evicted: "was evicted", "on disk": "faster to compute than to read", "no checkpoint": "no checkpoint in between", "no room": "no room beside it",
   draft: "unknown to the draft", "other namespace": "computed by another model", "not told": "mlx-lm's own cache",
 };
@@ -55,8 +55,9 @@ function disk(cache) {
 function reuse(cache, hour) {
   const prompt = hour.reduce((sum, minute) => sum + minute.prompt_tokens, 0);
   const cached = hour.reduce((sum, minute) => sum + minute.cached_tokens, 0);
-  const all = cache && cache.prompt_tokens ? `${share(cache.cached_tokens, cache.prompt_tokens)} since the start` : "no prompt yet";
-  return tile("Reused in the last hour", share(cached, prompt), prompt ? `${short(cached)} of ${short(prompt)} prompt tokens; ${all}` : all,
+  const isOlder = cache && cache.prompt_tokens > prompt;
+  const all = isOlder ? `; ${share(cache.cached_tokens, cache.prompt_tokens)} since the start` : "";
+  return tile("Reused in the last hour", share(cached, prompt), prompt ? `${short(cached)} of ${short(prompt)} prompt tokens${all}` : "no prompt yet",
     chart(hour, (minute) => (minute.prompt_tokens ? minute.cached_tokens / minute.prompt_tokens : null), 1, "c",
       (minute) => `${share(minute.cached_tokens, minute.prompt_tokens)} of ${count(minute.prompt_tokens)} prompt tokens`));
 }
@@ -102,7 +103,7 @@ function activity(map, speed) {
 const WAITS = { waiting: "waits for its turn", restoring: "reads its prompt back from disk", preempted: "gave its room to others; goes on later" };
 
 export function running(map) {
-  if (!map.requests.length) return [h("p", { class: "empty" }, "Nothing runs. Requests appear here while they wait, are read and are answered.")];
+  if (!map.requests.length) return [h("p", { class: "empty" }, "Nothing is running. Requests appear here while they wait, are read and are answered.")];
   const order = { decode: 0, prefill: 1, restoring: 2, preempted: 3, waiting: 4 };
   const sorted = map.requests.map((request, i) => ({ ...request, key: `${request.agent}-${map.requests.slice(0, i).filter((r) => r.agent === request.agent).length}` }))
     .sort((a, b) => order[a.state] - order[b.state]);
@@ -126,10 +127,11 @@ export function running(map) {
 // -- agents ------------------------------------------------------------------------------------------------------------
 
 export function agents({ listed, map, hits, selection, open, onOpen, showsAll, onShowAll, refresh }) {
-  if (!listed.length) return [h("p", { class: "empty" }, "No agents yet. Send requests with the header X-Agent-Id, or just chat: a conversation is known by its beginning.")];
+  if (!listed.length) return [h("p", { class: "empty" }, "No agents yet. Name one with the header X-Agent-Id, or just chat: a conversation is known by how it begins. ", "Five agents to watch: ", h("code", {}, `python -m mlx_blockpool.demo.five_agents --url ${location.origin}`))];
   const sorted = [...listed].sort((a, b) => b.running + b.waiting - a.running - a.waiting || b.pinned - a.pinned || b.used.localeCompare(a.used) || a.name.localeCompare(b.name));
   const shown = showsAll ? sorted : sorted.slice(0, MOST_AGENTS);
-  const largest = Math.max(1, ...shown.map((agent) => agent.memory.own_bytes + agent.memory.shared_bytes));
+  const whole = ({ memory, disk }) => Math.max(memory.own_bytes + memory.shared_bytes, disk.own_bytes + disk.shared_bytes);
+  const largest = Math.max(1, ...shown.map(whole));
   return [
     h("table", {},
       h("thead", {}, h("tr", {}, ["Agent", "Tokens", "Own", "Hits", "Used"].map((name, i) =>
@@ -142,21 +144,23 @@ export function agents({ listed, map, hits, selection, open, onOpen, showsAll, o
         const isPinned = number < 0 ? agent.pinned : map.pinned.includes(number);
         const states = map.requests.filter((request) => request.agent === agent.name).map((request) => request.state);
         const runs = states.some((state) => !(state in WAITS));
-        const { own_bytes: own, shared_bytes: common } = agent.memory;
+        const isOnDisk = agent.loaded && agent.tokens > 0 && !agent.tokens_in_memory;
+        const { own_bytes: own, shared_bytes: common } = isOnDisk ? agent.disk : agent.memory;
+        const sizes = `${bytes(own)} of its own, ${bytes(common)} shared, ${isOnDisk ? "on disk" : "in memory"}`;
         return [
           h("tr", { key: agent.name, class: selection && selection.agent === number && number >= 0 ? "is-chosen" : "" },
             h("th", { scope: "row" },
-              h("button", { type: "button", class: "name", title: agent.shown, "aria-expanded": isOpen ? "true" : "false", onclick: () => onOpen(isOpen ? null : agent.name, number) }, map.label(agent.name)),
+              h("button", { type: "button", class: "name", title: agent.shown || agent.name, "aria-expanded": isOpen ? "true" : "false", onclick: () => onOpen(isOpen ? null : agent.name, number) }, map.label(agent.name)),
               runs && h("span", { class: "chip chip-decode" }, "running"),
               states.length > 0 && !runs && h("span", { class: "chip chip-waiting" }, "waiting"),
               isPinned && h("span", { class: "chip chip-pinned" }, "pinned"),
               !agent.loaded && h("span", { class: "chip" }, "not loaded"),
-              agent.loaded && agent.tokens > 0 && !agent.tokens_in_memory && h("span", { class: "chip" }, "on disk")),
+              isOnDisk && h("span", { class: "chip" }, "on disk")),
             h("td", { class: "figure" }, short(agent.tokens)),
-            h("td", { class: "figure sizes" }, bytes(own), h("span", { class: "wide" }, ` + ${bytes(common)}`),
-              meter([["c", own], ["s", common]], largest, `${bytes(own)} of its own, ${bytes(common)} shared`)),
+            h("td", { class: "figure sizes", title: sizes }, agent.isNew ? "–" : [bytes(own), h("span", { class: "wide" }, ` + ${bytes(common)}`),
+              meter(isOnDisk ? [["d", own + common]] : [["c", own], ["s", common]], largest, sizes)]),
             h("td", { class: "figure" }, hit ? share(hit.cached_tokens, hit.prompt_tokens) : "–"),
-            h("td", { class: "figure" }, ago(agent.used).replace(" ago", ""))),
+            h("td", { class: "figure" }, agent.isNew ? "now" : ago(agent.used).replace(" ago", ""))),
           isOpen && h("tr", { key: `${agent.name} open`, class: "more" }, h("td", { colspan: 5 }, details(agent, isPinned, refresh))),
         ];
       }))),
@@ -165,6 +169,7 @@ export function agents({ listed, map, hits, selection, open, onOpen, showsAll, o
 }
 
 function details(agent, isPinned, refresh) {
+  if (agent.isNew) return [h("p", {}, `${agent.name} has its first request. It can be pinned, saved and forked once its first turn has ended.`)];
   const by = agent.by === "content" ? "known by how its chat begins; the client names no agent" : "named by its client";
   const resumes = agent.resumes_from_memory ? `continues from token ${count(agent.resumes_from_memory)} in memory`
     : agent.resumes_from_disk ? `continues from token ${count(agent.resumes_from_disk)} on disk` : "nothing to continue from";
@@ -187,14 +192,14 @@ export function requests({ listed, explained, map, open, onOpen, showsRequests, 
       return [
         h("tr", { key },
           h("th", { scope: "row" }, h("button", { type: "button", class: "name", "aria-expanded": isOpen ? "true" : "false", onclick: () => onOpen(isOpen ? null : key, request) }, map.label(request.agent) || "no agent")),
-          h("td", { class: "figure sizes" }, request.prompt_tokens === null ? request.state : `${short(request.cached_tokens)} of ${short(request.prompt_tokens)}`,
+          h("td", { class: "figure sizes" }, request.prompt_tokens === null ? "–" : `${short(request.cached_tokens)} of ${short(request.prompt_tokens)}`,
             request.prompt_tokens !== null && meter([["c", request.cached_tokens]], request.prompt_tokens, `${share(request.cached_tokens, request.prompt_tokens)} cached`)),
-          h("td", { class: "cause" }, request.state === "failed" ? "failed" : CAUSES[request.cause] || request.state),
+          h("td", { class: "cause" }, request.state === "failed" ? "failed" : CAUSES[request.cause] || (request.state === "waiting" ? "waits to start" : request.state)),
           h("td", { class: "figure" }, ago(request.time).replace(" ago", ""))),
         isOpen && h("tr", { key: `${key} open`, class: "more" }, h("td", { colspan: 4 }, explanation(explained[key] || request))),
       ];
     }))),
-    listed.length > MOST_REQUESTS && h("button", { type: "button", class: "quiet", onclick: onShowRequests }, showsRequests ? "Show fewer" : `Show ${count(listed.length)}`)];
+    listed.length > MOST_REQUESTS && h("button", { type: "button", class: "quiet", onclick: onShowRequests }, showsRequests ? "Show fewer" : `Show all ${count(listed.length)}`)];
 }
 
 function explanation(request) {
@@ -241,7 +246,7 @@ export function models({ found, refresh }) {
           h("span", { class: `chip${model.state === "loaded" ? " chip-loaded" : ""}` }, model.state),
           model.waiting > 0 && h("span", { class: "chip chip-waiting" }, `${count(model.waiting)} waiting`)),
         h("td", { class: "figure" }, bytes(model.weights_bytes)),
-        h("td", { class: "figure" }, model.pool_bytes === undefined ? "–" : `${bytes(model.array_bytes)} of ${bytes(model.pool_bytes)}`),
+        h("td", { class: "figure" }, model.pool_bytes === undefined ? "–" : [bytes(model.array_bytes), h("span", { class: "wide" }, ` of ${bytes(model.pool_bytes)}`)]),
         h("td", { class: "figure" }, model.state !== "loading" && button(model.state === "loaded" ? "unload" : "load", model, MODEL_ACTS, refresh)))))),
   ];
 }
@@ -251,7 +256,7 @@ export function models({ found, refresh }) {
 /** What needs a person: [what is wrong, what to do]. */
 export function alarms({ cache, agents: listed, models: found, health, lost, preempted, map }) {
   const all = [];
-  if (lost) all.push([`The server does not answer: ${lost}`, "These figures are the last ones it sent. Look at its log; the page goes on by itself when it is back."]);
+  if (lost) all.push([lost, "These are the last figures that came. The page goes on by itself once the server is back; its log says why it is not."]);
   if (health && health.status === "stalled") all.push([`Nothing was computed for ${seconds(health.seconds_since_progress)} while requests wait.`, "If it stays so, the requests fail with a 503 after two minutes. Look at the server's log for what it does: " + health.doing + "."]);
   if (health && health.status === "unavailable") all.push(["The generation thread has ended.", "Restart the server; cached prefixes on disk come back."]);
   if (health && health.restarts > 0) all.push([`The generation thread was restarted ${plural(health.restarts, "time")}.`, "Requests failed then. The server's log says why."]);
@@ -266,5 +271,5 @@ export function alarms({ cache, agents: listed, models: found, health, lost, pre
   if (pinned && pinned.pinned_bytes >= 0.95 * pinned.most_pinned_bytes) all.push(["No more can be pinned in memory.", "Pins take half of the pool. Unpin agents, or raise --pool-bytes."]);
   for (const model of found ? found.models : []) if (model.failure) all.push([`${model.id} could not be loaded.`, model.failure]);
   if (listed && listed.bad && listed.bad.length) all.push([`${plural(listed.bad.length, "file")} of agents cannot be read.`, "Run mlx-blockpool store check --fix."]);
-  return all.map(([what, advice]) => h("div", { class: "alarm", key: what }, h("b", {}, what), " ", advice));
+  return [...new Map(all)].map(([what, advice]) => h("div", { class: "alarm", key: what }, h("b", {}, what), " ", advice));
 }

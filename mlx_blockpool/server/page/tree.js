@@ -38,7 +38,7 @@ export function drawTree(map, selection, onSelect, again) {
   const longest = Math.max(256, ...map.trie.filter((_, i) => map.users[i].size).map((segment) => segment.end));
   const most = showsAll ? rows.length : FIRST;
   const running = new Set(map.requests.map((request) => request.agent));
-  if (!rows.length) return [h("p", { class: "empty" }, "No conversation is cached yet. The first request begins one.")];
+  if (!rows.length) return [h("p", { class: "empty" }, map.requests.length ? "A conversation appears here when its first turn has ended." : "No conversation is cached yet. The first request begins one.")];
   const percent = (tokens) => `${(100 * tokens) / longest}%`;
   return [
     h("div", { class: "tree", style: { height: `${Math.min(rows.length, most) * ROW}px` } },
@@ -57,7 +57,7 @@ export function drawTree(map, selection, onSelect, again) {
               class: `bar${n > 1 ? " is-shared" : ""}${isOnDisk ? " is-on-disk" : ""}`,
               onclick: () => onSelect(selection && selection.segment === bar.i ? null : { segment: bar.i }),
               style: { left: percent(segment.start), width: `calc(${percent(segment.end - segment.start)} - 2px)`, top: `${bar.row * ROW}px`, height: `${height * ROW - 2}px` },
-            }, n > 1 ? `${short(segment.end - segment.start)} shared by ${n}` : short(segment.end - segment.start)));
+            }, h("span", { class: "length" }, short(segment.end - segment.start)), n > 1 && h("span", { class: "sharers" }, ` shared by ${n}`)));
         })),
       h("ol", { class: "rows", "aria-label": "Agents" }, rows.slice(0, most).map((row) =>
         h("li", { key: map.names[row.agent], class: running.has(map.agents[row.agent]) ? "is-running" : "" },
@@ -72,13 +72,15 @@ export function drawTree(map, selection, onSelect, again) {
 
 /** What sharing saves, in one sentence. */
 export function treeNote(map) {
-  let [once, each] = [0, 0];
+  if (map.users.every((users) => !users.size)) return "";
+  let [once, each, onDisk] = [0, 0, 0];
   map.trie.forEach((segment, i) => {
     once += segment.in_memory;
+    onDisk += segment.on_disk;
     each += segment.in_memory * Math.max(1, map.users[i].size);
   });
   const unused = map.trie.filter((_, i) => !map.users[i].size).reduce((sum, segment) => sum + segment.end - segment.start, 0);
-  if (!once) return "";
+  if (!once) return onDisk ? `${short(onDisk)} tokens on disk` : "";
   const saved = each > once ? `${short(once)} tokens in memory serve as ${short(each)}` : `${short(once)} tokens in memory`;
   const rest = unused ? `; ${short(unused)} tokens of earlier turns` : "";
   return `${saved}${rest}${map.left_out ? `; ${plural(map.left_out, "stretch", "stretches")} not shown` : ""}`;
