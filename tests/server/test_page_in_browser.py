@@ -9,6 +9,7 @@ import socket
 import threading
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from itertools import count
 from pathlib import Path
 from typing import Any
 from urllib.parse import quote
@@ -246,7 +247,7 @@ def test_each_change_is_shown_within_a_second_while_eight_sequences_decode(
         clock.pass_a_second()
         row = tab.locator("#agent-table tr")
         expect(row.filter(has=tab.get_by_role("button", name=pinned, exact=True)).locator(".chip-pinned")).to_be_visible()
-        expect(tab.locator("#alarms")).to_contain_text("No more can be pinned in memory.")
+        expect(tab.locator("#alarms")).to_contain_text("1 pinned agent may leave memory.")
 
         evict(server, "cold")
         clock.pass_a_second(after=server)
@@ -259,13 +260,12 @@ def test_each_change_is_shown_within_a_second_while_eight_sequences_decode(
 
 
 def pin_until_full(server: Client) -> str:
-    """Pin agents, large ones first, until the pins have all of their room. Returns the name of the last one."""
-    number = 0
-    while (pinned := server.send("/v1/cache")[1]["pinned"])["pinned_bytes"] < 0.95 * pinned["most_pinned_bytes"]:
-        number += 1
-        talk(server, f"pinned-{number}", f"{number} stays. " * (240 if number < 5 else 28))
-        server.send(f"/v1/agents/pinned-{number}/pin", {})
-    return f"pinned-{number}"
+    """Pin agents until the pins have all of their room in memory. Returns the name of the last one."""
+    for number in count():
+        talk(server, f"pinned-{number}", f"{number} stays. " * 200)
+        if not server.send(f"/v1/agents/pinned-{number}/pin", {})[1]["pinned_in_memory"]:
+            return f"pinned-{number}"
+    raise AssertionError
 
 
 def evict(server: Client, agent: str) -> None:
@@ -450,10 +450,11 @@ def test_what_needs_attention_is_said_in_words(server: Client, visit: Callable[.
     cache["health"] = {"status": "stalled", "doing": "prefill and decode", "restarts": 2, "seconds_since_progress": 130.0}
     cache["alarm"] = "almost no known token is resumed"
     cache["store"] |= {"problem": "No space left on device", "quarantine_bytes": 1000}
-    cache["pinned"] |= {"pinned_bytes": cache["pinned"]["most_pinned_bytes"]}
+    agents = server.send("/v1/agents")[1]
+    agents["agents"][0] |= {"pinned": True, "pinned_in_memory": False}
     models["models"][0]["failure"] = "out of <memory>"
     tab = visit(server)
-    for path, answer in (("/v1/cache", cache), ("/admin/models", models)):
+    for path, answer in (("/v1/cache", cache), ("/v1/agents", agents), ("/admin/models", models)):
         tab.route(f"**{path}", answering(answer))
     for words in (
         "Nothing was computed for 2 min while requests wait.",
@@ -461,7 +462,7 @@ def test_what_needs_attention_is_said_in_words(server: Client, visit: Callable[.
         "almost no known token is resumed",
         "No space left on device. Free disk space",
         "1.0 kB of damaged records",
-        "No more can be pinned in memory.",
+        "1 pinned agent may leave memory.",
         "could not be loaded. out of <memory>",
     ):
         expect(tab.locator("#alarms")).to_contain_text(words)

@@ -267,8 +267,8 @@ export function alarms({ cache, agents: listed, models: found, health, lost, pre
   if (preempted > 0) all.push([`${plural(preempted, "request")} gave up their room to others in the last minute.`, "The pool is too small for what runs at once. Raise --pool-bytes, lower max_tokens, or let fewer agents run."]);
   const long = map ? map.requests.filter((request) => request.state === "waiting" && request.seconds > 30).length : 0;
   if (long) all.push([`${plural(long, "request")} waited for more than 30 seconds.`, "The pool or the model is busy. Raise --pool-bytes, or stop agents that need not run."]);
-  const pinned = cache && cache.pinned;
-  if (pinned && pinned.pinned_bytes >= 0.95 * pinned.most_pinned_bytes) all.push(["No more can be pinned in memory.", "Pins take half of the pool. Unpin agents, or raise --pool-bytes."]);
+  const refused = listed ? listed.agents.filter((agent) => agent.loaded && agent.pinned && !agent.pinned_in_memory).length : 0;
+  if (refused) all.push([`${plural(refused, "pinned agent")} may leave memory.`, "Pins have at most half of the pool; the rest is pinned on disk only. Unpin agents, or raise --pool-bytes."]);
   for (const model of found ? found.models : []) if (model.failure) all.push([`${model.id} could not be loaded.`, model.failure]);
   if (listed && listed.bad && listed.bad.length) all.push([`${plural(listed.bad.length, "file")} of agents cannot be read.`, "Run mlx-blockpool store check --fix."]);
   return [...new Map(all)].map(([what, advice]) => h("div", { class: "alarm", key: what }, h("b", {}, what), " ", advice));

@@ -2,7 +2,7 @@
 
 import { count, h, plural, short } from "./dom.js";
 
-const ROW = 22;
+const ROW = 26;
 const FIRST = 24;
 let showsAll = false;
 
