@@ -24,10 +24,9 @@ from bench_interference import STREAMS, Stream
 from bench_server import make_model
 from measure import options, report
 
-# What the page asks for while requests run, and how often, in seconds.
-OFTEN = ("/v1/cache/map", "/v1/cache")
-SELDOM = ("/v1/agents", "/admin/models", "/v1/cache/explain", "/v1/cache/hour", "/health")
-PAGE = ((OFTEN, 0.5), (SELDOM, 0.7))
+# What the page asks for while requests run and none begins or ends, and how often, in seconds: the constants of app.js.
+UNCHANGED = ("/v1/agents", "/v1/cache/explain", "/v1/cache/hour", "/admin/models")
+PAGE = ((("/v1/cache/map",), 0.5), (("/v1/cache",), 0.8), (UNCHANGED, 5.0))
 PROMETHEUS = ((("/metrics",), 3.0),)
 CASES = {"events and metrics": PROMETHEUS, "events, metrics and the page": (*PAGE, *PROMETHEUS)}
 
