@@ -102,14 +102,10 @@ def embed(
         _check_size(size, run_on_generation_thread(generator, partial(_width_of, served.provider.model)))
     try:
         for tokens in texts:
-            with _computing.turn("text"):
-                text = EmbeddedText(generator, key, pooling, tokens)
-                try:
-                    _compute(generator, text, connection)
-                    vectors.append(run_on_generation_thread(generator, text.vector))
-                finally:
-                    # Arrays are freed on the thread that has made them.
-                    run_on_generation_thread(generator, text.close)
+            text = EmbeddedText(generator, key, pooling, tokens)
+            while (vector := _vector_of(generator, text, connection)) is None:
+                time.sleep(ROOM_SECONDS)
+            vectors.append(vector)
     finally:
         run_on_generation_thread(generator, partial(_keep, generator.registry, key, keep_seconds))
     return [shortened(vector, size) for vector in vectors]
@@ -142,16 +138,27 @@ def shortened(vector: list[float], size: int | None) -> list[float]:
     return [value / length for value in vector[:size]]
 
 
-def _compute(generator: Any, text: EmbeddedText, connection: socket.socket) -> None:
-    """Compute all chunks of a text, and leave running replies as much time between them."""
+def _vector_of(generator: Any, text: EmbeddedText, connection: socket.socket) -> list[float] | None:
+    """The vector of a text, computed in its turn; None while running replies have the room, so that other texts pass it."""
+    with _computing.turn("text"):
+        try:
+            return run_on_generation_thread(generator, text.vector) if _compute(generator, text, connection) else None
+        finally:
+            # Arrays are freed on the thread that has made them.
+            run_on_generation_thread(generator, text.close)
+
+
+def _compute(generator: Any, text: EmbeddedText, connection: socket.socket) -> bool:
+    """Compute all chunks of a text, and leave running replies as much time between them. Returns False if there is no room."""
     while not text.is_whole:
         if has_hung_up(connection):
             raise ConnectionAbortedError("the client hung up")
         start = time.monotonic()
         if not run_on_generation_thread(generator, text.advance):
-            time.sleep(ROOM_SECONDS)
-        elif generator.has_waiting:
+            return False
+        if generator.has_waiting:
             time.sleep(time.monotonic() - start)
+    return True
 
 
 class EmbeddedText:

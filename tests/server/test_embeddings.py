@@ -185,6 +185,30 @@ def test_a_text_waits_for_room_as_long_as_replies_run() -> None:
         text.advance()
 
 
+def test_a_text_that_waits_for_room_lets_others_pass(embedder: Client, monkeypatch: pytest.MonkeyPatch) -> None:
+    advance, begun, ended = EmbeddedText.advance, threading.Event(), []
+    tries = iter(range(20))
+
+    def crowded(self: EmbeddedText) -> bool:
+        """The long text has room when the short one is computed, or at the last try."""
+        if len(self._tokens) > CHUNK_TOKENS and not ended and next(tries, None) is not None:
+            begun.set()
+            return False
+        return advance(self)
+
+    def ask(text: str) -> None:
+        assert embedder.send("/v1/embeddings", {"input": text})[0] == 200
+        ended.append(text)
+
+    def ask_later() -> None:
+        begun.wait()
+        ask(SHORT)
+
+    monkeypatch.setattr(EmbeddedText, "advance", crowded)
+    at_once([lambda: ask(LONG), ask_later])
+    assert ended == [SHORT, LONG]
+
+
 def test_too_many_values_are_refused_before_a_text_is_computed(embedder: Client, chunks: list[int]) -> None:
     assert embedder.send("/v1/embeddings", {"input": LONG, "dimensions": 10_000})[0] == 400
     assert chunks == []
