@@ -81,7 +81,13 @@ def test_tokenizer_returns_every_text_of_the_dataset(demo: tuple[Any, Any]) -> N
         ("What is copy-on-write?", ["copies that one block"]),
         ("How do I install it?", ["pip install"]),
         ("How do I start the server?", ["mlx-blockpool serve --model"]),
-        ("What happens at a restart?", ["memory", "prefilled again"]),
+        ("What happens at a restart?", ["loses nothing", "on disk", "kill -9"]),
+        ("What is the store?", ["on disk"]),
+        ("How do I name an agent?", ["X-Agent-Id"]),
+        ("How do I use Claude Code?", ["ANTHROPIC_BASE_URL"]),
+        ("Can the store be quantised?", ["--store-bits 8 or 4"]),
+        ("Where is the dashboard?", ["http://127.0.0.1:8080/"]),
+        ("How do I get metrics?", ["GET /metrics"]),
         ("Who are you?", ["demo model"]),
         ("hello", ["Hello!"]),
     ],
@@ -100,3 +106,9 @@ def test_answers_the_fourth_turn_after_a_long_system_message(demo: tuple[Any, An
     answers = [message["content"] for message in messages if message["role"] == "assistant"]
     expected = ["Hello!", "256 tokens", "pip install", "already in the pool"]
     assert [word for word, answer in zip(expected, answers, strict=True) if word not in answer] == []
+
+
+@pytest.mark.thorough
+def test_answers_most_questions_that_it_was_not_trained_on(demo: tuple[Any, Any]) -> None:
+    right = [ask(demo, [{"role": "user", "content": topic["questions"][-1]}]) == topic["answer"] for topic in TOPICS]
+    assert sum(right) / len(right) > 0.85

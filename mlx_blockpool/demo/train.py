@@ -1,4 +1,4 @@
-"""Train the demo model: python -m mlx_blockpool.demo.train [--out DIR].
+"""Train the demo model: python -m mlx_blockpool.demo.train [--out DIR] [--start DIR].
 
 Writes a folder that mlx_lm.load takes, then measures it: the share of questions answered word for word, greedily.
 """
@@ -86,10 +86,13 @@ def loss(model: Any, tokens: Any, positions: Any) -> Any:
     return nn.losses.cross_entropy(*answer_logits(model, tokens, positions), reduction="mean")
 
 
-def fit(model: Any, tokenizer: Tokenizer, conversations: Conversations, draw: random.Random, steps: int) -> None:
+def fit(
+    model: Any, tokenizer: Tokenizer, conversations: Conversations, draw: random.Random, steps: int, rate: float = LEARNING_RATE
+) -> None:
+    """`rate`: the highest learning rate, after a twentieth of the steps."""
     warmup = steps // 20
     schedule = optim.join_schedules(
-        [optim.linear_schedule(0.0, LEARNING_RATE, warmup), optim.cosine_decay(LEARNING_RATE, steps - warmup)], [warmup]
+        [optim.linear_schedule(0.0, rate, warmup), optim.cosine_decay(rate, steps - warmup)], [warmup]
     )
     optimizer = optim.AdamW(schedule, betas=[0.9, 0.98], weight_decay=0.05)
     gradients = nn.value_and_grad(model, loss)
@@ -127,18 +130,23 @@ def save(model: Any, tokenizer: Tokenizer, config: dict[str, Any], folder: Path)
 def main() -> None:
     parser = argparse.ArgumentParser(description="Train the demo model.")
     parser.add_argument("--out", type=Path, default=Path(model_path()), help="folder to write")
-    parser.add_argument("--steps", type=int, default=1000, help="training steps")
+    parser.add_argument("--start", type=Path, help="folder of a model trained before, whose training goes on at half the rate")
+    parser.add_argument("--steps", type=int, default=1600, help="training steps")
     arguments = parser.parse_args()
     started = time.perf_counter()
+    goes_on = arguments.start is not None
     mx.random.seed(SEED)
-    draw = random.Random(SEED)
+    draw = random.Random(SEED + goes_on)
     conversations = Conversations(draw)
     tokenizer = train_tokenizer(conversations.texts(), VOCAB_SIZE)
     config = model_config(tokenizer)
     model = new_model(config)
+    if goes_on:
+        weights = mx.load(str(arguments.start / "model.safetensors"))
+        model.load_weights([(name, weight.astype(mx.float32)) for name, weight in weights.items()])
     on_cpu = mx.default_device() == mx.Device(mx.cpu)
     with numpy_math() if on_cpu else nullcontext():
-        fit(model, tokenizer, conversations, draw, arguments.steps)
+        fit(model, tokenizer, conversations, draw, arguments.steps, LEARNING_RATE / (1 + goes_on))
     save(model, tokenizer, config, arguments.out)
     print(f"Trained in {time.perf_counter() - started:.0f} s; wrote {arguments.out}.")
     loaded = mlx_lm.load(str(arguments.out))[0]
