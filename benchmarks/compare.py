@@ -16,6 +16,7 @@ import os
 import statistics
 import subprocess
 import sys
+import tempfile
 from pathlib import Path
 
 HERE = Path(__file__).resolve().parent.parent
@@ -31,8 +32,11 @@ Figures = dict[tuple[int, str], float]
 def measure(tree: Path, bench: str, full: bool) -> tuple[list[str], Figures]:
     """Run one benchmark of `tree`. Returns its cases and their times."""
     command = [sys.executable, f"benchmarks/bench_{bench}.py"] + ([] if full else ["--quick"])
-    environment = {**os.environ, "PYTHONPATH": str(tree)}
-    output = subprocess.run(command, cwd=tree, env=environment, capture_output=True, text=True, check=True).stdout
+    with tempfile.TemporaryDirectory() as plugins:
+        # An editable install finds the plugins of its own tree.
+        Path(plugins, "mlx_blockpool_plugins").symlink_to(tree / "plugins")
+        environment = {**os.environ, "PYTHONPATH": os.pathsep.join((str(tree), plugins))}
+        output = subprocess.run(command, cwd=tree, env=environment, capture_output=True, text=True, check=True).stdout
     lines = [json.loads(line) for line in output.splitlines()]
     figures = {
         (number, name): value

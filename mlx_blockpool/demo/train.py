@@ -142,7 +142,7 @@ def main() -> None:
     config = model_config(tokenizer)
     model = new_model(config)
     if goes_on:
-        weights = mx.load(str(arguments.start / "model.safetensors"))
+        weights: Any = mx.load(str(arguments.start / "model.safetensors"))
         model.load_weights([(name, weight.astype(mx.float32)) for name, weight in weights.items()])
     on_cpu = mx.default_device() == mx.Device(mx.cpu)
     with numpy_math() if on_cpu else nullcontext():
