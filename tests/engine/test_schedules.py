@@ -49,6 +49,8 @@ class Arrival:
     agent: str | None
     patience: int | None
     mark: bool
+    choices: int
+    priority: int
 
     def prompt(self, name: str) -> tuple[int, ...]:
         system = words(1, SYSTEMS[self.system])
@@ -73,6 +75,8 @@ def arrivals(**fixed: Any) -> st.SearchStrategy[list[Arrival]]:
         "agent": st.sampled_from([None, None, "a", "b"]),
         "patience": st.none() | st.integers(0, 20),
         "mark": st.booleans(),
+        "choices": st.sampled_from([1, 1, 1, 2, 5]),
+        "priority": st.sampled_from([0, 0, 0, 1, -5]),
     }
     return st.lists(st.builds(Arrival, **{**parts, **fixed}), min_size=1, max_size=6)
 
@@ -82,6 +86,7 @@ configs = st.fixed_dictionaries(
         "prefill_tokens": st.sampled_from([32, 64, 128]),
         "prefill_rows": st.sampled_from([1, 2, 8]),
         "decode_share": st.sampled_from([0.0, 0.5, 0.8]),
+        "max_members": st.sampled_from([1, 2, 4, 16]),
     }
 )
 # Replies that cross the end of a block in a pool that has not room for all of them.
@@ -107,7 +112,7 @@ class Schedule:
         self.n_bytes = bytes_of(name, longest, more_blocks)
         self.requests = requests
         self.due = [sum(a.wait for a in requests[: i + 1]) for i in range(len(requests))]
-        self.uids: dict[int, int] = {}
+        self.uids: dict[int, list[int]] = {}
         self.cancelled: set[int] = set()
         self.step = 0
         self.engine, self.prefix = make_engine(name, self.n_bytes, **config)
@@ -119,6 +124,7 @@ class Schedule:
             told.take(self.engine.next())
             self.step += 1
             assert self.prefix.arena.nbytes <= self.n_bytes
+            self.check_turns()
             assert self.step < 3000, f"{len(self.engine)} requests do not end; {dict(self.engine.counts)}"
         return self.engine, self.prefix, told
 
@@ -126,16 +132,28 @@ class Schedule:
         for i, request in enumerate(self.requests):
             if i not in self.uids and self.due[i] <= self.step:
                 breakpoints = [(SYSTEMS[request.system], "system")] if request.mark else ()
-                self.uids[i] = self.engine.insert(
-                    Request(self.prompts[i], request.max_tokens, breakpoints=breakpoints, agent=request.agent)
-                )
+                group = str(i) if request.choices > 1 else None
+                same = Request(
+                    self.prompts[i], request.max_tokens, breakpoints=breakpoints, agent=request.agent, group=group,
+                    priority=request.priority,
+                )  # fmt: skip
+                self.uids[i] = self.engine.insert_all([same] * request.choices)
             if request.patience is not None and self.due[i] + request.patience == self.step:
-                self.engine.cancel(self.uids[i])
-                self.cancelled.add(self.uids[i])
+                self.engine.remove(self.uids[i])
+                self.cancelled.update(self.uids[i])
+
+    def check_turns(self) -> None:
+        """No more than there are places, and of each agent only the request that arrived first."""
+        live = self.engine.live
+        assert len(live) <= self.engine.config.max_members
+        for sequence in live:
+            agent = sequence.request.agent
+            earlier = [each for each in self.engine.sequences if each.request.agent == agent and each.uid < sequence.uid]
+            assert agent is None or all(each.is_choice_beside(sequence) for each in earlier)
 
     def check(self, told: Told) -> None:
         assert told.failed == {}
-        for i, uid in self.uids.items():
+        for i, uid in [(i, uid) for i, uids in self.uids.items() for uid in uids]:
             found = told.tokens.get(uid, [])
             if uid not in self.cancelled:
                 assert told.reasons[uid] == "length"
