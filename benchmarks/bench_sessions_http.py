@@ -2,8 +2,9 @@
 
 All lengths are divided by 16, and the clocks run faster. The model is tiny and has one token a word, so that prompts have the
 recorded lengths. Where a recorded request continues a reply, it continues the reply that the server gave. Both servers run as
-real processes, in turns, and get the same bytes for their caches. `reuse` is what `cached_tokens` says, as a part of the ideal:
-the tokens that earlier requests had too. Requests that end without a reply are counted as `failed`.
+real processes, in turns, and get the same bytes for their caches; ours has its store on disk besides. `reuse` is what
+`cached_tokens` says, as a part of the ideal: the tokens that earlier requests had too. Requests that end without a reply are
+counted as `failed`.
 """
 
 from __future__ import annotations
