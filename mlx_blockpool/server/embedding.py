@@ -7,7 +7,6 @@ Its keys and values are in blocks of the model's pool, which it gives back; a mo
 
 from __future__ import annotations
 
-import math
 import socket
 import time
 from collections.abc import Callable
@@ -24,6 +23,7 @@ from ..errors import LoadError, PoolExhaustedError, RequestTooLargeError, TooMan
 from ..tier.cache import TieredPrefixCache
 from .bodies import InvalidRequestError
 from .jobs import run_on_generation_thread
+from .model import LoadedModel
 from .models.provider import ModelKey
 from .prompts.preparation import Turns
 from .replies import has_hung_up
@@ -91,31 +91,44 @@ def embed(
     Raises NoEmbeddingsError, RequestTooLargeError, InvalidRequestError for more values than there are, LoadError if the model is
     unloaded meanwhile, PoolExhaustedError, and ConnectionAbortedError once the client has hung up.
     """
-    served = generator.registry.loaded.get(key)
+    served = run_on_generation_thread(generator, partial(_begin, generator.registry, key))
+    try:
+        vectors = _vectors(generator, served, texts, size, connection)
+    finally:
+        run_on_generation_thread(generator, partial(_end, generator.registry, served, keep_seconds))
+    return [shortened(vector, size) for vector in vectors]
+
+
+def _begin(registry: Any, key: ModelKey) -> LoadedModel:
+    """Keep a model from being idle until _end()."""
+    served: LoadedModel | None = registry.loaded.get(key)
     if served is None:
         raise LoadError(UNLOADED)
+    served.num_embedding += 1
+    return served
+
+
+def _end(registry: Any, served: LoadedModel, keep_seconds: float | None) -> None:
+    served.num_embedding -= 1
+    registry.use(served, keep_seconds)
+
+
+def _vectors(
+    generator: Any, served: LoadedModel, texts: list[list[int]], size: int | None, connection: socket.socket
+) -> list[list[float]]:
+    """The whole vector of each text, after a look at all lengths."""
     pooling, vectors = pooling_of(served.provider.folder), []
-    most = MOST_TOKENS if served.prefix is None else served.capacity()
+    most = served.capacity() or MOST_TOKENS
     for tokens in texts:
         _check_length(tokens, served.positions, most)
     if size is not None:
         _check_size(size, run_on_generation_thread(generator, partial(_width_of, served.provider.model)))
-    try:
-        for tokens in texts:
-            text = EmbeddedText(generator, key, pooling, tokens)
-            while (vector := _vector_of(generator, text, connection)) is None:
-                time.sleep(ROOM_SECONDS)
-            vectors.append(vector)
-    finally:
-        run_on_generation_thread(generator, partial(_keep, generator.registry, key, keep_seconds))
-    return [shortened(vector, size) for vector in vectors]
-
-
-def _keep(registry: Any, key: ModelKey, seconds: float | None) -> None:
-    """Let a model go after `seconds` without another request; while its texts are computed it stays."""
-    served = registry.loaded.get(key)
-    if served is not None:
-        registry.use(served, seconds)
+    for tokens in texts:
+        text = EmbeddedText(generator, served.key, pooling, tokens)
+        while (vector := _vector_of(generator, text, connection)) is None:
+            time.sleep(ROOM_SECONDS)
+        vectors.append(vector)
+    return vectors
 
 
 def _check_length(tokens: list[int], positions: int | None, most: int) -> None:
@@ -190,7 +203,6 @@ class EmbeddedText:
                 if not served.live:
                     raise
                 return False
-        self._registry.use(served, math.inf)
         chunk = self._tokens[self._done : self._done + CHUNK_TOKENS]
         states = _states_of(self._network)(mx.array([chunk]), cache=self._caches)[0].astype(mx.float32)
         if self._pooling.kind == "mean":

@@ -59,6 +59,7 @@ class LoadedModel:
     weights_bytes: of arrays, of which `read_bytes` are in memory. pool_bytes: the limit of its pool.
     ready, used:   when it was loaded, and when a request of it last started or ended, by time.monotonic().
     idle_seconds:  how long it stays loaded without a request.
+    num_embedding: how many requests for embeddings it serves; `live` has the others.
     spent:         seconds of the generation thread that its requests took, which decide which model steps next.
     report:        the figures for GET /v1/cache.
     events:        the server's log of events.
@@ -74,6 +75,7 @@ class LoadedModel:
         self.sequential = SequentialCache(GuardedPromptCache(provider.cli_args.prompt_cache_size))
         self.agents: ServedAgents | None = None
         self.live: dict[int, Reply] = {}
+        self.num_embedding = 0
         self.vocab_size = 0
         self.weights_bytes = self.read_bytes = self.pool_bytes = 0
         self.ready = self.used = time.monotonic()
@@ -216,6 +218,11 @@ class LoadedModel:
         gc.collect()
         mx.clear_cache()
         trim_memory()
+
+    @property
+    def is_busy(self) -> bool:
+        """Return whether it serves requests."""
+        return bool(self.live or self.num_embedding)
 
     @property
     def positions(self) -> int | None:

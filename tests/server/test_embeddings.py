@@ -234,3 +234,21 @@ def test_a_model_is_kept_until_all_texts_are_computed(embedder: Client, states: 
     registry = embedder.generator.registry
     while registry.loaded or registry.swap:
         threading.Event().wait(0.02)
+
+
+def test_a_model_is_kept_although_another_request_wants_it_gone(
+    embedder: Client, states: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    advance, registry = EmbeddedText.advance, embedder.generator.registry
+
+    def disturbed(self: EmbeddedText) -> bool:
+        found = advance(self)
+        for model in registry.loaded.values():
+            registry.use(model, 0)
+        return found
+
+    monkeypatch.setattr(EmbeddedText, "advance", disturbed)
+    status, answer = embedder.send("/v1/embeddings", {"input": LONG})
+    assert status == 200, answer
+    assert answer["data"][0]["embedding"] == pytest.approx(expected(states, LONG), abs=1e-5)
+    assert [model.is_busy for model in registry.loaded.values()] == [False]

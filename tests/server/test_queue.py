@@ -154,6 +154,10 @@ class FakeModel:
     pool_bytes = array_bytes = weights_bytes = read_bytes = 0
     closed = False
 
+    @property
+    def is_busy(self) -> bool:
+        return bool(self.live)
+
     def save(self) -> Iterator[None]:
         yield from (None, None)
 

@@ -76,9 +76,9 @@ def vectors_of(handler: Any, model: str, texts: list[str | list[int]], size: int
     generator = handler.scope.generator
     wanted = ModelDescription(model, "default_model", None)
     key = generator.registry.find(wanted)
+    tokens = tokens_of(generator.preparation, wanted, texts)
     if key not in generator.registry.loaded:
         ModelsEndpoint(generator).change(wanted)
-    tokens = tokens_of(generator.preparation, wanted, texts)
     try:
         vectors = embed(generator, key, tokens, size, handler.scope.options.keep_seconds, handler.connection)
     except NoEmbeddingsError as error:

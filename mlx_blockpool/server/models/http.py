@@ -163,8 +163,8 @@ class ModelsEndpoint:
 
 def _usage(model: LoadedModel) -> dict[str, Any]:
     return {
-        "running": len(model.live),
-        "idle_seconds": 0.0 if model.live else round(time.monotonic() - model.used, 3),
+        "running": len(model.live) + model.num_embedding,
+        "idle_seconds": 0.0 if model.is_busy else round(time.monotonic() - model.used, 3),
         "pool_bytes": model.pool_bytes,
         "array_bytes": model.array_bytes,
     }

@@ -151,7 +151,7 @@ class ModelRegistry:
 
     def usages(self) -> list[ModelUsage]:
         closed = {command.key: arrived for command, arrived in reversed(self._unloads)}
-        return [ModelUsage(m.key, bool(m.live), m.ready, m.used, closed.get(m.key)) for m in self.loaded.values()]
+        return [ModelUsage(m.key, m.is_busy, m.ready, m.used, closed.get(m.key)) for m in self.loaded.values()]
 
     def make_plan(self) -> None:
         """Plan the next swap, unless one is in progress."""
