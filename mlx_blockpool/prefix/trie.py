@@ -17,6 +17,7 @@ import hashlib
 from bisect import bisect_left, insort
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
+from functools import cached_property
 from itertools import takewhile
 from typing import TypeVar
 from weakref import WeakValueDictionary
@@ -98,27 +99,40 @@ class Node:
             stack += node.children
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, eq=False)
 class PrefixRef:
     """A prefix of `tokens` tokens under `salt`, named by the hash at the end of each block; the last may end inside its block.
 
     `path`: the edges that hold it, from the first on, of which the last may hold more tokens than these. Empty where the prefix
-    is known by its hashes alone; `Trie.find()` looks for its edges.
+    is known by its hashes alone, `named`; `Trie.find()` looks for its edges.
     """
 
-    hashes: tuple[bytes, ...] = ()
+    named: tuple[bytes, ...] = ()
     tokens: int = 0
     salt: bytes = SHARED
-    path: tuple[Node, ...] = field(default=(), repr=False, compare=False)
+    path: tuple[Node, ...] = field(default=(), repr=False)
 
     @staticmethod
     def of(path: Sequence[Node], tokens: int, salt: bytes = SHARED) -> PrefixRef:
         """The first `tokens` tokens of a path."""
-        path = tuple(path[: blocks_for(tokens)])
-        hashes = [node.hash for node in path]
-        if path and path[-1].end > tokens:
-            hashes[-1] = path[-1].hash_at(tokens)
-        return PrefixRef(tuple(hashes), tokens, salt, path)
+        return PrefixRef((), tokens, salt, tuple(path[: blocks_for(tokens)]))
+
+    def __eq__(self, other: object) -> bool:
+        return isinstance(other, PrefixRef) and self._name == other._name
+
+    def __hash__(self) -> int:
+        return hash(self._name)
+
+    @property
+    def _name(self) -> tuple[tuple[bytes, ...], int, bytes]:
+        return self.hashes, self.tokens, self.salt
+
+    @cached_property
+    def hashes(self) -> tuple[bytes, ...]:
+        """The hash at the end of each block. Computed at its first use: most lookups need none."""
+        if not self.path:
+            return self.named
+        return (*(node.hash for node in self.path[:-1]), self.path[-1].hash_at(min(self.tokens, self.path[-1].end)))
 
     @property
     def full_nodes(self) -> tuple[Node, ...]:
