@@ -196,6 +196,7 @@ class KVEventsConfig:
     kept_bytes: int = 64 << 20  # ... of at most so many bytes
     message_tokens: int = 16_384  # events of more tokens than this go in several messages
     queued: int = 100_000  # messages that wait for a slow subscriber
+    replay_queued: int = 1_000  # past messages that wait for a slow client; it gets the next ones later
     silent_seconds: float = 60.0  # a subscriber that answers nothing for this long is dropped, with its messages
 
 

@@ -7,6 +7,7 @@ import sys
 from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import msgpack
@@ -20,7 +21,7 @@ from mlx_blockpool.errors import BlockpoolError
 from mlx_blockpool.hashing import encode
 from mlx_blockpool.prefix.changes import DISK, MEMORY, AllCleared, BlocksRemoved, BlocksStored
 from mlx_blockpool.prefix.salts import SHARED, salt_of
-from mlx_blockpool.server.live.kv_events import KVPublisher, is_bound, number_of
+from mlx_blockpool.server.live.kv_events import SENT_AGAIN, KVPublisher, is_bound, number_of
 from mlx_blockpool.server.live.log import EventLog
 from mlx_blockpool.server.options import kv_events_config
 from server.serving import blockpool_server, parse
@@ -90,12 +91,49 @@ def test_a_client_that_reads_later_gets_all_past_messages(tmp_path: Path) -> Non
     client.connect(f"ipc://{tmp_path}/replay")
     client.send_multipart((b"", (0).to_bytes(8, "big")))
     assert publisher._router.poll(30_000)
-    publisher._replay()
     numbers = []
     while not numbers or numbers[-1] != -1:
-        assert client.poll(30_000), f"{len(numbers)} messages came"
+        while not client.poll(0):
+            publisher._replay()
         numbers.append(int.from_bytes(client.recv_multipart()[1], "big", signed=True))
     assert numbers == [*range(4000), -1]
+    context.destroy(linger=0)
+    publisher._context.destroy(linger=0)
+
+
+def test_clients_that_ask_for_everything_and_read_nothing_cost_little(tmp_path: Path) -> None:
+    """Each look at the requests sends a bounded number of messages, and another client still gets its own."""
+    publisher = KVPublisher(KVEventsConfig(f"ipc://{tmp_path}/pub", f"ipc://{tmp_path}/replay", replay_queued=20))
+    blocks = publisher._blocks_of("m")
+    for _ in range(400):
+        publisher._send(blocks, blocks.stored(stored(None, (A, WHOLE))))
+    sent: list[int] = []
+    router, send = publisher._router, publisher._router.send_multipart
+    publisher._router = SimpleNamespace(
+        poll=router.poll, recv_multipart=router.recv_multipart, send_multipart=lambda *a: (send(*a), sent.append(1))
+    )
+    context = zmq.Context()
+    flood, client = context.socket(zmq.DEALER), context.socket(zmq.DEALER)
+    for each in (flood, client):
+        each.rcvhwm = 5
+        each.connect(f"ipc://{tmp_path}/replay")
+    for _ in range(500):
+        flood.send_multipart((b"", bytes(8)))
+    client.send_multipart((b"", (390).to_bytes(8, "big")))
+    numbers: list[int] = []
+    while not numbers or numbers[-1] != -1:
+        before = len(sent)
+        publisher._replay()
+        assert len(sent) - before <= SENT_AGAIN
+        while client.poll(0):
+            numbers.append(int.from_bytes(client.recv_multipart()[1], "big", signed=True))
+    assert numbers == [*range(390, 400), -1]
+    while router.poll(0):
+        publisher._replay()
+    assert len(sent) < 400, "messages wait for a client that reads none"
+    flood.close(linger=0)
+    while publisher._answering:
+        publisher._replay()
     context.destroy(linger=0)
     publisher._context.destroy(linger=0)
 

@@ -29,6 +29,9 @@ MEDIA = {MEMORY: "GPU", DISK: "DISK"}
 END_OF_REPLAY = (-1).to_bytes(8, "big", signed=True)
 # How often the thread looks for requests to send messages again, and how long events gather before they are sent.
 LOOK_SECONDS, GATHER_SECONDS = 0.1, 0.02
+# Of past messages: the requests that are read and the messages that are sent at a time, how soon the next ones follow, and how
+# many clients are answered side by side.
+ASKED, SENT_AGAIN, NEXT_SECONDS, CLIENTS = 10, 100, 0.01, 32
 # Milliseconds for which a closed socket still sends.
 LINGER = 200
 
@@ -50,19 +53,25 @@ class KVPublisher:
                 f"--kv-events needs a package that is not installed ({error}). Run: pip install 'mlx-blockpool[kv-events]'."
             ) from error
         self._config = config
+        self._zmq: Any = zmq
         self._pack: Callable[[Any], bytes] = msgpack.packb
         self._context = zmq.Context()
         self._past: deque[tuple[int, bytes]] = deque()
         self._count = self._past_bytes = 0
+        # For each client that is being answered the empty frame of its request, and the number of its next past message.
+        self._answering: dict[bytes, tuple[bytes, int]] = {}
         self._pages: dict[str, Blocks] = {}
         try:
             self._pub = self._context.socket(zmq.PUB)
             self._configure(self._pub)
             (self._pub.bind if is_bound(config.endpoint) else self._pub.connect)(config.endpoint)
-            self._router = None
+            self._router: Any = None
             if config.replay is not None:
                 self._router = self._context.socket(zmq.ROUTER)
                 self._configure(self._router)
+                # What a client does not read is sent later, and one that is gone is found out.
+                self._router.router_mandatory = True
+                self._router.set_hwm(config.replay_queued)
                 self._router.bind(config.replay)
         except zmq.ZMQError as error:
             self._context.destroy(linger=0)
@@ -86,7 +95,7 @@ class KVPublisher:
         reader = Reader(events, events.first - 1)
         while True:
             try:
-                if reader.wait(LOOK_SECONDS):
+                if reader.wait(NEXT_SECONDS if self._answering else LOOK_SECONDS):
                     time.sleep(GATHER_SECONDS)
                     self._publish(reader, snapshot)
                 elif events.is_closed:
@@ -151,17 +160,44 @@ class KVPublisher:
         self._pub.send_multipart((blocks.topic.encode(), number.to_bytes(8, "big"), payload))
 
     def _replay(self) -> None:
-        """Answer the requests for past messages that have come."""
-        while self._router is not None and self._router.poll(0):
+        """Read some requests for past messages, and send some messages to each client in turn.
+
+        A client's next request replaces the one that is being answered.
+        """
+        for _ in range(ASKED):
+            if self._router is None or len(self._answering) >= CLIENTS or not self._router.poll(0):
+                break
             frames = self._router.recv_multipart()
             if len(frames) != 3:
                 log.warning("KV events: a replay request has %d frames; it needs an empty one and a sequence number", len(frames))
                 continue
             client, empty, first = frames
-            for number, payload in self._past:
-                if number >= int.from_bytes(first, "big"):
-                    self._router.send_multipart((client, empty, number.to_bytes(8, "big"), payload))
-            self._router.send_multipart((client, empty, END_OF_REPLAY, b""))
+            self._answering[client] = empty, int.from_bytes(first, "big")
+        for client in list(self._answering):
+            if self._has_answered(client, SENT_AGAIN // len(self._answering)):
+                del self._answering[client]
+
+    def _has_answered(self, client: bytes, most: int) -> bool:
+        """Send a client its next past messages, at most so many. Returns whether it has all of them, or is gone."""
+        empty, number = self._answering[client]
+        oldest = self._past[0][0] if self._past else self._count
+        number = max(number, oldest)
+        try:
+            for _ in range(most):
+                is_over = number >= self._count
+                past = (END_OF_REPLAY, b"") if is_over else (number.to_bytes(8, "big"), self._past[number - oldest][1])
+                self._router.send_multipart((client, empty, *past), self._zmq.NOBLOCK)
+                if is_over:
+                    return True
+                number += 1
+        except self._zmq.Again:
+            # It reads slower than messages are sent.
+            pass
+        except self._zmq.ZMQError as error:
+            log.debug("KV events: a client that wanted past messages is gone: %s", error)
+            return True
+        self._answering[client] = empty, number
+        return False
 
 
 class Blocks:
