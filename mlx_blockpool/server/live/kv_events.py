@@ -58,8 +58,9 @@ class KVPublisher:
         self._context = zmq.Context()
         self._past: deque[tuple[int, bytes]] = deque()
         self._count = self._past_bytes = 0
-        # For each client that is being answered the empty frame of its request, and the number of its next past message.
-        self._answering: dict[bytes, tuple[bytes, int]] = {}
+        # For each client that is being answered the empty frame of its request, the number of its next past message, and when one
+        # was last sent.
+        self._answering: dict[bytes, tuple[bytes, int, float]] = {}
         self._pages: dict[str, Blocks] = {}
         try:
             self._pub = self._context.socket(zmq.PUB)
@@ -68,7 +69,8 @@ class KVPublisher:
             self._router: Any = None
             if config.replay is not None:
                 self._router = self._context.socket(zmq.ROUTER)
-                self._configure(self._router)
+                # No heartbeats: libzmq aborts if a client hangs up whose requests it has stopped reading and then wants to ping.
+                self._router.tcp_keepalive = 1
                 # What a client does not read is sent later, and one that is gone is found out.
                 self._router.router_mandatory = True
                 self._router.set_hwm(config.replay_queued)
@@ -172,14 +174,14 @@ class KVPublisher:
                 log.warning("KV events: a replay request has %d frames; it needs an empty one and a sequence number", len(frames))
                 continue
             client, empty, first = frames
-            self._answering[client] = empty, int.from_bytes(first, "big")
+            self._answering[client] = empty, int.from_bytes(first, "big"), time.monotonic()
         for client in list(self._answering):
             if self._has_answered(client, SENT_AGAIN // len(self._answering)):
                 del self._answering[client]
 
     def _has_answered(self, client: bytes, most: int) -> bool:
-        """Send a client its next past messages, at most so many. Returns whether it has all of them, or is gone."""
-        empty, number = self._answering[client]
+        """Send a client its next past messages, at most so many. Returns whether it has all, is gone or reads none."""
+        empty, number, since = self._answering[client]
         oldest = self._past[0][0] if self._past else self._count
         number = max(number, oldest)
         try:
@@ -189,14 +191,15 @@ class KVPublisher:
                 self._router.send_multipart((client, empty, *past), self._zmq.NOBLOCK)
                 if is_over:
                     return True
-                number += 1
+                number, since = number + 1, time.monotonic()
         except self._zmq.Again:
             # It reads slower than messages are sent.
-            pass
+            if time.monotonic() - since > self._config.silent_seconds:
+                return True
         except self._zmq.ZMQError as error:
             log.debug("KV events: a client that wanted past messages is gone: %s", error)
             return True
-        self._answering[client] = empty, number
+        self._answering[client] = empty, number, since
         return False
 
 
