@@ -25,7 +25,7 @@ def beginning(agent: str) -> str:
     """The system prompt of an agent: rules, and what the demo model knows."""
     answers = [topic["answer"] for topic in load_json("questions.json")]
     text = " ".join(["You are one of five agents that work on a project.", *load_json("systems.json"), *answers[:10]])
-    return " ".join([text, *answers[10:40]]) if agent in ("coder", "tester") else text
+    return " ".join([text, *answers[10:25]]) if agent in ("coder", "tester") else text
 
 
 def ask(url: str, agent: str, messages: list[dict[str, str]]) -> tuple[str, int, int]:
