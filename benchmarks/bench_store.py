@@ -118,7 +118,8 @@ def bench_restore(args: Any, model: Any, length: int, folder: Path, rounds: int,
         assert wanted is not None, "nothing is on disk"
         mx.synchronize()
         start = time.perf_counter()
-        found.restores.run(wanted)
+        for _ in found.restores.run(wanted):
+            pass
         mx.eval(found.arena.arrays())
         seconds = time.perf_counter() - start
         assert found.restores.num_restored == length, f"{found.restores.num_restored} tokens restored != {length}"

@@ -309,8 +309,11 @@ class BlockpoolHandler(APIHandler):  # type: ignore[misc]
                 self.wfile.write(f"data: {json.dumps(in_shape(status, content))}\n\n".encode())
 
     def _failure_of(self, error: Exception) -> tuple[int, dict[str, str]]:
+        if isinstance(error, UnavailableError):
+            log.warning("%s: %s", shown(self.path), error)
+            return 503, {"error": str(error)}
         log.exception("%s failed", shown(self.path))
-        return 503 if isinstance(error, UnavailableError) else 500, {"error": cause_of(error)}
+        return 500, {"error": cause_of(error)}
 
     def _health(self) -> tuple[int, dict[str, Any]]:
         generator = self._generator

@@ -26,7 +26,7 @@ picks = st.integers(0, 1000)
 amounts = st.integers(0, 4)
 
 
-@tried(60, 3000, stateful_step_count=60)
+@tried(40, 3000, stateful_step_count=60)
 class PoolMachine(RuleBasedStateMachine):
     """`tables`: the blocks that each table must have and has reserved. `cached`, `pins`: counts of each block.
 

@@ -122,7 +122,7 @@ def reorder(leaf: Any) -> None:
 Pair = tuple[list[Any], list[Any]]
 
 
-@tried(20, 2000, stateful_step_count=20, suppress_health_check=list(HealthCheck))
+@tried(12, 2000, stateful_step_count=20, suppress_health_check=list(HealthCheck))
 class CacheMachine(RuleBasedStateMachine):
     """Sequences of full, window and state layers, and batches of them: (mlx-lm's caches, pooled ones)."""
 

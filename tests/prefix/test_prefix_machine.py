@@ -33,7 +33,7 @@ steps = st.sampled_from([1, 7, 64, 256, 299, 300, 301, 2000])
 afterwards = st.none() | st.tuples(st.sampled_from([64, 256, 300, 2000]), st.integers(0, 12), st.booleans())
 
 
-@tried(25, 1500, stateful_step_count=40, suppress_health_check=[HealthCheck.too_slow, HealthCheck.data_too_large])
+@tried(15, 1500, stateful_step_count=40, suppress_health_check=[HealthCheck.too_slow, HealthCheck.data_too_large])
 class PrefixMachine(ConversationMachine):
     @initialize(
         size=st.integers(60_000, 400_000),

@@ -22,7 +22,7 @@ prompts, ends = st.sampled_from(PROMPTS), st.sampled_from([100, 256, 512, 1000])
 owners = st.sampled_from([RetentionPolicy("a"), RetentionPolicy("b"), RetentionPolicy()])
 
 
-@tried(40, 300, stateful_step_count=40, deadline=None, suppress_health_check=list(HealthCheck))
+@tried(25, 300, stateful_step_count=40, deadline=None, suppress_health_check=list(HealthCheck))
 class RetentionMachine(RuleBasedStateMachine):
     """A pool of 14 blocks, a quota of 3 blocks for each agent, and at most half of the pool pinned."""
 

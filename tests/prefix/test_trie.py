@@ -269,7 +269,7 @@ stretches = st.lists(
 sequences = stretches.map(lambda parts: [token for token, count in parts for _ in range(count)])
 
 
-@tried(50, 1500)
+@tried(30, 1500)
 @given(st.lists(sequences, min_size=1, max_size=8), st.lists(sequences, min_size=1, max_size=4))
 def test_match_is_the_longest_common_prefix(known: list[list[int]], prompts: list[list[int]]) -> None:
     trie = trie_of(*known)
@@ -280,7 +280,7 @@ def test_match_is_the_longest_common_prefix(known: list[list[int]], prompts: lis
         assert matched(match) == prompt[:expected]
 
 
-@tried(50, 1500)
+@tried(30, 1500)
 @given(st.data())
 def test_match_is_the_longest_common_prefix_of_what_removal_leaves(data: st.DataObject) -> None:
     trie = trie_of(*data.draw(st.lists(sequences, min_size=1, max_size=6)))

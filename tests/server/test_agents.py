@@ -28,7 +28,8 @@ def converse(client: Client, agent: int) -> list[dict[str, Any]]:
     for turn in range(TURNS):
         messages.append({"role": "user", "content": question(agent, turn)})
         answer = client.chat(list(messages), max_tokens=REPLY)
-        reply = answer["choices"][0]["message"]["content"] or ""
+        # mlx-lm's server leaves out a space at the very end of a reply, which mlx_lm.generate has.
+        reply = (answer["choices"][0]["message"]["content"] or "").removesuffix(" ")
         cached = answer["usage"]["prompt_tokens_details"]["cached_tokens"]
         turn_of = {"messages": list(messages), "reply": reply, "cached": cached, "usage": answer["usage"]}
         turns.append({**turn_of, "finish_reason": answer["choices"][0]["finish_reason"]})

@@ -32,7 +32,7 @@ from mlx_blockpool.tier.cache import TieredPrefixCache
 SPEC = ModelCacheSpec("m", (FullLayer(1, 2, 2), FullLayer(1, 2, 2)), "float32")
 
 
-@tried(30, 1500, stateful_step_count=40, suppress_health_check=[HealthCheck.too_slow, HealthCheck.data_too_large])
+@tried(18, 1500, stateful_step_count=40, suppress_health_check=[HealthCheck.too_slow, HealthCheck.data_too_large])
 class StoredMachine(ConversationMachine):
     @initialize(
         size=st.integers(60_000, 250_000),
