@@ -90,7 +90,7 @@ def test_a_bad_line_is_told_before_the_server_listens(tmp_path: Path, text: str,
     before = threading.active_count()
     with pytest.raises(BlockpoolError, match=problem), blockpool_server(tmp_path, "--warm-up", str(file)):
         pass
-    assert threading.active_count() == before
+    assert threading.active_count() <= before
 
 
 def test_a_file_that_cannot_be_read(tmp_path: Path) -> None:
