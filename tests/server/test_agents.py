@@ -37,6 +37,10 @@ def converse(client: Client, agent: int) -> list[dict[str, Any]]:
     return turns
 
 
+def said(turn: dict[str, Any]) -> tuple[str, int]:
+    return turn["reply"], turn["usage"]["completion_tokens"]
+
+
 @pytest.mark.parametrize("name", only(TYPES, "gpt_oss"))
 def test_five_agents_answer_as_stock_and_share_one_prompt(name: str, tmp_path: Path) -> None:
     model = save_model(tmp_path / name, name)
@@ -47,7 +51,7 @@ def test_five_agents_answer_as_stock_and_share_one_prompt(name: str, tmp_path: P
         found = at_once([lambda a=a: converse(ours, a) for a in range(AGENTS)])
         ours.settle()
         report = ours.send("/v1/cache")[1]
-    assert [[t["reply"] for t in turns] for turns in expected] == [[t["reply"] for t in turns] for turns in found]
+    assert [[said(turn) for turn in turns] for turns in expected] == [[said(turn) for turn in turns] for turns in found]
 
     conversations = [[tokens_of(tokenizer, turn) for turn in turns] for turns in found]
     known = cached = 0
