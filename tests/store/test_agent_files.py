@@ -10,13 +10,13 @@ import subprocess
 import sys
 import tempfile
 import unicodedata
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable
 from dataclasses import replace
 from itertools import pairwise
 from pathlib import Path
 
 import pytest
-from forks import Forks, forks
+from forks import Forks
 from hypothesis import given
 from hypothesis import strategies as st
 from store import children
@@ -281,12 +281,6 @@ def test_files_that_did_not_change_are_not_read_again(tmp_path: Path) -> None:
 
 ACTIONS = ["note", "pin", "fork", "rename"]
 CALLS = dict.fromkeys(ACTIONS, COMMIT) | {"rename": [*COMMIT, "rename", "sync_directory", "sync", *COMMIT]}
-
-
-@pytest.fixture(scope="module")
-def processes(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Forks]:
-    with forks(children.IMPORTS, tmp_path_factory.mktemp("forks")) as found:
-        yield found
 
 
 def run_child(processes: Forks, folder: Path, k: int, action: str) -> subprocess.CompletedProcess[str]:

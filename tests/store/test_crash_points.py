@@ -3,11 +3,11 @@
 from __future__ import annotations
 
 import subprocess
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
-from forks import Forks, forks
+from forks import Forks
 from store import children
 from store.disks import COMMIT, CutDisk, PowerCut
 from store.records import NEW, NEW_FILE, OLD_FILE, read_turn
@@ -19,12 +19,6 @@ FOLDER = Path("/models/blocks")
 PATH = FOLDER / NEW.file_name
 
 Commit = Callable[[Disk], None]
-
-
-@pytest.fixture(scope="module")
-def processes(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Forks]:
-    with forks(children.IMPORTS, tmp_path_factory.mktemp("forks")) as found:
-        yield found
 
 
 def run_child(processes: Forks, folder: Path, k: int, how: str) -> subprocess.CompletedProcess[str]:
