@@ -163,7 +163,7 @@ def test_counts_of_choices_have_limits(server: Client, body: dict[str, Any], wor
 @pytest.fixture(scope="module")
 def sequential(agent: Path) -> Iterator[Client]:
     """A server that serves one request after the other, by mlx-lm's sequential path."""
-    with blockpool_server(agent, "--kv-bits", "8") as running:
+    with blockpool_server(agent, "--draft-model", str(agent)) as running:
         yield running
 
 

@@ -246,12 +246,13 @@ def test_what_was_cached_is_always_said(server: Client, gpt: openai.OpenAI) -> N
     assert again[2:] == [(plain, 0), (plain, plain - 1), (plain, plain - 1)]
 
 
-@pytest.mark.parametrize("options", [("--kv-bits", "8", "--kv-group-size", "32"), ("--draft-model",)])
-def test_what_was_cached_is_said_where_requests_run_alone(tmp_path: Path, options: tuple[str, ...]) -> None:
-    model = save_model(tmp_path / "llama", "llama", head_dim=32)
-    if options == ("--draft-model",):
-        options = ("--draft-model", str(save_model(tmp_path / "draft", "llama", seed=1, num_hidden_layers=1)))
-    with blockpool_server(model, "--pool-bytes", "20MB", *options) as alone, openai_client(alone) as gpt:
+@pytest.mark.parametrize("pool", [True, False])
+def test_what_was_cached_is_said_where_requests_run_alone(tmp_path: Path, pool: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    if not pool:
+        monkeypatch.setattr("mlx_blockpool.server.model.describe", lambda *_: None)
+    model = save_model(tmp_path / "llama", "llama")
+    draft = save_model(tmp_path / "draft", "llama", seed=1, num_hidden_layers=1)
+    with blockpool_server(model, "--pool-bytes", "20MB", "--draft-model", str(draft)) as alone, openai_client(alone) as gpt:
         (long, none), *again = figures(gpt, "Nobody has asked this before. " * 10)
         alone.settle()
     assert none == 0

@@ -215,11 +215,12 @@ def test_requests_go_on_after_the_thread_has_failed_beside_two_models(
     assert again == replies
 
 
-def test_a_model_without_a_pool_is_swapped_like_any_other(two: tuple[Path, Path]) -> None:
-    """With quantised caches nothing is in blocks, and requests run one by one."""
-    arguments = ("--kv-bits", "8", "--kv-group-size", "32")
+def test_a_model_without_a_pool_is_swapped_like_any_other(two: tuple[Path, Path], monkeypatch: pytest.MonkeyPatch) -> None:
+    """No plugin describes it, so that nothing is in blocks; with a draft its requests run one by one."""
+    monkeypatch.setattr("mlx_blockpool.server.model.describe", lambda *_: None)
+    arguments = ("--draft-model", str(save_model(two[0].parent / "draft", "llama", num_hidden_layers=1)))
     hello = [{"role": "user", "content": "Hello, you"}]
-    models = [save_model(two[0].parent / f"wide {seed}", "llama", seed, head_dim=32) for seed in (4, 5)]
+    models = [save_model(two[0].parent / f"other {seed}", "llama", seed) for seed in (4, 5)]
     expected = []
     for model in models:
         with stock_server(model, *arguments) as stock:
@@ -227,6 +228,7 @@ def test_a_model_without_a_pool_is_swapped_like_any_other(two: tuple[Path, Path]
     with blockpool_server(models[0], *beside(models), *arguments) as ours:
         jobs = [lambda n=n: ours.chat(hello, max_tokens=8, model=str(models[n % 2])) for n in range(6)]
         found = [answer["choices"][0]["message"]["content"] for answer in at_once(jobs)]
+        assert ours.send("/v1/cache")[1]["backend"] == "mlx-lm"
     assert found == expected * 3
 
 
