@@ -9,10 +9,10 @@ from dataclasses import dataclass
 from functools import cached_property
 from typing import Any
 
+from .config import GROUP_SIZES, KV_BITS, KVBits
 from .errors import SpecError
 from .spec import (
     BLOCK_TOKENS,
-    GROUP_SIZE,
     CompositeLayer,
     FullLayer,
     LayerSpec,
@@ -20,8 +20,6 @@ from .spec import (
     StateLayer,
     leaves_of,
 )
-
-KV_BITS = (8, 4)
 
 
 @dataclass(frozen=True)
@@ -170,29 +168,30 @@ def cost_of(spec: ModelCacheSpec, tokens: int, bits: int | None = None) -> Agent
     members: dict[LayerSpec, list[int]] = {}
     for index, layer in enumerate(spec.layers):
         members.setdefault(layer, []).append(index)
-    found = AgentCost(tokens, bits, tuple(_layer_cost(spec, layer, at, tokens, bits) for layer, at in members.items()))
+    spec = spec.with_bits(None if bits is None else KVBits(bits, bits))
+    found = AgentCost(tokens, bits, tuple(_layer_cost(spec, layer, at, tokens) for layer, at in members.items()))
     if not found.agent:
         raise SpecError(f"{spec.model_id}: its caches take 0 bytes, so that nothing can be planned.")
     return found
 
 
 def unquantisable(spec: ModelCacheSpec) -> list[int]:
-    """The sizes of keys and values that are not quantised because they are no multiple of GROUP_SIZE."""
+    """The sizes of keys and values that are never quantised because no group size divides them."""
     leaves = [leaf for leaf in spec.leaves if isinstance(leaf, FullLayer)]
-    return sorted({dim for leaf in leaves for dim in (leaf.key_dim, leaf.value_dim) if dim % GROUP_SIZE})
+    return sorted({dim for leaf in leaves for dim in (leaf.key_dim, leaf.value_dim) if dim % min(GROUP_SIZES)})
 
 
-def _layer_cost(spec: ModelCacheSpec, layer: LayerSpec, indices: list[int], tokens: int, bits: int | None) -> LayerCost:
-    figures = zip(*(_leaf_cost(spec, leaf, tokens, bits) for leaf in leaves_of(layer)), strict=True)
+def _layer_cost(spec: ModelCacheSpec, layer: LayerSpec, indices: list[int], tokens: int) -> LayerCost:
+    figures = zip(*(_leaf_cost(spec, leaf, tokens) for leaf in leaves_of(layer)), strict=True)
     return LayerCost(layer, tuple(indices), *(len(indices) * sum(column) for column in figures))
 
 
-def _leaf_cost(spec: ModelCacheSpec, leaf: LayerSpec, tokens: int, bits: int | None) -> tuple[int, int, int, int, int]:
+def _leaf_cost(spec: ModelCacheSpec, leaf: LayerSpec, tokens: int) -> tuple[int, int, int, int, int]:
     """per_token, grows_by, fixed, agent and checkpoint of one leaf."""
     if isinstance(leaf, StateLayer):
         return 0, 0, leaf.nbytes, leaf.nbytes, leaf.nbytes
     assert isinstance(leaf, FullLayer)
-    per_token, per_block = spec.bytes_per_token_per_layer(leaf, bits), spec.bytes_per_block_per_layer(leaf, bits)
+    per_token, per_block = spec.bytes_per_token_per_layer(leaf), spec.bytes_per_block_per_layer(leaf)
     agent = spec.blocks(tokens, leaf) * per_block
     if leaf.max_blocks is None:
         return per_token, per_token, 0, agent, 0

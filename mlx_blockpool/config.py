@@ -19,6 +19,25 @@ WHAT_FITS = 1 << 40
 
 DECODE_PATHS = ("auto", "ragged", "shared", "padded")
 
+KV_BITS = (8, 4)
+GROUP_SIZES = (32, 64, 128)
+
+
+@dataclass(frozen=True)
+class KVBits:
+    """In how many bits blocks hold keys and values, in mlx's quantised form; None: as the model computes them."""
+
+    keys: int | None = 8
+    values: int | None = 8
+    group_size: int = 64  # as many values share a scale and a bias
+
+    def __post_init__(self) -> None:
+        for name, bits in (("Keys", self.keys), ("Values", self.values)):
+            if bits is not None and bits not in KV_BITS:
+                raise BlockpoolError(f"{name} cannot be held in {bits!r} bits. Choose one of {_listed(KV_BITS)}.")
+        if self.group_size not in GROUP_SIZES:
+            raise BlockpoolError(f"Groups cannot have {self.group_size!r} values. Choose one of {_listed(GROUP_SIZES)}.")
+
 
 @dataclass(frozen=True)
 class PoolConfig:
@@ -30,6 +49,7 @@ class PoolConfig:
     slab_blocks: int = 64  # ... and at most this many blocks. Larger slabs give longer runs, smaller ones are allocated later
     max_tokens: int = 512  # room that acquire() reserves after a prompt in scripts that pass no other number
     decode_path: str = "auto"  # how a batch reads keys and values; auto: by a measured rule (kv/decode_policy.py)
+    bits: KVBits | None = None  # how blocks hold keys and values; None: as the model computes them
     state_bytes: int | None = None  # limit in pool_bytes for a hybrid model's states, running and cached; None: a quarter, ...
     states: int = 16  # ... or up to half if a quarter would hold fewer than this many
     pinned_share: float = 0.5  # the fraction of the blocks, and of the states, that clients may pin with a TTL
@@ -214,6 +234,13 @@ class ServerConfig:
     kv_events: KVEventsConfig | None = None  # None: no events are published
 
 
+def kv_bits(bits: int | None, keys: int | None, values: int | None, group_size: int) -> KVBits | None:
+    """What options mean: bits for both, and for keys and values where they differ; 16: as the model computes them."""
+    found = [bits if own is None else own for own in (keys, values)]
+    keys, values = (None if own == 16 else own for own in found)
+    return None if keys is None and values is None else KVBits(keys, values, group_size)
+
+
 def parse_seconds(text: str) -> float:
     """'30s', '15m', '2h' or '90' in seconds. Raises BlockpoolError on anything else."""
     found = re.fullmatch(r"(\d+(?:\.\d*)?)\s*([smh]?)", text.strip().lower())
@@ -228,3 +255,7 @@ def parse_bytes(text: str) -> int:
     if found is None or found[2] not in _UNITS:
         raise BlockpoolError(f"{text!r} is no size. Write a number with a unit, such as 4GB or 512MiB.")
     return int(float(found[1]) * _UNITS[found[2]])
+
+
+def _listed(numbers: tuple[int, ...]) -> str:
+    return ", ".join(map(str, numbers))

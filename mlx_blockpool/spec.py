@@ -12,17 +12,23 @@ import math
 from collections.abc import Iterator
 from dataclasses import asdict, dataclass, replace
 from functools import cached_property
-from typing import ClassVar, TypeAlias
+from typing import ClassVar, NamedTuple, TypeAlias
 
+from .config import GROUP_SIZES, KVBits
 from .dtypes import bytes_of
 from .errors import SpecError
 
 BLOCK_TOKENS = 256
 
-# mlx-lm's --kv-group-size.
-GROUP_SIZE = 64
 # Of keys and values.
 DTYPE_BYTES = {name: bytes_of(name) for name in ("float32", "float16", "bfloat16")}
+
+
+class Form(NamedTuple):
+    """How mlx quantises: each `group_size` neighbouring values of a row have a scale and a bias."""
+
+    bits: int
+    group_size: int
 
 
 @dataclass(frozen=True)
@@ -114,9 +120,9 @@ class ModelCacheSpec:
     dtype:       of keys and values in memory: float32, float16 or bfloat16.
     batches:     whether a batch gives the replies that each sequence gives alone; if not, the model never runs several.
     max_kv_size: mlx-lm's option that bounds full layers, which are windows then.
+    bits:        how blocks hold keys and values; None: in `dtype`. Providers leave it None. States are never quantised.
 
-    Sizes are bytes. With `bits`, keys and values are quantised as in mlx-lm's QuantizedKVCache: each GROUP_SIZE values have a
-    scale and a bias, and rows that are no multiple of that stay as they are. States are never quantised.
+    Sizes are bytes, as blocks hold them.
     """
 
     model_id: str
@@ -124,6 +130,7 @@ class ModelCacheSpec:
     dtype: str = "float16"
     batches: bool = True
     max_kv_size: int | None = None
+    bits: KVBits | None = None
 
     def __post_init__(self) -> None:
         if self.dtype not in DTYPE_BYTES:
@@ -151,14 +158,22 @@ class ModelCacheSpec:
         """True if a prefix can be resumed only where its windows and states were kept."""
         return any(isinstance(leaf, WindowLayer | StateLayer) for leaf in self.leaves)
 
-    def bytes_per_token_per_layer(self, leaf: LayerSpec, bits: int | None = None) -> int:
+    def forms(self, layer: FullLayer) -> tuple[Form | None, Form | None]:
+        """How blocks hold the keys and the values of a layer; None: in `dtype`."""
+        if self.bits is None:
+            return None, None
+        group_size = self.bits.group_size
+        return form_of(layer.key_dim, self.bits.keys, group_size), form_of(layer.value_dim, self.bits.values, group_size)
+
+    def bytes_per_token_per_layer(self, leaf: LayerSpec) -> int:
         """Keys and values of one token in one leaf."""
         if not isinstance(leaf, FullLayer):
             return 0
-        return leaf.kv_heads * sum(_row_bytes(dim, DTYPE_BYTES[self.dtype], bits) for dim in (leaf.key_dim, leaf.value_dim))
+        rows = zip((leaf.key_dim, leaf.value_dim), self.forms(leaf), strict=True)
+        return leaf.kv_heads * sum(_row_bytes(dim, DTYPE_BYTES[self.dtype], form) for dim, form in rows)
 
-    def bytes_per_block_per_layer(self, leaf: LayerSpec, bits: int | None = None) -> int:
-        return BLOCK_TOKENS * self.bytes_per_token_per_layer(leaf, bits)
+    def bytes_per_block_per_layer(self, leaf: LayerSpec) -> int:
+        return BLOCK_TOKENS * self.bytes_per_token_per_layer(leaf)
 
     def bytes_per_block(self, group: LayerGroup) -> int:
         """One block in all layers of its group."""
@@ -189,10 +204,11 @@ class ModelCacheSpec:
         return self.fixed_bytes_per_agent() + sum(self.blocks(tokens, e) * self.bytes_per_block_per_layer(e) for e in self.leaves)
 
     def fingerprint(self) -> str:
-        """32 hex digits that name the shapes and dtypes of the caches, but not the model."""
-        layers = [[layer.kind, asdict(layer)] for layer in self.layers]
-        content = json.dumps([BLOCK_TOKENS, self.dtype, layers], sort_keys=True)
-        return hashlib.blake2b(content.encode(), digest_size=16).hexdigest()
+        """32 hex digits that name the shapes, dtypes and forms of the caches, but not the model."""
+        content: list[object] = [BLOCK_TOKENS, self.dtype, [[layer.kind, asdict(layer)] for layer in self.layers]]
+        if self.bits is not None:
+            content.append([self.forms(leaf) for leaf in self.leaves if isinstance(leaf, FullLayer)])
+        return hashlib.blake2b(json.dumps(content, sort_keys=True).encode(), digest_size=16).hexdigest()
 
     def with_dtype(self, dtype: str) -> ModelCacheSpec:
         return replace(self, dtype=dtype)
@@ -205,9 +221,17 @@ class ModelCacheSpec:
         )
         return replace(self, layers=layers, max_kv_size=max_kv_size)
 
-    def bits_per_value(self, bits: int | None = None) -> int:
-        """`bits`, or those of the dtype."""
-        return 8 * DTYPE_BYTES[self.dtype] if bits is None else bits
+    def with_bits(self, bits: KVBits | None) -> ModelCacheSpec:
+        """The same model with blocks of `bits`; its own `bits` are None if nothing of it can be quantised that way."""
+        found = replace(self, bits=bits)
+        return found if any(form for group in found.groups for form in found.forms(group.layer)) else replace(self, bits=None)
+
+
+def form_of(dim: int, bits: int | None, group_size: int) -> Form | None:
+    """How rows of `dim` values are quantised: in groups of `group_size`, or of 32 if only that divides them; else not at all."""
+    if bits is None or not dim:
+        return None
+    return next((Form(bits, size) for size in (group_size, min(GROUP_SIZES)) if dim % size == 0), None)
 
 
 def leaves_of(layer: LayerSpec) -> Iterator[LayerSpec]:
@@ -219,8 +243,6 @@ def leaves_of(layer: LayerSpec) -> Iterator[LayerSpec]:
         yield layer
 
 
-def _row_bytes(dim: int, dtype_bytes: int, bits: int | None) -> int:
-    """Keys or values of one head and token."""
-    if bits is None or dim % GROUP_SIZE:
-        return dim * dtype_bytes
-    return dim * bits // 8 + 2 * dtype_bytes * (dim // GROUP_SIZE)
+def _row_bytes(dim: int, dtype_bytes: int, form: Form | None) -> int:
+    """Keys or values of one head and token; scales and biases have the model's dtype."""
+    return dim * dtype_bytes if form is None else dim * form.bits // 8 + 2 * dtype_bytes * (dim // form.group_size)

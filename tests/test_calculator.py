@@ -199,9 +199,9 @@ def test_quantised_bytes_are_those_of_mlx_lms_quantised_cache(bits: int, dtype: 
 
 def test_what_mlx_cannot_quantise_stays_as_it_is() -> None:
     spec = ModelCacheSpec("m", (FullLayer(2, 80, 128), WindowLayer(1, 96, 64, 300)))
-    assert unquantisable(spec) == [80, 96]
+    assert unquantisable(spec) == [80]
     with pytest.raises(ValueError, match="divisible"):
-        mx.quantize(mx.zeros((1, 80)), group_size=64, bits=8)
+        mx.quantize(mx.zeros((1, 80)), group_size=32, bits=8)
     # 80 values of 2 bytes, and 128 of 1 byte with 2 * 4 bytes beside them
     assert cost_of(spec, 256, 8).per_token == 2 * (160 + 136)
     assert unquantisable(spec_from_config(LLAMA_8B, "m")) == []

@@ -6,17 +6,20 @@ from dataclasses import FrozenInstanceError, replace
 
 import pytest
 
+from mlx_blockpool.config import KVBits
 from mlx_blockpool.errors import SpecError
 from mlx_blockpool.spec import (
     BLOCK_TOKENS,
     ChunkLayer,
     CompositeLayer,
+    Form,
     FullLayer,
     LayerGroup,
     ModelCacheSpec,
     StateLayer,
     WindowLayer,
     blocks_for,
+    form_of,
 )
 
 KIB, MIB, GIB = 2**10, 2**20, 2**30
@@ -42,8 +45,8 @@ def test_gemma_block_of_one_layer_is_2_mib_in_float16_and_a_little_more_than_hal
     # 256 tokens * 8 heads * (256 + 256) values * 2 bytes
     assert GEMMA.bytes_per_block_per_layer(layer) == 2 * MIB
     # A scale and a bias of 2 bytes for each 64 of the 2**20 values
-    assert GEMMA.bytes_per_block_per_layer(layer, bits=8) == 1 * MIB + 64 * KIB
-    assert GEMMA.bytes_per_block_per_layer(layer, bits=4) == 512 * KIB + 64 * KIB
+    assert GEMMA.with_bits(KVBits(8, 8)).bytes_per_block_per_layer(layer) == 1 * MIB + 64 * KIB
+    assert GEMMA.with_bits(KVBits(4, 4)).bytes_per_block_per_layer(layer) == 512 * KIB + 64 * KIB
     assert GEMMA.with_dtype("float32").bytes_per_block_per_layer(layer) == 4 * MIB
 
 
@@ -75,7 +78,7 @@ def test_gemma_agent_pays_for_windows_only_until_they_are_full() -> None:
 def test_llama_token_is_131072_bytes() -> None:
     assert LLAMA.bytes_per_token() == 131_072
     assert LLAMA.bytes_per_token_per_layer(LLAMA.layers[0]) == 4096
-    assert LLAMA.bytes_per_token_per_layer(LLAMA.layers[0], bits=8) == 2048 + 2048 // 64 * 4
+    assert LLAMA.with_bits(KVBits()).bytes_per_token_per_layer(LLAMA.layers[0]) == 2048 + 2048 // 64 * 4
     assert LLAMA.groups == (LayerGroup(FullLayer(8, 128, 128), tuple(range(32))),)
     assert LLAMA.bytes_per_block(LLAMA.groups[0]) == 32 * MIB
     # In whole blocks: token 8193 costs a block more.
@@ -177,6 +180,89 @@ def test_fingerprint_changes_with_everything_that_shapes_the_caches() -> None:
     ]
     fingerprints = [s.fingerprint() for s in (spec, *others)]
     assert len(set(fingerprints)) == len(fingerprints)
+
+
+def test_fingerprint_without_bits_is_what_it_always_was() -> None:
+    # The names of folders that users have on their disks.
+    full, window = FullLayer(1, 2, 2), WindowLayer(1, 2, 2, 512)
+    hybrid = ModelCacheSpec("hybrid", (CompositeLayer((STATE, full, window)), ChunkLayer(1, 2, 2, 8192)), "float32")
+    assert [spec.fingerprint() for spec in (GEMMA, LLAMA, QWEN, GPT_OSS, hybrid)] == [
+        "be7b7c2d63f8c07c12d212ac3970466c",
+        "781a56c2099aec3f4f5e4db712ae9f9b",
+        "3cff5694630219e29487ca79483840a9",
+        "dcdd624679b714606f9814f4f51885eb",
+        "52b22bd8b40b4b0415166c30225f770a",
+    ]
+    assert LLAMA.with_bits(KVBits()).with_bits(None).fingerprint() == LLAMA.fingerprint()
+
+
+def test_fingerprint_changes_with_the_form_of_keys_or_values() -> None:
+    # 96 is no multiple of 64 or 128, so that groups of 32 are taken in their place.
+    odd = ModelCacheSpec("phi", (FullLayer(1, 96, 96),))
+    all_bits = [KVBits(8, 8), KVBits(4, 4), KVBits(8, 4), KVBits(4, 8), KVBits(8, None), KVBits(None, 8)]
+    fingerprints = [odd.fingerprint(), *(odd.with_bits(bits).fingerprint() for bits in all_bits)]
+    assert len(set(fingerprints)) == len(fingerprints)
+    assert len({odd.with_bits(KVBits(8, 8, group)).fingerprint() for group in (32, 64, 128)}) == 1
+    assert len({LLAMA.with_bits(KVBits(8, 8, group)).fingerprint() for group in (32, 64, 128)}) == 3
+
+
+@pytest.mark.parametrize(
+    ("dim", "group_size", "expected"),
+    [
+        (128, 64, Form(8, 64)),
+        (128, 128, Form(8, 128)),
+        (64, 128, Form(8, 32)),
+        (96, 64, Form(8, 32)),
+        (32, 64, Form(8, 32)),
+        (80, 64, None),
+        (0, 64, None),
+    ],
+)
+def test_rows_are_quantised_in_groups_that_divide_them(dim: int, group_size: int, expected: Form | None) -> None:
+    assert form_of(dim, 8, group_size) == expected
+    assert form_of(dim, None, group_size) is None
+
+
+@pytest.mark.parametrize(
+    ("layer", "dtype", "bits", "expected"),
+    [
+        # 128 bytes of keys with 2 * 2 scales and biases of 2 bytes; 64 of values with 1 * 2 of them
+        (FullLayer(1, 128, 64), "bfloat16", KVBits(8, 8), 128 + 8 + 64 + 4),
+        (FullLayer(1, 128, 64), "bfloat16", KVBits(4, 4), 64 + 8 + 32 + 4),
+        (FullLayer(1, 128, 64), "bfloat16", KVBits(8, 4), 128 + 8 + 32 + 4),
+        (FullLayer(1, 128, 64), "bfloat16", KVBits(8, None), 128 + 8 + 128),
+        (FullLayer(1, 128, 64), "float32", KVBits(8, 8), 128 + 16 + 64 + 8),
+        (FullLayer(1, 128, 64), "float32", KVBits(8, 8, 32), 128 + 32 + 64 + 16),
+        # 80 stays as it is, 96 has three groups of 32
+        (WindowLayer(2, 80, 96, 512), "float16", KVBits(8, 8), 2 * (160 + 96 + 12)),
+        (ChunkLayer(2, 64, 64, 8192), "float16", KVBits(4, 8), 2 * (32 + 4 + 64 + 4)),
+    ],
+)
+def test_bytes_of_quantised_rows(layer: FullLayer, dtype: str, bits: KVBits, expected: int) -> None:
+    spec = ModelCacheSpec("m", (layer, STATE), dtype).with_bits(bits)
+    assert spec.bytes_per_token_per_layer(layer) == expected
+    assert spec.bytes_per_block(spec.groups[0]) == 256 * expected
+    assert spec.bytes_per_agent(300) == 2 * 256 * expected + STATE.nbytes
+
+
+@pytest.mark.parametrize(("bits", "share"), [(8, 0.53125), (4, 0.28125)])
+def test_blocks_of_a_16_bit_model_shrink_to_half_and_to_28_percent(bits: int, share: float) -> None:
+    for spec in (GEMMA, LLAMA, GPT_OSS):
+        assert spec.with_bits(KVBits(bits, bits)).bytes_per_agent(10_000) == share * spec.bytes_per_agent(10_000)
+
+
+def test_bits_that_quantise_nothing_are_none() -> None:
+    states, odd = ModelCacheSpec("mamba", (STATE,)), ModelCacheSpec("m", (FullLayer(2, 80, 100),))
+    assert LLAMA.with_bits(KVBits(None, None)) == LLAMA
+    assert states.with_bits(KVBits()).bits is None
+    assert odd.with_bits(KVBits()).bits is None
+    assert LLAMA.with_bits(KVBits()).forms(LLAMA.groups[0].layer) == (Form(8, 64), Form(8, 64))
+    assert LLAMA.forms(LLAMA.groups[0].layer) == (None, None)
+
+
+def test_windows_and_dtypes_keep_the_bits() -> None:
+    spec = LLAMA.with_bits(KVBits(8, 4))
+    assert spec.with_windows(512, 4).bits == spec.with_dtype("float32").bits == KVBits(8, 4)
 
 
 def test_specs_are_frozen() -> None:

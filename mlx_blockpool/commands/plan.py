@@ -11,12 +11,12 @@ from pathlib import Path
 from typing import Any
 
 from .. import modelfile, system
-from ..calculator import KV_BITS, Memory, ModelPlan, unquantisable
-from ..config import parse_bytes
+from ..calculator import Memory, ModelPlan, unquantisable
+from ..config import GROUP_SIZES, KV_BITS, KVBits, parse_bytes
 from ..errors import BlockpoolError
 from ..formatting import count, human_bytes, table
 from ..memory import BatchMemory, Comparison, GroupMemory, batch_memory
-from ..spec import GROUP_SIZE, ChunkLayer, CompositeLayer, LayerGroup, LayerSpec, StateLayer
+from ..spec import DTYPE_BYTES, ChunkLayer, CompositeLayer, LayerGroup, LayerSpec, StateLayer
 
 LENGTHS_EXAMPLE = "--lengths 500,4000,1200"
 CONTEXT = "4k"
@@ -177,7 +177,7 @@ def _words(layer: LayerSpec, indices: tuple[int, ...]) -> str:
 def _cost_rows(plan: ModelPlan) -> list[list[str]]:
     shown = list(dict.fromkeys((None, 8, plan.bits)))
     costs = [plan.costs[bits] for bits in shown]
-    rows = [["", *(f"{plan.spec.bits_per_value(bits)}-bit" for bits in shown)]]
+    rows = [["", *(f"{_bits(plan, bits)}-bit" for bits in shown)]]
     rows.append(["one more token", *(_size(cost.per_token) for cost in costs)])
     if costs[0].fixed:
         rows.append(["fixed, at most", *(human_bytes(cost.fixed) for cost in costs)])
@@ -189,7 +189,7 @@ def _cost_rows(plan: ModelPlan) -> list[list[str]]:
 def _sum_lines(plan: ModelPlan) -> list[str]:
     """How the agents that fit come about, a term a line."""
     left = human_bytes(plan.left) if plan.left > 0 else "nothing"
-    how = f"{plan.tokens:,} tokens, {plan.spec.bits_per_value(plan.bits)}-bit, nothing shared"
+    how = f"{plan.tokens:,} tokens, {_bits(plan, plan.bits)}-bit, nothing shared"
     terms = [
         ("  memory", human_bytes(plan.memory.bytes), "--memory" if plan.memory.source == "option" else "of this machine"),
         ("- weights", "unknown" if plan.weights.bytes is None else human_bytes(plan.weights.bytes), _weights_source(plan)),
@@ -262,13 +262,24 @@ def _verdict(plan: ModelPlan) -> str:
 def _kv_notes(plans: Sequence[ModelPlan]) -> list[str]:
     bits, notes = plans[0].bits or KV_BITS[0], []
     if any(plan.costs[bits].agent != plan.costs[None].agent for plan in plans):
-        notes.append(f"{bits}-bit counts the scale and the bias of each {GROUP_SIZE} values.")
+        notes.append(f"{bits}-bit counts the scale and the bias of each {_group_sizes(plans, bits)} values.")
     odd = sorted({dim for plan in plans for dim in unquantisable(plan.spec)})
     if odd:
-        notes.append(f"Heads of {', '.join(map(str, odd))} values are no multiple of {GROUP_SIZE}: mlx does not quantise them.")
+        dims, least = ", ".join(map(str, odd)), min(GROUP_SIZES)
+        notes.append(f"Heads of {dims} values are no multiple of {least}: mlx does not quantise them.")
     if any(leaf.kind == "window" for plan in plans for leaf in plan.spec.leaves):
         notes.append("It counts windows too; mlx-lm's own --kv-bits does not quantise those.")
     return notes
+
+
+def _group_sizes(plans: Sequence[ModelPlan], bits: int) -> str:
+    specs = [plan.spec.with_bits(KVBits(bits, bits)) for plan in plans]
+    forms = {form for spec in specs for group in spec.groups for form in spec.forms(group.layer) if form}
+    return " or ".join(map(str, sorted(form.group_size for form in forms)))
+
+
+def _bits(plan: ModelPlan, bits: int | None) -> int:
+    return 8 * DTYPE_BYTES[plan.spec.dtype] if bits is None else bits
 
 
 def _size(of: int) -> str:

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import weakref
 from collections import deque
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any, Protocol
 
@@ -19,8 +19,7 @@ from ..errors import PoolExhaustedError
 from ..spec import BLOCK_TOKENS, FullLayer, ModelCacheSpec, StateLayer, WindowLayer
 from .decode_policy import DecodePolicy
 from .pool import BlockPool
-
-View = tuple[mx.array, mx.array]
+from .slab import Slab
 
 
 class Evictor(Protocol):
@@ -36,42 +35,6 @@ class Place:
     group: int
     index: int
     layer: FullLayer
-
-
-class Slab:
-    """Keys [1, kv_heads, blocks * 256, key_dim] and values [.., value_dim] of each layer of one group."""
-
-    def __init__(self, layer: FullLayer, layers: int, blocks: int, dtype: mx.Dtype) -> None:
-        shape = (1, layer.kv_heads, blocks * BLOCK_TOKENS)
-        self.blocks = blocks
-        self.keys = [mx.zeros((*shape, layer.key_dim), dtype) for _ in range(layers)]
-        self.values = [mx.zeros((*shape, layer.value_dim), dtype) for _ in range(layers)]
-        mx.eval(self.keys, self.values)
-
-    def write(self, index: int, start: int, keys: mx.array, values: mx.array) -> None:
-        """Put keys and values [1, kv_heads, n, dim] of the group's layer `index` at tokens [start, start + n)."""
-        stop = start + keys.shape[2]
-        if keys.shape[2] == self.blocks * BLOCK_TOKENS:
-            # mlx takes what fills an array instead of copying it, in whatever order its bytes are.
-            keys, values = mx.contiguous(keys), mx.contiguous(values)
-        self.keys[index][:, :, start:stop] = keys
-        self.values[index][:, :, start:stop] = values
-
-    def put(self, index: int, places: mx.array | int, keys: mx.array, values: mx.array) -> None:
-        """Put keys and values [n, kv_heads, 1, dim], one token of each of n sequences, at the tokens `places` [n].
-
-        One scatter in place, where n writes would be n operations.
-        """
-        if isinstance(places, int):
-            self.write(index, places, keys, values)
-            return
-        self.keys[index][:, :, places] = keys.swapaxes(0, 2)
-        self.values[index][:, :, places] = values.swapaxes(0, 2)
-
-    def read(self, index: int, start: int, count: int, first: int = 0, last: int | None = None) -> View:
-        """Views of tokens [start, start + count) and heads [first, last) of the group's layer `index`."""
-        stop = start + count
-        return self.keys[index][:, first:last, start:stop], self.values[index][:, first:last, start:stop]
 
 
 class KVArena:
@@ -116,7 +79,7 @@ class KVArena:
     @property
     def nbytes(self) -> int:
         """Bytes of the arrays themselves; what `pool_bytes` limits."""
-        return sum(a.nbytes for slab in self._slabs.values() for a in (*slab.keys, *slab.values))
+        return sum(a.nbytes for a in self.arrays())
 
     @property
     def running_bytes(self) -> int:
@@ -146,7 +109,7 @@ class KVArena:
         for (g, i), blocks in wanted.items():
             if (g, i) not in self._slabs:
                 group = self.spec.groups[g]
-                self._slabs[g, i] = Slab(group.layer, len(group.layers), blocks, self.dtype)
+                self._slabs[g, i] = Slab(group.layer, len(group.layers), blocks, self.dtype, self.spec.forms(group.layer))
         self._layout = self.pool.layout_version
 
     def evict_with(self, evictor: Evictor) -> None:
@@ -177,14 +140,14 @@ class KVArena:
         """Copy one block in all layers of its group. Waits: a lazy copy, or a step in flight, would be a reader of the slab."""
         mx.synchronize()
         slab, start = self.locate(group, source)
-        copies = [mx.contiguous(a[..., start : start + BLOCK_TOKENS, :]) for a in (*slab.keys, *slab.values)]
+        copies = [mx.contiguous(array[:, :, start : start + BLOCK_TOKENS]) for array in slab.arrays()]
         mx.eval(copies)
         slab, start = self.locate(group, target)
-        for index in range(len(slab.keys)):
-            slab.write(index, start, copies[index], copies[index + len(slab.keys)])
+        for array, copy in zip(slab.arrays(), copies, strict=True):
+            array[:, :, start : start + BLOCK_TOKENS] = copy
 
     def arrays(self) -> list[mx.array]:
-        return [a for slab in self._slabs.values() for a in (*slab.keys, *slab.values)]
+        return [array for slab in self._slabs.values() for array in slab.arrays()]
 
 
 def state_share(spec: ModelCacheSpec, pool_bytes: int, config: PoolConfig) -> int:
@@ -200,8 +163,3 @@ def state_share(spec: ModelCacheSpec, pool_bytes: int, config: PoolConfig) -> in
         hint = f"The states of one sequence take {own} bytes, and {share} of {pool_bytes} are theirs. Raise --pool-bytes."
         raise PoolExhaustedError(1, 0, 0, spec.model_id, hint)
     return share if own else 0
-
-
-def concatenated(arrays: Sequence[mx.array], axis: int = 0) -> mx.array:
-    """One array of several along an axis; of one array itself, not a copy."""
-    return arrays[0] if len(arrays) == 1 else mx.concatenate(list(arrays), axis=axis)

@@ -11,9 +11,9 @@ from typing import Any
 import mlx.core as mx
 
 from ..mlx_lm_compat import BaseCache
-from .arena import View, concatenated
 from .decode_attention import Step, step_of
 from .layer_caches import PooledLayer
+from .rows import Rows, View, concatenated
 
 
 class PooledBatchCache(BaseCache):  # type: ignore[misc]
@@ -67,7 +67,7 @@ class PooledBatchCache(BaseCache):  # type: ignore[misc]
             self._lengths = [length - n for length in self._lengths]
         return keys, values
 
-    def attend(self, queries: mx.array, keys: mx.array, values: mx.array, scale: float, mask: Any, sinks: Any) -> mx.array:
+    def attend(self, queries: mx.array, keys: Rows, values: Rows, scale: float, mask: Any, sinks: Any) -> mx.array:
         """Attention of queries [members, heads, n, dim], each member to its own keys and values."""
         if self._step is None:
             return self._attend_prompts(queries, values, scale, sinks)
@@ -86,7 +86,7 @@ class PooledBatchCache(BaseCache):  # type: ignore[misc]
         for member in self.members:
             member.advance()
 
-    def _attend_prompts(self, queries: mx.array, values: mx.array, scale: float, sinks: Any) -> mx.array:
+    def _attend_prompts(self, queries: mx.array, values: Rows, scale: float, sinks: Any) -> mx.array:
         n, dim = queries.shape[2], values.shape[3]
         prompts, self._prompts = self._prompts, []
         outputs = []

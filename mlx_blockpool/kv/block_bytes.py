@@ -82,7 +82,7 @@ def copy_in(
     for group, block in places:
         slab, first = arena.locate(group, block)
         layer = arena.spec.groups[group].layer
-        targets = [array for pair in zip(slab.keys, slab.values, strict=True) for array in pair]
+        targets = slab.arrays()
         dims = [layer.key_dim, layer.value_dim] * len(slab.keys)
         parts = [_loaded(rest, dim, bits, arena.dtype) for dim in dims]
         mx.eval([part for part in parts if isinstance(part, mx.array)])

@@ -12,11 +12,13 @@ from typing import Any
 import mlx.core as mx
 
 from ..spec import BLOCK_TOKENS, WindowLayer
-from .arena import KVArena, Slab, View, concatenated
+from .arena import KVArena
 from .decode_policy import Cluster, Share, device, divide, find_clusters
 from .layer_caches import PooledLayer
+from .rows import concatenated, dense, joined
 from .runs import attend_cluster, attend_grouped, group_queries
 from .sequence import SlabRun
+from .slab import Slab
 
 # Work for other cores runs on these streams, each thread has its own.
 _helpers = [mx.new_thread_local_stream(mx.cpu)]
@@ -60,7 +62,7 @@ class Step:
         self.order: mx.array | None = None
         # On CPU mlx's own attention is the same two products, with more operations around them and, for 16-bit numbers, one
         # pass over the keys for each query head.
-        self._products = device() == "cpu"
+        self._products = device() == "cpu" or arena.spec.forms(self.layer) != (None, None)
         self._targets = _targets(places)
         clusters = self._clusters(arena)
         self.path = arena.decode.choose(self.sizes, clusters)
@@ -144,7 +146,7 @@ class Step:
             return attend_grouped(mine, tails[0], sinks)
         queries = mine.reshape(1, -1, 1, mine.shape[-1])
         sinks = None if sinks is None else sinks.reshape(-1)
-        ((keys, values),) = tails[0]
+        keys, values = map(dense, tails[0][0])
         out = mx.fast.scaled_dot_product_attention(queries, keys, values, scale=1.0, mask=None, sinks=sinks)
         return out.reshape(*mine.shape[:3], -1)
 
@@ -188,14 +190,14 @@ def _padding_mask(sizes: list[int]) -> mx.array | None:
     return None if min(sizes) == max(sizes) else (mx.arange(max(sizes)) < mx.array(sizes)[:, None])[:, None, None]
 
 
-def _gather(pieces: list[list[SlabRun]], sizes: list[int], index: int) -> View:
+def _gather(pieces: list[list[SlabRun]], sizes: list[int], index: int) -> tuple[mx.array, mx.array]:
     """Keys and values [members, kv_heads, longest, dim] of the group's layer `index`: a copy, zeros after the shorter ones."""
     longest = max(sizes)
     rows: tuple[list[mx.array], list[mx.array]] = ([], [])
     for mine, size in zip(pieces, sizes, strict=True):
         views = zip(*(slab.read(index, start, count) for slab, start, count in mine), strict=True)
         for row, parts in zip(rows, views, strict=True):
-            whole = concatenated(parts, 2)
+            whole = dense(joined(parts, 2))
             row.append(whole if size == longest else mx.pad(whole, [(0, 0), (0, 0), (0, longest - size), (0, 0)]))
     return mx.concatenate(rows[0]), mx.concatenate(rows[1])
 

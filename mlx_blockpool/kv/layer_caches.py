@@ -17,7 +17,7 @@ from mlx_lm.models.cache import BatchKVCache, BatchRotatingKVCache, KVCache, Rot
 
 from ..mlx_lm_compat import saved_as
 from ..spec import WindowLayer
-from .arena import View
+from .rows import Rows, View, dense
 from .runs import attend_runs
 from .sequence import SequenceBlocks, SequenceCache, join
 from .state_caches import copied
@@ -92,12 +92,14 @@ class PooledLayer(SequenceCache):
         self.sequence.cut(self.place.group, self.size())
         return n
 
-    def attend(self, queries: mx.array, keys: mx.array, values: mx.array, scale: float, mask: Any, sinks: Any) -> mx.array:
+    def attend(self, queries: mx.array, keys: Rows, values: Rows, scale: float, mask: Any, sinks: Any) -> mx.array:
         """Attention of queries [1, heads, n, dim]; keys and values are what update_and_fetch returned."""
         one = self.reads_runs and queries.shape[2] == 1 and mask is None
         if one and len(self.sequence.slab_runs(self.place.group, self.size())) > 1:
             return attend_runs(queries, self.views(), scale, sinks)
-        out: mx.array = scaled_dot_product_attention(queries, keys, values, None, scale=scale, mask=mask, sinks=sinks)
+        out: mx.array = scaled_dot_product_attention(
+            queries, dense(keys), dense(values), None, scale=scale, mask=mask, sinks=sinks
+        )
         return out
 
     def views(self) -> list[View]:
@@ -108,24 +110,24 @@ class PooledLayer(SequenceCache):
         return join(self.views())
 
     @property
-    def keys(self) -> mx.array | None:
+    def keys(self) -> Rows | None:
         return None if self.empty() else join(self.views())[0]
 
     @keys.setter
-    def keys(self, keys: mx.array) -> None:
+    def keys(self, keys: Rows) -> None:
         if not _is_put_back(sys._getframe(1)):
             self._assign(keys, self.values)
 
     @property
-    def values(self) -> mx.array | None:
+    def values(self) -> Rows | None:
         return None if self.empty() else join(self.views())[1]
 
     @values.setter
-    def values(self, values: mx.array) -> None:
+    def values(self, values: Rows) -> None:
         if not _is_put_back(sys._getframe(1)):
             self._assign(self.keys, values)
 
-    def _assign(self, keys: mx.array | None, values: mx.array | None) -> None:
+    def _assign(self, keys: Any, values: Any) -> None:
         """Write keys and values over those of all tokens that are read."""
         if keys is None or values is None:
             raise ValueError(
@@ -375,7 +377,7 @@ class PooledRotatingKVCache(PooledLayer, RotatingKVCache):  # type: ignore[misc]
         self.offset, self._idx = offset, min(index, max_size)
         self.sequence.cut(self.place.group, self.size())
 
-    def _assign(self, keys: mx.array | None, values: mx.array | None) -> None:
+    def _assign(self, keys: Any, values: Any) -> None:
         self._attended = None
         super()._assign(keys, values)
 

@@ -11,8 +11,8 @@ from mlx_lm.models.cache import CacheList, ChunkedKVCache, KVCache
 
 from ..mlx_lm_compat import BaseCache, saved_as
 from ..spec import ChunkLayer
-from .arena import View
 from .layer_caches import PooledKVCache
+from .rows import View, tokens
 from .sequence import SequenceBlocks, StandIn
 from .state_caches import PooledArraysCache
 
@@ -62,7 +62,7 @@ class PooledChunkedKVCache(PooledKVCache, ChunkedKVCache):  # type: ignore[misc]
 
     def keys_and_values(self) -> View:
         keys, values = super().keys_and_values()
-        return keys[..., self.start_position :, :], values[..., self.start_position :, :]
+        return tokens(keys, self.start_position), tokens(values, self.start_position)
 
     def trim(self, n: int) -> int:
         n = int(ChunkedKVCache.trim(self, n))
@@ -76,7 +76,7 @@ class PooledChunkedKVCache(PooledKVCache, ChunkedKVCache):  # type: ignore[misc]
         for keys, values in [] if self.empty() else self.views():
             count = keys.shape[2]
             if start < count:
-                views.append((keys[..., start:, :], values[..., start:, :]))
+                views.append((tokens(keys, start), tokens(values, start)))
             start = max(0, start - count)
         state: tuple[Any, ...] = self._state(views, self.offset, self.chunk_size, self.start_position)
         return state

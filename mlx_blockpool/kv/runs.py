@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import mlx.core as mx
 
-from .arena import View, concatenated
+from .rows import View, concatenated, scores, weighed, widened
 
 
 def attend_runs(queries: mx.array, views: list[View], scale: float, sinks: mx.array | None) -> mx.array:
@@ -26,10 +26,9 @@ def group_queries(queries: mx.array, kv_heads: int, scale: float) -> mx.array:
 
 def attend_grouped(grouped: mx.array, views: list[View], sinks: mx.array | None) -> mx.array:
     """attend_runs() of grouped queries [B, kv_heads, group, key_dim]; returns [B, kv_heads, group, value_dim]."""
-    scores = _sink_scores(grouped, sinks) + [grouped @ keys.swapaxes(-1, -2) for keys, _ in views]
-    if len(scores) == 1:
-        return softmax(scores[0]) @ views[0][1]
-    return _weigh(softmax(mx.concatenate(scores, axis=-1)), views, 0 if sinks is None else 1)[0]
+    mine = widened(grouped, *views[0])
+    columns = _sink_scores(mine, sinks) + [scores(mine, keys) for keys, _ in views]
+    return _weigh(softmax(concatenated(columns, -1)), views, 0 if sinks is None else 1)[0].astype(grouped.dtype)
 
 
 def attend_cluster(grouped: mx.array, shared: list[View], own: list[list[View]], sinks: mx.array | None) -> mx.array:
@@ -39,22 +38,23 @@ def attend_cluster(grouped: mx.array, shared: list[View], own: list[list[View]],
     nothing needs merging by log-sum-exp (as fast, and rounded once more).
     """
     members, kv_heads, group, dim = grouped.shape
+    grouped, dtype = widened(grouped, *shared[0]), grouped.dtype
     stacked = grouped.swapaxes(0, 1).reshape(1, kv_heads, members * group, dim)
     repeated = None if sinks is None else mx.repeat(sinks.reshape(kv_heads, 1, group), members, axis=1)
-    scores = _sink_scores(stacked, repeated) + [stacked @ keys.swapaxes(-1, -2) for keys, _ in shared]
-    scores.append(_own_scores(grouped, own))
-    weights = softmax(mx.concatenate(scores, axis=-1))
+    columns = _sink_scores(stacked, repeated) + [scores(stacked, keys) for keys, _ in shared]
+    columns.append(_own_scores(grouped, own))
+    weights = softmax(mx.concatenate(columns, axis=-1))
     out, start = _weigh(weights, shared, 0 if sinks is None else 1)
     tails = [_weigh(weights, views, start, slice(i * group, (i + 1) * group))[0] for i, views in enumerate(own)]
-    out = out + mx.concatenate(tails, axis=2)
+    out = (out + mx.concatenate(tails, axis=2)).astype(dtype)
     return out.reshape(kv_heads, members, group, -1).swapaxes(0, 1)
 
 
-def softmax(scores: mx.array) -> mx.array:
+def softmax(columns: mx.array) -> mx.array:
     """Over the last axis, summed in float32. On CPU 16-bit scores take half the time if they are widened first."""
-    if scores.dtype != mx.float32 and mx.default_device() == mx.cpu:
-        return mx.softmax(scores.astype(mx.float32), axis=-1).astype(scores.dtype)
-    return mx.softmax(scores, axis=-1, precise=True)
+    if columns.dtype != mx.float32 and mx.default_device() == mx.cpu:
+        return mx.softmax(columns.astype(mx.float32), axis=-1).astype(columns.dtype)
+    return mx.softmax(columns, axis=-1, precise=True)
 
 
 def _sink_scores(grouped: mx.array, sinks: mx.array | None) -> list[mx.array]:
@@ -69,8 +69,7 @@ def _own_scores(grouped: mx.array, own: list[list[View]]) -> mx.array:
     """Scores [1, kv_heads, members * group, longest] of each member's own runs, -inf after the shorter ones."""
     rows = []
     for mine, views in zip(mx.split(grouped, len(own)), own, strict=True):
-        scores = [mine @ keys.swapaxes(-1, -2) for keys, _ in views]
-        rows.append(concatenated(scores, -1))
+        rows.append(concatenated([scores(mine, keys) for keys, _ in views], -1))
     longest = max(r.shape[-1] for r in rows)
     for i, r in enumerate(rows):
         if r.shape[-1] < longest:
@@ -83,7 +82,7 @@ def _weigh(weights: mx.array, views: list[View], start: int, rows: slice = slice
     out: mx.array | None = None
     for _, values in views:
         stop = start + values.shape[2]
-        part = weights[:, :, rows, start:stop] @ values
+        part = weighed(weights[:, :, rows, start:stop], values)
         out = part if out is None else out + part
         start = stop
     assert out is not None

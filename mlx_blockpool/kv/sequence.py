@@ -10,12 +10,12 @@ import weakref
 from collections.abc import Callable, Iterator
 from typing import Any, NoReturn
 
-import mlx.core as mx
-
 from ..errors import ReleasedCacheError
 from ..spec import BLOCK_TOKENS, blocks_for
-from .arena import KVArena, Place, Slab, View, concatenated
+from .arena import KVArena, Place
 from .blocks import BlockTable
+from .rows import Rows, View, joined, tokens
+from .slab import Slab
 
 # (slab, first token in it, tokens): a stretch of a sequence that lies in one piece.
 SlabRun = tuple[Slab, int, int]
@@ -140,7 +140,7 @@ class SequenceBlocks:
         if self.released_by is not None:
             raise ReleasedCacheError(self.released_by)
 
-    def write(self, place: Place, start: int, keys: mx.array, values: mx.array) -> None:
+    def write(self, place: Place, start: int, keys: Rows, values: Rows) -> None:
         """Write keys and values [1, kv_heads, n, dim] at tokens [start, start + n) of a table.
 
         Takes blocks as needed (PoolExhaustedError if there are none) and copies shared ones first.
@@ -149,10 +149,13 @@ class SequenceBlocks:
         if len(pieces) == 1:
             pieces[0][0].write(place.index, pieces[0][1], keys, values)
             return
+        # Quantised once, not once a piece.
+        keys, values = pieces[0][0].as_written(keys, values)
         done = 0
         for slab, first, count in pieces:
-            slab.write(place.index, first, keys[..., done : done + count, :], values[..., done : done + count, :])
-            done += count
+            stop = done + count
+            slab.write(place.index, first, tokens(keys, done, stop), tokens(values, done, stop))
+            done = stop
 
     def read(self, place: Place, end: int) -> list[View]:
         """Views of tokens [0, end), one for each run."""
@@ -286,5 +289,5 @@ class SequenceCache(StandIn):
 
 
 def join(views: list[View]) -> View:
-    """One pair of arrays: the view itself where there is one, else a copy."""
-    return concatenated([keys for keys, _ in views], 2), concatenated([values for _, values in views], 2)
+    """Keys and values in one piece: the view itself where there is one, else a copy."""
+    return joined([keys for keys, _ in views], 2), joined([values for _, values in views], 2)

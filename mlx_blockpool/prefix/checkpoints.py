@@ -11,8 +11,9 @@ from typing import NamedTuple
 
 import mlx.core as mx
 
-from ..kv.arena import KVArena, concatenated
+from ..kv.arena import KVArena
 from ..kv.block_bytes import Content, as_bytes, contents, copy_in, copy_out
+from ..kv.rows import concatenated
 from ..spec import BLOCK_TOKENS, WindowLayer, blocks_for
 from .residency import Checkpoint
 from .trie import Node

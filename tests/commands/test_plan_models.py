@@ -232,9 +232,14 @@ def test_models_of_the_same_name_are_named_in_full(capsys: pytest.CaptureFixture
     assert "Llama-4-Scout" in lines_of(output(capsys, *given("gpt-oss-20b", "Llama-4-Scout/config.json"), "--memory", "24GB"))
 
 
-def test_heads_that_cannot_be_quantised_are_said(capsys: pytest.CaptureFixture[str]) -> None:
-    found = output(capsys, "--memory", "1GB").splitlines()
-    assert found[-1] == "Heads of 32 values are no multiple of 64: mlx does not quantise them."
+def test_heads_of_the_demo_are_quantised_in_groups_of_32(capsys: pytest.CaptureFixture[str]) -> None:
+    assert output(capsys, "--memory", "1GB").splitlines()[-1] == "8-bit counts the scale and the bias of each 32 values."
+
+
+def test_heads_that_cannot_be_quantised_are_said() -> None:
+    spec = ModelCacheSpec("m", (FullLayer(1, 80, 80),))
+    found = describe([ModelPlan(spec, "m", Weights(), Memory(10**9, "option"), 256)]).splitlines()
+    assert found[-1] == "Heads of 80 values are no multiple of 32: mlx does not quantise them."
     assert "8-bit counts" not in found[-2]
 
 
