@@ -38,6 +38,11 @@ class KVBits:
         if self.group_size not in GROUP_SIZES:
             raise BlockpoolError(f"Groups cannot have {self.group_size!r} values. Choose one of {_listed(GROUP_SIZES)}.")
 
+    def __str__(self) -> str:
+        if self.keys == self.values:
+            return f"{self.keys}-bit keys and values"
+        return " and ".join(f"{bits}-bit {of}" for bits, of in ((self.keys, "keys"), (self.values, "values")) if bits is not None)
+
 
 @dataclass(frozen=True)
 class PoolConfig:

@@ -113,9 +113,7 @@ STOCK: dict[str, StockName] = IMPORTED | {
     "server.ResponseGenerator._make_state_machine": StockName(
         "the stop sequences and text states of a request", "(self, model_key, tokenizer, stop_words)"
     ),
-    "server.ResponseGenerator._serve_single": StockName(
-        "serves a request alone: drafts, images, quantised caches", "(self, request, stream)"
-    ),
+    "server.ResponseGenerator._serve_single": StockName("serves a request alone: drafts, images", "(self, request, stream)"),
     "server.ResponseGenerator.generate": StockName(
         "the handler calls it; ours prepares the prompt first", "(self, request, generation_args, progress_callback)"
     ),

@@ -10,6 +10,7 @@ from rich.console import Console, ConsoleDimensions, Group, RenderableType
 from rich.table import Table
 from rich.text import Text
 
+from ..config import KVBits
 from ..formatting import Report, human_bytes, plain
 
 # States of blocks, in the order of a bar, and what draws them.
@@ -108,7 +109,7 @@ def _alarms(facts: Report, problem: str) -> list[Text]:
 
 def _budgets(facts: Report, width: int) -> list[RenderableType]:
     cache, store = facts["cache"], facts["cache"].get("store") or {}
-    lines = [_bar("memory", cache.get("array_bytes") or 0, cache.get("pool_bytes") or 0, width)]
+    lines = [_bar("memory", cache.get("array_bytes") or 0, cache.get("pool_bytes") or 0, width, _bits(cache.get("kv_bits")))]
     if store:
         lines.append(_bar("disk", store.get("bytes") or 0, store.get("store_bytes") or 0, width))
     cached, prompt = _reuse(facts)
@@ -123,11 +124,15 @@ def _budgets(facts: Report, width: int) -> list[RenderableType]:
     return [*lines, *(Text(line, no_wrap=True, overflow="ellipsis") for line in (words, f"{'engine':<{LABEL}}{steps}"))]
 
 
-def _bar(name: str, used: int, limit: int, width: int) -> Text:
+def _bits(found: Report | None) -> str:
+    return "" if found is None else f", {KVBits(**found)}"
+
+
+def _bar(name: str, used: int, limit: int, width: int, note: str = "") -> Text:
     room = _room(width)
     cells = min(-(-room * used // max(limit, 1)), room)
     colour = "red" if used > 0.95 * limit else "cyan"
-    figures = f"{human_bytes(used)} of {human_bytes(limit)}"
+    figures = f"{human_bytes(used)} of {human_bytes(limit)}{note}"
     return _line(name, [(colour, FULL * cells), ("green", EMPTY * (room - cells))], figures)
 
 

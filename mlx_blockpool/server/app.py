@@ -160,6 +160,8 @@ def make_generator(model_provider: BlockpoolModelProvider) -> BlockpoolGenerator
         raise BlockpoolError(f"--normalise: {error}") from error
     for description in normalisers.descriptions():
         logging.info("prompts are normalised by %s (--normalise none: by nothing)", description)
+    for warning in options.warnings(args):
+        logging.warning("%s", warning)
     prompts = {} if args.warm_up is None else read_prompts(args.warm_up)
     config = options.server_config(args)
     publisher = None if config.kv_events is None else KVPublisher(config.kv_events)

@@ -1,7 +1,7 @@
 """The generation thread: takes requests off one queue, loads their models, runs the engines' steps, puts tokens on reply queues.
 
-Prompts arrive tokenized. mlx-lm's ResponseGenerator serves one by one what the engine does not take (drafts, images, quantised
-caches). A request's failure ends that request alone: the thread continues, and is restarted if it ever dies.
+Prompts arrive tokenized. mlx-lm's ResponseGenerator serves one by one what the engine does not take (drafts, images). A request's
+failure ends that request alone: the thread continues, and is restarted if it ever dies.
 """
 
 from __future__ import annotations

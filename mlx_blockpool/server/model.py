@@ -98,8 +98,7 @@ class LoadedModel:
         provider = self.provider
         provider.prepare(self.key)
         self.weights_bytes = sum(array.nbytes for array in provider.weights())
-        if provider.cli_args.kv_bits is None:
-            self._spec = describe(provider.model, provider.config, provider.name)
+        self._spec = describe(provider.model, provider.config, provider.name)
         if pool_bytes is not None and self._spec is not None:
             config = replace(self._config.pool, preallocate=False)
             BlockPool(self._spec, pool_bytes - state_share(self._spec, pool_bytes, config), config)
@@ -143,7 +142,9 @@ class LoadedModel:
         if self.prefix is None:
             most = pool_bytes if config.pool_bytes is not None else 1 << 63
             stock = GuardedPromptCache(provider.cli_args.prompt_cache_size, most)
-        if spec is None and provider.draft_model is None and provider.cli_args.kv_bits is None:
+        if spec is None and config.bits is not None:
+            log.warning("%s has no pool: its keys and values stay as they are, and --kv-bits is not used.", provider.name)
+        if spec is None and provider.draft_model is None:
             self.caches = StockCaches(provider.model, provider.model_key, stock, batches_padded(provider.model))
         self.sequential = SequentialCache(stock, self._drafted or self.prefix, config.max_tokens)
 
@@ -183,7 +184,8 @@ class LoadedModel:
             return "pooled caches and a draft, one request at a time"
         if self.caches is None:
             return "mlx-lm's own caches, one request at a time"
-        whose = "mlx-lm's own caches" if self.prefix is None else "pooled caches"
+        bits = None if self.prefix is None else self.prefix.arena.spec.bits
+        whose = "mlx-lm's own caches" if self.prefix is None else "pooled caches" if bits is None else f"pooled caches, {bits}"
         return f"{whose}, {'ragged batches' if self.caches.ragged else 'padded batches' if self.caches.merges else 'no batches'}"
 
     def open_engine(self) -> None:

@@ -1,6 +1,6 @@
 """Replaces two objects of mlx-lm's sequential path: its LRUPromptCache, and the queue of a reply.
 
-Requests take this path one by one: those with a draft model, with images or with quantised caches. Used on the generation thread.
+Requests take this path one by one: those with a draft model or with images. Used on the generation thread.
 """
 
 from __future__ import annotations

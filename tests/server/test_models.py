@@ -1,4 +1,4 @@
-"""Models and options that go another way through the server: padded batches, state layers, drafts, quantised caches."""
+"""Models and options that go another way through the server: padded batches, state layers, drafts."""
 
 from __future__ import annotations
 
@@ -59,16 +59,6 @@ def test_state_models_survive_the_prompt_that_kills_stock(tmp_path: Path) -> Non
         status, _ = ours.send("/v1/completions", {"prompt": "deadly" + first["choices"][0]["text"], "max_tokens": 1})
         assert status == 200
         assert ours.send("/health")[0] == 200
-
-
-def test_quantised_caches_are_served_as_stock_does(tmp_path: Path) -> None:
-    model = save_model(tmp_path / "llama", "llama", head_dim=32)
-    arguments = ("--kv-bits", "8", "--kv-group-size", "32")
-    with stock_server(model, *arguments) as stock:
-        expected = replies(stock)
-    with blockpool_server(model, *arguments) as ours:
-        assert replies(ours) == expected
-        assert ours.send("/v1/cache")[1]["backend"] == "mlx-lm"
 
 
 def test_a_draft_changes_no_reply_whatever_was_cached_before(tmp_path: Path) -> None:

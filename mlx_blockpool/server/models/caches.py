@@ -66,7 +66,7 @@ def warn_of_few_checkpoints(prefix: TieredPrefixCache) -> None:
 
 def pool_report(prefix: TieredPrefixCache) -> dict[str, Any]:
     """Figures of a pool and its prefix cache."""
-    pool = prefix.pool
+    pool, bits = prefix.pool, prefix.arena.spec.bits
     store = None if prefix.stored is None else prefix.stored.report()
     if store is not None:
         # Clients do not see the folder's path.
@@ -75,6 +75,7 @@ def pool_report(prefix: TieredPrefixCache) -> dict[str, Any]:
     return {
         "backend": "blockpool",
         "ragged": prefix.arena.ragged,
+        "kv_bits": None if bits is None else asdict(bits),
         "pool_bytes": pool.pool_bytes,
         "array_bytes": prefix.arena.nbytes,
         "known_bytes": prefix.nbytes,

@@ -27,6 +27,13 @@ export function tiles({ cache, map, hour, speed }) {
   return [memory(cache, map), disk(cache), reuse(cache, hour), firstToken(hour), activity(map, speed)];
 }
 
+// In how many bits the pool holds keys and values: the words of the server's log.
+function held(bits) {
+  if (!bits) return "";
+  if (bits.keys === bits.values) return `, ${bits.keys}-bit`;
+  return `, ${[[bits.keys, "keys"], [bits.values, "values"]].filter(([size]) => size).map(([size, name]) => `${size}-bit ${name}`).join(" and ")}`;
+}
+
 function memory(cache, map) {
   if (!cache || cache.pool_bytes === undefined) return tile("Memory", cache ? bytes(cache.known_bytes) : "–", "this model is not in the pool");
   const sizes = { r: 0, p: 0, c: 0, o: 0, f: 0 };
@@ -35,7 +42,7 @@ function memory(cache, map) {
   const words = [[sizes.r, "running"], [sizes.p, "pinned"], [sizes.c, "cached"], [sizes.o, "of others"]]
     .filter(([size]) => size).map(([size, name]) => `${bytes(size)} ${name}`).join(", ") || "nothing is cached yet";
   const batch = cache.batch;
-  return tile("Memory", [bytes(used), h("small", {}, ` of ${bytes(cache.pool_bytes)}`)],
+  return tile("Memory", [bytes(used), h("small", {}, ` of ${bytes(cache.pool_bytes)}${held(cache.kv_bits)}`)],
     batch && batch.padded > batch.ragged ? `the batch takes ${bytes(batch.ragged)}; padded it would take ${bytes(batch.padded)}` : words,
     meter([["r", sizes.r], ["p", sizes.p], ["c", sizes.c], ["o", sizes.o], ["f", sizes.f]], cache.pool_bytes, words));
 }
