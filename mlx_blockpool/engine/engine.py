@@ -26,7 +26,7 @@ import mlx.core as mx
 from mlx_lm.generate_utils import BatchCounters, BatchCountersSnapshot, BatchStats
 from mlx_lm.utils import maybe_set_recommended_wired_limit
 
-from ..config import EngineConfig
+from ..config import EngineConfig, KVBits
 from ..errors import PoolExhaustedError, RequestTooLargeError
 from ..kv.parts import tokens_held
 from ..spec import BLOCK_TOKENS
@@ -85,13 +85,15 @@ class BlockPoolBatchEngine:
 
     @classmethod
     def open(
-        cls, model: Any, pool_bytes: int | None = None, config: EngineConfig | None = None, max_kv_size: int | None = None
+        cls,
+        model: Any,
+        pool_bytes: int | None = None,
+        config: EngineConfig | None = None,
+        max_kv_size: int | None = None,
+        bits: KVBits | None = None,
     ) -> BlockPoolBatchEngine:
-        """An engine for a loaded model over a new pool, `pool_bytes` at most (default: half of what the model leaves free).
-
-        `max_kv_size`: what mlx-lm's BatchGenerator means by it.
-        """
-        return cls(model, open_caches(model, pool_bytes, max_kv_size), config)
+        """An engine for a loaded model over a new pool: `pool_bytes`, `max_kv_size` and `bits` as in open_caches()."""
+        return cls(model, open_caches(model, pool_bytes, max_kv_size, bits), config)
 
     # -- requests ------------------------------------------------------------------------------------------------------
 

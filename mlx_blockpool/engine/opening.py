@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import logging
+from collections.abc import Callable
 from typing import Any
 
-from ..config import PoolConfig
+from ..config import KVBits, PoolConfig
 from ..errors import SpecError
 from ..kv.arena import KVArena
-from ..kv.attach import attach, batches_padded, step_synchronously_if_copied
-from ..kv.factory import default_pool_bytes, spec_of_loaded
+from ..kv.attach import attach, attach_alone, batches_padded, step_synchronously_if_copied
+from ..kv.factory import default_pool_bytes, quantised, spec_of_loaded
 from ..spec import ModelCacheSpec
 from ..store.prompt_store import PromptStore
 from ..tier.cache import TieredPrefixCache
@@ -19,36 +20,72 @@ from .stock import GuardedPromptCache, StockCaches
 log = logging.getLogger(__name__)
 
 
-def open_caches(model: Any, pool_bytes: int | None = None, max_kv_size: int | None = None) -> PooledCaches | StockCaches:
+def open_caches(
+    model: Any, pool_bytes: int | None = None, max_kv_size: int | None = None, bits: KVBits | None = None
+) -> PooledCaches | StockCaches:
     """Caches for a loaded model in a new pool of `pool_bytes` at most (default: half of what the model leaves free).
 
-    `max_kv_size` as in open_pool. A model whose caches are of its own classes cannot be described, and runs on them.
+    `max_kv_size` as in open_pool, `bits` as in open_arena. A model whose caches are of its own classes cannot be described, and
+    runs on them.
     """
     try:
         spec = spec_of_loaded(model, max_kv_size)
     except SpecError as error:
         log.info("no pool: %s", error)
         return StockCaches(model, "", GuardedPromptCache(), batches_padded(model))
-    return open_pooled(model, spec, default_pool_bytes() if pool_bytes is None else pool_bytes)
+    if pool_bytes is None:
+        pool_bytes = default_pool_bytes()
+    config = PoolConfig(bits=bits)
+    return open_pooled(model, open_arena(model, spec, pool_bytes, config), pool_bytes, config)
+
+
+def open_arena(model: Any, spec: ModelCacheSpec, pool_bytes: int, config: PoolConfig | None = None) -> KVArena:
+    """A pool for a model that was described, `pool_bytes` at most. Attaches the model if its batches can be ragged.
+
+    Blocks hold keys and values in config.bits. A model whose attention does not read such blocks, or that would lose its batches
+    by it, has keys and values as it computes them, with a warning. Where it was not attached, the pool has half of the bytes:
+    padded batches are not in it.
+    """
+    config = config or PoolConfig()
+    try:
+        asked = quantised(spec, config.bits)
+    except ValueError as error:
+        log.warning("%s Keys and values stay in %s, and --kv-bits is not used.", error, spec.dtype)
+        asked = spec
+    arena = _open_if(attach, model, asked, pool_bytes, config)
+    if arena is None and asked.bits is not None:
+        arena = _open_if(attach, model, spec, pool_bytes, config)
+        if arena is None and not batches_padded(model, spec):
+            arena = _open_if(attach_alone, model, asked, pool_bytes, config)
+        if arena is None or arena.spec.bits is None:
+            text = "%s: its attention does not read quantised blocks. Keys and values stay in %s, and --kv-bits is not used."
+            log.warning(text, spec.model_id, spec.dtype)
+    return arena or KVArena(spec, pool_bytes // 2, config)
 
 
 def open_pooled(
-    model: Any, spec: ModelCacheSpec, pool_bytes: int, config: PoolConfig | None = None, store: PromptStore | None = None
+    model: Any, arena: KVArena, pool_bytes: int, config: PoolConfig | None = None, store: PromptStore | None = None
 ) -> PooledCaches:
-    """The same for a model that was described. Attaches it if its batches can be ragged.
+    """Caches in a pool that open_arena() has opened. What it does not take of `pool_bytes` is for a padded batch.
 
     `store` has the records of these weights.
     """
-    config = config or PoolConfig()
-    arena = KVArena(spec, pool_bytes, config)
+    prefix = TieredPrefixCache(arena, store=store, config=config or PoolConfig())
     caches: PooledCaches
-    if attach(model, arena):
-        caches = PooledCaches(TieredPrefixCache(arena, store=store, config=config))
+    if arena.ragged:
+        caches = PooledCaches(prefix)
     else:
-        # A padded batch is not in the pool: it has half of the bytes to itself.
-        arena = KVArena(spec, pool_bytes // 2, config)
-        prefix = TieredPrefixCache(arena, store=store, config=config)
-        caches = PaddedCaches(prefix, pool_bytes - pool_bytes // 2, batches_padded(model, spec))
+        # Only attached attention reads quantised blocks, one sequence at a time.
+        merges = arena.spec.bits is None and batches_padded(model, arena.spec)
+        caches = PaddedCaches(prefix, pool_bytes - arena.pool.pool_bytes - arena.state_bytes, merges)
     if step_synchronously_if_copied(model, arena):
         log.info("Decode steps run one at a time; overlapping ones would copy the pool on this device")
     return caches
+
+
+def _open_if(
+    passes: Callable[[Any, KVArena], bool], model: Any, spec: ModelCacheSpec, pool_bytes: int, config: PoolConfig
+) -> KVArena | None:
+    """A pool that the model passes a check on; None: it does not."""
+    arena = KVArena(spec, pool_bytes, config)
+    return arena if passes(model, arena) else None

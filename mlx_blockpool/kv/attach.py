@@ -20,6 +20,7 @@ from ..mlx_lm_compat import rebind
 from ..spec import ModelCacheSpec, StateLayer
 from .arena import KVArena
 from .factory import make_prompt_cache
+from .rounded import rounded
 
 log = logging.getLogger(__name__)
 
@@ -27,6 +28,10 @@ log = logging.getLogger(__name__)
 MEASURABLE_BYTES = 4 * 2**20
 
 NAME = "scaled_dot_product_attention"
+
+# What a model is tried with: prompts, and the tokens that follow each of them.
+PROMPTS = [[3, 5, 7, 11, 13, 2, 9], [4, 6, 8]]
+NEXT = [[1], [2]]
 
 # The class of a module -> that of attached ones.
 _classes: WeakValueDictionary[type, type] = WeakValueDictionary()
@@ -88,25 +93,41 @@ def detach(model: Any) -> None:
 def attach(model: Any, arena: KVArena) -> bool:
     """Attach, and keep it if a ragged batch of random tokens gives the logits of single sequences.
 
-    Sets arena.ragged. A model that does not pass is as it was before, and batches through mlx-lm's padded caches. Raises
-    PoolExhaustedError where the pool has no room for two short sequences.
+    Sets arena.ragged. A model that does not pass is as it was before, and batches through mlx-lm's padded caches, unless the
+    pool is quantised: nothing else reads its blocks. Raises PoolExhaustedError where the pool has no room for two short
+    sequences.
     """
     spec = arena.spec
-    # Another pool may have attached it, and relies on that.
-    was_attached = any("_attached_from" in type(module).__dict__ for _, module in model.named_modules())
-    arena.ragged = agrees = False
+    agrees = False
+    arena.ragged = spec.batches
     try:
-        # A model without attention has nothing to attach.
-        arena.ragged = spec.batches and (bind(model) > 0 or not spec.groups)
-        agrees = arena.ragged and _agrees(
-            model, lambda: make_prompt_cache(model, arena), not arena.state_leaves, spec.max_kv_size
+        agrees = spec.batches and _keep_attached_if(
+            model, arena, lambda: _agrees(model, lambda: make_prompt_cache(model, arena), not arena.state_leaves, spec)
         )
     finally:
         arena.ragged = agrees
-        arena.decode.path_counts.clear()
-        if not agrees and not was_attached:
-            detach(model)
     return agrees
+
+
+def attach_alone(model: Any, arena: KVArena) -> bool:
+    """attach() for a model whose sequences run one at a time: keep it if one in two parts gives the logits of mlx-lm's caches."""
+    arena.ragged = False
+    return _keep_attached_if(model, arena, lambda: _agrees_alone(model, arena))
+
+
+def _keep_attached_if(model: Any, arena: KVArena, agrees: Callable[[], bool]) -> bool:
+    """Attach a model, and detach it again unless it agrees then."""
+    # Another pool may have attached it, and relies on that.
+    was_attached = any("_attached_from" in type(module).__dict__ for _, module in model.named_modules())
+    passed = False
+    try:
+        # A model without attention has nothing to attach.
+        passed = (bind(model) > 0 or not arena.spec.groups) and agrees()
+    finally:
+        arena.decode.path_counts.clear()
+        if not passed and not was_attached:
+            detach(model)
+    return passed
 
 
 def batches_padded(model: Any, spec: ModelCacheSpec | None = None) -> bool:
@@ -115,13 +136,12 @@ def batches_padded(model: Any, spec: ModelCacheSpec | None = None) -> bool:
     `spec`: of a model whose prompts are computed one at a time where it has states.
     """
     has_states = spec is not None and any(isinstance(leaf, StateLayer) for leaf in spec.leaves)
-    size = None if spec is None else spec.max_kv_size
-    return (spec is None or spec.batches) and _agrees(model, lambda: stock_prompt_cache(model, size), not has_states, size)
+    return (spec is None or spec.batches) and _agrees(model, lambda: _stock_caches(model, spec), not has_states, spec)
 
 
 def leaves_padding_out(model: Any) -> bool:
     """Return whether mlx-lm's batch of prompts of several lengths gives the logits of single sequences. (jamba's does not.)"""
-    return _agrees(model, lambda: stock_prompt_cache(model), pads=True)
+    return _agrees(model, lambda: _stock_caches(model), pads=True)
 
 
 def _calls_attention(cls: type) -> bool:
@@ -133,24 +153,39 @@ def _calls_attention(cls: type) -> bool:
     )
 
 
-def _agrees(model: Any, make_caches: Callable[[], list[Any]], pads: bool, max_kv_size: int | None = None) -> bool:
-    """`pads`: prompts are computed together, the shorter ones padded. `max_kv_size`: of the caches to agree with."""
-    prompts = [[3, 5, 7, 11, 13, 2, 9], [4, 6, 8]]
-    try:
-        caches = [make_caches() for _ in prompts]
+def _agrees(model: Any, make_caches: Callable[[], list[Any]], pads: bool, spec: ModelCacheSpec | None = None) -> bool:
+    """Return whether a batch gives the logits of single sequences. `pads`: prompts are computed together, shorter ones padded."""
+
+    def in_a_batch() -> mx.array:
+        caches = [make_caches() for _ in PROMPTS]
         if not pads:
-            for own, prompt in zip(caches, prompts, strict=True):
+            for own, prompt in zip(caches, PROMPTS, strict=True):
                 model(mx.array([prompt]), cache=own)
         batch = [type(layer[0]).merge(list(layer)) for layer in zip(*caches, strict=True)]
-        found = _batch_logits(model, batch, prompts if pads else [])
-    # Errors of a model that was not made for such a cache; its other errors come back on the padded path.
+        return _batch_logits(model, batch, PROMPTS if pads else [])
+
+    return _is_near(model, in_a_batch, PROMPTS, spec)
+
+
+def _agrees_alone(model: Any, arena: KVArena) -> bool:
+    """Return whether a prompt in two parts, on pooled caches, gives the logits of mlx-lm's."""
+    prompt = PROMPTS[0]
+    parts = [prompt[:4], prompt[4:], *NEXT]
+    return _is_near(model, lambda: _last_logits(model, make_prompt_cache(model, arena), parts), [prompt], arena.spec)
+
+
+def _is_near(model: Any, compute: Callable[[], mx.array], prompts: list[list[int]], spec: ModelCacheSpec | None) -> bool:
+    """Return whether computed logits are those of each prompt alone, on mlx-lm's caches that hold what the spec's blocks hold."""
+    try:
+        found = compute()
+    # Errors of a model that was not made for such a cache; its other errors come back on the path that is taken instead.
     except (AttributeError, IndexError, NotImplementedError, TypeError, ValueError) as error:
-        log.info("%s does not batch this way: %s", type(model).__module__, error)
+        log.info("%s does not run this way: %s", type(model).__module__, error)
         return False
-    needed = mx.concatenate([_single_logits(model, prompt, max_kv_size) for prompt in prompts])
-    scale = mx.abs(needed).max()
+    alone = [_last_logits(model, _stock_caches(model, spec), [prompt, *NEXT]) for prompt in prompts]
+    needed = mx.concatenate(alone).astype(mx.float32)
     tolerance = 1e-3 if found.dtype == mx.float32 else 5e-2
-    return bool((mx.abs(found.astype(mx.float32) - needed).max() <= tolerance * scale).item())
+    return bool((mx.abs(found.astype(mx.float32) - needed).max() <= tolerance * mx.abs(needed).max()).item())
 
 
 def _batch_logits(model: Any, batch: list[Any], prompts: list[list[int]]) -> mx.array:
@@ -162,16 +197,22 @@ def _batch_logits(model: Any, batch: list[Any], prompts: list[list[int]]) -> mx.
         model(mx.array([p + [0] * (longest - len(p)) for p in prompts]), cache=batch)
         for cache in batch:
             cache.finalize()
-    for token in (1, 2):
-        logits: mx.array = model(mx.array([[token]] * 2), cache=batch)
+    for token in NEXT:
+        logits: mx.array = model(mx.array([token] * 2), cache=batch)
     return logits[:, -1]
 
 
-def _single_logits(model: Any, prompt: list[int], max_kv_size: int | None) -> mx.array:
-    cache = stock_prompt_cache(model, max_kv_size)
-    for tokens in (prompt, [1], [2]):
-        logits: mx.array = model(mx.array([tokens]), cache=cache)
-    return logits[:, -1].astype(mx.float32)
+def _last_logits(model: Any, caches: list[Any], parts: list[list[int]]) -> mx.array:
+    """Logits [1, vocabulary] of one sequence after its last part."""
+    for tokens in parts:
+        logits: mx.array = model(mx.array([tokens]), cache=caches)
+    return logits[:, -1]
+
+
+def _stock_caches(model: Any, spec: ModelCacheSpec | None = None) -> list[Any]:
+    """mlx-lm's caches of one sequence, rounded as the blocks of this spec are."""
+    caches: list[Any] = stock_prompt_cache(model, None if spec is None else spec.max_kv_size)
+    return caches if spec is None or spec.bits is None else rounded(caches, spec)
 
 
 def step_synchronously_if_copied(model: Any, arena: KVArena, caches: list[Any] | None = None, steps: int = 8) -> bool:

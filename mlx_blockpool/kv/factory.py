@@ -9,7 +9,7 @@ from typing import Any
 
 import mlx.core as mx
 
-from ..config import PoolConfig
+from ..config import KVBits, PoolConfig
 from ..errors import PoolExhaustedError
 from ..plugins import spec_of_model
 from ..spec import ChunkLayer, CompositeLayer, LayerSpec, ModelCacheSpec, StateLayer, WindowLayer
@@ -59,9 +59,11 @@ def open_pool(
 
     attach: let the model's attention read blocks where they lie, if a few random tokens give the same logits that way.
     arena.ragged says whether they did. If not, or with attach=False, each acquire() copies the cached prefix to one piece, and
-    batches are padded. max_kv_size: what mlx-lm's make_prompt_cache means by it.
+    batches are padded. max_kv_size: what mlx-lm's make_prompt_cache means by it. config.bits: blocks hold keys and values in so
+    many bits. Raises ValueError if the model's attention cannot read such blocks: nothing else does.
     """
-    spec = spec_of_loaded(model, max_kv_size)
+    config = config or PoolConfig()
+    spec = quantised(spec_of_loaded(model, max_kv_size), config.bits)
     arena = KVArena(spec, default_pool_bytes() if pool_bytes is None else pool_bytes, config)
     try_out(model, arena, attach)
     return arena
@@ -85,17 +87,35 @@ def with_windows(spec: ModelCacheSpec, model: Any, max_kv_size: int | None) -> M
     return spec.with_windows(max_kv_size, KEPT_TOKENS)
 
 
-def try_out(model: Any, arena: KVArena, attach_it: bool) -> None:
-    """Attach a model if a few random tokens give the same logits that way. Where they cannot be computed, it stays as it is."""
-    # attach.py tries the caches that this module makes.
-    from .attach import attach, leaves_padding_out, step_synchronously_if_copied
+def quantised(spec: ModelCacheSpec, bits: KVBits | None) -> ModelCacheSpec:
+    """The spec of pools whose blocks hold keys and values in `bits`. Raises ValueError if they would hold all as it is."""
+    found = spec.with_bits(bits)
+    if found.bits is None and bits is not None and (bits.keys or bits.values):
+        rows = "has no keys and values" if not spec.groups else "has no keys or values whose size is a multiple of 32"
+        raise ValueError(f"{spec.model_id} {rows}: blocks cannot hold them in fewer bits.")
+    return found
 
+
+def try_out(model: Any, arena: KVArena, attach_it: bool) -> None:
+    """Attach a model if a few random tokens give the same logits that way. Where they cannot be computed, it stays as it is.
+
+    Raises ValueError, or what trying raised, if that leaves a quantised pool that nothing reads.
+    """
+    # attach.py tries the caches that this module makes.
+    from .attach import attach, attach_alone, leaves_padding_out, step_synchronously_if_copied
+
+    is_quantised = arena.spec.bits is not None
+    if is_quantised and not attach_it:
+        raise ValueError("Only attached attention reads quantised blocks: leave out attach=False, or the bits.")
     try:
         arena.pads_states = bool(arena.state_leaves) and leaves_padding_out(model)
         if attach_it:
-            attach(model, arena)
+            if not attach(model, arena) and is_quantised and not attach_alone(model, arena):
+                raise ValueError(f"The attention of {arena.spec.model_id} does not read quantised blocks: leave out the bits.")
             step_synchronously_if_copied(model, arena)
     except (PoolExhaustedError, RuntimeError) as error:
+        if is_quantised:
+            raise
         # The pool is too small to try it, or the device cannot run the model: its use will say so.
         log.info("%s is not attached: %s", type(model).__module__, error)
 

@@ -20,7 +20,7 @@ from mlx_lm.generate import StopSequences
 from ..config import ServerConfig, StoreConfig
 from ..engine.caches import PooledCaches
 from ..engine.engine import BlockPoolBatchEngine
-from ..engine.opening import open_pooled
+from ..engine.opening import open_arena, open_pooled
 from ..engine.request import Event, Failed, Progress, Restoring, Started, Token
 from ..engine.stock import GuardedPromptCache, StockCaches
 from ..errors import StoreError
@@ -149,9 +149,10 @@ class LoadedModel:
         self.sequential = SequentialCache(stock, self._drafted or self.prefix, config.max_tokens)
 
     def _open_pooled(self, spec: ModelCacheSpec, pool_bytes: int) -> None:
-        store = self._open_store(spec)
+        arena = open_arena(self.provider.model, spec, pool_bytes, self._config.pool)
+        store = self._open_store(arena.spec)
         try:
-            self.caches = open_pooled(self.provider.model, spec, pool_bytes, self._config.pool, store)
+            self.caches = open_pooled(self.provider.model, arena, pool_bytes, self._config.pool, store)
         except Exception:
             # Nothing else refers to the store's threads.
             if store is not None:

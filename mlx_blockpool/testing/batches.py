@@ -9,7 +9,7 @@ import mlx.core as mx
 from ..config import EngineConfig
 from ..engine.caches import PooledCaches
 from ..engine.engine import BlockPoolBatchEngine
-from ..engine.opening import open_pooled
+from ..engine.opening import open_arena, open_pooled
 from ..engine.request import Failed, Request, Started, Token
 from ..kv.attach import detach
 from .outcome import ConformanceError
@@ -24,7 +24,8 @@ AROUND = 64
 
 def check_batch(subject: Subject) -> str:
     """Sequences of several lengths decode together as each does alone; one joins late, others leave, one is resumed."""
-    caches = open_pooled(subject.model, subject.spec, 2 * subject.pool_bytes)
+    n_bytes = 2 * subject.pool_bytes
+    caches = open_pooled(subject.model, open_arena(subject.model, subject.spec, n_bytes), n_bytes)
     engine = BlockPoolBatchEngine(subject.model, caches, EngineConfig(prefill_tokens=CHUNK))
     try:
         reach = max([AROUND, *subject.short_sizes])

@@ -11,9 +11,9 @@ from typing import Any
 from mlx_lm.utils import load_config
 
 from .. import __version__
-from ..config import StoreConfig
+from ..config import KVBits, StoreConfig
 from ..kv.arena import KVArena
-from ..kv.factory import default_pool_bytes, try_out, with_windows
+from ..kv.factory import default_pool_bytes, quantised, try_out, with_windows
 from ..mlx_lm_compat import download
 from ..plugins import spec_of_model
 from ..spec import ModelCacheSpec
@@ -33,19 +33,20 @@ def open_prefix(
     *,
     attach: bool = True,
     max_kv_size: int | None = None,
+    bits: KVBits | None = None,
 ) -> TieredPrefixCache:
     """A prefix cache over the prompt store for a model that mlx-lm's load() has read from `path`, a folder or an id.
 
-    `pool_bytes`, `attach` and `max_kv_size` as in open_pool; `store`: None for the same folder and budget as the server's.
-    What is kept is on disk at the latest when close() returns. Raises SpecError for a model that cannot be in blocks, StoreError
-    if its weights cannot be distinguished from others.
+    `pool_bytes`, `attach` and `max_kv_size` as in open_pool, `bits` as its config.bits; `store`: None for the same folder and
+    budget as the server's. What is kept is on disk at the latest when close() returns. Raises SpecError for a model that cannot
+    be in blocks, StoreError if its weights cannot be distinguished from others.
     """
     folder = Path(download(str(path)))
     spec = with_windows(spec_of_model(model, load_config(folder), folder.name), model, max_kv_size)
-    arena = KVArena(spec, default_pool_bytes() if pool_bytes is None else pool_bytes)
+    arena = KVArena(quantised(spec, bits), default_pool_bytes() if pool_bytes is None else pool_bytes)
     try_out(model, arena, attach)
     adapter = None if adapter_path is None else Path(adapter_path)
-    return TieredPrefixCache(arena, store=open_store(store or StoreConfig(), folder, adapter, spec, folder.name))
+    return TieredPrefixCache(arena, store=open_store(store or StoreConfig(), folder, adapter, arena.spec, folder.name))
 
 
 def open_store(
