@@ -16,10 +16,12 @@ import pluggy
 from mlx.utils import tree_flatten, tree_map
 from mlx_lm.models.cache import make_prompt_cache
 
+from ..config import KVBits
 from ..errors import BlockpoolError
 from ..formatting import line_of
 from ..kv.arena import KVArena
 from ..kv.factory import config_of
+from ..kv.rounded import rounded
 from ..mlx_lm_compat import get_classes
 from ..plugins import check_spec, empty_plugin_manager, make_plugin_manager, provided_spec
 from ..spec import ChunkLayer, ModelCacheSpec, StateLayer, WindowLayer
@@ -106,18 +108,18 @@ class Subject:
     def has_states(self) -> bool:
         return any(isinstance(leaf, StateLayer) for leaf in self.spec.leaves)
 
-    def stock(self) -> list[Any]:
-        """mlx-lm's own caches of one sequence."""
-        return make_prompt_cache(self.model)  # type: ignore[no-any-return]
+    def stock(self, bits: KVBits | None = None) -> list[Any]:
+        """mlx-lm's own caches of one sequence; keys and values rounded as blocks of `bits` hold them."""
+        return rounded(make_prompt_cache(self.model), self.spec.with_bits(bits))
 
     @property
     def pool_bytes(self) -> int:
         """Bytes for a dozen of the longest sequences."""
         return max(POOL_BYTES, ROOM * (self.spec.bytes_per_agent(3 * MOST_TOKENS) + self.spec.bytes_per_checkpoint()))
 
-    def arena(self) -> KVArena:
-        """A new pool."""
-        return KVArena(self.spec, self.pool_bytes)
+    def arena(self, bits: KVBits | None = None) -> KVArena:
+        """A new pool, its blocks in `bits`."""
+        return KVArena(self.spec.with_bits(bits), self.pool_bytes)
 
     def tokens(self, seed: int, count: int) -> list[int]:
         """Random tokens, without the last ones of the vocabulary, which are often special."""
