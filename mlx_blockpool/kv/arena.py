@@ -19,6 +19,7 @@ from ..errors import PoolExhaustedError
 from ..spec import BLOCK_TOKENS, FullLayer, ModelCacheSpec, StateLayer, WindowLayer
 from .decode_policy import DecodePolicy
 from .pool import BlockPool
+from .rows import own_copy
 from .slab import Slab
 
 
@@ -140,7 +141,8 @@ class KVArena:
         """Copy one block in all layers of its group. Waits: a lazy copy, or a step in flight, would be a reader of the slab."""
         mx.synchronize()
         slab, start = self.locate(group, source)
-        copies = [mx.contiguous(array[:, :, start : start + BLOCK_TOKENS]) for array in slab.arrays()]
+        # mlx takes what fills an array instead of copying it: two slabs of one block would share a buffer.
+        copies = [own_copy(array[:, :, start : start + BLOCK_TOKENS]) for array in slab.arrays()]
         mx.eval(copies)
         slab, start = self.locate(group, target)
         for array, copy in zip(slab.arrays(), copies, strict=True):

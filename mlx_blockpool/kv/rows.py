@@ -77,6 +77,11 @@ def tokens(rows: Rows, start: int, stop: int | None = None) -> Rows:
     return each(lambda array: array[:, :, start:stop], rows)
 
 
+def own_copy(array: mx.array) -> mx.array:
+    """A copy in a buffer of its own: mx.contiguous() hands on the buffer of which an array is one contiguous part."""
+    return mx.where(mx.array(True), array, mx.zeros((), array.dtype))
+
+
 def concatenated(arrays: Sequence[mx.array], axis: int = 0) -> mx.array:
     """One array of several along an axis; of one array itself, not a copy."""
     return arrays[0] if len(arrays) == 1 else mx.concatenate(list(arrays), axis=axis)

@@ -28,10 +28,6 @@ class Slab:
         self.values = [_zeros((*shape, layer.value_dim), dtype, forms[1]) for _ in range(layers)]
         mx.eval(self.keys, self.values)
 
-    @property
-    def is_quantised(self) -> bool:
-        return self.forms != (None, None)
-
     def arrays(self) -> list[mx.array]:
         """Every array, layer by layer: those of its keys, then those of its values."""
         return [array for pair in zip(self.keys, self.values, strict=True) for arrays in pair for array in arrays]

@@ -11,6 +11,7 @@ import mlx.core as mx
 from mlx_lm.models.cache import ArraysCache
 
 from ..mlx_lm_compat import saved_as
+from .rows import own_copy
 from .sequence import SequenceBlocks, SequenceCache, StandIn
 
 
@@ -168,11 +169,6 @@ def _rows(rows: list[Any]) -> mx.array | None:
 
 def copied(arrays: list[Any]) -> list[Any]:
     """State arrays for a checkpoint, evaluated and in buffers of their own: one that is a view holds all that it is a view of."""
-    copies = [None if array is None else _copy(array) for array in arrays]
+    copies = [None if array is None else own_copy(array) for array in arrays]
     mx.eval([copy for copy in copies if copy is not None])
     return copies
-
-
-def _copy(array: mx.array) -> mx.array:
-    # An expression of its own: mx.contiguous() hands on a buffer of which an array is one contiguous part.
-    return mx.where(mx.array(True), array, mx.zeros((), array.dtype))
