@@ -9,7 +9,7 @@ from dataclasses import dataclass
 from functools import cached_property
 from typing import Any
 
-from .config import GROUP_SIZES, KV_BITS, KVBits
+from .config import KV_BITS, KVBits
 from .errors import SpecError
 from .spec import (
     BLOCK_TOKENS,
@@ -18,6 +18,7 @@ from .spec import (
     LayerSpec,
     ModelCacheSpec,
     StateLayer,
+    form_of,
     leaves_of,
 )
 
@@ -51,10 +52,9 @@ class LayerCost:
 
 @dataclass(frozen=True)
 class AgentCost:
-    """One agent of `tokens` tokens, in `bits` bits or as the model has it (None)."""
+    """One agent of `tokens` tokens."""
 
     tokens: int
-    bits: int | None
     layers: tuple[LayerCost, ...]
 
     @cached_property
@@ -113,8 +113,9 @@ class Memory:
 
 @dataclass(frozen=True)
 class ModelPlan:
-    """One model in `memory`, with agents of `tokens` tokens in `bits` bits or as the model has it (None).
+    """One model in `memory`, with agents of `tokens` tokens.
 
+    bits:    how their keys and values are held; None: as the model computes them.
     longest: the longest context according to config.json, or None.
     """
 
@@ -123,13 +124,18 @@ class ModelPlan:
     weights: Weights
     memory: Memory
     tokens: int
-    bits: int | None = None
+    bits: KVBits | None = None
     longest: int | None = None
 
     @cached_property
-    def costs(self) -> dict[int | None, AgentCost]:
-        """By bits: None, 8 and 4."""
-        return {bits: cost_of(self.spec, self.tokens, bits) for bits in (None, *KV_BITS)}
+    def costs(self) -> dict[KVBits | None, AgentCost]:
+        """By bits: None, 8, 4, and those of the plan."""
+        wanted = (None, *(KVBits(bits, bits, self.group_size) for bits in KV_BITS), self.bits)
+        return {bits: cost_of(self.spec.with_bits(bits), self.tokens) for bits in wanted}
+
+    @property
+    def group_size(self) -> int:
+        return (self.bits or KVBits()).group_size
 
     @property
     def cost(self) -> AgentCost:
@@ -153,9 +159,10 @@ class ModelPlan:
             "block_tokens": BLOCK_TOKENS,
             "context": self.tokens,
             "longest_context": self.longest,
-            "kv_bits": self.bits,
+            "kv_bits": None if self.bits is None else _bits_dict(self.bits),
+            "kv_group_size": self.group_size,
             "groups": [_group_dict(cost) for cost in self.cost.layers],
-            "kv": {f"bits_{bits}" if bits else "as_it_is": cost.as_dict(self.left) for bits, cost in self.costs.items()},
+            "kv": {_bits_name(bits): cost.as_dict(self.left) for bits, cost in self.costs.items()},
             "weights": vars(self.weights).copy(),
             "memory": vars(self.memory).copy(),
             "left_bytes": self.left,
@@ -163,22 +170,23 @@ class ModelPlan:
         }
 
 
-def cost_of(spec: ModelCacheSpec, tokens: int, bits: int | None = None) -> AgentCost:
-    """One agent of `tokens` tokens, 1 or more. Raises SpecError for caches that hold nothing."""
+def cost_of(spec: ModelCacheSpec, tokens: int) -> AgentCost:
+    """One agent of `tokens` tokens, 1 or more, in the bits of the spec. Raises SpecError for caches that hold nothing."""
     members: dict[LayerSpec, list[int]] = {}
     for index, layer in enumerate(spec.layers):
         members.setdefault(layer, []).append(index)
-    spec = spec.with_bits(None if bits is None else KVBits(bits, bits))
-    found = AgentCost(tokens, bits, tuple(_layer_cost(spec, layer, at, tokens) for layer, at in members.items()))
+    found = AgentCost(tokens, tuple(_layer_cost(spec, layer, at, tokens) for layer, at in members.items()))
     if not found.agent:
         raise SpecError(f"{spec.model_id}: its caches take 0 bytes, so that nothing can be planned.")
     return found
 
 
-def unquantisable(spec: ModelCacheSpec) -> list[int]:
-    """The sizes of keys and values that are never quantised because no group size divides them."""
+def group_sizes(spec: ModelCacheSpec, bits: KVBits) -> dict[int, int | None]:
+    """By the sizes of heads: how many of their values share a scale and a bias; None: they are not quantised."""
     leaves = [leaf for leaf in spec.leaves if isinstance(leaf, FullLayer)]
-    return sorted({dim for leaf in leaves for dim in (leaf.key_dim, leaf.value_dim) if dim % min(GROUP_SIZES)})
+    heads = [pair for leaf in leaves for pair in ((leaf.key_dim, bits.keys), (leaf.value_dim, bits.values))]
+    forms = {dim: form_of(dim, own, bits.group_size) for dim, own in heads if dim and own is not None}
+    return {dim: None if form is None else form.group_size for dim, form in sorted(forms.items())}
 
 
 def _layer_cost(spec: ModelCacheSpec, layer: LayerSpec, indices: list[int], tokens: int) -> LayerCost:
@@ -196,6 +204,16 @@ def _leaf_cost(spec: ModelCacheSpec, leaf: LayerSpec, tokens: int) -> tuple[int,
     if leaf.max_blocks is None:
         return per_token, per_token, 0, agent, 0
     return per_token, 0, leaf.max_blocks * per_block, agent, agent
+
+
+def _bits_dict(bits: KVBits) -> int | dict[str, int | None] | None:
+    return bits.keys if bits.keys == bits.values else {"keys": bits.keys, "values": bits.values}
+
+
+def _bits_name(bits: KVBits | None) -> str:
+    if bits is None:
+        return "as_it_is"
+    return f"bits_{bits.keys}" if bits.keys == bits.values else f"bits_{bits.keys or 16}_{bits.values or 16}"
 
 
 def _group_dict(cost: LayerCost) -> dict[str, Any]:

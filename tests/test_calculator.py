@@ -15,7 +15,8 @@ from hypothesis import strategies as st
 from mlx_lm.models.cache import QuantizedKVCache
 from published import DEEPSEEK_V32, GEMMA_12B, GPT_OSS_20B, LLAMA4_SCOUT, LLAMA_8B, QWEN3_NEXT_80B, QWEN_14B
 
-from mlx_blockpool.calculator import AgentCost, Memory, ModelPlan, Weights, cost_of, unquantisable
+from mlx_blockpool.calculator import AgentCost, Memory, ModelPlan, Weights, cost_of, group_sizes
+from mlx_blockpool.config import KVBits
 from mlx_blockpool.errors import SpecError
 from mlx_blockpool.plugins import spec_from_config
 from mlx_blockpool.spec import ChunkLayer, CompositeLayer, FullLayer, LayerSpec, ModelCacheSpec, StateLayer, WindowLayer
@@ -24,7 +25,11 @@ TOKENS = 4096
 
 
 def cost(config: dict[str, Any], tokens: int = TOKENS, bits: int | None = None) -> AgentCost:
-    return cost_of(spec_from_config(copy.deepcopy(config), "m"), tokens, bits)
+    return cost_of(quantised(spec_from_config(copy.deepcopy(config), "m"), bits), tokens)
+
+
+def quantised(spec: ModelCacheSpec, bits: int | None) -> ModelCacheSpec:
+    return spec.with_bits(bits and KVBits(bits, bits))
 
 
 def figures(of: AgentCost) -> tuple[int, int, int, int]:
@@ -122,7 +127,7 @@ def test_agents_that_fit_are_what_the_weights_leave() -> None:
     )
     assert plan.left == 24_000_000_000 - 4_517_404_672
     # 19,482,595,328 / 536,870,912 = 36.3, and / 285,212,672 = 68.3
-    assert (plan.agents, replace(plan, bits=8).agents) == (36, 68)
+    assert (plan.agents, replace(plan, bits=KVBits()).agents) == (36, 68)
     assert replace(plan, weights=Weights()).left == 24 * 10**9
     crowded = replace(plan, memory=Memory(4 * 10**9, "option"))
     assert (crowded.left, crowded.agents) == (-517_404_672, 0)
@@ -135,14 +140,14 @@ def test_as_dict_has_every_figure() -> None:
         Weights(13_761_264_768, "estimate", 20_914_757_184, 4),
         Memory(24 * 10**9, "option"),
         TOKENS,
-        8,
+        KVBits(8, 8),
         131_072,
     )
     found = plan.as_dict()
     assert json.loads(json.dumps(found)) == found
     assert list(found) == [
-        *("model", "model_type", "dtype", "block_tokens", "context", "longest_context", "kv_bits", "groups", "kv"),
-        *("weights", "memory", "left_bytes", "agents"),
+        *("model", "model_type", "dtype", "block_tokens", "context", "longest_context", "kv_bits", "kv_group_size"),
+        *("groups", "kv", "weights", "memory", "left_bytes", "agents"),
     ]
     # 12 layers * 8 heads * (64 + 64) values of 1 byte, and 4 bytes for each 64
     per_token = 12 * 8 * 128 * 68 // 64
@@ -172,6 +177,12 @@ def test_as_dict_has_every_figure() -> None:
     assert found["weights"] == {"bytes": 13_761_264_768, "source": "estimate", "parameters": 20_914_757_184, "bits": 4}
     assert found["left_bytes"] == 24_000_000_000 - 13_761_264_768
     assert found["agents"] == found["kv"]["bits_8"]["agents"] == 180
+    mixed = replace(plan, bits=KVBits(8, 4, 32)).as_dict()
+    assert (found["kv_bits"], mixed["kv_bits"], mixed["kv_group_size"]) == (8, {"keys": 8, "values": 4}, 32)
+    # Keys of 1 byte and values of half a byte, and 4 bytes for each 32
+    assert mixed["groups"][0]["bytes_per_token"] == 12 * 8 * (64 + 8 + 32 + 8)
+    assert list(mixed["kv"]) == ["as_it_is", "bits_8", "bits_4", "bits_8_4"]
+    assert mixed["agents"] == mixed["kv"]["bits_8_4"]["agents"]
 
 
 def test_parts_of_composite_layers_and_shapes_of_states_are_in_as_dict() -> None:
@@ -193,18 +204,18 @@ def test_quantised_bytes_are_those_of_mlx_lms_quantised_cache(bits: int, dtype: 
     cache = QuantizedKVCache(group_size=64, bits=bits)
     kind = getattr(mx, dtype)
     cache.update_and_fetch(mx.zeros((1, 3, 256, 128), kind), mx.zeros((1, 3, 256, 64), kind))
-    found = cost_of(ModelCacheSpec("m", (FullLayer(3, 128, 64),), dtype), 256, bits)
+    found = cost_of(quantised(ModelCacheSpec("m", (FullLayer(3, 128, 64),), dtype), bits), 256)
     assert found.agent == found.layers[0].per_block == sum(part.nbytes for part in (*cache.keys, *cache.values))
 
 
 def test_what_mlx_cannot_quantise_stays_as_it_is() -> None:
     spec = ModelCacheSpec("m", (FullLayer(2, 80, 128), WindowLayer(1, 96, 64, 300)))
-    assert unquantisable(spec) == [80]
+    assert group_sizes(spec, KVBits(8, 4)) == {64: 64, 80: None, 96: 32, 128: 64}
+    assert group_sizes(spec, KVBits(None, 4, 128)) == {64: 32, 128: 128}
     with pytest.raises(ValueError, match="divisible"):
         mx.quantize(mx.zeros((1, 80)), group_size=32, bits=8)
     # 80 values of 2 bytes, and 128 of 1 byte with 2 * 4 bytes beside them
-    assert cost_of(spec, 256, 8).per_token == 2 * (160 + 136)
-    assert unquantisable(spec_from_config(LLAMA_8B, "m")) == []
+    assert cost_of(quantised(spec, 8), 256).per_token == 2 * (160 + 136)
 
 
 # -- whatever the model ------------------------------------------------------------------------------------------------
@@ -239,7 +250,7 @@ def test_an_agent_is_its_checkpoint_and_its_growing_blocks(spec: ModelCacheSpec,
 
 @given(SPECS, CONTEXTS)
 def test_fewer_bits_and_fewer_tokens_never_cost_more(spec: ModelCacheSpec, tokens: int) -> None:
-    costs = [cost_of(spec, tokens, bits) for bits in (4, 8, None)]
+    costs = [cost_of(quantised(spec, bits), tokens) for bits in (4, 8, None)]
     for less, more in pairwise(costs):
         assert all(a <= b for a, b in zip(figures(less), figures(more), strict=True))
     assert cost_of(spec, max(1, tokens - 100)).agent <= costs[-1].agent

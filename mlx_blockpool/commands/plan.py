@@ -11,8 +11,8 @@ from pathlib import Path
 from typing import Any
 
 from .. import modelfile, system
-from ..calculator import Memory, ModelPlan, unquantisable
-from ..config import GROUP_SIZES, KV_BITS, KVBits, parse_bytes
+from ..calculator import Memory, ModelPlan, group_sizes
+from ..config import GROUP_SIZES, KV_BITS, KVBits, kv_bits, parse_bytes
 from ..errors import BlockpoolError
 from ..formatting import count, human_bytes, table
 from ..memory import BatchMemory, Comparison, GroupMemory, batch_memory
@@ -54,14 +54,19 @@ def add_options(parser: argparse.ArgumentParser) -> None:
     memory = "what the model and its agents may take together, such as 24GB (default: what this machine gives to a model)"
     parser.add_argument("--memory", metavar="SIZE", help=memory)
     parser.add_argument("--context", metavar="N", help="tokens of each agent, such as 8192 or 32k (default: 4k)")
-    parser.add_argument("--kv-bits", type=int, choices=(4, 8), help="count agents whose keys and values are quantised")
+    parser.add_argument("--kv-bits", type=int, choices=KV_BITS, help="count agents whose keys and values are in so many bits")
+    for what in ("keys", "values"):
+        parser.add_argument(f"--kv-bits-{what}", type=int, choices=(16, *KV_BITS), help=f"the same for {what} alone")
+    size = "how many quantised values share a scale and a bias (default: %(default)s)"
+    parser.add_argument("--kv-group-size", type=int, choices=GROUP_SIZES, default=KVBits.group_size, help=size)
     parser.add_argument("--lengths", metavar="N,N,..", help="a batch instead: tokens of each sequence, such as 500,4000,1200")
     parser.add_argument("--json", action="store_true", help="every figure as JSON")
     parser.set_defaults(run=_run)
 
 
 def _run(args: argparse.Namespace) -> str:
-    report = plan(args.model or ["demo"], args.lengths, args.context, args.memory, args.kv_bits)
+    bits = kv_bits(args.kv_bits, args.kv_bits_keys, args.kv_bits_values, args.kv_group_size)
+    report = plan(args.model or ["demo"], args.lengths, args.context, args.memory, bits)
     return json.dumps(report.as_dict(), indent=2) if args.json else report.text()
 
 
@@ -76,7 +81,9 @@ def join_lengths(arguments: Sequence[str]) -> list[str]:
     return joined
 
 
-def plan(models: Sequence[str], lengths: str | None, context: str | None, memory: str | None, bits: int | None = None) -> Report:
+def plan(
+    models: Sequence[str], lengths: str | None, context: str | None, memory: str | None, bits: KVBits | None = None
+) -> Report:
     """For each model the batch of `lengths`, how many agents fit, or both; the agents where no option says which.
 
     Raises BlockpoolError for options and files that cannot be read, and for models that no plugin describes.
@@ -147,7 +154,7 @@ def describe(plans: Sequence[ModelPlan]) -> str:
 
 
 def _describe_one(plan: ModelPlan) -> str:
-    kv = "" if plan.bits is None else f", keys and values in {plan.bits} bits"
+    kv = "" if plan.bits is None else f", {plan.bits}"
     lines = [f"{plan.spec.model_id}, {plan.spec.dtype}: {count(len(plan.spec.layers), 'layer')}{kv}", ""]
     lines += [*table(_layer_rows(plan)), "", *table(_cost_rows(plan)), "", *_sum_lines(plan), "", *_notes([plan])]
     return "\n".join(lines)
@@ -175,9 +182,9 @@ def _words(layer: LayerSpec, indices: tuple[int, ...]) -> str:
 
 
 def _cost_rows(plan: ModelPlan) -> list[list[str]]:
-    shown = list(dict.fromkeys((None, 8, plan.bits)))
+    shown = list(dict.fromkeys((None, KVBits(8, 8, plan.group_size), plan.bits)))
     costs = [plan.costs[bits] for bits in shown]
-    rows = [["", *(f"{_bits(plan, bits)}-bit" for bits in shown)]]
+    rows = [["", *(_bits(plan, bits) for bits in shown)]]
     rows.append(["one more token", *(_size(cost.per_token) for cost in costs)])
     if costs[0].fixed:
         rows.append(["fixed, at most", *(human_bytes(cost.fixed) for cost in costs)])
@@ -189,7 +196,7 @@ def _cost_rows(plan: ModelPlan) -> list[list[str]]:
 def _sum_lines(plan: ModelPlan) -> list[str]:
     """How the agents that fit come about, a term a line."""
     left = human_bytes(plan.left) if plan.left > 0 else "nothing"
-    how = f"{plan.tokens:,} tokens, {_bits(plan, plan.bits)}-bit, nothing shared"
+    how = f"{plan.tokens:,} tokens, {_bits(plan, plan.bits)}, nothing shared"
     terms = [
         ("  memory", human_bytes(plan.memory.bytes), "--memory" if plan.memory.source == "option" else "of this machine"),
         ("- weights", "unknown" if plan.weights.bytes is None else human_bytes(plan.weights.bytes), _weights_source(plan)),
@@ -214,9 +221,11 @@ def _weights_source(plan: ModelPlan) -> str:
 
 def _describe_several(plans: Sequence[ModelPlan]) -> str:
     first = plans[0]
-    bits = first.bits or KV_BITS[0]
+    bits = first.bits or KVBits()
     source = "--memory" if first.memory.source == "option" else "this machine"
-    rows = [["model", "weights", "one token", "fixed", "one agent", f"{bits}-bit", "checkpoint", "agents", f"{bits}-bit"]]
+    rows = [
+        ["model", "weights", "one token", "fixed", "one agent", _bits(first, bits), "checkpoint", "agents", _bits(first, bits)]
+    ]
     for plan, name in zip(plans, _short_names(plans), strict=True):
         own, fewer = plan.costs[None], plan.costs[bits]
         weights = "unknown" if plan.weights.bytes is None else human_bytes(plan.weights.bytes)
@@ -253,33 +262,42 @@ def _verdict(plan: ModelPlan) -> str:
     if not plan.agents:
         advice = "a shorter --context" if plan.bits else "a shorter --context, or --kv-bits 8,"
         return f"One agent needs {human_bytes(plan.cost.agent - plan.left)} more; {advice} takes less."
-    if plan.bits:
-        return f"`mlx-blockpool serve --kv-bits {plan.bits}` answers one request at a time, on mlx-lm's own caches."
     half = plan.cost.agents(plan.left // 2)
-    return f"`mlx-blockpool serve` takes half of what is left unless --pool-bytes says more: {count(half, 'agent')}."
+    command = f"`mlx-blockpool serve{_options(plan.bits)}`"
+    return f"{command} takes half of what is left unless --pool-bytes says more: {count(half, 'agent')}."
+
+
+def _options(bits: KVBits | None) -> str:
+    """The options of serve that choose these bits."""
+    if bits is None:
+        return ""
+    both = ((bits.keys, "-keys"), (bits.values, "-values")) if bits.keys != bits.values else ((bits.keys, ""),)
+    size = "" if bits.group_size == KVBits.group_size else f" --kv-group-size {bits.group_size}"
+    return "".join(f" --kv-bits{which} {own}" for own, which in both if own is not None) + size
 
 
 def _kv_notes(plans: Sequence[ModelPlan]) -> list[str]:
-    bits, notes = plans[0].bits or KV_BITS[0], []
-    if any(plan.costs[bits].agent != plan.costs[None].agent for plan in plans):
-        notes.append(f"{bits}-bit counts the scale and the bias of each {_group_sizes(plans, bits)} values.")
-    odd = sorted({dim for plan in plans for dim in unquantisable(plan.spec)})
-    if odd:
-        dims, least = ", ".join(map(str, odd)), min(GROUP_SIZES)
-        notes.append(f"Heads of {dims} values are no multiple of {least}: mlx does not quantise them.")
-    if any(leaf.kind == "window" for plan in plans for leaf in plan.spec.leaves):
-        notes.append("It counts windows too; mlx-lm's own --kv-bits does not quantise those.")
+    bits = plans[0].bits or KVBits()
+    sizes = {dim: size for plan in plans for dim, size in group_sizes(plan.spec, bits).items()}
+    notes = []
+    found = sorted({size for size in sizes.values() if size is not None}, reverse=True)
+    if found:
+        # Heads that are no multiple of the group size have smaller groups.
+        text = f"{_bits(plans[0], bits)} counts the scale and the bias of each {found[0]} values"
+        notes.append(text + "".join(f"; of each {size} in heads of {_heads(sizes, size)}" for size in found[1:]) + ".")
+    if None in sizes.values():
+        notes.append(f"Heads of {_heads(sizes, None)} values are no multiple of {min(GROUP_SIZES)}, and stay as they are.")
     return notes
 
 
-def _group_sizes(plans: Sequence[ModelPlan], bits: int) -> str:
-    specs = [plan.spec.with_bits(KVBits(bits, bits)) for plan in plans]
-    forms = {form for spec in specs for group in spec.groups for form in spec.forms(group.layer) if form}
-    return " or ".join(map(str, sorted(form.group_size for form in forms)))
+def _heads(sizes: dict[int, int | None], size: int | None) -> str:
+    return ", ".join(str(dim) for dim in sorted(sizes) if sizes[dim] == size)
 
 
-def _bits(plan: ModelPlan, bits: int | None) -> int:
-    return 8 * DTYPE_BYTES[plan.spec.dtype] if bits is None else bits
+def _bits(plan: ModelPlan, bits: KVBits | None) -> str:
+    own = 8 * DTYPE_BYTES[plan.spec.dtype]
+    found = (own, own) if bits is None else (bits.keys or own, bits.values or own)
+    return "/".join(map(str, dict.fromkeys(found))) + "-bit"
 
 
 def _size(of: int) -> str:

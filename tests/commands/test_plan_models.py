@@ -58,7 +58,6 @@ agents that fit                  19        37
 
 `mlx-blockpool serve` takes half of what is left unless --pool-bytes says more: 9 agents.
 8-bit counts the scale and the bias of each 64 values.
-It counts windows too; mlx-lm's own --kv-bits does not quantise those.
 """
 
 SEVERAL = """\
@@ -115,7 +114,6 @@ def test_several_models_are_compared_in_one_table(capsys: pytest.CaptureFixture[
         "",
         "~ is an estimate from config.json.",
         "8-bit counts the scale and the bias of each 64 values.",
-        "It counts windows too; mlx-lm's own --kv-bits does not quantise those.",
     ]
 
 
@@ -161,10 +159,19 @@ def test_kv_bits_choose_what_the_agents_are_counted_with(capsys: pytest.CaptureF
     assert found["= agents that fit"] == ["129"]
     found = lines_of(output(capsys, *asked, "--kv-bits", "8"))
     assert found["= agents that fit"] == ["68"]
-    assert "`mlx-blockpool serve --kv-bits 8` answers one request at a time, on mlx-lm's own caches." in found
+    assert "`mlx-blockpool serve --kv-bits 8` takes half of what is left unless --pool-bytes says more: 34 agents." in found
     assert lines_of(output(capsys, *asked))["= agents that fit"] == ["36"]
     compared = output(capsys, *given("Llama-3.1-8B-4bit", "gpt-oss-20b"), "--memory", "24GB", "--kv-bits", "4")
     assert compared.count("4-bit counts") == 1
+    mixed = output(capsys, *asked, "--kv-bits-keys", "8", "--kv-bits-values", "4", "--kv-group-size", "32")
+    found = lines_of(mixed)
+    assert mixed.startswith("Llama-3.1-8B-4bit, bfloat16: 32 layers, 8-bit keys and 4-bit values\n")
+    assert found["16-bit"] == ["8-bit", "8/4-bit"]
+    # 32 layers * 8 heads * (128 + 64 + 2 * 4 * 4) bytes
+    assert found["one more token"] == ["131.1 kB", "73.7 kB", "57.3 kB"]
+    command = "mlx-blockpool serve --kv-bits-keys 8 --kv-bits-values 4 --kv-group-size 32"
+    assert f"`{command}` takes half of what is left unless --pool-bytes says more: 41 agents." in found
+    assert "8/4-bit counts the scale and the bias of each 32 values." in found
     assert lines_of(compared)["Llama-3.1-8B-4bit"][-2:] == ["36", "129"]
 
 
@@ -237,10 +244,15 @@ def test_heads_of_the_demo_are_quantised_in_groups_of_32(capsys: pytest.CaptureF
 
 
 def test_heads_that_cannot_be_quantised_are_said() -> None:
-    spec = ModelCacheSpec("m", (FullLayer(1, 80, 80),))
-    found = describe([ModelPlan(spec, "m", Weights(), Memory(10**9, "option"), 256)]).splitlines()
-    assert found[-1] == "Heads of 80 values are no multiple of 32: mlx does not quantise them."
-    assert "8-bit counts" not in found[-2]
+    def notes(*heads: int) -> list[str]:
+        spec = ModelCacheSpec("m", tuple(FullLayer(1, dim, dim) for dim in heads))
+        return describe([ModelPlan(spec, "m", Weights(), Memory(10**9, "option"), 256)]).split("agents.\n")[1].splitlines()
+
+    odd = "Heads of 80 values are no multiple of 32, and stay as they are."
+    assert notes(80) == [odd]
+    assert notes(32) == ["8-bit counts the scale and the bias of each 32 values."]
+    mixed = "8-bit counts the scale and the bias of each 64 values; of each 32 in heads of 32, 96."
+    assert notes(96, 80, 128, 32) == [mixed, odd]
 
 
 def test_json_has_every_model(capsys: pytest.CaptureFixture[str], here: Path) -> None:
