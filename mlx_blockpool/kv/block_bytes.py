@@ -1,7 +1,8 @@
 """What is in a block, as bytes that outlive it: copies out of the slabs and back. Owned by the generation thread.
 
 The layout of a record's parts: for each layer of the groups, in order, keys and values [kv_heads, tokens, dim]; quantised as
-mlx does it, each becomes packed weights, scales and biases.
+mlx does it, each becomes packed words, scales and biases. What blocks hold is copied as it is, words as words; a store of fewer
+`bits` quantises it on the way out, and dequantises it on the way back.
 """
 
 from __future__ import annotations
@@ -15,12 +16,14 @@ import mlx.core as mx
 import numpy as np
 
 from ..dtypes import numpy_name, safetensors_name
-from ..spec import LayerGroup
+from ..spec import Form, LayerGroup, ModelCacheSpec
 from .arena import KVArena
+from .rows import Quantised, Rows, arrays_of, dense, in_form
 
 # In the memory of the processor; bfloat16 as uint16, which has its bits.
 HostArray: TypeAlias = "np.ndarray[Any, Any]"
 
+# Of what only the store quantises.
 GROUP_SIZE = 32
 
 
@@ -41,17 +44,25 @@ class Content:
         return np.frombuffer(data, numpy_name(self.safetensors_dtype)).reshape(self.shape)
 
 
+def disk_form(own: Form | None, dim: int, bits: int | None) -> Form | None:
+    """How records hold rows of `dim` values that blocks hold as `own`: as they are, or in `bits` where that is coarser."""
+    if bits is None or dim % GROUP_SIZE or (own is not None and own.bits <= bits):
+        return own
+    return Form(bits, GROUP_SIZE)
+
+
 def contents(arena: KVArena, groups: Sequence[int], tokens: int, bits: int | None = None) -> list[Content]:
     """What the first `tokens` tokens of one block of each group are, array by array."""
     found = []
     for g in groups:
-        for name, heads, dim in _tensors(arena.spec.groups[g]):
+        for name, heads, dim, own in _tensors(arena.spec, arena.spec.groups[g]):
+            form = disk_form(own, dim, bits)
             shape = (heads, tokens)
-            if bits is None or dim % GROUP_SIZE:
+            if form is None:
                 found.append(Content(name, arena.dtype, (*shape, dim)))
                 continue
-            found.append(Content(f"{name}.packed", mx.uint32, (*shape, dim * bits // 32)))
-            found += [Content(f"{name}.{part}", arena.dtype, (*shape, dim // GROUP_SIZE)) for part in ("scales", "biases")]
+            found.append(Content(f"{name}.packed", mx.uint32, (*shape, dim * form.bits // 32)))
+            found += [Content(f"{name}.{part}", arena.dtype, (*shape, dim // form.group_size)) for part in ("scales", "biases")]
     return found
 
 
@@ -61,8 +72,8 @@ def copy_out(arena: KVArena, places: Sequence[tuple[int, int]], start: int, end:
     for group, block in places:
         slab, first = arena.locate(group, block)
         for index in range(len(slab.keys)):
-            for array in slab.read(index, first + start, end - start):
-                found += _stored(array[0], bits)
+            for rows in slab.read(index, first + start, end - start):
+                found += [mx.contiguous(array[0]) for array in arrays_of(_stored(rows, bits))]
     mx.eval(found)
     return found
 
@@ -81,16 +92,15 @@ def copy_in(
         mx.synchronize()
     for group, block in places:
         slab, first = arena.locate(group, block)
-        layer = arena.spec.groups[group].layer
+        tensors = _tensors(arena.spec, arena.spec.groups[group])
+        parts = [part for _, _, dim, own in tensors for part in _loaded(rest, own, disk_form(own, dim, bits), arena.dtype)]
         targets = slab.arrays()
-        dims = [layer.key_dim, layer.value_dim] * len(slab.keys)
-        parts = [_loaded(rest, dim, bits, arena.dtype) for dim in dims]
         mx.eval([part for part in parts if isinstance(part, mx.array)])
         for target, part in zip(targets, parts, strict=True):
             if in_place:
                 _write(target, first + start, part)
             else:
-                target[:, :, first + start : first + start + part.shape[1]] = _on_device(part, arena.dtype)[None]
+                target[:, :, first + start : first + start + part.shape[1]] = _on_device(part, target.dtype)[None]
         mx.eval(targets)
 
 
@@ -146,20 +156,26 @@ def as_bytes(array: mx.array) -> memoryview:
     return memoryview(plain).cast("B")  # type: ignore[arg-type]
 
 
-def _tensors(group: LayerGroup) -> Iterator[tuple[str, int, int]]:
+def _tensors(spec: ModelCacheSpec, group: LayerGroup) -> Iterator[tuple[str, int, int, Form | None]]:
+    """(name, heads, dim, form in the blocks) of keys and values of each layer of a group."""
+    keys, values = spec.forms(group.layer)
     for layer in group.layers:
-        yield f"layers.{layer}.keys", group.layer.kv_heads, group.layer.key_dim
-        yield f"layers.{layer}.values", group.layer.kv_heads, group.layer.value_dim
+        yield f"layers.{layer}.keys", group.layer.kv_heads, group.layer.key_dim, keys
+        yield f"layers.{layer}.values", group.layer.kv_heads, group.layer.value_dim, values
 
 
-def _stored(array: mx.array, bits: int | None) -> list[mx.array]:
-    if bits is None or array.shape[-1] % GROUP_SIZE:
-        return [mx.contiguous(array)]
-    return [mx.contiguous(part) for part in mx.quantize(array, group_size=GROUP_SIZE, bits=bits)]
+def _stored(rows: Rows, bits: int | None) -> Rows:
+    own = rows.form if isinstance(rows, Quantised) else None
+    form = disk_form(own, rows.shape[-1], bits)
+    return rows if form == own else in_form(dense(rows), form)
 
 
-def _loaded(arrays: Iterator[HostArray], dim: int, bits: int | None, dtype: mx.Dtype) -> HostArray | mx.array:
-    if bits is None or dim % GROUP_SIZE:
-        return next(arrays)
-    packed, scales, biases = (_on_device(next(arrays), dtype) for _ in range(3))
-    return mx.dequantize(packed, scales, biases, group_size=GROUP_SIZE, bits=bits)
+def _loaded(arrays: Iterator[HostArray], own: Form | None, form: Form | None, dtype: mx.Dtype) -> list[Any]:
+    """The arrays of keys or values as blocks hold them, from those of a record, whose form is `form`."""
+    if form is None:
+        return [next(arrays)]
+    parts = [next(arrays) for _ in range(3)]
+    if form == own:
+        return parts
+    packed, scales, biases = (_on_device(part, dtype) for part in parts)
+    return arrays_of(in_form(dense(Quantised(packed, scales, biases, form)), own))

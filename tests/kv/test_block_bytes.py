@@ -8,20 +8,28 @@ import mlx.core as mx
 import numpy as np
 import pytest
 
-from mlx_blockpool.config import PoolConfig
+from mlx_blockpool.config import KVBits, PoolConfig
 from mlx_blockpool.kv import block_bytes as contents_module
 from mlx_blockpool.kv.arena import KVArena
-from mlx_blockpool.kv.block_bytes import GROUP_SIZE, as_bytes, contents, copy_in, copy_out
-from mlx_blockpool.spec import BLOCK_TOKENS, FullLayer, ModelCacheSpec
+from mlx_blockpool.kv.block_bytes import GROUP_SIZE, as_bytes, contents, copy_in, copy_out, disk_form
+from mlx_blockpool.kv.rows import Quantised, Rows, dense
+from mlx_blockpool.spec import BLOCK_TOKENS, Form, FullLayer, ModelCacheSpec
 
 DTYPES = ["float32", "float16", "bfloat16"]
 # Two groups: different heads, and keys that are wider than values.
 LAYERS = (FullLayer(2, 64, 64), FullLayer(1, 96, 32), FullLayer(2, 64, 64))
-HALF = {"float32": np.uint32, "float16": np.uint16, "bfloat16": np.uint16}
+# As the model computes, in one form, and in several: groups of 64 and 32, values of 4 bits.
+KV = [None, KVBits(8, 8), KVBits(8, 4), KVBits(None, 4, 32)]
 
 
-def make_slabs(dtype: str = "float32", layers: tuple[FullLayer, ...] = LAYERS, blocks: int = 8, slabs: int = 2) -> KVArena:
-    spec = ModelCacheSpec("test", layers, dtype)
+def make_slabs(
+    dtype: str = "float32",
+    layers: tuple[FullLayer, ...] = LAYERS,
+    blocks: int = 8,
+    slabs: int = 2,
+    kv: KVBits | None = None,
+) -> KVArena:
+    spec = ModelCacheSpec("test", layers, dtype).with_bits(kv)
     size = sum(spec.bytes_per_block(g) for g in spec.groups)
     return KVArena(spec, blocks * size, PoolConfig(slabs=slabs, preallocate=True))
 
@@ -39,24 +47,31 @@ def fill(slabs: KVArena, places: list[tuple[int, int]], seed: int) -> list[np.nd
     """Random bits in every value of these blocks: also NaNs, -0.0 and denormals. Returns them in the order of contents()."""
     rng = np.random.default_rng(seed)
     found = []
+
+    def some(heads: int, width: int, dtype: mx.Dtype) -> mx.array:
+        unsigned = np.uint32 if dtype.size == 4 else np.uint16
+        bits = rng.integers(0, np.iinfo(unsigned).max, (heads, BLOCK_TOKENS, width), dtype=unsigned, endpoint=True)
+        found.append(bits)
+        return mx.array(bits).view(dtype)[None]
+
+    def rows(heads: int, dim: int, form: Form | None) -> Rows:
+        if form is None:
+            return some(heads, dim, slabs.dtype)
+        packed = some(heads, dim * form.bits // 32, mx.uint32)
+        return Quantised(packed, *(some(heads, dim // form.group_size, slabs.dtype) for _ in range(2)), form)
+
     for group, block in places:
         layer = slabs.spec.groups[group].layer
+        keys, values = slabs.spec.forms(layer)
         slab, start = slabs.locate(group, block)
         for index in range(len(slab.keys)):
-            pair = []
-            for dim in (layer.key_dim, layer.value_dim):
-                unsigned = HALF[slabs.spec.dtype]
-                shape = (layer.kv_heads, BLOCK_TOKENS, dim)
-                bits = rng.integers(0, np.iinfo(unsigned).max, shape, dtype=unsigned, endpoint=True)
-                found.append(bits)
-                pair.append(mx.array(bits).view(slabs.dtype)[None])
-            slab.write(index, start, *pair)
-        mx.eval(slab.keys, slab.values)
+            slab.write(index, start, rows(layer.kv_heads, layer.key_dim, keys), rows(layer.kv_heads, layer.value_dim, values))
+        mx.eval(slab.arrays())
     return found
 
 
 def bits_of(arrays: list[mx.array]) -> list[Any]:
-    return [np.array(a.view(mx.uint32 if a.dtype == mx.float32 else mx.uint16)) for a in arrays]
+    return [np.array(a.view(mx.uint32 if a.itemsize == 4 else mx.uint16)) for a in arrays]
 
 
 def given(slabs: KVArena, copies: list[mx.array], tokens: int = BLOCK_TOKENS, bits: int | None = None) -> list[Any]:
@@ -84,16 +99,17 @@ def assert_equal(expected: list[Any], found: list[Any]) -> None:
 
 @pytest.mark.usefixtures("writes_in_place")
 @pytest.mark.parametrize("dtype", DTYPES)
-@pytest.mark.parametrize("slabs_count", [1, 8])
-def test_copies_are_bit_equal_and_come_back_bit_equal(dtype: str, slabs_count: int) -> None:
-    slabs = make_slabs(dtype, slabs=slabs_count)
+@pytest.mark.parametrize(("slabs_count", "kv"), [(1, None), *((8, kv) for kv in KV)])
+def test_copies_are_bit_equal_and_come_back_bit_equal(dtype: str, slabs_count: int, kv: KVBits | None) -> None:
+    """Words, scales and biases too, whatever numbers they stand for."""
+    slabs = make_slabs(dtype, slabs=slabs_count, kv=kv)
     _, (first, second) = take(slabs)
     before = fill(slabs, first, 1)
     others = fill(slabs, second, 2)
     copies = copy_out(slabs, first, 0, BLOCK_TOKENS)
     assert_equal(before, bits_of(copies))
 
-    target = make_slabs(dtype, slabs=slabs_count)
+    target = make_slabs(dtype, slabs=slabs_count, kv=kv)
     _, (one, two) = take(target)
     kept = fill(target, one, 3)
     wanted = contents(target, target.full_groups, BLOCK_TOKENS)
@@ -105,9 +121,10 @@ def test_copies_are_bit_equal_and_come_back_bit_equal(dtype: str, slabs_count: i
 
 
 @pytest.mark.usefixtures("writes_in_place")
+@pytest.mark.parametrize("kv", [None, KVBits(8, 4)])
 @pytest.mark.parametrize(("start", "end"), [(0, 1), (0, 100), (100, 256), (255, 256)])
-def test_a_part_of_a_block_goes_where_it_belongs(start: int, end: int) -> None:
-    slabs = make_slabs("bfloat16")
+def test_a_part_of_a_block_goes_where_it_belongs(start: int, end: int, kv: KVBits | None) -> None:
+    slabs = make_slabs("bfloat16", kv=kv)
     _, (first, second) = take(slabs)
     source, target = fill(slabs, first, 1), fill(slabs, second, 2)
     copy_in(slabs, second, start, given(slabs, copy_out(slabs, first, start, end), end - start))
@@ -119,10 +136,10 @@ def test_a_part_of_a_block_goes_where_it_belongs(start: int, end: int) -> None:
 
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize("blocks", [1, 8])
-@pytest.mark.parametrize("bits", [None, 8])
-def test_copies_outlive_the_block_and_its_next_content(dtype: str, blocks: int, bits: int | None) -> None:
+@pytest.mark.parametrize(("kv", "bits"), [(None, None), (None, 8), (KVBits(), None)])
+def test_copies_outlive_the_block_and_its_next_content(dtype: str, blocks: int, kv: KVBits | None, bits: int | None) -> None:
     """Also where a block is a whole slab, whose slice could be shared instead of copied."""
-    slabs = make_slabs(dtype, blocks=blocks, slabs=blocks)
+    slabs = make_slabs(dtype, blocks=blocks, slabs=blocks, kv=kv)
     tables, (first,) = take(slabs, 1)
     fill(slabs, first, 1)
     if bits:
@@ -166,22 +183,24 @@ def test_a_step_in_flight_reads_what_was_there() -> None:
     _, (first, second) = take(slabs)
     fill(slabs, first, 1)
     slab, start = slabs.locate(*first[0])
-    before, expected = addresses(slabs), mx.sum(mx.abs(mx.nan_to_num(slab.arrays()[0]) > 0)).item()
+    (keys,) = slab.keys[0]
+    before, expected = addresses(slabs), mx.sum(mx.abs(mx.nan_to_num(keys) > 0)).item()
     big = mx.random.normal((800, 800))
     for _ in range(4):
         big = big @ big / 30
-    read = mx.sum(mx.abs(mx.nan_to_num(slab.arrays()[0]) > 0)) + 0 * big[0, 0].astype(mx.int32)
+    read = mx.sum(mx.abs(mx.nan_to_num(keys) > 0)) + 0 * big[0, 0].astype(mx.int32)
     mx.async_eval(read)
     del big
     copy_in(slabs, second, 0, [np.full(c.shape, -1, np.float32) for c in contents(slabs, slabs.full_groups, BLOCK_TOKENS)])
     assert read.item() == expected
     assert addresses(slabs) == before
-    assert slab.arrays()[0][0, 0, start, 0].item() != -1
+    assert slab.keys[0][0][0, 0, start, 0].item() != -1
 
 
 @pytest.mark.usefixtures("writes_in_place")
-def test_no_slab_moves() -> None:
-    slabs = make_slabs("bfloat16", blocks=4, slabs=1)
+@pytest.mark.parametrize("kv", [None, KVBits(8, 4)])
+def test_no_slab_moves(kv: KVBits | None) -> None:
+    slabs = make_slabs("bfloat16", blocks=4, slabs=1, kv=kv)
     _, places = take(slabs, 4)
     for i, place in enumerate(places):
         fill(slabs, place, i)
@@ -198,6 +217,34 @@ def test_names_say_which_layer_it_is() -> None:
     names = [c.name for c in contents(slabs, slabs.full_groups, 5)]
     assert names == [f"layers.{layer}.{what}" for layer in (0, 2, 1) for what in ("keys", "values")]
     assert [c.shape for c in contents(slabs, slabs.full_groups, 5)][-2:] == [(1, 5, 96), (1, 5, 32)]
+
+
+def test_names_and_shapes_of_quantised_blocks_are_those_of_their_arrays() -> None:
+    found = contents(make_slabs("float16", (FullLayer(2, 64, 80),), kv=KVBits(8, 4)), [0], 5)
+    assert [(c.name.removeprefix("layers.0."), c.safetensors_dtype, c.shape) for c in found] == [
+        ("keys.packed", "U32", (2, 5, 16)),
+        ("keys.scales", "F16", (2, 5, 1)),
+        ("keys.biases", "F16", (2, 5, 1)),
+        ("values", "F16", (2, 5, 80)),
+    ]
+
+
+@pytest.mark.parametrize(
+    ("own", "dim", "bits", "expected"),
+    [
+        (None, 64, None, None),
+        (None, 64, 8, Form(8, GROUP_SIZE)),
+        (None, 80, 8, None),
+        (Form(8, 64), 64, None, Form(8, 64)),
+        (Form(8, 64), 64, 8, Form(8, 64)),
+        (Form(8, 64), 64, 4, Form(4, GROUP_SIZE)),
+        (Form(4, 64), 64, 8, Form(4, 64)),
+    ],
+)
+def test_records_hold_blocks_as_they_are_unless_the_store_is_coarser(
+    own: Form | None, dim: int, bits: int | None, expected: Form | None
+) -> None:
+    assert disk_form(own, dim, bits) == expected
 
 
 @pytest.mark.parametrize(("dtype", "name"), [("float32", "F32"), ("float16", "F16"), ("bfloat16", "BF16")])
@@ -233,6 +280,24 @@ def test_the_error_of_quantised_keys_is_bounded_by_their_range(dtype: str, bits:
     assert size == pytest.approx((bits + 2 * 8 * slabs.dtype.size / GROUP_SIZE) / (8 * slabs.dtype.size))
 
 
+@pytest.mark.usefixtures("writes_in_place")
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_a_coarser_store_rounds_what_blocks_hold_in_finer_words(dtype: str) -> None:
+    slabs = make_slabs(dtype, (FullLayer(2, 64, 64),), kv=KVBits(8, 4))
+    _, ((first,), (second,)) = take(slabs)
+    slab, start = slabs.locate(*first)
+    mx.random.seed(1)
+    slab.write(0, start, *mx.random.normal((2, 1, 2, BLOCK_TOKENS, 64)).astype(slabs.dtype))
+    copy_in(slabs, [second], 0, given(slabs, copy_out(slabs, [first], 0, BLOCK_TOKENS, 4), bits=4), 4)
+    target, there = slabs.locate(*second)
+    for kind, (before, after) in enumerate(
+        zip(slab.read(0, start, BLOCK_TOKENS), target.read(0, there, BLOCK_TOKENS), strict=True)
+    ):
+        off = mx.max(mx.abs(dense(before).astype(mx.float32) - dense(after).astype(mx.float32))).item()
+        # Values have 4 bits in both: their words come back as they were.
+        assert (off == 0) if kind else (0 < off < 0.5)
+
+
 def test_dims_that_do_not_divide_stay_as_they_are() -> None:
     slabs = make_slabs("float16", (FullLayer(2, 80, 16),))
     assert contents(slabs, slabs.full_groups, 7, 8) == contents(slabs, slabs.full_groups, 7)
@@ -255,6 +320,6 @@ def test_a_slab_that_is_filled_at_once_is_copied_out_and_in() -> None:
     other = [np.full((2, BLOCK_TOKENS, 64), 3, np.float32) for _ in copies]
     before = [bytes(as_bytes(copy)) for copy in copies]
     copy_in(slabs, [place], 0, other)
-    for part, there in zip(slab.arrays(), other, strict=True):
+    for part, there in zip((*slab.keys[0], *slab.values[0]), other, strict=True):
         assert np.array_equal(part[0], there)
     assert [bytes(as_bytes(copy)) for copy in copies] == before
