@@ -19,13 +19,14 @@ from typing import Any
 import mlx.core as mx
 from measure import interleave, llama, options, report
 
-from mlx_blockpool.config import EngineConfig, PoolConfig, StoreConfig
+from mlx_blockpool.config import EngineConfig, KVBits, PoolConfig, StoreConfig
 from mlx_blockpool.engine.caches import PooledCaches
 from mlx_blockpool.engine.engine import BlockPoolBatchEngine
 from mlx_blockpool.engine.request import Request, Token
 from mlx_blockpool.hashing import prefix_hash
+from mlx_blockpool.kv.arena import KVArena
 from mlx_blockpool.kv.attach import bind
-from mlx_blockpool.kv.factory import open_pool
+from mlx_blockpool.kv.factory import spec_of_loaded
 from mlx_blockpool.prefix.trie import Trie
 from mlx_blockpool.spec import BLOCK_TOKENS
 from mlx_blockpool.store.agent_files import Agents
@@ -42,7 +43,9 @@ VOCAB = 2048
 def opened(model: Any, folder: Path | None, config: PoolConfig | None = None, bits: int | None = None) -> BlockPoolBatchEngine:
     """An engine over a new pool, with what the store in `folder` knows."""
     bind(model)
-    arena = open_pool(model, 2 * 10**9 if config is None else config.pool_bytes, config, attach=False)
+    config = config or PoolConfig(2 * 10**9)
+    assert config.pool_bytes is not None
+    arena = KVArena(spec_of_loaded(model).with_bits(config.bits), config.pool_bytes, config)
     arena.ragged = True
     store = None
     if folder is not None:
@@ -87,30 +90,35 @@ def bench_restart(args: Any, model: Any, length: int, folder: Path) -> None:
     report(args, "store", f"first token of {length} after a restart", **figures, ratio=round(cold / statistics.median(warm), 1))
 
 
-def fill(model: Any, folder: Path, length: int, bits: int | None) -> None:
+def fill(model: Any, folder: Path, length: int, bits: int | None, kv: KVBits | None) -> None:
     """Random keys and values of one sequence, on disk."""
-    engine = opened(model, folder, bits=bits)
+    engine = opened(model, folder, PoolConfig(2 * 10**9, bits=kv), bits)
     assert isinstance(engine.caches, PooledCaches)
     prefix, layer = engine.caches.prefix, engine.caches.prefix.arena.spec.layers[0]
     tokens = [i % VOCAB for i in range(length)]
     caches = prefix.acquire(tokens, 1).caches
     for cache in caches:
-        cache.update_and_fetch(*mx.random.normal((2, 1, layer.kv_heads, length, layer.key_dim)))
+        cache.update_and_fetch(*mx.random.normal((2, 1, layer.kv_heads, length, layer.key_dim), prefix.arena.dtype))
     prefix.release(tokens, caches)
     assert prefix.close(), "the store could not write everything"
 
 
-def bench_restore(args: Any, model: Any, length: int, folder: Path, rounds: int, bits: int | None = None) -> None:
-    """Blocks from disk into the pool, against reading the same files one after the other with a checksum."""
-    fill(model, folder, length, bits)
+def bench_restore(
+    args: Any, model: Any, length: int, folder: Path, rounds: int, bits: int | None = None, kv: KVBits | None = None
+) -> None:
+    """Blocks from disk into the pool, against reading the same files one after the other with a checksum.
+
+    `bits`: how the store quantises; `kv`: how the pool does, and the store as it is there.
+    """
+    fill(model, folder, length, bits, kv)
     files = sorted((folder / "models").rglob("blocks/*/*.safetensors"))
     size = sum(path.stat().st_size for path in files)
-    spec = open_pool(model, 10**9, attach=False).spec
+    spec = spec_of_loaded(model).with_bits(kv)
     pool_bytes = 2 * length // BLOCK_TOKENS * sum(spec.bytes_per_block(group) for group in spec.groups)
 
     def restore() -> float:
         # The memory is there already: making it is no part of reading a file either.
-        engine = opened(model, folder, PoolConfig(pool_bytes=pool_bytes, preallocate=True), bits)
+        engine = opened(model, folder, PoolConfig(pool_bytes, preallocate=True, bits=kv), bits)
         found = stored(engine)
         caches = engine.caches
         assert isinstance(caches, PooledCaches)
@@ -135,7 +143,8 @@ def bench_restore(args: Any, model: Any, length: int, folder: Path, rounds: int,
     found = interleave({"ours": restore, "plain": plain}, rounds)
     figures = {f"{name}_mb_s": round(size / seconds / 1e6) for name, seconds in found.items()}
     ratio = round(found["plain"] / found["ours"], 2)
-    case = f"restore of {length} tokens, files of {size / len(files) / 1e6:.1f} MB" + (f", {bits} bits" if bits else "")
+    case = f"restore of {length} tokens, files of {size / len(files) / 1e6:.1f} MB"
+    case += f", {bits} bits" if bits else "" if kv is None else f", kv bits {kv.keys}"
     report(args, "store", case, mb=round(size / 1e6, 1), **figures, ratio=ratio)
 
 
@@ -263,6 +272,7 @@ if __name__ == "__main__":
         bench_restart(args, model, length, Path(folder) / "restart")
         for bits in (None, 8):
             bench_restore(args, llama(256, 8, 4, 4), length, Path(folder) / f"restore {bits}", rounds, bits)
+        bench_restore(args, llama(1024, 8, 8, 8, mx.bfloat16), length, Path(folder) / "restore kv", rounds, kv=KVBits())
         # Blocks as large as those of a model with 8 billion parameters.
         bench_restore(args, llama(1024, 16, 16, 16), length // 2, Path(folder) / "large blocks", rounds)
         context, steps, rounds = (230, 80, 3) if args.quick else (700, 50, 10)

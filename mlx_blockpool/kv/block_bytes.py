@@ -101,7 +101,8 @@ def copy_in(
                 _write(target, first + start, part)
             else:
                 target[:, :, first + start : first + start + part.shape[1]] = _on_device(part, target.dtype)[None]
-        mx.eval(targets)
+        if not in_place:
+            mx.eval(targets)
 
 
 def shares_memory() -> bool:
