@@ -16,6 +16,7 @@ import numpy as np
 
 from mlx_blockpool.kv.layer_caches import PooledKVCache, PooledRotatingKVCache
 from mlx_blockpool.kv.parts import leaves_of
+from mlx_blockpool.kv.rows import dense
 from mlx_blockpool.kv.state_caches import PooledArraysCache
 from mlx_blockpool.prefix.cache import PrefixCache
 from mlx_blockpool.prefix.retention import RetentionPolicy
@@ -45,10 +46,13 @@ def numbers(tokens: tuple[int, ...]) -> np.ndarray[Any, Any]:
     return np.array(out, np.float32)
 
 
-def keys_of(tokens: Sequence[int], start: int, layer: int) -> mx.array:
-    """The keys of tokens[start:]: [1, 1, n, 2]."""
+def keys_of(tokens: Sequence[int], start: int, layer: int, dim: int = 2) -> mx.array:
+    """The keys of tokens[start:]: [1, 1, n, dim], one half the number and one half its negative.
+
+    Quantised in groups of `dim` / 2 they stay what they are: a group of equal numbers is its bias.
+    """
     row = numbers(tuple(tokens))[start:] + layer * LAYER_STEP
-    return mx.array(np.stack([row, -row], axis=-1)[None, None])
+    return mx.array(np.repeat(np.stack([row, -row], axis=-1), dim // 2, axis=-1)[None, None])
 
 
 def state_of(tokens: Sequence[int], leaf: int) -> list[mx.array]:
@@ -64,7 +68,7 @@ def compute(caches: list[Any], tokens: Sequence[int], start: int, step: int = 0)
             if isinstance(cache, PooledArraysCache):
                 cache.cache = state_of(tokens[:end], leaf)
             else:
-                keys = keys_of(tokens[:end], start, leaf)
+                keys = keys_of(tokens[:end], start, leaf, cache.place.layer.key_dim)
                 mx.eval(cache.update_and_fetch(keys, keys + 1000))
         start = end
 
@@ -79,7 +83,7 @@ def look(caches: list[Any], tokens: Sequence[int], count: int) -> None:
             continue
         assert isinstance(cache, PooledKVCache | PooledRotatingKVCache)
         wanted = numbers(tuple(tokens))[:count] + leaf * LAYER_STEP
-        keys, values = cache.keys, cache.values
+        keys, values = (mx.concatenate([dense(rows) for rows in runs], axis=2) for runs in zip(*cache.views(), strict=True))
         if isinstance(cache, PooledRotatingKVCache):
             keys, values = (cache._temporal_order(array) for array in (keys, values))
             wanted = wanted[-cache.max_size :]
@@ -87,9 +91,9 @@ def look(caches: list[Any], tokens: Sequence[int], count: int) -> None:
 
 
 def assert_right(layer: int, wanted: np.ndarray[Any, Any], keys: np.ndarray[Any, Any], values: np.ndarray[Any, Any]) -> None:
-    """Keys and values [tokens, 2] are those of the numbers `wanted`."""
+    """Keys and values [tokens, dim] are those of the numbers `wanted`."""
     assert np.array_equal(wanted, keys[:, 0]), f"layer {layer}: {difference(wanted, keys[:, 0])}"
-    assert np.array_equal(-wanted, keys[:, 1])
+    assert np.array_equal(-wanted, keys[:, -1])
     assert np.array_equal(wanted + 1000, values[:, 0]), f"layer {layer}: {difference(wanted + 1000, values[:, 0])}"
 
 

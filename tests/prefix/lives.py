@@ -40,7 +40,8 @@ SPECS = {
 }
 BLOCK = 4096
 NOBODY = RetentionPolicy()
-POOL_FIELDS = {field.name for field in fields(PoolConfig)}
+# `bits` are the store's; the pool's are those of the spec.
+POOL_FIELDS = {field.name for field in fields(PoolConfig)} - {"bits"}
 
 
 class Life:

@@ -20,7 +20,7 @@ from store.disks import QuickDisk
 from store.stores import open_store, record_files, temporaries
 from thorough import tried
 
-from mlx_blockpool.config import PoolConfig
+from mlx_blockpool.config import KVBits, PoolConfig
 from mlx_blockpool.errors import PoolExhaustedError
 from mlx_blockpool.kv.arena import KVArena
 from mlx_blockpool.spec import FullLayer, ModelCacheSpec
@@ -28,8 +28,10 @@ from mlx_blockpool.store.record import BLOCK as RECORD
 from mlx_blockpool.store.record import Key
 from mlx_blockpool.tier.cache import TieredPrefixCache
 
-# A block of the two layers is 8192 bytes.
-SPEC = ModelCacheSpec("m", (FullLayer(1, 2, 2), FullLayer(1, 2, 2)), "float32")
+# A block of the two layers is 8192 bytes; quantised, of rows that stay exact, LARGER times as many.
+PLAIN = ModelCacheSpec("m", (FullLayer(1, 2, 2), FullLayer(1, 2, 2)), "float32")
+QUANTISED = ModelCacheSpec("m", (FullLayer(1, 64, 64), FullLayer(1, 64, 64)), "float32").with_bits(KVBits(8, 4, 32))
+LARGER = QUANTISED.bytes_per_block(QUANTISED.groups[0]) // PLAIN.bytes_per_block(PLAIN.groups[0])
 
 
 @tried(18, 1500, stateful_step_count=40, suppress_health_check=[HealthCheck.too_slow, HealthCheck.data_too_large])
@@ -39,17 +41,19 @@ class StoredMachine(ConversationMachine):
         slabs=st.integers(1, 5),
         store_bytes=st.sampled_from([30_000, 70_000, 150_000, 10**9]),
         queue_bytes=st.sampled_from([1, 30_000, 10**9]),
+        spec=st.sampled_from([PLAIN, QUANTISED]),
     )
-    def start(self, size: int, slabs: int, store_bytes: int, queue_bytes: int) -> None:
+    def start(self, size: int, slabs: int, store_bytes: int, queue_bytes: int, spec: ModelCacheSpec) -> None:
         self.folder = Path(tempfile.mkdtemp())
-        self.config = {"store_bytes": store_bytes, "queue_bytes": queue_bytes}
-        self.pool = (size, slabs)
+        self.spec, self.factor = spec, 1 if spec is PLAIN else LARGER
+        self.config = {"store_bytes": store_bytes * self.factor, "queue_bytes": queue_bytes * self.factor}
+        self.pool = (size * self.factor, slabs)
         self.past: list[list[int]] = [[1, 2, 3]]
         self.is_damaged = self.has_orphans = False
         self.open()
 
     def open(self) -> None:
-        self.arena = KVArena(SPEC, self.pool[0], PoolConfig(slabs=self.pool[1]))
+        self.arena = KVArena(self.spec, self.pool[0], PoolConfig(slabs=self.pool[1]))
         self.arena.ragged = True
         self.store = open_store(self.folder, QuickDisk(), **self.config)
         self.prefix = TieredPrefixCache(self.arena, store=self.store)
@@ -123,7 +127,7 @@ class StoredMachine(ConversationMachine):
 
     @rule(n_bytes=st.sampled_from([0, 20_000, 60_000]))
     def evict(self, n_bytes: int) -> None:
-        self.prefix.trim_to(n_bytes)
+        self.prefix.trim_to(n_bytes * self.factor)
 
     @rule(rarely=st.integers(0, 9))
     def clear(self, rarely: int) -> None:
@@ -166,7 +170,7 @@ class StoredMachine(ConversationMachine):
             assert not remove_bad(self.folder) or self.is_damaged
             self.is_damaged = False
         self.open()
-        if closes and not was_damaged and self.config["store_bytes"] == 10**9:
+        if closes and not was_damaged and self.config["store_bytes"] >= 10**9:
             before, now = ({n.hash for n in p.index.trie} for p in (prefix, self.prefix))
             # A record whose parent was lost to damage, and is there again, is known again.
             assert before == now or (self.has_orphans and before < now)
