@@ -52,19 +52,18 @@ class Comparison:
     padded:  each sequence at the length of the longest, as mlx-lm merges a batch.
     grown:   the same right after mlx-lm's arrays have grown: a batch that decodes is between padded and grown.
     pool:    whole blocks; `used` counts shared tokens once.
+    shared:  what further readers of a block would take again if padded.
     """
 
     padded: Allocation
     grown: Allocation
     pool: Allocation
+    shared: int = 0
 
     def __add__(self, other: Comparison) -> Comparison:
-        return Comparison(self.padded + other.padded, self.grown + other.grown, self.pool + other.pool)
-
-    @property
-    def shared(self) -> int:
-        """What further readers of a block would take again if padded."""
-        return self.padded.used - self.pool.used
+        return Comparison(
+            self.padded + other.padded, self.grown + other.grown, self.pool + other.pool, self.shared + other.shared
+        )
 
     @property
     def saved(self) -> int:
@@ -76,35 +75,39 @@ class Comparison:
         """The padded batch in relation to the pool."""
         return self.padded.allocated / self.pool.allocated
 
-    def times(self, factor: int) -> Comparison:
-        return Comparison(*(part.times(factor) for part in vars(self).values()))
+    def times(self, padded: int, pool: int) -> Comparison:
+        return Comparison(self.padded.times(padded), self.grown.times(padded), self.pool.times(pool), self.shared * padded)
 
     def as_dict(self) -> dict[str, Any]:
-        parts = {name: part.as_dict() for name, part in vars(self).items()}
-        return {**parts, "shared": self.shared, "saved": self.saved, "ratio": self.ratio}
+        parts = {"padded": self.padded, "grown": self.grown, "pool": self.pool}
+        found = {name: part.as_dict() for name, part in parts.items()}
+        return {**found, "shared": self.shared, "saved": self.saved, "ratio": self.ratio}
 
 
 @dataclass(frozen=True)
 class GroupMemory:
     """One layer group of a batch, in `tokens` of one layer; `sequences`: each sequence by itself, nothing shared.
 
-    bytes_per_token: keys and values of one token in all layers of the group.
+    bytes_per_token:        keys and values of one token in all layers of the group, as blocks hold them.
+    padded_bytes_per_token: the same in mlx-lm's batch, which is never quantised.
     """
 
     group: LayerGroup
     bytes_per_token: int
+    padded_bytes_per_token: int
     sequences: tuple[Comparison, ...]
     tokens: Comparison
 
     @property
     def bytes(self) -> Comparison:
-        return self.tokens.times(self.bytes_per_token)
+        return self.tokens.times(self.padded_bytes_per_token, self.bytes_per_token)
 
     def as_dict(self) -> dict[str, Any]:
         return {
             "group": self.group.name,
             "layers": len(self.group.layers),
             "bytes_per_token": self.bytes_per_token,
+            "padded_bytes_per_token": self.padded_bytes_per_token,
             "sequences": [s.as_dict() for s in self.sequences],
             "tokens": self.tokens.as_dict(),
             "bytes": self.bytes.as_dict(),
@@ -166,9 +169,12 @@ def _group_memory(spec: ModelCacheSpec, group: LayerGroup, lengths: Sequence[int
     if held is not None:
         least = spec.blocks(longest, group.layer)
         assert held >= least, f"{group.name}: {held} blocks held < {least} of the longest sequence, {longest} tokens"
-        tokens = Comparison(tokens.padded, tokens.grown, _shared(sequences, held * BLOCK_TOKENS))
-    per_token = len(group.layers) * spec.bytes_per_token_per_layer(group.layer)
-    return GroupMemory(group, per_token, sequences, tokens)
+        pool = _shared(sequences, held * BLOCK_TOKENS)
+        tokens = Comparison(tokens.padded, tokens.grown, pool, tokens.padded.used - pool.used)
+    pool_bytes, padded_bytes = (
+        len(group.layers) * of.bytes_per_token_per_layer(group.layer) for of in (spec, spec.with_bits(None))
+    )
+    return GroupMemory(group, pool_bytes, padded_bytes, sequences, tokens)
 
 
 def _sequence(spec: ModelCacheSpec, layer: FullLayer, length: int, longest: int) -> Comparison:

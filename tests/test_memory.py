@@ -14,6 +14,7 @@ from hypothesis import strategies as st
 from kv.arrays import make_slabs
 from mlx_lm.models.cache import KVCache, RotatingKVCache
 
+from mlx_blockpool.config import KVBits
 from mlx_blockpool.errors import BlockpoolError, SpecError
 from mlx_blockpool.kv.arena import KVArena
 from mlx_blockpool.kv.factory import pooled_caches
@@ -58,7 +59,7 @@ def test_three_agents_waste_6300_tokens_padded_and_188_in_blocks() -> None:
 def test_bytes_shares_and_ratio_of_three_agents() -> None:
     report = batch_memory(TINY, [500, 4000, 1200])
     of = report.bytes
-    assert of == report.groups[0].bytes == report.groups[0].tokens.times(1024)
+    assert of == report.groups[0].bytes == report.groups[0].tokens.times(1024, 1024)
     assert (of.padded.allocated, of.padded.used, of.padded.waste) == (12_000 * KIB, 5700 * KIB, 6300 * KIB)
     assert (of.pool.allocated, of.pool.used, of.pool.waste) == (5888 * KIB, 5700 * KIB, 188 * KIB)
     assert of.padded.waste_share == 6300 / 12_000 == 0.525
@@ -66,6 +67,21 @@ def test_bytes_shares_and_ratio_of_three_agents() -> None:
     assert of.pool.utilisation == 5700 / 5888
     assert of.saved == (12_000 - 5888) * KIB
     assert of.ratio == 12_000 / 5888
+
+
+def test_blocks_are_quantised_and_mlx_lms_batch_is_not() -> None:
+    # 4 layers * 2 heads * (32 + 32) values of 1 byte, and a scale and a bias of 2 bytes for each 32 of them
+    spec, per_token = TINY.with_bits(KVBits(8, 8)), 4 * 2 * 2 * (32 + 4)
+    report, before = batch_memory(spec, [500, 4000, 1200]), batch_memory(TINY, [500, 4000, 1200])
+    (group,) = report.groups
+    assert (group.bytes_per_token, group.padded_bytes_per_token) == (per_token, 1024) == (576, 1024)
+    assert (report.bytes.padded, report.bytes.grown) == (before.bytes.padded, before.bytes.grown)
+    assert report.bytes.pool == Allocation(5888 * 576, 5700 * 576)
+    assert report.bytes.saved == 12_000 * 1024 - 5888 * 576
+    # Two whole blocks of the first sequence are shared by the second.
+    shared = batch_memory(spec, [600, 700], [4]).bytes
+    assert shared.shared == 512 * 1024
+    assert shared.pool.used == (600 + 700 - 512) * 576
 
 
 def test_gemma_windows_are_padded_to_1024_tokens_at_most() -> None:
