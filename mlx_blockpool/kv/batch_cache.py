@@ -22,7 +22,7 @@ class PooledBatchCache(BaseCache):  # type: ignore[misc]
     def __init__(self, members: list[Any]) -> None:
         self.members: list[PooledLayer] = list(members)
         self._lengths: list[int] | None = None
-        self._prompts: list[tuple[int, View | None, Any]] = []
+        self._prompts: list[tuple[int, Any]] = []
         self._step: Step | None = None
 
     def __deepcopy__(self, memo: dict[int, Any]) -> PooledBatchCache:
@@ -61,8 +61,9 @@ class PooledBatchCache(BaseCache):  # type: ignore[misc]
         for i, member in enumerate(self.members):
             count = n if self._lengths is None else max(0, min(n, self._lengths[i]))
             mask = _mask(member, count)
-            written = member.write(keys[i : i + 1, :, :count], values[i : i + 1, :, :count]) if count else None
-            self._prompts.append((count, written, mask))
+            if count:
+                member.write(keys[i : i + 1, :, :count], values[i : i + 1, :, :count])
+            self._prompts.append((count, mask))
         if self._lengths is not None:
             self._lengths = [length - n for length in self._lengths]
         return keys, values
@@ -90,10 +91,10 @@ class PooledBatchCache(BaseCache):  # type: ignore[misc]
         n, dim = queries.shape[2], values.shape[3]
         prompts, self._prompts = self._prompts, []
         outputs = []
-        for i, (member, (count, written, own_mask)) in enumerate(zip(self.members, prompts, strict=True)):
+        for i, (member, (count, own_mask)) in enumerate(zip(self.members, prompts, strict=True)):
             parts = []
             if count:
-                read = written or member.keys_and_values()
+                read = member.keys_and_values()
                 parts.append(member.attend(queries[i : i + 1, :, :count], *read, scale, own_mask, sinks))
             if count < n:
                 parts.append(mx.zeros((1, queries.shape[1], n - count, dim), queries.dtype))

@@ -17,6 +17,7 @@ from ..system import memory_bytes
 from .arena import KVArena
 from .layer_caches import PooledKVCache, PooledRotatingKVCache
 from .parts import PooledCacheList, PooledChunkedKVCache, UnusedKVCache
+from .quantised_caches import PooledQuantizedKVCache
 from .sequence import SequenceBlocks
 from .state_caches import PooledArraysCache
 
@@ -142,4 +143,7 @@ def _pooled(sequence: SequenceBlocks, layer: LayerSpec, leaves: Iterator[int]) -
         return UnusedKVCache()
     if isinstance(layer, ChunkLayer):
         return PooledChunkedKVCache(sequence, leaf)
-    return (PooledRotatingKVCache if isinstance(layer, WindowLayer) else PooledKVCache)(sequence, leaf)
+    if isinstance(layer, WindowLayer):
+        return PooledRotatingKVCache(sequence, leaf)
+    keys, values = sequence.arena.spec.forms(layer)
+    return (PooledKVCache if keys is None or keys != values else PooledQuantizedKVCache)(sequence, leaf)

@@ -5,16 +5,17 @@ from __future__ import annotations
 from typing import Any
 
 import mlx.core as mx
-from mlx_lm.models.cache import ArraysCache, ChunkedKVCache, KVCache, RotatingKVCache
+from mlx_lm.models.cache import ArraysCache, ChunkedKVCache, KVCache, QuantizedKVCache, RotatingKVCache
 
 from .arena import KVArena
 from .factory import pooled_caches
 from .layer_caches import PooledLayer
 from .parts import UnusedKVCache, leaves_of, tokens_held
+from .rows import columns
 from .sequence import SequenceBlocks
 
 # Of the classes that a pooled cache extends, the most special one first.
-_STOCK = (ChunkedKVCache, RotatingKVCache, KVCache, ArraysCache)
+_STOCK = (QuantizedKVCache, ChunkedKVCache, RotatingKVCache, KVCache, ArraysCache)
 
 
 class Intake:
@@ -34,7 +35,7 @@ class Intake:
         if self._leaves:
             mine, their = self._leaves.pop()
             if not isinstance(mine, UnusedKVCache):
-                mine.state = their.state
+                mine.state = _given(mine, their)
             if isinstance(mine, PooledLayer):
                 mx.eval(mine.state)
         return bool(self._leaves)
@@ -64,11 +65,18 @@ def why_not(arena: KVArena, theirs: list[Any]) -> str | None:
     return None
 
 
+def _given(mine: Any, their: Any) -> Any:
+    """The state that a leaf takes over; of another pool the words, which quantised again would be others."""
+    own = isinstance(mine, PooledLayer) and isinstance(their, PooledLayer) and their.forms == mine.forms
+    return their.held() if own else their.state
+
+
 def _why_not_leaf(arena: KVArena, mine: Any, their: Any) -> str | None:
     stock = next(cls for cls in _STOCK if isinstance(mine, cls))
     # Beside the padded keys of a batch, the states of its members are pooled ones.
     if type(their) not in (stock, type(mine)):
-        return f"is a {type(their).__name__}; {arena.spec.model_id} has a {stock.__name__} there."
+        hint = f" Call to_quantized({mine.group_size}, {mine.bits}) on it." if stock is QuantizedKVCache else ""
+        return f"is a {type(their).__name__}; {arena.spec.model_id} has a {stock.__name__} there.{hint}"
     if stock is ArraysCache:
         rows = {array.shape[0] for array in their.cache if array is not None}
         if len(mine.cache) != len(their.cache) or not rows <= {1}:
@@ -76,9 +84,13 @@ def _why_not_leaf(arena: KVArena, mine: Any, their: Any) -> str | None:
         return None
     if stock is RotatingKVCache and (their.keep, their.max_size) != (mine.keep, mine.max_size):
         return f"has a window of {their.max_size} tokens that keeps {their.keep}; the pool's {mine.max_size} and {mine.keep}."
+    if stock is QuantizedKVCache and (their.bits, their.group_size) != (mine.bits, mine.group_size):
+        return f"is in {their.bits} bits, groups of {their.group_size}; the pool's {mine.bits} and {mine.group_size}."
     if not isinstance(mine, PooledLayer) or their.keys is None:
         return None
-    layer = mine.place.layer
-    needed = [(1, layer.kv_heads, layer.key_dim, arena.dtype), (1, layer.kv_heads, layer.value_dim, arena.dtype)]
-    found = [(*array.shape[:2], array.shape[3], array.dtype) for array in (their.keys, their.values)]
+    layer, forms = mine.place.layer, mine.forms if stock is QuantizedKVCache else (None, None)
+    dims = zip((layer.key_dim, layer.value_dim), forms, strict=True)
+    needed = [(1, layer.kv_heads, width, of) for dim, form in dims for width, of in columns(dim, arena.dtype, form)]
+    given = [array for rows in (their.keys, their.values) for array in (rows if isinstance(rows, tuple | list) else [rows])]
+    found = [(*array.shape[:2], array.shape[3], array.dtype) for array in given]
     return None if found == needed else f"has keys and values of (batch, heads, dim, dtype) {found}; the pool's are {needed}."

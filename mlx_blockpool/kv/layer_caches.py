@@ -7,7 +7,6 @@ Owned by the generation thread.
 from __future__ import annotations
 
 import sys
-from collections.abc import Iterator
 from types import FrameType
 from typing import Any
 
@@ -17,28 +16,33 @@ from mlx_lm.models.cache import BatchKVCache, BatchRotatingKVCache, KVCache, Rot
 
 from ..mlx_lm_compat import saved_as
 from ..spec import WindowLayer
-from .rows import Rows, View, dense
+from .rows import Rows, View, dense, each, in_form, joined, tokens
 from .runs import attend_runs
+from .saved_state import GatheredState, taken
 from .sequence import SequenceBlocks, SequenceCache, join
-from .state_caches import copied
+
+UNQUANTISED = (None, None)
 
 
 class PooledLayer(SequenceCache):
-    """What both have in common. Subclasses say where tokens go (write) and how many places are read (size).
+    """What all have in common. Subclasses say where tokens go (write) and how many places are read (size).
 
+    forms:         how its blocks hold keys and values; None: as the model computes them.
     first_held:    tokens before it are in no block: the state that was assigned lacks them.
-    reads_runs:    whether one token attends to all that is held, which may lie in several runs.
+    _attended:     what the last tokens attended to, if that is more than is held: layers that share this cache read it in the
+                   same pass.
     _stock_batch:  mlx-lm's class of a batch.
     """
 
     offset: int
     first_held = 0
-    reads_runs = True
+    _attended: View | None = None
     _stock_batch: Any
 
     def __init__(self, sequence: SequenceBlocks, layer: int) -> None:
         self.sequence = sequence
         self.place = sequence.arena.places[layer]
+        self.forms = sequence.arena.spec.forms(self.place.layer)
         self.layer = layer
         self.offset = 0
         sequence.add_layer(self)
@@ -55,19 +59,20 @@ class PooledLayer(SequenceCache):
                 f"A pooled cache holds one sequence and was given a batch of {keys.shape[0]}. "
                 "Make one cache for each sequence and merge() them, as batch_generate does."
             )
-        return self.write(keys, values) or self.keys_and_values()
+        self.write(keys, values)
+        return self.keys_and_values()
 
-    def write(self, keys: mx.array, values: mx.array) -> View | None:
-        """The first half of update_and_fetch: no view of a slab is left behind. Returns what to attend to, or None for all."""
+    def write(self, keys: mx.array, values: mx.array) -> None:
+        """The first half of update_and_fetch: no view of a slab is left behind."""
         arena = self.sequence.arena
         if self.layer == arena.first:
             arena.check_dtype(keys)
             if keys.shape[2] > 1 or arena.decode.synchronous:
                 # A decode step in flight still reads the slabs; writing now would copy them.
                 mx.synchronize()
-        return self._write(keys, values)
+        self._write(keys, values)
 
-    def _write(self, keys: mx.array, values: mx.array) -> View | None:
+    def _write(self, keys: mx.array, values: mx.array) -> None:
         raise NotImplementedError
 
     def next_place(self) -> int:
@@ -94,9 +99,9 @@ class PooledLayer(SequenceCache):
 
     def attend(self, queries: mx.array, keys: Rows, values: Rows, scale: float, mask: Any, sinks: Any) -> mx.array:
         """Attention of queries [1, heads, n, dim]; keys and values are what update_and_fetch returned."""
-        one = self.reads_runs and queries.shape[2] == 1 and mask is None
+        one = queries.shape[2] == 1 and mask is None
         if one and len(self.sequence.slab_runs(self.place.group, self.size())) > 1:
-            return attend_runs(queries, self.views(), scale, sinks)
+            return attend_runs(queries, self.attended(), scale, sinks)
         out: mx.array = scaled_dot_product_attention(
             queries, dense(keys), dense(values), None, scale=scale, mask=mask, sinks=sinks
         )
@@ -106,51 +111,56 @@ class PooledLayer(SequenceCache):
         """Keys and values of each run, in the order in which they are stored."""
         return self.sequence.read(self.place, self.size())
 
+    def attended(self) -> list[View]:
+        """Keys and values that the last tokens attend to, in one piece or several."""
+        return self.views() if self._attended is None else [self._attended]
+
     def keys_and_values(self) -> View:
-        return join(self.views())
+        return join(self.attended())
 
     @property
-    def keys(self) -> Rows | None:
-        return None if self.empty() else join(self.views())[0]
+    def keys(self) -> Any:
+        return None if self.empty() else self._saved(join(self.views())[0])
 
     @keys.setter
-    def keys(self, keys: Rows) -> None:
+    def keys(self, keys: Any) -> None:
         if not _is_put_back(sys._getframe(1)):
-            self._assign(keys, self.values)
+            self._assign(keys, None if self.empty() else join(self.views())[1])
 
     @property
-    def values(self) -> Rows | None:
-        return None if self.empty() else join(self.views())[1]
+    def values(self) -> Any:
+        return None if self.empty() else self._saved(join(self.views())[1])
 
     @values.setter
-    def values(self, values: Rows) -> None:
+    def values(self, values: Any) -> None:
         if not _is_put_back(sys._getframe(1)):
-            self._assign(self.keys, values)
+            self._assign(None if self.empty() else join(self.views())[0], values)
 
     def _assign(self, keys: Any, values: Any) -> None:
         """Write keys and values over those of all tokens that are read."""
+        self._attended = None
         if keys is None or values is None:
             raise ValueError(
                 "This pooled cache is empty: keys and values that are assigned one after the other have no place in it yet. "
                 "Assign its `state`, or call mlx_blockpool.from_stock()."
             )
-        size = self.size()
-        self._write_over(keys, values, min(size, keys.shape[2]))
+        keys = self._rows(keys)
+        self._write_over(keys, values, min(self.size(), keys.shape[2]))
 
-    def _write_over(self, keys: mx.array, values: mx.array, size: int, start: int = 0) -> None:
-        """Write the first `size` tokens of given arrays at token `start` of the table. Raises ValueError if they do not fit."""
-        layer = self.place.layer
-        for name, array, dim in (("keys", keys, layer.key_dim), ("values", values, layer.value_dim)):
-            found, needed = (*array.shape[:2], array.shape[-1]), (1, layer.kv_heads, dim)
-            if array.ndim != 4 or found != needed or array.shape[2] < size or array.dtype != self.sequence.arena.dtype:
-                raise ValueError(
-                    f"This layer takes {name} of shape {(1, layer.kv_heads, size, dim)} in {self.sequence.arena.dtype}; "
-                    f"those given are {array.shape} in {array.dtype}."
-                )
-        # What is given may be a view of the blocks, and a step in flight may read them: either would have the slab copied.
-        given = copied([keys[..., :size, :], values[..., :size, :]])
+    def _write_over(self, keys: Any, values: Any, size: int, start: int = 0) -> None:
+        """Write the first `size` tokens of given keys and values at token `start` of the table.
+
+        Arrays are quantised if the blocks are; words stay as they are. Raises ValueError if they do not fit.
+        """
+        layer, dtype = self.place.layer, self.sequence.arena.dtype
+        shapes = [(1, layer.kv_heads, size, dim) for dim in (layer.key_dim, layer.value_dim)]
+        rows = [
+            taken(name, self._rows(given), shape, dtype, form)
+            for name, given, shape, form in zip(("keys", "values"), (keys, values), shapes, self.forms, strict=True)
+        ]
+        # A step in flight may read the blocks: writing now would have the slab copied.
         mx.synchronize()
-        self.sequence.write(self.place, start, *given)
+        self.sequence.write(self.place, start, *rows)
 
     def size(self) -> int:
         raise NotImplementedError
@@ -194,43 +204,65 @@ class PooledLayer(SequenceCache):
         for cache in pooled:
             # mlx-lm's batch never reads an empty cache, whose blocks may have been released.
             cache.sequence.need_blocks()
-        return len(pooled) == len(caches) and all(cache.sequence.arena.ragged for cache in pooled)
+        ragged = len(pooled) == len(caches) and all(cache.sequence.arena.ragged for cache in pooled)
+        forms = {cache.forms for cache in pooled}
+        if len(forms) > 1 or (not ragged and forms != {UNQUANTISED}):
+            raise ValueError(
+                "Quantised keys and values run in a batch only with others in the same bits, and if the model was attached. Give "
+                "each sequence a cache of the same pool, and open the pool with open_pool(), which attaches its model."
+            )
+        return ragged
 
-    def _state(self, views: list[View], *rest: Any) -> Any:
-        """(keys, values, *rest) as mlx-lm has them; of several runs they are gathered when they are read."""
-        if self.empty():
-            self.sequence.need_blocks()
-            return None, None, *rest
-        return (*views[0], *rest) if len(views) == 1 else GatheredState(views, rest)
+    def to_quantized(self, group_size: int = 64, bits: int = 4) -> Any:
+        """In a pool of these bits the cache itself, in one without any what mlx-lm's class makes; else raises ValueError."""
+        own = self.sequence.arena.spec.bits
+        if own is None:
+            return super().to_quantized(group_size=group_size, bits=bits)  # type: ignore[misc]
+        if (own.keys, own.values, own.group_size) != (bits, bits, group_size):
+            raise ValueError(
+                f"Keys are in {own.keys} bits here and values in {own.values}, in groups of {own.group_size}. For {bits} bits in "
+                f"groups of {group_size} open a pool with PoolConfig(bits=KVBits({bits}, {bits}, {group_size}))."
+            )
+        return self
 
+    @property
+    def state(self) -> Any:
+        """(keys, values, offset, ..) as mlx-lm's class has them; of several runs they are gathered when they are read.
 
-class GatheredState:
-    """(keys, values, *rest) of a layer that lies in several runs; reading one gathers it into one array.
+        So they are dequantised where that class cannot hold words. Reading it ends a pass.
+        """
+        self._attended = None
+        if self.empty() or (len(self.views()) == 1 and self.forms == UNQUANTISED):
+            return self.held()
+        return GatheredState(self.attended(), self._position(), self._saved)
 
-    To isinstance() it is a tuple, so that mlx.utils and mlx-lm look into it. mx.eval() does not, and gathers nothing: the runs
-    were evaluated where they lie.
-    """
+    @state.setter
+    def state(self, state: tuple[Any, ...]) -> None:
+        self._take(*state)
 
-    def __init__(self, views: list[View], rest: tuple[Any, ...]) -> None:
-        mx.eval(views)
-        self._views = views
-        self._rest = rest
+    def held(self) -> tuple[Any, ...]:
+        """The state with keys and values as the blocks hold them: another cache of the same forms takes them as they are."""
+        self._attended = None
+        self.sequence.need_blocks()
+        keys, values = (None, None) if self.empty() else self.keys_and_values()
+        return keys, values, *self._position()
 
-    @property  # type: ignore[misc]
-    def __class__(self) -> type:
-        return tuple
+    def _position(self) -> tuple[Any, ...]:
+        """What follows keys and values in a state."""
+        raise NotImplementedError
 
-    def __len__(self) -> int:
-        return 2 + len(self._rest)
+    def _take(self, *state: Any) -> None:
+        """Write a state over what it holds. Raises ValueError if it does not fit."""
+        raise NotImplementedError
 
-    def __getitem__(self, index: Any) -> Any:
-        return tuple(self)[index]
+    def _saved(self, rows: Rows) -> Any:
+        """Keys or values as mlx-lm's class has them."""
+        return dense(rows)
 
-    def __iter__(self) -> Iterator[Any]:
-        return iter((*join(self._views), *self._rest))
-
-    def __reduce__(self) -> tuple[Any, ...]:
-        return tuple, (tuple(self),)
+    def _rows(self, given: Any) -> Rows:
+        """The other way round. Words stay words, whatever the class."""
+        rows: Rows = given
+        return rows
 
 
 @saved_as(KVCache)
@@ -256,14 +288,10 @@ class PooledKVCache(PooledLayer, KVCache):  # type: ignore[misc]
     def size(self) -> int:
         return self.offset
 
-    @property
-    def state(self) -> tuple[Any, ...]:
-        """(keys, values, offset), as KVCache has them: views where the sequence is one run."""
-        state: tuple[Any, ...] = self._state([] if self.empty() else self.views(), self.offset)
-        return state
+    def _position(self) -> tuple[int, ...]:
+        return (self.offset,)
 
-    @state.setter
-    def state(self, state: tuple[Any, ...]) -> None:
+    def _take(self, *state: Any) -> None:
         keys, values, offset = state
         if offset:
             self._write_over(keys, values, offset)
@@ -288,8 +316,6 @@ class PooledRotatingKVCache(PooledLayer, RotatingKVCache):  # type: ignore[misc]
         self.max_size = self.place.layer.max_size
         self.keep = self.place.layer.keep
         self._idx = 0
-        # What several tokens were attended with beyond the wrap: layers that share this cache read it in the same pass.
-        self._attended: View | None = None
 
     @property
     def ring_index(self) -> int:
@@ -302,12 +328,12 @@ class PooledRotatingKVCache(PooledLayer, RotatingKVCache):  # type: ignore[misc]
     def size(self) -> int:
         return min(self.offset, self.max_size)
 
-    def keys_and_values(self) -> View:
-        return self._attended or super().keys_and_values()
-
-    def _write(self, keys: mx.array, values: mx.array) -> View | None:
-        self._attended = self._write_one(keys, values) if keys.shape[2] == 1 else self._write_many(keys, values)
-        return self._attended
+    def _write(self, keys: mx.array, values: mx.array) -> None:
+        self._attended = None
+        if keys.shape[2] == 1:
+            self._write_one(keys, values)
+        else:
+            self._write_many(keys, values)
 
     def next_place(self) -> int:
         if self.offset < self.max_size:
@@ -322,48 +348,45 @@ class PooledRotatingKVCache(PooledLayer, RotatingKVCache):  # type: ignore[misc]
         self._idx = self.next_place() + 1
         self.offset += 1
 
-    def _write_one(self, keys: mx.array, values: mx.array) -> View | None:
+    def _write_one(self, keys: mx.array, values: mx.array) -> None:
         self.sequence.write(self.place, self.next_place(), keys, values)
         self.advance()
-        return None
 
-    def _write_many(self, keys: mx.array, values: mx.array) -> View | None:
-        """Each of several tokens sees max_size tokens: beyond the wrap more are returned than the ring keeps."""
+    def _write_many(self, keys: mx.array, values: mx.array) -> None:
+        """Each of several tokens sees max_size tokens: beyond the wrap they attend to more than the ring keeps."""
         before, count = self.size(), keys.shape[2]
         self.offset += count
         if self.offset <= self.max_size:
             self.sequence.write(self.place, before, keys, values)
             self._idx = self.offset
-            return None
-        if before:
-            old = [self._last_tokens(a, self.max_size - 1) for a in self._temporal(before)]
-            # Evaluated now: a lazy copy would be a reader of the slab while the ring is written.
-            mx.eval(old)
-            keys, values = (mx.concatenate(list(pair), axis=2) for pair in zip(old, (keys, values), strict=True))
-        self.sequence.write(self.place, 0, self._last_tokens(keys, self.max_size), self._last_tokens(values, self.max_size))
+            return
+        # What goes back into the ring is moved as it is: quantised again, words would be others.
+        new = in_form(keys, self.forms[0]), in_form(values, self.forms[1])
+        self._attended = self._after(before, new) if before else new
+        last = [self._last_tokens(rows, self.max_size) for rows in self._attended]
+        self.sequence.write(self.place, 0, *last)
         self._idx = self.max_size
+
+    def _after(self, before: int, new: View) -> View:
+        """What new tokens attend to behind the `before` tokens of the ring."""
+        ring = join(self.sequence.read(self.place, before))
+        old = [self._last_tokens(each(self._temporal_order, rows), self.max_size - 1) for rows in ring]
+        # Evaluated now: a lazy copy would be a reader of the slab while the ring is written.
+        mx.eval(old)
+        keys, values = (joined(list(pair), 2) for pair in zip(old, new, strict=True))
         return keys, values
 
-    def _temporal(self, size: int) -> list[mx.array]:
-        return [self._temporal_order(a) for a in join(self.sequence.read(self.place, size))]
-
-    def _last_tokens(self, array: mx.array, count: int) -> mx.array:
+    def _last_tokens(self, rows: Rows, count: int) -> Rows:
         """The first `keep` and the last of a stretch in temporal order, `count` in all; a copy where it is shorter."""
-        surplus = array.shape[2] - count
+        surplus = rows.shape[2] - count
         if surplus <= 0:
-            return mx.contiguous(array)
-        return mx.concatenate([array[..., : self.keep, :], array[..., self.keep + surplus :, :]], axis=2)
+            return each(mx.contiguous, rows)
+        return joined([tokens(rows, 0, self.keep), tokens(rows, self.keep + surplus)], 2)
 
-    @property
-    def state(self) -> tuple[Any, ...]:
-        """(keys, values, offset, keep, max_size, ring index), as RotatingKVCache has them. Reading it ends a pass."""
-        self._attended = None
-        views = [] if self.empty() else self.views()
-        state: tuple[Any, ...] = self._state(views, self.offset, self.keep, self.max_size, self._idx)
-        return state
+    def _position(self) -> tuple[int, ...]:
+        return self.offset, self.keep, self.max_size, self._idx
 
-    @state.setter
-    def state(self, state: tuple[Any, ...]) -> None:
+    def _take(self, *state: Any) -> None:
         keys, values, offset, keep, max_size, index = state
         if (keep, max_size) != (self.keep, self.max_size):
             raise ValueError(
@@ -371,15 +394,11 @@ class PooledRotatingKVCache(PooledLayer, RotatingKVCache):  # type: ignore[misc]
                 f"tokens and keep {self.keep}."
             )
         if offset:
-            keys, values = (self._last_tokens(a[..., :offset, :], max_size) for a in (keys, values))
+            keys, values = (self._last_tokens(tokens(rows, 0, offset), max_size) for rows in (keys, values))
             self._write_over(keys, values, min(offset, max_size))
         self._attended = None
         self.offset, self._idx = offset, min(index, max_size)
         self.sequence.cut(self.place.group, self.size())
-
-    def _assign(self, keys: Any, values: Any) -> None:
-        self._attended = None
-        super()._assign(keys, values)
 
     def trim(self, n: int) -> int:
         """Raises ValueError once the window is full: what it held before is gone."""

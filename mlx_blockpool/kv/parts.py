@@ -48,8 +48,6 @@ class PooledChunkedKVCache(PooledKVCache, ChunkedKVCache):  # type: ignore[misc]
     """
 
     _stock = ChunkedKVCache
-    # Runs begin before the chunk does.
-    reads_runs = False
 
     def __init__(self, sequence: SequenceBlocks, layer: int) -> None:
         super().__init__(sequence, layer)
@@ -60,29 +58,24 @@ class PooledChunkedKVCache(PooledKVCache, ChunkedKVCache):  # type: ignore[misc]
     def maybe_trim_front(self) -> None:
         self.start_position = max(self.start_position, self.offset - self.chunk_size)
 
-    def keys_and_values(self) -> View:
-        keys, values = super().keys_and_values()
-        return tokens(keys, self.start_position), tokens(values, self.start_position)
+    def attended(self) -> list[View]:
+        start, views = self.start_position, []
+        for keys, values in self.views():
+            count = keys.shape[2]
+            if start < count:
+                views.append((tokens(keys, start), tokens(values, start)))
+            start = max(0, start - count)
+        return views
 
     def trim(self, n: int) -> int:
         n = int(ChunkedKVCache.trim(self, n))
         self.sequence.cut(self.place.group, self.size())
         return n
 
-    @property
-    def state(self) -> tuple[Any, ...]:
-        """(keys, values, offset, chunk_size, start_position) as ChunkedKVCache has them."""
-        start, views = self.start_position, []
-        for keys, values in [] if self.empty() else self.views():
-            count = keys.shape[2]
-            if start < count:
-                views.append((tokens(keys, start), tokens(values, start)))
-            start = max(0, start - count)
-        state: tuple[Any, ...] = self._state(views, self.offset, self.chunk_size, self.start_position)
-        return state
+    def _position(self) -> tuple[int, ...]:
+        return self.offset, self.chunk_size, self.start_position
 
-    @state.setter
-    def state(self, state: tuple[Any, ...]) -> None:
+    def _take(self, *state: Any) -> None:
         keys, values, offset, chunk_size, start = state
         if offset:
             self._write_over(keys, values, offset - start, start)

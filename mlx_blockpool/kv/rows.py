@@ -65,6 +65,14 @@ def as_rows(arrays: list[mx.array], form: Form | None) -> Rows:
     return Quantised(packed, scales, biases, form)
 
 
+def columns(dim: int, dtype: mx.Dtype, form: Form | None) -> list[tuple[int, mx.Dtype]]:
+    """Width and type of each array that holds rows of `dim` values."""
+    if form is None:
+        return [(dim, dtype)]
+    groups = dim // form.group_size
+    return [(dim * form.bits // 32, mx.uint32), (groups, dtype), (groups, dtype)]
+
+
 def each(function: Callable[..., mx.array], *rows: Rows) -> Rows:
     """What `function` makes of the arrays of rows of one form: slices, copies and concatenations along any axis but the last."""
     forms = {r.form if isinstance(r, Quantised) else None for r in rows}

@@ -9,7 +9,7 @@ from __future__ import annotations
 import mlx.core as mx
 
 from ..spec import BLOCK_TOKENS, Form, FullLayer
-from .rows import Rows, View, arrays_of, as_rows, in_form
+from .rows import Rows, View, arrays_of, as_rows, columns, in_form
 
 
 class Slab:
@@ -24,8 +24,10 @@ class Slab:
         shape = (1, layer.kv_heads, blocks * BLOCK_TOKENS)
         self.blocks = blocks
         self.forms = forms
-        self.keys = [_zeros((*shape, layer.key_dim), dtype, forms[0]) for _ in range(layers)]
-        self.values = [_zeros((*shape, layer.value_dim), dtype, forms[1]) for _ in range(layers)]
+        self.keys, self.values = (
+            [[mx.zeros((*shape, width), of) for width, of in columns(dim, dtype, form)] for _ in range(layers)]
+            for dim, form in zip((layer.key_dim, layer.value_dim), forms, strict=True)
+        )
         mx.eval(self.keys, self.values)
 
     def arrays(self) -> list[mx.array]:
@@ -68,11 +70,3 @@ class Slab:
         """The arrays of the group's layer `index`, each with what is to be written in it."""
         keys, values = self.as_written(keys, values)
         return list(zip(self.keys[index] + self.values[index], arrays_of(keys) + arrays_of(values), strict=True))
-
-
-def _zeros(shape: tuple[int, ...], dtype: mx.Dtype, form: Form | None) -> list[mx.array]:
-    if form is None:
-        return [mx.zeros(shape, dtype)]
-    *rest, dim = shape
-    packed, scales = dim * form.bits // 32, dim // form.group_size
-    return [mx.zeros((*rest, packed), mx.uint32), mx.zeros((*rest, scales), dtype), mx.zeros((*rest, scales), dtype)]

@@ -32,7 +32,7 @@ from ..hashing import encode
 from ..kv.arena import KVArena
 from ..kv.intake import why_not
 from ..kv.layer_caches import PooledLayer, PooledRotatingKVCache
-from ..kv.parts import as_stock, leaves_of, sequence_of, state_caches
+from ..kv.parts import leaves_of, sequence_of, state_caches
 from ..kv.sequence import SequenceBlocks
 from ..kv.state_caches import copied
 from ..spec import BLOCK_TOKENS
@@ -206,7 +206,7 @@ class PrefixCache:
         sequence = sequence_of(caches)
         if sequence is not None and sequence.arena is not self.arena:
             # Its block ids are another pool's.
-            sequence, caches = None, as_stock(caches)
+            sequence = None
         if sequence is None:
             imported = self._import(caches)
             if imported is None or not self.release(tokens, imported, kind, policy):

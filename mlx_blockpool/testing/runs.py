@@ -10,6 +10,7 @@ import numpy as np
 
 from ..kv.layer_caches import PooledLayer, PooledRotatingKVCache
 from ..kv.parts import leaves_of
+from ..kv.rows import arrays_of
 from ..kv.state_caches import PooledArraysCache
 from .outcome import ConformanceError, NotCheckedError
 from .subject import Subject
@@ -89,10 +90,14 @@ def content(caches: list[Any]) -> list[bytes]:
         if isinstance(leaf, PooledArraysCache):
             found += [b"" if array is None else _bytes(array) for array in leaf.cache]
         elif isinstance(leaf, PooledRotatingKVCache) and not leaf.empty():
-            found += [_bytes(leaf._temporal_order(a)) for a in (leaf.keys, leaf.values)]
+            found += [_bytes(leaf._temporal_order(array)) for array in _arrays(leaf)]
         elif isinstance(leaf, PooledLayer) and not leaf.empty():
-            found += [_bytes(a) for a in (leaf.keys, leaf.values)]
+            found += [_bytes(array) for array in _arrays(leaf)]
     return found
+
+
+def _arrays(leaf: PooledLayer) -> list[mx.array]:
+    return [array for rows in leaf.held()[:2] for array in arrays_of(rows)]
 
 
 def _bytes(array: Any) -> bytes:
