@@ -12,7 +12,7 @@ import mlx.core as mx
 
 from ..mlx_lm_compat import BaseCache
 from .decode_attention import Step, step_of
-from .layer_caches import PooledLayer
+from .layer_caches import PooledLayer, need_one_form
 from .rows import Rows, View, concatenated
 
 
@@ -126,6 +126,7 @@ class PooledBatchCache(BaseCache):  # type: ignore[misc]
                 f"A batch of pooled caches cannot take in a {type(other).__name__}. Insert sequences whose caches are all from "
                 "mlx_blockpool.make_prompt_cache(), or all from mlx-lm's."
             )
+        need_one_form(self.members[:1] + other.members[:1])
         self.members = self.members + other.members
 
     def extract(self, idx: int) -> Any:

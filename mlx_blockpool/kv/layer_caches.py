@@ -7,6 +7,7 @@ Owned by the generation thread.
 from __future__ import annotations
 
 import sys
+from collections.abc import Iterable
 from types import FrameType
 from typing import Any
 
@@ -205,11 +206,11 @@ class PooledLayer(SequenceCache):
             # mlx-lm's batch never reads an empty cache, whose blocks may have been released.
             cache.sequence.need_blocks()
         ragged = len(pooled) == len(caches) and all(cache.sequence.arena.ragged for cache in pooled)
-        forms = {cache.forms for cache in pooled}
-        if len(forms) > 1 or (not ragged and forms != {UNQUANTISED}):
+        need_one_form(pooled)
+        if not ragged and any(cache.forms != UNQUANTISED for cache in pooled):
             raise ValueError(
-                "Quantised keys and values run in a batch only with others in the same bits, and if the model was attached. Give "
-                "each sequence a cache of the same pool, and open the pool with open_pool(), which attaches its model."
+                "A padded batch of mlx-lm's cannot hold quantised keys and values. Attach the model, as open_pool() does, and "
+                "make the caches of all sequences with mlx_blockpool.make_prompt_cache()."
             )
         return ragged
 
@@ -220,8 +221,8 @@ class PooledLayer(SequenceCache):
             return super().to_quantized(group_size=group_size, bits=bits)  # type: ignore[misc]
         if (own.keys, own.values, own.group_size) != (bits, bits, group_size):
             raise ValueError(
-                f"Keys are in {own.keys} bits here and values in {own.values}, in groups of {own.group_size}. For {bits} bits in "
-                f"groups of {group_size} open a pool with PoolConfig(bits=KVBits({bits}, {bits}, {group_size}))."
+                f"Keys are in {own.keys or 16} bits here and values in {own.values or 16}, in groups of {own.group_size}. For "
+                f"{bits} bits in groups of {group_size} open a pool with PoolConfig(bits=KVBits({bits}, {bits}, {group_size}))."
             )
         return self
 
@@ -405,6 +406,12 @@ class PooledRotatingKVCache(PooledLayer, RotatingKVCache):  # type: ignore[misc]
         if n > 0 and not self.is_trimmable():
             raise ValueError(f"A window of {self.max_size} tokens that is full cannot be trimmed: the tokens before are gone.")
         return super().trim(n)
+
+
+def need_one_form(caches: Iterable[PooledLayer]) -> None:
+    """Raises ValueError if the keys or values of some are in other bits than those of others, as those of other pools may be."""
+    if len({cache.forms for cache in caches}) > 1:
+        raise ValueError("One batch cannot hold keys and values in several bits. Give each sequence a cache of the same pool.")
 
 
 def _is_put_back(caller: FrameType) -> bool:

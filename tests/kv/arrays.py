@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import mlx.core as mx
 
+from mlx_blockpool.config import KVBits
 from mlx_blockpool.kv.arena import KVArena
 from mlx_blockpool.spec import FullLayer, ModelCacheSpec, WindowLayer
 
@@ -25,3 +28,17 @@ def numbered(start: int, count: int, batch: int = 1) -> tuple[mx.array, mx.array
     heads = 0.25 * mx.arange(HEADS, dtype=mx.float32)[None, :, None, None]
     keys = mx.broadcast_to(tokens + rows + heads, (batch, HEADS, count, KEY_DIM))
     return mx.contiguous(keys), mx.contiguous(mx.broadcast_to(keys[..., :1] + 1000, (batch, HEADS, count, VALUE_DIM)))
+
+
+def make_quantised(*layers: Any, bits: KVBits | None = None, dtype: str = "float32", blocks: int = 40) -> KVArena:
+    """A pool of these layers that holds 8 bits, or `bits`; ragged, as if its model were attached."""
+    spec = ModelCacheSpec("test", layers, dtype).with_bits(bits or KVBits(8, 8))
+    arena = KVArena(spec, blocks * sum(spec.bytes_per_block(g) for g in spec.groups))
+    arena.ragged = True
+    return arena
+
+
+def drawn(start: int, count: int, dim: int = 64, dtype: mx.Dtype = mx.float32) -> tuple[mx.array, mx.array]:
+    """Random keys and values [1, heads, count, dim], others for each `start`."""
+    keys, values = mx.random.normal((2, 1, HEADS, count, dim), dtype, key=mx.random.key(start + 1000))
+    return keys, values

@@ -30,8 +30,8 @@ STEPS = st.lists(
 )
 
 
-def apply(step: tuple[str, int], caches: list[Any], clock: list[int]) -> list[Any]:
-    """Do one step with every cache; what each returned."""
+def apply(step: tuple[str, int], caches: list[Any], clock: list[int], tokens: Any = numbered) -> list[Any]:
+    """Do one step with every cache, with `tokens` for what is written; what each returned."""
     name, count = step
     if name == "trim":
         return [c.trim(count) if c.is_trimmable() else None for c in caches]
@@ -39,7 +39,7 @@ def apply(step: tuple[str, int], caches: list[Any], clock: list[int]) -> list[An
         # The fork writes something of its own, which the original must not see.
         for cache in caches:
             fork = copy.deepcopy(cache)
-            fork.update_and_fetch(*numbered(-7, 3))
+            fork.update_and_fetch(*tokens(-7, 3))
         return []
     if name == "state":
         mx.eval([c.state for c in caches])
@@ -47,7 +47,7 @@ def apply(step: tuple[str, int], caches: list[Any], clock: list[int]) -> list[An
     sizes = [1] * count if name == "decode" else [count]
     results: list[Any] = []
     for size in sizes:
-        keys, values = numbered(clock[0], size)
+        keys, values = tokens(clock[0], size)
         clock[0] += size
         results = [c.update_and_fetch(keys, values) for c in caches]
     return results
