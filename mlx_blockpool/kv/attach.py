@@ -21,6 +21,8 @@ from ..spec import ModelCacheSpec, StateLayer
 from .arena import KVArena
 from .factory import make_prompt_cache
 from .rounded import rounded
+from .rows import Quantised, Rows
+from .runs import attend_quantised
 
 log = logging.getLogger(__name__)
 
@@ -38,12 +40,15 @@ _classes: WeakValueDictionary[type, type] = WeakValueDictionary()
 
 
 def scaled_dot_product_attention(
-    queries: mx.array, keys: mx.array, values: mx.array, cache: Any, scale: float, mask: Any, sinks: Any = None
+    queries: mx.array, keys: Rows, values: Rows, cache: Any, scale: float, mask: Any, sinks: Any = None
 ) -> mx.array:
     """mlx-lm's signature; a pooled cache attends itself."""
     if hasattr(cache, "attend"):
         attended: mx.array = cache.attend(queries, keys, values, scale, mask, sinks)
         return attended
+    if isinstance(keys, Quantised) or isinstance(values, Quantised):
+        # What another layer's pooled cache returned.
+        return attend_quantised(queries, [(keys, values)], scale, mask, sinks)
     out: mx.array = base.scaled_dot_product_attention(queries, keys, values, cache, scale=scale, mask=mask, sinks=sinks)
     return out
 

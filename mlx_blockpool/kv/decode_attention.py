@@ -7,6 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from contextlib import nullcontext
+from operator import itemgetter
 from typing import Any
 
 import mlx.core as mx
@@ -15,7 +16,7 @@ from ..spec import BLOCK_TOKENS, WindowLayer
 from .arena import KVArena
 from .decode_policy import Cluster, Share, device, divide, find_clusters
 from .layer_caches import PooledLayer
-from .rows import concatenated, dense, joined
+from .rows import Quantised, View, concatenated, dense, each, joined
 from .runs import attend_cluster, attend_grouped, group_queries
 from .sequence import SlabRun
 from .slab import Slab
@@ -62,7 +63,7 @@ class Step:
         self.order: mx.array | None = None
         # On CPU mlx's own attention is the same two products, with more operations around them and, for 16-bit numbers, one
         # pass over the keys for each query head.
-        self._products = device() == "cpu" or arena.spec.forms(self.layer) != (None, None)
+        self._products = device() == "cpu"
         self._targets = _targets(places)
         clusters = self._clusters(arena)
         self.path = arena.decode.choose(self.sizes, clusters)
@@ -83,8 +84,11 @@ class Step:
 
     def write(self, index: int, keys: mx.array, values: mx.array) -> None:
         """Put keys and values [members, kv_heads, 1, dim] of the group's layer `index` where they belong."""
+        written: dict[Any, View] = {}
         for slab, rows, places in self._targets:
-            slab.put(index, places, keys[rows], values[rows])
+            if slab.forms not in written:
+                written[slab.forms] = slab.as_written(keys, values)
+            slab.put(index, places, *(each(itemgetter(rows), a) for a in written[slab.forms]))
 
     def attend(self, index: int, queries: mx.array, scale: float, sinks: mx.array | None) -> mx.array:
         """Attention of queries [members, heads, 1, dim] in the group's layer `index`, after its write()."""
@@ -142,11 +146,11 @@ class Step:
         tails = [[slab.read(index, start, count, first, last) for slab, start, count in pieces] for pieces in own]
         if shared:
             return attend_cluster(mine, [slab.read(index, start, n, first, last) for slab, start, n in shared], tails, sinks)
-        if len(tails[0]) > 1 or self._products:
+        (keys, values), *others = tails[0]
+        if others or self._products or isinstance(keys, Quantised) or isinstance(values, Quantised):
             return attend_grouped(mine, tails[0], sinks)
         queries = mine.reshape(1, -1, 1, mine.shape[-1])
         sinks = None if sinks is None else sinks.reshape(-1)
-        keys, values = map(dense, tails[0][0])
         out = mx.fast.scaled_dot_product_attention(queries, keys, values, scale=1.0, mask=None, sinks=sinks)
         return out.reshape(*mine.shape[:3], -1)
 

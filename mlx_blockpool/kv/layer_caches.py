@@ -17,8 +17,8 @@ from mlx_lm.models.cache import BatchKVCache, BatchRotatingKVCache, KVCache, Rot
 
 from ..mlx_lm_compat import saved_as
 from ..spec import WindowLayer
-from .rows import Rows, View, dense, each, in_form, joined, tokens
-from .runs import attend_runs
+from .rows import Quantised, Rows, View, each, in_form, joined, tokens
+from .runs import attend_quantised, attend_runs
 from .saved_state import GatheredState, taken
 from .sequence import SequenceBlocks, SequenceCache, join
 
@@ -100,12 +100,13 @@ class PooledLayer(SequenceCache):
 
     def attend(self, queries: mx.array, keys: Rows, values: Rows, scale: float, mask: Any, sinks: Any) -> mx.array:
         """Attention of queries [1, heads, n, dim]; keys and values are what update_and_fetch returned."""
-        one = queries.shape[2] == 1 and mask is None
-        if one and len(self.sequence.slab_runs(self.place.group, self.size())) > 1:
-            return attend_runs(queries, self.attended(), scale, sinks)
-        out: mx.array = scaled_dot_product_attention(
-            queries, dense(keys), dense(values), None, scale=scale, mask=mask, sinks=sinks
-        )
+        in_runs = len(self.sequence.slab_runs(self.place.group, self.size())) > 1
+        views = self.attended() if in_runs else [(keys, values)]
+        if isinstance(keys, Quantised) or isinstance(values, Quantised):
+            return attend_quantised(queries, views, scale, mask, sinks)
+        if in_runs and queries.shape[2] == 1 and mask is None:
+            return attend_runs(queries, views, scale, sinks)
+        out: mx.array = scaled_dot_product_attention(queries, keys, values, None, scale=scale, mask=mask, sinks=sinks)
         return out
 
     def views(self) -> list[View]:

@@ -1,10 +1,19 @@
-"""Attention of one token over keys and values that lie in several runs. Knows arrays only."""
+"""Attention over keys and values that lie in runs, as the model computed them or quantised. Knows arrays only.
+
+One token reads its runs in place. Several tokens have quantised runs dequantised for them, some heads at a time.
+"""
 
 from __future__ import annotations
 
+from collections.abc import Iterable
+from typing import Any
+
 import mlx.core as mx
 
-from .rows import View, concatenated, scores, weighed, widened
+from .rows import Rows, View, concatenated, dense, each, scores, weighed
+
+# Keys and values that are dequantised at a time, or those of one head where these are more.
+PIECE_BYTES = 16 * 2**20
 
 
 def attend_runs(queries: mx.array, views: list[View], scale: float, sinks: mx.array | None) -> mx.array:
@@ -18,6 +27,37 @@ def attend_runs(queries: mx.array, views: list[View], scale: float, sinks: mx.ar
     return out.reshape(batch, heads, 1, -1)
 
 
+def attend_quantised(queries: mx.array, views: list[View], scale: float, mask: Any, sinks: mx.array | None) -> mx.array:
+    """Attention of queries [1, heads, n, key_dim] to quantised runs: of one token in place, of several by heads."""
+    if queries.shape[2] == 1 and mask is None:
+        return attend_runs(queries, views, scale, sinks)
+    return attend_by_heads(queries, views, scale, mask, sinks)
+
+
+def attend_by_heads(queries: mx.array, views: list[View], scale: float, mask: Any, sinks: mx.array | None) -> mx.array:
+    """Attention of queries [1, heads, n, key_dim] to quantised runs by mlx's own kernel, whose masks and sums it has.
+
+    As many kv heads are dequantised at a time as PIECE_BYTES hold, and evaluated before the next ones, which mlx would else
+    dequantise ahead. One token evaluates nothing: its step may be encoded while the one before it runs.
+    """
+    kv_heads, dims = views[0][0].shape[1], [rows.shape[-1] for rows in views[0]]
+    head_bytes = sum(keys.shape[2] for keys, _ in views) * sum(dims) * queries.itemsize
+    step = max(1, PIECE_BYTES // head_bytes) if queries.shape[2] > 1 else kv_heads
+    group = queries.shape[1] // kv_heads
+    outputs: list[mx.array] = []
+    for first in range(0, kv_heads, step):
+        if outputs:
+            mx.eval(outputs[-1])
+        keys, values = (_dense_heads(rows, slice(first, first + step)) for rows in zip(*views, strict=True))
+        mine = slice(first * group, (first + step) * group)
+        own = mask[..., mine, :, :] if isinstance(mask, mx.array) and mask.ndim > 2 and mask.shape[-3] > 1 else mask
+        own_sinks = None if sinks is None else sinks[mine]
+        outputs.append(
+            mx.fast.scaled_dot_product_attention(queries[:, mine], keys, values, scale=scale, mask=own, sinks=own_sinks)
+        )
+    return concatenated(outputs, 1)
+
+
 def group_queries(queries: mx.array, kv_heads: int, scale: float) -> mx.array:
     """Queries [B, heads, 1, dim] as [B, kv_heads, heads / kv_heads, dim], scaled: all of one kv head in one product."""
     batch, heads, _, dim = queries.shape
@@ -25,9 +65,9 @@ def group_queries(queries: mx.array, kv_heads: int, scale: float) -> mx.array:
 
 
 def attend_grouped(grouped: mx.array, views: list[View], sinks: mx.array | None) -> mx.array:
-    """attend_runs() of grouped queries [B, kv_heads, group, key_dim]; returns [B, kv_heads, group, value_dim]."""
-    mine = widened(grouped, *views[0])
-    columns = _sink_scores(mine, sinks) + [scores(mine, keys) for keys, _ in views]
+    """attend_runs() of grouped queries [B, kv_heads, group, key_dim]; returns [B, kv_heads, group, value_dim] in their type."""
+    columns = [scores(grouped, keys) for keys, _ in views]
+    columns = _sink_scores(columns[0], sinks) + columns
     return _weigh(softmax(concatenated(columns, -1)), views, 0 if sinks is None else 1)[0].astype(grouped.dtype)
 
 
@@ -38,15 +78,14 @@ def attend_cluster(grouped: mx.array, shared: list[View], own: list[list[View]],
     nothing needs merging by log-sum-exp (as fast, and rounded once more).
     """
     members, kv_heads, group, dim = grouped.shape
-    grouped, dtype = widened(grouped, *shared[0]), grouped.dtype
     stacked = grouped.swapaxes(0, 1).reshape(1, kv_heads, members * group, dim)
     repeated = None if sinks is None else mx.repeat(sinks.reshape(kv_heads, 1, group), members, axis=1)
-    columns = _sink_scores(stacked, repeated) + [scores(stacked, keys) for keys, _ in shared]
-    columns.append(_own_scores(grouped, own))
+    columns = [scores(stacked, keys) for keys, _ in shared]
+    columns = [*_sink_scores(columns[0], repeated), *columns, _own_scores(grouped, own)]
     weights = softmax(mx.concatenate(columns, axis=-1))
     out, start = _weigh(weights, shared, 0 if sinks is None else 1)
     tails = [_weigh(weights, views, start, slice(i * group, (i + 1) * group))[0] for i, views in enumerate(own)]
-    out = (out + mx.concatenate(tails, axis=2)).astype(dtype)
+    out = (out + mx.concatenate(tails, axis=2)).astype(grouped.dtype)
     return out.reshape(kv_heads, members, group, -1).swapaxes(0, 1)
 
 
@@ -57,12 +96,17 @@ def softmax(columns: mx.array) -> mx.array:
     return mx.softmax(columns, axis=-1, precise=True)
 
 
-def _sink_scores(grouped: mx.array, sinks: mx.array | None) -> list[mx.array]:
-    """A column of scores for queries [B, kv_heads, rows, dim]; sinks in the order of kv_heads and rows."""
+def _dense_heads(rows: Iterable[Rows], heads: slice) -> mx.array:
+    """Keys or values of some heads over several runs, as the model computes them."""
+    return concatenated([dense(each(lambda a: a[:, heads], run)) for run in rows], 2)
+
+
+def _sink_scores(like: mx.array, sinks: mx.array | None) -> list[mx.array]:
+    """A column beside scores [B, kv_heads, rows, n]; sinks in the order of kv_heads and rows."""
     if sinks is None:
         return []
-    batch, kv_heads, rows, _ = grouped.shape
-    return [mx.broadcast_to(sinks.reshape(1, kv_heads, rows, 1), (batch, kv_heads, rows, 1)).astype(grouped.dtype)]
+    batch, kv_heads, rows, _ = like.shape
+    return [mx.broadcast_to(sinks.reshape(1, kv_heads, rows, 1), (batch, kv_heads, rows, 1)).astype(like.dtype)]
 
 
 def _own_scores(grouped: mx.array, own: list[list[View]]) -> mx.array:
