@@ -17,7 +17,7 @@ from mlx_lm.models.cache import BatchKVCache, BatchRotatingKVCache, KVCache, Rot
 
 from ..mlx_lm_compat import saved_as
 from ..spec import WindowLayer
-from .rows import Quantised, Rows, View, each, in_form, joined, tokens
+from .rows import Quantised, Rows, View, dense, each, in_form, joined, tokens
 from .runs import attend_quantised, attend_runs
 from .saved_state import GatheredState, taken
 from .sequence import SequenceBlocks, SequenceCache, join
