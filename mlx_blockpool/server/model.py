@@ -101,7 +101,8 @@ class LoadedModel:
         self._spec = describe(provider.model, provider.config, provider.name)
         if pool_bytes is not None and self._spec is not None:
             config = replace(self._config.pool, preallocate=False)
-            BlockPool(self._spec, pool_bytes - state_share(self._spec, pool_bytes, config), config)
+            spec = self._spec.with_bits(None if provider.draft_model is not None else config.bits)
+            BlockPool(spec, pool_bytes - state_share(spec, pool_bytes, config), config)
 
     def read(self, piece_bytes: int) -> Iterator[None]:
         """Read the weights into memory, a piece at a time."""
@@ -142,8 +143,9 @@ class LoadedModel:
         if self.prefix is None:
             most = pool_bytes if config.pool_bytes is not None else 1 << 63
             stock = GuardedPromptCache(provider.cli_args.prompt_cache_size, most)
-        if spec is None and config.bits is not None:
-            log.warning("%s has no pool: its keys and values stay as they are, and --kv-bits is not used.", provider.name)
+        if config.bits is not None and (spec is None or provider.draft_model is not None):
+            why = "it has no pool" if spec is None else "it runs with a draft model"
+            log.warning("%s: %s. Keys and values stay as the model computes them, and --kv-bits is not used.", provider.name, why)
         if spec is None and provider.draft_model is None:
             self.caches = StockCaches(provider.model, provider.model_key, stock, batches_padded(provider.model))
         self.sequential = SequentialCache(stock, self._drafted or self.prefix, config.max_tokens)

@@ -58,7 +58,8 @@ def _add_pool_options(add: Callable[..., Any]) -> None:
     share = "Share of the time for running replies while long prompts are computed, 0 to 0.95 (default: %(default)s)"
     add("--decode-share", type=_share, default=EngineConfig.decode_share, metavar="SHARE", help=share)
     for what in ("keys", "values"):
-        add(f"--kv-bits-{what}", type=int, choices=(16, *KV_BITS), help=f"The same for {what} alone; 16: they are not quantised")
+        own = f"The bits of {what} where they differ from --kv-bits; 16: as the model computes them"
+        add(f"--kv-bits-{what}", type=int, choices=(16, *KV_BITS), help=own)
     path = "How a batch reads its keys and values; auto (default): by a measured rule"
     add("--decode-path", choices=DECODE_PATHS, default=PoolConfig.decode_path, help=path)
     wired = "Memory that macOS must not page out; auto (default): what the device recommends; off: leave the limit alone"
@@ -182,7 +183,7 @@ CHANGED_OPTIONS: dict[str, dict[str, Any]] = {
     "--kv-bits": {
         "dest": "pool_bits",
         "choices": KV_BITS,
-        "help": "Hold the pool's keys and values in so many bits, for twice or three times as many tokens (default: as computed)",
+        "help": "Hold the pool's keys and values in so many bits (default: as the model computes them)",
     },
     "--kv-group-size": {
         "choices": GROUP_SIZES,
@@ -190,7 +191,8 @@ CHANGED_OPTIONS: dict[str, dict[str, Any]] = {
     },
     "--quantized-kv-start": {
         "default": 0,
-        "help": "For mlx-lm's command lines: the pool quantises from the first token, and uses no other number",
+        "metavar": "N",
+        "help": "Accepted from command lines of mlx-lm; the pool quantises from the first token, whatever the number",
     },
 }
 
