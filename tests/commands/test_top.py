@@ -49,6 +49,7 @@ FACTS: dict[str, Any] = {
     "health": {"status": "ok", "doing": "prefill and decode"},
     "cache": {
         "array_bytes": 3_000_000, "pool_bytes": 4_000_000, "alarm": None,
+        "kv_bits": {"keys": 8, "values": 4, "group_size": 64},
         "groups": [{"group": "full x4", "total": 100, "held": 1, "pinned": 20, "evictable": 29, "free": 50}],
         "store": {"bytes": 1000, "store_bytes": 10_000, "problem": "the disk\nis full"},
         "engine": {"decode_steps": 1234, "tokens": 99, "swapped_out": 2},
@@ -97,7 +98,7 @@ def test_the_words_have_every_fact() -> None:
         "! The store is not written: the disk is full",
         "! big: no room",
         "changing models: draining, demo -> big",
-        "3.0 MB of 4.0 MB",
+        "3.0 MB of 4.0 MB, 8-bit keys and 4-bit values",
         "75 % of 40 prompt tokens reused; first token after 0.50 s, 1.25 s at the 95th percentile",
         "1,234 steps, 99 tokens, 2 preempted",
         "1 held, 20 pinned, 29 cached, 50 free: full x4",

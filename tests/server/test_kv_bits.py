@@ -2,12 +2,22 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+from functools import cache
+from pathlib import Path
+from typing import Any
+
 import pytest
+from mlx_lm import generate, load
+from mlx_lm.models.cache import make_prompt_cache
+from models import save_model
 
 from mlx_blockpool.config import KVBits, kv_bits
 from mlx_blockpool.errors import BlockpoolError
+from mlx_blockpool.kv.factory import spec_of_loaded
+from mlx_blockpool.kv.rounded import rounded
 from mlx_blockpool.server.options import FOUR_BITS, server_config, warnings
-from server.serving import parse
+from server.serving import Client, blockpool_server, parse
 
 K8V4 = ("--kv-bits-keys", "8", "--kv-bits-values", "4")
 
@@ -78,3 +88,69 @@ def test_a_store_is_coarser_than_the_pool() -> None:
         with pytest.raises(BlockpoolError, match="Leave it out"):
             server_config(parse(arguments))
         server_config(parse([*arguments, "--no-store"]))
+
+
+# -- a server ----------------------------------------------------------------------------------------------------------
+
+PROMPT = "Common to all agents. " * 18
+
+
+@pytest.fixture(scope="module")
+def models(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
+    """Models whose heads can be quantised; gemma2 has attention of its own."""
+    folder = tmp_path_factory.mktemp("models")
+    return {name: save_model(folder / name, name, head_dim=32) for name in ("llama", "gemma3_text", "gemma2")}
+
+
+@pytest.fixture(scope="module")
+def server(models: dict[str, Path]) -> Iterator[Client]:
+    beside = ("--allow-models", str(models["llama"].parent), "--pool-bytes", "8MB")
+    with blockpool_server(models["llama"], *beside, "--kv-bits", "8", "--kv-bits-values", "4") as running:
+        yield running
+
+
+def complete(client: Client, model: Path, prompt: str, **options: str) -> tuple[str, int]:
+    """The reply and the number of cached tokens."""
+    status, answer = client.send("/v1/completions", {"model": str(model), "prompt": prompt, "max_tokens": 12, **options})
+    assert status == 200, answer
+    return answer["choices"][0]["text"], answer["usage"]["prompt_tokens_details"]["cached_tokens"]
+
+
+@cache
+def loaded_once(model: Path) -> tuple[Any, Any]:
+    return load(str(model))[:2]
+
+
+def expected(model: Path, prompt: str, bits: KVBits | None) -> str:
+    """mlx-lm's reply on its own caches, whose keys and values were quantised and dequantised."""
+    loaded, tokenizer = loaded_once(model)
+    caches = rounded(make_prompt_cache(loaded), spec_of_loaded(loaded).with_bits(bits))
+    return generate(loaded, tokenizer, prompt, max_tokens=12, prompt_cache=caches)
+
+
+def test_several_turns_of_several_models_are_those_of_rounded_caches(server: Client, models: dict[str, Path]) -> None:
+    """gemma2 keeps its batches, and has keys and values as it computes them."""
+    bits = KVBits(8, 4)
+    for name, own in {"llama": bits, "gemma3_text": bits, "gemma2": None}.items():
+        prompt, known = f"{PROMPT} First?", 0
+        for turn in range(2):
+            reply, cached = complete(server, models[name], prompt)
+            assert reply == expected(models[name], prompt, own)
+            assert cached > known or not turn
+            known, prompt = cached, f"{prompt}{reply} And then?"
+        report = server.send("/v1/cache")[1]
+        assert report["kv_bits"] == (None if own is None else {"keys": 8, "values": 4, "group_size": 64})
+    again, _ = complete(server, models["llama"], f"{PROMPT} First?")
+    assert again == expected(models["llama"], f"{PROMPT} First?", bits)
+    # 2 layers of 2 heads: 32 bytes of keys and 16 of values, and for each a scale and a bias of 4 bytes
+    (group,) = server.send("/v1/cache")[1]["groups"]
+    assert group["bytes_per_block"] == 256 * 2 * 2 * (32 + 16 + 2 * 8)
+    assert server.generator.model.how == "pooled caches, 8-bit keys and 4-bit values, ragged batches"
+
+
+def test_a_draft_is_served_without_and_says_so(server: Client, models: dict[str, Path], caplog: pytest.LogCaptureFixture) -> None:
+    llama, prompt = models["llama"], "Hello, you"
+    reply, _ = complete(server, llama, prompt, draft_model=str(llama))
+    assert reply == expected(llama, prompt, None)
+    assert server.send("/v1/cache")[1]["kv_bits"] is None
+    assert "llama: it runs with a draft model. Keys and values stay as the model computes them" in caplog.text
