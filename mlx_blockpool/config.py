@@ -246,6 +246,14 @@ def kv_bits(bits: int | None, keys: int | None, values: int | None, group_size: 
     return None if keys is None and values is None else KVBits(keys, values, group_size)
 
 
+def check_store_bits(store: int | None, pool: KVBits | None) -> None:
+    """Raises BlockpoolError for a store that is asked to be finer than the pool, whose blocks it writes as they are."""
+    if store is not None and pool is not None and store >= max(pool.keys or 16, pool.values or 16):
+        raise BlockpoolError(
+            f"--store-bits {store} changes nothing: the pool has {pool}, and records are written as it has them. Leave it out."
+        )
+
+
 def parse_seconds(text: str) -> float:
     """'30s', '15m', '2h' or '90' in seconds. Raises BlockpoolError on anything else."""
     found = re.fullmatch(r"(\d+(?:\.\d*)?)\s*([smh]?)", text.strip().lower())

@@ -7,6 +7,7 @@ import io
 import json
 import os
 import random
+import re
 import shutil
 import subprocess
 import sys
@@ -24,9 +25,11 @@ from platformdirs.unix import Unix
 
 from mlx_blockpool.cli import main
 from mlx_blockpool.commands import store as store_command
-from mlx_blockpool.config import StoreConfig
+from mlx_blockpool.config import KVBits, StoreConfig
+from mlx_blockpool.errors import BlockpoolError
 from mlx_blockpool.kv.arena import KVArena
 from mlx_blockpool.plugins import spec_of_model
+from mlx_blockpool.spec import FullLayer, ModelCacheSpec
 from mlx_blockpool.store import fsck
 from mlx_blockpool.store.agent_files import Agents
 from mlx_blockpool.store.fs import TEMPORARY, Disk, Entry
@@ -163,11 +166,31 @@ def test_stats_for_people(capsys: pytest.CaptureFixture[str], root: Path) -> Non
     found = said(capsys, root, "stats")
     lines = found.splitlines()
     assert lines[0] == f"{root}: 5 records (518.8 kB)"
-    assert lines[2].split()[:5] == ["model", "namespace", "records", "tokens", "size"]
+    assert lines[2].split()[:6] == ["model", "namespace", "bits", "records", "tokens", "size"]
     assert lines[3].split()[0] == "alpha"
-    assert lines[3].split()[2:6] == ["5", "1,000", "518.8", "kB"]
+    assert lines[3].split()[2:7] == ["32", "5", "1,000", "518.8", "kB"]
     assert lines[4].split()[:3] == ["all", "5", "1,000"]
     assert lines[-1] == "Quarantine: 0 files (0 B); leftovers: 0 files (0 B); 0 agents."
+
+
+def test_stats_say_in_how_many_bits_keys_and_values_are(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
+    spec = ModelCacheSpec("alpha", (FullLayer(2, 64, 64),), "bfloat16")
+    forms = {
+        (None, None): "16",
+        (None, 4): "16, stored in 4",
+        (KVBits(8, 8), None): "8",
+        (KVBits(8, 8), 4): "8, stored in 4",
+        (KVBits(8, 4), None): "keys 8, values 4",
+        (KVBits(None, 4), None): "keys 16, values 4",
+    }
+    for kv, bits in forms:
+        prompts = open_store(StoreConfig(tmp_path, bits=bits, min_free_bytes=0), tmp_path, None, spec.with_bits(kv), "alpha", "w")
+        prompts.open()
+        prompts.close()
+    rows = [re.split("  +", line) for line in said(capsys, tmp_path, "stats").splitlines()[3:9]]
+    assert sorted(row[2] for row in rows) == sorted(forms.values())
+    with pytest.raises(BlockpoolError, match="Leave it out"):
+        open_store(StoreConfig(tmp_path, bits=8), tmp_path, None, spec.with_bits(KVBits(8, 8)), "alpha", "w")
 
 
 def test_stats_count_what_is_of_no_use(capsys: pytest.CaptureFixture[str], root: Path) -> None:

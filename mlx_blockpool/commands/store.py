@@ -16,6 +16,7 @@ from typing import Any
 
 from ..errors import StoreError
 from ..formatting import Report, count, human_bytes, table
+from ..spec import DTYPE_BYTES
 from ..store import fsck
 from ..store.agent_files import Agents
 from ..store.agent_records import utc
@@ -166,10 +167,10 @@ def describe_stats(report: Report) -> str:
     """The figures as a table and a closing line."""
     lines = [f"{report['folder']}: {records_text(report['total'])}", ""]
     if report["models"]:
-        rows = [["model", "namespace", "records", "tokens", "size", "oldest use (UTC)", "newest use (UTC)", "orphans"]]
-        rows += [[_name(model), model["namespace"], *_cells(model)] for model in report["models"]]
-        rows += [["all", "", *_cells(report["total"])]]
-        lines += [*table(rows, left=2), ""]
+        rows = [["model", "namespace", "bits", "records", "tokens", "size", "oldest use (UTC)", "newest use (UTC)", "orphans"]]
+        rows += [[_name(model), model["namespace"], _bits(model), *_cells(model)] for model in report["models"]]
+        rows += [["all", "", "", *_cells(report["total"])]]
+        lines += [*table(rows, left=3), ""]
     parts = [
         f"{name}: {count(report[name.lower()]['files'], 'file')} ({human_bytes(report[name.lower()]['bytes'])})"
         for name in ("Quarantine", "leftovers")
@@ -182,6 +183,15 @@ def describe_stats(report: Report) -> str:
 
 def _name(model: Report) -> str:
     return str((model["model"] or {}).get("model_id", "unknown"))
+
+
+def _bits(model: Report) -> str:
+    """How the blocks of its records are held in memory, and on disk where that is coarser; empty if nothing says it."""
+    about = model["model"] or {}
+    own, pool, stored = 8 * DTYPE_BYTES.get(str(about.get("dtype")), 0), about.get("kv_bits"), about.get("bits")
+    keys, values = ((isinstance(pool, dict) and pool.get(of)) or own for of in ("keys", "values"))
+    held = f"{keys}" if keys == values else f"keys {keys}, values {values}"
+    return "" if not own else f"{held}, stored in {stored}" if stored else held
 
 
 def _cells(figures: Report) -> list[str]:

@@ -24,6 +24,7 @@ from ..config import (
     PromptConfig,
     ServerConfig,
     StoreConfig,
+    check_store_bits,
     kv_bits,
     parse_bytes,
     parse_seconds,
@@ -259,12 +260,7 @@ def server_config(args: Any) -> ServerConfig:
 
 def store_config(args: Any) -> StoreConfig:
     """Raises BlockpoolError for a store that is asked to be finer than the pool."""
-    bits = bits_of(args)
-    if args.store_bits is not None and bits is not None and args.store_bits >= max(bits.keys or 16, bits.values or 16):
-        raise BlockpoolError(
-            f"--store-bits {args.store_bits} changes nothing: the pool has {bits}, and records are written as it has them. "
-            "Leave it out."
-        )
+    check_store_bits(args.store_bits, bits_of(args))
     return StoreConfig(args.store_dir, args.store_bytes, args.store_bits, model_bytes=args.store_model_bytes)
 
 

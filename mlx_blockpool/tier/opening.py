@@ -5,13 +5,14 @@ Server, command line and scripts all come here, so that one finds what the other
 
 from __future__ import annotations
 
+from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
 from mlx_lm.utils import load_config
 
 from .. import __version__
-from ..config import KVBits, StoreConfig
+from ..config import KVBits, StoreConfig, check_store_bits
 from ..kv.arena import KVArena
 from ..kv.factory import default_pool_bytes, quantised, try_out, with_windows
 from ..mlx_lm_compat import download
@@ -59,8 +60,10 @@ def open_store(
 ) -> PromptStore:
     """The store of the weights in a model folder, with an adapter or without. `model_id` is for people to read.
 
-    `weights`: their identity(); None: it is computed here. Raises StoreError if the weights cannot be distinguished from others.
+    `weights`: their identity(); None: it is computed here. Raises StoreError if the weights cannot be distinguished from others,
+    BlockpoolError for a store of no fewer bits than the spec's.
     """
+    check_store_bits(config.bits, spec.bits)
     if weights is None:
         weights = identity(model_folder, adapter_folder, digests_of(config))
     bits = config.bits or 0
@@ -71,6 +74,7 @@ def open_store(
         "spec": spec.fingerprint(),
         "dtype": spec.dtype,
         "bits": bits,
+        **({} if spec.bits is None else {"kv_bits": asdict(spec.bits)}),
         "format": VERSION,
         "created_by": f"mlx-blockpool {__version__}",
     }

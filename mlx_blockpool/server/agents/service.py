@@ -141,8 +141,8 @@ class AgentService:
         if view.home is None:
             raise StatusError(
                 409,
-                f"Agent {shown(view.name)} belongs to {shown(view.model)}, and the loaded models have other weights, store bits "
-                "or adapters. Load its model with POST /admin/load, or send it a request.",
+                f"Agent {shown(view.name)} belongs to {shown(view.model)}, and the loaded models have other weights, adapters, "
+                "kv bits or store bits. Load its model with POST /admin/load, or send it a request.",
             )
         return view, view.home
 
