@@ -15,6 +15,7 @@ from store.disks import BrokenDisk, QuickDisk, WatchedDisk
 from thorough import seeds
 from tier.lives import record_files
 
+from mlx_blockpool.config import KVBits
 from mlx_blockpool.spec import FullLayer, ModelCacheSpec, WindowLayer
 from mlx_blockpool.store.fs import Disk
 from mlx_blockpool.store.record import Part, decode_header, encode
@@ -88,17 +89,24 @@ def test_each_token_is_written_about_once(tmp_path: Path, spec: ModelCacheSpec) 
     assert life.store.counts["written_bytes"] - 3500 * life.store.counts["written"] <= 1.1 * tokens * 16 * len(spec.layers)
 
 
+def quantised(spec: ModelCacheSpec, kv: KVBits) -> ModelCacheSpec:
+    """The same layers with rows of two groups, which tests/prefix/computed.py makes exact."""
+    layers = tuple(replace(layer, key_dim=64, value_dim=64) for layer in spec.layers if isinstance(layer, FullLayer))
+    return replace(spec, layers=layers).with_bits(kv)
+
+
 @pytest.mark.sampled
 @pytest.mark.parametrize("spec", SPECS.values(), ids=SPECS)
-@pytest.mark.parametrize("bits", [None, 8])
+@pytest.mark.parametrize(("kv", "bits"), [(None, None), (None, 8), (KVBits(8, 8, 32), None), (KVBits(8, 4, 32), 4)])
 @pytest.mark.parametrize("seed", seeds(1, 6))
 def test_any_history_with_kills_in_between_gives_the_right_keys(
-    tmp_path: Path, spec: ModelCacheSpec, seed: int, bits: int | None
+    tmp_path: Path, spec: ModelCacheSpec, seed: int, kv: KVBits | None, bits: int | None
 ) -> None:
     """Forks at any token, eviction, a small disk budget, torn files and kills: a hit is never a wrong key."""
-    rng = random.Random(f"{seed} {bits}")
+    rng = random.Random(f"{seed} {kv} {bits}")
+    spec, few = (spec, 60_000) if kv is None else (quantised(spec, kv), 600_000)
     known: list[list[int]] = [[]]
-    life = Life(spec, tmp_path, bits=bits, store_bytes=rng.choice([60_000, 1 << 30]))
+    life = Life(spec, tmp_path, bits=bits, store_bytes=rng.choice([few, 1 << 30]))
     hits = 0
     for _ in range(25):
         base = rng.choice(known)
@@ -114,7 +122,7 @@ def test_any_history_with_kills_in_between_gives_the_right_keys(
         elif what < 5:
             assert not rng.randrange(2) or life.prefix.close()
             life.store.flush()
-            life = Life(spec, tmp_path, bits=bits, store_bytes=rng.choice([60_000, 1 << 30]))
+            life = Life(spec, tmp_path, bits=bits, store_bytes=rng.choice([few, 1 << 30]))
         elif what == 5 and (files := record_files(tmp_path)):
             file = rng.choice(sorted(files))
             data = bytearray(file.read_bytes())
