@@ -174,6 +174,7 @@ STOCK: dict[str, StockName] = IMPORTED | {
     "models.cache.CacheList": StockName("a name in saved files"),
     "models.cache.ChunkedKVCache": StockName("a name in saved files"),
     "models.cache.KVCache": StockName("a name in saved files"),
+    "models.cache.QuantizedKVCache": StockName("a name in saved files"),
     "models.cache.RotatingKVCache": StockName("a name in saved files"),
     "models.base.scaled_dot_product_attention": StockName(
         "attached models call ours in its place", "(queries, keys, values, cache, scale, mask, sinks)"

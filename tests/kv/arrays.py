@@ -21,13 +21,16 @@ def make_slabs(*windows: tuple[int, int], layers: int = 2, blocks: int = 64) -> 
     return KVArena(spec, blocks * sum(spec.bytes_per_block(g) for g in spec.groups))
 
 
-def numbered(start: int, count: int, batch: int = 1) -> tuple[mx.array, mx.array]:
-    """Keys [batch, heads, count, key_dim] and values of tokens start, start + 1, ..; row b adds 100,000 * b."""
+def numbered(start: int, count: int, batch: int = 1, dims: tuple[int, int] = (KEY_DIM, VALUE_DIM)) -> tuple[mx.array, mx.array]:
+    """Keys [batch, heads, count, key_dim] and values of tokens start, start + 1, ..; row b adds 100,000 * b.
+
+    Rows of one number are the same after they were quantised.
+    """
     tokens = mx.arange(start, start + count, dtype=mx.float32)[None, None, :, None]
     rows = 100_000 * mx.arange(batch, dtype=mx.float32)[:, None, None, None]
     heads = 0.25 * mx.arange(HEADS, dtype=mx.float32)[None, :, None, None]
-    keys = mx.broadcast_to(tokens + rows + heads, (batch, HEADS, count, KEY_DIM))
-    return mx.contiguous(keys), mx.contiguous(mx.broadcast_to(keys[..., :1] + 1000, (batch, HEADS, count, VALUE_DIM)))
+    keys = mx.broadcast_to(tokens + rows + heads, (batch, HEADS, count, dims[0]))
+    return mx.contiguous(keys), mx.contiguous(mx.broadcast_to(keys[..., :1] + 1000, (batch, HEADS, count, dims[1])))
 
 
 def make_quantised(*layers: Any, bits: KVBits | None = None, dtype: str = "float32", blocks: int = 40) -> KVArena:

@@ -19,9 +19,11 @@ from models import make_model as make_small
 from thorough import only
 
 from mlx_blockpool import BlockPoolBatchEngine, Request, Token, make_prompt_cache, open_pool
+from mlx_blockpool.config import KVBits, PoolConfig
 from mlx_blockpool.errors import ReleasedCacheError
 from mlx_blockpool.kv.arena import KVArena
 from mlx_blockpool.kv.factory import pooled_caches
+from mlx_blockpool.kv.rounded import rounded
 from mlx_blockpool.kv.state_caches import PooledArraysCache, StateBatch
 from mlx_blockpool.spec import ModelCacheSpec, StateLayer
 
@@ -58,15 +60,26 @@ def far_apart(one: list[list[mx.array]], two: list[list[mx.array]]) -> float:
 @pytest.mark.parametrize("name", NAMES)
 def test_conversations_that_go_on_in_a_batch_give_stocks_logprobs(name: str, attached: bool) -> None:
     model = make_small(name) if name in CONFIGS else make_architecture(name)
-    rng = random.Random(0)
-    prompts = [[[rng.randrange(120) for _ in range(n)] for n in lengths] for lengths in (FIRST, SECOND)]
     slabs = open_pool(model, 60_000_000, attach=False)
     if attached:
         slabs = open_pool(model, 60_000_000)
         assert slabs.ragged
+    assert_conversations_go_on(model, slabs)
+
+
+@pytest.mark.parametrize("bits", only([KVBits(8, 8), KVBits(4, 8)], KVBits(8, 8)))
+@pytest.mark.parametrize("name", only(["llama", "gemma3_text", "gpt_oss"], "gpt_oss"))
+def test_quantised_conversations_that_go_on_in_a_batch_give_logprobs_of_rounded_caches(name: str, bits: KVBits) -> None:
+    model = make_small(name, **({"hidden_size": 128} if name == "llama" else {"head_dim": 64}))
+    assert_conversations_go_on(model, open_pool(model, 60_000_000, PoolConfig(bits=bits)))
+
+
+def assert_conversations_go_on(model: Any, slabs: KVArena) -> None:
+    rng = random.Random(0)
+    prompts = [[[rng.randrange(120) for _ in range(n)] for n in lengths] for lengths in (FIRST, SECOND)]
     expected: list[list[mx.array]] = []
     for first, second in zip(*prompts, strict=True):
-        caches = stock_prompt_cache(model)
+        caches = rounded(stock_prompt_cache(model), slabs.spec)
         said = [token for token, _ in generate_step(mx.array(first), model, max_tokens=10, prompt_cache=caches)]
         assert len(said) == 10
         expected.append([row for _, row in generate_step(mx.array(second), model, max_tokens=10, prompt_cache=caches)])

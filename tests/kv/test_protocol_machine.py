@@ -1,6 +1,7 @@
 """mlx-lm's cache protocol in any order, on its own caches and on pooled ones: equal, or an error that names the reason.
 
-Tokens are numbered, so that keys say which they are. Of a window the tokens that the next one attends to are compared.
+Tokens are numbered, so that keys say which they are, quantised or not. Of a window the tokens that the next one attends to are
+compared.
 """
 
 from __future__ import annotations
@@ -16,7 +17,7 @@ import pytest
 from hypothesis import HealthCheck
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
-from kv.arrays import HEADS, KEY_DIM, VALUE_DIM, numbered
+from kv.arrays import HEADS, numbered
 from mlx_lm.models.cache import (
     ArraysCache,
     CacheList,
@@ -28,19 +29,23 @@ from mlx_lm.models.cache import (
 )
 from thorough import tried
 
+from mlx_blockpool.config import KVBits
 from mlx_blockpool.errors import ReleasedCacheError
 from mlx_blockpool.kv.arena import KVArena
 from mlx_blockpool.kv.factory import pooled_caches
 from mlx_blockpool.kv.intake import from_stock
 from mlx_blockpool.kv.parts import leaves_of, sequence_of
-from mlx_blockpool.spec import CompositeLayer, FullLayer, ModelCacheSpec, StateLayer, WindowLayer
+from mlx_blockpool.kv.rows import Quantised, dense, each
+from mlx_blockpool.spec import CompositeLayer, Form, FullLayer, ModelCacheSpec, StateLayer, WindowLayer
 
 WINDOW = 40
 PICK = st.integers(0, 100)
-FULL = FullLayer(HEADS, KEY_DIM, VALUE_DIM)
-RING = WindowLayer(HEADS, KEY_DIM, VALUE_DIM, WINDOW, 0)
+DIMS = (32, 64)
+FULL = FullLayer(HEADS, *DIMS)
+RING = WindowLayer(HEADS, *DIMS, WINDOW, 0)
 STATE = StateLayer((((1, 3), "float32"), ((1, 2), "float32")))
 LAYOUTS = [(FULL, RING), (STATE, FULL), (FULL, STATE, RING), (CompositeLayer((STATE, FULL)), RING)]
+BITS = [None, None, KVBits(8, 8, 32), KVBits(4, 8, 32)]
 
 
 def stock_cache(layer: Any) -> Any:
@@ -59,7 +64,7 @@ def append_tokens(caches: list[Any], start: int, count: int, lengths: list[int])
     """
     size = len(lengths)
     padded = min(lengths) < count
-    keys, values = numbered(start, count * size)
+    keys, values = numbered(start, count * size, dims=DIMS)
     rows = [mx.concatenate([a[:, :, i * count : (i + 1) * count] for i in range(size)]) for a in (keys, values)]
     last = mx.array([[start + i * count + length - 1.0] for i, length in enumerate(lengths)])
     for leaf in leaves_of(caches):
@@ -84,9 +89,22 @@ def held(cache: Any) -> list[Any]:
     if isinstance(cache, RotatingKVCache):
         # mlx-lm's own goes on to hold what came before its window until the next token.
         keys, values = (cache._temporal_order(a)[..., -min(cache.offset, WINDOW) :, :] for a in (cache.keys, cache.values))
+    keys, values = (dense(as_saved(rows, cache)) for rows in (keys, values))
     numbers: list[float] = keys[0, 0, :, 0].tolist()
     assert values[0, 0, :, 0].tolist() == [number + 1000 for number in numbers]
     return numbers
+
+
+def as_saved(rows: Any, cache: Any) -> Any:
+    """The words of one of mlx-lm's quantised caches as rows."""
+    own = isinstance(rows, mx.array | Quantised)
+    return rows if own else Quantised(*rows, Form(cache.bits, cache.group_size))
+
+
+def saved_by_stock(stock: list[Any], ours: list[Any]) -> list[Any]:
+    """mlx-lm's caches, quantised where those of the pool are saved so."""
+    leaves = zip(leaves_of(stock), leaves_of(ours), strict=True)
+    return [cache.to_quantized(own.group_size, own.bits) if hasattr(own, "bits") else cache for cache, own in leaves]
 
 
 def all_held(caches: list[Any]) -> list[list[Any]]:
@@ -116,7 +134,7 @@ def reorder(leaf: Any) -> None:
         leaf._idx = leaf.keys.shape[2]
     elif leaf.offset:
         keys, values = leaf.keys_and_values()
-        leaf.keys, leaf.values = keys[..., ::-1, :], values[..., ::-1, :]
+        leaf.keys, leaf.values = (each(lambda a: a[..., ::-1, :], rows) for rows in (keys, values))
 
 
 Pair = tuple[list[Any], list[Any]]
@@ -126,11 +144,12 @@ Pair = tuple[list[Any], list[Any]]
 class CacheMachine(RuleBasedStateMachine):
     """Sequences of full, window and state layers, and batches of them: (mlx-lm's caches, pooled ones)."""
 
-    @initialize(attached=st.booleans(), layers=st.sampled_from(LAYOUTS))
-    def start(self, attached: bool, layers: Any) -> None:
-        spec = ModelCacheSpec("test", layers, "float32")
+    @initialize(attached=st.booleans(), layers=st.sampled_from(LAYOUTS), bits=st.sampled_from(BITS))
+    def start(self, attached: bool, layers: Any, bits: KVBits | None) -> None:
+        spec = ModelCacheSpec("test", layers, "float32").with_bits(bits)
         self.arena = KVArena(spec, 300 * sum(spec.bytes_per_block(group) for group in spec.groups))
-        self.arena.ragged = attached
+        # Only attached models read quantised blocks.
+        self.arena.ragged = attached or bits is not None
         self.arena.pads_states = True
         self.token = 0
         self.single: list[Pair] = []
@@ -180,7 +199,7 @@ class CacheMachine(RuleBasedStateMachine):
         if not max(offsets(stock)):
             return
         loaded = saved_and_loaded(ours)
-        assert [type(leaf) for leaf in leaves_of(loaded)] == [type(leaf) for leaf in leaves_of(stock)]
+        assert [type(leaf) for leaf in leaves_of(loaded)] == [type(leaf) for leaf in saved_by_stock(stock, ours)]
         assert all_held(loaded) == all_held(stock)
         self.add(saved_and_loaded(stock), from_stock(loaded, self.arena))
 
@@ -195,8 +214,8 @@ class CacheMachine(RuleBasedStateMachine):
     @rule(number=PICK)
     def assign_to_stock(self, number: int) -> None:
         stock, ours = self.one(number)
-        taken = [stock_cache(layer) for layer in self.arena.spec.layers]
-        for cache, own in zip(leaves_of(taken), leaves_of(ours), strict=True):
+        taken = saved_by_stock([stock_cache(layer) for layer in self.arena.spec.layers], ours)
+        for cache, own in zip(taken, leaves_of(ours), strict=True):
             cache.state = own.state
         assert all_held(taken) == all_held(stock)
 
@@ -205,7 +224,7 @@ class CacheMachine(RuleBasedStateMachine):
         """The state of mlx-lm's caches, over what pooled ones held."""
         stock, (_, ours) = self.one(number), self.one(onto)
         given, own = copy.deepcopy(stock[0]), copy.deepcopy(stock[0])
-        for cache, source in zip(leaves_of(ours), leaves_of(given), strict=True):
+        for cache, source in zip(leaves_of(ours), saved_by_stock(given, ours), strict=True):
             cache.state = source.state
         self.single[onto % len(self.single)] = (own, ours)
 

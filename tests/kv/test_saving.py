@@ -13,15 +13,19 @@ import pytest
 from architectures.pooled import make_model as make_architecture
 from kv.arrays import make_slabs, numbered
 from mlx.utils import tree_flatten
+from mlx_lm.generate import generate_step
 from mlx_lm.models.cache import CacheList, KVCache, QuantizedKVCache, RotatingKVCache, load_prompt_cache, save_prompt_cache
 from mlx_lm.models.cache import make_prompt_cache as stock_prompt_cache
 from models import make_model
+from thorough import only
 
 from mlx_blockpool import attach, detach, from_stock, make_prompt_cache, open_pool
+from mlx_blockpool.config import KVBits, PoolConfig
 from mlx_blockpool.errors import PoolExhaustedError
 from mlx_blockpool.kv.arena import KVArena
 from mlx_blockpool.kv.factory import pooled_caches
 from mlx_blockpool.kv.parts import as_stock, leaves_of
+from mlx_blockpool.kv.rounded import rounded
 
 NAMES = ["llama", "gemma3_text", "gpt_oss", "lfm2"]
 PROMPT = [i * 7 % 131 for i in range(290)]
@@ -36,6 +40,12 @@ def computed(name: str, tokens: list[int] = PROMPT) -> tuple[Any, KVArena, list[
         model(mx.array([tokens]), cache=caches)
         mx.eval([c.state for c in caches])
     return model, slabs, ours, stock
+
+
+def stock_caches(model: Any, ours: list[Any]) -> list[Any]:
+    """mlx-lm's caches as pooled ones are saved: quantised, or rounded where mlx-lm has none of words."""
+    stock = rounded(stock_prompt_cache(model), ours[0].sequence.arena.spec)
+    return [QuantizedKVCache(own.group_size, own.bits) if hasattr(own, "bits") else c for own, c in zip(ours, stock, strict=True)]
 
 
 def goes_on(model: Any, caches: list[Any], tokens: tuple[int, ...] = (3, 5, 8)) -> mx.array:
@@ -70,6 +80,33 @@ def test_mlx_lms_own_save_and_load_go_round_through_stock_and_back(name: str, tm
     assert mx.array_equal(goes_on(model, loaded), expected)
     assert mx.allclose(goes_on(model, back), expected, atol=1e-4)
     assert mx.allclose(goes_on(model, ours), expected, atol=1e-4)
+
+
+@pytest.mark.parametrize("name", only(["llama", "gemma3_text"], "gemma3_text"))
+@pytest.mark.parametrize("bits", only([KVBits(8, 8), KVBits(4, 4), KVBits(8, 4)], KVBits(8, 8)))
+def test_quantised_caches_go_on_in_mlx_lms_generate_after_a_save_a_pickle_and_a_copy(
+    name: str, bits: KVBits, tmp_path: Path
+) -> None:
+    model = make_model(name, **({"hidden_size": 128} if name == "llama" else {"head_dim": 64}))
+    ours = make_prompt_cache(model, open_pool(model, 60_000_000, PoolConfig(bits=bits)))
+    stock = stock_caches(model, ours)
+    for caches in (ours, stock):
+        for part in (PROMPT, PROMPT[:40]):
+            model(mx.array([part]), cache=caches)
+    file = str(tmp_path / "cache.safetensors")
+    save_prompt_cache(file, ours)
+    # What is saved of a window goes on unquantised in mlx-lm.
+    exact = [vars(cache).get("_cache", cache) for cache in stock]
+    loaded, pickled = load_prompt_cache(file), pickle.loads(pickle.dumps(ours))
+    assert [type(c) for c in loaded] == [type(c) for c in pickled] == [type(c) for c in exact]
+    expected = [token for token, _ in generate_step(mx.array([5, 8]), model, max_tokens=12, prompt_cache=copy.deepcopy(exact))]
+    for caches in (loaded, pickled, as_stock(ours)):
+        assert [token for token, _ in generate_step(mx.array([5, 8]), model, max_tokens=12, prompt_cache=caches)] == expected
+    expected = [token for token, _ in generate_step(mx.array([5, 8]), model, max_tokens=12, prompt_cache=copy.deepcopy(stock))]
+    for caches in (copy.deepcopy(ours), ours):
+        same = {"kv_bits": bits.keys, "kv_group_size": 64, "quantized_kv_start": 0} if bits.keys == bits.values else {}
+        said = generate_step(mx.array([5, 8]), model, max_tokens=12, prompt_cache=caches, **same)
+        assert [token for token, _ in said] == expected
 
 
 @pytest.mark.parametrize("name", ["falcon_h1", "longcat_flash", "llama4", "deepseek_v32"])
