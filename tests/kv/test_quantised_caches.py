@@ -85,28 +85,6 @@ def test_a_ring_beyond_its_wrap_holds_each_token_as_it_was_quantised_first(dtype
         assert all(mx.array_equal(ours._temporal_order(a), b) for a, b in zip(arrays_of(rows), needed, strict=True))
 
 
-def test_a_token_is_quantised_once(monkeypatch: pytest.MonkeyPatch) -> None:
-    quantised = 0
-    quantize = mx.quantize
-
-    def counted(rows: mx.array, **form: int) -> Any:
-        nonlocal quantised
-        quantised += rows.shape[2]
-        return quantize(rows, **form)
-
-    monkeypatch.setattr(mx, "quantize", counted)
-    caches, total = pooled_caches(make_quantised(FULL, RING, CHUNK)), 0
-    for count in (250, 100, 1, 40, 310, 1):
-        for cache in caches:
-            cache.update_and_fetch(*drawn(total, count))
-            copy.copy(cache).update_and_fetch(*drawn(0, 1))
-        total += count
-        mx.eval([cache.state for cache in caches])
-    from_stock(caches, make_quantised(FULL, RING, CHUNK))
-    pickle.dumps(caches)
-    assert quantised == 2 * len(caches) * (total + 6)
-
-
 def test_a_chunk_layer_follows_a_rounded_chunked_cache() -> None:
     ours = pooled_caches(make_quantised(CHUNK))[0]
     stock = Rounded(ChunkedKVCache(280), ours.forms)

@@ -99,13 +99,13 @@ def test_quantised_caches_go_on_in_mlx_lms_generate_after_a_save_a_pickle_and_a_
     exact = [vars(cache).get("_cache", cache) for cache in stock]
     loaded, pickled = load_prompt_cache(file), pickle.loads(pickle.dumps(ours))
     assert [type(c) for c in loaded] == [type(c) for c in pickled] == [type(c) for c in exact]
-    expected = [token for token, _ in generate_step(mx.array([5, 8]), model, max_tokens=12, prompt_cache=copy.deepcopy(exact))]
+    expected = [token for token, _ in generate_step(mx.array([5, 8]), model, max_tokens=6, prompt_cache=copy.deepcopy(exact))]
     for caches in (loaded, pickled, as_stock(ours)):
-        assert [token for token, _ in generate_step(mx.array([5, 8]), model, max_tokens=12, prompt_cache=caches)] == expected
-    expected = [token for token, _ in generate_step(mx.array([5, 8]), model, max_tokens=12, prompt_cache=copy.deepcopy(stock))]
+        assert [token for token, _ in generate_step(mx.array([5, 8]), model, max_tokens=6, prompt_cache=caches)] == expected
+    expected = [token for token, _ in generate_step(mx.array([5, 8]), model, max_tokens=6, prompt_cache=copy.deepcopy(stock))]
     for caches in (copy.deepcopy(ours), ours):
         same = {"kv_bits": bits.keys, "kv_group_size": 64, "quantized_kv_start": 0} if bits.keys == bits.values else {}
-        said = generate_step(mx.array([5, 8]), model, max_tokens=12, prompt_cache=caches, **same)
+        said = generate_step(mx.array([5, 8]), model, max_tokens=6, prompt_cache=caches, **same)
         assert [token for token, _ in said] == expected
 
 
