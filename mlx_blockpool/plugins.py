@@ -152,6 +152,8 @@ def _problem_with(found: Any) -> str | None:
         return type(found).__name__
     if not isinstance(found.layers, tuple):
         return f"a spec whose layers are a {type(found.layers).__name__} and no tuple"
+    if found.bits is not None:
+        return "a spec of quantised blocks (leave out bits=: pools choose them)"
     wrong = list(_no_layers(found.layers))
     return f"a spec with {wrong[0]!r} for a layer" if wrong else None
 

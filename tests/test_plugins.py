@@ -16,6 +16,7 @@ from mlx_blockpool_plugins import default, gemma3, gpt_oss, llama, qwen2
 from models import CONFIGS, make_model
 from published import GEMMA_12B, GPT_OSS_20B, LLAMA_8B, QWEN_14B
 
+from mlx_blockpool.config import KVBits
 from mlx_blockpool.errors import PluginError, SpecError
 from mlx_blockpool.hookspecs import hookimpl
 from mlx_blockpool.plugins import BUNDLED, check_spec, empty_plugin_manager, make_plugin_manager, spec_from_config, spec_of_model
@@ -263,6 +264,12 @@ def test_nonsense_from_a_plugin_names_the_one_whose_answer_counts() -> None:
 def test_a_spec_of_nonsense_is_a_plugin_error(layers: Any, found: str) -> None:
     with pytest.raises(PluginError, match=f"m: provider .*Fixed.* returned {found} instead"):
         spec_from_config(TINY_LLAMA, "m", manager_with(Fixed(ModelCacheSpec("m", layers))))
+
+
+def test_a_provider_leaves_the_bits_to_the_pool() -> None:
+    spec = spec_from_config(TINY_LLAMA, "m")
+    with pytest.raises(PluginError, match=r"returned a spec of quantised blocks \(leave out bits=: pools choose them\) instead"):
+        spec_from_config(TINY_LLAMA, "m", manager_with(Fixed(replace(spec, bits=KVBits()))))
 
 
 def test_a_plugin_is_named_where_a_library_that_it_calls_has_raised(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
