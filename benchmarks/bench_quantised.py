@@ -100,15 +100,14 @@ def addresses(arena: KVArena) -> list[int]:
 def in_turns(runs: dict[str, Callable[[], None]], rounds: int) -> dict[str, dict[str, float]]:
     """For each of several runs, taken in turns: the median seconds of the processor and on the clock, and its peak in bytes."""
     found: dict[str, list[tuple[float, float, float]]] = {name: [] for name in runs}
-    for turn in range(-1, rounds):
+    for turn in range(rounds):
         for name in list(runs)[:: 1 if turn % 2 else -1]:
             mx.clear_cache()
             mx.reset_peak_memory()
             before, wall, cpu = mx.get_active_memory(), time.perf_counter(), time.process_time()
             runs[name]()
             cpu, wall = time.process_time() - cpu, time.perf_counter() - wall
-            # The first turn warms up.
-            found[name] += [(cpu, wall, mx.get_peak_memory() - before)] if turn >= 0 else []
+            found[name].append((cpu, wall, mx.get_peak_memory() - before))
     medians = {name: map(statistics.median, zip(*readings, strict=True)) for name, readings in found.items()}
     return {name: dict(zip(("cpu", "wall", "peak"), figures, strict=True)) for name, figures in medians.items()}
 
@@ -122,14 +121,16 @@ def speeds(taken: dict[str, dict[str, float]], per: int = 1) -> dict[str, float]
 
 
 def bench_decode(args: Any, dtype: str, contexts: list[int], steps: int, rounds: int) -> None:
-    systems = {kind: System(kind, dtype, (256, 4, 8, 4), contexts, (rounds + 1) * steps + 1) for kind in KINDS}
+    systems = {kind: System(kind, dtype, (256, 4, 8, 4), contexts, (rounds + 1) * steps) for kind in KINDS}
     arena = systems["ours"].arena
     assert arena is not None
-    before = addresses(arena)
-    alone = len(contexts) == 1
-    taken = in_turns({kind: partial(s.decode if alone else s.step, steps) for kind, s in systems.items()}, rounds)
+    before, alone = addresses(arena), len(contexts) == 1
+    runs = {kind: partial(s.decode if alone else s.step, steps) for kind, s in systems.items()}
+    in_turns(runs, 1)
+    arena.decode.path_counts.clear()
+    taken = in_turns(runs, rounds)
     assert addresses(arena) == before, "a slab was copied during decode"
-    needed = {} if alone else {"ragged": (rounds + 1) * steps * systems["ours"].layers}
+    needed = {} if alone else {"ragged": rounds * steps * systems["ours"].layers}
     assert arena.decode.path_counts == needed, f"{arena.decode.path_counts} != {needed}: another path ran"
     case = f"decode at {contexts[0]}" if alone else f"a batch of {len(contexts)} of mixed lengths"
     report(

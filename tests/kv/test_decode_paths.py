@@ -17,17 +17,21 @@ from mlx_lm.models.cache import make_prompt_cache as stock_prompt_cache
 from models import make_model
 from thorough import tried
 
-from mlx_blockpool.config import DECODE_PATHS
+from mlx_blockpool.config import DECODE_PATHS, KVBits
 from mlx_blockpool.errors import PoolExhaustedError
 from mlx_blockpool.kv.arena import KVArena
 from mlx_blockpool.kv.attach import bind
 from mlx_blockpool.kv.batch_cache import PooledBatchCache
 from mlx_blockpool.kv.decode_policy import SAVED_TOKENS, Cluster, Share, choose_path, divide, find_clusters
-from mlx_blockpool.kv.factory import make_prompt_cache, open_pool, pooled_caches
+from mlx_blockpool.kv.factory import make_prompt_cache, pooled_caches, spec_of_loaded
+from mlx_blockpool.kv.rounded import rounded
 from mlx_blockpool.kv.runs import attend_cluster, group_queries
 
 PATHS = DECODE_PATHS[1:]
 MODELS = ["llama", "qwen2", "gemma3_text", "gpt_oss"]
+BITS = [None, KVBits(8, 8), KVBits(4, 4, 32), KVBits(8, None), KVBits(None, 4)]
+# Rows of models that are quantised have groups of 32.
+WIDE = {"hidden_size": 128, "head_dim": 32}
 
 
 def test_clusters_are_members_that_begin_with_the_same_blocks() -> None:
@@ -119,16 +123,17 @@ def test_a_cluster_attends_like_each_of_its_members(sinks: bool, dtype: mx.Dtype
 
 
 @functools.cache
-def stock_model(name: str) -> Any:
-    return make_model(name)
+def stock_model(name: str, wide: bool) -> Any:
+    return make_model(name, **(WIDE if wide else {}))
 
 
 class Batch:
-    """Sequences of a pool in one batch, and mlx-lm's own single caches with the same tokens."""
+    """Sequences of a pool in one batch, and mlx-lm's own single caches, over rounded rows with `bits`, with the same tokens."""
 
-    def __init__(self, name: str, path: str, streams: int = 1, pool_bytes: int = 60_000_000) -> None:
-        self.model, self.stock = make_model(name), stock_model(name)
-        self.arena = open_pool(self.model, pool_bytes, attach=False)
+    def __init__(self, name: str, path: str, streams: int = 1, pool_bytes: int = 60_000_000, bits: KVBits | None = None) -> None:
+        self.model, self.stock = make_model(name, **(WIDE if bits else {})), stock_model(name, bits is not None)
+        self.arena = KVArena(spec_of_loaded(self.model).with_bits(bits), pool_bytes)
+        assert self.arena.spec.bits == bits
         self.arena.ragged = bind(self.model) > 0
         self.arena.decode.path, self.arena.decode.streams = path, streams
         self.caches: list[Any] = []
@@ -136,7 +141,8 @@ class Batch:
         self.tokens: list[int] = []
 
     def prefill(self, tokens: list[int]) -> tuple[list[Any], list[Any]]:
-        mine, needed = make_prompt_cache(self.model, self.arena), stock_prompt_cache(self.stock)
+        mine = make_prompt_cache(self.model, self.arena)
+        needed = rounded(stock_prompt_cache(self.stock), self.arena.spec)
         for model, caches in ((self.model, mine), (self.stock, needed)):
             model(mx.array([tokens]), cache=caches)
             mx.eval([c.state for c in caches])
@@ -170,9 +176,11 @@ class Batch:
         expected = mx.concatenate(
             [self.stock(mx.array([[t]]), cache=c)[:, -1] for t, c in zip(self.tokens, self.needed, strict=True)]
         )
-        assert mx.abs(logits - expected).max() < 2e-4 * mx.abs(expected).max()
+        # A word may be rounded the other way after another order of sums; other bits change these models' logits by a fifth.
+        tolerance = 2e-4 if self.arena.spec.bits is None else 1e-2
+        assert mx.abs(logits - expected).max() < tolerance * mx.abs(expected).max()
         self.tokens = mx.argmax(expected, axis=-1).tolist()
-        assert mx.argmax(logits, axis=-1).tolist() == self.tokens
+        assert mx.argmax(logits, axis=-1).tolist() == self.tokens or self.arena.spec.bits is not None
 
     def took(self) -> set[str]:
         """The paths since the last call."""
@@ -190,9 +198,10 @@ def prompt(length: int, seed: int = 0) -> list[int]:
 @pytest.mark.parametrize("name", MODELS)
 @pytest.mark.parametrize("path", PATHS)
 @pytest.mark.parametrize("count", [1, 2, 4, 8])
-def test_forced_paths_answer_as_stock_through_joins_and_leaves(name: str, path: str, count: int) -> None:
+@pytest.mark.parametrize("bits", BITS, ids=str)
+def test_forced_paths_answer_as_stock_through_joins_and_leaves(name: str, path: str, count: int, bits: KVBits | None) -> None:
     """Around 299 and 127 tokens the windows of gemma3_text and gpt_oss are before, at and after their wrap."""
-    batch = Batch(name, path, streams=1 + count % 4 // 2)
+    batch = Batch(name, path, streams=1 + count % 4 // 2, bits=bits)
     batch.join_forks(prompt(296), count)
     for _ in range(3):
         batch.step()
@@ -283,11 +292,15 @@ def test_forks_in_one_partial_block_go_on_without_disturbing_each_other(path: st
 
 @tried(5, 60)
 @given(
-    seed=st.integers(0, 10_000), name=st.sampled_from(MODELS), path=st.sampled_from(["auto", *PATHS]), streams=st.integers(1, 2)
+    seed=st.integers(0, 10_000),
+    name=st.sampled_from(MODELS),
+    path=st.sampled_from(["auto", *PATHS]),
+    streams=st.integers(1, 2),
+    bits=st.sampled_from(BITS),
 )
-def test_random_batches_answer_as_stock(seed: int, name: str, path: str, streams: int) -> None:
+def test_random_batches_answer_as_stock(seed: int, name: str, path: str, streams: int, bits: KVBits | None) -> None:
     rng = random.Random(seed)
-    batch = Batch(name, path, streams)
+    batch = Batch(name, path, streams, bits=bits)
     lengths = [5, 126, 127, 128, 254, 255, 256, 290, 300, 511]
     batch.join_forks(prompt(rng.choice(lengths), seed), rng.randrange(1, 4))
     for step in range(12):
@@ -305,9 +318,9 @@ def test_random_batches_answer_as_stock(seed: int, name: str, path: str, streams
 
 
 @pytest.mark.parametrize("path", PATHS)
-@pytest.mark.parametrize("streams", [1, 2])
-def test_pipelined_steps_move_no_slab(path: str, streams: int) -> None:
-    batch = Batch("llama", path, streams)
+@pytest.mark.parametrize(("streams", "bits"), [(1, None), (2, None), (2, KVBits(8, 8))], ids=str)
+def test_pipelined_steps_move_no_slab(path: str, streams: int, bits: KVBits | None) -> None:
+    batch = Batch("llama", path, streams, bits=bits)
     batch.join_forks(prompt(300), 4)
     batch.step()
     before = addresses(batch.arena)
