@@ -1,4 +1,8 @@
-"""Engines over small pools, driven step by step, and what mlx-lm alone answers."""
+"""Engines over small pools, driven step by step, and what mlx-lm alone answers.
+
+A name is that of a model, or also of the bits of its keys and values: "llama", "llama K8V4"; 16: as the model computes them.
+In fewer bits mlx-lm answers on caches of its own that are given rounded keys and values.
+"""
 
 from __future__ import annotations
 
@@ -10,15 +14,17 @@ from typing import Any
 
 import mlx.core as mx
 from mlx_lm.generate import generate_step
+from mlx_lm.models.cache import make_prompt_cache
 from models import make_model
 
-from mlx_blockpool.config import EngineConfig
+from mlx_blockpool.config import EngineConfig, KVBits, kv_bits
 from mlx_blockpool.engine.caches import PooledCaches
 from mlx_blockpool.engine.engine import BlockPoolBatchEngine
 from mlx_blockpool.engine.request import Failed, Progress, Request, Started, Token
 from mlx_blockpool.kv.arena import KVArena
 from mlx_blockpool.kv.attach import attach
-from mlx_blockpool.kv.factory import open_pool
+from mlx_blockpool.kv.factory import spec_of_loaded
+from mlx_blockpool.kv.rounded import rounded
 from mlx_blockpool.spec import ModelCacheSpec, blocks_for
 from mlx_blockpool.tier.cache import TieredPrefixCache
 
@@ -28,21 +34,48 @@ VOCABULARY = 131
 TIE = 1e-3
 # One layer of each kind is enough.
 CHANGES: dict[str, dict[str, Any]] = {"gemma3_text": {"num_hidden_layers": 2}}
+# With these the rows of keys and values have 64 or 32 numbers, and can be quantised.
+WIDER: dict[str, dict[str, Any]] = {
+    "llama": {"head_dim": 64},
+    "gemma3_text": {"head_dim": 32},
+    "gpt_oss": {"head_dim": 64},
+    "qwen2": {"hidden_size": 128},
+    "lfm2": {"hidden_size": 128, "block_dim": 128},
+}
+
+
+@functools.cache
+def bits_of(name: str) -> KVBits | None:
+    """The bits that a name has."""
+    keys, _, values = name.partition(" ")[2].removeprefix("K").partition("V")
+    return kv_bits(None, int(keys), int(values), 64) if keys else None
+
+
+def new_model(name: str) -> Any:
+    base = name.partition(" ")[0]
+    return make_model(base, **CHANGES.get(base, {}), **(WIDER[base] if bits_of(name) else {}))
 
 
 @functools.cache
 def stock_model(name: str) -> Any:
     """As mlx-lm makes it."""
-    return make_model(name, **CHANGES.get(name, {}))
+    return new_model(name)
 
 
 @functools.cache
 def attached(name: str) -> tuple[Any, ModelCacheSpec]:
     """The same model, attached, and its spec."""
-    model = make_model(name, **CHANGES.get(name, {}))
-    slabs = open_pool(model, ROOMY, attach=False)
-    assert attach(model, slabs)
-    return model, slabs.spec
+    model = new_model(name)
+    arena = KVArena(spec_of_loaded(model).with_bits(bits_of(name)), ROOMY)
+    assert attach(model, arena)
+    return model, arena.spec
+
+
+def stock_caches(name: str) -> list[Any]:
+    """mlx-lm's own caches of one sequence."""
+    model = stock_model(name)
+    caches: list[Any] = make_prompt_cache(model)
+    return rounded(caches, spec_of_loaded(model).with_bits(bits_of(name)))
 
 
 def open_prefix(name: str, n_bytes: int = ROOMY) -> TieredPrefixCache:
@@ -75,8 +108,8 @@ def words(seed: int, count: int) -> tuple[int, ...]:
 class StockReply:
     """mlx-lm's greedy tokens on its own caches, generated as far as they are asked for."""
 
-    def __init__(self, model: Any, prompt: tuple[int, ...]) -> None:
-        self._steps = generate_step(mx.array(prompt), model, max_tokens=10_000)
+    def __init__(self, model: Any, prompt: tuple[int, ...], caches: list[Any] | None = None) -> None:
+        self._steps = generate_step(mx.array(prompt), model, max_tokens=10_000, prompt_cache=caches)
         self._tokens: list[int] = []
         self._tie: int | None = None
 
@@ -96,7 +129,7 @@ class StockReply:
 
 @functools.cache
 def stock_reply(name: str, prompt: tuple[int, ...]) -> StockReply:
-    return StockReply(stock_model(name), prompt)
+    return StockReply(stock_model(name), prompt, stock_caches(name))
 
 
 def assert_stock(name: str, prompt: Sequence[int], found: Sequence[int]) -> None:

@@ -33,16 +33,16 @@ def question(agent: int, turn: int) -> tuple[int, ...]:
     return words(100 + 10 * agent + turn, 60 + 50 * agent)
 
 
-def talk(machine: Machine, agents: int, turns: int, first: list[tuple[int, ...]] | None = None) -> list[tuple[int, ...]]:
+def talk(machine: Machine, agents: int, turns: int, name: str = "llama") -> list[tuple[int, ...]]:
     """Conversations of several agents at once. Returns what each has seen and said, its last token included."""
-    said = first or [SYSTEM] * agents
+    said: list[tuple[int, ...]] = [SYSTEM] * agents
     for turn in range(turns):
         prompts = [(*past, *question(agent, turn)) for agent, past in enumerate(said)]
         uids, told = serve(machine.engine, prompts, 8)
         said = []
         for uid, prompt in zip(uids, prompts, strict=True):
             assert told.failed == {}
-            assert_stock("llama", prompt, told.tokens[uid])
+            assert_stock(name, prompt, told.tokens[uid])
             said.append((*prompt, *told.tokens[uid]))
     return said
 
@@ -55,38 +55,42 @@ def fill(folder: Path, *prompts: tuple[int, ...], **config: Any) -> None:
     assert machine.prefix.close()
 
 
-def check(prompts: list[tuple[int, ...]], uids: list[int], told: Told) -> None:
+def check(prompts: list[tuple[int, ...]], uids: list[int], told: Told, name: str = "llama") -> None:
     assert told.failed == {}
     for uid, prompt in zip(uids, prompts, strict=True):
         assert told.reasons[uid] == "length"
-        assert_stock("llama", prompt, told.tokens[uid])
+        assert_stock(name, prompt, told.tokens[uid])
 
 
 # -- restart -----------------------------------------------------------------------------------------------------------
 
 
+@pytest.mark.sampled
+@pytest.mark.parametrize("name", ["llama", "llama K8V8"])
 @pytest.mark.parametrize("pool", ["roomy", "small"])
-def test_agents_go_on_where_they_were_after_a_shutdown(tmp_path: Path, pool: str) -> None:
-    said = talk(first := start(tmp_path), 3, 2)
+def test_agents_go_on_where_they_were_after_a_shutdown(tmp_path: Path, pool: str, name: str) -> None:
+    said = talk(first := start(tmp_path, name=name), 3, 2, name)
     assert first.prefix.close()
-    machine = start(tmp_path, *([] if pool == "roomy" else [bytes_of("llama", 2 * 2048)]))
+    machine = start(tmp_path, *([] if pool == "roomy" else [bytes_of(name, 2 * 2048)]), name=name)
     prompts = [(*past, *question(agent, 9)) for agent, past in enumerate(said)]
     uids, told = serve(machine.engine, prompts, 8)
-    check(prompts, uids, told)
+    check(prompts, uids, told, name)
     assert [told.started[uid].cached for uid in uids] == [len(past) for past in said]
     assert machine.stored.restores.num_unread == 0
     assert_nothing_held(machine.prefix)
 
 
+@pytest.mark.sampled
+@pytest.mark.parametrize("name", ["llama", "llama K8V8"])
 @pytest.mark.parametrize("is_written", [True, False])
-def test_a_kill_costs_no_more_than_the_last_blocks(tmp_path: Path, is_written: bool) -> None:
-    first = start(tmp_path / "first")
-    said = talk(first, 3, 2)
+def test_a_kill_costs_no_more_than_the_last_blocks(tmp_path: Path, is_written: bool, name: str) -> None:
+    first = start(tmp_path / "first", name=name)
+    said = talk(first, 3, 2, name)
     if is_written:
         write_all(first)
     folder = killed(first, tmp_path / "second")
     first.store.close()
-    machine = start(folder)
+    machine = start(folder, name=name)
     hashes = {bytes.fromhex(path.stem) for path in record_files(folder)}
     finished = []
     for past in said:
@@ -96,7 +100,7 @@ def test_a_kill_costs_no_more_than_the_last_blocks(tmp_path: Path, is_written: b
         assert reached == len(past) // BLOCK or not is_written
     prompts = [(*past, *question(agent, 9)) for agent, past in enumerate(said)]
     uids, told = serve(machine.engine, prompts, 8)
-    check(prompts, uids, told)
+    check(prompts, uids, told, name)
     cached = [told.started[uid].cached for uid in uids]
     assert all(c >= f for c, f in zip(cached, finished, strict=True))
     assert sum(cached) >= 0.98 * sum(finished) > 0

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import pytest
@@ -20,12 +20,15 @@ from hypothesis import strategies as st
 from thorough import only, tried
 
 from mlx_blockpool.engine import caches as caches_module
+from mlx_blockpool.engine.caches import PooledCaches
 from mlx_blockpool.engine.engine import BlockPoolBatchEngine
 from mlx_blockpool.engine.request import Request
 from mlx_blockpool.spec import BLOCK_TOKENS
 from mlx_blockpool.tier.cache import TieredPrefixCache
 
-MODELS = only(["llama", "gemma3_text", "gpt_oss", "qwen2"], "gemma3_text", "gpt_oss")
+PLAIN = ["llama", "gemma3_text", "gpt_oss", "qwen2"]
+QUANTISED = [f"{name} K8V8" for name in (*PLAIN, "lfm2")] + ["gemma3_text K4V4", "gpt_oss K8V4", "llama K16V8"]
+MODELS = only([*PLAIN, *QUANTISED], "gemma3_text", "gpt_oss", "gemma3_text K8V8")
 SYSTEMS = (0, 130, 256, 400)
 BRANCHES = (0, 65)
 # The last ends 3 tokens before a block does.
@@ -103,26 +106,35 @@ crowds = arrivals(
 
 
 class Schedule:
-    """One engine and the requests that it was given."""
+    """The requests that an engine was given, and who took over from it: `swaps` are the steps after which another engine does.
 
-    def __init__(self, name: str, requests: list[Arrival], more_blocks: int, config: dict[str, Any]) -> None:
+    Requests have numbers of their own here, since each engine gives them new uids.
+    """
+
+    def __init__(
+        self, name: str, requests: list[Arrival], more_blocks: int, config: dict[str, Any], swaps: frozenset[int] = frozenset()
+    ) -> None:
         self.name = name
+        self.swaps = swaps
         self.prompts = [a.prompt(name) for a in requests]
         longest = max(len(p) + a.max_tokens for p, a in zip(self.prompts, requests, strict=True))
         self.n_bytes = bytes_of(name, longest, more_blocks)
         self.requests = requests
         self.due = [sum(a.wait for a in requests[: i + 1]) for i in range(len(requests))]
-        self.uids: dict[int, list[int]] = {}
+        self.numbers: dict[int, list[int]] = {}
+        self.by_uid: dict[int, int] = {}
         self.cancelled: set[int] = set()
         self.step = 0
         self.engine, self.prefix = make_engine(name, self.n_bytes, **config)
 
     def run(self) -> tuple[BlockPoolBatchEngine, TieredPrefixCache, Told]:
         told = Told()
-        while len(self.uids) < len(self.requests) or len(self.engine):
+        while len(self.numbers) < len(self.requests) or len(self.engine):
             self.come_and_go()
-            told.take(self.engine.next())
+            told.take([replace(event, uid=self.by_uid[event.uid]) for event in self.engine.next()])
             self.step += 1
+            if self.step in self.swaps:
+                self.swap()
             assert self.prefix.arena.nbytes <= self.n_bytes
             self.check_turns()
             assert self.step < 3000, f"{len(self.engine)} requests do not end; {dict(self.engine.counts)}"
@@ -130,17 +142,27 @@ class Schedule:
 
     def come_and_go(self) -> None:
         for i, request in enumerate(self.requests):
-            if i not in self.uids and self.due[i] <= self.step:
+            if i not in self.numbers and self.due[i] <= self.step:
                 breakpoints = [(SYSTEMS[request.system], "system")] if request.mark else ()
                 group = str(i) if request.choices > 1 else None
                 same = Request(
                     self.prompts[i], request.max_tokens, breakpoints=breakpoints, agent=request.agent, group=group,
                     priority=request.priority,
                 )  # fmt: skip
-                self.uids[i] = self.engine.insert_all([same] * request.choices)
+                uids = self.engine.insert_all([same] * request.choices)
+                self.numbers[i] = [1000 * i + choice for choice in range(request.choices)]
+                self.by_uid |= dict(zip(uids, self.numbers[i], strict=True))
             if request.patience is not None and self.due[i] + request.patience == self.step:
-                self.engine.remove(self.uids[i])
-                self.cancelled.update(self.uids[i])
+                self.engine.remove([uid for uid, number in self.by_uid.items() if number in self.numbers[i]])
+                self.cancelled.update(self.numbers[i])
+
+    def swap(self) -> None:
+        """As two models of a server take turns: all requests are suspended, and continue in an engine that starts anew."""
+        suspended = self.engine.suspend()
+        assert_nothing_held(self.prefix)
+        numbers = [self.by_uid[sequence.uid] for sequence in suspended]
+        self.engine = BlockPoolBatchEngine(self.engine.model, PooledCaches(self.prefix), self.engine.config)
+        self.by_uid = dict(zip(map(self.engine.resume, suspended), numbers, strict=True))
 
     def check_turns(self) -> None:
         """No more than there are places, and of each agent only the request that arrived first."""
@@ -153,16 +175,16 @@ class Schedule:
 
     def check(self, told: Told) -> None:
         assert told.failed == {}
-        for i, uid in [(i, uid) for i, uids in self.uids.items() for uid in uids]:
-            found = told.tokens.get(uid, [])
-            if uid not in self.cancelled:
-                assert told.reasons[uid] == "length"
+        for i, number in [(i, number) for i, numbers in self.numbers.items() for number in numbers]:
+            found = told.tokens.get(number, [])
+            if number not in self.cancelled:
+                assert told.reasons[number] == "length"
                 assert len(found) == self.requests[i].max_tokens
             assert_stock(self.name, self.prompts[i], found)
 
 
-def run(name: str, requests: list[Arrival], more_blocks: int, config: dict[str, Any], promised: int) -> None:
-    schedule = Schedule(name, requests, more_blocks, config)
+def run(name: str, *schedule_of: Any, promised: int, **more: Any) -> None:
+    schedule = Schedule(name, *schedule_of, **more)
     with pytest.MonkeyPatch.context() as patch:
         # The room that a request finds at its start; with little of it, short replies are swapped out too.
         patch.setattr(caches_module, "BLOCK_TOKENS", promised)
@@ -173,19 +195,20 @@ def run(name: str, requests: list[Arrival], more_blocks: int, config: dict[str, 
 
 
 @pytest.mark.parametrize("name", MODELS)
-@tried(4, 300)
+@tried(3, 300)
 @given(
     requests=arrivals(),
     more_blocks=st.sampled_from([0, 1, 2, 2, 3, 20]),
     config=configs,
     promised=st.sampled_from([1, 1, BLOCK_TOKENS]),
+    swaps=st.just(frozenset()) | st.frozensets(st.integers(1, 20), max_size=2),
 )
 def test_replies_of_a_schedule_are_those_of_single_stock_sequences(name: str, requests: list[Arrival], **more: Any) -> None:
     run(name, requests, **more)
 
 
 @pytest.mark.parametrize("name", MODELS)
-@tried(3, 150)
+@tried(2, 150)
 @given(requests=crowds, more_blocks=st.integers(0, 3), config=configs, promised=st.just(1))
 def test_replies_of_a_crowd_that_is_swapped_out_are_those_of_single_stock_sequences(
     name: str, requests: list[Arrival], **more: Any

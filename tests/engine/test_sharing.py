@@ -11,7 +11,7 @@ from thorough import only
 from mlx_blockpool.engine import prefill
 from mlx_blockpool.engine.request import Request, Started
 
-RAGGED = only(["llama", "gemma3_text", "gpt_oss"], "gemma3_text", "gpt_oss")
+RAGGED = only(["llama", "gemma3_text", "gpt_oss", "llama K8V8", "gemma3_text K4V4"], "gemma3_text", "gpt_oss")
 COMMON = words(1, 500)
 
 
@@ -164,7 +164,7 @@ def test_nobody_waits_for_a_prefix_under_another_salt(salts: tuple[bytes, bytes]
     assert_nothing_held(prefix)
 
 
-@pytest.mark.parametrize("name", only(["llama", "gemma3_text", "gpt_oss", "lfm2"], "gemma3_text", "lfm2"))
+@pytest.mark.parametrize("name", only(["llama", "gemma3_text", "gpt_oss", "lfm2", "lfm2 K8V8"], "gemma3_text", "lfm2"))
 @pytest.mark.parametrize("length", [2, 257])
 def test_choices_for_one_prompt_compute_it_once_however_short_it_is(name: str, length: int) -> None:
     engine, prefix = make_engine(name)

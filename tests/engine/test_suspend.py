@@ -14,7 +14,7 @@ PROMPTS = [words(1, 300), words(2, 40), words(3, 500)]
 
 
 @pytest.mark.sampled
-@pytest.mark.parametrize("name", ["llama", "gemma3_text", "lfm2"])
+@pytest.mark.parametrize("name", ["llama", "gemma3_text", "lfm2", "gpt_oss K8V8", "lfm2 K8V4"])
 @pytest.mark.parametrize("steps", [0, 1, 3, 5, 9, 14])
 @pytest.mark.parametrize("forgets", [False, True])
 def test_requests_go_on_in_another_engine(name: str, steps: int, forgets: bool) -> None:

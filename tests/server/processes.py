@@ -47,10 +47,10 @@ def send(port: int, path: str, body: Any = None) -> Any:
         return json.loads(response.read())
 
 
-def turn(port: int, messages: list[dict[str, str]], agent: int) -> dict[str, Any]:
-    """One turn of an agent: its question and the answer join its messages, or neither does."""
+def turn(port: int, messages: list[dict[str, str]], agent: int, **more: Any) -> dict[str, Any]:
+    """One turn of an agent: its question and the answer join its messages, or neither does. `more` goes into the body."""
     asked = [*messages, {"role": "user", "content": f"Agent {agent} asks for the {len(messages)}th time. "}]
-    answer = send(port, "/v1/chat/completions", {"messages": asked, "max_tokens": 16})
+    answer = send(port, "/v1/chat/completions", {"messages": asked, "max_tokens": 16, **more})
     messages[:] = [*asked, {"role": "assistant", "content": answer["choices"][0]["message"]["content"]}]
     return answer["usage"]  # type: ignore[no-any-return]
 
