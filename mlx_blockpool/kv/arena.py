@@ -141,8 +141,9 @@ class KVArena:
         """Copy one block in all layers of its group. Waits: a lazy copy, or a step in flight, would be a reader of the slab."""
         mx.synchronize()
         slab, start = self.locate(group, source)
-        # mlx takes what fills an array instead of copying it: two slabs of one block would share a buffer.
-        copies = [own_copy(array[:, :, start : start + BLOCK_TOKENS]) for array in slab.arrays()]
+        # mlx takes what fills an array instead of copying it, both times: two slabs of one block would share a buffer.
+        copied = own_copy if slab.blocks == 1 else mx.contiguous
+        copies = [copied(array[:, :, start : start + BLOCK_TOKENS]) for array in slab.arrays()]
         mx.eval(copies)
         slab, start = self.locate(group, target)
         for array, copy in zip(slab.arrays(), copies, strict=True):
