@@ -43,6 +43,13 @@ class KVBits:
             return f"{self.keys}-bit keys and values"
         return " and ".join(f"{bits}-bit {of}" for bits, of in ((self.keys, "keys"), (self.values, "values")) if bits is not None)
 
+    @property
+    def options(self) -> str:
+        """The options of a command that choose these bits."""
+        both = ((self.keys, "-keys"), (self.values, "-values")) if self.keys != self.values else ((self.keys, ""),)
+        size = [] if self.group_size == KVBits.group_size else [f"--kv-group-size {self.group_size}"]
+        return " ".join([f"--kv-bits{which} {own}" for own, which in both if own is not None] + size)
+
 
 @dataclass(frozen=True)
 class PoolConfig:

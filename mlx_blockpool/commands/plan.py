@@ -54,18 +54,27 @@ def add_options(parser: argparse.ArgumentParser) -> None:
     memory = "what the model and its agents may take together, such as 24GB (default: what this machine gives to a model)"
     parser.add_argument("--memory", metavar="SIZE", help=memory)
     parser.add_argument("--context", metavar="N", help="tokens of each agent, such as 8192 or 32k (default: 4k)")
-    parser.add_argument("--kv-bits", type=int, choices=KV_BITS, help="count agents whose keys and values are in so many bits")
-    for what in ("keys", "values"):
-        parser.add_argument(f"--kv-bits-{what}", type=int, choices=(16, *KV_BITS), help=f"the same for {what} alone")
-    size = "how many quantised values share a scale and a bias (default: %(default)s)"
-    parser.add_argument("--kv-group-size", type=int, choices=GROUP_SIZES, default=KVBits.group_size, help=size)
+    add_kv_options(parser, "count agents whose keys and values are in so many bits")
     parser.add_argument("--lengths", metavar="N,N,..", help="a batch instead: tokens of each sequence, such as 500,4000,1200")
     parser.add_argument("--json", action="store_true", help="every figure as JSON")
     parser.set_defaults(run=_run)
 
 
+def add_kv_options(parser: argparse.ArgumentParser, text: str) -> None:
+    """Add the options of which kv_bits_of() makes bits; `text`: what --kv-bits does."""
+    parser.add_argument("--kv-bits", type=int, choices=KV_BITS, help=text)
+    for what in ("keys", "values"):
+        parser.add_argument(f"--kv-bits-{what}", type=int, choices=(16, *KV_BITS), help=f"the same for {what} alone")
+    size = "how many quantised values share a scale and a bias (default: %(default)s)"
+    parser.add_argument("--kv-group-size", type=int, choices=GROUP_SIZES, default=KVBits.group_size, help=size)
+
+
+def kv_bits_of(args: argparse.Namespace) -> KVBits | None:
+    return kv_bits(args.kv_bits, args.kv_bits_keys, args.kv_bits_values, args.kv_group_size)
+
+
 def _run(args: argparse.Namespace) -> str:
-    bits = kv_bits(args.kv_bits, args.kv_bits_keys, args.kv_bits_values, args.kv_group_size)
+    bits = kv_bits_of(args)
     report = plan(args.model or ["demo"], args.lengths, args.context, args.memory, bits)
     return json.dumps(report.as_dict(), indent=2) if args.json else report.text()
 
@@ -263,17 +272,8 @@ def _verdict(plan: ModelPlan) -> str:
         advice = "a shorter --context" if plan.bits else "a shorter --context, or --kv-bits 8,"
         return f"One agent needs {human_bytes(plan.cost.agent - plan.left)} more; {advice} takes less."
     half = plan.cost.agents(plan.left // 2)
-    command = f"`mlx-blockpool serve{_options(plan.bits)}`"
+    command = f"`mlx-blockpool serve{f' {plan.bits.options}' if plan.bits else ''}`"
     return f"{command} takes half of what is left unless --pool-bytes says more: {count(half, 'agent')}."
-
-
-def _options(bits: KVBits | None) -> str:
-    """The options of serve that choose these bits."""
-    if bits is None:
-        return ""
-    both = ((bits.keys, "-keys"), (bits.values, "-values")) if bits.keys != bits.values else ((bits.keys, ""),)
-    size = "" if bits.group_size == KVBits.group_size else f" --kv-group-size {bits.group_size}"
-    return "".join(f" --kv-bits{which} {own}" for own, which in both if own is not None) + size
 
 
 def _kv_notes(plans: Sequence[ModelPlan]) -> list[str]:

@@ -11,6 +11,7 @@ from ..formatting import Report
 from ..spec import BLOCK_TOKENS
 from ..store.agent_files import shown
 from ..store.paths import default_folder
+from .plan import add_kv_options, kv_bits_of
 from .store import Actions, add_action, folder_at
 
 
@@ -29,6 +30,7 @@ def _add_common(action: argparse.ArgumentParser, file: str, prompt_required: boo
     action.add_argument("--model", required=True, help="the model folder, or the id of a downloaded model")
     action.add_argument("--adapter-path", type=Path, metavar="DIR", help="the adapter that the model runs with")
     action.add_argument("--store-bits", type=int, choices=(4, 8), help="as the server's: how the store is quantised")
+    add_kv_options(action, "as the server's: the bits of keys and values in memory")
     action.add_argument("--agent", metavar="NAME", help="the agent whose prefix it is; needed for files of other stores")
     prompt = action.add_mutually_exclusive_group(required=prompt_required)
     prompt.add_argument("--tokens", metavar="N,N,..", help="token ids of the prompt")
@@ -49,7 +51,7 @@ def _export(args: argparse.Namespace) -> Report:
     from ..transfer import model_source, offline
 
     prompt = model_source.prompt_of(args.tokens, args.prompt_file)
-    source = model_source.Source(args.model, folder_at(args.store_dir), args.adapter_path, args.store_bits)
+    source = model_source.Source(args.model, folder_at(args.store_dir), args.adapter_path, args.store_bits, kv=kv_bits_of(args))
     return offline.export(source, prompt, args.file, args.agent)
 
 
@@ -58,7 +60,7 @@ def _import(args: argparse.Namespace) -> Report:
 
     prompt = model_source.prompt_of(args.tokens, args.prompt_file)
     root = args.store_dir or default_folder()
-    source = model_source.Source(args.model, root, args.adapter_path, args.store_bits, args.store_bytes)
+    source = model_source.Source(args.model, root, args.adapter_path, args.store_bits, args.store_bytes, kv_bits_of(args))
     return offline.import_file(source, prompt, args.file, args.agent)
 
 

@@ -21,6 +21,7 @@ from mlx_lm.models.cache import (
     ArraysCache,
     ChunkedKVCache,
     KVCache,
+    QuantizedKVCache,
     RotatingKVCache,
     load_prompt_cache,
     make_prompt_cache,
@@ -28,11 +29,13 @@ from mlx_lm.models.cache import (
 )
 
 from ..claims import head_of
+from ..config import KVBits, kv_bits
 from ..dtypes import ITEM_BYTES, safetensors_name
-from ..errors import StoreError
+from ..errors import BlockpoolError, StoreError
 from ..formatting import Report, line_of
 from ..kv.block_bytes import as_bytes
 from ..kv.parts import as_stock, leaves_of, sequence_of
+from ..kv.rows import as_rows, columns, dense
 from ..mlx_lm_compat import rebind
 from ..prefix.salts import MARK_BYTES, SHARED, is_of_import, mark_of
 from ..spec import ChunkLayer, FullLayer, LayerSpec, ModelCacheSpec, StateLayer, WindowLayer
@@ -41,20 +44,22 @@ from ..store.signing import UNSIGNED, is_signed
 
 # Of a file whose metadata names no weights, these many tokens are computed and compared ...
 COMPARED_TOKENS = 16
-# ... and may be so far off, as rounding in bfloat16 is; those of other weights or tokens are off by about 1.
-TOLERANCE = 0.05
-UNPROVEN = "this store did not sign the file as it is, so that one agent alone can continue from it"
-# mlx-lm's class for each kind of layer; KVCache for the others.
+# ... and may be so far off, as rounding in bfloat16 and to 8 bits is, or to 4 bits; those of other weights or tokens are off by
+# about 1.
+TOLERANCE, TOLERANCE_OF_4_BITS = 0.05, 0.2
+# mlx-lm's class for each kind of layer; QuantizedKVCache or KVCache for the others.
 STOCK: dict[type[LayerSpec], type] = {StateLayer: ArraysCache, WindowLayer: RotatingKVCache, ChunkLayer: ChunkedKVCache}
-# In the metadata: the mark of the cache_salt under which the prefix was computed, in hexadecimal.
+# In the metadata: the mark of the cache_salt under which the prefix was computed, in hexadecimal, ...
 MARK = "cache_salt"
+# ... and the bits of keys, of values, and the group size, of a pool that quantises.
+KV_BITS = "kv_bits"
 # The header is filled up with spaces to a multiple of this.
 ALIGNMENT = 8
 
 
-def privacy_report(private: bool) -> Report:
-    """Who may continue from an imported file, and why, for reports and HTTP responses."""
-    return {"private": private, "why": UNPROVEN if private else "this store has signed the file, and it is as it was"}
+def privacy_report(why: str | None) -> Report:
+    """Who may continue from an imported file, and why, for reports and HTTP responses. `why`: as why_private() says it."""
+    return {"private": why is not None, "why": why or "this store has signed the file, and it is as it was"}
 
 
 def check_agent(agent: str, salt: bytes | None) -> None:
@@ -64,7 +69,8 @@ def check_agent(agent: str, salt: bytes | None) -> None:
     """
     if salt is not None and not is_of_import(salt):
         raise StoreError(
-            f"An agent {shown(agent)} exists already, and {UNPROVEN}. Import it under another name, or delete that agent first."
+            f"An agent {shown(agent)} exists already, and one agent alone can continue from the file. Import it under another "
+            "name, or delete that agent first."
         )
 
 
@@ -74,14 +80,25 @@ def check_agent(agent: str, salt: bytes | None) -> None:
 class CacheFileWriter:
     """A safetensors file of `nbytes` bytes, in pieces. The caches must not change until close() gives their blocks back.
 
-    `caches`: pooled ones, of one sequence that holds `tokens`; `salt`: what they are cached under. A piece is one head of one
-    array, so that no view of a slab outlives the step that copies it. Owned by the generation thread.
+    `caches`: pooled ones, of one sequence that holds `tokens`; `spec`, `bits`: of their pool and of its store; `salt`: what they
+    are cached under. A piece is one head of one array, so that no view of a slab outlives the step that copies it. Owned by the
+    generation thread.
     """
 
     def __init__(
-        self, caches: list[Any], model: str, weights: str, bits: int | None, tokens: Sequence[int], salt: bytes = SHARED
+        self,
+        caches: list[Any],
+        model: str,
+        weights: str,
+        spec: ModelCacheSpec,
+        bits: int | None,
+        tokens: Sequence[int],
+        salt: bytes = SHARED,
     ) -> None:
         self._caches = caches
+        # Dequantising one head takes as long as all: the array is kept for the next one.
+        self._keeps = loses_words(spec)
+        self._kept: dict[str, mx.array] = {}
         arrays, texts = _as_saved(
             caches,
             {
@@ -93,7 +110,8 @@ class CacheFileWriter:
                 "bits": str(bits or 0),
                 "signature": UNSIGNED,
             }
-            | ({MARK: mark_of(salt).hex()} if mark_of(salt) else {}),
+            | ({MARK: mark_of(salt).hex()} if mark_of(salt) else {})
+            | ({} if spec.bits is None else {KV_BITS: _text_of(spec.bits)}),
         )
         described: dict[str, Any] = {"__metadata__": texts}
         end = 0
@@ -119,12 +137,35 @@ class CacheFileWriter:
         if sequence is not None:
             sequence.release()
         self._caches = []
+        self._kept = {}
 
     def _piece(self, name: str, head: int | None) -> bytes:
-        array = _as_saved(self._caches, {})[0][name]
+        array = self._kept[name] if name in self._kept else _as_saved(self._caches, {})[0][name]
+        if self._keeps and name not in self._kept:
+            # A copy, and no view of a slab.
+            self._kept = {name: mx.contiguous(array)}
+            array = self._kept[name]
         part = mx.contiguous(array if head is None else array[:, head])
         mx.eval(part)
         return bytes(as_bytes(part))
+
+
+def loses_words(spec: ModelCacheSpec) -> bool:
+    """Return whether mlx-lm has no cache for the words of some layer, as windows: quantised again its numbers would be others."""
+    layers = (leaf for leaf in spec.leaves if isinstance(leaf, FullLayer) and leaf.values_per_token)
+    return any(spec.forms(leaf) != (None, None) and _stock_of(spec, leaf) is not QuantizedKVCache for leaf in layers)
+
+
+def _stock_of(spec: ModelCacheSpec, leaf: LayerSpec) -> Any:
+    """mlx-lm's class for a layer."""
+    if type(leaf) is not FullLayer:
+        return STOCK.get(type(leaf), KVCache)
+    keys, values = spec.forms(leaf)
+    return KVCache if keys is None or keys != values else QuantizedKVCache
+
+
+def _text_of(bits: KVBits) -> str:
+    return f"{bits.keys or 16},{bits.values or 16},{bits.group_size}"
 
 
 def _as_saved(caches: list[Any], metadata: dict[str, str]) -> tuple[dict[str, mx.array], dict[str, str]]:
@@ -165,10 +206,24 @@ class CacheFile:
 
     def check(self, spec: ModelCacheSpec, vocab_size: int) -> None:
         """The model must have every token, or it is a piece of an image, whose ids are negative; the caches must fit its spec."""
+        self._check_bits(spec)
         highest = max(self.tokens, default=0)
         if highest >= vocab_size:
             raise StoreError(f"The file has token {highest}; the model's last one is {vocab_size - 1}.")
         _check_shapes(spec, self.caches, self.tokens)
+
+    def _check_bits(self, spec: ModelCacheSpec) -> None:
+        """A file that names its weights was computed by attention over keys and values in the bits that it names."""
+        text = self.metadata.get(KV_BITS)
+        if text is None and "weights" not in self.metadata:
+            return
+        try:
+            bits = None if text is None else kv_bits(None, *map(int, text.split(",")))
+        except (BlockpoolError, ValueError, TypeError, AttributeError) as error:
+            raise StoreError(f"The file's metadata names no bits of keys and values: {line_of(error)}.") from error
+        if spec.with_bits(bits).fingerprint() != spec.fingerprint():
+            what = f"{bits}. Give {bits.options}" if bits is not None else "keys and values as computed. Leave out --kv-bits"
+            raise StoreError(f"The file has {what}.")
 
     def names_weights(self, model: str, weights: str, bits: int | None) -> bool:
         """Return whether its metadata say that it is of these weights and tokens; if they say nothing, compare() it.
@@ -182,8 +237,8 @@ class CacheFile:
             raise StoreError(f"The file is of other weights ({self.metadata.get('model')}) than those of {model}.")
         return "weights" in self.metadata and self.metadata.get("tokens") == ",".join(map(str, self.tokens))
 
-    def compare(self, name: str, model: Any) -> None:
-        """Compute the first tokens with the model `name`: the caches must hold the same."""
+    def compare(self, name: str, model: Any, spec: ModelCacheSpec) -> None:
+        """Compute the first tokens with the model `name`, whose spec this is: the caches must hold about the same."""
         count = min(len(self.tokens), COMPARED_TOKENS)
         fresh = make_prompt_cache(model)
         model(mx.array([self.tokens[:count]]), cache=fresh)
@@ -192,10 +247,14 @@ class CacheFile:
         if not compared:
             raise StoreError("The file names no weights, and its layers forget. Import a file that store export has written.")
         for index, mine, theirs in compared:
-            for needed, found in ((mine.keys, theirs.keys), (mine.values, theirs.values)):
+            leaf = spec.leaves[index]
+            assert isinstance(leaf, FullLayer)
+            for needed, found, form in zip((mine.keys, mine.values), (theirs.keys, theirs.values), spec.forms(leaf), strict=True):
+                if isinstance(theirs, QuantizedKVCache):
+                    found = dense(as_rows(list(found), form))
                 needed, found = (array[..., :count, :].astype(mx.float32) for array in (needed, found))
                 off: Any = mx.sqrt(mx.mean((needed - found) ** 2) / mx.mean(needed**2)).item()
-                if not off <= TOLERANCE:
+                if not off <= (TOLERANCE_OF_4_BITS if form is not None and form.bits == 4 else TOLERANCE):
                     raise StoreError(
                         f"Layer {index}: the keys and values of the first {count} tokens are off by {off:.0%} from those of "
                         f"{name}. Import a file of the same weights and tokens."
@@ -210,9 +269,13 @@ class CacheFile:
             return b""
         return mark if len(mark) == MARK_BYTES else b""
 
-    def is_private(self, names_weights: bool, key: bytes) -> bool:
-        """Return whether one agent alone may continue from it: it does not name its weights, or is not signed with `key`."""
-        return not (names_weights and is_signed(self.path, key))
+    def why_private(self, names_weights: bool, key: bytes, spec: ModelCacheSpec) -> str | None:
+        """Why one agent alone may continue from it: no name of its weights, no signature with `key`, no words; None: all may."""
+        if not (names_weights and is_signed(self.path, key)):
+            return "this store did not sign the file as it is, so that one agent alone can continue from it"
+        if loses_words(spec):
+            return "mlx-lm's files hold no words of some layers, so that one agent alone can continue from it"
+        return None
 
 
 def _tokens_in(metadata: dict[str, Any], file: Path) -> list[int]:
@@ -281,10 +344,11 @@ def _check_shapes(spec: ModelCacheSpec, caches: list[Any], tokens: list[int]) ->
     if len(leaves) != len(spec.leaves):
         raise StoreError(f"The file has {len(leaves)} caches, and {spec.model_id} has {len(spec.leaves)}.")
     for index, (cache, leaf) in enumerate(zip(leaves, spec.leaves, strict=True)):
-        wanted, found = STOCK.get(type(leaf), KVCache).__name__, type(cache).__name__
+        wanted, found = _stock_of(spec, leaf).__name__, type(cache).__name__
         holds = isinstance(leaf, FullLayer) and leaf.values_per_token > 0
         if found != wanted or (holds and cache.keys is None):
-            raise StoreError(f"Layer {index}: the file has a {found} where the model has a {wanted} that is not empty.")
+            hint = " Give the --kv-bits that it was made with." if QuantizedKVCache.__name__ in (found, wanted) else ""
+            raise StoreError(f"Layer {index}: the file has a {found} where the model has a {wanted} that is not empty.{hint}")
         if isinstance(leaf, StateLayer) and len(cache.cache) != len(leaf.arrays):
             raise StoreError(
                 f"Layer {index}: the file has {len(cache.cache)} state arrays, and the model has {len(leaf.arrays)}."
@@ -301,9 +365,29 @@ def _check_keys(spec: ModelCacheSpec, index: int, cache: Any, leaf: FullLayer, t
     if getattr(cache, "start_position", 0):
         raise StoreError(f"Layer {index}: the file has a chunk from token {cache.start_position} on, and not all tokens.")
     held = min(tokens, leaf.max_size) if isinstance(leaf, WindowLayer) else tokens
-    for array, dim in ((cache.keys, leaf.key_dim), (cache.values, leaf.value_dim)):
-        found = (str(array.dtype).rpartition(".")[2], *array.shape)
-        needed = (spec.dtype, 1, leaf.kv_heads, held, dim)
-        long_enough = array.ndim == 4 and array.shape[2] >= held
+    of_words = isinstance(cache, QuantizedKVCache)
+    forms = spec.forms(leaf) if of_words else (None, None)
+    if of_words and (cache.bits, cache.group_size) != forms[0]:
+        raise StoreError(
+            f"Layer {index}: the file is in {cache.bits} bits and groups of {cache.group_size}, and {spec.model_id} in "
+            f"{' bits and groups of '.join(map(str, forms[0] or ()))}. Give the --kv-bits that it was made with."
+        )
+    for rows, dim, form in zip((cache.keys, cache.values), (leaf.key_dim, leaf.value_dim), forms, strict=True):
+        shapes = [(_name_of(of), 1, leaf.kv_heads, held, width) for width, of in columns(dim, getattr(mx, spec.dtype), form)]
+        arrays = list(rows) if isinstance(rows, list | tuple) else [rows]
+        _check_arrays(f"Layer {index}: the file has", arrays, shapes, spec.model_id)
+
+
+def _check_arrays(where: str, arrays: list[Any], shapes: list[tuple[Any, ...]], model: str) -> None:
+    """`shapes`: the type and shape of each array, which may have more tokens."""
+    if len(arrays) != len(shapes) or not all(isinstance(array, mx.array) for array in arrays):
+        raise StoreError(f"{where} keys or values of {len(arrays)} parts, and {model} has {len(shapes)} arrays.")
+    for array, needed in zip(arrays, shapes, strict=True):
+        found = (_name_of(array.dtype), *array.shape)
+        long_enough = array.ndim == 4 and array.shape[2] >= needed[3]
         if not long_enough or (*found[:3], found[4]) != (*needed[:3], needed[4]):
-            raise StoreError(f"Layer {index}: the file has {found}, and {spec.model_id} has {needed}.")
+            raise StoreError(f"{where} {found}, and {model} has {needed}.")
+
+
+def _name_of(dtype: mx.Dtype) -> str:
+    return str(dtype).rpartition(".")[2]

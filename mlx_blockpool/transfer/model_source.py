@@ -11,11 +11,12 @@ import mlx.core as mx
 from mlx_lm.utils import load
 
 from .. import claims
-from ..config import ModelsConfig, PoolConfig, StoreConfig
+from ..config import KVBits, ModelsConfig, PoolConfig, StoreConfig
 from ..demo import model_path
 from ..errors import BadModelError, StoreError
 from ..formatting import line_of
 from ..kv.arena import KVArena
+from ..kv.factory import quantised
 from ..modelfile import local_folder
 from ..plugins import spec_of_model
 from ..spec import blocks_for
@@ -35,8 +36,8 @@ Prompt: TypeAlias = Sequence[int] | str | None
 class Source:
     """A model, and the store in `root` that has its prefixes.
 
-    `store_bytes` None: the default, or what the store holds already if that is more. Raises StoreError for a model that is not
-    there or cannot be loaded.
+    `bits`, `kv`: of the server's store and of its pool. `store_bytes` None: the default, or what the store holds already if that
+    is more. Raises StoreError for a model that is not there or cannot be loaded, or whose blocks cannot be in these bits.
     """
 
     def __init__(
@@ -46,6 +47,7 @@ class Source:
         adapter: Path | None = None,
         bits: int | None = None,
         store_bytes: int | None = None,
+        kv: KVBits | None = None,
     ) -> None:
         self.name = model_path(model)
         self.folder = _model_folder(self.name)
@@ -57,7 +59,10 @@ class Source:
         self.config = StoreConfig(root, limit, bits, flush_seconds=FLUSH_SECONDS)
         self.weights = identity(self.folder, adapter, digests_of(self.config))
         self.model, self.tokenizer, config = self._load()
-        self.spec = spec_of_model(self.model, config, Path(self.name).name)
+        try:
+            self.spec = quantised(spec_of_model(self.model, config, Path(self.name).name), kv)
+        except ValueError as error:
+            raise StoreError(f"{error} Leave out --kv-bits.") from error
 
     def open(self, tokens: int) -> TieredPrefixCache:
         """The prefixes in the store, and a pool for one sequence of this many tokens and one block more."""

@@ -17,7 +17,7 @@ from ..store.agent_files import Agents
 from ..store.record import SUFFIX
 from ..store.signing import export_key, sign
 from ..tier.cache import TieredPrefixCache
-from .cache_file import UNPROVEN, CacheFile, CacheFileWriter, check_agent, privacy_report
+from .cache_file import CacheFile, CacheFileWriter, check_agent, privacy_report
 from .model_source import Prompt, Source
 
 
@@ -42,9 +42,9 @@ def export(source: Source, prompt: Prompt, file: Path, agent: str | None = None)
         if not held:
             raise StoreError(
                 f"{source.config.folder} has nothing of these {len(tokens)} tokens under {source.spec.model_id}. Give a prompt "
-                "that a server with the same model, adapter and --store-bits has kept."
+                "that a server with the same model, adapter, --kv-bits and --store-bits has kept."
             )
-        writer = CacheFileWriter(hit.caches, source.name, source.weights, source.config.bits, tokens[:held], salt)
+        writer = CacheFileWriter(hit.caches, source.name, source.weights, source.spec, source.config.bits, tokens[:held], salt)
         _write(writer, path, None if is_of_import(salt) else export_key(source.root))
         writer.close()
     finally:
@@ -86,14 +86,14 @@ def import_file(source: Source, prompt: Prompt, file: Path, agent: str | None = 
     found.check(source.spec, source.vocab_size())
     names_weights = found.names_weights(source.name, source.weights, source.config.bits)
     if not names_weights:
-        found.compare(source.name, source.model)
-    private, agents = found.is_private(names_weights, export_key(source.root)), Agents(source.root)
-    if private:
+        found.compare(source.name, source.model, source.spec)
+    why, agents = found.why_private(names_weights, export_key(source.root), source.spec), Agents(source.root)
+    if why is not None:
         if agent is None:
-            raise StoreError(f"The file needs an agent that continues from it, for {UNPROVEN}. Give --agent NAME.")
+            raise StoreError(f"The file needs an agent that continues from it, for {why}. Give --agent NAME.")
         before = agents.get(agent)
         check_agent(agent, None if before is None else before.salt)
-    salt = salt_of_import() if private else salt_marked(found.mark)
+    salt = salt_of_import() if why is not None else salt_marked(found.mark)
     tokens = found.tokens
     prefix = source.open(len(tokens))
     stored = prefix.stored
@@ -110,7 +110,7 @@ def import_file(source: Source, prompt: Prompt, file: Path, agent: str | None = 
         why = figures["problem"] or f"the store holds {figures['bytes']} of {figures['store_bytes']} bytes"
         raise StoreError(f"Stored {kept} of {len(tokens)} tokens: {why}. Make room on the disk or raise --store-bytes.")
     report = {"file": str(file), "tokens": kept, "blocks": blocks_for(kept), "folder": str(source.config.folder), "agent": agent}
-    return report | privacy_report(private)
+    return report | privacy_report(why)
 
 
 def _keep(prefix: TieredPrefixCache, tokens: list[int], caches: list[Any], salt: bytes) -> int:

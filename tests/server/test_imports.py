@@ -184,7 +184,7 @@ def test_an_answer_to_a_bad_file_calls_it_the_body(
     def failing(file: CacheFile, *_: Any) -> bool:
         raise kind(f"Cannot read {file.path}: {file.path.name} has an end.")
 
-    monkeypatch.setattr(CacheFile, "is_private", failing)
+    monkeypatch.setattr(CacheFile, "why_private", failing)
     with served.server() as client:
         status, answer = call(client, "POST", "/bad/import", exported[1])
         assert (status, json.loads(answer)["error"]) == (needed, "Cannot read the body: the body has an end.")

@@ -24,6 +24,7 @@ from ...prefix.resume import in_memory, lay_out_to_read, pin_of, resumable
 from ...prefix.retention import RetentionPolicy
 from ...prefix.salts import SHARED, is_of_import, salt_marked, salt_of_import
 from ...prefix.trie import PrefixRef
+from ...spec import ModelCacheSpec
 from ...store.agent_files import shown
 from ...store.identity import Digests, check_unchanged, identity
 from ...store.limits import OVER_BUDGET
@@ -219,7 +220,8 @@ def _begin_export(served: LoadedModel, prefix: TieredPrefixCache, view: AgentVie
     if not hit:
         raise StatusError(409, f"Nothing of agent {shown(view.name)} is in memory or on disk. Its next turn computes it again.")
     caches = lay_out_to_read(prefix.arena, match, hit, checkpoint)
-    return CacheFileWriter(caches, served.provider.public_name, weights, _bits(prefix), match.token_ids()[:hit], view.agent.salt)
+    name, spec, tokens = served.provider.public_name, prefix.arena.spec, match.token_ids()[:hit]
+    return CacheFileWriter(caches, name, weights, spec, _bits(prefix), tokens, view.agent.salt)
 
 
 def _bits(prefix: TieredPrefixCache) -> int | None:
@@ -249,13 +251,13 @@ def import_file(service: AgentService, name: str, path: Path) -> Report:
     start = time.monotonic()
     service.do(lambda: service.refuse_if_busy(name))
     found = CacheFile.read(path)
-    home, names_weights = _home_of(service, found)
-    private = found.is_private(names_weights, _key(service))
-    if private:
+    home, names_weights, spec = _home_of(service, found)
+    why = found.why_private(names_weights, _key(service), spec)
+    if why is not None:
         before = service.look().get(name)
         # Names that chats get by their content are never free.
         _refuse_overwriting(name, SHARED if is_conversation_id(name) else None if before is None else before.agent.salt)
-    salt = salt_of_import() if private else salt_marked(found.mark, service.scope.private_key)
+    salt = salt_of_import() if why is not None else salt_marked(found.mark, service.scope.private_key)
     intake = service.at(home, lambda _, prefix: _begin_import(prefix, found.caches))
     try:
         leaves = leaves_of(found.caches)[::-1]
@@ -268,7 +270,7 @@ def import_file(service: AgentService, name: str, path: Path) -> Report:
     finally:
         service.do(intake.sequence.release)
     report = {"agent": name, "imported": True, "seconds": _since(start), "tokens": noted.tokens}
-    return report | privacy_report(private) | asdict(_measure(service, home, noted))
+    return report | privacy_report(why) | asdict(_measure(service, home, noted))
 
 
 def _refuse_overwriting(name: str, salt: bytes | None) -> None:
@@ -279,8 +281,8 @@ def _refuse_overwriting(name: str, salt: bytes | None) -> None:
         raise StatusError(409, str(error)) from error
 
 
-def _home_of(service: AgentService, file: CacheFile) -> tuple[Home, bool]:
-    """The loaded model that a file is of, and whether the file names its weights. Raises StatusError."""
+def _home_of(service: AgentService, file: CacheFile) -> tuple[Home, bool, ModelCacheSpec]:
+    """The loaded model that a file is of, whether the file names its weights, and its spec. Raises StatusError."""
     homes = service.homes()
     refusals = []
     for home in homes:
@@ -291,8 +293,10 @@ def _home_of(service: AgentService, file: CacheFile) -> tuple[Home, bool]:
             names_weights = file.names_weights(provider.name, _weights(service, provider), bits)
             if not names_weights:
                 mx.eval([leaf.state for leaf in leaves_of(file.caches)])
-                service.at(home, lambda served, _: file.compare(served.provider.name, served.provider.model))
-            return home, names_weights
+                service.at(
+                    home, lambda served, prefix: file.compare(served.provider.name, served.provider.model, prefix.arena.spec)
+                )
+            return home, names_weights, spec
         except StoreError as error:
             refusals.append(str(error))
     raise StatusError(409 if homes else 503, " ".join(refusals) or "No model with a pool is loaded. Load the file's model first.")
