@@ -300,6 +300,30 @@ def test_export_and_import(served: Served, tmp_path: Path) -> None:
         client.settle()
 
 
+@pytest.mark.thorough
+def test_export_and_import_in_8_bits(tmp_path: Path) -> None:
+    served = Served(save_model(tmp_path / "llama", "llama", head_dim=64), "llama")
+    agent = Agent("one", "birds")
+    with served.server("--kv-bits", "8") as client:
+        agent.turn(client)
+        status, data = call(client, "GET", "/one/export")
+        assert status == 200
+        messages, tokens = [*agent.messages], listed(client)["one"]["tokens"]
+        needed = agent.turn(client)[:2]
+        assert ask(client, "DELETE", "/one")["clean"]
+        assert json.loads(call(client, "POST", "/eins/import", data)[1])["resumes_from_memory"] == tokens
+        agent.messages = messages
+        assert agent.turn(client, "eins")[:2] == needed
+        client.settle()
+    (tmp_path / "one.safetensors").write_bytes(data)
+    caches = load_prompt_cache(str(tmp_path / "one.safetensors"))
+    assert {(type(cache).__name__, cache.offset) for cache in caches} == {("QuantizedKVCache", tokens)}
+    with served.server() as client:
+        status, answer = call(client, "POST", "/eins/import", data)
+        assert (status, json.loads(answer)["error"]) == (409, "The file has 8-bit keys and values. Give --kv-bits 8.")
+        client.settle()
+
+
 @LLAMA
 def test_a_file_larger_than_the_pool_is_not_taken(served: Served) -> None:
     with served.server() as client:
