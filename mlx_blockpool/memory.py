@@ -12,6 +12,7 @@ from dataclasses import asdict, dataclass
 from functools import reduce
 from typing import Any
 
+from .config import KVBits
 from .errors import BlockpoolError, SpecError
 from .spec import BLOCK_TOKENS, FullLayer, LayerGroup, ModelCacheSpec, WindowLayer
 
@@ -119,6 +120,7 @@ class BatchMemory:
     """All layer groups of a batch of sequences of `lengths` tokens.
 
     other_layers: the number of layers that are not in blocks (states and unused caches), which no figure counts.
+    bits:         how blocks hold keys and values; None: in `dtype`.
     """
 
     model_id: str
@@ -126,6 +128,7 @@ class BatchMemory:
     lengths: tuple[int, ...]
     groups: tuple[GroupMemory, ...]
     other_layers: int
+    bits: KVBits | None = None
 
     @property
     def bytes(self) -> Comparison:
@@ -159,7 +162,7 @@ def batch_memory(spec: ModelCacheSpec, lengths: Sequence[int], held_blocks: Sequ
     held: Sequence[int | None] = [None] * len(spec.groups) if held_blocks is None else held_blocks
     groups = tuple(_group_memory(spec, group, lengths, count) for group, count in zip(spec.groups, held, strict=True))
     other = len(spec.layers) - sum(len(g.layers) for g in spec.groups)
-    return BatchMemory(spec.model_id, spec.dtype, tuple(lengths), groups, other)
+    return BatchMemory(spec.model_id, spec.dtype, tuple(lengths), groups, other, spec.bits)
 
 
 def _group_memory(spec: ModelCacheSpec, group: LayerGroup, lengths: Sequence[int], held: int | None) -> GroupMemory:

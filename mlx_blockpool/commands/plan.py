@@ -102,7 +102,7 @@ def plan(
     budget = None if memory is None else Memory(parse_memory(memory), "option")
     found = [modelfile.find(model) for model in models]
     specs = [modelfile.spec_of(file) for file in found]
-    batches = tuple(batch_memory(spec, batch) for spec in specs) if batch else ()
+    batches = tuple(batch_memory(spec.with_bits(bits), batch) for spec in specs) if batch else ()
     if batch and context is None and memory is None and bits is None:
         return Report((), batches)
     budget = budget or Memory(system.memory_bytes(), "machine")
@@ -308,7 +308,8 @@ def describe_batch(report: BatchMemory) -> str:
     """The report as two tables, tokens of each sequence and bytes of each layer group, and a closing sentence."""
     leading = _leading(report)
     where = f"; tokens of {leading.group.name}" if len(report.groups) > 1 else ""
-    lines = [f"{report.model_id}, {report.dtype}: {count(len(report.lengths), 'sequence')}{where}", ""]
+    bits = "" if report.bits is None else f", {report.bits} in the pool"
+    lines = [f"{report.model_id}, {report.dtype}: {count(len(report.lengths), 'sequence')}{where}{bits}", ""]
     lines += [*table(_sequence_rows(report.lengths, leading)), "", *table(_byte_rows(report)), "", _batch_verdict(report)]
     return "\n".join(lines)
 

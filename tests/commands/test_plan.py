@@ -171,6 +171,13 @@ def test_a_batch_follows_the_plan_where_both_are_asked_for(capsys: pytest.Captur
     assert model == json.loads(output(capsys, "--json", *asked))["models"][0]
 
 
+def test_blocks_of_a_batch_are_in_the_bits_that_were_given(capsys: pytest.CaptureFixture[str]) -> None:
+    found = output(capsys, "--model", "demo", "--lengths", "500,4000,1200", "--kv-bits", "8", "--memory", "1GB")
+    assert "\n\ndemo, float16: 3 sequences, 8-bit keys and values in the pool\n\n" in found
+    # 5,888 tokens of 4 layers * 2 heads * (32 + 32) bytes, and 4 bytes for each 32 of them
+    assert "The pool takes 3.4 MB instead of 12.3 MB, 72% less; as it decodes," in found
+
+
 def test_a_model_that_is_not_there_is_refused(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
     advice = "Give --model the path of a model folder or its config.json, the id of a downloaded model, or demo."
     paths = [(tmp_path / "none", tmp_path / "none"), (tmp_path, tmp_path / "config.json")]
