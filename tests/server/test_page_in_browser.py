@@ -450,6 +450,7 @@ def test_what_needs_attention_is_said_in_words(server: Client, visit: Callable[.
     cache, models = server.send("/v1/cache")[1], server.send("/admin/models")[1]
     cache["health"] = {"status": "stalled", "doing": "prefill and decode", "restarts": 2, "seconds_since_progress": 130.0}
     cache["alarm"] = "almost no known token is resumed"
+    cache["kv_bits"] = {"keys": 8, "values": 4, "group_size": 64}
     cache["store"] |= {"problem": "No space left on device", "quarantine_bytes": 1000}
     agents = server.send("/v1/agents")[1]
     agents["agents"][0] |= {"pinned": True, "pinned_in_memory": False}
@@ -468,6 +469,7 @@ def test_what_needs_attention_is_said_in_words(server: Client, visit: Callable[.
     ):
         expect(tab.locator("#alarms")).to_contain_text(words)
     expect(tab.locator("#state")).to_have_text("stalled")
+    expect(tab.locator(".tile").first).to_contain_text(", 8-bit keys and 4-bit values")
 
 
 @pytest.mark.thorough

@@ -27,7 +27,7 @@ export function tiles({ cache, map, hour, speed }) {
   return [memory(cache, map), disk(cache), reuse(cache, hour), firstToken(hour), activity(map, speed)];
 }
 
-// In how many bits the pool holds keys and values: the words of the server's log.
+// In how many bits the pool holds keys and values.
 function held(bits) {
   if (!bits) return "";
   if (bits.keys === bits.values) return `, ${bits.keys}-bit`;
