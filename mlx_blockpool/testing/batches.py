@@ -1,4 +1,4 @@
-"""The check of several sequences side by side in the engine."""
+"""The checks of several sequences side by side in the engine, on blocks as the model computes them and in 8 bits."""
 
 from __future__ import annotations
 
@@ -6,30 +6,49 @@ from collections.abc import Sequence
 
 import mlx.core as mx
 
-from ..config import EngineConfig
+from ..config import EngineConfig, KVBits, PoolConfig
 from ..engine.caches import PooledCaches
 from ..engine.engine import BlockPoolBatchEngine
 from ..engine.opening import open_arena, open_pooled
 from ..engine.request import Failed, Request, Started, Token
 from ..kv.attach import detach
-from .outcome import ConformanceError
+from .outcome import ConformanceError, NotCheckedError
 from .runs import HINT, allowed, cold, cut, distance
 from .subject import Subject
 
 CHUNK = 64
 # Attention over several runs of blocks, and padded batches, sum in another order.
 TOLERANCE = 1e-4
+# Sums in another order now and then move a quantised number by a whole step.
+QUANTISED_TOLERANCE = 1e-2
+BITS = KVBits()
 AROUND = 64
 
 
 def check_batch(subject: Subject) -> str:
     """Sequences of several lengths decode together as each does alone; one joins late, others leave, one is resumed."""
+    return _side_by_side(subject, None)
+
+
+def check_quantised(subject: Subject) -> str:
+    """With blocks in 8 bits, the same sequences get what each gets alone on mlx-lm's caches that are rounded to 8 bits."""
+    if subject.spec.with_bits(BITS).bits is None:
+        raise NotCheckedError("No keys or values have a size that is a multiple of 32: blocks hold them as they are.")
+    return _side_by_side(subject, BITS)
+
+
+def _side_by_side(subject: Subject, bits: KVBits | None) -> str:
     n_bytes = 2 * subject.pool_bytes
-    caches = open_pooled(subject.model, open_arena(subject.model, subject.spec, n_bytes), n_bytes)
+    arena = open_arena(subject.model, subject.spec, n_bytes, PoolConfig(bits=bits))
+    if arena.spec.bits != bits:
+        raise NotCheckedError(
+            "The model's attention does not read quantised blocks: the server holds its keys and values as they are."
+        )
+    caches = open_pooled(subject.model, arena, n_bytes)
     engine = BlockPoolBatchEngine(subject.model, caches, EngineConfig(prefill_tokens=CHUNK))
     try:
         reach = max([AROUND, *subject.short_sizes])
-        requests = _Requests(subject, engine)
+        requests = _Requests(subject, engine, bits)
         requests.insert(subject.tokens(1, reach + 13), 16)
         requests.insert(subject.tokens(2, 9), 5)
         requests.insert(subject.tokens(3, reach - 3), 11)
@@ -52,11 +71,12 @@ def check_batch(subject: Subject) -> str:
 
 
 class _Requests:
-    """Requests in an engine, by uid, with the events that it emitted for them."""
+    """Requests in an engine over blocks of `bits`, by uid, with the events that it emitted for them."""
 
-    def __init__(self, subject: Subject, engine: BlockPoolBatchEngine) -> None:
+    def __init__(self, subject: Subject, engine: BlockPoolBatchEngine, bits: KVBits | None) -> None:
         self.subject = subject
         self.engine = engine
+        self.bits = bits
         self.prompts: dict[int, list[int]] = {}
         self.emitted: dict[int, list[tuple[int, mx.array]]] = {}
         self.cached: dict[int, int] = {}
@@ -82,8 +102,9 @@ class _Requests:
         prompt, emitted = self.prompts[uid], self.emitted[uid]
         ends = [self.cached[uid], *range(CHUNK, len(prompt) - 1, CHUNK)]
         parts = [*cut(prompt[:-1], ends), prompt[-1:], *([token] for token, _ in emitted[:-1])]
-        tolerance = allowed(self.subject, cut(prompt, [*ends, len(prompt) - 1]), TOLERANCE)
-        alone = cold(self.subject, parts)[len(parts) - len(emitted) :]
+        tolerance = TOLERANCE if self.bits is None else QUANTISED_TOLERANCE
+        tolerance = allowed(self.subject, cut(prompt, [*ends, len(prompt) - 1]), tolerance)
+        alone = cold(self.subject, parts, self.bits)[len(parts) - len(emitted) :]
         needed = [row - mx.logsumexp(row) for row in alone]
         apart = distance(needed, [row.astype(mx.float32) for _, row in emitted])
         for step, gap in enumerate(apart):

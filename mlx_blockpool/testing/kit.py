@@ -6,7 +6,7 @@ import traceback
 from collections.abc import Callable, Iterator
 from typing import Any
 
-from .batches import check_batch
+from .batches import check_batch, check_quantised
 from .checks import check_config, check_logits, check_others, check_provider, check_spec_of_model, check_wrap
 from .outcome import FAILED, NOT_CHECKED, PASSED, ConformanceError, NotCheckedError, Result
 from .prefixes import check_damage, check_restart, check_warm
@@ -21,6 +21,7 @@ CHECKS: dict[str, Callable[[Subject], str]] = {
     "wrap": check_wrap,
     "warm": check_warm,
     "batch": check_batch,
+    "quantised": check_quantised,
     "restart": check_restart,
     "damage": check_damage,
 }

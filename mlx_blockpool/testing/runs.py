@@ -8,6 +8,7 @@ from typing import Any
 import mlx.core as mx
 import numpy as np
 
+from ..config import KVBits
 from ..kv.layer_caches import PooledLayer, PooledRotatingKVCache
 from ..kv.parts import leaves_of
 from ..kv.rows import arrays_of
@@ -41,9 +42,9 @@ def cut(tokens: Sequence[int], places: Iterable[int]) -> list[list[int]]:
     return [list(tokens[a:b]) for a, b in zip([0, *ends], ends, strict=False)]
 
 
-def cold(subject: Subject, parts: Parts) -> list[mx.array]:
-    """The logits on mlx-lm's own caches. Raises ConformanceError if a row has no finite logit."""
-    found = run(subject.model, subject.stock(), parts)
+def cold(subject: Subject, parts: Parts, bits: KVBits | None = None) -> list[mx.array]:
+    """The logits on mlx-lm's own caches, which may be rounded. Raises ConformanceError if a row has no finite logit."""
+    found = run(subject.model, subject.stock(bits), parts)
     if not all(bool(mx.isfinite(row).any()) for row in found):
         raise ConformanceError("no finite logits on mlx-lm's own caches", "a model that runs", "Scale its weights down.")
     return found

@@ -78,6 +78,30 @@ YARN: Config = {
 }
 
 
+# What makes rows of at least 32 numbers of those of 16, as quantised blocks need.
+TWICE = ("hidden_size", "d_model", "n_embd", "model_dim", "hidden_dim", "block_dim", "kv_channels", "long_factor", "short_factor")
+THIRTY_TWO = (
+    "head_dim",
+    "global_head_dim",
+    "swa_head_dim",
+    "swa_v_head_dim",
+    "index_head_dim",
+    "v_head_dim",
+    "hidden_size_per_head",
+    "kv_lora_rank",
+)
+
+
+def wide(config: Config) -> Config:
+    """The same model with keys and values of a multiple of 32 numbers, except for the positions beside a latent."""
+    found = config | {key: wide(value) for key, value in config.items() if isinstance(value, dict)}
+    found |= {key: config[key] * 2 for key in TWICE if key in config} | {key: 32 for key in THIRTY_TWO if key in config}
+    if "qk_nope_head_dim" in config:
+        found["qk_nope_head_dim"] = 32 - config["qk_rope_head_dim"]
+    # It has half the hidden size of the others, beside its large vocabulary.
+    return found | {"num_attention_heads": 2} if config.get("model_type") == "phi3small" else found
+
+
 def family(common: Config, **own: Config) -> dict[str, Config]:
     """Configs by model type: SMALL, then what the family shares, then each one's own."""
     return {name: {**SMALL, **common, **changes, "model_type": name} for name, changes in own.items()}

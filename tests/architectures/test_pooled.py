@@ -9,7 +9,8 @@ import pytest
 from mlx_lm.generate import generate_step
 from thorough import only
 
-from architectures.configs import OWN_CACHE, QUICK, RUNNABLE
+from architectures.configs import CONFIGS, OWN_CACHE, QUICK, RUNNABLE
+from architectures.configs_common import wide
 from architectures.pooled import POOL, distance, logits, make_model, prompt, stock
 from architectures.table import in_readme, row_of, rows_in
 from mlx_blockpool.config import EngineConfig
@@ -17,7 +18,13 @@ from mlx_blockpool.engine.engine import BlockPoolBatchEngine
 from mlx_blockpool.engine.request import Failed, Request, Started, Token
 from mlx_blockpool.kv.attach import detach
 from mlx_blockpool.kv.factory import open_pool, pooled_caches
+from mlx_blockpool.testing import Subject
+from mlx_blockpool.testing.kit import result_of
+from mlx_blockpool.testing.outcome import NOT_CHECKED, PASSED
 
+# Quantised in batches and alone, and one whose attention touches keys between cache and softmax.
+QUICK_IN_8_BITS = ("lfm2", "gpt_bigcode", "stablelm")
+REWRITE = "run python -m architectures.table in tests/"
 CHUNK = 64
 TOKENS = 8
 # Two logits nearer than this may change places when sums are added in another order.
@@ -26,7 +33,7 @@ TIE = 1e-2
 
 def test_every_row_of_the_table_has_a_type_that_is_always_tested() -> None:
     rows = rows_in(in_readme())
-    assert {rows[name] for name in QUICK} == set(rows.values())
+    assert {rows[name] for name in (*QUICK, *QUICK_IN_8_BITS)} == set(rows.values())
 
 
 @pytest.mark.parametrize("name", only((name for name in RUNNABLE if name not in OWN_CACHE), *(set(QUICK) - set(OWN_CACHE))))
@@ -88,7 +95,8 @@ def assert_stock(model: Any, prompts: list[list[int]], replies: list[list[int]])
 def test_agents_get_what_each_gets_alone_and_turn_two_reuses_turn_one(name: str) -> None:
     agents = Agents(name)
     try:
-        assert rows_in(in_readme())[name] == row_of(agents.engine.caches), "run python -m architectures.table in tests/"
+        row = rows_in(in_readme())[name]
+        assert row == row_of(agents.engine.caches, row.bits), REWRITE
         prompts = [prompt(1, 77), prompt(1, 50) + prompt(3, 41), prompt(4, 9)]
         replies, _ = agents.ask(prompts)
         assert_stock(agents.model, prompts, replies)
@@ -98,3 +106,15 @@ def test_agents_get_what_each_gets_alone_and_turn_two_reuses_turn_one(name: str)
         assert cached == [len(p) + TOKENS for p in prompts]
     finally:
         agents.close()
+
+
+@pytest.mark.parametrize("name", only((name for name in RUNNABLE if name not in OWN_CACHE), *QUICK_IN_8_BITS))
+def test_agents_in_quantised_blocks_get_what_each_gets_alone(name: str) -> None:
+    """As the conformance kit checks it, and as the table says."""
+    row = rows_in(in_readme())[name]
+    result = result_of("quantised", Subject(wide(CONFIGS[name])))
+    if row.bits == "yes":
+        assert (result.outcome, row.batch in result.text) == (PASSED, True), f"{result}; {REWRITE}"
+    else:
+        text = "No keys or values" if row.bits == "nothing to quantise" else "attention does not read quantised blocks"
+        assert (result.outcome, text in result.text) == (NOT_CHECKED, True), f"{result}; {REWRITE}"

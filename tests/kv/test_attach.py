@@ -8,6 +8,8 @@ from typing import Any
 import mlx.core as mx
 import numpy as np
 import pytest
+from architectures.configs import CONFIGS as ARCHITECTURES
+from architectures.configs_common import wide
 from hypothesis import given
 from hypothesis import strategies as st
 from mlx_lm.generate import BatchGenerator, generate_step
@@ -16,14 +18,16 @@ from mlx_lm.models.cache import BatchKVCache
 from models import make_model
 from thorough import tried
 
-from mlx_blockpool.config import PoolConfig
+from mlx_blockpool.config import KVBits, PoolConfig
 from mlx_blockpool.kv.arena import KVArena
-from mlx_blockpool.kv.attach import attach, bind, detach, step_synchronously_if_copied
+from mlx_blockpool.kv.attach import attach, attach_alone, bind, detach, step_synchronously_if_copied
 from mlx_blockpool.kv.batch_cache import PooledBatchCache
-from mlx_blockpool.kv.factory import make_prompt_cache, open_pool, pooled_caches
+from mlx_blockpool.kv.factory import make_prompt_cache, open_pool, pooled_caches, quantised, spec_of_loaded
 from mlx_blockpool.kv.parts import batch_of, member_of
+from mlx_blockpool.kv.rounded import rounded
 from mlx_blockpool.kv.runs import attend_runs
 from mlx_blockpool.spec import FullLayer, ModelCacheSpec
+from mlx_blockpool.testing import tiny_model
 
 RAGGED = ["llama", "qwen2", "gemma3_text", "gpt_oss"]
 
@@ -65,6 +69,50 @@ def test_own_softmax_is_found_out_and_batches_padded() -> None:
     for cache in (c for pair in caches for c in pair):
         cache.update_and_fetch(*mx.random.normal((2, 1, 2, 5, 16)))
     assert isinstance(type(caches[0][0]).merge([c[0] for c in caches]), BatchKVCache)
+
+
+# -- quantised blocks --------------------------------------------------------------------------------------------------
+
+
+def quantised_arena(model: Any, bits: int = 8) -> KVArena:
+    return KVArena(quantised(spec_of_loaded(model), KVBits(bits, bits)), 20_000_000)
+
+
+@pytest.mark.sampled
+@pytest.mark.parametrize("name", RAGGED)
+@pytest.mark.parametrize("bits", [8, 4])
+def test_models_that_use_the_base_attention_read_quantised_blocks(name: str, bits: int) -> None:
+    model = make_model(name, **({"hidden_size": 256} if name == "qwen2" else {"head_dim": 64}))
+    arena = quantised_arena(model, bits)
+    assert attach(model, arena)
+    assert arena.ragged
+
+
+def test_logits_are_compared_with_those_of_caches_that_are_rounded_alike(monkeypatch: pytest.MonkeyPatch) -> None:
+    model = make_model("llama", head_dim=64)
+    monkeypatch.setattr("mlx_blockpool.kv.attach.rounded", lambda caches, spec: rounded(caches, spec.with_bits(KVBits(4, 4))))
+    assert not attach(model, quantised_arena(model))
+    assert type(model.layers[0].self_attn) is llama.Attention
+
+
+def test_attention_that_does_not_read_quantised_blocks_is_found_out() -> None:
+    model = make_model("gemma2", head_dim=64)
+    types = [type(module) for _, module in model.named_modules()]
+    arena = quantised_arena(model)
+    assert not attach(model, arena)
+    assert not attach_alone(model, arena)
+    assert [type(module) for _, module in model.named_modules()] == types
+
+
+def test_a_model_without_batches_reads_quantised_blocks_of_one_sequence() -> None:
+    model = tiny_model(wide(ARCHITECTURES["llama4"]))
+    arena = quantised_arena(model)
+    assert not attach(model, arena)
+    assert attach_alone(model, arena)
+    assert not arena.ragged
+    caches = [make_prompt_cache(model, arena) for _ in range(2)]
+    with pytest.raises(ValueError, match="A padded batch of mlx-lm's cannot hold quantised keys and values"):
+        type(caches[0][-1]).merge([c[-1] for c in caches])
 
 
 @pytest.mark.parametrize("sinks", [False, True])

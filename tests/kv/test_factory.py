@@ -2,18 +2,25 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import mlx.core as mx
 import pytest
+from mlx_lm.generate import generate_step
 from mlx_lm.models import llama
 from mlx_lm.models.cache import BatchKVCache
+from mlx_lm.models.cache import make_prompt_cache as stock_prompt_cache
 from models import make_model
 
-from mlx_blockpool.config import PoolConfig
+from mlx_blockpool.config import KVBits, PoolConfig
+from mlx_blockpool.errors import PoolExhaustedError
 from mlx_blockpool.kv.arena import KVArena
 from mlx_blockpool.kv.attach import attach
 from mlx_blockpool.kv.batch_cache import PooledBatchCache
-from mlx_blockpool.kv.factory import make_prompt_cache, open_pool
+from mlx_blockpool.kv.factory import make_prompt_cache, open_pool, quantised
+from mlx_blockpool.kv.rounded import rounded
 from mlx_blockpool.prefix.cache import PrefixCache
+from mlx_blockpool.spec import ModelCacheSpec, StateLayer
 
 ROOMY = 20_000_000
 
@@ -85,3 +92,74 @@ def test_a_fetch_copies_the_known_prefix_only_where_attention_needs_one_piece(at
     assert again.lookup.hit == 768
     shared = [block for block in again.caches[0].sequence.tables[0].ids if block in known]
     assert len(shared) == (3 if attached else 0)
+
+
+# -- quantised blocks --------------------------------------------------------------------------------------------------
+
+EIGHT = PoolConfig(bits=KVBits())
+
+
+def test_a_pool_may_be_quantised() -> None:
+    model = make_model("llama", head_dim=64)
+    arena = open_pool(model, ROOMY, EIGHT)
+    assert (arena.ragged, arena.spec.bits) == (True, KVBits())
+    prefix = PrefixCache(arena)
+    prompt = [i * 7 % 131 for i in range(300)]
+    expected = [token for token, _ in generate_step(mx.array(prompt), model, max_tokens=6, prompt_cache=stock(model, arena.spec))]
+    for hit in (0, 299):
+        found = prefix.acquire(prompt, 6)
+        assert found.lookup.hit == hit
+        assert [
+            token for token, _ in generate_step(mx.array(found.rest), model, max_tokens=6, prompt_cache=found.caches)
+        ] == expected
+        prefix.release(prompt, found.caches)
+
+
+def test_embeddings_of_images_are_attended_to_in_quantised_blocks() -> None:
+    """As mlx-lm computes a prompt with images: embeddings beside the tokens, on caches that a prefix cache has laid out."""
+    model = make_model("llama", head_dim=64)
+    arena = open_pool(model, ROOMY, EIGHT)
+    prompt = [i * 5 % 131 for i in range(40)]
+    seen = model.model.embed_tokens(mx.array(prompt)) + mx.random.normal((40, 32))
+    found = PrefixCache(arena).acquire(prompt, 6).caches
+    assert reply(model, prompt, found, seen) == reply(model, prompt, stock(model, arena.spec), seen)
+
+
+def reply(model: Any, prompt: list[int], caches: list[Any], embeddings: mx.array | None = None) -> list[int]:
+    """Greedy tokens."""
+    steps = generate_step(mx.array(prompt), model, max_tokens=6, prompt_cache=caches, input_embeddings=embeddings)
+    return [token for token, _ in steps]
+
+
+def stock(model: Any, spec: ModelCacheSpec) -> list[Any]:
+    return rounded(stock_prompt_cache(model), spec)
+
+
+@pytest.mark.parametrize(
+    ("name", "attached", "message"),
+    [
+        ("llama", False, "Only attached attention reads quantised blocks: leave out attach=False, or the bits"),
+        ("gemma2", True, "The attention of gemma2 does not read quantised blocks: leave out the bits"),
+    ],
+)
+def test_a_quantised_pool_that_nothing_would_read_is_refused(name: str, attached: bool, message: str) -> None:
+    model = make_model(name, head_dim=64)
+    types = [type(module) for _, module in model.named_modules()]
+    with pytest.raises(ValueError, match=message):
+        open_pool(model, ROOMY, EIGHT, attach=attached)
+    assert [type(module) for _, module in model.named_modules()] == types
+
+
+def test_a_quantised_pool_that_would_hold_all_as_it_is_is_refused() -> None:
+    with pytest.raises(ValueError, match="llama has no keys or values whose size is a multiple of 32"):
+        open_pool(make_model("llama"), ROOMY, EIGHT)
+    with pytest.raises(ValueError, match="states has no keys and values"):
+        quantised(ModelCacheSpec("states", (StateLayer((((1, 2), "float32"),)),)), KVBits())
+    assert open_pool(make_model("llama"), ROOMY, PoolConfig(bits=KVBits(None, None))).spec.bits is None
+
+
+def test_a_quantised_pool_too_small_to_try_the_model_is_an_error() -> None:
+    model = make_model("llama", head_dim=64)
+    spec = open_pool(model, ROOMY, EIGHT).spec
+    with pytest.raises(PoolExhaustedError):
+        open_pool(make_model("llama", head_dim=64), sum(map(spec.bytes_per_block, spec.groups)), EIGHT)

@@ -120,7 +120,7 @@ print(spec_from_config({**llama, "model_type": "qwen2"}, "mine").model_id)
     assert said.splitlines() == [
         "['blockpool-tiny-llama']",
         f"ModelCacheSpec(model_id='mine, by tiny-llama', layers=({layer}, {layer}, {layer}), dtype='float16', batches=True, "
-        "max_kv_size=None)",
+        "max_kv_size=None, bits=None)",
         "WindowLayer(kv_heads=4, key_dim=16, value_dim=16, max_size=32, keep=0)",
         "mine",
     ]

@@ -32,9 +32,10 @@ def subject_of(name: str) -> Subject:
 
 
 @pytest.mark.sampled
-@pytest.mark.parametrize("check", CHECKS)
+@pytest.mark.parametrize("check", [check for check in CHECKS if check != "quantised"])
 @pytest.mark.parametrize("name", TYPES)
 def test_a_type_conforms(name: str, check: str) -> None:
+    """Quantised blocks need wider rows: architectures/test_pooled.py checks them for all types."""
     subject = subject_of(name)
     result = result_of(check, subject)
     wanted = "not checked" if check == "wrap" and not subject.sizes else "passed"
