@@ -16,21 +16,27 @@ from .rows import Rows, View, concatenated, dense, each, scores, weighed
 PIECE_BYTES = 16 * 2**20
 
 
-def attend_runs(queries: mx.array, views: list[View], scale: float, sinks: mx.array | None) -> mx.array:
+def attend_runs(
+    queries: mx.array, views: list[View], scale: float, sinks: mx.array | None, mask: mx.array | None = None
+) -> mx.array:
     """softmax(scale * q k^T) v for queries [B, heads, 1, key_dim] over runs of keys [1, kv_heads, n, dim].
 
     Equal to attention over the concatenated runs up to the order of sums; nothing is copied. The scores of all runs and of
-    the sinks [heads] share one softmax.
+    the sinks [heads] share one softmax. mask: [.., 1, n] for all heads, or [.., heads, 1, n].
     """
     batch, heads, _, _ = queries.shape
-    out = attend_grouped(group_queries(queries, views[0][0].shape[1], scale), views, sinks)
+    kv_heads = views[0][0].shape[1]
+    if mask is not None and mask.ndim > 2 and mask.shape[-3] > 1:
+        mask = mask.reshape(-1, kv_heads, heads // kv_heads, mask.shape[-1])
+    out = attend_grouped(group_queries(queries, kv_heads, scale), views, sinks, mask)
     return out.reshape(batch, heads, 1, -1)
 
 
 def attend_quantised(queries: mx.array, views: list[View], scale: float, mask: Any, sinks: mx.array | None) -> mx.array:
     """Attention of queries [1, heads, n, key_dim] to quantised runs: of one token in place, of several by heads."""
-    if queries.shape[2] == 1 and mask is None:
-        return attend_runs(queries, views, scale, sinks)
+    if queries.shape[2] == 1:
+        # A token sees all before it.
+        return attend_runs(queries, views, scale, sinks, None if isinstance(mask, str) else mask)
     return attend_by_heads(queries, views, scale, mask, sinks)
 
 
@@ -38,11 +44,11 @@ def attend_by_heads(queries: mx.array, views: list[View], scale: float, mask: An
     """Attention of queries [1, heads, n, key_dim] to quantised runs by mlx's own kernel, whose masks and sums it has.
 
     As many kv heads are dequantised at a time as PIECE_BYTES hold, and evaluated before the next ones, which mlx would else
-    dequantise ahead. One token evaluates nothing: its step may be encoded while the one before it runs.
+    dequantise ahead.
     """
     kv_heads, dims = views[0][0].shape[1], [rows.shape[-1] for rows in views[0]]
     head_bytes = sum(keys.shape[2] for keys, _ in views) * sum(dims) * queries.itemsize
-    step = max(1, PIECE_BYTES // head_bytes) if queries.shape[2] > 1 else kv_heads
+    step = max(1, PIECE_BYTES // head_bytes)
     group = queries.shape[1] // kv_heads
     outputs: list[mx.array] = []
     for first in range(0, kv_heads, step):
@@ -64,9 +70,11 @@ def group_queries(queries: mx.array, kv_heads: int, scale: float) -> mx.array:
     return (queries * scale).reshape(batch, kv_heads, heads // kv_heads, dim)
 
 
-def attend_grouped(grouped: mx.array, views: list[View], sinks: mx.array | None) -> mx.array:
+def attend_grouped(grouped: mx.array, views: list[View], sinks: mx.array | None, mask: mx.array | None = None) -> mx.array:
     """attend_runs() of grouped queries [B, kv_heads, group, key_dim]; returns [B, kv_heads, group, value_dim] in their type."""
     columns = [scores(grouped, keys) for keys, _ in views]
+    if mask is not None:
+        columns = [_masked(concatenated(columns, -1), mask)]
     columns = _sink_scores(columns[0], sinks) + columns
     return _weigh(softmax(concatenated(columns, -1)), views, 0 if sinks is None else 1)[0].astype(grouped.dtype)
 
@@ -99,6 +107,13 @@ def softmax(columns: mx.array) -> mx.array:
 def _dense_heads(rows: Iterable[Rows], heads: slice) -> mx.array:
     """Keys or values of some heads over several runs, as the model computes them."""
     return concatenated([dense(each(lambda a: a[:, heads], run)) for run in rows], 2)
+
+
+def _masked(columns: mx.array, mask: mx.array) -> mx.array:
+    """As mlx's own attention does: a mask of booleans keeps, one of numbers is added."""
+    if mask.dtype == mx.bool_:
+        return mx.where(mask, columns, mx.array(-mx.inf, columns.dtype))
+    return columns + mask.astype(columns.dtype)
 
 
 def _sink_scores(like: mx.array, sinks: mx.array | None) -> list[mx.array]:

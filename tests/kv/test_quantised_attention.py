@@ -81,6 +81,20 @@ def test_one_token_attends_to_its_runs_in_place(shape: Any, dtype: mx.Dtype, sin
         assert_close(attend_runs(queries, views, 0.25, sink), needed, dtype)
 
 
+@pytest.mark.parametrize("mask", ["causal", "chunk", "added", "of each head"])
+def test_one_token_takes_a_mask_in_place(mask: Any) -> None:
+    view, queries = quantised(SHAPES[0], 700, mx.float32), random(1, HEADS, 1, 64)
+    mask = {
+        "chunk": mx.arange(700)[None] > 444,
+        "added": random(1, 1, 1, 700, seed=7),
+        "of each head": random(1, HEADS, 1, 700, seed=7) > 0,
+    }.get(mask, mask)
+    for sink in (None, random(HEADS, seed=9)):
+        needed = expected(queries, view, 0.25, mask, sink)
+        for views in ([view], cut(view, 256, 600)):
+            assert_close(attend_quantised(queries, views, 0.25, mask, sink), needed, mx.float32)
+
+
 @pytest.mark.sampled
 @pytest.mark.parametrize("shape", SHAPES, ids=str)
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
