@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from documents import TEXTS
 from mlx_lm import generate, load
 from mlx_lm.models.cache import make_prompt_cache
 from models import save_model
@@ -17,6 +18,7 @@ from mlx_blockpool.errors import BlockpoolError
 from mlx_blockpool.kv.factory import spec_of_loaded
 from mlx_blockpool.kv.rounded import rounded
 from mlx_blockpool.server.options import FOUR_BITS, server_config, warnings
+from mlx_blockpool.spec import FullLayer, ModelCacheSpec
 from server.serving import Client, blockpool_server, parse
 
 K8V4 = ("--kv-bits-keys", "8", "--kv-bits-values", "4")
@@ -88,6 +90,16 @@ def test_a_store_is_coarser_than_the_pool() -> None:
         with pytest.raises(BlockpoolError, match="Leave it out"):
             server_config(parse(arguments))
         server_config(parse([*arguments, "--no-store"]))
+
+
+@pytest.mark.parametrize("bits", [KVBits(8, 8), KVBits(8, 4), KVBits(4, 4)])
+def test_the_readme_has_the_bytes_of_the_spec(bits: KVBits) -> None:
+    spec = ModelCacheSpec("m", (FullLayer(8, 128, 128),), "bfloat16")
+    share = spec.with_bits(bits).bytes_per_token() / spec.bytes_per_token()
+    options = (
+        f"--kv-bits {bits.keys}" if bits.keys == bits.values else f"--kv-bits-keys {bits.keys} --kv-bits-values {bits.values}"
+    )
+    assert f"| `{options}` | {share:.2f} | {1 / share:.2f}x |" in TEXTS["mlx_blockpool/server/README.md"]
 
 
 # -- a server ----------------------------------------------------------------------------------------------------------
