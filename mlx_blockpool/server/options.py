@@ -216,7 +216,7 @@ def warnings(args: Any) -> list[str]:
     if args.pool_bits == 4 and args.kv_bits_keys is None and args.kv_bits_values is None:
         found.append(FOUR_BITS)
     if bits_of(args) is not None and args.quantized_kv_start:
-        found.append(f"--quantized-kv-start {args.quantized_kv_start} is not used: keys and values are quantised from the first.")
+        found.append(f"--quantized-kv-start {args.quantized_kv_start} is not used: the pool quantises from the first token.")
     return found
 
 
