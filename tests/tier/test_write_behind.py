@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import os
 from collections.abc import Callable
 from pathlib import Path
@@ -15,9 +16,11 @@ from store.disks import GatedDisk
 from store.stores import record_files
 from tier.lives import BLOCK, FILE, ONE, SPEC, THREE, TWO, WINDOWED, Life, compute, start, wanted
 
+from mlx_blockpool.config import KVBits
 from mlx_blockpool.errors import PoolExhaustedError
 from mlx_blockpool.prefix.salts import SHARED, salt_of, salt_of_import
-from mlx_blockpool.spec import ModelCacheSpec
+from mlx_blockpool.spec import FullLayer, ModelCacheSpec
+from mlx_blockpool.store.record import header_size
 from mlx_blockpool.tier import write_behind
 
 # -- written -----------------------------------------------------------------------------------------------------------
@@ -240,6 +243,27 @@ def test_32_blocks_are_32_records_and_come_back_bit_by_bit(tmp_path: Path) -> No
             assert np.array(array).tobytes() == put_in.tobytes()
     assert again.store.counts["read"] == 32
     assert again.stored.restores.num_restored == 8192
+
+
+@pytest.mark.parametrize("part", ["packed", "scales", "biases"])
+def test_a_flipped_bit_of_a_quantised_record_is_a_miss(tmp_path: Path, part: str) -> None:
+    spec = ModelCacheSpec("m", (FullLayer(1, 64, 64),), "float32").with_bits(KVBits(8, 4, 32))
+    life = start(tmp_path, spec=spec, pool=10_000_000)
+    prompt = ONE[: 2 * BLOCK]
+    answer(life.prefix, prompt)
+    second = life.prefix.match(prompt).path[1]
+    assert life.prefix.close()
+    (file,) = (path for path in record_files(tmp_path) if path.stem == second.hash.hex())
+    data = bytearray(file.read_bytes())
+    header = header_size(data)
+    entries = json.loads(data[8:header])
+    found = [entry["data_offsets"] for name, entry in entries.items() if name.endswith(part)]
+    assert len(found) == 2
+    data[header + found[1][0] + 5] ^= 1
+    file.write_bytes(data)
+    again = start(tmp_path, spec=spec, pool=10_000_000)
+    assert again.answer([*prompt, 1]) == BLOCK
+    assert again.store.counts["quarantined"] == 1
 
 
 def test_what_was_forgotten_before_the_end_is_gone_from_the_disk(tmp_path: Path) -> None:
