@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
-from functools import cache
+from functools import cache, cached_property
 from typing import Any, TypeAlias
 
 import mlx.core as mx
@@ -41,7 +41,11 @@ class Content:
 
     def array(self, data: memoryview) -> HostArray:
         """The array in these bytes, not copied."""
-        return np.frombuffer(data, numpy_name(self.safetensors_dtype)).reshape(self.shape)
+        return np.frombuffer(data, self._numpy_dtype).reshape(self.shape)
+
+    @cached_property
+    def _numpy_dtype(self) -> np.dtype[Any]:
+        return np.dtype(numpy_name(self.safetensors_dtype))
 
 
 def disk_form(own: Form | None, dim: int, bits: int | None) -> Form | None:

@@ -122,7 +122,7 @@ def encode(record: Record, buffers: Sequence[Buffer]) -> list[Buffer]:
     """
     need(len(buffers) == len(record.parts), "buffers", len(buffers), len(record.parts))
     checksums = tuple(zlib.crc32(buffer) for buffer in buffers)
-    header = _header(_checked(replace(record, checksums=checksums)))
+    header = _header(_checked(_checked_parts(replace(record, checksums=checksums))))
     need(len(header) <= MAX_HEADER_BYTES, "bytes of header", len(header), f"at most {MAX_HEADER_BYTES}")
     for part, buffer in zip(record.parts, buffers, strict=True):
         need(memoryview(buffer).nbytes == part.nbytes, f"bytes of {part.name}", memoryview(buffer).nbytes, part.nbytes)
@@ -131,7 +131,7 @@ def encode(record: Record, buffers: Sequence[Buffer]) -> list[Buffer]:
 
 def file_size(record: Record) -> int:
     """Bytes of the file that encode() makes of a record."""
-    return len(_header(_checked(replace(record, checksums=(0,) * len(record.parts))))) + record.nbytes
+    return len(_header(_checked(_checked_parts(replace(record, checksums=(0,) * len(record.parts)))))) + record.nbytes
 
 
 def header_size(data: Buffer) -> int:
@@ -155,11 +155,12 @@ def decode_header(data: Buffer, parts: tuple[Part, ...] | None = None) -> Record
     need(is_sealed, "header", "no valid seal", "that of a record as it was written")
     body = text.rstrip(b" ")
     try:
-        if parts is not None and body.endswith(_entries(parts)):
-            record = replace(_parse(json.loads(body.removesuffix(_entries(parts)) + b"}")), parts=parts)
+        known = None if parts is None else _entries(parts)
+        if parts is not None and known is not None and body.endswith(known):
+            record = _checked(_parse(json.loads(body.removesuffix(known) + b"}"), parts))
         else:
-            record = _parse(json.loads(body.decode("ascii")))
-        need(body.endswith(_entries(_checked(record).parts)), "parts", "others", "those of the header, without gaps")
+            record = _checked(_parse(json.loads(body.decode("ascii"))))
+            need(body.endswith(_entries(_checked_parts(record).parts)), "parts", "others", "those of the header, without gaps")
     except (ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
         raise BadRecordError(f"The header is not that of a record: {type(error).__name__} ({error}).") from None
     return record
@@ -207,8 +208,11 @@ def _metadata(record: Record) -> dict[str, str]:
     } | {_EXTRA + key: record.extra[key] for key in sorted(record.extra)}
 
 
-def _parse(entries: Any) -> Record:
+def _parse(entries: Any, parts: tuple[Part, ...] | None = None) -> Record:
+    """`parts`: those of `entries`, if they are known."""
     metadata = entries.pop("__metadata__")
+    if parts is None:
+        parts = tuple(Part(name, entry["dtype"], tuple(entry["shape"])) for name, entry in entries.items())
     found = (metadata["format"], metadata["version"])
     need(found == (FORMAT, str(VERSION)), "format", " ".join(map(str, found)), f"{FORMAT} {VERSION}")
     return Record(
@@ -218,14 +222,16 @@ def _parse(entries: Any) -> Record:
         parent=bytes.fromhex(metadata["parent"]),
         start=int(metadata["start"]),
         tokens=tuple(map(int, metadata["tokens"].split())),
-        parts=tuple(Part(name, entry["dtype"], tuple(entry["shape"])) for name, entry in entries.items()),
+        parts=tuple(Part(name, entry["dtype"], tuple(entry["shape"])) for name, entry in entries.items())
+        if parts is None
+        else parts,
         extra={key.removeprefix(_EXTRA): value for key, value in metadata.items() if key.startswith(_EXTRA)},
         checksums=tuple(int(checksum, 16) for checksum in metadata["crc32"].split()),
     )
 
 
 def _checked(record: Record) -> Record:
-    """The record, if its header can be written and read again. Raises BadRecordError."""
+    """The record, if what its header says beside its parts can be written and read again. Raises BadRecordError."""
     for text in (record.kind, record.namespace, *record.extra, *record.extra.values()):
         need(isinstance(text, str) and text.isascii(), "kind, namespace or extra", repr(text), "ASCII text")
     for digest in (record.hash, record.parent):
@@ -234,9 +240,14 @@ def _checked(record: Record) -> Record:
     need(len(record.tokens) <= BLOCK_TOKENS, "tokens", len(record.tokens), f"at most {BLOCK_TOKENS}")
     lowest, highest = min(record.tokens, default=0), max(record.tokens, default=0)
     need(-(1 << 63) <= lowest <= highest < 1 << 63, "tokens", f"{lowest} to {highest}", "integers of 64 bits")
+    need(len(record.checksums) == len(record.parts), "checksums", len(record.checksums), len(record.parts))
+    return record
+
+
+def _checked_parts(record: Record) -> Record:
+    """The record, if its parts can be written and read again. Raises BadRecordError."""
     names = [part.name for part in record.parts]
     need(len({*names, "__metadata__"}) == len(names) + 1, "parts", names, "names that differ")
-    need(len(record.checksums) == len(names), "checksums", len(record.checksums), len(names))
     for part in record.parts:
         need(_is_proper(part), "part", part, _PROPER)
     need(record.nbytes <= MAX_DATA_BYTES, "bytes of data", record.nbytes, f"at most {MAX_DATA_BYTES}")
