@@ -26,7 +26,7 @@ UNQUANTISED = (None, None)
 
 
 class PooledLayer(SequenceCache):
-    """What all have in common. Subclasses say where tokens go (write) and how many places are read (size).
+    """What all layer caches have in common. Subclasses say where tokens go (write) and how many places are read (size).
 
     forms:         how its blocks hold keys and values; None: as the model computes them.
     first_held:    tokens before it are in no block: the state that was assigned lacks them.
@@ -229,9 +229,10 @@ class PooledLayer(SequenceCache):
 
     @property
     def state(self) -> Any:
-        """(keys, values, offset, ..) as mlx-lm's class has them; of several runs they are gathered when they are read.
+        """(keys, values, offset, ..) as mlx-lm's class has them; dequantised if that class cannot hold words.
 
-        So they are dequantised where that class cannot hold words. Reading it ends a pass.
+        Keys and values in several runs are gathered, and quantised ones dequantised, when they are read. Reading a state ends a
+        pass.
         """
         self._attended = None
         if self.empty() or (len(self.views()) == 1 and self.forms == UNQUANTISED):
@@ -257,14 +258,16 @@ class PooledLayer(SequenceCache):
         """Write a state over what it holds. Raises ValueError if it does not fit."""
         raise NotImplementedError
 
-    def _saved(self, rows: Rows) -> Any:
+    @staticmethod
+    def _saved(rows: Rows) -> Any:
         """Keys or values as mlx-lm's class has them."""
         return dense(rows)
 
     def _rows(self, given: Any) -> Rows:
-        """The other way round. Words stay words, whatever the class."""
-        rows: Rows = given
-        return rows
+        """The rows of keys or values that mlx-lm's class has. Rows of words stay as they are."""
+        if not isinstance(given, mx.array | Quantised):
+            raise ValueError(f"This layer takes keys and values that are arrays, and was given a {type(given).__name__}.")
+        return given
 
 
 @saved_as(KVCache)

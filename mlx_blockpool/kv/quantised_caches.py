@@ -17,8 +17,8 @@ from .sequence import SequenceBlocks
 class PooledQuantizedKVCache(PooledKVCache, QuantizedKVCache):  # type: ignore[misc]
     """The keys and values of one layer of one sequence, both in one form. Bit-equal to a QuantizedKVCache from its first token.
 
-    Of the caches in blocks this one has the attributes `bits` and `group_size`, as mlx-lm's saved states do. Caches that hold
-    words of which mlx-lm knows no cache, as windows and keys and values in different bits, are saved dequantised instead.
+    mlx-lm takes a cache with an attribute `bits` for this class, so that no other pooled cache may have one: windows, chunks,
+    and keys and values in different bits are saved dequantised.
     """
 
     _stock = QuantizedKVCache
@@ -42,26 +42,27 @@ class PooledQuantizedKVCache(PooledKVCache, QuantizedKVCache):  # type: ignore[m
         return self.offset, self.group_size, self.bits
 
     def _take(self, *state: Any) -> None:
-        """Of keys and values only words, in the form of its own: those that quantised others would give are not theirs."""
+        """Takes words of its own form only: words of another form would have to be quantised again."""
         if len(state) != 5:
-            self._refuse("is of a cache without bits")
+            self._refuse("this state is not quantised")
         keys, values, offset, group_size, bits = state
         if Form(bits, group_size) != self._form:
-            self._refuse(f"is in {bits} bits, groups of {group_size}")
+            self._refuse(f"this state is in {bits} bits, groups of {group_size}")
         super()._take(keys, values, offset)
 
-    def _saved(self, rows: Rows) -> Any:
+    @staticmethod
+    def _saved(rows: Rows) -> Any:
         return tuple(arrays_of(rows))
 
     def _rows(self, given: Any) -> Rows:
         if isinstance(given, Quantised):
             return given
         if not isinstance(given, tuple | list) or len(given) != 3:
-            self._refuse("has arrays in the place of words, scales and biases")
+            self._refuse(f"this {type(given).__name__} is no tuple of words, scales and biases")
         return as_rows(list(given), self._form)
 
     def _refuse(self, why: str) -> NoReturn:
         raise ValueError(
-            f"This layer is in {self.bits} bits, groups of {self.group_size}, and what it is given {why}. "
-            f"Quantise it: cache.to_quantized({self.group_size}, {self.bits})."
+            f"This layer is in {self.bits} bits, groups of {self.group_size}, and {why}. Call "
+            f"to_quantized({self.group_size}, {self.bits}) on a cache that is not quantised."
         )

@@ -156,6 +156,14 @@ def test_evaluating_states_dequantises_nothing() -> None:
     assert mx.get_peak_memory() - before < 300 * HEADS * 64 * 4
 
 
+def test_a_state_keeps_no_blocks() -> None:
+    cache = filled(RING)
+    state, pool = cache.state, cache.sequence.pool
+    del cache
+    assert [count.held for count in pool.settle()] == [0]
+    assert state[0].shape == (1, HEADS, 300, 64)
+
+
 def test_writing_and_reading_states_copies_no_slab() -> None:
     arena = make_quantised(WindowLayer(HEADS, 64, 64, 300), FULL, blocks=400)
     caches = pooled_caches(arena)
@@ -180,8 +188,10 @@ def test_assigned_words_are_written_and_arrays_are_refused() -> None:
     assert same(words(fork), held), "a fork does not see it"
     with pytest.raises(ValueError, match=r"8 bits, groups of 64.*to_quantized\(64, 8\)"):
         ours.values = drawn(0, 521)[1]
-    with pytest.raises(ValueError, match="cache without bits"):
+    with pytest.raises(ValueError, match="state is not quantised"):
         ours.state = (*drawn(0, 521), 521)
+    with pytest.raises(ValueError, match="given a tuple"):
+        filled(RING).keys = ours.keys
     with pytest.raises(ValueError, match="in 4 bits, groups of 32"):
         ours.state = (ours.keys, ours.values, 521, 32, 4)
     with pytest.raises(ValueError, match=r"keys of shape \(1, 2, 521, 16\) in mlx.core.uint32 and \(1, 2, 521, 1\) in mlx"):
