@@ -62,15 +62,14 @@ def privacy_report(why: str | None) -> Report:
     return {"private": why is not None, "why": why or "this store has signed the file, and it is as it was"}
 
 
-def check_agent(agent: str, salt: bytes | None) -> None:
-    """Raises StoreError if a file of another store would replace what this one has computed for an agent.
+def check_agent(agent: str, salt: bytes | None, why: str) -> None:
+    """Raises StoreError if a file for one agent alone would replace what this store has computed for that agent.
 
-    `salt`: of the agent's path; None: there is no such agent.
+    `salt`: of the agent's path; None: there is no such agent. `why`: as why_private() says it.
     """
     if salt is not None and not is_of_import(salt):
         raise StoreError(
-            f"An agent {shown(agent)} exists already, and one agent alone can continue from the file. Import it under another "
-            "name, or delete that agent first."
+            f"An agent {shown(agent)} exists already, and {why}. Import it under another name, or delete that agent first."
         )
 
 
@@ -221,8 +220,9 @@ class CacheFile:
             bits = None if text is None else kv_bits(None, *map(int, text.split(",")))
         except (BlockpoolError, ValueError, TypeError, AttributeError) as error:
             raise StoreError(f"The file's metadata names no bits of keys and values: {line_of(error)}.") from error
+        # Not the bits themselves: several group sizes may mean the same for a model's heads.
         if spec.with_bits(bits).fingerprint() != spec.fingerprint():
-            what = f"{bits}. Give {bits.options}" if bits is not None else "keys and values as computed. Leave out --kv-bits"
+            what = f"{bits}. Give {bits.options}" if bits else "keys and values as the model computes them. Leave out --kv-bits"
             raise StoreError(f"The file has {what}.")
 
     def names_weights(self, model: str, weights: str, bits: int | None) -> bool:

@@ -92,7 +92,7 @@ def import_file(source: Source, prompt: Prompt, file: Path, agent: str | None = 
         if agent is None:
             raise StoreError(f"The file needs an agent that continues from it, for {why}. Give --agent NAME.")
         before = agents.get(agent)
-        check_agent(agent, None if before is None else before.salt)
+        check_agent(agent, None if before is None else before.salt, why)
     salt = salt_of_import() if why is not None else salt_marked(found.mark)
     tokens = found.tokens
     prefix = source.open(len(tokens))

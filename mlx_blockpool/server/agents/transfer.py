@@ -256,7 +256,7 @@ def import_file(service: AgentService, name: str, path: Path) -> Report:
     if why is not None:
         before = service.look().get(name)
         # Names that chats get by their content are never free.
-        _refuse_overwriting(name, SHARED if is_conversation_id(name) else None if before is None else before.agent.salt)
+        _refuse_overwriting(name, SHARED if is_conversation_id(name) else None if before is None else before.agent.salt, why)
     salt = salt_of_import() if why is not None else salt_marked(found.mark, service.scope.private_key)
     intake = service.at(home, lambda _, prefix: _begin_import(prefix, found.caches))
     try:
@@ -266,17 +266,17 @@ def import_file(service: AgentService, name: str, path: Path) -> Report:
             # Read from the file here: what is evaluated may cross threads.
             mx.eval(leaves.pop().state)
             service.at(home, lambda *_: intake.advance())
-        noted = service.at(home, lambda served, prefix: _end_import(served, prefix, found.tokens, intake, name, salt))
+        noted = service.at(home, lambda served, prefix: _end_import(served, prefix, found.tokens, intake, name, salt, why))
     finally:
         service.do(intake.sequence.release)
     report = {"agent": name, "imported": True, "seconds": _since(start), "tokens": noted.tokens}
     return report | privacy_report(why) | asdict(_measure(service, home, noted))
 
 
-def _refuse_overwriting(name: str, salt: bytes | None) -> None:
+def _refuse_overwriting(name: str, salt: bytes | None, why: str) -> None:
     """check_agent(), as a StatusError: the agent is in the way, and nothing is wrong with the file."""
     try:
-        check_agent(name, salt)
+        check_agent(name, salt, why)
     except StoreError as error:
         raise StatusError(409, str(error)) from error
 
@@ -310,12 +310,12 @@ def _begin_import(prefix: TieredPrefixCache, caches: list[Any]) -> Intake:
 
 
 def _end_import(
-    served: LoadedModel, prefix: TieredPrefixCache, tokens: list[int], intake: Intake, name: str, salt: bytes
+    served: LoadedModel, prefix: TieredPrefixCache, tokens: list[int], intake: Intake, name: str, salt: bytes, why: str | None
 ) -> PrefixRef:
     before = agents_of(served).path_of(name)
-    if is_of_import(salt) and before is not None:
+    if why is not None and before is not None:
         # It may have had a turn since import_file() has looked.
-        _refuse_overwriting(name, before.salt)
+        _refuse_overwriting(name, before.salt, why)
     prefix.release(tokens, intake.pooled, policy=RetentionPolicy(salt=salt))
     path = prefix.index.trie.match(tokens, salt).detached()
     hit = resumable(prefix.arena, in_memory(prefix.index.trie.find(path)), path.tokens)[0]
