@@ -9,7 +9,7 @@ from __future__ import annotations
 import mlx.core as mx
 
 from ..spec import BLOCK_TOKENS, Form, FullLayer
-from .rows import Rows, View, arrays_of, as_rows, columns, in_form
+from .rows import Quantised, Rows, View, arrays_of, columns, in_form
 
 
 class Slab:
@@ -59,14 +59,18 @@ class Slab:
 
     def read(self, index: int, start: int, count: int, first: int = 0, last: int | None = None) -> View:
         """Views of tokens [start, start + count) and heads [first, last) of the group's layer `index`."""
-        stop = start + count
-        keys, values = (
-            as_rows([array[:, first:last, start:stop] for array in arrays], form)
-            for arrays, form in zip((self.keys[index], self.values[index]), self.forms, strict=True)
-        )
-        return keys, values
+        part = (slice(None), slice(first, last), slice(start, start + count))
+        return _part(self.keys[index], self.forms[0], part), _part(self.values[index], self.forms[1], part)
 
     def _targets(self, index: int, keys: Rows, values: Rows) -> list[tuple[mx.array, mx.array]]:
         """The arrays of the group's layer `index`, each with what is to be written in it."""
         keys, values = self.as_written(keys, values)
         return list(zip(self.keys[index] + self.values[index], arrays_of(keys) + arrays_of(values), strict=True))
+
+
+def _part(arrays: list[mx.array], form: Form | None, part: tuple[slice, ...]) -> Rows:
+    # Each layer reads for each sequence of a batch: loops over one array would be felt.
+    if form is None:
+        return arrays[0][part]
+    packed, scales, biases = arrays
+    return Quantised(packed[part], scales[part], biases[part], form)
