@@ -31,7 +31,10 @@ def open_caches(
     try:
         spec = spec_of_loaded(model, max_kv_size)
     except SpecError as error:
-        log.info("no pool: %s", error)
+        if bits is None:
+            log.info("no pool: %s", error)
+        else:
+            log.warning("no pool, and no %s: %s", bits, error)
         return StockCaches(model, "", GuardedPromptCache(), batches_padded(model))
     if pool_bytes is None:
         pool_bytes = default_pool_bytes()

@@ -165,8 +165,8 @@ def _calls_attention(cls: type) -> bool:
 
 
 def _reads_by_itself(model: Any) -> bool:
-    """Return whether keys of a cache go elsewhere than into attention, as those of an indexer do beyond thousands of tokens."""
-    classes = {base for _, module in model.named_modules() for base in type(module).__mro__}
+    """Return whether keys of a cache may go elsewhere than into attention, as an indexer's do in prompts too long to be tried."""
+    classes = {cls for _, module in model.named_modules() for cls in type(module).__mro__}
     functions = [value for cls in classes for value in vars(cls).values() if isinstance(value, types.FunctionType)]
     return any("update_and_fetch" in f.__code__.co_names and NAME not in f.__code__.co_names for f in functions)
 

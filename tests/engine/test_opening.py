@@ -17,6 +17,7 @@ from mlx_blockpool.config import EngineConfig, KVBits
 from mlx_blockpool.engine.engine import BlockPoolBatchEngine
 from mlx_blockpool.engine.opening import open_caches
 from mlx_blockpool.engine.request import Request
+from mlx_blockpool.engine.stock import StockCaches
 from mlx_blockpool.kv.rounded import rounded
 from mlx_blockpool.testing import tiny_model
 
@@ -56,6 +57,11 @@ def test_rows_that_no_group_divides_stay_as_they_are_and_that_is_said(caplog: py
     assert (caches.ragged, caches.prefix.arena.spec.bits) == (True, None)
     assert "llama has no keys or values whose size is a multiple of 32" in caplog.text
     assert "Keys and values stay in float32, and --kv-bits is not used." in caplog.text
+
+
+def test_a_model_that_cannot_be_described_has_no_pool_and_that_is_said(caplog: pytest.LogCaptureFixture) -> None:
+    assert isinstance(open_caches(tiny_model(CONFIGS["deepseek_v41"]), ROOMY, bits=KVBits()), StockCaches)
+    assert "no pool, and no 8-bit keys and values: deepseek_v41" in caplog.text
 
 
 def test_a_model_without_batches_has_quantised_blocks_and_all_of_the_bytes(caplog: pytest.LogCaptureFixture) -> None:
