@@ -75,10 +75,10 @@ def attend_grouped(grouped: mx.array, views: list[View], sinks: mx.array | None,
     columns = [scores(grouped, keys) for keys, _ in views]
     if mask is not None:
         columns = [_masked(concatenated(columns, -1), mask)]
-    if len(columns) == 1 and sinks is None:
+    if len(views) == 1 and sinks is None:
         return weighed(softmax(columns[0]), views[0][1]).astype(grouped.dtype)
     columns = _sink_scores(columns[0], sinks) + columns
-    return _weigh(softmax(mx.concatenate(columns, axis=-1)), views, 0 if sinks is None else 1)[0].astype(grouped.dtype)
+    return _weigh(softmax(concatenated(columns, -1)), views, 0 if sinks is None else 1)[0].astype(grouped.dtype)
 
 
 def attend_cluster(grouped: mx.array, shared: list[View], own: list[list[View]], sinks: mx.array | None) -> mx.array:
