@@ -89,7 +89,9 @@ def bytes_of(name: str, tokens: int, more_blocks: int = 0) -> int:
     spec = attached(name)[1]
     own = [(spec.bytes_per_block(g), g.layer.max_blocks) for g in spec.groups]
     needed = sum(size * min(blocks_for(tokens), most or blocks_for(tokens)) for size, most in own)
-    return needed + more_blocks * sum(size for size, most in own if most is None)
+    needed += more_blocks * sum(size for size, most in own if most is None)
+    # Up to half of a hybrid model's pool is for states.
+    return 2 * needed if spec.fixed_bytes_per_agent() else needed
 
 
 def make_engine(name: str, n_bytes: int = ROOMY, **config: Any) -> tuple[BlockPoolBatchEngine, TieredPrefixCache]:
