@@ -19,11 +19,13 @@ from mlx.utils import tree_flatten
 from mlx_lm.generate import BatchGenerator as StockBatchGenerator
 from mlx_lm.models import cache as stock
 
+from mlx_blockpool.config import KVBits
 from mlx_blockpool.errors import SpecError
 from mlx_blockpool.kv.arena import KVArena
 from mlx_blockpool.kv.factory import KEPT_TOKENS, config_of, make_prompt_cache, pooled_caches, try_out
 from mlx_blockpool.kv.layer_caches import PooledKVCache, PooledRotatingKVCache
 from mlx_blockpool.kv.parts import PooledCacheList, PooledChunkedKVCache
+from mlx_blockpool.kv.quantised_caches import PooledQuantizedKVCache
 from mlx_blockpool.kv.sequence import SequenceBlocks
 from mlx_blockpool.kv.state_caches import PooledArraysCache
 from mlx_blockpool.plugins import spec_of_model
@@ -37,9 +39,9 @@ LARGEST_BLOCK = 20_000_000
 SHAPE: list[tuple[int, int, int, str]] = [(8, 4, 4, "float32")]
 
 
-def own_pool(layer: Any, dtype: str) -> KVArena:
+def own_pool(layer: Any, dtype: str, bits: KVBits | None = None) -> KVArena:
     """A pool for one cache of one layer."""
-    spec = ModelCacheSpec("upstream", (layer,), dtype)
+    spec = ModelCacheSpec("upstream", (layer,), dtype).with_bits(bits)
     slabs = KVArena(spec, 64 * sum(spec.bytes_per_block(group) for group in spec.groups))
     slabs.ragged = ATTACHED
     return slabs
@@ -49,9 +51,11 @@ def own_pool(layer: Any, dtype: str) -> KVArena:
 def fitting(cls: type) -> type:
     """A pooled cache that takes a pool of the right shape once it is given the first keys and values."""
 
-    def __init__(self: Any, layer: Any, *sizes: int) -> None:  # noqa: N807
+    def __init__(self: Any, layer: Any, *sizes: int, kv_bits: KVBits | None = None) -> None:  # noqa: N807
         self.make_layer = functools.partial(_layer, layer, sizes)
-        cls.__init__(self, SequenceBlocks(own_pool(self.make_layer(*SHAPE[-1][:3]), SHAPE[-1][3])), 0)  # type: ignore[misc]
+        self.kv_bits = kv_bits
+        *shape, dtype = SHAPE[-1] if kv_bits is None else (8, 128, 128, "float32")
+        cls.__init__(self, SequenceBlocks(own_pool(self.make_layer(*shape), dtype, kv_bits)), 0)  # type: ignore[misc]
 
     def update_and_fetch(self: Any, keys: Any, values: Any) -> Any:
         if mx.issubdtype(keys.dtype, mx.integer):
@@ -60,7 +64,8 @@ def fitting(cls: type) -> type:
         needed = (keys.shape[1], keys.shape[3], values.shape[3], str(keys.dtype).rpartition(".")[2])
         place = self.place.layer
         if self.empty() and needed != (place.kv_heads, place.key_dim, place.value_dim, self.sequence.arena.spec.dtype):
-            cls.__init__(self, SequenceBlocks(own_pool(self.make_layer(*needed[:3]), needed[3])), 0)  # type: ignore[misc]
+            pool = own_pool(self.make_layer(*needed[:3]), needed[3], self.kv_bits)
+            cls.__init__(self, SequenceBlocks(pool), 0)  # type: ignore[misc]
         return cls.update_and_fetch(self, keys, values)  # type: ignore[attr-defined]
 
     members = {"__init__": __init__, "update_and_fetch": update_and_fetch, "__module__": cls.__module__}
@@ -93,6 +98,10 @@ def substitute(stock_class: Any, make: Any) -> Any:
 
 CLASSES = {
     "KVCache": substitute(stock.KVCache, lambda: fitting(PooledKVCache)(FullLayer)),
+    "QuantizedKVCache": substitute(
+        stock.QuantizedKVCache,
+        lambda group_size=64, bits=8: fitting(PooledQuantizedKVCache)(FullLayer, kv_bits=KVBits(bits, bits, group_size)),
+    ),
     "RotatingKVCache": substitute(
         stock.RotatingKVCache, lambda max_size, keep=0: fitting(PooledRotatingKVCache)(WindowLayer, max_size, keep)
     ),
