@@ -75,6 +75,8 @@ def columns(dim: int, dtype: mx.Dtype, form: Form | None) -> list[tuple[int, mx.
 
 def each(function: Callable[..., mx.array], *rows: Rows) -> Rows:
     """What `function` makes of the arrays of rows of one form: slices, copies and concatenations along any axis but the last."""
+    if len(rows) == 1 and not isinstance(rows[0], Quantised):
+        return function(rows[0])
     forms = {r.form if isinstance(r, Quantised) else None for r in rows}
     assert len(forms) == 1, f"{forms}: rows of several forms"
     return as_rows([function(*parts) for parts in zip(*map(arrays_of, rows), strict=True)], forms.pop())
@@ -97,7 +99,7 @@ def concatenated(arrays: Sequence[mx.array], axis: int = 0) -> mx.array:
 
 def joined(rows: Sequence[Rows], axis: int) -> Rows:
     """concatenated() of rows of one form, along any axis but the last."""
-    return each(lambda *arrays: concatenated(arrays, axis), *rows)
+    return rows[0] if len(rows) == 1 else each(lambda *arrays: concatenated(arrays, axis), *rows)
 
 
 def dense(rows: Rows) -> mx.array:
