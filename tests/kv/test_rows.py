@@ -8,6 +8,7 @@ import mlx.core as mx
 import numpy as np
 import pytest
 
+from mlx_blockpool.kv import rows as rows_module
 from mlx_blockpool.kv.rows import Quantised, arrays_of, as_rows, dense, each, in_form, joined, scores, tokens, weighed, widened
 from mlx_blockpool.spec import Form
 
@@ -111,6 +112,19 @@ def test_products_equal_those_in_float64(form: Form, dtype: mx.Dtype) -> None:
     assert off(out, expected) < TOLERANCES[dtype]
     # The types of what comes out are those of widened queries.
     assert found.dtype == out.dtype == widened(queries, keys).dtype
+
+
+@pytest.mark.parametrize("form", [Form(8, 64), Form(4, 32)], ids=str)
+def test_products_and_values_on_other_devices_are_the_same(form: Form, monkeypatch: pytest.MonkeyPatch) -> None:
+    """They take other functions of mlx there, which the processor has too."""
+    keys = tokens(words(random(1, 2, 90, 64), form), 10, 80)
+    queries, weights = random(1, 2, 3, 64, seed=2), random(1, 2, 3, 70, seed=3)
+    found = []
+    for on_cpu in (True, False):
+        monkeypatch.setattr(rows_module, "_is_on_cpu", lambda here=on_cpu: here)
+        found.append((scores(queries, keys), weighed(weights, keys), dense(keys)))
+    for here, elsewhere in zip(*found, strict=True):
+        assert off(elsewhere, np.array(here)) < 1e-6
 
 
 def test_products_of_arrays_are_in_their_own_type() -> None:
