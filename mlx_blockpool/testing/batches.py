@@ -41,6 +41,7 @@ def _side_by_side(subject: Subject, bits: KVBits | None) -> str:
     n_bytes = 2 * subject.pool_bytes
     arena = open_arena(subject.model, subject.spec, n_bytes, PoolConfig(bits=bits))
     if arena.spec.bits != bits:
+        detach(subject.model)
         raise NotCheckedError(
             "The model's attention does not read quantised blocks: the server holds its keys and values as they are."
         )

@@ -117,9 +117,9 @@ class Subject:
         """Bytes for a dozen of the longest sequences."""
         return max(POOL_BYTES, ROOM * (self.spec.bytes_per_agent(3 * MOST_TOKENS) + self.spec.bytes_per_checkpoint()))
 
-    def arena(self, bits: KVBits | None = None) -> KVArena:
-        """A new pool, its blocks in `bits`."""
-        return KVArena(self.spec.with_bits(bits), self.pool_bytes)
+    def arena(self) -> KVArena:
+        """A new pool."""
+        return KVArena(self.spec, self.pool_bytes)
 
     def tokens(self, seed: int, count: int) -> list[int]:
         """Random tokens, without the last ones of the vocabulary, which are often special."""

@@ -112,7 +112,9 @@ def test_agents_get_what_each_gets_alone_and_turn_two_reuses_turn_one(name: str)
 def test_agents_in_quantised_blocks_get_what_each_gets_alone(name: str) -> None:
     """As the conformance kit checks it, and as the table says."""
     row = rows_in(in_readme())[name]
-    result = result_of("quantised", Subject(wide(CONFIGS[name])))
+    subject = Subject(wide(CONFIGS[name]))
+    result = result_of("quantised", subject)
+    assert not any("_attached_from" in vars(type(module)) for _, module in subject.model.named_modules())
     if row.bits == "yes":
         assert (result.outcome, row.batch in result.text) == (PASSED, True), f"{result}; {REWRITE}"
     else:
