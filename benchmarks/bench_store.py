@@ -49,7 +49,7 @@ def opened(model: Any, folder: Path | None, config: PoolConfig | None = None, bi
     arena.ragged = True
     store = None
     if folder is not None:
-        store = PromptStore(StoreConfig(folder, min_free_bytes=0, bits=bits), "bench", {"model": "bench"})
+        store = PromptStore(StoreConfig(folder, min_free_bytes=0, bits=bits, flush_seconds=60), "bench", {"model": "bench"})
     prefix = TieredPrefixCache(arena, store=store)
     return BlockPoolBatchEngine(model, PooledCaches(prefix), EngineConfig(decode_share=0))
 
