@@ -119,37 +119,31 @@ def dense(rows: Rows) -> mx.array:
     return (values * scales[..., None] + biases[..., None]).reshape(rows.shape)
 
 
-def widened(queries: mx.array, *rows: Rows) -> mx.array:
-    """Queries in the type in which products with these rows are computed.
-
-    mlx sums quantised products in the type of their operands on CPU, one number after the other: 16 bits would be wrong by a
-    tenth, and six times as slow as float32.
-    """
-    return queries.astype(mx.float32) if any(_is_widened(r) for r in rows) else queries
-
-
 def scores(queries: mx.array, keys: Rows) -> mx.array:
-    """queries k^T: [1, heads, rows, dim] by [1, heads, n, dim] -> [1, heads, rows, n]; in float32 if the keys are widened."""
+    """queries k^T: [1, heads, rows, dim] by [1, heads, n, dim] -> [1, heads, rows, n]; of quantised keys in float32 on CPU."""
     return _product(queries, keys, True) if isinstance(keys, Quantised) else queries @ keys.swapaxes(-1, -2)
 
 
 def weighed(weights: mx.array, values: Rows) -> mx.array:
-    """Sums of values: [1, heads, rows, n] by [1, heads, n, dim] -> [1, heads, rows, dim]; in float32 if they are widened."""
+    """Sums of values: [1, heads, rows, n] by [1, heads, n, dim] -> [1, heads, rows, dim]; of quantised ones as scores()."""
     return _product(weights, values, False) if isinstance(values, Quantised) else weights.astype(values.dtype) @ values
 
 
 def _product(left: mx.array, right: Quantised, transpose: bool) -> mx.array:
-    """Nothing is copied: on CPU quantized_matmul() would copy words that are a part of an array, and gather_qmm() does not."""
+    """Reads words that are a part of an array in place.
+
+    On CPU quantized_matmul() would copy them, and gather_qmm() does not. Both sum in the type of their operands there, one number
+    after the other: 16 bits would be wrong by a tenth, and six times as slow as float32.
+    """
     packed, scales, biases, form = right
-    left = widened(left, right)
     if not _is_on_cpu():
         return mx.quantized_matmul(left, packed, scales, biases, transpose=transpose, group_size=form.group_size, bits=form.bits)
     heads = _numbers(packed.shape[1])
     return mx.gather_qmm(
-        left,
+        left.astype(mx.float32),
         packed,
-        scales.astype(left.dtype),
-        biases.astype(left.dtype),
+        scales.astype(mx.float32),
+        biases.astype(mx.float32),
         lhs_indices=heads,
         rhs_indices=heads,
         transpose=transpose,
@@ -161,10 +155,6 @@ def _product(left: mx.array, right: Quantised, transpose: bool) -> mx.array:
 @cache
 def _numbers(count: int) -> mx.array:
     return mx.array([list(range(count))], dtype=mx.uint32)
-
-
-def _is_widened(rows: Rows) -> bool:
-    return isinstance(rows, Quantised) and rows.dtype != mx.float32 and _is_on_cpu()
 
 
 def _is_on_cpu() -> bool:

@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 
 from mlx_blockpool.kv import rows as rows_module
-from mlx_blockpool.kv.rows import Quantised, arrays_of, as_rows, dense, each, in_form, joined, scores, tokens, weighed, widened
+from mlx_blockpool.kv.rows import Quantised, arrays_of, as_rows, dense, each, in_form, joined, scores, tokens, weighed
 from mlx_blockpool.spec import Form
 
 FORMS = [Form(8, 64), Form(4, 64), Form(8, 32), Form(4, 32)]
@@ -110,8 +110,7 @@ def test_products_equal_those_in_float64(form: Form, dtype: mx.Dtype) -> None:
     out = weighed(weights.astype(found.dtype), values)
     assert out.shape == queries.shape
     assert off(out, expected) < TOLERANCES[dtype]
-    # The types of what comes out are those of widened queries.
-    assert found.dtype == out.dtype == widened(queries, keys).dtype
+    assert found.dtype == out.dtype == (mx.float32 if mx.default_device() == mx.cpu else dtype)
 
 
 @pytest.mark.parametrize("form", [Form(8, 64), Form(4, 32)], ids=str)
@@ -130,7 +129,6 @@ def test_products_and_values_on_other_devices_are_the_same(form: Form, monkeypat
 def test_products_of_arrays_are_in_their_own_type() -> None:
     keys = random(1, 2, 5, 80, dtype=mx.bfloat16)
     queries = random(1, 2, 3, 80, dtype=mx.bfloat16, seed=3)
-    assert widened(queries, keys) is queries
     found = scores(queries, keys)
     assert mx.array_equal(found, queries @ keys.swapaxes(-1, -2)).item()
     out = weighed(found.astype(mx.float32), keys)
