@@ -28,7 +28,7 @@ RESULTS, PLOTS = FOLDER / "results", FOLDER / "plots"
 # The others run for minutes beside a server and are started by themselves.
 NAMES = (
     *("pool", "prefix", "cache", "batch", "shared", "quantised", "engine", "store", "server", "churn"),
-    *("sessions", "sessions_http", "aiperf", "watching"),
+    *("sessions", "sessions_http", "aiperf", "watching", "answers"),
 )
 
 
