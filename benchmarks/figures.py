@@ -14,6 +14,8 @@ from .plots import Line, latest, session_table
 ROOT = Path(__file__).parent.parent
 # The machine of the figures. What it has not measured is taken from another one, and says so.
 MACHINE = "cpu-xeon-2core"
+# The READMEs with figures, the project's own first.
+DOCUMENTS = ("README.md", "benchmarks/README.md", "mlx_blockpool/server/README.md")
 
 
 @dataclass(frozen=True)
@@ -169,6 +171,19 @@ REPLAYED = (
 )
 REFUSED = "At 25 % {full} prompts are longer than the pool and are rejected, {hybrid} for `hybrid`."
 
+ANSWERS = (
+    "`bench_answers` compares two small models with themselves: the demo model's answers to {questions} questions that it was not"
+    " trained on, and the calls of one that has to copy random numbers from earlier results, in {sessions} sessions of {turns}"
+    " turns. Divergence is KL(as computed || quantised) where the model writes, in nats: mean / 99th percentile / largest."
+)
+FORMS = {
+    "off": "as computed",
+    "8": "8 bits",
+    "keys 8, values 4": "keys 8, values 4",
+    "keys 4, values 8": "keys 4, values 8",
+    "4": "4 bits",
+}
+
 
 class Figures:
     """The last line of each case: the machine's own, or else that of another machine."""
@@ -204,9 +219,35 @@ class Figures:
         head = ["model", "pool", "offline optimum", "with the disk", "mlx-blockpool", "plain LRU over blocks", "`LRUPromptCache`"]
         return _wrapped(words) + "\n\n" + _table(head, session_table(lines.values()))
 
+    def answers(self) -> str:
+        rows = []
+        for form, name in FORMS.items():
+            asked, called = (self._lines["answers", f"{what}, {form}"][1] for what in ("questions", "tool calls"))
+            divergences = [
+                "" if form == "off" else "{kl_mean:.1e} / {kl_p99:.1e} / {kl_most:.1e}".format(**line) for line in (asked, called)
+            ]
+            first = "" if called["first_wrong_turn"] is None else f"{called['first_wrong_turn']:g}"
+            calls = [f"{called['right']:.1%}", str(called["faultless"]), first]
+            rows.append([name, str(asked["right"]), divergences[0], *calls, divergences[1]])
+        head = [
+            "keys and values",
+            "answers right",
+            "divergence",
+            "calls right",
+            "faultless sessions",
+            "first wrong turn",
+            "divergence",
+        ]
+        return _wrapped(ANSWERS.format(**{**asked, **called})) + "\n\n" + _table(head, rows)
+
     def written(self, text: str, first: bool = False) -> str:
         """A README with the parts between its marks made anew."""
-        parts = {"figures": lambda: self.table(first), "agents": self.agents, "sessions": self.sessions}
+        parts = {
+            "figures": lambda: self.table(first),
+            "agents": self.agents,
+            "sessions": self.sessions,
+            "answers": self.answers,
+        }
         for name, part in parts.items():
             if f"<!-- {name} -->" in text:
                 marked = re.compile(rf"(<!-- {name} -->\n).*?(\n<!-- end of {name} -->)", re.DOTALL)
@@ -217,8 +258,9 @@ class Figures:
 def write(machines: dict[str, list[Line]]) -> None:
     """Bring the READMEs up to date."""
     figures = Figures(machines)
-    for path, first in ((ROOT / "README.md", True), (ROOT / "benchmarks/README.md", False)):
-        path.write_text(figures.written(path.read_text(encoding="utf-8"), first), encoding="utf-8")
+    for name in DOCUMENTS:
+        path = ROOT / name
+        path.write_text(figures.written(path.read_text(encoding="utf-8"), name == DOCUMENTS[0]), encoding="utf-8")
 
 
 def _with_quotients(line: Line) -> dict[str, Any]:

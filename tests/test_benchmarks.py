@@ -37,10 +37,12 @@ def runner() -> ModuleType:
 
 def test_the_figures_of_the_readmes_are_those_of_the_results(runner: ModuleType) -> None:
     machines = {path.stem: runner.read(path) for path in (BENCHMARKS / "results").glob("*.jsonl")}
-    figures = imported("benchmarks.figures", ROOT).Figures(machines)
-    for document, first in (("README.md", True), ("benchmarks/README.md", False)):
-        assert figures.written(TEXTS[document], first) == TEXTS[document]
-    assert len(set(re.findall("<!-- (?:end of )?.* -->", TEXTS["benchmarks/README.md"]))) == 6
+    module = imported("benchmarks.figures", ROOT)
+    figures = module.Figures(machines)
+    for document in module.DOCUMENTS:
+        assert figures.written(TEXTS[document], document == "README.md") == TEXTS[document]
+    assert len(set(re.findall("<!-- (?:end of )?.* -->", TEXTS["benchmarks/README.md"]))) == 8
+    assert "<!-- answers -->" in TEXTS["mlx_blockpool/server/README.md"]
 
 
 def test_every_plot_is_drawn_and_shown(runner: ModuleType) -> None:

@@ -202,7 +202,7 @@ CHANGED_OPTIONS: dict[str, dict[str, Any]] = {
 
 FOUR_BITS = (
     "At 4 bits models lose tool calls: in a public test 3 to 10 of 14 passed, and 13 at 16 bits. "
-    "--kv-bits 8, or --kv-bits-keys 8 --kv-bits-values 4, loses less."
+    "--kv-bits 8, or --kv-bits-keys 8 --kv-bits-values 4, loses less: with a small model 1 call of 480 instead of 5."
 )
 
 
