@@ -11,7 +11,6 @@ import math
 import time
 from collections import Counter
 from collections.abc import Iterator, Sequence
-from dataclasses import replace
 from typing import Any
 
 import mlx.core as mx
@@ -24,9 +23,7 @@ from ..engine.opening import open_arena, open_pooled
 from ..engine.request import Event, Failed, Progress, Restoring, Started, Token
 from ..engine.stock import GuardedPromptCache, StockCaches
 from ..errors import StoreError
-from ..kv.arena import state_share
 from ..kv.attach import batches_padded
-from ..kv.pool import BlockPool
 from ..modelfile import positions_of
 from ..prefix.changes import AllCleared
 from ..prefix.lookup import Lookup, beside
@@ -42,7 +39,7 @@ from ..tier.opening import digests_of, open_store
 from .agents.served import ServedAgents
 from .live.log import ModelEvents
 from .live.snapshot import publish
-from .models.caches import batch_report, describe, open_drafted, pool_report, warn_of_few_checkpoints
+from .models import caches
 from .models.provider import BlockpoolModelProvider, ModelKey, WeightsHash
 from .replies import Reply
 from .request import RequestOptions
@@ -97,12 +94,11 @@ class LoadedModel:
         """
         provider = self.provider
         provider.prepare(self.key)
+        self._spec = caches.describe(provider.model, provider.config, provider.name)
+        caches.leave_out_draft(provider, self._spec)
         self.weights_bytes = sum(array.nbytes for array in provider.weights())
-        self._spec = describe(provider.model, provider.config, provider.name)
         if pool_bytes is not None and self._spec is not None:
-            config = replace(self._config.pool, preallocate=False)
-            spec = self._spec.with_bits(None if provider.draft_model is not None else config.bits)
-            BlockPool(spec, pool_bytes - state_share(spec, pool_bytes, config), config)
+            caches.need_room(provider, self._spec, pool_bytes, self._config.pool)
 
     def read(self, piece_bytes: int) -> Iterator[None]:
         """Read the weights into memory, a piece at a time."""
@@ -136,7 +132,7 @@ class LoadedModel:
         provider, spec, config = self.provider, self._spec, self._config.pool
         stock = self.sequential.stock
         if spec is not None and provider.draft_model is not None:
-            self._drafted = open_drafted(provider, spec, pool_bytes, config)
+            self._drafted = caches.open_drafted(provider, spec, pool_bytes, config)
             self.prefix = None if self._drafted is None else self._drafted.prefix
         elif spec is not None:
             self._open_pooled(spec, pool_bytes)
@@ -163,7 +159,7 @@ class LoadedModel:
         self.prefix = self.caches.prefix
         self.agents = self.agents or ServedAgents(self.provider.name, None)
         self.agents.attend(self.prefix)
-        warn_of_few_checkpoints(self.prefix)
+        caches.warn_of_few_checkpoints(self.prefix)
 
     def _open_store(self, spec: ModelCacheSpec) -> PromptStore | None:
         provider = self.provider
@@ -441,10 +437,10 @@ class LoadedModel:
         if self.prefix is None:
             report: dict[str, Any] = {"backend": "mlx-lm", "sequences": len(stock), "known_bytes": stock.nbytes}
         else:
-            report = pool_report(self.prefix)
+            report = caches.pool_report(self.prefix)
         alarm = report.get("alarm")
         if alarm is not None and not self._alarmed:
             log.warning("Almost nothing is reused: %s", alarm)
         self._alarmed = alarm is not None
         live, counts = ([], Counter[str]()) if engine is None else (engine.live, engine.counts)
-        self.report = report | {"batch": batch_report(self.prefix, live), "engine": dict(counts)}
+        self.report = report | {"batch": caches.batch_report(self.prefix, live), "engine": dict(counts)}

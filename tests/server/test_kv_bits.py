@@ -5,18 +5,20 @@ from __future__ import annotations
 from collections.abc import Iterator
 from functools import cache
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
 from documents import TEXTS
 from mlx_lm import generate, load
 from mlx_lm.models.cache import make_prompt_cache
-from models import save_model
+from models import make_model, save_model
 
-from mlx_blockpool.config import KVBits, kv_bits
-from mlx_blockpool.errors import BlockpoolError
+from mlx_blockpool.config import KVBits, PoolConfig, kv_bits
+from mlx_blockpool.errors import BlockpoolError, PoolExhaustedError
 from mlx_blockpool.kv.factory import spec_of_loaded
 from mlx_blockpool.kv.rounded import rounded
+from mlx_blockpool.server.models.caches import need_room
 from mlx_blockpool.server.options import FOUR_BITS, server_config, warnings
 from mlx_blockpool.spec import FullLayer, ModelCacheSpec
 from server.serving import Client, blockpool_server, parse
@@ -166,3 +168,28 @@ def test_a_draft_is_served_without_and_says_so(server: Client, models: dict[str,
     assert reply == expected(llama, prompt, None)
     assert server.send("/v1/cache")[1]["kv_bits"] is None
     assert "llama: it runs with a draft model. Keys and values stay as the model computes them" in caplog.text
+
+
+def test_a_model_with_windows_runs_without_its_draft_and_says_so(
+    server: Client, models: dict[str, Path], caplog: pytest.LogCaptureFixture
+) -> None:
+    """Its windows of 300 tokens are full, and cannot take wrong tokens of a draft back."""
+    model, prompt = models["gemma3_text"], f"{PROMPT} Who?"
+    reply, _ = complete(server, model, prompt, draft_model=str(models["llama"]))
+    assert reply == expected(model, prompt, KVBits(8, 4))
+    assert caplog.text.count("gemma3_text runs without its draft model: windows and states") == 1
+    assert "it runs with a draft model" not in caplog.text
+    assert server.generator.model.how == "pooled caches, 8-bit keys and 4-bit values, ragged batches"
+
+
+@pytest.mark.parametrize(("name", "is_quantised"), [("llama", True), ("gemma2", False)])
+def test_a_pool_is_too_small_before_another_model_is_unloaded_for_it(name: str, is_quantised: bool) -> None:
+    """gemma2 brings attention of its own, so that its blocks will not be quantised."""
+    model = make_model(name, head_dim=32)
+    provider: Any = SimpleNamespace(model=model, draft_model=None)
+    spec, config = spec_of_loaded(model), PoolConfig(bits=KVBits(8, 8))
+    held = spec.with_bits(config.bits) if is_quantised else spec
+    least = sum(held.bytes_per_block(group) for group in held.groups)
+    need_room(provider, spec, least, config)
+    with pytest.raises(PoolExhaustedError, match=f"takes {least} bytes"):
+        need_room(provider, spec, least - 1, config)

@@ -217,7 +217,7 @@ def test_requests_go_on_after_the_thread_has_failed_beside_two_models(
 
 def test_a_model_without_a_pool_is_swapped_like_any_other(two: tuple[Path, Path], monkeypatch: pytest.MonkeyPatch) -> None:
     """No plugin describes it, so that nothing is in blocks; with a draft its requests run one by one."""
-    monkeypatch.setattr("mlx_blockpool.server.model.describe", lambda *_: None)
+    monkeypatch.setattr("mlx_blockpool.server.models.caches.describe", lambda *_: None)
     arguments = ("--draft-model", str(save_model(two[0].parent / "draft", "llama", num_hidden_layers=1)))
     hello = [{"role": "user", "content": "Hello, you"}]
     models = [save_model(two[0].parent / f"other {seed}", "llama", seed) for seed in (4, 5)]

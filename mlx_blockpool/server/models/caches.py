@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import logging
-from dataclasses import asdict
+from dataclasses import asdict, replace
 from pathlib import Path
 from typing import Any
 
@@ -11,8 +11,10 @@ from ... import plugins
 from ...config import PoolConfig
 from ...engine.sequence import Sequence
 from ...errors import PluginError, SpecError
-from ...kv.arena import KVArena
+from ...kv.arena import KVArena, state_share
+from ...kv.attach import may_read_quantised
 from ...kv.parts import sequence_of
+from ...kv.pool import BlockPool
 from ...memory import batch_memory
 from ...spec import FullLayer, ModelCacheSpec
 from ...tier.cache import TieredPrefixCache
@@ -35,14 +37,34 @@ def describe(model: Any, config: dict[str, Any], model_id: str) -> ModelCacheSpe
         return None
 
 
+def leave_out_draft(provider: BlockpoolModelProvider, spec: ModelCacheSpec | None) -> None:
+    """Have a model of this spec run without its draft if either has windows or states, which is logged.
+
+    Wrong tokens of a draft are trimmed, which full windows and states cannot be: the reply would be wrong.
+    """
+    if provider.draft_model is not None and any(s is not None and s.needs_checkpoints for s in (spec, _draft_spec(provider))):
+        log.warning("%s runs without its draft model: windows and states cannot take wrong tokens back.", provider.name)
+        provider.draft_model = None
+
+
+def need_room(provider: BlockpoolModelProvider, spec: ModelCacheSpec, pool_bytes: int, config: PoolConfig) -> None:
+    """Raises PoolExhaustedError if `pool_bytes` are too few for a model of this spec. Computes nothing and takes no memory.
+
+    A model whose attention turns out not to read quantised blocks, although its code may, needs more.
+    """
+    is_quantised = provider.draft_model is None and may_read_quantised(provider.model)
+    spec, config = spec.with_bits(config.bits if is_quantised else None), replace(config, preallocate=False)
+    BlockPool(spec, pool_bytes - state_share(spec, pool_bytes, config), config)
+
+
 def open_drafted(
     provider: BlockpoolModelProvider, spec: ModelCacheSpec, pool_bytes: int, config: PoolConfig
 ) -> DraftedPrefix | None:
     """A pool for the model and one for its draft, sized by the bytes of a block of each.
 
-    None if the draft has no spec, or either has states or windows: wrong tokens of a draft are trimmed, which these cannot be.
+    None if the draft has no spec, or a layer of either has several caches.
     """
-    draft = describe(provider.draft_model, {}, Path(str(provider.model_key[2])).name)
+    draft = _draft_spec(provider)
     if draft is None or not all(isinstance(layer, FullLayer) for layer in (*spec.layers, *draft.layers)):
         return None
     sizes = [sum(s.bytes_per_block(g) for g in s.groups) for s in (spec, draft)]
@@ -50,6 +72,10 @@ def open_drafted(
     key = str(provider.model_key)
     prefix = TieredPrefixCache(KVArena(spec, own, config), key)
     return DraftedPrefix(prefix, TieredPrefixCache(KVArena(draft, pool_bytes - own, config), key))
+
+
+def _draft_spec(provider: BlockpoolModelProvider) -> ModelCacheSpec | None:
+    return describe(provider.draft_model, {}, Path(str(provider.model_key[2])).name)
 
 
 def warn_of_few_checkpoints(prefix: TieredPrefixCache) -> None:
