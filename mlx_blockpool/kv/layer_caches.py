@@ -399,7 +399,7 @@ class PooledRotatingKVCache(PooledLayer, RotatingKVCache):  # type: ignore[misc]
                 f"tokens and keep {self.keep}."
             )
         if offset:
-            keys, values = (self._last_tokens(tokens(rows, 0, offset), max_size) for rows in (keys, values))
+            keys, values = (self._last_tokens(tokens(self._rows(given), 0, offset), max_size) for given in (keys, values))
             self._write_over(keys, values, min(offset, max_size))
         self._attended = None
         self.offset, self._idx = offset, min(index, max_size)

@@ -222,9 +222,7 @@ def _parse(entries: Any, parts: tuple[Part, ...] | None = None) -> Record:
         parent=bytes.fromhex(metadata["parent"]),
         start=int(metadata["start"]),
         tokens=tuple(map(int, metadata["tokens"].split())),
-        parts=tuple(Part(name, entry["dtype"], tuple(entry["shape"])) for name, entry in entries.items())
-        if parts is None
-        else parts,
+        parts=parts,
         extra={key.removeprefix(_EXTRA): value for key, value in metadata.items() if key.startswith(_EXTRA)},
         checksums=tuple(int(checksum, 16) for checksum in metadata["crc32"].split()),
     )

@@ -206,6 +206,9 @@ def test_arrays_that_are_assigned_to_a_window_are_quantised() -> None:
     assert same(words(ours), [array for rows in drawn(7, 200) for array in mx.quantize(rows, group_size=64, bits=8)])
     ours.keys = drawn(8, 200)[0]
     assert same(words(ours)[:3], list(mx.quantize(drawn(8, 200)[0], group_size=64, bits=8)))
+    rows = mx.quantize(drawn(7, 200)[0], group_size=64, bits=8)
+    with pytest.raises(ValueError, match="takes keys and values that are arrays, and was given a list"):
+        ours.state = (rows, rows, 200, 4, 300, 200)
 
 
 @pytest.mark.parametrize("layer", [FULL, RING])
