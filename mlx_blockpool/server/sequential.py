@@ -94,7 +94,7 @@ class DraftedPrefix:
             self.prefix.discard(first.caches)
             raise
         if second.lookup.hit != first.lookup.hit:
-            # No window of the draft ends there.
+            # Its pool has room for the prompt, but not beside what it knows of it.
             self.discard([*first.caches, *second.caches])
             first, second = self.prefix.acquire(tokens, room, 0, salt), self.draft.acquire(tokens, room, 0, salt)
         # Neither has checkpoints: it was the draft that knew no more.

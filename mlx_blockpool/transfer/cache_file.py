@@ -52,7 +52,7 @@ STOCK: dict[type[LayerSpec], type] = {StateLayer: ArraysCache, WindowLayer: Rota
 # In the metadata: the mark of the cache_salt under which the prefix was computed, in hexadecimal, ...
 MARK = "cache_salt"
 # ... and the bits of keys, of values, and the group size, of a pool that quantises.
-KV_BITS = "kv_bits"
+POOL_BITS = "kv_bits"
 # The header is filled up with spaces to a multiple of this.
 ALIGNMENT = 8
 
@@ -110,7 +110,7 @@ class CacheFileWriter:
                 "signature": UNSIGNED,
             }
             | ({MARK: mark_of(salt).hex()} if mark_of(salt) else {})
-            | ({} if spec.bits is None else {KV_BITS: _text_of(spec.bits)}),
+            | ({} if spec.bits is None else {POOL_BITS: _text_of(spec.bits)}),
         )
         described: dict[str, Any] = {"__metadata__": texts}
         end = 0
@@ -213,7 +213,7 @@ class CacheFile:
 
     def _check_bits(self, spec: ModelCacheSpec) -> None:
         """A file that names its weights was computed by attention over keys and values in the bits that it names."""
-        text = self.metadata.get(KV_BITS)
+        text = self.metadata.get(POOL_BITS)
         if text is None and "weights" not in self.metadata:
             return
         try:

@@ -4,11 +4,14 @@ from __future__ import annotations
 
 import weakref
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
-from models import save_model
+from models import make_model, save_model
 
+from mlx_blockpool.kv.factory import spec_of_loaded
+from mlx_blockpool.server.models.caches import leave_out_draft
 from mlx_blockpool.server.models.provider import BlockpoolModelProvider
 from server.serving import Client, at_once, blockpool_server, stock_server
 
@@ -70,6 +73,16 @@ def test_a_draft_changes_no_reply_whatever_was_cached_before(tmp_path: Path) -> 
     with blockpool_server(model, "--draft-model", str(draft)) as ours:
         for _ in range(3):
             assert replies(ours) == expected
+
+
+@pytest.mark.parametrize(
+    ("name", "draft", "stays"),
+    [("llama", "llama", True), ("llama", "gemma3_text", False), ("llama", "lfm2", False), ("lfm2", "llama", False)],
+)
+def test_a_draft_is_left_out_where_its_wrong_tokens_cannot_be_taken_back(name: str, draft: str, stays: bool) -> None:
+    provider: Any = SimpleNamespace(draft_model=make_model(draft), name=name, model_key=(name, None, draft))
+    leave_out_draft(provider, spec_of_loaded(make_model(name)))
+    assert (provider.draft_model is not None) == stays
 
 
 def test_another_model_takes_the_pool_over_and_gives_it_back(tmp_path: Path) -> None:
