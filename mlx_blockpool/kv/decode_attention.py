@@ -7,8 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from contextlib import nullcontext
-from operator import itemgetter
-from typing import Any
+from typing import Any, NamedTuple
 
 import mlx.core as mx
 
@@ -16,10 +15,9 @@ from ..spec import BLOCK_TOKENS, WindowLayer
 from .arena import KVArena
 from .decode_policy import Cluster, Share, device, divide, find_clusters
 from .layer_caches import PooledLayer
-from .rows import Quantised, View, concatenated, dense, each, joined
+from .rows import Quantised, concatenated, dense, joined, part_of
 from .runs import attend_cluster, attend_grouped, group_queries
 from .sequence import SlabRun
-from .slab import Slab
 
 # Work for other cores runs on these streams, each thread has its own.
 _helpers = [mx.new_thread_local_stream(mx.cpu)]
@@ -28,6 +26,9 @@ READ_COST = 100
 PARALLEL_WORK = 4000
 # More than a pool has.
 MOST_BLOCKS = 2**40
+
+# What members read together, and what each of them reads alone.
+Pieces = tuple[list[SlabRun], list[list[SlabRun]]]
 
 
 def step_of(members: Sequence[PooledLayer]) -> Step:
@@ -51,6 +52,17 @@ def _key(arena: KVArena, group: int, members: Sequence[PooledLayer]) -> tuple[An
     return arena.decode.path, arena.decode.streams, sharing, state
 
 
+class _Reading(NamedTuple):
+    """What one share reads in each layer: which of the grouped queries, which heads, and where in the slabs."""
+
+    members: tuple[int, ...]
+    queries: tuple[slice | mx.array, slice]
+    heads: slice
+    is_whole: bool
+    shared: list[SlabRun]
+    own: list[list[SlabRun]]
+
+
 class Step:
     """Where each member writes one token, what it reads then, on which path and on which stream."""
 
@@ -64,7 +76,9 @@ class Step:
         # On CPU mlx's own attention is the same two products, with more operations around them and, for 16-bit numbers, one
         # pass over the keys for each query head.
         self._products = device() == "cpu"
-        self._targets = _targets(places)
+        self._places = places
+        in_one_slab = len(places) > 1 and all(slab is places[0][0] for slab, _, _ in places)
+        self._scattered = mx.array([first for _, first, _ in places]) if in_one_slab else None
         clusters = self._clusters(arena)
         self.path = arena.decode.choose(self.sizes, clusters)
         pieces = [m.sequence.slab_runs(group, size) for m, size in zip(members, self.sizes, strict=True)]
@@ -72,23 +86,28 @@ class Step:
             self._pieces = pieces
             self._mask = _padding_mask(self.sizes)
             return
-        self._readings = _readings(pieces, clusters if self.path == "shared" else [])
-        self._loads = self._divide(min(arena.decode.streams, 1 + len(_helpers)))
+        pieces_of = _readings(pieces, clusters if self.path == "shared" else [])
+        loads = self._divide(pieces_of, min(arena.decode.streams, 1 + len(_helpers)))
+        self._loads = [[_reading(s, *pieces_of[s.members], self.layer.kv_heads) for s in load] for load in loads]
         # The others get their work before the stream that waits for them.
         self._streams = (*_helpers[: len(self._loads) - 1], None)
-        shares = [share for load in self._loads for share in load]
-        self._divided = [m for m in self._readings if not any(s.members == m and self._is_whole(s) for s in shares)]
-        rows = [i for together in [s.members for s in shares if self._is_whole(s)] + self._divided for i in together]
+        whole = [reading.members for load in self._loads for reading in load if reading.is_whole]
+        self._divided = [members for members in pieces_of if members not in whole]
+        rows = [i for together in whole + self._divided for i in together]
         if rows != sorted(rows):
             self.order = mx.array([rows.index(i) for i in range(len(rows))])
 
     def write(self, index: int, keys: mx.array, values: mx.array) -> None:
         """Put keys and values [members, kv_heads, 1, dim] of the group's layer `index` where they belong."""
-        written: dict[Any, View] = {}
-        for slab, rows, places in self._targets:
-            if slab.forms not in written:
-                written[slab.forms] = slab.as_written(keys, values)
-            slab.put(index, places, *(each(itemgetter(rows), a) for a in written[slab.forms]))
+        slab = self._places[0][0]
+        if self._scattered is not None:
+            slab.scatter(index, self._scattered, keys.swapaxes(0, 2), values.swapaxes(0, 2))
+            return
+        # Quantised once, not once a member.
+        written = slab.as_written(keys, values)
+        for i, (slab, first, _) in enumerate(self._places):
+            row = slice(i, i + 1)
+            slab.write(index, first, part_of(written[0], row), part_of(written[1], row))
 
     def attend(self, index: int, queries: mx.array, scale: float, sinks: mx.array | None) -> mx.array:
         """Attention of queries [members, heads, 1, dim] in the group's layer `index`, after its write()."""
@@ -102,19 +121,16 @@ class Step:
         parts: dict[tuple[int, ...], dict[int, mx.array]] = {members: {} for members in self._divided}
         for stream, load in zip(self._streams, self._loads, strict=True):
             with nullcontext() if stream is None else mx.stream(stream):
-                read = [(share, self._read(share, index, grouped, sinks)) for share in load]
+                read = [(reading, self._read(reading, index, grouped, sinks)) for reading in load]
                 # Joined on their own stream: else mlx hands out the work of both in turns, and they wait for each other.
-                own = [out for share, out in read if self._is_whole(share)]
+                own = [out for reading, out in read if reading.is_whole]
                 whole += [concatenated(own, 0)] if own else []
-            for share, out in read:
-                if not self._is_whole(share):
-                    parts[share.members][share.heads[0]] = out
+            for reading, out in read:
+                if not reading.is_whole:
+                    parts[reading.members][reading.heads.start] = out
         out = concatenated(whole + [concatenated([p[first] for first in sorted(p)], 1) for p in parts.values()], 0)
         out = out if self.order is None else out[self.order]
         return out.reshape(batch, heads, 1, -1)
-
-    def _is_whole(self, share: Share) -> bool:
-        return share.heads == (0, self.layer.kv_heads)
 
     def _clusters(self, arena: KVArena) -> list[Cluster]:
         """Windows keep writing in every block of their ring, so that they share nothing for long."""
@@ -126,28 +142,27 @@ class Step:
         full = [t.ids[: size // BLOCK_TOKENS] for t, size in zip(self.tables, self.sizes, strict=True)]
         return find_clusters([[start + i for i in ids] if start else ids for start, ids in zip(starts, full, strict=True)])
 
-    def _divide(self, streams: int) -> list[list[Share]]:
+    def _divide(self, pieces_of: dict[tuple[int, ...], Pieces], streams: int) -> list[list[Share]]:
         heads = (0, self.layer.kv_heads)
         shares = [
             Share(members, len(members) * (READ_COST + _tokens(shared)) + sum(map(_tokens, own)), heads)
-            for members, (shared, own) in self._readings.items()
+            for members, (shared, own) in pieces_of.items()
         ]
         if streams == 1 or sum(s.cost for s in shares) * self.layer.kv_heads < PARALLEL_WORK:
             return [shares]
         return divide(shares, streams)
 
-    def _read(self, share: Share, index: int, grouped: mx.array, sinks: mx.array | None) -> mx.array:
+    def _read(self, reading: _Reading, index: int, grouped: mx.array, sinks: mx.array | None) -> mx.array:
         """Attention of one share: [its members, its kv heads, group, dim]."""
-        shared, own = self._readings[share.members]
-        first, last = share.heads
-        rows, heads = share.members, slice(first, last)
-        mine = grouped[rows[0] : rows[-1] + 1, heads] if _is_range(rows) else grouped[mx.array(rows), heads]
+        _, queries_of, heads, _, shared, own = reading
+        first, last = heads.start, heads.stop
+        mine = grouped[queries_of]
         sinks = None if sinks is None else sinks[heads]
         tails = [[slab.read(index, start, count, first, last) for slab, start, count in pieces] for pieces in own]
         if shared:
             return attend_cluster(mine, [slab.read(index, start, n, first, last) for slab, start, n in shared], tails, sinks)
-        (keys, values), *others = tails[0]
-        if others or self._products or isinstance(keys, Quantised) or isinstance(values, Quantised):
+        keys, values = tails[0][0]
+        if self._products or len(tails[0]) > 1 or isinstance(keys, Quantised) or isinstance(values, Quantised):
             return attend_grouped(mine, tails[0], sinks)
         queries = mine.reshape(1, -1, 1, mine.shape[-1])
         sinks = None if sinks is None else sinks.reshape(-1)
@@ -155,18 +170,15 @@ class Step:
         return out.reshape(*mine.shape[:3], -1)
 
 
-def _targets(places: list[SlabRun]) -> list[tuple[Slab, slice, mx.array | int]]:
-    """(slab, rows that write in it, their places): one write where all are in one slab, else one for each row."""
-    if len(places) > 1 and all(slab is places[0][0] for slab, _, _ in places):
-        return [(places[0][0], slice(None), mx.array([first for _, first, _ in places]))]
-    return [(slab, slice(i, i + 1), first) for i, (slab, first, _) in enumerate(places)]
+def _reading(share: Share, shared: list[SlabRun], own: list[list[SlabRun]], kv_heads: int) -> _Reading:
+    rows, heads = share.members, slice(*share.heads)
+    queries = (slice(rows[0], rows[-1] + 1) if _is_range(rows) else mx.array(rows), heads)
+    return _Reading(rows, queries, heads, share.heads == (0, kv_heads), shared, own)
 
 
-def _readings(
-    pieces: list[list[SlabRun]], clusters: list[Cluster]
-) -> dict[tuple[int, ...], tuple[list[SlabRun], list[list[SlabRun]]]]:
+def _readings(pieces: list[list[SlabRun]], clusters: list[Cluster]) -> dict[tuple[int, ...], Pieces]:
     """Members -> what they read together and what each reads alone; a member of no cluster reads everything alone."""
-    readings: dict[tuple[int, ...], tuple[list[SlabRun], list[list[SlabRun]]]] = {
+    readings: dict[tuple[int, ...], Pieces] = {
         c.members: _cut([pieces[i] for i in c.members], c.blocks * BLOCK_TOKENS) for c in clusters
     }
     clustered = {i for together in readings for i in together}

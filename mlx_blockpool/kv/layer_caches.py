@@ -100,12 +100,14 @@ class PooledLayer(SequenceCache):
 
     def attend(self, queries: mx.array, keys: Rows, values: Rows, scale: float, mask: Any, sinks: Any) -> mx.array:
         """Attention of queries [1, heads, n, dim]; keys and values are what update_and_fetch returned."""
-        in_runs = len(self.sequence.slab_runs(self.place.group, self.size())) > 1
-        views = self.attended() if in_runs else [(keys, values)]
-        if isinstance(keys, Quantised) or isinstance(values, Quantised):
-            return attend_quantised(queries, views, scale, mask, sinks)
-        if in_runs and queries.shape[2] == 1 and mask is None:
-            return attend_runs(queries, views, scale, sinks)
+        quantised = isinstance(keys, Quantised) or isinstance(values, Quantised)
+        if quantised or (queries.shape[2] == 1 and mask is None):
+            in_runs = len(self.sequence.slab_runs(self.place.group, self.size())) > 1
+            views = self.attended() if in_runs else [(keys, values)]
+            if quantised:
+                return attend_quantised(queries, views, scale, mask, sinks)
+            if in_runs:
+                return attend_runs(queries, views, scale, sinks)
         out: mx.array = scaled_dot_product_attention(queries, keys, values, None, scale=scale, mask=mask, sinks=sinks)
         return out
 

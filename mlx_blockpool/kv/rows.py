@@ -38,6 +38,8 @@ class Quantised(NamedTuple):
 
 Rows: TypeAlias = mx.array | Quantised
 View: TypeAlias = tuple[Rows, Rows]
+# An index of rows that takes their last axis as a whole.
+Where: TypeAlias = slice | tuple[slice | mx.array, ...]
 
 
 def in_form(rows: Rows, form: Form | None) -> Rows:
@@ -82,9 +84,26 @@ def each(function: Callable[..., mx.array], *rows: Rows) -> Rows:
     return as_rows([function(*parts) for parts in zip(*map(arrays_of, rows), strict=True)], forms.pop())
 
 
+def part_of(rows: Rows, where: Where) -> Rows:
+    """rows[where]: a view. Each layer reads for each sequence of a batch: a loop over one array would be felt."""
+    if not isinstance(rows, Quantised):
+        return rows[where]
+    packed, scales, biases, form = rows
+    return Quantised(packed[where], scales[where], biases[where], form)
+
+
+def put(held: Rows, where: Where, rows: Rows) -> None:
+    """held[where] = rows, in place, which are quantised if what is held is."""
+    if not isinstance(held, Quantised):
+        assert not isinstance(rows, Quantised), f"{rows.form} != None: words where arrays are held"
+        held[where] = rows
+        return
+    held.packed[where], held.scales[where], held.biases[where] = arrays_of(in_form(rows, held.form))
+
+
 def tokens(rows: Rows, start: int, stop: int | None = None) -> Rows:
     """Tokens [start, stop) of rows [batch, heads, n, dim]: a view."""
-    return each(lambda array: array[:, :, start:stop], rows)
+    return part_of(rows, (slice(None), slice(None), slice(start, stop)))
 
 
 def own_copy(array: mx.array) -> mx.array:

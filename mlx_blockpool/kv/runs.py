@@ -10,7 +10,7 @@ from typing import Any
 
 import mlx.core as mx
 
-from .rows import Rows, View, concatenated, dense, each, scores, weighed
+from .rows import Rows, View, concatenated, dense, part_of, scores, weighed
 
 # Keys and values that are dequantised at a time, or those of one head where these are more.
 PIECE_BYTES = 16 * 2**20
@@ -108,7 +108,7 @@ def softmax(columns: mx.array) -> mx.array:
 
 def _dense_heads(rows: Iterable[Rows], heads: slice) -> mx.array:
     """Keys or values of some heads over several runs, as the model computes them."""
-    return concatenated([dense(each(lambda a: a[:, heads], run)) for run in rows], 2)
+    return concatenated([dense(part_of(run, (slice(None), heads))) for run in rows], 2)
 
 
 def _masked(columns: mx.array, mask: mx.array) -> mx.array:

@@ -290,4 +290,6 @@ class SequenceCache(StandIn):
 
 def join(views: list[View]) -> View:
     """Keys and values in one piece: the view itself where there is one, else a copy."""
+    if len(views) == 1:
+        return views[0]
     return joined([keys for keys, _ in views], 2), joined([values for _, values in views], 2)
