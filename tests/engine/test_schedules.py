@@ -195,7 +195,7 @@ def run(name: str, *schedule_of: Any, promised: int, **more: Any) -> None:
 
 
 @pytest.mark.parametrize("name", MODELS)
-@tried(3, 300)
+@tried(3, 120)
 @given(
     requests=arrivals(),
     more_blocks=st.sampled_from([0, 1, 2, 2, 3, 20]),
@@ -208,7 +208,7 @@ def test_replies_of_a_schedule_are_those_of_single_stock_sequences(name: str, re
 
 
 @pytest.mark.parametrize("name", MODELS)
-@tried(2, 150)
+@tried(2, 60)
 @given(requests=crowds, more_blocks=st.integers(0, 3), config=configs, promised=st.just(1))
 def test_replies_of_a_crowd_that_is_swapped_out_are_those_of_single_stock_sequences(
     name: str, requests: list[Arrival], **more: Any
