@@ -210,12 +210,12 @@ def _is_near(model: Any, compute: Callable[[], mx.array], prompts: list[list[int
     return bool((mx.abs(found.astype(mx.float32) - needed).max() <= tolerance * mx.abs(needed).max()).item())
 
 
-def _tolerance(is_exact: bool, bits: KVBits | None) -> float:
+def _tolerance(in_float32: bool, bits: KVBits | None) -> float:
     """How far logits may be apart, in parts of the largest one, for models in float32 or in 16 bits."""
     if bits is None:
-        return 1e-3 if is_exact else 5e-2
+        return 1e-3 if in_float32 else 5e-2
     # Sums in another order now and then move a quantised number by a whole step.
-    return 0.2 if 4 in (bits.keys, bits.values) and not is_exact else 5e-2
+    return 0.2 if 4 in (bits.keys, bits.values) and not in_float32 else 5e-2
 
 
 def _batch_logits(model: Any, batch: list[Any], prompts: list[list[int]]) -> mx.array:

@@ -28,7 +28,6 @@ from mlx_blockpool.tier.cache import TieredPrefixCache
 
 PLAIN = ["llama", "gemma3_text", "gpt_oss", "qwen2"]
 QUANTISED = [f"{name} K8V8" for name in (*PLAIN, "lfm2")] + ["gemma3_text K4V4", "gpt_oss K8V4", "llama K16V8"]
-MODELS = only([*PLAIN, *QUANTISED], "gemma3_text", "gpt_oss", "gemma3_text K8V8")
 SYSTEMS = (0, 130, 256, 400)
 BRANCHES = (0, 65)
 # The last ends 3 tokens before a block does.
@@ -194,23 +193,41 @@ def run(name: str, *schedule_of: Any, promised: int, **more: Any) -> None:
     assert_nothing_held(prefix)
 
 
-@pytest.mark.parametrize("name", MODELS)
-@tried(3, 120)
-@given(
-    requests=arrivals(),
-    more_blocks=st.sampled_from([0, 1, 2, 2, 3, 20]),
-    config=configs,
-    promised=st.sampled_from([1, 1, BLOCK_TOKENS]),
-    swaps=st.just(frozenset()) | st.frozensets(st.integers(1, 20), max_size=2),
-)
+SCHEDULES: dict[str, Any] = {
+    "requests": arrivals(),
+    "more_blocks": st.sampled_from([0, 1, 2, 2, 3, 20]),
+    "config": configs,
+    "promised": st.sampled_from([1, 1, BLOCK_TOKENS]),
+    "swaps": st.just(frozenset()) | st.frozensets(st.integers(1, 20), max_size=2),
+}
+CROWDS: dict[str, Any] = {"requests": crowds, "more_blocks": st.integers(0, 3), "config": configs, "promised": st.just(1)}
+
+
+@pytest.mark.parametrize("name", only(PLAIN, "gemma3_text", "gpt_oss"))
+@tried(3, 300)
+@given(**SCHEDULES)
 def test_replies_of_a_schedule_are_those_of_single_stock_sequences(name: str, requests: list[Arrival], **more: Any) -> None:
     run(name, requests, **more)
 
 
-@pytest.mark.parametrize("name", MODELS)
-@tried(2, 60)
-@given(requests=crowds, more_blocks=st.integers(0, 3), config=configs, promised=st.just(1))
+@pytest.mark.parametrize("name", only(QUANTISED, "gemma3_text K8V8"))
+@tried(3, 120)
+@given(**SCHEDULES)
+def test_replies_of_a_schedule_over_quantised_blocks_are_too(name: str, requests: list[Arrival], **more: Any) -> None:
+    run(name, requests, **more)
+
+
+@pytest.mark.parametrize("name", only(PLAIN, "gemma3_text", "gpt_oss"))
+@tried(2, 150)
+@given(**CROWDS)
 def test_replies_of_a_crowd_that_is_swapped_out_are_those_of_single_stock_sequences(
     name: str, requests: list[Arrival], **more: Any
 ) -> None:
+    run(name, requests, **more)
+
+
+@pytest.mark.parametrize("name", only(QUANTISED, "gemma3_text K8V8"))
+@tried(2, 60)
+@given(**CROWDS)
+def test_replies_of_a_swapped_out_crowd_over_quantised_blocks_are_too(name: str, requests: list[Arrival], **more: Any) -> None:
     run(name, requests, **more)
