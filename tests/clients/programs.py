@@ -29,23 +29,21 @@ class Program:
     has_tools: bool = True
     appends: bool = True
 
-    @property
-    def is_python(self) -> bool:
-        return "==" in self.package
 
-    def install(self, folder: Path) -> Path:
-        """The folder with the program, after an install from its package registry unless it is there already."""
-        binaries = folder / ("bin" if self.is_python else "node_modules/.bin")
-        if binaries.is_dir():
-            return binaries
-        folder.mkdir(parents=True, exist_ok=True)
-        if self.is_python:
-            subprocess.run([sys.executable, "-m", "venv", str(folder)], check=True)
-            command = [str(folder / "bin/pip"), "install", "-q", self.package]
-        else:
-            command = ["npm", "install", "--no-audit", "--no-fund", "--prefix", str(folder), self.package]
-        subprocess.run(command, check=True, stdout=subprocess.DEVNULL, timeout=900)
+def install(package: str, folder: Path) -> Path:
+    """The folder with the programs of a package (of Python, if it is named with ==), which is installed unless it is there."""
+    is_python = "==" in package
+    binaries = folder / ("bin" if is_python else "node_modules/.bin")
+    if binaries.is_dir():
         return binaries
+    folder.mkdir(parents=True, exist_ok=True)
+    if is_python:
+        subprocess.run([sys.executable, "-m", "venv", str(folder)], check=True)
+        command = [str(folder / "bin/pip"), "install", "-q", package]
+    else:
+        command = ["npm", "install", "--no-audit", "--no-fund", "--prefix", str(folder), package]
+    subprocess.run(command, check=True, stdout=subprocess.DEVNULL, timeout=900)
+    return binaries
 
 
 _AIDER = "--message {} --yes-always --no-check-update --analytics-disable --no-show-model-warnings --restore-chat-history"

@@ -6,7 +6,6 @@ Only with --clients: they are installed from package registries, into BLOCKPOOL_
 from __future__ import annotations
 
 import json
-import os
 import subprocess
 import sys
 from pathlib import Path
@@ -14,7 +13,7 @@ from typing import Any
 
 import pytest
 
-from clients.programs import PROGRAMS
+from clients.programs import PROGRAMS, install
 from clients.session import README, settings
 from clients.wire import Exchange
 from mlx_blockpool.demo.conversations import load_json
@@ -41,16 +40,8 @@ def test_the_readme_has_no_other_clients() -> None:
     assert {program.heading for program in PROGRAMS.values()} <= set(headings)
 
 
-@pytest.fixture(scope="session")
-def installed(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Path:
-    if not request.config.getoption("--clients"):
-        pytest.skip("needs --clients, and package registries")
-    chosen = os.environ.get("BLOCKPOOL_CLIENTS")
-    return Path(chosen) if chosen else tmp_path_factory.mktemp("clients")
-
-
 def turns_of(name: str, installed: Path, folder: Path) -> list[dict[str, Any]]:
-    binaries = PROGRAMS[name].install(installed / name)
+    binaries = install(PROGRAMS[name].package, installed / name)
     alone = ["unshare", *ALONE, sys.executable, "-m", "clients.session", name, str(binaries), str(folder)]
     ran = subprocess.run(alone, cwd=TESTS, capture_output=True, text=True, timeout=1500)
     assert ran.returncode == 0, ran.stderr

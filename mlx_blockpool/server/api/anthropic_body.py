@@ -9,6 +9,7 @@ from pydantic import Field
 from ...config import RequestConfig
 from ..request import SECONDS
 from ..validation import Body, Count, List, Object, Sampling, Text, TextOr, known, only
+from .formats import SchemaFormat
 
 DISPLAYS = ("summarized", "omitted")
 THINKING = {"enabled": True, "adaptive": True, "between_tools": True, "disabled": False}
@@ -119,6 +120,7 @@ class Tool(Block):
     name: FilledText
     description: Text | None = None
     input_schema: Object
+    strict: bool = False
 
 
 class Choice(Body):
@@ -139,7 +141,7 @@ class ThinkingConfig(Body):
 
 class OutputConfig(Body):
     effort: Annotated[Text, known(EFFORTS, "output_config.effort")] | None = None
-    format: Any = None
+    format: SchemaFormat | None = None
 
 
 class Metadata(Body):
@@ -157,7 +159,7 @@ class MessagesBody(Sampling):
     tool_choice: Annotated[Choice | NamedChoice, Field(discriminator="type")] | None = None
     thinking: ThinkingConfig | None = None
     output_config: OutputConfig = OutputConfig()
-    output_format: Any = None
+    output_format: SchemaFormat | None = None
     mcp_servers: Elsewhere = None
     container: Elsewhere = None
     metadata: Metadata | None = None

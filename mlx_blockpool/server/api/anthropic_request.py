@@ -6,7 +6,6 @@ ignored, and unknown values of optional fields are logged.
 
 from __future__ import annotations
 
-import logging
 from typing import Any
 
 from ...messages import parts_of
@@ -15,10 +14,10 @@ from ..request import SECONDS, Breakpoint, ChatRequest, ParsedRequest
 from ..validation import dotted, generation_arguments, validated
 from . import anthropic_body as blocks
 from .anthropic_body import MessagesBody
-from .conversation import Calls, Conversation, Part, calls_of, function_tool, template_arguments, tools_named
+from .conversation import Conversation, Part, template_arguments
+from .formats import only_form
 from .thinking import thinking_in
-
-log = logging.getLogger(__name__)
+from .tools import Calls, calls_of, function_tool, held_tools, tools_named
 
 MAX_BREAKPOINTS = 4
 # Between messages of one role that follow each other: to the protocol they are one turn.
@@ -39,10 +38,9 @@ def parse(body: dict[str, Any], options: Any, counts: bool = False) -> ParsedReq
     if given.cache_control is not None:
         turns.messages[-1].update(turns.cache_control(given.cache_control, "cache_control"))
     calls, tools, tool_breakpoints = _choice(given, tools, breakpoints)
-    for place, schema in (("output_config.format", given.output_config.format), ("output_format", given.output_format)):
-        if schema is not None:
-            # A schema is a wish: clients parse any reply.
-            log.info("%s has no effect: mlx-lm cannot hold a reply to a schema", place)
+    strict = {tool.name: f"tools.{i}.input_schema" for i, tool in enumerate(given.tools) if tool.strict}
+    formats = {"output_config.format": given.output_config.format, "output_format": given.output_format}
+    form = only_form(format_.wanted(place) for place, format_ in formats.items() if format_ is not None)
     request = ChatRequest(
         "chat", "", turns.end(), tools or None, None,
         tool_breakpoints=tool_breakpoints,
@@ -50,6 +48,8 @@ def parse(body: dict[str, Any], options: Any, counts: bool = False) -> ParsedReq
         begin=turns.begin,
         only_count=counts,
         image_at=turns.image_at,
+        held=held_tools(tools, calls, strict, form),
+        form=form,
     )  # fmt: skip
     thinks = None if given.thinking is None else blocks.THINKING.get(given.thinking.type or "")
     template = template_arguments(thinks, given.output_config.effort, answers_at_once=bool(turns.begin) or calls == "must")

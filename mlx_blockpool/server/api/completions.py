@@ -15,6 +15,7 @@ from typing import Annotated, Any, Literal
 from pydantic import AfterValidator, Field
 
 from ...config import RequestConfig
+from ...forms.wanted import Wanted
 from ...mlx_lm_compat import image_parts
 from ..bodies import InvalidRequestError
 from ..request import ChatRequest, ParsedRequest, PromptRequest
@@ -26,17 +27,17 @@ from ..validation import (
     List,
     Object,
     Positive,
-    ReplyFormat,
     Text,
     TextOr,
     generation_arguments,
     validated,
 )
 from .completions_reply import ChatRenderer, ChoicesRenderer, TextRenderer, keepalive
-from .conversation import ToolChoice, calls_of, tools_named
 from .endpoint import Endpoint
 from .errors import StatusError
+from .formats import PLAIN, ChatReplyFormat, StructuredOutputs, Texts, choice_form, json_form, only_form, text_form
 from .reply import Json, Packet
+from .tools import ToolChoice, calls_of, held_tools, strict_places, tools_named
 
 
 def _has_role(message: dict[str, Any]) -> dict[str, Any]:
@@ -68,14 +69,38 @@ class CompletionBody(AllSampling):
     stop: TextOr[List[Text]] = ""
     chat_template_kwargs: Object | None = None
     n: Annotated[Int, Field(ge=1, le=RequestConfig.choices)] = 1
+    response_format: ChatReplyFormat = PLAIN
+    structured_outputs: StructuredOutputs = StructuredOutputs()
+    guided_json: TextOr[Object] | None = None
+    guided_regex: Text | None = None
+    guided_choice: Texts | None = None
+    guided_grammar: Text | None = None
+    json_schema: TextOr[Object] | None = None
+    grammar: Text | None = None
 
     @property
     def num_choices(self) -> int:
         """The number of choices to generate."""
         return self.n
 
+    def form(self) -> Wanted | None:
+        """The form of the reply. Raises InvalidRequestError, and SchemaError for a schema that cannot be kept."""
+        return only_form(
+            (
+                self.response_format.wanted("response_format"),
+                self.structured_outputs.wanted("structured_outputs"),
+                json_form(self.guided_json, "guided_json"),
+                text_form("regex", self.guided_regex, "guided_regex"),
+                choice_form(self.guided_choice, "guided_choice"),
+                text_form("grammar", self.guided_grammar, "guided_grammar"),
+                json_form(self.json_schema, "json_schema"),
+                # llama.cpp's clients may send an empty one.
+                text_form("grammar", self.grammar or None, "grammar"),
+            )
+        )
+
     def request(self) -> PromptRequest:
-        """Raises InvalidRequestError for fields that do not go together."""
+        """Raises InvalidRequestError for fields that do not go together, and SchemaError."""
         raise NotImplementedError
 
 
@@ -94,7 +119,7 @@ class TextBody(CompletionBody):
         return best_of
 
     def request(self) -> PromptRequest:
-        return PromptRequest("text", self.prompt, [], None, None)
+        return PromptRequest("text", self.prompt, [], None, None, form=self.form())
 
 
 class Function(Body):
@@ -106,13 +131,36 @@ class NamedTool(Body):
     function: Function
 
 
+class PredictedText(Body):
+    type: Literal["text"]
+    text: Text
+
+
+class PredictedContent(Body):
+    """OpenAI's Predicted Outputs: text that the client expects in the reply, such as a file that is to be changed."""
+
+    type: Literal["content"]
+    content: TextOr[List[PredictedText]]
+
+    @property
+    def text(self) -> str:
+        """Raises InvalidRequestError for a text that would take too much memory."""
+        text = self.content if isinstance(self.content, str) else "".join(part.text for part in self.content)
+        most = RequestConfig.prediction_characters
+        if len(text) > most:
+            raise InvalidRequestError(
+                "prediction.content", f"a prediction may have {most:,} characters; this one has {len(text):,}"
+            )
+        return text
+
+
 class ChatBody(CompletionBody):
     messages: Annotated[List[Message], Field(min_length=1)]
     tools: list[Any] = Field(default=[])
     tool_choice: ToolChoice[NamedTool] = "auto"
     parallel_tool_calls: bool = True
     role_mapping: Any = None
-    response_format: ReplyFormat | None = None
+    prediction: PredictedContent | None = None
 
     def request(self) -> ChatRequest:
         tools, choice = self.tools, self.tool_choice
@@ -120,7 +168,10 @@ class ChatBody(CompletionBody):
             tools = tools_named(choice.function.name, tools, "tool_choice.function.name")
         image_at = next((f"messages[{i}]" for i, message in enumerate(self.messages) if any(image_parts([message]))), None)
         calls = calls_of(choice if isinstance(choice, str) else "required", tools)
-        return ChatRequest("chat", "", self.messages, tools or None, self.role_mapping, calls=calls, image_at=image_at)
+        request = ChatRequest("chat", "", self.messages, tools or None, self.role_mapping, calls=calls, image_at=image_at)
+        request.form, request.prediction = self.form(), "" if self.prediction is None else self.prediction.text
+        request.held = held_tools(tools, calls, strict_places(self.tools), request.form)
+        return request
 
 
 class CompletionsEndpoint(Endpoint):
@@ -163,7 +214,7 @@ class CompletionsEndpoint(Endpoint):
             arguments = replace(arguments, logprobs=True, top_logprobs=given.logprobs)
         request = given.request()
         request.choices = given.num_choices
-        one_call = isinstance(given, ChatBody) and not given.parallel_tool_calls
+        one_call = isinstance(given, ChatBody) and (not given.parallel_tool_calls or isinstance(given.tool_choice, NamedTool))
         return ParsedRequest(request, arguments, given, one_call)
 
     def _reply_with_choices(self, parsed: ParsedRequest) -> None:
@@ -173,21 +224,18 @@ class CompletionsEndpoint(Endpoint):
         streams = parsed.body.stream
         with closing(self._scope.generate_choices(parsed.request, parsed.arguments, self._progress)) as parts:
             for index, part in parts:
-                self._write_all(choices, choices.add(index, part), streams)
-        self._write_all(choices, choices.finish(), streams)
-        if not streams:
-            self._handler.send_json(200, choices.whole)
+                packets = choices.add(index, part)
+                self._replies = choices.has_begun
+                if streams and self._replies and not self._streams:
+                    self._handler.start_stream(self.stream_type)
+                    self._streams = True
+                self._write_all(packets)
+        last = choices.finish()
         for reply in choices.replies:
             self._remember(parsed, reply)
-
-    def _write_all(self, choices: ChoicesRenderer, packets: Iterable[Packet], streams: bool) -> None:
-        self._replies = choices.has_begun
-        if streams and self._replies:
-            if not self._streams:
-                self._handler.start_stream(self.stream_type)
-                self._streams = True
-            for packet in packets:
-                self._write(packet)
+        self._write_all(last)
+        if not streams:
+            self._handler.send_json(200, choices.whole)
 
     def _keepalive(self, progress: str) -> Iterable[Packet]:
         return keepalive(progress)

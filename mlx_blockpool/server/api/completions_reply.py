@@ -14,6 +14,7 @@ from ..request import ParsedRequest
 from .errors import openai_answer
 from .logprobs import in_lists, logprobs_of
 from .reply import BlockEnd, Call, Done, Json, Packet, Renderer, ReplyParser, Text, Thinking, call_id
+from .sections import Sections
 
 FINISH_REASONS = {"stop": "stop", "stop_word": "stop", "length": "length", "calls": "tool_calls"}
 
@@ -76,10 +77,16 @@ class TextRenderer:
         self.whole: Json = {}
         self.reply: ReplyParser | None = None
         self._handler, self._index = handler, index
+        self._tokenizer = parsed.request.tokenizer
         self._logprobs = logprobs_of(parsed)
         # A client that asks as OpenAI's do, with a number, gets their lists; with mlx-lm's words it gets what a chat has.
         self._in_lists = not isinstance(parsed.body.logprobs, bool)
-        self._state, self._before = context.text_sm.make_state(context.initial_state), context.initial_state
+        self._sections = Sections.of(parsed.request, context.initial_state)
+        # Markers are found in the text of a reply without a form; stop words are in every one.
+        words = [(word, "normal") for word in parsed.arguments.stop_words]
+        machine = context.text_sm if self._sections is None else TextStateMachine({"normal": words})
+        self._before = context.initial_state if self._sections is None else "normal"
+        self._state = machine.make_state(self._before)
         self._text = ""
         self._has_called = False
         self._reason: str | None = None
@@ -105,15 +112,30 @@ class TextRenderer:
             (self.whole,) = packet["choices"]
 
     def _segments(self, response: Any) -> list[tuple[Any, str]]:
-        if response.finish_reason == "stop":
+        text = self._shown(response)
+        if response.finish_reason == "stop" and not self._is_whole(response):
             # What was held back is the beginning of what has stopped the reply.
             self._state, state = TextStateMachine.discard(self._state)
             return [(state, "")]
-        self._state, segments = TextStateMachine.split(self._state, response.text)
-        if response.finish_reason == "length":
+        self._state, segments = TextStateMachine.split(self._state, text)
+        if response.finish_reason is not None:
             self._state, rest, state = TextStateMachine.flush(self._state)
             segments.append((state, rest))
         return list(segments)
+
+    def _is_whole(self, response: Any) -> bool:
+        """Whether a reply that keeps a form has ended by itself: its last characters may begin a stop word too."""
+        return self._sections is not None and response.token in self._tokenizer.eos_token_ids
+
+    def _shown(self, response: Any) -> str:
+        """The text that one token adds, without the thinking of a reply that keeps a form."""
+        if self._sections is None:
+            return str(response.text)
+        self._sections.add(response.token, response.text)
+        found = self._sections.take(response.text)
+        if response.finish_reason is not None:
+            found.append(self._sections.flush())
+        return "".join(part for section, part in found if section != "thinking")
 
     def _packet(self, reason: str | None) -> Json:
         packet = packet_of(self._handler, self._index, self._text, reason)
@@ -184,8 +206,11 @@ class ChoicesRenderer:
         counts = prompt, sum(self._num_tokens), cached
         if self._handler.stream:
             usage = [self._handler.completion_usage_response(*counts)] if self._handler.stream_options["include_usage"] else []
+            for packet in usage:
+                packet["usage"] |= self._prediction_counts()
             return [*usage, b"data: [DONE]\n\n"]
         self.whole = self._handler.generate_response("", None, *counts)
+        self.whole["usage"] |= self._prediction_counts()
         self.whole["choices"] = [{**self._whole_choice(index), "index": i} for i, index in enumerate(self._shown())]
         return ()
 
@@ -220,6 +245,14 @@ class ChoicesRenderer:
             return index in self._errors, -self._logprobs[index] / max(self._num_tokens[index], 1)
 
         return sorted(indices, key=rank)[: self._wanted]
+
+    def _prediction_counts(self) -> Json:
+        """What became of the client's prediction, for the usage; nothing for a request without one."""
+        if not self._parsed.request.prediction:
+            return {}
+        counts = self._parsed.request.predictions
+        accepted, rejected = sum(each.accepted for each in counts), sum(each.rejected for each in counts)
+        return {"completion_tokens_details": {"accepted_prediction_tokens": accepted, "rejected_prediction_tokens": rejected}}
 
     def _prompt_counts(self) -> tuple[int, int]:
         """Tokens of the prompt, which all choices have in common, and those of them that were cached before the first choice."""

@@ -1,53 +1,18 @@
-"""What the translations of all protocols do alike: messages of OpenAI's shape, which mlx-lm's templates take, and tool choices.
+"""What the translations of all protocols do alike: messages of OpenAI's shape, which mlx-lm's templates take.
 
 Knows no tokens, no sockets.
 """
 
 from __future__ import annotations
 
-from typing import Annotated, Any, Literal, TypeVar
-
-from pydantic import Tag
+from typing import Any
 
 from ...messages import Message
-from ..bodies import InvalidRequestError
-from ..validation import IS_TEXT
 
 Part = dict[str, Any]
-Calls = Literal["may", "must", "never"]
-T = TypeVar("T")
 
 # What templates know of the efforts that clients name.
 EFFORTS = {"minimal": "low", "low": "low", "medium": "medium", "high": "high", "xhigh": "high", "max": "high"}
-CALLS: dict[str, Calls] = {"auto": "may", "none": "never", "any": "must", "required": "must"}
-# A tool choice of OpenAI's protocols: a word, or the one tool that the reply has to call.
-ToolChoice = Annotated[Annotated[Literal["auto", "none", "required"], Tag("<text>")] | Annotated[T, Tag("<other>")], IS_TEXT]
-
-
-def calls_of(choice: str, tools: list[Any]) -> Calls:
-    """ChatRequest.calls for a choice that names no tool. Raises InvalidRequestError."""
-    if CALLS[choice] == "must" and not tools:
-        raise InvalidRequestError("tool_choice", f"{choice!r} needs tools that are functions, and there are none")
-    return CALLS[choice]
-
-
-def tools_named(name: str, tools: list[Any], place: str) -> list[Any]:
-    """The tools of a name. To force a tool, no other is shown and the reply begins with a call. Raises InvalidRequestError."""
-    found = [tool for tool in tools if _name_of(tool) == name]
-    if not found:
-        raise InvalidRequestError(place, f"Tool {name[:50]!r} not found in tools")
-    return found
-
-
-def _name_of(tool: Any) -> Any:
-    function = tool.get("function") if isinstance(tool, dict) else None
-    return function.get("name") if isinstance(function, dict) else None
-
-
-def function_tool(name: str, description: str | None, parameters: dict[str, Any]) -> dict[str, Any]:
-    """A tool in OpenAI's shape."""
-    described = {} if description is None else {"description": description}
-    return {"type": "function", "function": {"name": name, **described, "parameters": parameters}}
 
 
 def template_arguments(thinks: bool | None, effort: str | None, answers_at_once: bool) -> dict[str, Any]:

@@ -74,6 +74,7 @@ def vectors_of(handler: Any, model: str, texts: list[str | list[int]], size: int
     Raises StatusError for a model without embeddings, and what embed(), loading a model and tokenizing raise.
     """
     generator = handler.scope.generator
+    generator.registry.need_one_rank("input", "embeddings")
     wanted = ModelDescription(model, "default_model", None)
     key = generator.registry.find(wanted)
     tokens = tokens_of(generator.preparation, wanted, texts)

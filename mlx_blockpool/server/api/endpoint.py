@@ -85,19 +85,18 @@ class Endpoint:
         context, responses = self._scope.generate(parsed.request, parsed.arguments, progress_callback=self._progress)
         try:
             self._renderer = renderer = self._render(parsed, context)
-            packets = renderer.packets(responses)
             if parsed.body.stream:
                 self._handler.start_stream(self.stream_type)
                 self._streams = True
-                for packet in packets:
-                    self._write(packet)
-            else:
-                for _ in packets:
-                    pass
+            self._write_all(renderer.packets(responses))
+            last = list(renderer.finish())
+            # A client that has read its reply may send it back at once.
+            self._remember(parsed, renderer.parser)
+            self._write_all(last)
+            if not self._streams:
                 self._handler.send_json(200, renderer.whole)
         finally:
             context.stop()
-        self._remember(parsed, renderer.parser)
 
     def _remember(self, parsed: ParsedRequest, reply: ReplyParser) -> None:
         # A forced call and a given beginning are text that was not sampled.
@@ -118,6 +117,12 @@ class Endpoint:
 
     def _keepalive(self, progress: str) -> Iterable[Packet]:
         return self._renderer.keepalive(progress) if self._renderer is not None else ()
+
+    def _write_all(self, packets: Iterable[Packet]) -> None:
+        """Write the packets if the reply is streamed; read them in any case."""
+        for packet in packets:
+            if self._streams:
+                self._write(packet)
 
     def _write(self, packet: Packet) -> None:
         self._handler.wfile.write(self._packed(packet))

@@ -6,9 +6,10 @@ Anthropic's clients read {"type": "error", "error": {"type", "message"}, "reques
 
 from __future__ import annotations
 
+import re
 from typing import Any
 
-from ...errors import BlockpoolError, LoadError, PoolExhaustedError, RequestTooLargeError, UnavailableError
+from ...errors import BlockpoolError, FormError, LoadError, PoolExhaustedError, RequestTooLargeError, UnavailableError
 from ..access import COMPLETIONS
 from ..bodies import InvalidRequestError
 
@@ -36,6 +37,7 @@ STATUSES: tuple[tuple[type[Exception], int, int], ...] = (
     (RuntimeError, 500, 503),
     (Exception, 400, 400),
 )
+INDEX = re.compile(r"\[(\d+)\]")
 # OpenAI's endpoints whose errors are raised outside of an Endpoint.
 OPENAI_PATHS = (*COMPLETIONS, "/v1/models", "/v1/embeddings")
 
@@ -75,6 +77,9 @@ def anthropic_status(error: Exception) -> tuple[int, str]:
         # Clients look for these words and then shorten the conversation.
         return 400, f"prompt is too long: {error.needed} tokens > {error.capacity} maximum. {error}"
     status, message = statuses(error)[0], str(error) or type(error).__name__
+    if isinstance(error, FormError) and error.place:
+        # Their places are written as in OpenAI's protocols: anyOf[0].
+        message = INDEX.sub(r".\1", error.place) + f": {error.why}"
     return status, f"model: {message}" if isinstance(error, OSError) else message
 
 
@@ -108,7 +113,7 @@ def openai_error(status: int, message: str, param: str | None = None, code: str 
 def openai_answer(error: Exception) -> tuple[int, dict[str, Any]]:
     """Status and body for any exception of a request."""
     status, message = openai_status(error), str(error) or type(error).__name__
-    param = error.place or None if isinstance(error, InvalidRequestError) else None
+    param = error.place or None if isinstance(error, InvalidRequestError | FormError) else None
     return status, openai_error(status, message, param, openai_code(error))
 
 

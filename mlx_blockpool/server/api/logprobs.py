@@ -6,9 +6,7 @@ from collections.abc import Sequence
 from itertools import accumulate
 from typing import Any
 
-from mlx_lm.tokenizer_utils import BPEStreamingDetokenizer, SPMStreamingDetokenizer
-
-from ..prompts.conversion import byte_letters, spelled_bytes
+from ...token_bytes import bytes_of
 from ..request import ParsedRequest
 from .reply import Json
 
@@ -16,31 +14,11 @@ from .reply import Json
 LOWEST = -9999.0
 
 
-class TokenTexts:
-    """The bytes and texts of a tokenizer's tokens, each by itself. A token may be a part of a character."""
-
-    def __init__(self, tokenizer: Any) -> None:
-        self._tokenizer = tokenizer
-        self._kind = type(tokenizer.detokenizer)
-
-    def bytes_of(self, token: int) -> bytes:
-        written = self._tokenizer.convert_ids_to_tokens(token)
-        if not isinstance(written, str):
-            # A number of a padded vocabulary.
-            return b""
-        if issubclass(self._kind, BPEStreamingDetokenizer):
-            letters = byte_letters()
-            return b"".join(bytes([letters[letter]]) if letter in letters else letter.encode() for letter in written)
-        if issubclass(self._kind, SPMStreamingDetokenizer):
-            return spelled_bytes(written)
-        return str(self._tokenizer.decode([token])).encode()
-
-
 class Logprobs:
     """Entries for the tokens of one reply, in the order of its responses; take() returns those that were not taken yet."""
 
     def __init__(self, tokenizer: Any, top: int) -> None:
-        self._texts = TokenTexts(tokenizer)
+        self._tokenizer = tokenizer
         self._top = max(top, 0)
         self._entries: list[Json] = []
 
@@ -59,7 +37,7 @@ class Logprobs:
         self._entries = self._entries[len(self._entries) - count :]
 
     def _entry(self, token: int, logprob: float) -> Json:
-        written = self._texts.bytes_of(token)
+        written = bytes_of(self._tokenizer, [token])[0]
         text = written.decode("utf-8", "replace")
         return {"id": token, "token": text, "logprob": max(logprob, LOWEST), "bytes": list(written)}
 

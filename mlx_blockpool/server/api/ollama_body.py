@@ -6,11 +6,13 @@ import math
 import re
 from typing import Annotated, Any, Literal
 
-from pydantic import BeforeValidator, Field, Tag
+from pydantic import AfterValidator, BeforeValidator, Field, Tag
 
 from ...config import RequestConfig
+from ...forms.wanted import Wanted
 from ..models.catalog import DEFAULT
-from ..validation import IS_TEXT, LARGEST, NO_FORMAT, Body, Count, Int, List, Number, Object, Serving, Share, Text, TextOr, only
+from ..validation import IS_TEXT, LARGEST, Body, Count, Int, List, Number, Object, Serving, Share, Text, TextOr, only
+from .formats import ANY_OBJECT, schema_form
 
 # The units of durations.
 SECONDS = {"ns": 1e-9, "us": 1e-6, "ms": 1e-3, "s": 1.0, "m": 60.0, "h": 3600.0}
@@ -54,7 +56,15 @@ Think = Annotated[
     Annotated[Literal["low", "medium", "high", "max"], Tag("<text>")] | Annotated[bool, Tag("<other>")],
     IS_TEXT,
 ]
-Format = Annotated[TextOr[Object], only("", {}, why=NO_FORMAT)]
+
+
+def _json_or_schema(shape: str | dict[str, Any]) -> str | dict[str, Any]:
+    if isinstance(shape, str) and shape not in ("", "json"):
+        raise ValueError(f"Input should be 'json' or a JSON schema; found {shape[:50]!r}")
+    return shape
+
+
+Format = Annotated[TextOr[Object], AfterValidator(_json_or_schema)]
 NO_FIELD = "this server takes no {}; send messages to /api/chat"
 
 
@@ -85,6 +95,10 @@ class ReplyBody(Named, Serving):
     keep_alive: KeepAlive | None = None
     logprobs: bool = False
     top_logprobs: Annotated[Int, Field(ge=0, le=RequestConfig.top_logprobs)] = 0
+
+    def form(self) -> Wanted | None:
+        """The form of the reply. Raises SchemaError for a schema that cannot be kept."""
+        return schema_form(ANY_OBJECT if self.format == "json" else self.format, "format") if self.format else None
 
     @property
     def unloads(self) -> bool:

@@ -11,6 +11,7 @@ from ..request import ChatRequest, ParsedRequest
 from ..validation import AllSampling, generation_arguments, validated
 from .conversation import Conversation, Part, template_arguments
 from .ollama_body import ChatBody, GenerateBody, Message, Options, ReplyBody
+from .tools import held_tools, strict_places
 
 # Ollama's own, for requests with a penalty and without `repeat_last_n`.
 REPEAT_LAST_N = 64
@@ -28,7 +29,9 @@ def parse_chat(body: dict[str, Any], options: Any) -> tuple[ChatBody, ParsedRequ
         turns.add(message, f"messages[{i}]")
     begin = turns.take_beginning()
     request = ChatRequest("chat", "", turns.end(), given.tools or None, None, begin=begin, image_at=turns.image_at)
-    return given, _parsed(given, request, options)
+    parsed = _parsed(given, request, options)
+    request.held = held_tools(given.tools, request.calls, strict_places(given.tools), request.form)
+    return given, parsed
 
 
 def parse_generate(body: dict[str, Any], options: Any) -> tuple[GenerateBody, ParsedRequest | None]:
@@ -49,6 +52,7 @@ def parse_generate(body: dict[str, Any], options: Any) -> tuple[GenerateBody, Pa
 
 
 def _parsed(given: ReplyBody, request: ChatRequest, options: Any) -> ParsedRequest:
+    request.form = given.form()
     drawn, thinks = given.options, given.think
     words = [drawn.stop] if isinstance(drawn.stop, str) else drawn.stop
     effort = thinks if isinstance(thinks, str) else None

@@ -1,6 +1,7 @@
 """A reply as it is generated, as events that know no protocol: text, thinking and calls, where each ends, and the reply's end.
 
-mlx-lm's state machine and tool parsers find them in mlx-lm's responses. Runs on the socket's thread.
+mlx-lm's state machine and tool parsers find them in mlx-lm's responses, and tokens in a reply that keeps a form. Runs on the
+socket's thread.
 """
 
 from __future__ import annotations
@@ -10,17 +11,19 @@ import logging
 import uuid
 from collections import deque
 from collections.abc import Iterable, Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any, Literal
 
 from mlx_lm.generate import TextStateMachine
 
+from ...forms.calls import arguments, as_strings
 from ..request import ChatRequest, ParsedRequest
+from .sections import Section, Sections, machine_of_text
 
 log = logging.getLogger(__name__)
 
 # The errors of mlx-lm's parsers for text that is no call.
-BAD_CALL = (ValueError, KeyError, TypeError, AttributeError, IndexError, SyntaxError)
+BAD_CALL = (ValueError, KeyError, TypeError, AttributeError, IndexError, SyntaxError, RecursionError)
 # A Silence is emitted after this many tokens that show nothing, as those of a long tool call, for keepalives.
 SILENT_TOKENS = 32
 
@@ -92,13 +95,12 @@ class Renderer:
         self._context = context
 
     def packets(self, responses: Iterable[Any]) -> Iterator[Packet]:
-        """The events of a stream; `responses` are read on the way, until the reply has ended."""
+        """The events of a stream before finish(); `responses` are read on the way, until the reply has ended."""
         yield from self.begin()
         for response in responses:
             yield from self.add(response)
             if self.parser.finish is not None:
                 break
-        yield from self.finish()
 
     def begin(self) -> Iterable[Packet]:
         """The first packets of a stream."""
@@ -229,7 +231,9 @@ class ReplyParser:
         ends: dict[str, Any] = {str(i): [] for i in range(len(stop_words))}
         words = {"normal": [(word, str(i)) for i, word in enumerate(stop_words)]}
         self._before = TextStateMachine({**words, **ends}).make_state()
-        self._within = context.text_sm.make_state(context.initial_state)
+        self._sections = Sections.of(request, context.initial_state)
+        self._text_sm = context.text_sm if self._sections is None else machine_of_text(request.tokenizer)
+        self._within = self._text_sm.make_state(context.initial_state)
         self._called: str | None = "" if context.initial_state == "tool" else None
         self._last: deque[int] = deque(maxlen=max((len(tokens) for tokens, _ in request.prepared.stops), default=0))
 
@@ -256,8 +260,10 @@ class ReplyParser:
         """The pieces of responses. Ends with the reply, at a stop word however it was tokenized, or with the one call."""
         for response in responses:
             self.tokens.append(response.token)
-            self.num_thinking += self._within[0] == "reasoning"
+            self.num_thinking += self._is_thinking
             self._last.append(response.token)
+            if self._sections is not None:
+                self._sections.add(response.token, response.text)
             pieces = self._until_stop(response.text)
             if response.finish_reason is not None or self.stop_word is not None:
                 pieces += self._end(response.finish_reason)
@@ -269,6 +275,12 @@ class ReplyParser:
         """The end of the reply, or its counts so far."""
         reason: Any = "stop_word" if self.stop_word is not None else "calls" if self.num_calls else "stop"
         return Done("length" if self.finish == "length" else reason, self.stop_word, len(self.tokens), self.num_thinking)
+
+    @property
+    def _is_thinking(self) -> bool:
+        """Whether the next token is part of thinking."""
+        drawn = None if self._sections is None else self._sections.drawn
+        return drawn == "thinking" or (drawn in (None, "free") and self._within[0] == "reasoning")
 
     def _until_stop(self, text: str) -> list[Piece]:
         if not self._words:
@@ -289,6 +301,8 @@ class ReplyParser:
             self.stop_word = self._stopped_by()
             held = _without_beginning(held, self.stop_word or "")
         pieces = self._split(held)
+        if self._sections is not None:
+            pieces += self._place(*self._sections.flush())
         self._within, tail, state = TextStateMachine.flush(self._within)
         if tail and (state != "tool" or reason == "length"):
             pieces += self._sort(state, tail)
@@ -304,6 +318,26 @@ class ReplyParser:
         return next((word for tokens, word in stops if tokens and last[-len(tokens) :] == tokens), None)
 
     def _split(self, text: str) -> list[Piece]:
+        if self._sections is None:
+            return self._find_markers(text)
+        return [piece for section, part in self._sections.take(text) for piece in self._place(section, part)]
+
+    def _place(self, section: Section, part: str) -> list[Piece]:
+        """The pieces of text in a section of a reply that keeps a form."""
+        if section == "call":
+            self._called = (self._called or "") + part
+            return []
+        pieces: list[Piece] = []
+        if self._called is not None:
+            pieces += self._calls(is_closed=True)
+            self._within = self._text_sm.make_state("normal")
+        if section == "free":
+            pieces += self._find_markers(part)
+        elif part and self.finish is None:
+            pieces.append(Thinking(part) if section == "thinking" else Text(part))
+        return pieces
+
+    def _find_markers(self, text: str) -> list[Piece]:
         if not text or self._within[0] is None:
             return []
         self._within, segments = TextStateMachine.split(self._within, text)
@@ -325,9 +359,12 @@ class ReplyParser:
         `is_closed`: whether the second marker was written.
         """
         written, self._called = self._called or "", None
-        calls = self._parse(written) if self._request.tools and self._request.calls != "never" else []
+        start, end = self._request.prepared.call
+        # Some parsers read calls that were cut, whose arguments have not kept their form.
+        is_cut = bool(end) and not is_closed and self._request.compiled is not None
+        is_offered = self._request.tools and self._request.calls != "never"
+        calls = self._parse(written) if is_offered and not is_cut else []
         if not calls:
-            start, end = self._request.prepared.call
             return [Text(f"{start}{written}{end if is_closed else ''}")]
         if self._one_call:
             calls, self.finish = calls[:1], "stop"
@@ -335,9 +372,12 @@ class ReplyParser:
         return list(calls)
 
     def _parse(self, written: str) -> list[Call]:
+        parse, tools = self._context.tool_parser, self._request.tools or []
+        name = parse.__module__.rpartition(".")[2]
         try:
-            parsed = self._context.tool_parser(written, self._request.tools)
-            return [_call(one) for one in (parsed if isinstance(parsed, list) else [parsed])]
+            parsed = parse(written, as_strings(name, tools))
+            calls = [_call(one) for one in (parsed if isinstance(parsed, list) else [parsed])]
+            return [replace(call, arguments=arguments(name, call.name, call.arguments, tools)) for call in calls]
         except BAD_CALL as error:
             log.warning("a malformed tool call is returned as text: %s: %s", type(error).__name__, error)
             return []

@@ -8,8 +8,10 @@ from typing import Annotated, Any, Literal, TypeAlias
 from pydantic import AfterValidator, BeforeValidator, Discriminator, Field, Tag
 
 from ...config import RequestConfig
-from ..validation import Body, Int, List, Object, Positive, ReplyFormat, Sampling, Text, TextOr, known, only
-from .conversation import EFFORTS, ToolChoice
+from ..validation import Body, Int, List, Object, Positive, Sampling, Text, TextOr, known, only
+from .conversation import EFFORTS
+from .formats import PLAIN, ReplyFormat
+from .tools import ToolChoice
 
 SUMMARIES = ("auto", "concise", "detailed")
 LOGPROBS = "message.output_text.logprobs"
@@ -104,6 +106,7 @@ class FunctionTool(Body):
     name: Text
     description: Text | None = None
     parameters: Object = Field(default={"type": "object", "properties": {}})
+    strict: bool = False
 
 
 class OtherTool(Body):
@@ -143,7 +146,7 @@ class Reasoning(Body):
 
 
 class ReplyText(Body):
-    format: ReplyFormat | None = None
+    format: ReplyFormat = PLAIN
 
 
 def _nothing(why: str) -> AfterValidator:
@@ -164,7 +167,7 @@ class ResponsesBody(Items, Sampling):
     store: bool = True
     include: list[Any] = Field(default=[])
     reasoning: Reasoning = Reasoning()
-    text: ReplyText | None = None
+    text: ReplyText = ReplyText()
     metadata: Object = Field(default={})
     conversation: Annotated[Any, _nothing(STORES_NONE)] = None
     prompt: Annotated[Any, _nothing(STORES_NONE)] = None

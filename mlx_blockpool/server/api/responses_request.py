@@ -1,7 +1,7 @@
 """A body of OpenAI's Responses API as a chat request and generation arguments.
 
-A field that cannot be honoured is rejected by its place. Fields that change nothing here (service tiers, strict schemas,
-truncation) are ignored, and so are tools that are not functions. The model sees functions of a namespace under longer names.
+A field that cannot be honoured is rejected by its place. Fields that change nothing here (service tiers, truncation)
+are ignored, and so are tools that are not functions. The model sees functions of a namespace under longer names.
 """
 
 from __future__ import annotations
@@ -18,10 +18,11 @@ from ..bodies import InvalidRequestError
 from ..request import ChatRequest, ParsedRequest
 from ..validation import generation_arguments, validated
 from . import responses_body
-from .conversation import Calls, Conversation, Part, calls_of, function_tool, template_arguments, tools_named
+from .conversation import Conversation, Part, template_arguments
 from .responses_body import LOGPROBS, FunctionTool, Items, Namespace, ResponsesBody, TextPart
 from .responses_kept import Item, KeptResponses
 from .thinking import thinking_in
+from .tools import Calls, calls_of, function_tool, held_tools, tools_named
 
 log = logging.getLogger(__name__)
 
@@ -83,8 +84,11 @@ def parse(
     arguments = generation_arguments(given, options, most, [], template)
     if LOGPROBS in given.include or given.top_logprobs:
         arguments = replace(arguments, logprobs=True, top_logprobs=given.top_logprobs)
+    request.form = given.text.format.wanted("text.format")
+    request.held = held_tools(shown, calls, tools.strict, request.form)
+    one_call = not given.parallel_tool_calls or not isinstance(given.tool_choice, str)
     echo = _echo(given, body, arguments)
-    return ResponsesRequest(request, arguments, given, not given.parallel_tool_calls, conversation.items, tools.names, echo)
+    return ResponsesRequest(request, arguments, given, one_call, conversation.items, tools.names, echo)
 
 
 def _conversation(given: ResponsesBody, body: dict[str, Any], kept: KeptResponses, owner: str | None) -> InputItems:
@@ -131,7 +135,7 @@ def _echo(given: ResponsesBody, body: dict[str, Any], arguments: GenerationArgum
         "service_tier": "default",
         "store": given.store,
         "temperature": arguments.sampling.temperature,
-        "text": {"format": {"type": "text"}},
+        "text": {"format": (body.get("text") or {}).get("format") or {"type": "text"}},
         "tool_choice": body.get("tool_choice") or "auto",
         "tools": body.get("tools") or [],
         "top_logprobs": given.top_logprobs,
@@ -144,10 +148,12 @@ class Tools:
     """The functions of a request. Raises InvalidRequestError.
 
     shown: in OpenAI's shape. names: by what the model calls them, and by their own name alone where only one function has it.
+    strict: where the parameters of strict ones are, by what the model calls them.
     """
 
     def __init__(self, tools: Iterable[Any]) -> None:
         self.shown: list[dict[str, Any]] = []
+        self.strict: dict[str, str] = {}
         self._names: dict[str, Name] = {}
         self._left_out: list[str] = []
         self._add(tools, "tools")
@@ -166,6 +172,8 @@ class Tools:
                 if self._names.setdefault(name.flat, name) != name:
                     what = f"{name.flat[:80]!r} is the name of another function too; give each a name of its own"
                     raise InvalidRequestError(f"{place}[{i}].name", what)
+                if tool.strict:
+                    self.strict[name.flat] = f"{place}[{i}].parameters"
                 self.shown.append(function_tool(name.flat, tool.description, tool.parameters))
             else:
                 self._left_out.append("namespace" if isinstance(tool, Namespace) else tool.type[:50])

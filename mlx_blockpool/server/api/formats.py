@@ -1,0 +1,147 @@
+"""The form of a reply as bodies ask for it: the formats of OpenAI and Anthropic, and the fields of vLLM and llama.cpp.
+
+A schema is made exact here, on the socket's thread, or refused with its keyword and place. Knows no tokens and no model.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterable
+from typing import Annotated, Any, Literal
+
+from pydantic import Field
+
+from ...config import FormConfig
+from ...forms.schema import exact
+from ...forms.wanted import Wanted, check_schemas
+from ..bodies import InvalidRequestError
+from ..validation import Body, List, Object, Text, TextOr, only
+
+ANY_OBJECT = {"type": "object"}
+
+Texts = Annotated[List[Text], Field(min_length=1, max_length=FormConfig.enum_values)]
+NO_TAGS = "name the form of the whole reply: json, regex, choice or grammar"
+
+
+class TextFormat(Body):
+    type: Literal["text"]
+
+    def wanted(self, place: str) -> None:
+        return None
+
+
+PLAIN = TextFormat(type="text")
+
+
+class ObjectFormat(Body):
+    """Any object, or those of a schema, which llama.cpp's clients may add."""
+
+    type: Literal["json_object"]
+    schema_: Object = Field(default=ANY_OBJECT, alias="schema")
+
+    def wanted(self, place: str) -> Wanted:
+        return schema_form(self.schema_, f"{place}.schema" if "schema_" in self.model_fields_set else place)
+
+
+class SchemaFormat(Body):
+    """A schema as the Responses API and Anthropic's have it. A name and `strict` change nothing: every schema is kept."""
+
+    type: Literal["json_schema"]
+    schema_: Object = Field(alias="schema")
+
+    def wanted(self, place: str) -> Wanted:
+        return schema_form(self.schema_, f"{place}.schema")
+
+
+class NamedSchema(Body):
+    schema_: Object = Field(alias="schema")
+
+
+class ChatSchemaFormat(Body):
+    """A schema as chats and completions have it."""
+
+    type: Literal["json_schema"]
+    json_schema: NamedSchema
+
+    def wanted(self, place: str) -> Wanted:
+        return schema_form(self.json_schema.schema_, f"{place}.json_schema.schema")
+
+
+ReplyFormat = Annotated[TextFormat | ObjectFormat | SchemaFormat, Field(discriminator="type")]
+ChatReplyFormat = Annotated[TextFormat | ObjectFormat | ChatSchemaFormat, Field(discriminator="type")]
+
+
+class StructuredOutputs(Body):
+    """vLLM's field for a form. Its fields for whitespace and for a backend change nothing."""
+
+    json_: TextOr[Object] | None = Field(default=None, alias="json")
+    json_object: bool = False
+    regex: Text | None = None
+    choice: Texts | None = None
+    grammar: Text | None = None
+    structural_tag: Annotated[Any, only(why=NO_TAGS)] = None
+
+    def wanted(self, place: str) -> Wanted | None:
+        return only_form(
+            (
+                json_form(self.json_, f"{place}.json"),
+                schema_form(ANY_OBJECT, f"{place}.json_object") if self.json_object else None,
+                text_form("regex", self.regex, f"{place}.regex"),
+                choice_form(self.choice, f"{place}.choice"),
+                text_form("grammar", self.grammar, f"{place}.grammar"),
+            )
+        )
+
+
+def only_form(forms: Iterable[Wanted | None]) -> Wanted | None:
+    """The form that a body asks for; None: it asks for none. Raises InvalidRequestError for several."""
+    found = [form for form in forms if form is not None]
+    if len(found) > 1:
+        raise InvalidRequestError(found[1].place, f"a reply has one form, and {found[0].place} names one; leave one of them out")
+    return found[0] if found else None
+
+
+def schema_form(schema: Any, place: str) -> Wanted:
+    """The form of JSON that satisfies a schema. Raises SchemaError."""
+    return Wanted("json", json.dumps(exact(schema, place), separators=(",", ":")), place)
+
+
+def json_form(schema: Any, place: str) -> Wanted | None:
+    """The same for a schema that may be written as text, or left out. Raises InvalidRequestError too."""
+    if schema is None:
+        return None
+    if isinstance(schema, str):
+        _check_size(schema, FormConfig.schema_bytes, place)
+        try:
+            schema = json.loads(schema)
+        except (ValueError, RecursionError) as error:
+            raise InvalidRequestError(place, f"Input should be a JSON schema, or its JSON as text: {error}") from error
+    return schema_form(schema, place)
+
+
+def choice_form(texts: list[str] | None, place: str) -> Wanted | None:
+    """The form of one of several texts. Raises InvalidRequestError."""
+    if texts is None:
+        return None
+    _check_size("".join(texts), FormConfig.schema_bytes, place)
+    _check_size(max(texts, key=len), FormConfig.forced_bytes, place)
+    return Wanted("choice", json.dumps(list(dict.fromkeys(texts))), place)
+
+
+def text_form(kind: Literal["regex", "grammar"], text: str | None, place: str) -> Wanted | None:
+    """The form of a regular expression or a grammar. Raises InvalidRequestError."""
+    if text is None:
+        return None
+    _check_size(text, FormConfig.text_bytes, place)
+    if kind == "grammar":
+        check_schemas(text, place)
+    return Wanted(kind, text, place)
+
+
+def _check_size(text: str, most: int, place: str) -> None:
+    try:
+        size = len(text.encode())
+    except UnicodeEncodeError as error:
+        raise InvalidRequestError(place, "Input should be Unicode; found half of a surrogate pair") from error
+    if size > most:
+        raise InvalidRequestError(place, f"a form may have {most:,} bytes; this one has {size:,}")
