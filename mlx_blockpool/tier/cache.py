@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from collections.abc import Sequence as Tokens
 from contextlib import suppress
 from dataclasses import dataclass
@@ -18,9 +19,14 @@ from ..prefix.retention import RetentionPolicy
 from ..prefix.salts import SHARED
 from ..prefix.trie import Node, PrefixRef
 from ..prefix.uncache import records_of
+from ..ranks.group import ALONE, Ranks
 from ..store.prompt_store import PromptStore
-from .restore import RestorePlan
+from .restore import RestoreJob
+from .restore_plan import RestorePlan
 from .write_behind import StoredPrefixes
+
+# The longest time between two steps for records that no request waits for.
+ATTENDED_SECONDS = 0.005
 
 
 @dataclass(frozen=True)
@@ -48,11 +54,22 @@ class TieredPrefixCache(PrefixCache):
 
     What is inserted is written behind by `stored.write_behind()`. acquire() brings back what is on disk and waits for it;
     acquire_resident() does not, for callers that run the restore of plan_restore() themselves.
+    In a group every rank opens one, and all of them have a store or none has. They make the same calls in the same order.
     """
 
-    def __init__(self, arena: KVArena, namespace: str = "", store: PromptStore | None = None, config: PoolConfig = USUAL) -> None:
-        super().__init__(arena, namespace if store is None else store.namespace, config)
-        self.stored = None if store is None else StoredPrefixes(self.index, arena, self.admission, store)
+    def __init__(
+        self,
+        arena: KVArena,
+        namespace: str = "",
+        store: PromptStore | None = None,
+        config: PoolConfig = USUAL,
+        ranks: Ranks = ALONE,
+    ) -> None:
+        name = namespace if store is None else store.trie_name
+        # The fingerprints of unlike parts of a model differ, and the hashes of its prefixes are the same on all ranks.
+        super().__init__(arena, name if name or ranks.size == 1 else arena.spec.kinds(), config)
+        self.ranks = ranks
+        self.stored = None if store is None else StoredPrefixes(self.index, arena, self.admission, store, ranks)
         # Ends of matches that are faster to compute than to read, as planned last.
         self._cheaper: WeakSet[Node] = WeakSet()
 
@@ -66,7 +83,7 @@ class TieredPrefixCache(PrefixCache):
     ) -> Acquired:
         """PrefixCache.acquire(), after restoring from disk what is worth reading and has room."""
         start = self.match(tokens, salt, start)
-        plan = self.plan_restore(start, len(tokens) - 1 if at_most is None else at_most) if len(tokens) else None
+        plan = self._plan(start, len(tokens) - 1 if at_most is None else at_most) if len(tokens) else None
         if plan is not None and self.stored is not None:
             with suppress(PoolExhaustedError):
                 for _ in self.stored.restores.run(plan):
@@ -92,16 +109,54 @@ class TieredPrefixCache(PrefixCache):
         return super().resident(match, at_most)
 
     def plan_restore(self, match: PrefixRef, at_most: int) -> RestorePlan | None:
-        """The restore that a match is worth waiting for; None if disk adds nothing, or computing it is faster."""
+        """The restore that a match is worth waiting for; None if disk adds nothing, or computing it is faster.
+
+        In a group the furthest one, whatever it costs: all ranks plan the same, and agree_on_restore() says what becomes of it.
+        """
         if self.stored is None or not match.path:
             return None
         self._cheaper.discard(match.path[-1])
-        restores, have = self.stored.restores, resumable(self.arena, in_memory(match), at_most)[0]
-        plan = restores.plan(match, at_most, have)
-        if plan is None or restores.is_worth_reading(plan):
+        restores = self.stored.restores
+        plan = restores.plan(match, at_most, self._have(match, at_most))
+        if plan is None or self.ranks.size > 1 or restores.is_worth_reading(plan):
             return plan
         self._cheaper.add(match.path[-1])
         return None
+
+    def agree_on_restore(self, match: PrefixRef, at_most: int) -> RestorePlan | None:
+        """plan_restore() as far as no rank of the group is against it: a vote, and so all ranks call it."""
+        if self.stored is None or not match.path:
+            return None
+        restores, have = self.stored.restores, self._have(match, at_most)
+        plan = restores.agree(match, at_most, have, restores.wants_to_read)
+        if plan is None and (wanted := restores.plan(match, at_most, have)) is not None and not restores.is_worth_reading(wanted):
+            self._cheaper.add(match.path[-1])
+        return plan
+
+    def bring_back(self, path: PrefixRef) -> RestoreJob | None:
+        """Begin to read what is on disk of a path, whatever it costs; None: there is nothing to read.
+
+        All ranks of a group call it. Raises PoolExhaustedError if the pool has no room.
+        """
+        match = self.index.trie.find(path)
+        if self.stored is None or not match.path:
+            return None
+        restores, have = self.stored.restores, self._have(match, match.tokens)
+        if self.ranks.size == 1:
+            plan = restores.plan(match, match.tokens, have)
+            return None if plan is None else restores.begin(plan)
+        plan = restores.agree(match, match.tokens, have, restores.can_read)
+        if plan is None:
+            return None
+        restores.attend(job := restores.begin(plan))
+        return job
+
+    def _plan(self, match: PrefixRef, at_most: int) -> RestorePlan | None:
+        return self.plan_restore(match, at_most) if self.ranks.size == 1 else self.agree_on_restore(match, at_most)
+
+    def _have(self, match: PrefixRef, at_most: int) -> int:
+        """How many tokens of a match can be resumed from memory."""
+        return resumable(self.arena, in_memory(match), at_most)[0]
 
     def within_reach(self, tokens: Tokens[int], salt: bytes = SHARED) -> int:
         """How many tokens of a prompt are in memory, or on disk and worth reading."""
@@ -114,17 +169,27 @@ class TieredPrefixCache(PrefixCache):
             self.stored.note_path(ref.path, ref.tokens)
         return ref
 
+    def use_clock(self, clock: Callable[[], float]) -> None:
+        """Measure pins and rests by this clock: that of a group, which goes alike on all ranks."""
+        super().use_clock(clock)
+        if self.stored is not None:
+            self.stored.clock = clock
+
     def keep_up(self) -> None:
         """Between two steps: end pins and retention whose time is over, in memory and on disk. Cheap."""
         super().keep_up()
         if self.stored is not None:
             self.retention.spare_on(self.stored.store)
+            self.stored.restores.keep_up(ATTENDED_SECONDS)
 
     def close(self) -> bool:
         """Write everything that is not on disk yet. Returns whether all is on disk; True without a store."""
         return self.stored is None or self.stored.close()
 
     # -- figures -------------------------------------------------------------------------------------------------------
+
+    def figures(self) -> list[int]:
+        return super().figures() + ([] if self.stored is None else self.stored.figures())
 
     def measure(self, path: PrefixRef, own: int, sizes: dict[Node, tuple[int, int]] | None = None) -> Measure:
         """Figures of a path whose edges from `own` on are its own. `sizes` keeps those of edges for other paths."""

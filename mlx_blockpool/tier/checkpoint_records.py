@@ -18,6 +18,7 @@ from ..errors import BadRecordError
 from ..hashing import decode, encode
 from ..kv.arena import KVArena
 from ..kv.block_bytes import Content, array_in, as_bytes, contents
+from ..prefix.changes import Digest
 from ..prefix.checkpoints import CUT, WindowCheckpoint, WindowSegment
 from ..prefix.eviction_order import is_superseded
 from ..prefix.index import KVIndex
@@ -28,9 +29,12 @@ from ..store.fs import Into
 from ..store.prompt_store import PromptStore
 from ..store.reader import RecordData
 from ..store.record import SALT, STATE, WINDOW, Expected, Key, Part, Record
+from .ledger import Ledger
 
 # A state is written at once where the keys and values since the last one are this many times as large.
 MUCH = 10
+# Which word of its hash a record is in a digest.
+_WORD_OF = {WINDOW: 0, STATE: 1}
 # Of a position that a file names.
 MOST_DIGITS = 18
 # A state may take this many times what the spec says: a model may compute in float32 what its spec counts in 16 bits.
@@ -52,19 +56,24 @@ class CheckpointWrite:
 
 
 class StoredCheckpoints:
-    """The checkpoints of `index` that `store` can bring back: every segment of their rings, and the state, is on disk."""
+    """The checkpoints of `index` that `store` can bring back: every segment of their rings, and the state, is on disk.
 
-    def __init__(self, index: KVIndex, arena: KVArena, store: PromptStore) -> None:
+    digest:  of the records that count as on disk.
+    """
+
+    def __init__(self, index: KVIndex, arena: KVArena, store: PromptStore, ledger: Ledger) -> None:
         self.index = index
         self.arena = arena
         self.rings = WindowCheckpoint(arena, store.config.bits)
         self.store = store
+        self.ledger = ledger
+        self.digest = Digest()
         # Bytes that a record may claim at most, whatever its header says.
         whole = parts_of(contents(arena, list(self.rings.sizes), BLOCK_TOKENS, store.config.bits))
         window_bytes = sum(part.nbytes for part in whole)
         self._max_bytes = {WINDOW: window_bytes, STATE: STATE_SLACK * arena.spec.fixed_bytes_per_agent()}
         self._pending: WeakKeyDictionary[Checkpoint, Node] = WeakKeyDictionary()
-        # Those whose last segment waits for its time, in seconds of time.monotonic().
+        # Those whose last segment waits for its time, by the clock.
         self._resting: WeakKeyDictionary[Checkpoint, tuple[Node, float]] = WeakKeyDictionary()
         self._places: dict[Key, tuple[Node, int]] = {}
         self._sources: dict[Key, tuple[Node, ref[Checkpoint]]] = {}
@@ -92,7 +101,7 @@ class StoredCheckpoints:
             self._pending[checkpoint] = node
 
     def is_due(self, now: float) -> bool:
-        """Return whether any has something to write at `now`, in seconds of time.monotonic()."""
+        """Return whether any has something to write at `now`."""
         return next(self._due(now), None) is not None
 
     def next_write(self, now: float) -> CheckpointWrite | None:
@@ -126,6 +135,13 @@ class StoredCheckpoints:
         """Write no more of a checkpoint: all of it is on disk, or there is no room for it, or nothing leads to it."""
         self._pending.pop(checkpoint, None)
         self._resting.pop(checkpoint, None)
+
+    def stop(self, key: Key) -> None:
+        """give_up() the checkpoint that a record was written of."""
+        source = self._sources.get(key)
+        checkpoint = None if source is None else source[1]()
+        if checkpoint is not None:
+            self.give_up(checkpoint)
 
     def _due(self, now: float) -> Iterator[tuple[Checkpoint, Node]]:
         yield from self._pending.items()
@@ -167,8 +183,8 @@ class StoredCheckpoints:
         at = 0 if found is None else found[1]
         if self.arena.state_leaves:
             spec = self.arena.spec
-            since = (position - at) * sum(spec.bytes_per_token_per_layer(leaf) for leaf in spec.leaves)
-            return since < MUCH * spec.fixed_bytes_per_agent()
+            since = (position - at) * sum(spec.bytes_per_block(group) for group in spec.groups)
+            return since < MUCH * spec.fixed_bytes_per_agent() * BLOCK_TOKENS
         return at >= position // BLOCK_TOKENS * BLOCK_TOKENS > 0
 
     def _add(self, key: Key, node: Node, end: int, cut: int) -> None:
@@ -176,11 +192,15 @@ class StoredCheckpoints:
             node.residency.window_records[end] = cut
         else:
             node.residency.state_records.add(end)
+        if key not in self._places:
+            self.digest.count([key.hash], _WORD_OF[key.kind])
         self._places[key] = (node, end)
 
     def lose(self, key: Key, again: bool = False) -> None:
         """Follow a record that is not on disk any more. `again`: writing it has failed, and its checkpoint is queued again."""
         node, end = self._places.pop(key, (None, 0))
+        if node is not None:
+            self.digest.count([key.hash], _WORD_OF[key.kind], -1)
         while node is not None:
             for knows in self.index.with_superseded(node):
                 if key.kind == WINDOW:
@@ -196,19 +216,20 @@ class StoredCheckpoints:
     # -- reading -------------------------------------------------------------------------------------------------------
 
     def find(self, path: Sequence[Node], at_most: int, more_than: int = 0) -> tuple[Node, int] | None:
-        """The last position in (more_than, at_most] on a path that can be put back, and the node that knows of it."""
+        """The last of positions() that can be put back now."""
+        found = self.positions(path, at_most, more_than)
+        return next((each for each in found if not any(map(self.ledger.is_put_off, self.keys(*each)))), None)
+
+    def positions(self, path: Sequence[Node], at_most: int, more_than: int = 0) -> Iterator[tuple[Node, int]]:
+        """The positions in (more_than, at_most] on a path that are on disk, the last ones first, each with a node that has it."""
         for on_path in reversed(path):
             if on_path.end <= more_than:
-                return None
+                return
             near = ((node, min(at_most, alike)) for node, alike in on_path.near_siblings())
             ends = ((end, node) for node, limit in near for end in self._ends(node) if more_than < end <= limit)
             for end, node in sorted(ends, key=lambda found: -found[0]):
-                segments = self._segments(node, end)
-                if all(self._has(segment, end) for segment in segments) and not any(
-                    map(self.store.is_put_off, self.keys(node, end))
-                ):
-                    return node, end
-        return None
+                if all(self._has(segment, end) for segment in self._segments(node, end)):
+                    yield node, end
 
     def _ends(self, node: Node) -> Iterable[int]:
         return node.residency.state_records if self.arena.state_leaves else node.residency.window_records

@@ -15,12 +15,15 @@ from ..kv.arena import KVArena
 from ..kv.block_bytes import as_bytes, copy_out
 from ..prefix.admission import Admission
 from ..prefix.index import KVIndex
+from ..prefix.retention import record_bytes
 from ..prefix.trie import Node
-from ..store.limits import OVER_BUDGET
+from ..ranks.facts import Lost
+from ..ranks.group import ALONE, Ranks
 from ..store.prompt_store import PromptStore
 from ..store.record import BLOCK, Key, Record
 from .catalog import StoredNodes
 from .checkpoint_records import CheckpointWrite, StoredCheckpoints, record_of
+from .ledger import AgreedLedger, Ledger, OwnLedger
 from .restore import Restores
 
 
@@ -30,24 +33,28 @@ class StoredPrefixes:
     nodes, checkpoints   those that are on disk.
     restores             brings them back.
     num_cheaper          prompts that were computed because reading them would have taken longer.
+    ledger               which records count as on disk. The ranks of a group all open their stores, or none does.
+    clock                the time by which conversations rest.
     """
 
-    def __init__(self, index: KVIndex, arena: KVArena, admission: Admission, store: PromptStore) -> None:
+    def __init__(self, index: KVIndex, arena: KVArena, admission: Admission, store: PromptStore, ranks: Ranks = ALONE) -> None:
         self.index = index
         self.arena = arena
         self.store = store
         self.bits = store.config.bits
-        self.checkpoints = StoredCheckpoints(index, arena, store)
+        self.clock = time.monotonic
+        self.ledger: Ledger = OwnLedger(store) if ranks.size == 1 else AgreedLedger(store, ranks, record_bytes(index))
+        self.checkpoints = StoredCheckpoints(index, arena, store, self.ledger)
         self.nodes = StoredNodes(index, self.checkpoints, store)
-        self.restores = Restores(self.nodes, self.checkpoints, admission)
+        self.restores = Restores(self.nodes, self.checkpoints, admission, ranks)
         self.num_cheaper = 0
         self._pending: WeakKeyDictionary[Node, None] = WeakKeyDictionary()
-        # Partial blocks, in the order in which their time comes, in seconds of time.monotonic().
+        # Partial blocks, in the order in which their time comes, by the clock.
         self._resting: WeakKeyDictionary[Node, float] = WeakKeyDictionary()
-        records = store.open()
+        records = self.ledger.open()
         self.nodes.load(records)
         self._settle()
-        self.nodes.lose(store.settle(self.nodes.by_need(records)))
+        self.nodes.lose(self.ledger.lost(store.settle(self.nodes.by_need(records))))
 
     # -- writing -------------------------------------------------------------------------------------------------------
 
@@ -59,7 +66,7 @@ class StoredPrefixes:
             self._pending[node] = None
         else:
             self._resting.pop(node, None)
-            self._resting[node] = time.monotonic() + self.store.config.idle_seconds
+            self._resting[node] = self.clock() + self.store.config.idle_seconds
 
     def note_path(self, path: Sequence[Node], tokens: int) -> None:
         """Queue a path of `tokens` tokens for writing, and those of its checkpoints that are not queued yet."""
@@ -79,17 +86,17 @@ class StoredPrefixes:
         self._settle()
         while left > 0 and (node := self._due(at_once)) is not None:
             if self._is_writable(node):
-                written = self._write(node) if self.store.takes() else None
+                written = self._write(node) if self.ledger.takes else None
                 if written is None:
                     return
                 left -= written
             self._pending.pop(node, None)
             self._resting.pop(node, None)
-        self._write_checkpoints(left, math.inf if at_once else time.monotonic())
+        self._write_checkpoints(left, math.inf if at_once else self.clock())
 
     def _write_checkpoints(self, limit: int, now: float) -> None:
         """write_behind() for the records of checkpoints that are due at `now`."""
-        while limit > 0 and self.checkpoints.is_due(now) and self.store.takes():
+        while limit > 0 and self.checkpoints.is_due(now) and self.ledger.takes:
             write = self.checkpoints.next_write(now)
             reached = write is not None and self._leads_on(write.segment.node)
             if write is None or reached is None:
@@ -107,6 +114,12 @@ class StoredPrefixes:
         """Pass everything queued to the writer, ends of conversations too, as before a stop."""
         self.write_behind(1 << 62, at_once=True)
 
+    def figures(self) -> list[int]:
+        """Numbers of what counts as on disk and of restores, equal on all ranks of a group."""
+        restores = self.restores
+        begun = [restores.num_begun, len(restores.jobs), restores.num_restored, restores.num_released]
+        return [self.ledger.takes, len(self.nodes.by_hash), self.checkpoints.digest.value, *begun]
+
     def report(self) -> dict[str, Any]:
         """Figures of the store and of restores; sizes in bytes."""
         pending, resting = self.checkpoints.num_queued
@@ -121,8 +134,28 @@ class StoredPrefixes:
         }
         return figures | restores.rates.report() | self.store.report()
 
+    def forget(self, lost: Lost) -> None:
+        """Forget records that a rank of the group lacks, on every rank: the others remove their files.
+
+        `again`: they stay queued, and the files of the others serve.
+        """
+        keys = [Key(*key) for key in lost.keys]
+        if lost.again:
+            self._write_again(keys)
+            return
+        for key in keys:
+            self.checkpoints.stop(key)
+        self.nodes.lose(keys)
+        self.store.remove(keys)
+
     def close(self) -> bool:
-        """Write all that is queued within the store's `flush_seconds`, and close the store. Returns whether all is on disk."""
+        """Write all that is queued within the store's `flush_seconds`, and close the store. Returns whether all is on disk.
+
+        Nothing is agreed with other ranks any more.
+        """
+        lost, self.ledger = self.ledger.take_lost(), OwnLedger(self.store)
+        for each in lost:
+            self.forget(each)
         until = time.monotonic() + self.store.config.flush_seconds
         left, before = self._num_unwritten(), -1
         # The queue takes a part at a time.
@@ -141,7 +174,7 @@ class StoredPrefixes:
         """The next queued node: a full block, or a partial one whose time has come."""
         node = next(iter(self._pending), None)
         if node is None and (first := next(iter(self._resting.items()), None)) is not None:
-            return first[0] if at_once or first[1] <= time.monotonic() else None
+            return first[0] if at_once or first[1] <= self.clock() else None
         return node
 
     def _is_writable(self, node: Node) -> bool:
@@ -174,13 +207,13 @@ class StoredPrefixes:
         path = [Key(BLOCK, n.hash) for n in node.path()]
         spared = {*path, *(Key(BLOCK, n.hash) for n in self.restores.arriving)}
         accepted = self.store.accept(record, spared, anew=record.kind != BLOCK)
-        self.nodes.lose(accepted.dropped)
+        self.nodes.lose(self.ledger.lost(accepted.dropped))
         if accepted.refusal is not None:
-            return 0 if accepted.refusal == OVER_BUDGET else None
+            return self.ledger.refused(record, accepted.refusal)
         if accepted.is_new:
             self.store.write(record, self._copy(node) if checkpoint is None else self.checkpoints.copy(checkpoint))
         self.store.touch(path)
-        return max(1, record.nbytes)
+        return self.ledger.size(record)
 
     def _copy(self, node: Node) -> list[memoryview]:
         """The bytes of a block, out of the pool."""
@@ -189,15 +222,18 @@ class StoredPrefixes:
 
     def _settle(self) -> None:
         """Queue failed writes again, remove files that nothing leads to, and follow what other processes did."""
-        failed = self.store.poll()
-        again = [self.nodes.by_hash[key.hash] for key in failed if key.kind == BLOCK and key.hash in self.nodes.by_hash]
-        self.nodes.lose(failed, again=True)
-        for node in again:
-            self.note(node)
+        self._write_again(self.ledger.lost(self.store.poll(), again=True))
         changes = self.store.take_changes()
-        self.nodes.lose(changes.lost)
+        self.nodes.lose(self.ledger.lost(changes.lost))
         self.nodes.remove_unreachable()
-        self.nodes.follow(changes.found)
+        self.nodes.follow(changes.found if self.ledger.follows else ())
+
+    def _write_again(self, keys: Sequence[Key]) -> None:
+        """Queue records that are not on disk after all."""
+        nodes = [self.nodes.by_hash[key.hash] for key in keys if key.kind == BLOCK and key.hash in self.nodes.by_hash]
+        self.nodes.lose(keys, again=True)
+        for node in nodes:
+            self.note(node)
 
 
 def _seconds_until(until: float) -> float:

@@ -13,7 +13,7 @@ from prefix.lives import Life
 from mlx_blockpool.prefix.resume import lay_out
 from mlx_blockpool.spec import FullLayer, ModelCacheSpec, WindowLayer
 from mlx_blockpool.store.fs import Disk
-from mlx_blockpool.tier.restore import RestorePlan
+from mlx_blockpool.tier.restore_plan import RestorePlan
 
 # A block is 8192 bytes.
 SPEC = ModelCacheSpec("m", (FullLayer(1, 2, 2), FullLayer(1, 2, 2)), "float32")

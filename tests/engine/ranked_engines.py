@@ -1,0 +1,183 @@
+"""Engines of several ranks, as threads: rank 0 leads through a plan, all follow its heads and facts."""
+
+from __future__ import annotations
+
+import gc
+import random
+import threading
+from collections import Counter
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from typing import Any
+
+import pytest
+from engine.engines import Told, attached, open_prefix
+from ranks.threads import ThreadRanks, on_ranks
+
+from mlx_blockpool.config import EngineConfig, RankConfig
+from mlx_blockpool.engine.caches import PooledCaches
+from mlx_blockpool.engine.ranked import RankedEngine
+from mlx_blockpool.engine.sequence import Sequence
+from mlx_blockpool.kv.arena import KVArena
+from mlx_blockpool.kv.parts import sequence_of
+from mlx_blockpool.kv.pool import BlockPool
+from mlx_blockpool.ranks.facts import Unload, read, write
+from mlx_blockpool.ranks.group import Ranks
+from mlx_blockpool.ranks.head import Act, Head, TurnClock
+from mlx_blockpool.tier.cache import TieredPrefixCache
+
+STEP_SECONDS = 0.004
+CONFIG = RankConfig(most_turns=4)
+# Models are made of random numbers, one after the other.
+MAKING = threading.Lock()
+
+
+@dataclass
+class Rank:
+    """One rank: its engine, what it told, all that must be alike after each step, and how often it met the others."""
+
+    ranks: Ranks
+    engine: RankedEngine
+    prefix: TieredPrefixCache
+    clock: TurnClock
+    suspended: dict[int, Sequence]
+    told: Told = field(default_factory=Told)
+    trace: list[str] = field(default_factory=list)
+    leases: Counter[int] = field(default_factory=Counter)
+
+    def note(self) -> None:
+        pool, engine = self.prefix.pool, self.engine
+        tables = [(each.uid, each.computed, each.due, each.tokens[: each.computed], _tables(each)) for each in engine.sequences]
+        order = [pool.eviction_order(group) for group in range(len(pool.groups))]
+        pins = [(pin.name, pin.until) for pin in self.prefix.retention.pins]
+        self.trace.append(repr((tables, order, pins, self.prefix.index.state_bytes, sorted(engine.counts.items()))))
+
+    def swap(self) -> list[Sequence]:
+        """As when the model is unloaded and loaded again: another engine continues."""
+        suspended = self.engine.suspend()
+        self.engine = RankedEngine(
+            self.engine.model, PooledCaches(self.prefix), self.engine.config, self.ranks, self.clock, self.suspended
+        )
+        return suspended
+
+
+def _tables(sequence: Sequence) -> Any:
+    blocks = sequence_of(sequence.caches) if sequence.caches else None
+    return None if blocks is None else [table.ids for table in blocks.tables]
+
+
+def make_rank(ranks: Ranks, name: str, n_bytes: int, config: EngineConfig) -> Rank:
+    with MAKING:
+        model, prefix = attached(name, ranks.rank)[0], open_prefix(name, n_bytes)
+    return rank_of(ranks, model, PooledCaches(prefix), config)
+
+
+def rank_of(ranks: Ranks, model: Any, caches: PooledCaches, config: EngineConfig) -> Rank:
+    clock, suspended = TurnClock(), dict[int, Sequence]()
+    engine = RankedEngine(model, caches, config, ranks, clock, suspended)
+    return Rank(ranks, engine, caches.prefix, clock, suspended)
+
+
+class Plan:
+    """What rank 0 does before each turn: come() inserts and cancels, and returns whether more is to come."""
+
+    swaps: frozenset[int] = frozenset()
+
+    def come(self, engine: RankedEngine, turn: int) -> bool:
+        raise NotImplementedError
+
+    def take(self, told: Told, events: list[Any]) -> None:
+        told.take(events)
+
+    def resume(self, engine: RankedEngine, suspended: list[Sequence]) -> None:
+        for sequence in suspended:
+            engine.resume(sequence)
+
+
+def run_ranked(size: int, plan: Plan, make: Callable[[Ranks], Rank]) -> list[Rank]:
+    """All ranks through a plan. They are alike after every step, and no block comes back when cycles are collected."""
+
+    def act(ranks: ThreadRanks) -> Rank:
+        return follow(make(ranks), plan)
+
+    with no_blocks_from_collected_cycles():
+        found = on_ranks(size, act)
+    for other in found[1:]:
+        for step, (own, theirs) in enumerate(zip(found[0].trace, other.trace, strict=True)):
+            assert own == theirs, f"rank {other.ranks.rank} differs after step {step}"
+    return found
+
+
+def follow(rank: Rank, plan: Plan, turns: int = 3000) -> Rank:
+    """One rank through the plan that rank 0 has."""
+    ranks, rng, now = rank.ranks, random.Random(1), 0
+    leads = ranks.rank == 0
+    for turn in range(turns):
+        more = leads and plan.come(rank.engine, turn)
+        now += rng.randrange(1_000, 50_000)
+        lease = rank.engine.lease_for(STEP_SECONDS, CONFIG) if leads else 0
+        is_over = leads and not more and not len(rank.engine) and rank.engine.is_blocked
+        act = Act.STOP if is_over else Act.STEP
+        head = Head(act, now, int(STEP_SECONDS * 1e6), lease, fingerprint=rank.engine.fingerprint())
+        facts = rank.engine.outgoing() + ([Unload()] if leads and turn in plan.swaps else [])
+        sent = ranks.exchange(head, write([("", fact) for fact in facts]))
+        assert len({each.head.fingerprint for each in sent}) == 1, f"the ranks differ before turn {turn}"
+        if sent[0].head.act == Act.STOP:
+            return rank
+        rank.clock.begin(sent[0].head)
+        given = [fact for each in sent for _, fact in read(each.mail)]
+        rank.engine.apply(given)
+        if Unload() in given:
+            happened = rank.engine.take_events()
+            suspended = rank.swap()
+            if leads:
+                plan.take(rank.told, happened)
+                plan.resume(rank.engine, suspended)
+            continue
+        _step(rank, plan, sent[0].head.turns)
+    raise AssertionError(f"{len(rank.engine)} requests do not end; {dict(rank.engine.counts)}")
+
+
+def _step(rank: Rank, plan: Plan, turns: int) -> None:
+    for taken in range(1, turns + 1):
+        events = rank.engine.next()
+        if rank.ranks.rank == 0:
+            plan.take(rank.told, events)
+        rank.note()
+        if taken == turns or not rank.engine.is_steady:
+            rank.leases[taken] += 1
+            break
+    if rank.clock.now % 0.01 < 0.001:
+        gc.collect()
+
+
+@contextmanager
+def no_blocks_from_collected_cycles() -> Iterator[None]:
+    """The collector runs at other times on each rank: what it gave back would make them differ."""
+    collecting: set[int] = set()
+    found: list[str] = []
+    release, release_states = BlockPool.release_deferred, KVArena.release_states_deferred
+
+    def watch(phase: str, _: Any) -> None:
+        (collecting.add if phase == "start" else collecting.discard)(threading.get_ident())
+
+    def release_deferred(pool: BlockPool, table: Any) -> None:
+        found.extend([f"{len(table.ids)} blocks"] if threading.get_ident() in collecting and table.ids else [])
+        release(pool, table)
+
+    def release_states_deferred(arena: KVArena, n_bytes: int) -> None:
+        found.extend([f"{n_bytes} bytes of states"] if threading.get_ident() in collecting else [])
+        release_states(arena, n_bytes)
+
+    # What others have left.
+    gc.collect()
+    gc.callbacks.append(watch)
+    try:
+        with pytest.MonkeyPatch.context() as patch:
+            patch.setattr(BlockPool, "release_deferred", release_deferred)
+            patch.setattr(KVArena, "release_states_deferred", release_states_deferred)
+            yield
+    finally:
+        gc.callbacks.remove(watch)
+    assert not found, f"{found} came back when cycles were collected"
