@@ -8,8 +8,10 @@ from __future__ import annotations
 import time
 from collections.abc import Collection
 from dataclasses import dataclass, replace
-from typing import Any, Protocol
+from typing import Any, Literal, Protocol
 
+from ..drafts.curve import CostCurve
+from ..drafts.draft import SourceFactory
 from ..errors import PoolExhaustedError
 from ..kv.parts import tokens_held
 from ..memory import batch_memory
@@ -18,7 +20,8 @@ from ..prefix.salts import SHARED
 from ..prefix.trie import PrefixRef
 from ..spec import BLOCK_TOKENS
 from ..tier.cache import TieredPrefixCache
-from ..tier.restore import RestoreJob
+from ..tier.restore import RestoreJob, Restores
+from ..tier.restore_plan import RestorePlan
 from .request import KIND, Event, RestoreBegun, RestoreEnded, Restoring
 from .sequence import Sequence
 
@@ -47,12 +50,21 @@ class Caches(Protocol):
     merges:            several sequences may decode together.
     needs_checkpoints: a prompt can be resumed only where a checkpoint was kept.
     keeps_chunks:      keeping costs nothing and serves at any token, so that every chunk is kept.
+    curve:             the seconds of forwards by their rows, where they were measured.
+    sources:           what plugins draft with.
     """
 
     ragged: bool
     merges: bool
     needs_checkpoints: bool
     keeps_chunks: bool
+    curve: CostCurve | None = None
+    sources: Collection[SourceFactory] = ()
+
+    @property
+    def verifies(self) -> Literal["rows", "alone"] | None:
+        """How several next tokens of a sequence are computed in one pass: see KVArena."""
+        return None
 
     @property
     def pads_prompts(self) -> bool:
@@ -90,8 +102,16 @@ class Caches(Protocol):
         """Reserve the blocks of each member's next token. Raises PoolExhaustedError and reserves nothing."""
         return
 
-    def insert(self, sequence: Sequence, kind: str) -> None:
-        """Cache the computed tokens of a sequence that continues, for others to share."""
+    def reserve_run(self, sequence: Sequence, tokens: int) -> bool:
+        """Reserve the blocks of a member's next tokens. Returns whether they can be computed at once, and have room."""
+        return False
+
+    def reserve_rows(self, sequence: Sequence, rows: int) -> bool:
+        """Reserve the blocks of so many rows of a member in a verification. Returns whether they have room."""
+        return False
+
+    def insert(self, sequence: Sequence, kind: str, end: int) -> None:
+        """Cache the first `end` computed tokens of a sequence that continues, for others to share."""
 
     def take_in(self, sequence: Sequence, caches: list[Any]) -> None:
         """Cache the beginning of a prompt from caches that came with the request."""
@@ -133,6 +153,10 @@ class Caches(Protocol):
         """How many tokens of a prompt open() would find now, once it is ready."""
         ...
 
+    def following(self, sequence: Sequence, at_most: int) -> list[int]:
+        """Up to `at_most` tokens that have followed the emitted ones of a sequence before; empty: none are known."""
+        return []
+
 
 class PooledCaches(Caches):
     """Caches in the pool of `prefix`, for a model that was attached: batches are ragged and live in the pool."""
@@ -166,6 +190,10 @@ class PooledCaches(Caches):
         stored = self.prefix.stored
         is_restoring = stored is not None and bool(stored.restores.jobs) and not stored.restores.is_stuck
         return is_restoring or self.prefix.num_lent > 0
+
+    @property
+    def verifies(self) -> Literal["rows", "alone"] | None:
+        return self.prefix.arena.verifies
 
     @property
     def pads_prompts(self) -> bool:
@@ -221,7 +249,7 @@ class PooledCaches(Caches):
             return True
         if sequence.uid not in self._restores:
             sequence.prefix = self.prefix.match(sequence.tokens, sequence.policy.salt, sequence.prefix)
-            plan = self.prefix.plan_restore(sequence.prefix, sequence.prefill_end)
+            plan = self._plan(sequence, sequence.prefix, stored.restores)
             if plan is None:
                 return True
             if not stored.restores.arriving.isdisjoint(plan.arriving):
@@ -234,7 +262,22 @@ class PooledCaches(Caches):
             except PoolExhaustedError:
                 # Started restores end first. Without any, the request starts from what is in memory, once that has room.
                 return not self._restores
-        return self._restores[sequence.uid].advance()
+        job = self._restores[sequence.uid]
+        if job.is_partial:
+            # The rest is computed, also where the restore gives way before the request starts.
+            sequence.agreed = 0
+        return job.advance()
+
+    def _plan(self, sequence: Sequence, match: PrefixRef, restores: Restores) -> RestorePlan | None:
+        """What to bring back for a request. The ranks of a group vote on it, once before it starts, unless memory has all."""
+        at_most = sequence.prefill_end if sequence.agreed is None else min(sequence.prefill_end, sequence.agreed)
+        plan = self.prefix.plan_restore(match, at_most)
+        is_open = restores.ranks.size > 1 and sequence.agreed is None
+        if plan is None or not is_open or not restores.arriving.isdisjoint(plan.arriving):
+            return plan
+        plan = self.prefix.agree_on_restore(match, at_most)
+        sequence.agreed = 0 if plan is None else plan.have + plan.tokens
+        return plan
 
     def advance(self, idle: bool) -> bool:
         self.prefix.keep_up()
@@ -286,12 +329,28 @@ class PooledCaches(Caches):
     def cached_tokens(self, tokens: list[int], salt: bytes = SHARED) -> int:
         return self.prefix.within_reach(tokens, salt)
 
+    def following(self, sequence: Sequence, at_most: int) -> list[int]:
+        emitted = sequence.tokens[: sequence.emitted]
+        return self.prefix.index.trie.following(emitted, at_most, sequence.policy.salt, sequence.prefix)
+
     def ensure_next_blocks(self, batch: Collection[Sequence]) -> None:
         self.prefix.admission.ensure_next_blocks([sequence.caches or [] for sequence in batch])
 
-    def insert(self, sequence: Sequence, kind: str) -> None:
+    def reserve_run(self, sequence: Sequence, tokens: int) -> bool:
+        if not self.ragged:
+            return False
+        try:
+            self.prefix.admission.ensure_next_blocks([sequence.caches or []], tokens)
+        except PoolExhaustedError:
+            return False
+        return True
+
+    def reserve_rows(self, sequence: Sequence, rows: int) -> bool:
+        return self.prefix.admission.try_reserve_rows(sequence.caches or [], rows)
+
+    def insert(self, sequence: Sequence, kind: str, end: int) -> None:
         caches = sequence.caches or []
-        known = self.prefix.insert(sequence.tokens[: sequence.computed], caches, kind, sequence.policy)
+        known = self.prefix.insert(sequence.tokens[:end], caches, kind, sequence.policy)
         sequence.prefix = self.prefix.ref_of(caches)
         self._pin(sequence, known)
 

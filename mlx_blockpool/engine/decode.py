@@ -1,24 +1,28 @@
-"""One token for each sequence of a batch: the forward pass, the draw, and the members of the batch.
+"""DecodeBatch: the sequences that decode together, and the forward pass that computes a token of each, or several.
 
-A step is encoded before the one before it is read, so that the device never waits for Python.
+A step is encoded before the one before it is read, so that the device never waits for Python. A step that verifies drafts is not:
+what is drafted depends on the tokens before it. Of several ranks, which compute the same batch together, rank 0 draws: samplers,
+processors and forms are there alone.
 """
 
 from __future__ import annotations
 
 import copy
-import secrets
-from collections.abc import Collection
+from collections.abc import Collection, Iterable
+from itertools import takewhile
 from typing import Any
 
 import mlx.core as mx
 from mlx_lm.models.cache import TokenBuffer
-from mlx_lm.sample_utils import greedy_sampler
 
-from ..kv.parts import batch_of, member_of
+from ..kv.alone import UnsettledBatch
+from ..kv.parts import batch_of, begin_rows, commit_rows, member_of
+from ..ranks.group import ALONE, Ranks
+from .draws import draw, ids
+from .masks import Forced
+from .prefill import Chunk
 from .sequence import Sequence
-
-# A token that a sequence emits, and the logprobs [vocabulary] that it was drawn from.
-Emitted = tuple[Sequence, int, mx.array]
+from .verify import Drafts, Emitted, Rows, Verified, accept
 
 
 class DecodeBatch:
@@ -27,9 +31,10 @@ class DecodeBatch:
     `merges`: caches are merged as their classes do it; without that the batch holds one sequence at most.
     """
 
-    def __init__(self, model: Any, merges: bool) -> None:
+    def __init__(self, model: Any, merges: bool, ranks: Ranks = ALONE) -> None:
         self.model = model
         self.merges = merges
+        self.ranks = ranks
         self.members: list[Sequence] = []
         self._layers: list[Any] = []
         # The next token to be computed of each member; its logprobs where it was drawn and not emitted yet.
@@ -81,7 +86,9 @@ class DecodeBatch:
         self.members = [self.members[i] for i in keep]
 
     def extract(self, sequence: Sequence) -> list[Any]:
-        """Caches with what a member has computed, which continue on their own."""
+        """Caches with what a sequence has computed, which continue on their own."""
+        if sequence not in self.members:
+            return copy.deepcopy(sequence.caches or [])
         i = self.members.index(sequence)
         return [layer.extract(i) for layer in self._layers] if self.merges else copy.deepcopy(self._layers)
 
@@ -90,78 +97,107 @@ class DecodeBatch:
         i = self.members.index(sequence)
         assert self._inputs is not None
         if sequence.computed == len(sequence.tokens):
-            sequence.tokens.append(_ids(self._inputs)[i])
+            sequence.tokens.append(ids(self._inputs)[i])
         sequence.logprobs = self._logprobs[i]
         if sequence.logprobs is not None:
             mx.eval(sequence.logprobs)
         self.leave([sequence])
 
-    def run(self) -> tuple[list[Emitted], dict[Sequence, Exception]]:
-        """Compute one token of each member. Returns the tokens drawn by the step before, and the members that have failed."""
+    def append(self, runs: Forced, together: bool) -> None:
+        """Append forced tokens to members and compute them, several runs `together` if they may be padded.
+
+        They take the place of the draws in flight, which can only have come to the first token of each run.
+        """
+        self.leave(runs)
+        for member, run in runs.items():
+            member.tokens += run
+            skip = getattr(member.request.sampler, "skip", None)
+            if skip is not None:
+                skip(len(run) - 1)
+        rows = [(member, member.prefill_end) for member in runs if member.in_prefill]
+        for chunk in [rows] if together and rows else [[row] for row in rows]:
+            Chunk(chunk).run(self.model, self.merges)
+        for member in runs:
+            self.join(member)
+
+    def run(self) -> tuple[list[Emitted], dict[Sequence, Exception], Forced]:
+        """Compute one token of each member.
+
+        Returns the tokens drawn by the step before; the members that have failed, each with its error; and what forms force
+        behind those tokens. A failed member's token is returned only in a group: no other rank than 0 knows of failures and
+        forms, and all have to emit the same tokens.
+        """
         inputs, logprobs = self._inputs, self._logprobs
         assert inputs is not None
         logits = self.model(inputs[:, None], cache=self._layers)[:, -1, :]
         failed: dict[Sequence, Exception] = {}
+        forced: Forced = {}
         contexts: list[mx.array] = []
-        logits = self._process(logits, inputs, contexts, failed)
-        found = logits - mx.logsumexp(logits, axis=-1, keepdims=True)
-        self._inputs = self._draw(found, failed)
-        self._logprobs = list(found)
+        tokens: mx.array | None = None
+        if self.ranks.rank == 0:
+            drawn = draw(logits, inputs, self.members, self._contexts)
+            tokens, self._logprobs = drawn.tokens, list(drawn.logprobs)
+            failed, forced, contexts = drawn.failed, drawn.forced, drawn.contexts
+        else:
+            self._logprobs = [mx.zeros(0)] * len(self.members)
+        self._inputs = self.ranks.draw(tokens, len(self.members), logits)
         mx.async_eval(self._inputs, self._logprobs, contexts)  # type: ignore[no-untyped-call]
         mx.eval(inputs, [row for row in logprobs if row is not None])
         emitted: list[Emitted] = []
-        for member, token, row in zip(self.members, _ids(inputs), logprobs, strict=True):
-            if member.computed == len(member.tokens):
-                member.tokens.append(token)
-            member.computed = len(member.tokens)
-            if row is not None and member not in failed:
+        for member, token, row in zip(self.members, ids(inputs), logprobs, strict=True):
+            member.compute(token)
+            if row is not None and (member not in failed or self.ranks.size > 1):
                 emitted.append((member, token, row))
-        return emitted, failed
+        return emitted, failed, forced
 
-    def _process(
-        self, logits: mx.array, inputs: mx.array, contexts: list[mx.array], failed: dict[Sequence, Exception]
-    ) -> mx.array:
-        if all(context is None for context in self._contexts):
-            return logits
-        rows = [logits[i : i + 1] for i in range(len(self.members))]
-        for i, (member, buffer) in enumerate(zip(self.members, self._contexts, strict=True)):
-            if buffer is None:
-                continue
-            context = buffer.update_and_fetch(inputs[i : i + 1])
-            contexts.append(context)
-            try:
-                for processor in member.request.processors:
-                    rows[i] = processor(context, rows[i])
-            except Exception as error:
-                # A processor is the request's own code: its error fails this request alone.
-                failed[member] = error
-                rows[i] = logits[i : i + 1]
-        return mx.concatenate(rows)
+    def known(self) -> list[int]:
+        """The next token of each member. Waits for the step in flight."""
+        assert self._inputs is not None
+        mx.eval(self._inputs, [row for row in self._logprobs if row is not None])
+        return ids(self._inputs)
 
-    def _draw(self, logprobs: mx.array, failed: dict[Sequence, Exception]) -> mx.array:
-        """Tokens [members] from logprobs [members, vocabulary], in one call where all draw the same way."""
-        samplers = [member.request.sampler or greedy_sampler for member in self.members]
-        rows: list[mx.array] = []
-        if all(sampler is greedy_sampler for sampler in samplers):
-            return mx.array(greedy_sampler(logprobs), mx.uint32)
-        for i, sampler in enumerate(samplers):
-            row = logprobs[i : i + 1]
-            try:
-                drawn = sampler(row)
-            except Exception as error:
-                # As above. A request fails once, also where both its processor and its sampler do.
-                mend_random_state()
-                failed.setdefault(self.members[i], error)
-                drawn = greedy_sampler(row)
-            rows.append(drawn.astype(mx.uint32))
-        return mx.concatenate(rows)
+    @property
+    def emitting(self) -> list[bool]:
+        """Of each member, whether its next token is to be emitted; not if it is the last one of the prompt."""
+        return [row is not None for row in self._logprobs]
 
+    def possible(self, tokens: Iterable[int]) -> list[int]:
+        """The tokens up to the first that the model does not know: sources of plugins may guess any number."""
+        vocabulary = next((row.shape[-1] for row in self._logprobs if row is not None), 0)
+        return list(takewhile(range(vocabulary).__contains__, tokens))
 
-def mend_random_state() -> None:
-    """After a sampler has failed: where mlx was compiling it, mlx's random state is left without a value and would stay so."""
-    mx.random.seed(secrets.randbits(63))
+    def verify(self, drafts: Drafts, least_forced: int) -> Verified:
+        """Compute the next token of each member with those drafted behind it, as rows, and keep what it accepts: see accept().
 
+        Room for all of them is reserved. Returns what run() does, of each member one token and the accepted ones.
+        """
+        members = self._rows(drafts)
+        begin_rows(self._layers, [len(rows.tokens) for rows in members])
+        inputs = mx.array([token for rows in members for token in rows.tokens], mx.uint32)
+        logits = self.model(inputs[:, None], cache=self._layers)[:, -1, :]
+        verified = accept(logits, members, least_forced)
+        commit_rows(self._layers, [rows.kept for rows in members])
+        return self._go_on(members, verified)
 
-def _ids(tokens: mx.array) -> list[int]:
-    found: list[int] = tokens.tolist()  # type: ignore[assignment]
-    return found
+    def verify_alone(self, drafts: Drafts, least_forced: int) -> Verified:
+        """verify() for caches that have no rows: members with drafts are computed one by one, and the others side by side."""
+        members = self._rows(drafts)
+        unsettled = UnsettledBatch(self.model, self._layers, [rows.tokens for rows in members], self.merges)
+        verified = accept(unsettled.logits, members, least_forced)
+        self._layers = unsettled.settle([rows.kept for rows in members])
+        return self._go_on(members, verified)
+
+    def _rows(self, drafts: Drafts) -> list[Rows]:
+        """The rows of a verification. Waits for the step in flight."""
+        found: list[Rows] = []
+        start = 0
+        for member, token, logprobs, buffer in zip(self.members, self.known(), self._logprobs, self._contexts, strict=True):
+            tokens = [token, *drafts.get(member, ())]
+            found.append(Rows(member, tokens, logprobs, buffer, start))
+            start += len(tokens)
+        return found
+
+    def _go_on(self, members: Collection[Rows], verified: Verified) -> Verified:
+        self._inputs = mx.array([rows.following for rows in members], mx.uint32)
+        self._logprobs = [rows.logprobs for rows in members]
+        return verified

@@ -5,83 +5,84 @@ next() is one step:
     _schedule()      admit waiting sequences; choose a chunk of prompts, or reserve the next blocks of the decoding batch,
                      preempting the youngest sequence until there is room
     chunk.run() or   one forward pass of the model
-    _batch.run()
+    steps.run()
     _postprocess_    cache what was computed, emit events, let sequences join or leave the batch
+    _jump()          append the tokens that forms force, in one more pass
 
 caches.py knows the pool, prefill.py and decode.py call the model. Not thread-safe: one thread owns it.
 """
 
 from __future__ import annotations
 
-import copy
 import logging
 import time
 from collections import Counter
-from collections.abc import Collection, Iterator
+from collections.abc import Callable, Collection, Iterator
 from contextlib import contextmanager, suppress
 from dataclasses import asdict
 from typing import Any
 
 import mlx.core as mx
 from mlx_lm.generate_utils import BatchCounters, BatchCountersSnapshot, BatchStats
-from mlx_lm.utils import maybe_set_recommended_wired_limit
 
 from ..config import EngineConfig, KVBits
-from ..errors import PoolExhaustedError, RequestTooLargeError
+from ..errors import PoolExhaustedError
 from ..kv.parts import tokens_held
+from ..ranks.group import ALONE, Ranks
 from ..spec import BLOCK_TOKENS
+from ..system import WiredLimit
 from .caches import Caches, Opened
-from .decode import DecodeBatch, Emitted
+from .decode import DecodeBatch
+from .masks import Forced
+from .measuring import measured
 from .opening import open_caches
 from .order import first_of_agents, giver, go_behind, in_turn, last, line_up
-from .prefill import Chunk, choose, chunk_end, still_shared
+from .prefill import Chunk, Turns, prefill_ahead
 from .request import KIND, Event, Failed, Progress, Request, Started, Swapped, Token
 from .sequence import Sequence
+from .steps import DecodeSteps
+from .verify import Emitted
 
 log = logging.getLogger(__name__)
 
-# As mlx-lm does: buffers of sizes that do not come again would pile up.
+# As mlx-lm does, and behind each chunk of prompts: buffers of sizes that do not come again would pile up.
 CLEAR_STEPS = 512
 
 # Layer caches, and the tokens that they hold.
 Extracted = tuple[list[Any], list[int]]
 
 
-def _wire(n_bytes: int | None) -> int | None:
-    """Let Metal wire `n_bytes`; None: what the device recommends, as mlx-lm does; 0: leave the limit alone.
-
-    Returns the limit before, which close() restores; None where nothing was set.
-    """
-    if n_bytes is None:
-        previous: int | None = maybe_set_recommended_wired_limit()
-        return previous
-    if n_bytes == 0 or not mx.metal.is_available():
-        return None
-    return int(mx.set_wired_limit(n_bytes))
-
-
 class BlockPoolBatchEngine:
     """In place of mlx-lm's BatchGenerator: insert() requests, call next() until they are through.
 
-    `counts`: chunks, prompt_tokens, decode_steps, tokens, swapped_out, swapped_in, and shared: the requests that waited for a
-    prefix in prefill.
+    `counts`: chunks, prompt_tokens, decode_steps, tokens, of them forced_tokens, jumps, swapped_out, swapped_in, and shared: the
+    requests that waited for a prefix in prefill; and those of DecodeSteps. `clock`: seconds, by which requests are due.
     """
 
-    def __init__(self, model: Any, caches: Caches, config: EngineConfig | None = None) -> None:
+    def __init__(
+        self,
+        model: Any,
+        caches: Caches,
+        config: EngineConfig | None = None,
+        ranks: Ranks = ALONE,
+        clock: Callable[[], float] = time.monotonic,
+    ) -> None:
         self.model = model
         self.caches = caches
         self.config = config or EngineConfig()
+        self.ranks = ranks
+        self.clock = clock
         self.counts: Counter[str] = Counter()
         self._work = BatchCounters()
         self._uids = 0
         self.waiting: list[Sequence] = []
         self._prefilling: list[Sequence] = []
-        self._batch = DecodeBatch(model, caches.merges)
+        self.steps = DecodeSteps(self.config, caches, ranks, self.counts)
+        self._batch = DecodeBatch(model, caches.merges, ranks)
         self._events: list[Event] = []
         self._may_admit = True
-        self._decode_debt = 0.0
-        self._long_first = False
-        self._wired_limit = _wire(self.config.wired_bytes)
+        self._turns = Turns(self.config)
+        self._wired_limit = WiredLimit(self.config.wired_bytes)
 
     @classmethod
     def open(
@@ -93,7 +94,7 @@ class BlockPoolBatchEngine:
         bits: KVBits | None = None,
     ) -> BlockPoolBatchEngine:
         """An engine for a loaded model over a new pool: `pool_bytes`, `max_kv_size` and `bits` as in open_caches()."""
-        return cls(model, open_caches(model, pool_bytes, max_kv_size, bits), config)
+        return cls(model, measured(model, open_caches(model, pool_bytes, max_kv_size, bits), config), config)
 
     # -- requests ------------------------------------------------------------------------------------------------------
 
@@ -112,26 +113,20 @@ class BlockPoolBatchEngine:
         if len(given) != len(requests):
             raise ValueError(f"There are caches for {len(given)} requests. Give an entry, or None, for each of {len(requests)}.")
         for request, own in zip(requests, given, strict=True):
-            self._check(request, own)
-        inserted = [Sequence(self._uids + i, request) for i, request in enumerate(requests, 1)]
+            request.check(self.caches.capacity())
+            if own is not None and not 0 < (held := tokens_held(own)) < len(request.tokens):
+                raise ValueError(f"The caches hold {held} of {len(request.tokens)} prompt tokens. Give the first ones, not all.")
+        inserted = [Sequence(self._uids + i, request, self.clock()) for i, request in enumerate(requests, 1)]
         for sequence, own in zip(inserted, given, strict=True):
             if own is not None:
                 self.caches.take_in(sequence, own)
         self._uids += len(inserted)
-        line_up(self.waiting, inserted)
-        self._may_admit = True
+        self._wait(inserted)
         return [sequence.uid for sequence in inserted]
 
-    def _check(self, request: Request, caches: list[Any] | None) -> None:
-        capacity = self.caches.capacity()
-        if not request.tokens or request.max_tokens < 1:
-            given = f"{len(request.tokens)} prompt tokens and max_tokens {request.max_tokens}"
-            raise ValueError(f"The request has {given}. Give at least one of each.")
-        if capacity is not None and len(request.tokens) + request.max_tokens > capacity:
-            raise RequestTooLargeError(len(request.tokens) + request.max_tokens, capacity)
-        held = 1 if caches is None else tokens_held(caches)
-        if caches is not None and not 0 < held < len(request.tokens):
-            raise ValueError(f"The caches hold {held} of {len(request.tokens)} prompt tokens. Give the first ones, not all.")
+    def _wait(self, sequences: Collection[Sequence]) -> None:
+        line_up(self.waiting, sequences)
+        self._may_admit = True
 
     def cancel(self, uid: int) -> None:
         """End a request. What it computed stays cached."""
@@ -148,13 +143,9 @@ class BlockPoolBatchEngine:
 
     def extract_cache(self, uids: Collection[int]) -> dict[int, Extracted]:
         """Copies of these requests' caches, and the tokens that they hold; empty for requests that wait."""
-        found: dict[int, Extracted] = {sequence.uid: ([], []) for sequence in self.waiting}
-        for sequence in self.live:
-            if sequence.uid in uids:
-                in_batch = sequence in self._batch.members
-                caches = self._batch.extract(sequence) if in_batch else copy.deepcopy(sequence.caches or [])
-                found[sequence.uid] = (caches, sequence.tokens[: sequence.computed])
-        return {uid: extracted for uid, extracted in found.items() if uid in uids}
+        waiting: dict[int, Extracted] = {each.uid: ([], []) for each in self.waiting if each.uid in uids}
+        live = [each for each in self.live if each.uid in uids]
+        return waiting | {each.uid: (self._batch.extract(each), each.tokens[: each.computed]) for each in live}
 
     @contextmanager
     def stats(self) -> Iterator[BatchStats]:
@@ -177,16 +168,15 @@ class BlockPoolBatchEngine:
         for sequence in self.waiting:
             self.caches.abandon(sequence)
         for sequence in suspended:
-            # It refers to this trie, and the sequence may continue beside another one.
-            sequence.prefix = None
+            # They are of this trie and its records, and of this engine's drafts; the sequence may continue beside other ones.
+            sequence.prefix = sequence.agreed = sequence.drafter = None
         self.waiting = []
         return suspended
 
     def resume(self, sequence: Sequence) -> int:
         """Take in a request that suspend() took out. Returns its new uid."""
         sequence.uid = self._uids = self._uids + 1
-        line_up(self.waiting, [sequence])
-        self._may_admit = True
+        self._wait([sequence])
         return sequence.uid
 
     @property
@@ -223,7 +213,7 @@ class BlockPoolBatchEngine:
             dropped = [sequence.uid for sequence in self.waiting]
         self.waiting = [sequence for sequence in self.waiting if sequence.uid not in dropped]
         self._prefilling = []
-        self._batch = DecodeBatch(self.model, self.caches.merges)
+        self._batch = DecodeBatch(self.model, self.caches.merges, self.ranks)
         self._events = []
         self._may_admit = True
         self.caches.release_all()
@@ -233,10 +223,7 @@ class BlockPoolBatchEngine:
         """Drop everything and give the wired limit back."""
         self.reset()
         self.waiting = []
-        if self._wired_limit is not None:
-            mx.synchronize()
-            mx.set_wired_limit(self._wired_limit)
-            self._wired_limit = None
+        self._wired_limit.restore()
 
     # -- one step ------------------------------------------------------------------------------------------------------
 
@@ -250,37 +237,29 @@ class BlockPoolBatchEngine:
         if chunk is not None:
             self._postprocess_chunk(chunk, chunk.run(self.model, self.caches.ragged), time.perf_counter() - start)
         elif self._batch.members:
-            self._postprocess_tokens(*self._batch.run(), time.perf_counter() - start)
+            emitted, failed, forced = self.steps.run(self._batch)
+            self._postprocess_tokens(emitted, failed, time.perf_counter() - start)
+            self._jump(forced)
         self._account(chunk is not None, time.perf_counter() - start)
         events, self._events = [*self.caches.restoring(), *self._events], []
         return events
+
+    def _account(self, is_prefill: bool, seconds: float) -> None:
+        self._turns.account(is_prefill, seconds, bool(self._prefilling and len(self._batch)))
 
     def _schedule(self) -> Chunk | None:
         """Admit sequences. Returns the next chunk of prompts; None: it is decode's turn, and every next token has room."""
         self._may_admit |= self.caches.advance(idle=not self.live)
         self._admit()
-        decode_is_due = len(self._batch) and (self._decode_debt > 0 or self._batch.has_first_token_pending)
+        decode_is_due = len(self._batch) and (self._turns.is_for_decode or self._batch.has_first_token_pending)
         if self._prefilling and not decode_is_due:
-            return self._next_chunk()
+            return self._turns.next_chunk(self._prefilling, self.caches.pads_prompts)
         self._ensure_next_blocks()
         return None
 
-    def _next_chunk(self) -> Chunk:
-        tokens = self.config.prefill_tokens
-        most = self.config.prefill_rows if self.caches.pads_prompts else 1
-        rows = [(each, chunk_end(each, tokens)) for each in choose(self._prefilling, tokens, most, self._long_first)]
-        self._long_first = len(rows) > 1 or rows[0][1] == rows[0][0].prefill_end
-        return Chunk(rows)
-
-    def _account(self, is_prefill: bool, seconds: float) -> None:
-        """While both wait, decode gets `decode_share` of the time: each chunk adds to its debt, each decode step pays it."""
-        share = self.config.decode_share
-        self._decode_debt += seconds * share / (1 - share) if is_prefill else -seconds
-        if not (self._prefilling and len(self._batch)):
-            self._decode_debt = 0.0
-
     def _postprocess_chunk(self, chunk: Chunk, tokens: int, seconds: float) -> None:
         """Cache what the chunk has computed, and let the sequences whose prompts are complete join the batch."""
+        mx.clear_cache()
         self.counts.update(chunks=1, prompt_tokens=tokens)
         self._work.prompt_tokens += tokens
         self._work.prompt_time += seconds
@@ -288,7 +267,7 @@ class BlockPoolBatchEngine:
         for sequence, _ in chunk.rows:
             kind = sequence.breakpoints.pop(sequence.computed, None)
             if kind is not None or (self.caches.keeps_chunks and sequence.in_prefill):
-                self.caches.insert(sequence, kind or KIND)
+                self.caches.insert(sequence, kind or KIND, sequence.computed)
                 self._may_admit = True
             # The last token of a prompt is computed by the first decode step.
             self._events.append(Progress(sequence.uid, sequence.computed + (not sequence.in_prefill), len(sequence.tokens)))
@@ -298,23 +277,45 @@ class BlockPoolBatchEngine:
 
     def _postprocess_tokens(self, emitted: list[Emitted], failed: dict[Sequence, Exception], seconds: float) -> None:
         """Emit tokens, and let the sequences that have ended leave the batch."""
-        self.counts.update(decode_steps=1, tokens=len(emitted))
+        self.counts["decode_steps"] += 1
         self._work.decode_time += seconds
         self._work.generation_steps += 1
-        self._work.generation_tokens += len(emitted)
         if self.counts["decode_steps"] % CLEAR_STEPS == 0:
             mx.clear_cache()
         ended: list[Sequence] = list(failed)
         for sequence, token, logprobs in emitted:
-            reason = sequence.append_token(token)
-            self._events.append(Token(sequence.uid, token, logprobs, reason))
-            if reason is not None:
+            if self._emit(sequence, token, logprobs):
                 ended.append(sequence)
-            elif self.caches.keeps_chunks and sequence.computed % BLOCK_TOKENS == 0:
-                self.caches.insert(sequence, "assistant")
+            elif self.caches.keeps_chunks and sequence.emitted % BLOCK_TOKENS == 0:
+                self.caches.insert(sequence, "assistant", sequence.emitted)
         self._batch.leave(ended)
         for sequence in ended:
             self._end(sequence, failed.get(sequence))
+
+    def _emit(self, sequence: Sequence, token: int, logprobs: mx.array | None) -> bool:
+        """Emit a token of a reply. Returns whether it is the last one."""
+        reason = sequence.append_token(token)
+        self._events.append(Token(sequence.uid, token, logprobs, reason))
+        self.counts["tokens"] += 1
+        if logprobs is None:
+            self.counts["forced_tokens"] += 1
+        self._work.generation_tokens += 1
+        return reason is not None
+
+    def _jump(self, forced: Forced) -> None:
+        """Emit runs of forced tokens and compute them in one pass."""
+        runs = self.steps.jumps(self._batch, forced)
+        if not runs:
+            return
+        start = time.perf_counter()
+        # Of a run no token is emitted behind the last one of the reply.
+        ended = [sequence for sequence, run in runs.items() if any(self._emit(sequence, token, None) for token in run)]
+        self._batch.leave(ended)
+        for sequence in ended:
+            self._end(sequence, None)
+        self._batch.append({s: run for s, run in runs.items() if s not in ended}, self.caches.pads_prompts)
+        self.counts["jumps"] += len(runs)
+        self._work.decode_time += time.perf_counter() - start
 
     # -- room ----------------------------------------------------------------------------------------------------------
 
@@ -337,17 +338,14 @@ class BlockPoolBatchEngine:
 
     def _wait_for_prefix(self, sequence: Sequence) -> bool:
         """Mark the place up to which a live prefill is about to compute this prompt. Returns whether there is such a one."""
-        ahead = [(still_shared(sequence, other), other) for other in self._prefilling]
-        for shared, other in ahead:
-            least = 1 if sequence.is_choice_beside(other) else self.config.shared_tokens
-            if shared >= least and (
-                shared in other.breakpoints or shared - self.caches.cached_tokens(sequence.tokens, sequence.policy.salt) >= least
-            ):
-                other.breakpoints.setdefault(shared, KIND)
-                self.counts["shared"] += not sequence.has_waited
-                sequence.has_waited = True
-                return True
-        return False
+        found = prefill_ahead(sequence, self._prefilling, self.config.shared_tokens, self.caches.cached_tokens)
+        if found is None:
+            return False
+        other, shared = found
+        other.breakpoints.setdefault(shared, KIND)
+        self.counts["shared"] += not sequence.has_waited
+        sequence.has_waited = True
+        return True
 
     def _start(self, sequence: Sequence) -> bool:
         """Give a request its caches. Returns False if it has to wait for room."""
@@ -360,6 +358,7 @@ class BlockPoolBatchEngine:
             return True
         self.waiting.remove(sequence)
         sequence.start(opened.caches, opened.cached)
+        self.steps.start(sequence)
         if sequence.preemptions:
             self.counts["swapped_in"] += 1
             self._events.append(Swapped(sequence.uid, is_in=True))
@@ -427,8 +426,9 @@ class BlockPoolBatchEngine:
     def _end(self, sequence: Sequence, error: Exception | None) -> None:
         """Finish a sequence that has left the batch."""
         self._may_admit = True
-        go_behind(self.waiting, sequence)
+        go_behind(self.waiting, sequence, self.clock())
         if error is None:
+            self.steps.end(sequence)
             self._keep(sequence)
         else:
             self.caches.discard(sequence)

@@ -1,11 +1,11 @@
 """Who goes first in the engine, and who gives way. Requests share places and room, however many choices each of them has.
 
-    line_up(waiting, sequences)  sequences wait in the order in which they are due
-    first_of_agents(sequences)   the requests of one agent run in the order of their arrival
-    in_turn(waiting, live)       the requests with the fewest live sequences first
-    giver(sequence, live)        which live sequence makes room for one whose request has fewer
-    last(live)                   which live sequence goes first when the next tokens have no room
-    go_behind(waiting, ended)    a request whose choice has ended waits behind the others for the next one
+    line_up(waiting, sequences)     sequences wait in the order in which they are due
+    first_of_agents(sequences)      the requests of one agent run in the order of their arrival
+    in_turn(waiting, live)          the requests with the fewest live sequences first
+    giver(sequence, live)           which live sequence makes room for one whose request has fewer
+    last(live)                      which live sequence goes first when the next tokens have no room
+    go_behind(waiting, ended, now)  a request whose choice has ended waits behind the others for the next one
 
 Knows sequences, and no caches. Owned by the generation thread.
 """
@@ -63,12 +63,12 @@ def last(live: Collection[Sequence]) -> Sequence:
     return max(live, key=lambda each: (each.request.priority, places[each.of], each.uid))
 
 
-def go_behind(waiting: list[Sequence], ended: Sequence) -> None:
-    """Let the other choices for the prompt of `ended` wait behind all others."""
+def go_behind(waiting: list[Sequence], ended: Sequence, now: float) -> None:
+    """Let the other choices for the prompt of `ended` wait as if they had arrived `now`."""
     behind = [] if ended.request.group is None else [each for each in waiting if each.is_choice_beside(ended)]
     for each in behind:
         waiting.remove(each)
-        each.come_again()
+        each.come_again(now)
     line_up(waiting, behind)
 
 

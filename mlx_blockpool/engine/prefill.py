@@ -1,4 +1,4 @@
-"""Which prompts are computed next, how far, and the chunk that computes them.
+"""Who computes next, prompts or the batch; which prompts, how far, and the chunk that computes them.
 
 Chunks end on an absolute grid, so that cold and warm runs of a prompt are computed in the same shapes, and at the breakpoints of
 a prompt.
@@ -6,12 +6,13 @@ a prompt.
 
 from __future__ import annotations
 
-from collections.abc import Collection
+from collections.abc import Callable, Collection
 from dataclasses import dataclass
 from typing import Any
 
 import mlx.core as mx
 
+from ..config import EngineConfig
 from ..kv.parts import batch_of, member_of
 from ..prefix.trie import common_prefix
 from .sequence import Sequence
@@ -39,12 +40,40 @@ class Chunk:
             for layer in layers:
                 layer.finalize()
         mx.eval([layer.state for layer in layers])
-        mx.clear_cache()
         for i, (row, end) in enumerate(self.rows):
             row.computed = end
             if merges:
                 row.caches = member_of(layers, i)
         return sum(lengths)
+
+
+class Turns:
+    """Turns of prompts and the batch while both wait, and of short prompts and long ones."""
+
+    def __init__(self, config: EngineConfig) -> None:
+        self.config = config
+        self._decode_debt = 0.0
+        self._long_first = False
+
+    @property
+    def is_for_decode(self) -> bool:
+        """True if chunks have had more than their share of the time."""
+        return self._decode_debt > 0
+
+    def next_chunk(self, prefilling: Collection[Sequence], pads_prompts: bool) -> Chunk:
+        """The chunk of prompts that is due; of several prompts only where these may be padded."""
+        tokens = self.config.prefill_tokens
+        most = self.config.prefill_rows if pads_prompts else 1
+        rows = [(each, chunk_end(each, tokens)) for each in choose(prefilling, tokens, most, self._long_first)]
+        self._long_first = len(rows) > 1 or rows[0][1] == rows[0][0].prefill_end
+        return Chunk(rows)
+
+    def account(self, is_prefill: bool, seconds: float, both_wait: bool) -> None:
+        """While both wait, decode gets `decode_share` of the time: each chunk adds to its debt, each decode step pays it."""
+        share = self.config.decode_share
+        self._decode_debt += seconds * share / (1 - share) if is_prefill else -seconds
+        if not both_wait:
+            self._decode_debt = 0.0
 
 
 def chunk_end(sequence: Sequence, step: int) -> int:
@@ -74,7 +103,21 @@ def choose(prefilling: Collection[Sequence], step: int, rows: int, long_first: b
     return chosen
 
 
-def still_shared(sequence: Sequence, other: Sequence) -> int:
+def prefill_ahead(
+    sequence: Sequence, prefilling: Collection[Sequence], least: int, cached: Callable[[list[int], bytes], int]
+) -> tuple[Sequence, int] | None:
+    """A live prefill that is about to compute `least` tokens more of a prompt than are `cached`, and where they end.
+
+    Choices wait for the whole prompt. None: there is no such prefill.
+    """
+    for other in prefilling:
+        shared, enough = _still_shared(sequence, other), 1 if sequence.is_choice_beside(other) else least
+        if shared >= enough and (shared in other.breakpoints or shared - cached(sequence.tokens, sequence.policy.salt) >= enough):
+            return other, shared
+    return None
+
+
+def _still_shared(sequence: Sequence, other: Sequence) -> int:
     """The tokens that two prompts have in common, if the prefill of `other` has not come to their end; else 0."""
     if sequence.policy.salt != other.policy.salt:
         return 0

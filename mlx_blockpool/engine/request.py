@@ -9,6 +9,9 @@ from typing import Any
 import mlx.core as mx
 from mlx_lm.generate import StopSequences
 
+from ..drafts.draft import Prediction
+from ..errors import RequestTooLargeError
+from ..forms.form import Form
 from ..prefix.salts import SHARED
 
 Sampler = Callable[[mx.array], mx.array]
@@ -23,7 +26,8 @@ class Request:
 
     tokens:      the prompt, at least one token.
     max_tokens:  the most tokens to generate, at least one.
-    sampler:     logprobs [1, vocabulary] -> token [1]; None: the most likely one. It may have a state of its own, as seeds do.
+    sampler:     logprobs [1, vocabulary] -> token [1]; None: the most likely one. One with a state of its own, as
+                 seeds have, has a method skip(draws): a form has left so many without a choice.
     processors:  mlx-lm's logits processors, called with all tokens so far.
     stop:        mlx-lm's stop sequences.
     breakpoints: (tokens, kind) of each beginning of the prompt that is worth caching by itself, such as the system prompt.
@@ -35,6 +39,8 @@ class Request:
                  to their agent they are one. None: it is the only one.
     priority:    requests of lower values start earlier and are preempted later: see delay_of() in sequence.py.
     salt:        of its prefixes, 32 bytes: only requests with the same salt share them. Empty: all without one.
+    form:        the form that the reply keeps; None: any token may come. It belongs to this request alone.
+    prediction:  what the client expects the reply to be, which is drafted from; None: nothing. It counts for this request alone.
     """
 
     tokens: Sequence[int]
@@ -50,11 +56,21 @@ class Request:
     group: str | None = None
     priority: int = 0
     salt: bytes = SHARED
+    form: Form | None = None
+    prediction: Prediction | None = None
 
     @property
     def name(self) -> str | None:
         """The name under which its end is noted."""
         return self.noted_as or self.agent
+
+    def check(self, capacity: int | None) -> None:
+        """Raises ValueError for an empty prompt, and RequestTooLargeError for more tokens than a sequence can have."""
+        if not self.tokens or self.max_tokens < 1:
+            given = f"{len(self.tokens)} prompt tokens and max_tokens {self.max_tokens}"
+            raise ValueError(f"The request has {given}. Give at least one of each.")
+        if capacity is not None and len(self.tokens) + self.max_tokens > capacity:
+            raise RequestTooLargeError(len(self.tokens) + self.max_tokens, capacity)
 
 
 @dataclass(frozen=True)
@@ -112,11 +128,14 @@ class Progress:
 
 @dataclass(frozen=True)
 class Token:
-    """One generated token, the logprobs [vocabulary] it was drawn from, and "stop" or "length" with the last one."""
+    """One generated token, the logprobs [vocabulary] it was drawn from, and "stop" or "length" with the last one.
+
+    logprobs: None for a token that its form forced, which was not drawn: its logprob is 0.
+    """
 
     uid: int
     token: int
-    logprobs: mx.array
+    logprobs: mx.array | None
     finish_reason: str | None
 
 

@@ -5,11 +5,13 @@ kv.sequence.SequenceBlocks is the memory behind its caches. Owned by the generat
 
 from __future__ import annotations
 
-import time
+import copy
+from collections.abc import Collection
 from typing import Any
 
 import mlx.core as mx
 
+from ..drafts.drafter import Drafter
 from ..prefix.retention import RetentionPolicy
 from ..prefix.trie import PrefixRef
 from .request import KIND, Request
@@ -30,20 +32,22 @@ def delay_of(priority: int) -> float:
 class Sequence:
     """A request that the engine runs. `uid` is also its place in the order of arrival.
 
-    due:       when it arrived, by time.monotonic(), as if that had been later or earlier by its priority.
+    due:       when it arrived, by the engine's clock, as if that had been later or earlier by its priority.
     tokens:    the prompt and what was generated, the next token to be computed included where it is known.
     computed:  how many of them the caches hold, once the step in flight has run.
     caches:    the layer caches; None while it waits, or while a padded batch has them.
     prefix:    the cached beginning of `tokens` that was found last; lookups continue from its end.
-    logprobs:  of tokens[-1] where that was drawn and not emitted yet.
+    logprobs:  of tokens[-1] where that was drawn and not emitted yet; without numbers where another rank has drawn it.
     policy:     its retention: how long, and for whom, what it computes stays cached.
+    agreed:    how many of `tokens` the ranks of a group have agreed to read from disk before it starts; None: they did not vote.
+    drafter:    guesses its next tokens, and sees those that are emitted; None: nothing is drafted for it.
     preemptions, has_waited: how often it was preempted, and whether it waited for another's prefill.
     """
 
-    def __init__(self, uid: int, request: Request) -> None:
+    def __init__(self, uid: int, request: Request, now: float) -> None:
         self.uid = uid
         self.request = request
-        self.come_again()
+        self.come_again(now)
         # Choices share the list of their prompt until they start.
         is_choice, given = request.group is not None, request.tokens
         self.tokens = given if is_choice and isinstance(given, list) else list(given)
@@ -51,6 +55,7 @@ class Sequence:
         self.caches: list[Any] | None = None
         self.prefix: PrefixRef | None = None
         self.logprobs: mx.array | None = None
+        self.agreed: int | None = None
         self.breakpoints = {min(position, self.prefill_end): kind for position, kind in request.breakpoints if position > 0}
         if request.group is not None:
             # Where the other choices begin, also those that start later.
@@ -58,18 +63,19 @@ class Sequence:
         self.policy = RetentionPolicy(request.agent, request.retention, request.salt)
         # The pins of `request` that are not set yet.
         self.pins = list(request.pins)
+        self.drafter: Drafter | None = None
         self.preemptions = 0
         self.has_waited = False
         self._produced = 0
         self._matcher = request.stop.matcher()
 
-    def come_again(self) -> None:
-        """Count as having arrived just now."""
-        self.due = time.monotonic() + delay_of(self.request.priority)
+    def come_again(self, now: float) -> None:
+        """Count as having arrived `now`."""
+        self.due = now + delay_of(self.request.priority)
 
     def start(self, caches: list[Any], computed: int) -> None:
         """Continue from caches that hold the first `computed` tokens."""
-        self.caches, self.computed = caches, computed
+        self.caches, self.computed, self.agreed = caches, computed, None
         if self.tokens is self.request.tokens:
             self.tokens = list(self.tokens)
 
@@ -92,6 +98,15 @@ class Sequence:
     def in_prefill(self) -> bool:
         return self.computed < self.prefill_end
 
+    def generated(self, start: int) -> list[int]:
+        """The tokens behind the prompt, from the `start`-th of them on."""
+        return self.tokens[len(self.request.tokens) + start :]
+
+    @property
+    def emitted(self) -> int:
+        """How many of its tokens the prompt has or were emitted."""
+        return len(self.request.tokens) + self._produced
+
     @property
     def is_new(self) -> bool:
         """True if nothing was generated yet."""
@@ -101,9 +116,29 @@ class Sequence:
         """Return whether both are choices for one prompt."""
         return self.request.group is not None and self.request.group == other.request.group
 
+    def compute(self, token: int) -> None:
+        """Count its next token as computed: the last one of `tokens`, or one that was drawn and is none of them yet."""
+        if self.computed == len(self.tokens):
+            self.tokens.append(token)
+        self.computed = len(self.tokens)
+
+    def until_end(self, tokens: Collection[int]) -> int:
+        """How many of the tokens would be emitted if they came next: those up to the one that ends the reply."""
+        matcher = copy.copy(self._matcher)
+        for count, token in enumerate(tokens, 1):
+            if matcher.advance(token) or count == self.left_to_emit():
+                return count
+        return len(tokens)
+
+    def left_to_emit(self) -> int:
+        """The most tokens that may still be emitted."""
+        return self.request.max_tokens - self._produced
+
     def append_token(self, token: int) -> str | None:
         """Count a generated token as emitted. Returns the finish reason, None where more tokens follow."""
         self._produced += 1
+        if self.drafter is not None:
+            self.drafter.observe((token,))
         stopped = self._matcher.advance(token)
         return "stop" if stopped else "length" if self._produced >= self.request.max_tokens else None
 

@@ -38,8 +38,8 @@ class StockCaches(Caches):
     def cached_tokens(self, tokens: list[int], salt: bytes = SHARED) -> int:
         return self._prompts.cached_tokens(self._key_of(salt), list(tokens))
 
-    def insert(self, sequence: Sequence, kind: str) -> None:
-        self._insert(sequence, sequence.computed, copy.deepcopy(sequence.caches), kind)
+    def insert(self, sequence: Sequence, kind: str, end: int) -> None:
+        self._insert(sequence, end, copy.deepcopy(sequence.caches), kind)
 
     def take_in(self, sequence: Sequence, caches: list[Any]) -> None:
         self._insert(sequence, tokens_held(caches), copy.deepcopy(caches), KIND)

@@ -10,7 +10,7 @@ import weakref
 from collections import deque
 from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import Any, Protocol
+from typing import Any, Literal, Protocol
 
 import mlx.core as mx
 
@@ -42,7 +42,10 @@ class KVArena:
     """`pool` says which blocks there are; this holds what is in them.
 
     ragged:       whether the model was attached and its attention reads the slabs where they lie.
+    verifies:     how several next tokens of a sequence are computed in one forward: as rows of a batch, or each sequence alone;
+                  None: not at all.
     pads_states:  whether prompts of a model with states may be padded: its states leave the padding out.
+    is_stage:     whether the model is a stage of a pipeline: it puts keys back to order what it sends.
     decode:       how decode steps run; `steps` has the last one of each layer group.
     first:        the first leaf that lives in blocks.
     state_bytes:  what states of running sequences and checkpoints may take of `pool_bytes`.
@@ -56,8 +59,10 @@ class KVArena:
         self._returned_states: deque[int] = deque()
         self.pool = BlockPool(spec, pool_bytes - self.state_bytes, config)
         self.ragged = False
+        self.verifies: Literal["rows", "alone"] | None = None
         self.pads_states = False
-        self.decode = DecodePolicy(config.decode_path, spec.dtype)
+        self.is_stage = False
+        self.decode = DecodePolicy(config.decode_path)
         self.steps: dict[int, Any] = {}
         self.spec = spec
         self.dtype = getattr(mx, self.spec.dtype)

@@ -18,12 +18,16 @@ from mlx_lm.models.cache import make_prompt_cache as stock_prompt_cache
 
 from ..config import KVBits
 from ..mlx_lm_compat import rebind
-from ..spec import ModelCacheSpec, StateLayer
+from ..ranks.group import ALONE, Ranks
+from ..spec import ChunkLayer, ModelCacheSpec, StateLayer
+from .alone import Unsettled, takes_back
 from .arena import KVArena
 from .factory import make_prompt_cache
+from .parts import batch_of, begin_rows, commit_rows
 from .rounded import rounded
 from .rows import Quantised, Rows
 from .runs import attend_quantised
+from .shards import apart, on_all
 
 log = logging.getLogger(__name__)
 
@@ -96,44 +100,54 @@ def detach(model: Any) -> None:
             module.__class__ = type(module)._attached_from
 
 
-def attach(model: Any, arena: KVArena) -> bool:
-    """Attach, and keep it if a ragged batch of random tokens gives the logits of single sequences.
+def attach(model: Any, arena: KVArena, ranks: Ranks = ALONE) -> bool:
+    """Attach, and keep it if a ragged batch of random tokens gives the logits of single sequences, on all ranks.
 
-    Sets arena.ragged. A model that does not pass is as it was before, and batches through mlx-lm's padded caches, unless the
-    pool is quantised: nothing else reads its blocks. Raises PoolExhaustedError where the pool has no room for two short
-    sequences.
+    Sets arena.ragged, and arena.verifies where several tokens of each sequence in one forward do so too. A model that does not
+    pass is as it was before, and batches through mlx-lm's padded caches, unless the pool is quantised: nothing else reads its
+    blocks. Raises PoolExhaustedError where the pool has no room for two short sequences.
     """
     spec = arena.spec
     agrees = False
 
     def reads_blocks() -> bool:
         batch = _agrees(model, lambda: make_prompt_cache(model, arena), not arena.state_leaves, spec)
+        if spec.bits is None:
+            return batch
         # What a sequence alone gets of quantised blocks are no arrays, which a model may touch between cache and attention.
-        return batch and (spec.bits is None or _agrees_alone(model, arena))
+        # All ranks try it or none does: parts of layers compute together.
+        return on_all(ranks, batch) and _agrees_alone(model, arena)
 
     arena.ragged = spec.batches
     try:
-        agrees = spec.batches and _keep_attached_if(model, arena, reads_blocks)
+        agrees = spec.batches and _keep_attached_if(model, arena, reads_blocks, ranks)
+        if agrees and ranks.size == 1 and _agrees_by_rows(model, arena):
+            arena.verifies = "rows"
+        elif agrees:
+            verify_alone_if_near(model, arena, ranks)
     finally:
         arena.ragged = agrees
+        arena.decode.path_counts.clear()
     return agrees
 
 
-def attach_alone(model: Any, arena: KVArena) -> bool:
+def attach_alone(model: Any, arena: KVArena, ranks: Ranks = ALONE) -> bool:
     """attach() for a model whose sequences run one at a time: keep it if one in two parts gives the logits of mlx-lm's caches."""
     arena.ragged = False
-    return _keep_attached_if(model, arena, lambda: _agrees_alone(model, arena))
+    return _keep_attached_if(model, arena, lambda: _agrees_alone(model, arena), ranks)
 
 
-def _keep_attached_if(model: Any, arena: KVArena, agrees: Callable[[], bool]) -> bool:
-    """Attach a model, and detach it again unless it agrees then."""
+def _keep_attached_if(model: Any, arena: KVArena, agrees: Callable[[], bool], ranks: Ranks) -> bool:
+    """Attach a model, and detach it again unless it agrees then, on all ranks."""
     # Another pool may have attached it, and relies on that.
     was_attached = any("_attached_from" in type(module).__dict__ for _, module in model.named_modules())
     passed = False
     try:
         # A model without attention has nothing to attach.
         is_bound = bind(model) > 0 or not arena.spec.groups
-        passed = is_bound and (arena.spec.bits is None or may_read_quantised(model)) and agrees()
+        with apart(model):
+            own = is_bound and (arena.spec.bits is None or may_read_quantised(model)) and agrees()
+        passed = on_all(ranks, own)
     finally:
         arena.decode.path_counts.clear()
         if not passed and not was_attached:
@@ -141,18 +155,22 @@ def _keep_attached_if(model: Any, arena: KVArena, agrees: Callable[[], bool]) ->
     return passed
 
 
-def batches_padded(model: Any, spec: ModelCacheSpec | None = None) -> bool:
-    """Return whether mlx-lm's own padded batch gives the logits of single sequences. (gemma2's does not run at all.)
+def batches_padded(model: Any, spec: ModelCacheSpec | None = None, ranks: Ranks = ALONE) -> bool:
+    """Return whether mlx-lm's own padded batch gives the logits of single sequences, on all ranks. (gemma2's does not run.)
 
     `spec`: of a model whose prompts are computed one at a time where it has states.
     """
     has_states = spec is not None and any(isinstance(leaf, StateLayer) for leaf in spec.leaves)
-    return (spec is None or spec.batches) and _agrees(model, lambda: _stock_caches(model, spec), not has_states, spec)
+    with apart(model):
+        agrees = (spec is None or spec.batches) and _agrees(model, lambda: _stock_caches(model, spec), not has_states, spec)
+    return on_all(ranks, agrees)
 
 
-def leaves_padding_out(model: Any) -> bool:
+def leaves_padding_out(model: Any, ranks: Ranks = ALONE) -> bool:
     """Return whether mlx-lm's batch of prompts of several lengths gives the logits of single sequences. (jamba's does not.)"""
-    return _agrees(model, lambda: _stock_caches(model), pads=True)
+    with apart(model):
+        agrees = _agrees(model, lambda: _stock_caches(model), pads=True)
+    return on_all(ranks, agrees)
 
 
 def _calls_attention(cls: type) -> bool:
@@ -182,11 +200,46 @@ def _agrees(model: Any, make_caches: Callable[[], list[Any]], pads: bool, spec: 
         caches = [make_caches() for _ in PROMPTS]
         if not pads:
             for own, prompt in zip(caches, PROMPTS, strict=True):
-                model(mx.array([prompt]), cache=own)
+                _logits(model, [prompt], own)
         batch = [type(layer[0]).merge(list(layer)) for layer in zip(*caches, strict=True)]
         return _batch_logits(model, batch, PROMPTS if pads else [])
 
     return _is_near(model, in_a_batch, PROMPTS, spec)
+
+
+def _agrees_by_rows(model: Any, arena: KVArena) -> bool:
+    """Return whether tokens that are computed by rows, beside some that are not kept, have the logits of single sequences."""
+    if arena.state_leaves or any(isinstance(leaf, ChunkLayer) for leaf in arena.spec.leaves):
+        return False
+
+    def by_rows() -> mx.array:
+        caches = [make_prompt_cache(model, arena) for _ in PROMPTS]
+        for own, prompt in zip(caches, PROMPTS, strict=True):
+            _logits(model, [prompt], own)
+        batch = batch_of(caches)
+        # One of each is kept; then the last row of each is looked at.
+        begin_rows(batch, [3, 2])
+        _logits(model, [NEXT[0], [8], [9], NEXT[0], [6]], batch)
+        commit_rows(batch, [1, 1])
+        begin_rows(batch, [1, 2])
+        logits = _logits(model, [NEXT[1], NEXT[1], [7]], batch)
+        commit_rows(batch, [1, 1])
+        return logits[:2, -1]
+
+    return _is_near(model, by_rows, PROMPTS, arena.spec)
+
+
+def verify_alone_if_near(model: Any, arena: KVArena, ranks: Ranks = ALONE) -> None:
+    """Set arena.verifies if a sequence that takes tokens back has the logits of mlx-lm's caches. Groups of ranks do not try."""
+
+    def alone() -> mx.array:
+        caches = make_prompt_cache(model, arena)
+        _logits(model, [PROMPTS[0]], caches)
+        Unsettled(model, caches, [*NEXT[0], 8, 9]).settle(1)
+        return Unsettled(model, caches, [*NEXT[1], 7]).logits[:1]
+
+    if ranks.size == 1 and takes_back(arena.spec) and _is_near(model, alone, PROMPTS[:1], arena.spec):
+        arena.verifies = "alone"
 
 
 def _agrees_alone(model: Any, arena: KVArena) -> bool:
@@ -224,19 +277,26 @@ def _batch_logits(model: Any, batch: list[Any], prompts: list[list[int]]) -> mx.
         longest = max(map(len, prompts))
         for cache in batch:
             cache.prepare(lengths=[len(p) for p in prompts], right_padding=[longest - len(p) for p in prompts])
-        model(mx.array([p + [0] * (longest - len(p)) for p in prompts]), cache=batch)
+        _logits(model, [p + [0] * (longest - len(p)) for p in prompts], batch)
         for cache in batch:
             cache.finalize()
     for token in NEXT:
-        logits: mx.array = model(mx.array([token] * 2), cache=batch)
+        logits = _logits(model, [token] * 2, batch)
     return logits[:, -1]
 
 
 def _last_logits(model: Any, caches: list[Any], parts: list[list[int]]) -> mx.array:
     """Logits [1, vocabulary] of one sequence after its last part."""
     for tokens in parts:
-        logits: mx.array = model(mx.array([tokens]), cache=caches)
+        logits = _logits(model, [tokens], caches)
     return logits[:, -1]
+
+
+def _logits(model: Any, tokens: list[list[int]], caches: list[Any]) -> mx.array:
+    """The logits of one pass, evaluated: ranks would not order the collectives of two passes in one graph alike."""
+    logits: mx.array = model(mx.array(tokens), cache=caches)
+    mx.eval(logits)
+    return logits
 
 
 def _stock_caches(model: Any, spec: ModelCacheSpec | None = None) -> list[Any]:
@@ -252,17 +312,18 @@ def step_synchronously_if_copied(model: Any, arena: KVArena, caches: list[Any] |
     returns arena.decode.synchronous.
     """
     caches = caches or make_prompt_cache(model, arena)
-    token = mx.zeros((1, 1), mx.int32)
-    mx.eval(model(token, cache=caches))
-    largest = max((a.nbytes for a in arena.arrays()), default=0)
-    mx.reset_peak_memory()
-    before = mx.get_active_memory()
-    previous = token
-    for _ in range(steps):
-        following = mx.argmax(model(previous, cache=caches)[:, -1:], axis=-1)
-        mx.async_eval(following)  # type: ignore[no-untyped-call]
+    with apart(model):
+        token = mx.zeros((1, 1), mx.int32)
+        mx.eval(model(token, cache=caches))
+        largest = max((a.nbytes for a in arena.arrays()), default=0)
+        mx.reset_peak_memory()
+        before = mx.get_active_memory()
+        previous = token
+        for _ in range(steps):
+            following = mx.argmax(model(previous, cache=caches)[:, -1:], axis=-1)
+            mx.async_eval(following)  # type: ignore[no-untyped-call]
+            mx.eval(previous)
+            previous = following
         mx.eval(previous)
-        previous = following
-    mx.eval(previous)
     arena.decode.synchronous = mx.get_peak_memory() - before > max(largest, MEASURABLE_BYTES)
     return arena.decode.synchronous

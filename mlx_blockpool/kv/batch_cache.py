@@ -6,6 +6,7 @@ Owned by the generation thread.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Any
 
 import mlx.core as mx
@@ -13,7 +14,9 @@ import mlx.core as mx
 from ..mlx_lm_compat import BaseCache
 from .decode_attention import Step, step_of
 from .layer_caches import PooledLayer, need_one_form
+from .row_attention import RowStep, rows_of
 from .rows import Rows, View, concatenated
+from .shards import handle, put_back
 
 
 class PooledBatchCache(BaseCache):  # type: ignore[misc]
@@ -24,6 +27,8 @@ class PooledBatchCache(BaseCache):  # type: ignore[misc]
         self._lengths: list[int] | None = None
         self._prompts: list[tuple[int, Any]] = []
         self._step: Step | None = None
+        self._rows: RowStep | None = None
+        self._new: View | None = None
 
     def __deepcopy__(self, memo: dict[int, Any]) -> PooledBatchCache:
         copy = PooledBatchCache([member.__deepcopy__(memo) for member in self.members])
@@ -43,8 +48,45 @@ class PooledBatchCache(BaseCache):  # type: ignore[misc]
         )
 
     @property
+    def keys(self) -> mx.array:
+        """What a stage of a pipeline puts back; a model that is none finds no keys."""
+        self._need_stage()
+        return handle()
+
+    @keys.setter
+    def keys(self, given: mx.array) -> None:
+        self._need_stage()
+        put_back(given)
+
+    def _need_stage(self) -> None:
+        if not self.members[0].sequence.arena.is_stage:
+            raise AttributeError("keys")
+
+    @property
     def offset(self) -> mx.array:
-        return mx.array([m.offset for m in self.members])
+        return mx.array([m.offset for m in self.members]) if self._rows is None else self._rows.offsets
+
+    def begin_rows(self, counts: Sequence[int]) -> None:
+        """Compute the next tokens of each member by rows until commit_rows(): counts[i] of member i, 1 or more.
+
+        Takes the blocks that all rows need. Raises PoolExhaustedError, and the batch is as it was.
+
+        Between the two, `offset` is the position of each row, and what comes in is [rows, .., 1, dim], the rows of one member
+        next to each other and in their order. No step may be in flight.
+        """
+        assert self._rows is None, "rows of this batch are computed already"
+        assert len(counts) == len(self.members), f"{len(counts)} counts for {len(self.members)} members"
+        self._rows = rows_of(self.members, counts)
+
+    def commit_rows(self, kept: Sequence[int]) -> None:
+        """Keep the first kept[i] rows of each member, 0 or more, as if only they had been computed, and go on as before.
+
+        What was computed from the rows must be evaluated: a view of a slab that is left would have the slab copied.
+        """
+        rows, new, self._rows, self._new = self._rows, self._new, None, None
+        assert rows is not None, "no rows of this batch are computed"
+        assert all(0 <= k <= count for k, count in zip(kept, rows.counts, strict=True)), f"{kept} kept of {rows.counts}"
+        rows.commit(self.members, new, kept)
 
     def update_and_fetch(self, keys: mx.array, values: mx.array) -> View:
         """Append keys and values [members, kv_heads, n, dim]; of a right-padded prompt only its own tokens.
@@ -54,6 +96,9 @@ class PooledBatchCache(BaseCache):  # type: ignore[misc]
         n = keys.shape[2]
         if self.members[0].layer == self.members[0].sequence.arena.first:
             self.members[0].sequence.arena.check_dtype(keys)
+        if self._rows is not None:
+            self._new = self._rows.write(self.members[0].place.index, keys, values)
+            return keys, values
         if n == 1 and self._lengths is None:
             self._decode(keys, values)
             return keys, values
@@ -70,6 +115,10 @@ class PooledBatchCache(BaseCache):  # type: ignore[misc]
 
     def attend(self, queries: mx.array, keys: Rows, values: Rows, scale: float, mask: Any, sinks: Any) -> mx.array:
         """Attention of queries [members, heads, n, dim], each member to its own keys and values."""
+        if self._rows is not None and self._new is not None:
+            first = self.members[0]
+            first.sequence.arena.decode.path_counts["rows"] += 1
+            return self._rows.attend(first.place.index, queries, self._new, scale, sinks)
         if self._step is None:
             return self._attend_prompts(queries, values, scale, sinks)
         step, self._step = self._step, None

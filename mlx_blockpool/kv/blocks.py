@@ -5,11 +5,13 @@ Ids are slab_index * stride + position; a run never crosses from one slab into t
 
 from __future__ import annotations
 
+from array import array
 from bisect import bisect_left
 from collections import Counter, OrderedDict
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from itertools import chain, islice
+from zlib import crc32
 
 from ..spec import LayerGroup
 
@@ -401,6 +403,7 @@ class BlockTable:
         self._stride = stride
         self.version = 0
         self._runs: list[tuple[int, int]] | None = None
+        self._digest: int | None = None
 
     def __len__(self) -> int:
         return len(self.ids)
@@ -411,7 +414,14 @@ class BlockTable:
 
     def changed(self) -> None:
         self.version += 1
-        self._runs = None
+        self._runs = self._digest = None
+
+    @property
+    def digest(self) -> int:
+        """A number of the ids, of 32 bits; computed when they have changed."""
+        if self._digest is None:
+            self._digest = crc32(array("q", self.ids).tobytes())
+        return self._digest
 
     @property
     def runs(self) -> list[tuple[int, int]]:

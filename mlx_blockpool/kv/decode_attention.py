@@ -6,29 +6,21 @@ Knows where members write and read; holds positions, never views of a slab. Owne
 from __future__ import annotations
 
 from collections.abc import Sequence
-from contextlib import nullcontext
-from typing import Any, NamedTuple
+from typing import Any
 
 import mlx.core as mx
 
-from ..spec import BLOCK_TOKENS, WindowLayer
 from .arena import KVArena
-from .decode_policy import Cluster, Share, device, divide, find_clusters
+from .decode_policy import Share, device, divide
 from .layer_caches import PooledLayer
-from .rows import Quantised, concatenated, dense, joined, part_of
+from .path_costs import PathCosts, Shape
+from .readings import MOST_STREAMS, Pieces, Reading, Readings, clusters_of, pieces_of, tokens_of
+from .rows import Quantised, dense, joined, part_of
 from .runs import attend_cluster, attend_grouped, group_queries
 from .sequence import SlabRun
 
-# Work for other cores runs on these streams, each thread has its own.
-_helpers = [mx.new_thread_local_stream(mx.cpu)]
-# What one read costs beside its tokens, in tokens; and tokens * heads below which a second stream does not pay.
-READ_COST = 100
-PARALLEL_WORK = 4000
-# More than a pool has.
-MOST_BLOCKS = 2**40
-
-# What members read together, and what each of them reads alone.
-Pieces = tuple[list[SlabRun], list[list[SlabRun]]]
+# Work below which a second stream does not pay. Not measured: whether its core is free changes from second to second.
+PARALLEL_SECONDS = 4e-4
 
 
 def step_of(members: Sequence[PooledLayer]) -> Step:
@@ -52,50 +44,31 @@ def _key(arena: KVArena, group: int, members: Sequence[PooledLayer]) -> tuple[An
     return arena.decode.path, arena.decode.streams, sharing, state
 
 
-class _Reading(NamedTuple):
-    """What one share reads in each layer: which of the grouped queries, which heads, and where in the slabs."""
-
-    members: tuple[int, ...]
-    queries: tuple[slice | mx.array, slice]
-    heads: slice
-    is_whole: bool
-    shared: list[SlabRun]
-    own: list[list[SlabRun]]
-
-
 class Step:
     """Where each member writes one token, what it reads then, on which path and on which stream."""
 
     def __init__(self, arena: KVArena, group: int, members: Sequence[PooledLayer], places: list[SlabRun]) -> None:
         self.key = _key(arena, group, members)
         self.tables = [m.sequence.tables[group] for m in members]
-        self.pools = [m.sequence.pool for m in members]
         self.sizes = [m.next_size() for m in members]
         self.layer = members[0].place.layer
-        self.order: mx.array | None = None
         # On CPU mlx's own attention is the same two products, with more operations around them and, for 16-bit numbers, one
         # pass over the keys for each query head.
         self._products = device() == "cpu"
         self._places = places
         in_one_slab = len(places) > 1 and all(slab is places[0][0] for slab, _, _ in places)
         self._scattered = mx.array([first for _, first, _ in places]) if in_one_slab else None
-        clusters = self._clusters(arena)
-        self.path = arena.decode.choose(self.sizes, clusters)
+        clusters = clusters_of(members, self.sizes) if arena.decode.may_share(group) else []
+        self.path = arena.decode.choose(group, self.sizes, clusters)
         pieces = [m.sequence.slab_runs(group, size) for m, size in zip(members, self.sizes, strict=True)]
         if self.path == "padded":
             self._pieces = pieces
             self._mask = _padding_mask(self.sizes)
             return
-        pieces_of = _readings(pieces, clusters if self.path == "shared" else [])
-        loads = self._divide(pieces_of, min(arena.decode.streams, 1 + len(_helpers)))
-        self._loads = [[_reading(s, *pieces_of[s.members], self.layer.kv_heads) for s in load] for load in loads]
-        # The others get their work before the stream that waits for them.
-        self._streams = (*_helpers[: len(self._loads) - 1], None)
-        whole = [reading.members for load in self._loads for reading in load if reading.is_whole]
-        self._divided = [members for members in pieces_of if members not in whole]
-        rows = [i for together in whole + self._divided for i in together]
-        if rows != sorted(rows):
-            self.order = mx.array([rows.index(i) for i in range(len(rows))])
+        together = pieces_of(pieces, clusters if self.path == "shared" else [])
+        costs = arena.decode.costs_of(group, self.layer.kv_heads)
+        loads = self._divide(together, costs, min(arena.decode.streams, MOST_STREAMS))
+        self._readings = Readings(loads, together, self.layer.kv_heads, [1] * len(members))
 
     def write(self, index: int, keys: mx.array, values: mx.array) -> None:
         """Put keys and values [members, kv_heads, 1, dim] of the group's layer `index` where they belong."""
@@ -117,42 +90,17 @@ class Step:
         batch, heads, _, _ = queries.shape
         grouped = group_queries(queries, self.layer.kv_heads, scale)
         sinks = None if sinks is None else sinks.reshape(self.layer.kv_heads, -1)
-        whole: list[mx.array] = []
-        parts: dict[tuple[int, ...], dict[int, mx.array]] = {members: {} for members in self._divided}
-        for stream, load in zip(self._streams, self._loads, strict=True):
-            with nullcontext() if stream is None else mx.stream(stream):
-                read = [(reading, self._read(reading, index, grouped, sinks)) for reading in load]
-                # Joined on their own stream: else mlx hands out the work of both in turns, and they wait for each other.
-                own = [out for reading, out in read if reading.is_whole]
-                whole += [concatenated(own, 0)] if own else []
-            for reading, out in read:
-                if not reading.is_whole:
-                    parts[reading.members][reading.heads.start] = out
-        out = concatenated(whole + [concatenated([p[first] for first in sorted(p)], 1) for p in parts.values()], 0)
-        out = out if self.order is None else out[self.order]
+        out = self._readings.attend(lambda reading: self._read(reading, index, grouped, sinks))
         return out.reshape(batch, heads, 1, -1)
 
-    def _clusters(self, arena: KVArena) -> list[Cluster]:
-        """Windows keep writing in every block of their ring, so that they share nothing for long."""
-        if arena.decode.path == "ragged" or len(self.tables) == 1 or isinstance(self.layer, WindowLayer):
-            return []
-        # An id is a block of its own pool: those of the second one follow those of the first.
-        pools = {pool: i for i, pool in enumerate(dict.fromkeys(self.pools))}
-        starts = [pools[pool] * MOST_BLOCKS for pool in self.pools]
-        full = [t.ids[: size // BLOCK_TOKENS] for t, size in zip(self.tables, self.sizes, strict=True)]
-        return find_clusters([[start + i for i in ids] if start else ids for start, ids in zip(starts, full, strict=True)])
-
-    def _divide(self, pieces_of: dict[tuple[int, ...], Pieces], streams: int) -> list[list[Share]]:
+    def _divide(self, pieces: dict[tuple[int, ...], Pieces], costs: PathCosts, streams: int) -> list[list[Share]]:
         heads = (0, self.layer.kv_heads)
-        shares = [
-            Share(members, len(members) * (READ_COST + _tokens(shared)) + sum(map(_tokens, own)), heads)
-            for members, (shared, own) in pieces_of.items()
-        ]
-        if streams == 1 or sum(s.cost for s in shares) * self.layer.kv_heads < PARALLEL_WORK:
+        shares = [Share(members, _cost(costs, shared, own), heads) for members, (shared, own) in pieces.items()]
+        if streams == 1 or sum(s.cost for s in shares) < PARALLEL_SECONDS:
             return [shares]
         return divide(shares, streams)
 
-    def _read(self, reading: _Reading, index: int, grouped: mx.array, sinks: mx.array | None) -> mx.array:
+    def _read(self, reading: Reading, index: int, grouped: mx.array, sinks: mx.array | None) -> mx.array:
         """Attention of one share: [its members, its kv heads, group, dim]."""
         _, queries_of, heads, _, shared, own = reading
         first, last = heads.start, heads.stop
@@ -170,35 +118,9 @@ class Step:
         return out.reshape(*mine.shape[:3], -1)
 
 
-def _reading(share: Share, shared: list[SlabRun], own: list[list[SlabRun]], kv_heads: int) -> _Reading:
-    rows, heads = share.members, slice(*share.heads)
-    queries = (slice(rows[0], rows[-1] + 1) if _is_range(rows) else mx.array(rows), heads)
-    return _Reading(rows, queries, heads, share.heads == (0, kv_heads), shared, own)
-
-
-def _readings(pieces: list[list[SlabRun]], clusters: list[Cluster]) -> dict[tuple[int, ...], Pieces]:
-    """Members -> what they read together and what each reads alone; a member of no cluster reads everything alone."""
-    readings: dict[tuple[int, ...], Pieces] = {
-        c.members: _cut([pieces[i] for i in c.members], c.blocks * BLOCK_TOKENS) for c in clusters
-    }
-    clustered = {i for together in readings for i in together}
-    readings.update({(i,): ([], [mine]) for i, mine in enumerate(pieces) if i not in clustered})
-    return readings
-
-
-def _cut(pieces: list[list[SlabRun]], shared: int) -> tuple[list[SlabRun], list[list[SlabRun]]]:
-    """The first `shared` tokens, which are the same for all, and what follows them for each."""
-    together: list[SlabRun] = []
-    own: list[list[SlabRun]] = []
-    for mine in pieces:
-        together, tail, left = [], [], shared
-        for slab, start, count in mine:
-            head = min(left, count)
-            left -= head
-            together += [(slab, start, head)] if head else []
-            tail += [(slab, start + head, count - head)] if head < count else []
-        own.append(tail)
-    return together, own
+def _cost(costs: PathCosts, shared: list[SlabRun], own: list[list[SlabRun]]) -> float:
+    sizes = tuple(map(tokens_of, own))
+    return costs.of_cluster(Shape(tokens_of(shared), sizes)) if shared else costs.of_ragged(sizes)
 
 
 def _padding_mask(sizes: list[int]) -> mx.array | None:
@@ -216,11 +138,3 @@ def _gather(pieces: list[list[SlabRun]], sizes: list[int], index: int) -> tuple[
             whole = dense(joined(parts, 2))
             row.append(whole if size == longest else mx.pad(whole, [(0, 0), (0, 0), (0, longest - size), (0, 0)]))
     return mx.concatenate(rows[0]), mx.concatenate(rows[1])
-
-
-def _tokens(pieces: list[SlabRun]) -> int:
-    return sum(count for _, _, count in pieces)
-
-
-def _is_range(rows: tuple[int, ...]) -> bool:
-    return rows[-1] - rows[0] == len(rows) - 1

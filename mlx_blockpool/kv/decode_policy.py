@@ -1,4 +1,4 @@
-"""DecodePolicy: how decode steps run, and the measured rules over counts and block ids by which their work is divided.
+"""DecodePolicy: how decode steps run, and over counts and block ids how their work is divided.
 
 ragged: each member reads its own runs. shared: members whose tables begin with the same blocks read those once, together.
 padded: keys and values of all members are gathered into one padded array.
@@ -10,11 +10,13 @@ import os
 from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
+from functools import cache
 from itertools import pairwise, takewhile
 
 import mlx.core as mx
 
 from ..spec import BLOCK_TOKENS
+from .path_costs import PathCosts, Shape
 
 
 @dataclass(frozen=True)
@@ -50,31 +52,70 @@ def default_streams() -> int:
     return min(2, os.cpu_count() or 1) if mx.default_device() == mx.cpu else 1
 
 
+# Costs that are no further apart count as equal: measuring is not more exact.
+NEAR = 0.02
+
+
+@cache
+def nominal(kv_heads: int) -> PathCosts:
+    """The costs of layers that were not measured: a member costs what 100 tokens do, and nothing is saved.
+
+    Only how work is divided between streams depends on them.
+    """
+    token = 1e-7 * kv_heads
+    return PathCosts(100 * token, token, (0.0, 100 * token, 0.0, token, token, 0.0))
+
+
 @dataclass
 class DecodePolicy:
     """How the decode steps of one pool run.
 
     path:         auto, or the one path that a batch decodes on.
-    dtype:        of the keys and values.
+    costs:        of each layer group that was measured.
     streams:      how many streams the attention of a batch is divided between; more than one on a CPU with several cores.
     synchronous:  whether a step must have ended before the next one writes, or mlx would copy slabs.
     path_counts:  each attend of a batch, per layer and step, under the path that it took.
     """
 
     path: str
-    dtype: str
+    costs: dict[int, PathCosts] = field(default_factory=dict)
     streams: int = field(default_factory=default_streams)
     synchronous: bool = False
     path_counts: Counter[str] = field(default_factory=Counter)
 
-    def choose(self, sizes: Sequence[int], clusters: Sequence[Cluster]) -> str:
-        """The path of a step; `sizes` are the tokens that each member reads."""
+    def choose(self, group: int, sizes: Sequence[int], clusters: Sequence[Cluster]) -> str:
+        """The path of a step of a layer group, by the same answer every time; `sizes` are the tokens that each member reads.
+
+        What was not measured takes the ragged path, whose kernels are those of a single sequence.
+        """
         if self.path == "shared" and not clusters:
             return "ragged"
         if self.path != "auto":
             return self.path
-        saved = sum(c.saved for c in clusters) * BLOCK_TOKENS
-        return "ragged" if len(sizes) == 1 else choose_path(device(), self.dtype, max(sizes), saved)
+        costs = self.costs.get(group)
+        return "ragged" if costs is None or len(sizes) == 1 else cheapest(costs, sizes, clusters)
+
+    def may_share(self, group: int) -> bool:
+        return self.path == "shared" or (self.path == "auto" and group in self.costs)
+
+    def costs_of(self, group: int, kv_heads: int) -> PathCosts:
+        """What the work of a layer group is divided by between streams."""
+        return self.costs.get(group) or nominal(kv_heads)
+
+
+def cheapest(costs: PathCosts, sizes: Sequence[int], clusters: Sequence[Cluster]) -> str:
+    """The path with the least costs; ragged where others are hardly any cheaper."""
+    found = {"ragged": (1 - NEAR) * costs.of_ragged(sizes), "padded": costs.of_padded(sizes)}
+    if clusters:
+        clustered = {i for c in clusters for i in c.members}
+        alone = [size for i, size in enumerate(sizes) if i not in clustered]
+        found["shared"] = costs.of_ragged(alone) + sum(costs.of_cluster(_shape(c, sizes)) for c in clusters)
+    return min(found, key=lambda path: found[path])
+
+
+def _shape(cluster: Cluster, sizes: Sequence[int]) -> Shape:
+    shared = cluster.blocks * BLOCK_TOKENS
+    return Shape(shared, tuple(sizes[i] - shared for i in cluster.members))
 
 
 def find_clusters(tables: Sequence[list[int]]) -> list[Cluster]:
@@ -100,24 +141,6 @@ def _best(tables: Sequence[list[int]], members: list[int]) -> list[Cluster]:
     whole = Cluster(tuple(members), sum(1 for _ in takewhile(lambda pair: pair[0] == pair[1], zip(low, high, strict=False))))
     parts = _part(tables, members, whole.blocks)
     return parts if sum(p.saved for p in parts) > whole.saved else [whole]
-
-
-# Fitted on two cores of an AMD EPYC (benchmarks/LOG.md, "Three decode paths").
-SAVED_TOKENS = {"float32": 768, "float16": 256, "bfloat16": 256}
-PADDED_TOKENS = {"float32": 16, "float16": 0, "bfloat16": 16}
-
-
-def choose_path(device: str, dtype: str, longest: int, saved: int) -> str:
-    """The path of a decode step of several members, by the same answer every time.
-
-    device: cpu, metal or cuda. longest: tokens of the longest member. saved: tokens that the shared path does not read again.
-    Metal and CUDA were not measured: there the ragged path, whose kernels are those of a single sequence, is the safe one.
-    """
-    if device != "cpu":
-        return "ragged"
-    if saved >= SAVED_TOKENS[dtype]:
-        return "shared"
-    return "padded" if longest <= PADDED_TOKENS[dtype] else "ragged"
 
 
 def divide(shares: Sequence[Share], streams: int) -> list[list[Share]]:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from itertools import count
 from typing import Any
 
@@ -11,7 +11,8 @@ import mlx.core as mx
 
 from ..config import KVBits, PoolConfig
 from ..errors import PoolExhaustedError
-from ..plugins import spec_of_model
+from ..plugins import spec_of_model, traced_spec
+from ..ranks.group import ALONE, Joined, Ranks
 from ..spec import ChunkLayer, CompositeLayer, LayerSpec, ModelCacheSpec, StateLayer, WindowLayer
 from ..system import memory_bytes
 from .arena import KVArena
@@ -19,6 +20,7 @@ from .layer_caches import PooledKVCache, PooledRotatingKVCache
 from .parts import PooledCacheList, PooledChunkedKVCache, UnusedKVCache
 from .quantised_caches import PooledQuantizedKVCache
 from .sequence import SequenceBlocks
+from .shards import agreed, apart, is_stage, need_whole
 from .state_caches import PooledArraysCache
 
 log = logging.getLogger(__name__)
@@ -55,25 +57,50 @@ def open_pool(
     *,
     attach: bool = True,
     max_kv_size: int | None = None,
+    group: Any = None,
 ) -> KVArena:
     """A pool for a loaded model, `pool_bytes` at most (default: half of the memory that the model leaves free).
 
     attach: let the model's attention read blocks where they lie, if a few random tokens give the same logits that way.
     arena.ragged says whether they did. If not, or with attach=False, each acquire() copies the cached prefix to one piece, and
     batches are padded. max_kv_size: what mlx-lm's make_prompt_cache means by it. config.bits: blocks hold keys and values in so
-    many bits. Raises ValueError if the model's attention cannot read such blocks: nothing else does.
+    many bits. Raises ValueError if the model's attention cannot read such blocks: nothing else does. group: of mx.distributed, as
+    sharded_load() took it. All its ranks open a pool, and the least `pool_bytes` counts; raises GroupError if their pools cannot
+    be alike.
     """
-    config = config or PoolConfig()
-    spec = quantised(spec_of_loaded(model, max_kv_size), config.bits)
-    arena = KVArena(spec, default_pool_bytes() if pool_bytes is None else pool_bytes, config)
-    try_out(model, arena, attach)
+    config, ranks = config or PoolConfig(), ALONE if group is None else Joined.of(group, "tensor")
+    bits = config.bits
+    arena = arena_for(model, lambda: quantised(spec_of_loaded(model, max_kv_size, ranks), bits), pool_bytes, config, ranks)
+    try_out(model, arena, attach, ranks)
     return arena
 
 
-def spec_of_loaded(model: Any, max_kv_size: int | None = None) -> ModelCacheSpec:
-    """The spec of a loaded model, named by its architecture, for a `max_kv_size` as in with_windows(). Raises SpecError."""
-    spec = spec_of_model(model, config_of(model), type(model).__module__.rpartition(".")[2])
-    return with_windows(spec, model, max_kv_size)
+def arena_for(
+    model: Any,
+    describe: Callable[[], ModelCacheSpec],
+    pool_bytes: int | None = None,
+    config: PoolConfig | None = None,
+    ranks: Ranks = ALONE,
+) -> KVArena:
+    """The pool of open_pool(), for a model that is described now and not tried out yet."""
+    spec = agreed(describe, ranks)
+    (least,) = ranks.least([default_pool_bytes() if pool_bytes is None else pool_bytes])
+    arena = KVArena(spec, least, config)
+    arena.is_stage = is_stage(model)
+    return arena
+
+
+def spec_of_loaded(model: Any, max_kv_size: int | None = None, ranks: Ranks = ALONE) -> ModelCacheSpec:
+    """The spec of a loaded model, named by its architecture, for a `max_kv_size` as in with_windows(). Raises SpecError.
+
+    Of one rank's part of a model its caches are the description; raises GroupError for one without its `ranks`.
+    """
+    name = type(model).__module__.rpartition(".")[2]
+    if ranks.size == 1:
+        need_whole(model)
+        return with_windows(spec_of_model(model, config_of(model), name), model, max_kv_size)
+    with apart(model):
+        return with_windows(traced_spec(model, name), model, max_kv_size)
 
 
 def with_windows(spec: ModelCacheSpec, model: Any, max_kv_size: int | None) -> ModelCacheSpec:
@@ -97,8 +124,9 @@ def quantised(spec: ModelCacheSpec, bits: KVBits | None) -> ModelCacheSpec:
     return found
 
 
-def try_out(model: Any, arena: KVArena, attach_it: bool) -> None:
-    """Attach a model if a few random tokens give the same logits that way. Where they cannot be computed, it stays as it is.
+def try_out(model: Any, arena: KVArena, attach_it: bool, ranks: Ranks = ALONE) -> None:
+    """Attach a model if a few random tokens give the same logits that way, on all ranks. Where they cannot be computed, it stays
+    as it is.
 
     Raises ValueError, or what trying raised, if that leaves a quantised pool that nothing reads.
     """
@@ -109,13 +137,13 @@ def try_out(model: Any, arena: KVArena, attach_it: bool) -> None:
     if is_quantised and not attach_it:
         raise ValueError("Only attached attention reads quantised blocks: leave out attach=False, or the bits.")
     try:
-        arena.pads_states = bool(arena.state_leaves) and leaves_padding_out(model)
+        arena.pads_states = bool(arena.state_leaves) and leaves_padding_out(model, ranks)
         if attach_it:
-            if not attach(model, arena) and is_quantised and not attach_alone(model, arena):
+            if not attach(model, arena, ranks) and is_quantised and not attach_alone(model, arena, ranks):
                 raise ValueError(f"The attention of {arena.spec.model_id} does not read quantised blocks: leave out the bits.")
             step_synchronously_if_copied(model, arena)
     except (PoolExhaustedError, RuntimeError) as error:
-        if is_quantised:
+        if is_quantised or ranks.size > 1:
             raise
         # The pool is too small to try it, or the device cannot run the model: its use will say so.
         log.info("%s is not attached: %s", type(model).__module__, error)

@@ -21,6 +21,7 @@ from .rows import Quantised, Rows, View, dense, each, in_form, joined, tokens
 from .runs import attend_quantised, attend_runs
 from .saved_state import GatheredState, taken
 from .sequence import SequenceBlocks, SequenceCache, join
+from .shards import handle, put_back
 
 UNQUANTISED = (None, None)
 
@@ -88,9 +89,14 @@ class PooledLayer(SequenceCache):
         """The next token was written at next_place(), by the batch."""
         self.offset += 1
 
-    def needs_block(self) -> bool:
-        """Return whether the next token needs a block that is not reserved for the sequence."""
-        return self.sequence.needs_block(self.place.group, self.next_place())
+    def next_places(self, count: int) -> tuple[int, int]:
+        """Where in its table the next tokens go: within [start, end)."""
+        start = self.next_place()
+        return start, start + count
+
+    def missing_blocks(self, count: int) -> int:
+        """How many blocks the next tokens take that are not reserved for the sequence."""
+        return self.sequence.missing_blocks(self.place.group, *self.next_places(count))
 
     def trim(self, n: int) -> int:
         """Take back the last `n` tokens, fewer where it holds fewer. Returns how many; whole blocks go back to the pool."""
@@ -124,12 +130,16 @@ class PooledLayer(SequenceCache):
 
     @property
     def keys(self) -> Any:
+        if self.sequence.arena.is_stage and _is_put_back(sys._getframe(1)):
+            return handle()
         return None if self.empty() else self._saved(join(self.views())[0])
 
     @keys.setter
     def keys(self, keys: Any) -> None:
         if not _is_put_back(sys._getframe(1)):
             self._assign(keys, None if self.empty() else join(self.views())[1])
+        elif self.sequence.arena.is_stage:
+            put_back(keys)
 
     @property
     def values(self) -> Any:
@@ -346,6 +356,11 @@ class PooledRotatingKVCache(PooledLayer, RotatingKVCache):  # type: ignore[misc]
         if self.offset < self.max_size:
             return self.offset
         return self.keep if self._idx == self.max_size else self._idx
+
+    def next_places(self, count: int) -> tuple[int, int]:
+        # Several tokens beyond the wrap have the whole ring written in temporal order.
+        wraps = count > 1 and self.offset + count > self.max_size
+        return (0, self.max_size) if wraps else super().next_places(count)
 
     def next_size(self) -> int:
         return min(self.offset + 1, self.max_size)

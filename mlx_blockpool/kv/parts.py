@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from copy import copy, deepcopy
 from typing import Any
 
 import mlx.core as mx
 from mlx_lm.models.cache import CacheList, ChunkedKVCache, KVCache
 
+from ..errors import PoolExhaustedError
 from ..mlx_lm_compat import BaseCache, saved_as
 from ..spec import ChunkLayer
 from .layer_caches import PooledKVCache
@@ -38,6 +39,12 @@ class PooledCacheList(StandIn, CacheList):  # type: ignore[misc]
 
     def member(self, idx: int) -> PooledCacheList:
         return PooledCacheList(*member_of(self.caches, idx))
+
+    def begin_rows(self, counts: Sequence[int]) -> None:
+        begin_rows(self.caches, counts)
+
+    def commit_rows(self, kept: Sequence[int]) -> None:
+        commit_rows(self.caches, kept)
 
 
 @saved_as(ChunkedKVCache)
@@ -114,7 +121,7 @@ class UnusedBatch(BaseCache):  # type: ignore[misc]
     def filter(self, *_: Any, **__: Any) -> None:
         """A batch of empty caches has no rows, and nothing to pad."""
 
-    extend = prepare = finalize = filter
+    extend = prepare = finalize = begin_rows = commit_rows = filter
 
     def make_mask(self, *args: Any, **_: Any) -> Any:
         return "causal" if args and args[0] > 1 else None
@@ -139,6 +146,30 @@ def batch_of(caches: Iterable[list[Any]]) -> list[Any]:
 def _join(layer: list[Any]) -> Any:
     cls = type(layer[0])
     return cls.join(layer) if hasattr(cls, "join") else cls.merge(layer)
+
+
+def begin_rows(batch: Iterable[Any], counts: Sequence[int]) -> None:
+    """Compute the next tokens of each sequence of a ragged batch by rows, counts[i] of sequence i, until commit_rows().
+
+    The model is called with tokens [rows, 1] then. Raises PoolExhaustedError, and all caches are as they were.
+    """
+    begun: list[Any] = []
+    try:
+        for cache in batch:
+            cache.begin_rows(counts)
+            begun.append(cache)
+    except PoolExhaustedError:
+        commit_rows(begun, [0] * len(counts))
+        raise
+
+
+def commit_rows(batch: Iterable[Any], kept: Sequence[int]) -> None:
+    """Keep the first kept[i] rows of sequence i, 0 or more, once everything that was computed from rows is evaluated.
+
+    With zeros alone it is also what follows a forward that failed.
+    """
+    for cache in batch:
+        cache.commit_rows(kept)
 
 
 def member_of(batch: Iterable[Any], idx: int) -> list[Any]:

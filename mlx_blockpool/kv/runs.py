@@ -5,7 +5,8 @@ One token reads its runs in place. Several tokens have quantised runs dequantise
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
+from itertools import accumulate, pairwise
 from typing import Any
 
 import mlx.core as mx
@@ -81,22 +82,65 @@ def attend_grouped(grouped: mx.array, views: list[View], sinks: mx.array | None,
     return _weigh(softmax(concatenated(columns, -1)), views, 0 if sinks is None else 1)[0].astype(grouped.dtype)
 
 
-def attend_cluster(grouped: mx.array, shared: list[View], own: list[list[View]], sinks: mx.array | None) -> mx.array:
-    """The same for M members, queries [M, kv_heads, group, key_dim], that all begin with the runs `shared`, read once.
+def attend_rows(grouped: mx.array, views: list[View], sinks: mx.array | None, mask: mx.array | None = None) -> mx.array:
+    """Attention of several rows [rows, kv_heads, group, key_dim] of one member to the runs that it reads, each read once.
 
-    Then follow the runs own[i] of each member, of any length but not empty. Each member's scores share one softmax, so that
-    nothing needs merging by log-sum-exp (as fast, and rounded once more).
+    mask: [rows * group, n], of the last n tokens. Returns [rows, kv_heads, group, value_dim].
     """
-    members, kv_heads, group, dim = grouped.shape
-    stacked = grouped.swapaxes(0, 1).reshape(1, kv_heads, members * group, dim)
-    repeated = None if sinks is None else mx.repeat(sinks.reshape(kv_heads, 1, group), members, axis=1)
+    rows, kv_heads, group, _ = grouped.shape
+    out = attend_grouped(_stacked(grouped), views, _repeated(sinks, grouped), mask)
+    return out.reshape(kv_heads, rows, group, -1).swapaxes(0, 1)
+
+
+def attend_causally(grouped: mx.array, keys: mx.array, values: mx.array, sinks: mx.array | None) -> mx.array:
+    """attend_rows() by mlx's own kernel, where the rows are the last tokens of one run: each sees itself and all before it."""
+    rows, kv_heads, group, dim = grouped.shape
+    queries = grouped.reshape(rows, kv_heads * group, dim).swapaxes(0, 1)[None]
+    sinks = None if sinks is None else sinks.reshape(-1)
+    mask = "causal" if rows > 1 else None
+    out = mx.fast.scaled_dot_product_attention(queries, keys, values, scale=1.0, mask=mask, sinks=sinks)
+    return out[0].swapaxes(0, 1).reshape(rows, kv_heads, group, -1)
+
+
+def attend_cluster(
+    grouped: mx.array,
+    shared: list[View],
+    own: list[list[View]],
+    sinks: mx.array | None,
+    counts: Sequence[int] | None = None,
+    masks: Sequence[mx.array | None] | None = None,
+) -> mx.array:
+    """The same for several members, counts[i] rows of each (None: one), that all begin with the runs `shared`, read once.
+
+    Then follow the runs own[i] of each member, of any length but not empty, of whose last n tokens its
+    rows see masks[i] [rows * group, n]. The
+    scores of each row share one softmax, so that nothing needs merging by log-sum-exp (as fast, and rounded once more).
+    """
+    rows, kv_heads, group, _ = grouped.shape
+    cuts = list(accumulate(counts or [1] * len(own), initial=0))
+    stacked = _stacked(grouped)
     columns = [scores(stacked, keys) for keys, _ in shared]
-    columns = [*_sink_scores(columns[0], repeated), *columns, _own_scores(grouped, own)]
+    tails = list(mx.split(stacked, [cut * group for cut in cuts[1:-1]], axis=2))
+    columns = [*_sink_scores(columns[0], _repeated(sinks, grouped)), *columns, _own_scores(tails, own, masks)]
     weights = softmax(mx.concatenate(columns, axis=-1))
     out, start = _weigh(weights, shared, 0 if sinks is None else 1)
-    tails = [_weigh(weights, views, start, slice(i * group, (i + 1) * group))[0] for i, views in enumerate(own)]
-    out = (out + mx.concatenate(tails, axis=2)).astype(grouped.dtype)
-    return out.reshape(kv_heads, members, group, -1).swapaxes(0, 1)
+    weighed_own = [
+        _weigh(weights, views, start, slice(a * group, b * group))[0] for views, (a, b) in zip(own, pairwise(cuts), strict=True)
+    ]
+    out = (out + mx.concatenate(weighed_own, axis=2)).astype(grouped.dtype)
+    return out.reshape(kv_heads, rows, group, -1).swapaxes(0, 1)
+
+
+def _stacked(grouped: mx.array) -> mx.array:
+    """All rows of one kv head in one product: [1, kv_heads, rows * group, dim]."""
+    rows, kv_heads, group, dim = grouped.shape
+    return grouped.swapaxes(0, 1).reshape(1, kv_heads, rows * group, dim)
+
+
+def _repeated(sinks: mx.array | None, grouped: mx.array) -> mx.array | None:
+    """The sinks of each row that is stacked."""
+    rows, kv_heads, group, _ = grouped.shape
+    return None if sinks is None else mx.repeat(sinks.reshape(kv_heads, 1, group), rows, axis=1)
 
 
 def softmax(columns: mx.array) -> mx.array:
@@ -112,7 +156,10 @@ def _dense_heads(rows: Iterable[Rows], heads: slice) -> mx.array:
 
 
 def _masked(columns: mx.array, mask: mx.array) -> mx.array:
-    """As mlx's own attention does: a mask of booleans keeps, one of numbers is added."""
+    """As mlx's own attention does: a mask of booleans keeps, one of numbers is added. It is of the last columns, or of all."""
+    before = columns.shape[-1] - mask.shape[-1]
+    if before:
+        return mx.concatenate([columns[..., :before], _masked(columns[..., before:], mask)], axis=-1)
     if mask.dtype == mx.bool_:
         return mx.where(mask, columns, mx.array(-mx.inf, columns.dtype))
     return columns + mask.astype(columns.dtype)
@@ -126,11 +173,13 @@ def _sink_scores(like: mx.array, sinks: mx.array | None) -> list[mx.array]:
     return [mx.broadcast_to(sinks.reshape(1, kv_heads, rows, 1), (batch, kv_heads, rows, 1)).astype(like.dtype)]
 
 
-def _own_scores(grouped: mx.array, own: list[list[View]]) -> mx.array:
-    """Scores [1, kv_heads, members * group, longest] of each member's own runs, -inf after the shorter ones."""
+def _own_scores(tails: list[mx.array], own: list[list[View]], masks: Sequence[mx.array | None] | None) -> mx.array:
+    """Scores [1, kv_heads, all rows, longest] of each member's own runs, -inf after the shorter ones and where a mask hides."""
     rows = []
-    for mine, views in zip(mx.split(grouped, len(own)), own, strict=True):
-        rows.append(concatenated([scores(mine, keys) for keys, _ in views], -1))
+    for i, (mine, views) in enumerate(zip(tails, own, strict=True)):
+        found = concatenated([scores(mine, keys) for keys, _ in views], -1)
+        mask = None if masks is None else masks[i]
+        rows.append(found if mask is None else _masked(found, mask))
     longest = max(r.shape[-1] for r in rows)
     for i, r in enumerate(rows):
         if r.shape[-1] < longest:

@@ -176,11 +176,22 @@ class SequenceBlocks:
             self._masks[key] = make()
         return self._masks[key]
 
-    def needs_block(self, group: int, place: int) -> bool:
-        """Return whether a write at token `place` of a table takes a block that is not reserved for it."""
+    def missing_blocks(self, group: int, start: int, end: int) -> int:
+        """How many blocks a write at tokens [start, end) of a table takes beyond those that are reserved for it."""
         table = self.tables[group]
-        index, token = divmod(place, BLOCK_TOKENS)
-        return not table.reserved and (index >= len(table) or self.pool.is_shared(table, index, token))
+        first, last = start // BLOCK_TOKENS, (end - 1) // BLOCK_TOKENS
+        if last - first < table.reserved:
+            return 0
+        return max(0, self.num_taken(group, start, end) - table.reserved)
+
+    def num_taken(self, group: int, start: int, end: int) -> int:
+        """How many blocks a write at tokens [start, end) of a table takes, new ones and copies of shared ones."""
+        table = self.tables[group]
+        first, last = start // BLOCK_TOKENS, (end - 1) // BLOCK_TOKENS
+        return sum(
+            index >= len(table) or self.pool.is_shared(table, index, max(0, start - index * BLOCK_TOKENS))
+            for index in range(first, last + 1)
+        )
 
     def copy_on_write(self, group: int, index: int) -> None:
         """Replace a shared block by a copy of its own, in all layers of the group."""

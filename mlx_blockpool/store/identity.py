@@ -38,6 +38,8 @@ PIECE_BYTES = 4 << 20
 THREADS = 2
 AGAIN = "Load the model again once its files are whole."
 
+# Of each tensor that sample() reads.
+SAMPLE_BYTES = 256
 _DIGEST_BYTES = hashlib.sha256().digest_size
 # Keys of a config that change no key or value: names, versions, and those that only generation or the tokenizer reads.
 INSTANCE_KEYS = {
@@ -230,6 +232,22 @@ def check_weights(model: Path, adapter: Path | None = None) -> None:
             _config(folder)
             for path in files:
                 _check_tensors(path)
+
+
+def sample(model: Path) -> bytes:
+    """A digest of where each tensor of the weights is and how it begins: the same for one model on all machines.
+
+    Reads a thousandth of the files or less. Raises OSError, ValueError, KeyError, TypeError or RecursionError for other files.
+    """
+    found = hashlib.blake2b()
+    for path in sorted(model.glob(WEIGHTS)):
+        header = read_header(path)
+        found.update(f"{path.name} {json.dumps(header.tensors, sort_keys=True)}".encode())
+        with open_regular(path) as file:
+            for begin in sorted(header.start + about["data_offsets"][0] for about in header.tensors.values()):
+                file.seek(begin)
+                found.update(file.read(SAMPLE_BYTES))
+    return found.digest()
 
 
 def stamps_of(model: Path, adapter: Path | None = None) -> Stamps:

@@ -34,13 +34,13 @@ class Acceptance:
 
 
 class WriteLimits:
-    """`problem`: why the disk is left alone at present. `is_away`: the folder could not be read yet, and is not written before.
+    """`failure`: why the disk is left alone at present. `is_away`: the folder could not be read yet, and is not written before.
 
     `refused`: bytes of the write that was refused last, until it would be accepted.
     """
 
     def __init__(self, config: StoreConfig) -> None:
-        self.problem: str | None = None
+        self.failure: OSError | None = None
         self.is_away = False
         self._config = config
         self._retry_at = 0.0
@@ -69,14 +69,14 @@ class WriteLimits:
     def charge(self, size: int) -> None:
         """Count bytes that will be written. After a failure one record tries the disk."""
         self._day = (self._date(), self._today() + size)
-        if self.problem is not None:
+        if self.failure is not None:
             self.wait()
 
     def suspend(self, error: OSError) -> None:
         """Stop writing for `retry_seconds` after the disk failed."""
-        if self.problem is None:
+        if self.failure is None:
             log.warning("prompt store: %s; nothing is written for %s seconds", error, self._config.retry_seconds)
-        self.problem = str(error)
+        self.failure = error
         self.refused = self.refused or 0
         self.wait()
 
@@ -99,7 +99,7 @@ class WriteLimits:
             return "daily limit"
         if not queue_takes:
             return "queue full"
-        if self.is_away or (self.problem is not None and not self.may_retry()):
+        if self.is_away or (self.failure is not None and not self.may_retry()):
             return "disk failed"
         return None
 

@@ -6,6 +6,7 @@ models/<namespace>/<folder of the kind>/ab/<hash>.safetensors
 agents/, quarantine/                              as in agent_files.py and quarantine.py
 export.key                                        signs exported files, see signing.py
 weights.json                                      as in identity.py
+measurements.json                                 as in measurements.py
 """
 
 from __future__ import annotations
@@ -26,7 +27,8 @@ HEADERS_FILE = "headers"
 OF_A_MODEL = (MODEL_FILE, HEADERS_FILE)
 KEY_FILE = "export.key"
 WEIGHTS_FILE = "weights.json"
-OF_THE_STORE = (KEY_FILE, WEIGHTS_FILE)
+MEASUREMENTS_FILE = "measurements.json"
+OF_THE_STORE = (KEY_FILE, WEIGHTS_FILE, MEASUREMENTS_FILE)
 MAX_MODEL_FILE_BYTES = 1 << 20
 # Younger temporary files may be live writes of another process.
 LEFTOVER_SECONDS = 3600.0

@@ -6,6 +6,7 @@ The files are the only truth: the store learns them from their headers at start,
 
 from __future__ import annotations
 
+import errno
 import time
 from collections import Counter
 from collections.abc import Collection, Iterable, Sequence
@@ -28,6 +29,7 @@ from .writer import JobResult, NoteJob, ScanJob, WriteJob, Writer
 class PromptStore:
     """Records under `namespace`. `about` is written beside them for people to read.
 
+    `trie_name` is what the hashes of its prefixes begin with: the namespace, or a name that the ranks of a group have in common.
     Several processes may use one folder. Each scans it after look_bytes of its own, and writes no more than that, or one record,
     during the scan: for each process beside the first they exceed the budget by at most twice that and a record.
 
@@ -35,9 +37,17 @@ class PromptStore:
     records by the reason.
     """
 
-    def __init__(self, config: StoreConfig, namespace: str, about: dict[str, Any], disk: Disk | None = None) -> None:
+    def __init__(
+        self,
+        config: StoreConfig,
+        namespace: str,
+        about: dict[str, Any],
+        disk: Disk | None = None,
+        trie_name: str | None = None,
+    ) -> None:
         self.config = config
         self.namespace = namespace
+        self.trie_name = trie_name or namespace
         self.root = config.folder or default_folder()
         self.counts: Counter[str] = Counter()
         self._index = Index(config.store_bytes, f"{folder_of(namespace)}/", config.model_bytes)
@@ -174,7 +184,7 @@ class PromptStore:
         if is_last:
             del self._jobs[job.name]
         if job.record is not None and result.error is None:
-            self._limits.problem = None
+            self._limits.failure = None
             self.counts["written"] += 1
             self.counts["written_bytes"] += job.size
         elif job.record is not None:
@@ -315,7 +325,13 @@ class PromptStore:
     @property
     def problem(self) -> str | None:
         """Why the disk is left alone at present."""
-        return self._limits.problem
+        return None if self._limits.failure is None else str(self._limits.failure)
+
+    @property
+    def error_number(self) -> int:
+        """The same as a number of errno; 0: it is not left alone."""
+        failure = self._limits.failure
+        return 0 if failure is None else failure.errno or errno.EIO
 
     def _name(self, key: Key) -> str:
         return name_of(self.namespace, key)

@@ -63,11 +63,16 @@ def stock_model(name: str) -> Any:
 
 
 @functools.cache
-def attached(name: str) -> tuple[Any, ModelCacheSpec]:
-    """The same model, attached, and its spec."""
+def _attached(name: str, rank: int) -> tuple[Any, KVArena]:
     model = new_model(name)
     arena = KVArena(spec_of_loaded(model).with_bits(bits_of(name)), ROOMY)
     assert attach(model, arena)
+    return model, arena
+
+
+def attached(name: str, rank: int = 0) -> tuple[Any, ModelCacheSpec]:
+    """The same model, attached, and its spec; another object for each rank."""
+    model, arena = _attached(name, rank)
     return model, arena.spec
 
 
@@ -80,7 +85,7 @@ def stock_caches(name: str) -> list[Any]:
 
 def open_prefix(name: str, n_bytes: int = ROOMY) -> TieredPrefixCache:
     slabs = KVArena(attached(name)[1], n_bytes)
-    slabs.ragged = True
+    slabs.ragged, slabs.verifies = True, _attached(name, 0)[1].verifies
     return TieredPrefixCache(slabs)
 
 
@@ -110,8 +115,11 @@ def words(seed: int, count: int) -> tuple[int, ...]:
 class StockReply:
     """mlx-lm's greedy tokens on its own caches, generated as far as they are asked for."""
 
-    def __init__(self, model: Any, prompt: tuple[int, ...], caches: list[Any] | None = None) -> None:
-        self._steps = generate_step(mx.array(prompt), model, max_tokens=10_000, prompt_cache=caches)
+    def __init__(
+        self, model: Any, prompt: tuple[int, ...], caches: list[Any] | None = None, processors: list[Any] | None = None
+    ) -> None:
+        given = {"prompt_cache": caches, "logits_processors": processors}
+        self._steps = generate_step(mx.array(prompt), model, max_tokens=10_000, **given)
         self._tokens: list[int] = []
         self._tie: int | None = None
 
@@ -147,7 +155,7 @@ class Told:
     started: dict[int, Started] = field(default_factory=dict)
     progress: dict[int, list[tuple[int, int]]] = field(default_factory=dict)
     tokens: dict[int, list[int]] = field(default_factory=dict)
-    logprobs: dict[int, list[mx.array]] = field(default_factory=dict)
+    logprobs: dict[int, list[mx.array | None]] = field(default_factory=dict)
     reasons: dict[int, str] = field(default_factory=dict)
     failed: dict[int, Exception] = field(default_factory=dict)
     order: list[Any] = field(default_factory=list)

@@ -15,7 +15,7 @@ from mlx_blockpool.engine.sequence import Sequence
 
 
 def running(uid: int, tokens: int, computed: int = 0, breakpoints: tuple[int, ...] = ()) -> Sequence:
-    found = Sequence(uid, Request([0] * tokens, breakpoints=[(at, "user") for at in breakpoints]))
+    found = Sequence(uid, Request([0] * tokens, breakpoints=[(at, "user") for at in breakpoints]), 0.0)
     found.computed = computed
     return found
 

@@ -2,30 +2,14 @@
 
 from __future__ import annotations
 
-from types import SimpleNamespace
 from typing import Any
 
 import pytest
 from engine.engines import Told, assert_nothing_held, assert_stock, bytes_of, drive, make_engine, words
 
 from mlx_blockpool.engine import caches as caches_module
-from mlx_blockpool.engine import sequence as sequence_module
 from mlx_blockpool.engine.request import Request, Started
-
-
-class Clock:
-    def __init__(self) -> None:
-        self.now = 0.0
-
-    def monotonic(self) -> float:
-        return self.now
-
-
-@pytest.fixture
-def clock(monkeypatch: pytest.MonkeyPatch) -> Clock:
-    found = Clock()
-    monkeypatch.setattr(sequence_module, "time", SimpleNamespace(monotonic=found.monotonic))
-    return found
+from mlx_blockpool.ranks.head import TurnClock
 
 
 def started(told: Told) -> list[int]:
@@ -44,8 +28,9 @@ def test_lower_values_start_first_and_equal_ones_in_their_order() -> None:
     assert_nothing_held(prefix)
 
 
-def test_nobody_waits_for_ever(clock: Clock) -> None:
+def test_nobody_waits_for_ever() -> None:
     engine, _ = make_engine("llama", max_members=1)
+    engine.clock = clock = TurnClock()
     low, *high = insert(engine, [1000, -1000])
 
     def crowd(_: Told) -> bool:
@@ -79,8 +64,9 @@ def test_a_preempted_request_goes_before_the_next_one_of_its_agent(monkeypatch: 
     assert [uid for uid in told.reasons if uid in (first, second)] == [first, second]
 
 
-def test_a_request_that_waits_for_its_agent_keeps_no_other_waiting(clock: Clock) -> None:
+def test_a_request_that_waits_for_its_agent_keeps_no_other_waiting() -> None:
     engine, _ = make_engine("llama", max_members=4)
+    engine.clock = clock = TurnClock()
     engine.insert_all([Request(words(1, 20), 12, group="many") for _ in range(3)])
     engine.insert(Request(words(2, 20), 12, agent="ann"))
     told = drive(engine, after=lambda _: len(engine.live) == 4)

@@ -75,6 +75,16 @@ def test_the_same_seed_says_the_same_beside_others_and_another_one_something_els
     assert told.tokens[3] != told.tokens[1]
 
 
+@pytest.mark.parametrize("sampling", SAMPLINGS)
+def test_draws_that_are_skipped_leave_the_state_that_draws_would_have_left(sampling: dict[str, Any]) -> None:
+    drawing, skipping = sampler(7, **sampling), sampler(7, **sampling)
+    logprobs = mx.log(mx.softmax(mx.random.normal((1, VOCABULARY), key=mx.random.key(1))))
+    for _ in range(5):
+        drawing(logprobs)
+    skipping.skip(5)
+    assert [drawing(logprobs).item() for _ in range(5)] == [skipping(logprobs).item() for _ in range(5)]
+
+
 def test_a_greedy_request_beside_seeded_ones_stays_greedy() -> None:
     engine, _ = make_engine("llama")
     prompt = words(1, 50)

@@ -6,11 +6,11 @@ from typing import Any
 
 import mlx.core as mx
 import pytest
+from mlx_lm import utils
 from models import make_model
 from server.serving import parse
 
 from mlx_blockpool.config import EngineConfig
-from mlx_blockpool.engine import engine as module
 from mlx_blockpool.engine.engine import BlockPoolBatchEngine
 from mlx_blockpool.errors import BlockpoolError
 
@@ -29,7 +29,7 @@ def limits(monkeypatch: pytest.MonkeyPatch) -> list[int]:
 
     monkeypatch.setattr(mx, "set_wired_limit", set_limit)
     monkeypatch.setattr(mx.metal, "is_available", lambda: True)
-    monkeypatch.setattr(module, "maybe_set_recommended_wired_limit", lambda: set_limit(RECOMMENDED))
+    monkeypatch.setattr(utils, "maybe_set_recommended_wired_limit", lambda: set_limit(RECOMMENDED))
     return had
 
 

@@ -22,8 +22,9 @@ from mlx_blockpool.errors import PoolExhaustedError
 from mlx_blockpool.kv.arena import KVArena
 from mlx_blockpool.kv.attach import bind
 from mlx_blockpool.kv.batch_cache import PooledBatchCache
-from mlx_blockpool.kv.decode_policy import SAVED_TOKENS, Cluster, Share, choose_path, divide, find_clusters
+from mlx_blockpool.kv.decode_policy import Cluster, DecodePolicy, Share, divide, find_clusters
 from mlx_blockpool.kv.factory import make_prompt_cache, pooled_caches, spec_of_loaded
+from mlx_blockpool.kv.path_costs import PathCosts
 from mlx_blockpool.kv.rounded import rounded
 from mlx_blockpool.kv.runs import attend_cluster, group_queries
 
@@ -64,32 +65,71 @@ def test_clusters_are_disjoint_and_share_what_they_say(prefixes: list[list[int]]
         assert len({tuple(tables[i][: c.blocks]) for i in c.members}) == 1
 
 
-@pytest.mark.parametrize("device", ["metal", "cuda"])
-def test_devices_that_were_not_measured_stay_ragged(device: str) -> None:
-    assert choose_path(device, "float16", 10_000, 10**6) == "ragged"
+# Of a prefix that is read together two tokens of three are saved, and what is gathered costs twice as much.
+COSTS = PathCosts(100.0, 1.0, (300.0, 100.0, 0.0, 1 / 3, 1.0, 0.0), (0.0, 50.0, 2.0))
 
 
-@pytest.mark.parametrize("dtype", sorted(SAVED_TOKENS))
-def test_the_rule_on_cpu(dtype: str) -> None:
-    assert choose_path("cpu", dtype, 5000, 7 * 4096) == "shared"
-    assert choose_path("cpu", dtype, 5000, 0) == "ragged"
-    assert choose_path("cpu", dtype, 5, 0) == ("ragged" if dtype == "float16" else "padded")
+def test_what_was_not_measured_stays_ragged() -> None:
+    assert DecodePolicy("auto").choose(0, [5000] * 8, [Cluster(tuple(range(8)), 16)]) == "ragged"
+    assert DecodePolicy("auto", {1: COSTS}).choose(0, [5, 5], []) == "ragged"
+
+
+def test_the_cheapest_path_is_chosen() -> None:
+    policy = DecodePolicy("auto", {0: COSTS})
+    assert policy.choose(0, [5000] * 8, [Cluster(tuple(range(8)), 16)]) == "shared"
+    assert policy.choose(0, [300, 300], [Cluster((0, 1), 1)]) == "shared"
+    assert policy.choose(0, [5000] * 8, []) == "ragged"
+    assert policy.choose(0, [45, 45], []) == "padded"
+    assert policy.choose(0, [45, 1], []) == "ragged"
+
+
+def test_a_prefix_that_saves_less_than_a_cluster_costs_is_read_by_each_member() -> None:
+    costs = PathCosts(100.0, 1.0, (400.0, 100.0, 0.0, 1 / 3, 1.0, 0.0))
+    assert DecodePolicy("auto", {0: costs}).choose(0, [300, 300], [Cluster((0, 1), 1)]) == "ragged"
+    assert DecodePolicy("auto", {0: costs}).choose(0, [600, 600], [Cluster((0, 1), 2)]) == "shared"
+
+
+def test_own_scores_that_are_padded_to_the_longest_count() -> None:
+    costs = PathCosts(100.0, 1.0, (0.0, 100.0, 0.0, 0.5, 1.0, 0.2))
+    clusters = [Cluster((0, 1, 2, 3), 2)]
+    policy = DecodePolicy("auto", {0: costs})
+    assert policy.choose(0, [512 + 700] * 4, clusters) == "shared"
+    assert policy.choose(0, [512 + 100] * 3 + [512 + 2500], clusters) == "ragged"
+
+
+def test_paths_that_are_nearly_equal_are_ragged() -> None:
+    costs = PathCosts(100.0, 1.0, (0.0, 99.0, 0.0, 0.99, 1.0, 0.0), (0.0, 99.0, 0.99))
+    assert DecodePolicy("auto", {0: costs}).choose(0, [4096] * 2, [Cluster((0, 1), 16)]) == "ragged"
+
+
+def test_members_outside_of_clusters_are_counted_as_reading_alone() -> None:
+    policy = DecodePolicy("auto", {0: COSTS})
+    assert policy.choose(0, [300, 300, 9000], [Cluster((0, 1), 1)]) == "ragged", "saved 342 of 9900"
+    assert policy.choose(0, [900, 900, 900], [Cluster((0, 1), 3)]) == "shared"
+
+
+def test_a_path_that_is_asked_for_is_taken_whatever_it_costs() -> None:
+    assert DecodePolicy("padded", {0: COSTS}).choose(0, [5000] * 8, []) == "padded"
+    assert DecodePolicy("shared", {0: COSTS}).choose(0, [5000] * 8, []) == "ragged", "nothing is shared"
 
 
 @pytest.mark.parametrize(("count", "path"), [(1, "ragged"), (2, "padded")])
 def test_short_contexts_are_gathered_unless_there_is_one_alone(count: int, path: str) -> None:
-    batch = Batch("llama", "auto")
+    batch = Batch("llama", "auto", costs=COSTS)
     for seed in range(count):
         batch.join(*batch.prefill(prompt(5 + seed, seed)), 5)
     batch.step()
     assert batch.took() == {path}
 
 
-def test_the_rule_shares_what_forks_have_in_common() -> None:
-    batch = Batch("llama", "auto")
+@pytest.mark.parametrize(("costs", "path"), [(COSTS, "shared"), (None, "ragged")])
+def test_forks_read_what_they_have_in_common_together_where_that_was_measured_as_cheaper(
+    costs: PathCosts | None, path: str
+) -> None:
+    batch = Batch("llama", "auto", costs=costs)
     batch.join_forks(prompt(300), 4)
     batch.step()
-    assert batch.took() == {"shared"}
+    assert batch.took() == {path}
 
 
 @given(st.lists(st.tuples(st.integers(1, 5000), st.integers(1, 4)), min_size=1, max_size=9), st.integers(1, 8), st.integers(1, 3))
@@ -130,12 +170,21 @@ def stock_model(name: str, wide: bool) -> Any:
 class Batch:
     """Sequences of a pool in one batch, and mlx-lm's own single caches, over rounded rows with `bits`, with the same tokens."""
 
-    def __init__(self, name: str, path: str, streams: int = 1, pool_bytes: int = 60_000_000, bits: KVBits | None = None) -> None:
+    def __init__(
+        self,
+        name: str,
+        path: str,
+        streams: int = 1,
+        pool_bytes: int = 60_000_000,
+        bits: KVBits | None = None,
+        costs: PathCosts | None = None,
+    ) -> None:
         self.model, self.stock = make_model(name, **(WIDE if bits else {})), stock_model(name, bits is not None)
         self.arena = KVArena(spec_of_loaded(self.model).with_bits(bits), pool_bytes)
         assert self.arena.spec.bits == bits
         self.arena.ragged = bind(self.model) > 0
         self.arena.decode.path, self.arena.decode.streams = path, streams
+        self.arena.decode.costs = {} if costs is None else dict.fromkeys(self.arena.full_groups, costs)
         self.caches: list[Any] = []
         self.needed: list[list[Any]] = []
         self.tokens: list[int] = []
@@ -300,7 +349,7 @@ def test_forks_in_one_partial_block_go_on_without_disturbing_each_other(path: st
 )
 def test_random_batches_answer_as_stock(seed: int, name: str, path: str, streams: int, bits: KVBits | None) -> None:
     rng = random.Random(seed)
-    batch = Batch(name, path, streams, bits=bits)
+    batch = Batch(name, path, streams, bits=bits, costs=COSTS)
     lengths = [5, 126, 127, 128, 254, 255, 256, 290, 300, 511]
     batch.join_forks(prompt(rng.choice(lengths), seed), rng.randrange(1, 4))
     for step in range(12):

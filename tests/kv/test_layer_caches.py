@@ -205,3 +205,31 @@ def test_nbytes_counts_whole_blocks() -> None:
     ours.update_and_fetch(*numbered(0, 257))
     assert ours.nbytes == 2 * 256 * 2 * (4 + 6) * 4
     assert not ours.empty()
+
+
+@tried(15, 400)
+@given(
+    held=st.lists(st.sampled_from([1, 3, 100, 255, 300]), min_size=1, max_size=4),
+    is_shared=st.booleans(),
+    count=st.sampled_from([1, 2, 5, 32, 260]),
+    reserved=st.integers(0, 2),
+)
+def test_a_run_takes_no_more_blocks_than_it_is_said_to_miss(held: list[int], is_shared: bool, count: int, reserved: int) -> None:
+    """A run is written as one chunk and the token behind it."""
+    slabs = make_slabs((300, 4), layers=1)
+    caches = pooled_caches(slabs)
+    for tokens in held:
+        for cache in caches:
+            cache.update_and_fetch(*numbered(0, tokens))
+    shared = copy.deepcopy(caches) if is_shared else None
+    for cache in caches:
+        slabs.pool.reserve([cache.sequence.tables[cache.place.group]], [reserved])
+    missing = [cache.missing_blocks(count) for cache in caches]
+    before = [each.held for each in slabs.pool.settle()]
+    for cache in caches:
+        for tokens in (count - 1, 1) if count > 1 else (1,):
+            cache.update_and_fetch(*numbered(0, tokens))
+    taken = [each.held - held for each, held in zip(slabs.pool.settle(), before, strict=True)]
+    assert missing[0] == max(0, taken[0] - reserved)
+    assert missing[1] >= taken[1] - reserved
+    del shared

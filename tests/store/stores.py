@@ -15,10 +15,12 @@ from mlx_blockpool.store.record import SUFFIX
 NAMESPACE = "model-of-the-tests"
 
 
-def open_store(folder: Path, disk: Disk | None = None, namespace: str = NAMESPACE, **config: Any) -> PromptStore:
+def open_store(
+    folder: Path, disk: Disk | None = None, namespace: str = NAMESPACE, trie_name: str | None = None, **config: Any
+) -> PromptStore:
     """A store that keeps nothing free, and looks at what others wrote only if it is told to: budgets are small here."""
     settings = StoreConfig(folder=folder, **{"min_free_bytes": 0, "look_bytes": 1 << 60, **config})
-    return PromptStore(settings, namespace, {"model": "none"}, disk or QuickDisk())
+    return PromptStore(settings, namespace, {"model": "none"}, disk or QuickDisk(), trie_name)
 
 
 def record_files(folder: Path) -> list[Path]:

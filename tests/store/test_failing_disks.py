@@ -99,8 +99,9 @@ def test_a_folder_that_cannot_be_is_a_problem_and_no_error(tmp_path: Path, clock
     (tmp_path / "file").unlink()
     clock.now += 31
     assert settled(store) == []
+    assert store.error_number == errno.ENOTDIR
     put_all(store, [record])
-    assert store.problem is None
+    assert (store.problem, store.error_number) == (None, 0)
     assert store.close()
 
 
@@ -135,6 +136,7 @@ def test_a_full_file_system_is_full_before_it_is(tmp_path: Path) -> None:
     assert store.flush()
     assert store.poll() == [record.key]
     assert "free" in (store.problem or "")
+    assert store.error_number == errno.ENOSPC
     assert record_files(tmp_path) == []
 
 

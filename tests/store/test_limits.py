@@ -98,5 +98,5 @@ def test_a_disk_that_failed_refuses_before_anything_is_made(clock: Clock) -> Non
     assert limits.still(queue_takes=True) is None
     limits.charge(1)
     assert limits.refusal(1, queue_takes=True) == "disk failed", "one record tries"
-    limits.problem = None
+    limits.failure = None
     assert limits.refusal(1, queue_takes=True) is None

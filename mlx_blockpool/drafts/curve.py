@@ -1,0 +1,106 @@
+"""CostCurve: the seconds of a forward by its number of rows, as measured on one device with one model."""
+
+from __future__ import annotations
+
+import math
+from bisect import bisect_left
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from functools import cached_property
+from itertools import accumulate
+from typing import Any
+
+# More tokens than any forward has, and few enough for floats.
+MOST_ROWS = 1 << 30
+
+
+@dataclass(frozen=True)
+class CostCurve:
+    """Measured medians, in seconds.
+
+    rows:      numbers of rows and the seconds of a verification forward with so many, ascending.
+    pipelined: numbers of members and the seconds of a step that decodes one token of each without drafts, ascending; empty: as
+               verification forwards with as many rows.
+
+    More rows never count as cheaper than fewer: where that was measured, it was noise.
+    """
+
+    rows: tuple[tuple[int, float], ...]
+    pipelined: tuple[tuple[int, float], ...] = ()
+
+    def __post_init__(self) -> None:
+        for points in (self.rows, self.pipelined):
+            counts = [count for count, _ in points]
+            is_ascending = counts == sorted(set(counts)) and all(0 < count <= MOST_ROWS for count in counts)
+            if not is_ascending or not all(0 < seconds < math.inf for _, seconds in points):
+                raise ValueError(f"A cost curve has the points {points}. Give ascending counts from 1, each with its seconds.")
+        if not self.rows:
+            raise ValueError("A cost curve has no points. Give the seconds of at least one number of rows.")
+
+    @staticmethod
+    def of(rows: Mapping[int, float], pipelined: Mapping[int, float] | None = None) -> CostCurve:
+        """A curve of measured points, in any order."""
+        return CostCurve(tuple(sorted(rows.items())), tuple(sorted((pipelined or {}).items())))
+
+    def seconds(self, rows: int) -> float:
+        """Seconds of a verification forward with so many rows: between measured ones by a power law, beyond them on a line."""
+        return _between(self._rising, rows)
+
+    def plain_seconds(self, members: int) -> float:
+        """Seconds of a step that decodes one token of each member without drafts."""
+        return _between(self._rising_pipelined, members) if self.pipelined else self.seconds(members)
+
+    def log_seconds(self, rows: int) -> float:
+        """The logarithm of seconds(), kept for each number of rows."""
+        found = self._logs.get(rows)
+        if found is None:
+            found = self._logs[rows] = math.log(self.seconds(rows))
+        return found
+
+    @cached_property
+    def _logs(self) -> dict[int, float]:
+        return {}
+
+    @cached_property
+    def _rising(self) -> list[tuple[int, float]]:
+        return _rising(self.rows)
+
+    @cached_property
+    def _rising_pipelined(self) -> list[tuple[int, float]]:
+        return _rising(self.pipelined)
+
+    def to_json(self) -> dict[str, Any]:
+        return {"rows": [list(point) for point in self.rows], "pipelined": [list(point) for point in self.pipelined]}
+
+    @staticmethod
+    def from_json(data: Any) -> CostCurve:
+        """Raises ValueError for anything else than to_json() returns."""
+        try:
+            points = [tuple((int(count), float(seconds)) for count, seconds in data[name]) for name in ("rows", "pipelined")]
+        except (KeyError, TypeError, ValueError, OverflowError) as error:
+            raise ValueError(f"{data!r} is no cost curve: {error!r}.") from error
+        return CostCurve(*points)
+
+
+def _rising(points: Sequence[tuple[int, float]]) -> list[tuple[int, float]]:
+    highest = accumulate((seconds for _, seconds in points), max)
+    return list(zip((count for count, _ in points), highest, strict=True))
+
+
+def _between(points: list[tuple[int, float]], count: int) -> float:
+    """Seconds at `count`: by a power law between two points, before the first as there, and on a line behind the last."""
+    at = bisect_left(points, (count, 0.0))
+    if at < len(points) and points[at][0] == count:
+        return points[at][1]
+    if at == 0:
+        return points[0][1]
+    low, low_seconds = points[at - 1]
+    if at < len(points):
+        high, high_seconds = points[at]
+        share = math.log(count / low) / math.log(high / low)
+        return low_seconds * math.exp(share * math.log(high_seconds / low_seconds))
+    # As steep as between the last two points, or as all of them: two alone may be as fast by chance.
+    before, before_seconds = points[at - 2] if at > 1 else (0, 0.0)
+    first, first_seconds = points[0] if at > 1 else (0, 0.0)
+    last_slope, whole_slope = (low_seconds - before_seconds) / (low - before), (low_seconds - first_seconds) / (low - first)
+    return low_seconds + max(last_slope, whole_slope) * (count - low)

@@ -1,0 +1,161 @@
+"""Drafting: what the drafters of one engine share, and when a batch takes drafts; ReplyMemory: the last replies of agents."""
+
+from __future__ import annotations
+
+import logging
+from collections import Counter, OrderedDict
+from collections.abc import Collection, Sequence
+
+from .curve import CostCurve
+from .draft import NOTHING, Draft, Prediction, SourceFactory
+from .drafter import Drafter
+from .index import SuffixIndex
+from .lengths import choose_lengths, least_chance
+from .sources import BREAK
+
+log = logging.getLogger(__name__)
+
+# Tokens of prompts that are indexed between two steps, of all requests together: about 5 ms.
+STEP_TOKENS = 8192
+# Agents that are remembered, and the tokens of the replies of each.
+MOST_AGENTS = 64
+MOST_TOKENS = 8192
+
+
+class Drafting:
+    """`drafts`: "auto", as the curve says; or up to so many tokens of each member in each forward, whatever they cost.
+
+    most:    the most tokens drafted of one member in auto.
+    curve:   what forwards cost; None: not known, and auto drafts nothing.
+    counts:  tokens `drafted <source>` and `accepted <source>`.
+    priors:  what is known of each source's acceptance, by its name.
+    replies: the last replies of agents.
+    factories: make the sources of plugins for each request.
+    """
+
+    def __init__(
+        self,
+        drafts: str | int = "auto",
+        most: int = 16,
+        curve: CostCurve | None = None,
+        counts: Counter[str] | None = None,
+        factories: Collection[SourceFactory] = (),
+    ) -> None:
+        assert drafts == "auto" or isinstance(drafts, int), f"drafts are {drafts!r}"
+        self.fixed = None if isinstance(drafts, str) else drafts
+        self.most = most if self.fixed is None else self.fixed
+        self.curve = curve
+        self.counts: Counter[str] = Counter() if counts is None else counts
+        self.priors: dict[str, list[float]] = {}
+        self.replies = ReplyMemory()
+        self.factories = factories
+        # The least chance of a next token behind which drafts can pay, by the number of members.
+        self._least: dict[int, float] = {}
+
+    def drafter(
+        self,
+        prompt: Sequence[int],
+        agent: str | None = None,
+        salt: bytes = b"",
+        following: Sequence[int] = (),
+        prediction: Prediction | None = None,
+    ) -> Drafter:
+        """A drafter for one request. `following`: tokens that are known to have followed this very prompt."""
+        made = Drafter(prompt, self.priors, self.counts)
+        if following:
+            made.follow("prefix", SuffixIndex(following), place=0)
+        replies = None if agent is None else self.replies.recall(agent, salt)
+        if replies is not None:
+            made.follow("replies", replies)
+        if prediction is not None and prediction.text.tokens:
+            made.expect(prediction)
+        for factory in self.factories:
+            try:
+                source = factory(prompt)
+                if source is not None:
+                    made.ask(source)
+            except Exception as error:
+                # As where a source is asked.
+                log.warning("A draft source raised %s: %s. A request does without it.", type(error).__name__, error)
+        return made
+
+    def expects(self, drafters: Sequence[Drafter | None]) -> bool:
+        """Whether it is likely to pay to read the tokens in flight of a batch, and to draft behind them. Takes microseconds."""
+        self._catch_up(drafters)
+        if self.fixed is not None:
+            return self.most > 0 and any(drafter is not None and drafter.expects() > 0 for drafter in drafters)
+        if self.curve is None:
+            return False
+        members = len(drafters)
+        least = self._least.get(members)
+        if least is None:
+            least = self._least[members] = least_chance(self.curve, members, self.most)
+        found = [each.outlook(self.most, least) for each in drafters if each is not None]
+        chances = [each for each, _ in found]
+        return any(chances) and any(choose_lengths(chances, self.curve, members, [seconds for _, seconds in found]))
+
+    def propose(self, drafters: Sequence[Drafter | None], next_tokens: Sequence[int], at_most: Sequence[int]) -> list[Draft]:
+        """A draft for each member behind its next token, as long as pays; all empty: nothing does.
+
+        `at_most`: tokens that each member has room for and may still emit behind its next one.
+        """
+        members = zip(drafters, next_tokens, at_most, strict=True)
+        drafts = [
+            NOTHING if drafter is None else drafter.propose(token, min(most, self.most)) for drafter, token, most in members
+        ]
+        return [draft.first(count) for draft, count in zip(drafts, self._lengths(drafts), strict=True)]
+
+    def _lengths(self, drafts: list[Draft]) -> list[int]:
+        if self.fixed is not None:
+            return [len(draft) for draft in drafts]
+        if self.curve is None:
+            return [0] * len(drafts)
+        return choose_lengths([draft.chances for draft in drafts], self.curve, len(drafts))
+
+    def _catch_up(self, drafters: Sequence[Drafter | None]) -> None:
+        left = STEP_TOKENS
+        for drafter in drafters:
+            if drafter is not None and drafter.is_behind and left > 0:
+                left -= drafter.catch_up(left)
+
+
+class ReplyMemory:
+    """The last replies of each agent as one text, a BREAK before each. Agents under unlike salts never meet.
+
+    The least recently used agent is forgotten first.
+    """
+
+    def __init__(self, most_agents: int = MOST_AGENTS, most_tokens: int = MOST_TOKENS) -> None:
+        self._most_agents, self._most_tokens = most_agents, most_tokens
+        self._texts: OrderedDict[tuple[str, bytes], SuffixIndex] = OrderedDict()
+
+    def __len__(self) -> int:
+        return len(self._texts)
+
+    def remember(self, agent: str, salt: bytes, reply: Sequence[int]) -> None:
+        """Append a reply to those of an agent. Where they become too many tokens, the oldest are forgotten."""
+        added = [BREAK, *reply[-(self._most_tokens - 1) :]]
+        text = self._texts.get((agent, salt))
+        if text is None:
+            text = SuffixIndex()
+        elif len(text) + len(added) > self._most_tokens:
+            # Requests that run keep the longer text. Half of the room stays free, so that this is rare.
+            text = SuffixIndex(_last_replies(text.tokens, max(0, self._most_tokens // 2 - len(added))))
+        text.tokens += added
+        self._texts[agent, salt] = text
+        self._texts.move_to_end((agent, salt))
+        while len(self._texts) > self._most_agents:
+            self._texts.popitem(last=False)
+
+    def recall(self, agent: str, salt: bytes) -> SuffixIndex | None:
+        """The text of an agent's replies; None: there are none."""
+        text = self._texts.get((agent, salt))
+        if text is not None:
+            self._texts.move_to_end((agent, salt))
+        return text
+
+
+def _last_replies(tokens: list[int], at_most: int) -> list[int]:
+    """The last whole replies of a text that have together at most so many tokens, their BREAKs included."""
+    starts = (number for number in range(max(0, len(tokens) - at_most), len(tokens)) if tokens[number] == BREAK)
+    return tokens[next(starts, len(tokens)) :]

@@ -1,0 +1,115 @@
+"""Verification: which drafted tokens each sequence accepts, once one forward has computed them.
+
+Row 0 of a member has its next token, and row j its j-th drafted one. A draw from a row is made as the request would make it
+without drafts, and none is made twice or for nothing: the first that differs from the next drafted token ends the rows of its
+member. Knows logits; no caches. Owned by the generation thread.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from collections.abc import Sequence as Row
+from dataclasses import dataclass, field
+
+import mlx.core as mx
+from mlx_lm.models.cache import TokenBuffer
+
+from .draws import Drawn, draw, draws_greedily, ids, logprobs_of
+from .masks import Forced
+from .sequence import Sequence
+
+# A token that a sequence emits, and the logprobs [vocabulary] that it was drawn from; [0] where another rank has drawn it.
+Emitted = tuple[Sequence, int, mx.array]
+# The tokens that are drafted behind the next one of sequences.
+Drafts = Mapping[Sequence, list[int]]
+
+
+@dataclass
+class Rows:
+    """The rows of one member of a verification forward.
+
+    tokens:     its next token, and those that are drafted behind it.
+    logprobs:   that the next token was drawn from; None where it is not to be emitted.
+    buffer:     the tokens before it, where the member has processors.
+    start:      the first of its rows among those of all members.
+    kept:       so many of its rows were accepted, and are computed.
+    following:  what was drawn from the last of them.
+    """
+
+    member: Sequence
+    tokens: list[int]
+    logprobs: mx.array | None
+    buffer: TokenBuffer | None
+    start: int
+    kept: int = 0
+    following: int = -1
+
+    @property
+    def row(self) -> int:
+        """The row that is drawn from next."""
+        return self.start + self.kept
+
+
+@dataclass
+class Verified:
+    """What a step emits, as DecodeBatch.run() returns it; and how many drafted tokens of each member were accepted."""
+
+    emitted: list[Emitted] = field(default_factory=list)
+    failed: dict[Sequence, Exception] = field(default_factory=dict)
+    forced: Forced = field(default_factory=dict)
+    accepted: dict[Sequence, int] = field(default_factory=dict)
+
+
+def accept(logits: mx.array, members: Row[Rows], least_forced: int) -> Verified:
+    """Draw from the logits [rows, vocabulary] of all members, as long as they draw what was drafted.
+
+    Behind a row on which a form forces `least_forced` tokens no draft is accepted: they are appended without a draw. Afterwards
+    all that was drawn is evaluated, and `kept`, `following` and `logprobs` of each member are those of the next step.
+    """
+    verified = Verified()
+    greedy = [rows for rows in members if draws_greedily(rows.member)]
+    if greedy:
+        _accept_greedy(logits, greedy, verified)
+    drawing = [rows for rows in members if not draws_greedily(rows.member)]
+    while drawing:
+        drawn = _draw_next(logits, drawing)
+        verified.failed |= drawn.failed
+        verified.forced |= drawn.forced
+        found = zip(drawing, ids(drawn.tokens), list(drawn.logprobs), strict=True)
+        drawing = [
+            rows
+            for rows, token, logprobs in found
+            if _take(rows, token, logprobs, verified) and len(drawn.forced.get(rows.member, ())) < least_forced
+        ]
+    verified.accepted = {rows.member: rows.kept - 1 for rows in members if len(rows.tokens) > 1}
+    mx.eval([rows.logprobs for rows in members], [logprobs for _, _, logprobs in verified.emitted])
+    return verified
+
+
+def _accept_greedy(logits: mx.array, members: Row[Rows], verified: Verified) -> None:
+    """accept() where every draw is the most likely token: all are made at once."""
+    logprobs = logprobs_of(logits)
+    best = ids(mx.argmax(logprobs, axis=-1))
+    for rows in members:
+        while _take(rows, best[rows.row], logprobs[rows.row], verified):
+            pass
+
+
+def _draw_next(logits: mx.array, members: Row[Rows]) -> Drawn:
+    """A draw from the next row of each member, evaluated."""
+    inputs = mx.array([rows.tokens[rows.kept] for rows in members], mx.uint32)
+    own = logits[mx.array([rows.row for rows in members])]
+    drawn = draw(own, inputs, [rows.member for rows in members], [rows.buffer for rows in members])
+    mx.eval(drawn.tokens, drawn.logprobs, drawn.contexts)
+    return drawn
+
+
+def _take(rows: Rows, following: int, logprobs: mx.array, verified: Verified) -> bool:
+    """Count the next row as computed, and emit its token. Returns whether `following`, drawn from it, is what was drafted."""
+    token = rows.tokens[rows.kept]
+    rows.member.compute(token)
+    if rows.logprobs is not None and rows.member not in verified.failed:
+        verified.emitted.append((rows.member, token, rows.logprobs))
+    rows.kept += 1
+    rows.following, rows.logprobs = following, logprobs
+    return rows.member not in verified.failed and rows.tokens[rows.kept : rows.kept + 1] == [following]

@@ -1,0 +1,205 @@
+"""Measures what a step of a model costs on this device: decode steps by their members, verification forwards by their rows.
+
+The loaded model runs on scratch sequences in its own pool, which gets all their blocks back. Knows seconds; where they are kept
+and what they decide is known to others. Owned by the generation thread.
+"""
+
+from __future__ import annotations
+
+import random
+import statistics
+import time
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
+from copy import deepcopy
+from functools import partial
+from typing import Any, TypeVar
+
+import mlx.core as mx
+
+from ..drafts.curve import CostCurve
+from ..errors import PoolExhaustedError
+from .alone import Unsettled
+from .arena import KVArena
+from .decode_policy import device
+from .factory import make_prompt_cache
+from .parts import batch_of, begin_rows, commit_rows, member_of
+
+K = TypeVar("K")
+
+SECONDS = 2.0
+ROUNDS = 9
+# Tokens that each scratch sequence begins with, and steps of decode that are measured together: through all rounds a sequence
+# stays within its first block.
+CONTEXT, STEPS = 32, 3
+MEMBERS = (1, 2, 4, 8)
+ROWS = (1, 2, 4, 8, 16, 32, 64, 136)
+# More rows than these are those of several members.
+ROWS_OF_MEMBER = 17
+# Cases that are measured however long they take: up to 8 members and 16 rows. A curve of fewer would be remembered, and little
+# drafted by it.
+LEAST_CASES = 9
+
+
+def medians(cases: Mapping[K, Callable[[], float]], seconds: float, rounds: int = ROUNDS, at_least: int = 1) -> dict[K, float]:
+    """The median of what each case returns, measured in about so many seconds. They take turns, as devices slow down at times.
+
+    `cases` begin with the cheapest. Those whose turn comes when half of the time is over are left out, but for the first
+    `at_least`. Each case runs once before it is measured, since devices compile what they have not run yet.
+    """
+    start = time.perf_counter()
+    found: dict[K, list[float]] = {}
+    for case, run in cases.items():
+        if len(found) >= at_least and time.perf_counter() - start > seconds / 2:
+            break
+        run()
+        found[case] = []
+    for done in range(rounds):
+        if done and time.perf_counter() - start > seconds:
+            break
+        for case, taken in found.items():
+            taken.append(cases[case]())
+    return {case: statistics.median(taken) for case, taken in found.items()}
+
+
+def measure_curve(model: Any, arena: KVArena, seconds: float = SECONDS) -> CostCurve | None:
+    """The cost curve of a model that verifies drafts, measured in about so many seconds; None: a sequence has no room."""
+    assert arena.verifies is not None, "this model verifies no drafts"
+    counts = dict(arena.decode.path_counts)
+    try:
+        found = medians(_cases(Scratch(model, arena), arena), seconds, at_least=LEAST_CASES)
+    except PoolExhaustedError:
+        return None
+    finally:
+        arena.pool.settle()
+        arena.decode.path_counts.clear()
+        arena.decode.path_counts.update(counts)
+        mx.clear_cache()
+    rows, members = ({count: value for (kind, count), value in found.items() if kind == name} for name in ("rows", "members"))
+    return CostCurve.of(rows, members)
+
+
+def _cases(scratch: Scratch, arena: KVArena) -> dict[tuple[str, int], Callable[[], float]]:
+    """Decode steps by their members and verification forwards by their rows, for as many members as have room."""
+    by_rows, cases = arena.verifies == "rows", dict[tuple[str, int], Callable[[], float]]()
+    for count in ROWS:
+        if count in MEMBERS and count <= scratch.members:
+            cases["members", count] = partial(scratch.decode, count)
+        if by_rows and count <= ROWS_OF_MEMBER * scratch.members:
+            cases["rows", count] = partial(scratch.verify_rows, count)
+        elif not by_rows and count <= ROWS_OF_MEMBER:
+            cases["rows", count] = partial(scratch.verify_alone, count)
+    return cases
+
+
+class Stopwatch:
+    """Measures the block that it is the context of: `seconds` that it takes on a device that has nothing else to do.
+
+    On a CPU that is time of this process on its processors, which other processes only delay: that of this thread, which calls
+    the model, and that of the others, which compute. Where it `overlaps`, the longer of both; else they wait for each other.
+    """
+
+    def __init__(self, overlaps: bool = False) -> None:
+        self.seconds = 0.0
+        self._overlaps = overlaps
+
+    def __enter__(self) -> Stopwatch:
+        self._start = self._now()
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        wall, process, thread = (now - before for now, before in zip(self._now(), self._start, strict=True))
+        self.seconds = wall if device() != "cpu" else max(thread, process - thread) if self._overlaps else process
+
+    def _now(self) -> tuple[float, float, float]:
+        return time.perf_counter(), time.process_time(), time.thread_time()
+
+
+class Scratch:
+    """Sequences of random tokens to measure steps on. Raises PoolExhaustedError where not even one has room.
+
+    A step computes random tokens, so that experts are chosen as in a batch of unlike texts, and its method returns its seconds.
+    """
+
+    def __init__(self, model: Any, arena: KVArena) -> None:
+        self._model = model
+        self._draw = random.Random(0)
+        self._vocabulary: int = model(mx.zeros((1, 1), mx.int32)).shape[-1]
+        first = make_prompt_cache(model, arena)
+        mx.eval(model(self._tokens(1, CONTEXT), cache=first))
+        self._sequences = [first]
+        self._ragged = arena.ragged
+        while self._ragged and len(self._sequences) < MEMBERS[-1]:
+            try:
+                self._sequences.append(self._fork())
+            except PoolExhaustedError:
+                break
+
+    @property
+    def members(self) -> int:
+        """How many sequences there are."""
+        return len(self._sequences)
+
+    def decode(self, members: int) -> float:
+        """A decode step of so many members, encoded before the one before it is read, as the engine does."""
+        following = [self._tokens(members, 1) for _ in range(STEPS + 1)]
+        mx.eval(following)
+        with self._batch(members) as batch:
+            inputs = following[0]
+            with Stopwatch(overlaps=True) as watch:
+                for tokens in following[1:]:
+                    drawn, logprobs = self._forward(inputs, batch)
+                    # The next step waits for the draw, as if it computed that.
+                    drawn = mx.where(drawn[:, None] < 0, drawn[:, None], tokens)
+                    mx.async_eval(drawn, logprobs)  # type: ignore[no-untyped-call]
+                    mx.eval(inputs)
+                    inputs = drawn
+                mx.eval(inputs)
+            return watch.seconds / STEPS
+
+    def verify_rows(self, rows: int) -> float:
+        """A verification forward with so many rows, of one member or of several, each of which keeps one."""
+        members = -(-rows // ROWS_OF_MEMBER)
+        counts = [rows // members + (i < rows % members) for i in range(members)]
+        tokens = self._tokens(rows, 1)
+        mx.eval(tokens)
+        with self._batch(members) as batch, Stopwatch() as watch:
+            begin_rows(batch, counts)
+            mx.eval(self._forward(tokens, batch))
+            commit_rows(batch, [1] * members)
+        return watch.seconds
+
+    def verify_alone(self, count: int) -> float:
+        """A verification forward with so many tokens of one sequence, which keeps half of them: states are computed again."""
+        caches = self._fork()
+        tokens = [self._draw.randrange(self._vocabulary) for _ in range(count)]
+        with Stopwatch() as watch:
+            found = Unsettled(self._model, caches, tokens)
+            mx.eval(mx.argmax(found.logits, axis=-1))
+            found.settle((count + 1) // 2)
+        return watch.seconds
+
+    def _fork(self) -> list[Any]:
+        """A sequence like the first one, with blocks of its own."""
+        caches = deepcopy(self._sequences[0])
+        mx.eval(self._model(self._tokens(1, 1), cache=caches))
+        return caches
+
+    def _forward(self, inputs: mx.array, batch: list[Any]) -> tuple[mx.array, mx.array]:
+        """Tokens [rows] drawn behind inputs [rows, 1], and logprobs [rows, vocabulary]."""
+        logits = self._model(inputs, cache=batch)[:, -1, :]
+        logprobs = logits - mx.logsumexp(logits, axis=-1, keepdims=True)
+        return mx.argmax(logprobs, axis=-1), logprobs
+
+    def _tokens(self, rows: int, count: int) -> mx.array:
+        return mx.array([[self._draw.randrange(self._vocabulary) for _ in range(count)] for _ in range(rows)])
+
+    @contextmanager
+    def _batch(self, members: int) -> Iterator[list[Any]]:
+        """The caches of the first sequences side by side."""
+        if not self._ragged:
+            yield self._sequences[0]
+            return
+        batch = batch_of(self._sequences[:members])
+        yield batch
+        self._sequences[:members] = [member_of(batch, i) for i in range(members)]

@@ -1,0 +1,209 @@
+"""Measures what decode steps cost on each path, with the layer shapes and the queries of a loaded model.
+
+Steps of one layer group are timed alone, in a small pool of its own, which is gone afterwards: the rest of a forward is the same
+on all paths. Contexts hold zeros, as no time depends on them. Owned by the generation thread.
+"""
+
+from __future__ import annotations
+
+import copy
+import time
+from dataclasses import dataclass
+from functools import partial
+from statistics import median
+from typing import Any
+
+import mlx.core as mx
+
+from ..config import PoolConfig
+from ..errors import PoolExhaustedError
+from ..spec import FullLayer, ModelCacheSpec, blocks_for
+from .arena import KVArena
+from .batch_cache import PooledBatchCache
+from .decode_policy import device
+from .factory import make_prompt_cache, pooled_caches
+from .parts import batch_of, leaves_of
+from .path_costs import PathCosts, Reading, Shape, fitted
+from .shards import apart
+
+# Shared prefixes and members' own tokens, from where operations count to where tokens do.
+SHAPES = (
+    Shape(0, (16,) * 2),
+    Shape(0, (16,) * 8),
+    Shape(0, (64,) * 4),
+    Shape(0, (200,) * 8),
+    Shape(256, (32,) * 2),
+    Shape(256, (32,) * 8),
+    Shape(512, (16,) * 4),
+    Shape(512, (16, 700)),
+    Shape(512, (400,) * 4),
+    Shape(256, (16, 16, 16, 1500)),
+    Shape(1024, (64,) * 2),
+    Shape(1024, (64,) * 8),
+    Shape(1024, (1000,) * 4),
+    Shape(4096, (64,) * 2),
+    Shape(3072, (256,) * 8),
+)
+# Longer contexts are not gathered here: it takes longest where nobody would.
+GATHERED_TOKENS = 600
+# Layers of short contexts, one after the other, as the first of them works out what the others share.
+LAYERS = 2
+SHORT_TOKENS = 4096
+ROUNDS = 3
+# A reading takes so many steps that it is no shorter than this, in seconds.
+SHORTEST = 1e-3
+MOST_STEPS = 8
+
+
+@dataclass(frozen=True)
+class Asked:
+    """What the attention of a layer is asked with: queries [1, heads, 1, dim], their scale, and sinks [heads]."""
+
+    queries: mx.array
+    scale: float
+    sinks: mx.array | None
+
+
+def measure_paths(model: Any, arena: KVArena, seconds: float = 0.5) -> dict[int, PathCosts]:
+    """The costs of each full layer group of an attached model, for arena.decode.costs.
+
+    Takes about `seconds`, and up to three times as long where one reading of each shape takes that; a model for which that is
+    too short is not measured. Neither are windows, which share nothing, models whose batches are not ragged, and pools without
+    room for a sequence.
+    """
+    if not arena.ragged:
+        return {}
+    try:
+        every = _asked(model, arena)
+    except PoolExhaustedError:
+        return {}
+    asked = {group: each for group, each in every.items() if type(arena.spec.groups[group].layer) is FullLayer}
+    found = {group: _readings(arena, group, each, seconds / len(asked)) for group, each in asked.items()}
+    # What the trials have allocated.
+    mx.clear_cache()
+    return {group: fitted(readings) for group, readings in found.items() if readings}
+
+
+def _asked(model: Any, arena: KVArena) -> dict[int, Asked]:
+    """What each layer group is asked with when a model decodes one token."""
+    found: dict[int, Asked] = {}
+
+    def note(cache: PooledBatchCache, queries: mx.array, keys: Any, values: Any, scale: float, mask: Any, sinks: Any) -> mx.array:
+        found.setdefault(cache.members[0].place.group, Asked(queries, scale, sinks))
+        return PooledBatchCache.attend(cache, queries, keys, values, scale, mask, sinks)
+
+    with apart(model):
+        caches = make_prompt_cache(model, arena)
+        mx.eval(model(mx.array([[1, 2]]), cache=caches))
+        batch = batch_of([caches])
+        for leaf in leaves_of(batch):
+            if isinstance(leaf, PooledBatchCache):
+                leaf.attend = partial(note, leaf)  # type: ignore[method-assign]
+        mx.eval(model(mx.array([[1]]), cache=batch))
+        mx.eval([each.queries for each in found.values()])
+    arena.decode.path_counts.clear()
+    return found
+
+
+def _readings(arena: KVArena, group: int, asked: Asked, seconds: float) -> list[Reading]:
+    """A reading of each shape, the median of as many passes over all as there is time for; nothing if there is none for one."""
+    begun, on_the_wall = clock(), time.perf_counter()
+    times = {shape: _Times() for shape in SHAPES}
+    taken = 0.0
+    while not taken or clock() - begun + taken < seconds:
+        first = clock()
+        for shape in SHAPES:
+            if clock() - begun > 3 * seconds or time.perf_counter() - on_the_wall > 10 * seconds:
+                return []
+            _Trial(arena, group, asked, shape).run(times[shape])
+        taken = clock() - first
+    return [each.reading(shape) for shape, each in times.items()]
+
+
+class _Times:
+    """The seconds of one step of one layer, by what was tried, of each round."""
+
+    def __init__(self) -> None:
+        self.rounds: list[dict[str, float]] = []
+
+    def reading(self, shape: Shape) -> Reading:
+        ratios = {
+            name: median(each[name] / each["ragged"] for each in self.rounds) for name in self.rounds[0] if name != "ragged"
+        }
+        return Reading(shape, median(each["ragged"] for each in self.rounds), ratios)
+
+
+class _Trial:
+    """Members of one shape, in a pool of their own."""
+
+    def __init__(self, arena: KVArena, group: int, asked: Asked, shape: Shape) -> None:
+        spec, layer = arena.spec, arena.spec.groups[group].layer
+        # Only its own layers, and blocks for what is appended too.
+        layers = LAYERS if sum(shape.sizes) < SHORT_TOKENS else 1
+        own = ModelCacheSpec(spec.model_id, (layer,) * layers, spec.dtype, bits=spec.bits)
+        blocks = blocks_for(shape.shared) + sum(blocks_for(tokens + MOST_STEPS) for tokens in shape.own)
+        size = blocks * own.bytes_per_block(own.groups[0])
+        self.arena = KVArena(own, size, PoolConfig(slabs=1, slab_blocks=blocks))
+        self.arena.ragged = True
+        self.arena.decode.synchronous, self.arena.decode.streams = arena.decode.synchronous, arena.decode.streams
+        self.asked, self.shape, self.layer = asked, shape, layer
+        members = len(shape.own)
+        self._queries = mx.repeat(asked.queries, members, axis=0)
+        self._keys, self._values = (mx.zeros((members, layer.kv_heads, 1, dim), self.arena.dtype) for dim in self._dims)
+        prefix = self._appended(pooled_caches(self.arena), shape.shared)
+        self._batch = batch_of(self._appended(copy.deepcopy(prefix), tokens) for tokens in shape.own)
+
+    @property
+    def _dims(self) -> tuple[int, int]:
+        return self.layer.key_dim, self.layer.value_dim
+
+    def _appended(self, caches: list[Any], tokens: int) -> list[Any]:
+        for cache in caches if tokens else []:
+            cache.write(*(mx.zeros((1, self.layer.kv_heads, tokens, dim), self.arena.dtype) for dim in self._dims))
+        return caches
+
+    def run(self, times: _Times) -> None:
+        """Time each path in turns."""
+        mx.eval(self.arena.arrays(), self._queries, self._keys, self._values)
+        names = ["ragged"]
+        names += ["shared"] if self.shape.shared else []
+        names += ["padded"] if max(self.shape.sizes) <= GATHERED_TOKENS else []
+        rounds = [{name: self._seconds(name, 1) for name in names}]
+        steps = min(MOST_STEPS, 1 + int(SHORTEST / max(rounds[0].values())))
+        # Of short steps the first ones are not counted: a device may compile what they need.
+        rounds = rounds if steps == 1 else []
+        while len(rounds) < ROUNDS:
+            names.reverse()
+            rounds.append({name: self._seconds(name, steps) for name in names})
+        times.rounds += rounds
+
+    def _seconds(self, name: str, steps: int) -> float:
+        """Seconds of one step of one layer. The tokens that it appends are taken back."""
+        self.arena.decode.path = name
+        start, waiting = clock(), None
+        for _ in range(steps):
+            following = self._step()
+            # As an engine does: a step is encoded while the one before it runs.
+            mx.async_eval(following)  # type: ignore[no-untyped-call]
+            mx.eval(waiting)
+            waiting = following
+        mx.eval(waiting)
+        taken = clock() - start
+        for cache in self._batch:
+            cache.trim(steps)
+        return taken / steps / len(self._batch)
+
+    def _step(self) -> mx.array:
+        """One step of all layers, each of which waits for the one before it."""
+        before = mx.zeros((len(self.shape.own), 1, 1, 1), self.arena.dtype)
+        for cache in self._batch:
+            keys, values = cache.update_and_fetch(self._keys + before, self._values + before)
+            queries = self._queries + before.astype(self._queries.dtype)
+            out = cache.attend(queries, keys, values, self.asked.scale, None, self.asked.sinks)
+            before = out[:, :1, :, :1].astype(self.arena.dtype)
+        return before
+
+
+def clock() -> float:
+    """Seconds: of the processor where that computes, so that other processes do not count, else of the clock on the wall."""
+    return time.process_time() if device() == "cpu" else time.perf_counter()

@@ -1,0 +1,144 @@
+"""The cost curve and the decode paths of a loaded model are measured once for each device, model and version, and remembered."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import mlx.core as mx
+import pytest
+from engine.engines import new_model
+from mlx.utils import tree_map
+
+from mlx_blockpool.config import EngineConfig, KVBits, PoolConfig
+from mlx_blockpool.drafts.curve import CostCurve
+from mlx_blockpool.engine import measuring
+from mlx_blockpool.engine.measuring import curve_of, measured_on, paths_of
+from mlx_blockpool.engine.opening import open_pooled
+from mlx_blockpool.kv.arena import KVArena
+from mlx_blockpool.kv.factory import open_pool
+from mlx_blockpool.kv.path_costs import PathCosts
+from mlx_blockpool.store.measurements import MeasuredOn, Measurements
+
+CURVE = CostCurve.of({1: 0.5, 2: 0.75}, {1: 0.25})
+COSTS = PathCosts(1e-4, 1e-6, (1e-4, 1e-4, 0.0, 1e-6, 1e-6, 0.0))
+
+
+@pytest.fixture
+def measured(monkeypatch: pytest.MonkeyPatch) -> list[Any]:
+    """The models that are measured, each with the same result."""
+    found: list[Any] = []
+
+    def measure(model: Any, arena: KVArena) -> CostCurve:
+        found.append(model)
+        return CURVE
+
+    monkeypatch.setattr(measuring, "measure_curve", measure)
+    return found
+
+
+def opened(name: str = "llama", **config: Any) -> tuple[Any, KVArena]:
+    model = new_model(name)
+    return model, open_pool(model, 20_000_000, PoolConfig(**config))
+
+
+def test_a_model_is_measured_once(tmp_path: Path, measured: list[Any]) -> None:
+    model, arena = opened()
+    assert curve_of(model, arena, Measurements(tmp_path), name="tiny") == CURVE
+    again, its_arena = opened()
+    assert curve_of(again, its_arena, Measurements(tmp_path)) == CURVE
+    assert measured == [model]
+    assert [found.model for found in Measurements(tmp_path).load()] == ["tiny"]
+
+
+@pytest.mark.parametrize("figures", [None, {}, {"rows": [], "pipelined": []}, {"rows": [[1, -1.0]], "pipelined": []}])
+def test_figures_that_are_no_curve_are_measured_again(tmp_path: Path, measured: list[Any], figures: Any) -> None:
+    model, arena = opened()
+    Measurements(tmp_path).save(measured_on(model, arena), "tiny", {"curve": figures, "other": 3})
+    assert curve_of(model, arena, Measurements(tmp_path)) == CURVE
+    assert len(measured) == 1
+    assert Measurements(tmp_path).figures(measured_on(model, arena)) == {"curve": CURVE.to_json(), "other": 3}
+
+
+def test_a_model_that_verifies_nothing_has_no_curve(tmp_path: Path, measured: list[Any]) -> None:
+    model, arena = opened()
+    arena.verifies = None
+    assert curve_of(model, arena, Measurements(tmp_path)) is None
+    assert measured == []
+
+
+def test_figures_depend_on_the_device_the_shapes_the_types_and_the_bits(monkeypatch: pytest.MonkeyPatch) -> None:
+    def on(name: str, **config: Any) -> MeasuredOn:
+        return measured_on(*opened(name, **config))
+
+    plain = on("llama")
+    assert plain == on("llama")
+    assert on("llama K8V8", bits=None).weights != plain.weights
+    assert on("llama K8V8", bits=KVBits(8, 8, 64)).spec != on("llama K8V8").spec
+    model, arena = opened()
+    model.update(tree_map(lambda array: array.astype(mx.float16), model.parameters()))
+    assert measured_on(model, arena).weights != plain.weights
+    monkeypatch.setattr(measuring.os, "cpu_count", lambda: 99)
+    assert measured_on(model, arena).device != plain.device
+
+
+@pytest.fixture
+def measured_paths(monkeypatch: pytest.MonkeyPatch) -> list[Any]:
+    """The pools whose decode paths are measured, each with the same result."""
+    found: list[Any] = []
+
+    def measure(model: Any, arena: KVArena) -> dict[int, PathCosts]:
+        found.append(arena)
+        return {0: COSTS}
+
+    monkeypatch.setattr(measuring, "measure_paths", measure)
+    return found
+
+
+def test_decode_paths_are_measured_once(tmp_path: Path, measured_paths: list[Any]) -> None:
+    model, arena = opened()
+    assert paths_of(model, arena, Measurements(tmp_path)) == {0: COSTS}
+    assert paths_of(*opened(), Measurements(tmp_path)) == {0: COSTS}
+    assert measured_paths == [arena]
+
+
+def test_decode_paths_that_could_not_be_measured_are_tried_again(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    found = [{}, {0: COSTS}]
+    monkeypatch.setattr(measuring, "measure_paths", lambda *_: found.pop(0))
+    assert paths_of(*opened(), Measurements(tmp_path)) == {}
+    assert paths_of(*opened(), Measurements(tmp_path)) == {0: COSTS}
+
+
+@pytest.mark.parametrize("figures", [None, [], {"0": {}}, {"x": COSTS.to_json()}, {"0": {**COSTS.to_json(), "read": -1.0}}])
+def test_figures_that_are_no_costs_are_measured_again(tmp_path: Path, measured_paths: list[Any], figures: Any) -> None:
+    model, arena = opened()
+    Measurements(tmp_path).save(measured_on(model, arena), "tiny", {"paths": figures, "curve": CURVE.to_json()})
+    assert paths_of(model, arena, Measurements(tmp_path)) == {0: COSTS}
+    assert len(measured_paths) == 1
+    assert set(Measurements(tmp_path).figures(measured_on(model, arena))) == {"paths", "curve"}
+
+
+@pytest.mark.parametrize(
+    ("measures", "drafts", "path", "found"),
+    [
+        (False, "auto", "auto", (None, {})),
+        (True, "off", "auto", (None, {0: COSTS})),
+        (True, "auto", "auto", (CURVE, {0: COSTS})),
+        (True, "auto", "ragged", (CURVE, {})),
+    ],
+)
+@pytest.mark.usefixtures("measured", "measured_paths")
+def test_an_engine_measures_what_it_decides_by(measures: bool, drafts: str, path: str, found: Any) -> None:
+    model, arena = opened(decode_path=path)
+    caches = measuring.measured(model, open_pooled(model, arena, 20_000_000), EngineConfig(measures=measures, drafts=drafts))
+    assert (caches.curve, arena.decode.costs) == found
+
+
+@pytest.mark.usefixtures("measured", "measured_paths")
+def test_ranks_measure_no_decode_paths(monkeypatch: pytest.MonkeyPatch) -> None:
+    model, arena = opened()
+    caches = open_pooled(model, arena, 20_000_000)
+    monkeypatch.setattr(caches.prefix, "ranks", SimpleNamespace(size=2))
+    measuring.measured(model, caches, EngineConfig(measures=True))
+    assert arena.decode.costs == {}

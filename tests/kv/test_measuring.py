@@ -1,0 +1,124 @@
+"""What steps cost on this device: which steps are measured, that they take turns, and that nothing of it stays."""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Callable
+from typing import Any
+
+import mlx.core as mx
+import pytest
+from architectures import pooled
+from models import make_model
+
+from mlx_blockpool.kv import measuring
+from mlx_blockpool.kv.arena import KVArena
+from mlx_blockpool.kv.attach import attach
+from mlx_blockpool.kv.factory import make_prompt_cache, open_pool, spec_of_loaded
+from mlx_blockpool.kv.measuring import Stopwatch, measure_curve, medians
+
+
+@pytest.fixture
+def few_cases(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Each case is measured once."""
+    for name, value in (("ROUNDS", 1), ("ROWS", (1, 2, 20)), ("MEMBERS", (1, 2))):
+        monkeypatch.setattr(measuring, name, value)
+
+
+@pytest.fixture
+def clock(monkeypatch: pytest.MonkeyPatch) -> list[float]:
+    """The time in seconds, which only tests advance."""
+    now = [0.0]
+    monkeypatch.setattr(measuring.time, "perf_counter", lambda: now[0])
+    return now
+
+
+def taking(seconds: float, clock: list[float], ran: list[Any], name: Any) -> Callable[[], float]:
+    def run() -> float:
+        clock[0] += seconds
+        ran.append(name)
+        return seconds + ran.count(name)
+
+    return run
+
+
+def test_cases_take_turns_and_the_first_run_of_each_does_not_count(clock: list[float]) -> None:
+    ran: list[Any] = []
+    found = medians({name: taking(0.01, clock, ran, name) for name in "ab"}, 1.0, rounds=3)
+    assert ran == [*"ab"] * 4
+    assert found == {"a": 3.01, "b": 3.01}
+
+
+def test_what_has_no_time_is_left_out_and_the_rest_is_measured_once_at_least(clock: list[float]) -> None:
+    ran: list[Any] = []
+    found = medians({count: taking(0.2 * count, clock, ran, count) for count in (1, 2, 4, 8)}, 1.0)
+    # The third one has begun before half of the time was over.
+    assert ran == [1, 2, 1, 2]
+    assert list(found) == [1, 2]
+    assert list(medians({count: taking(9.0, clock, ran, count) for count in (1, 2)}, 1.0)) == [1]
+
+
+@pytest.mark.parametrize(
+    ("on", "overlaps", "seconds"), [("metal", True, 9.0), ("metal", False, 9.0), ("cpu", True, 3.0), ("cpu", False, 4.0)]
+)
+def test_on_a_processor_its_own_time_counts(on: str, overlaps: bool, seconds: float, monkeypatch: pytest.MonkeyPatch) -> None:
+    for name, times in (("perf_counter", [100.0, 109.0]), ("process_time", [10.0, 14.0]), ("thread_time", [1.0, 2.0])):
+        monkeypatch.setattr(measuring.time, name, iter(times).__next__)
+    monkeypatch.setattr(measuring, "device", lambda: on)
+    with Stopwatch(overlaps) as watch:
+        pass
+    assert watch.seconds == seconds
+
+
+@pytest.mark.usefixtures("few_cases")
+@pytest.mark.parametrize("name", ["llama", "gpt_oss"])
+def test_the_curve_of_a_model_that_verifies_by_rows(name: str) -> None:
+    model = make_model(name)
+    arena = open_pool(model, 40_000_000)
+    arena.decode.path_counts["ragged"] = 3
+    curve = measure_curve(model, arena, seconds=1e9)
+    assert curve is not None
+    assert [count for count, _ in curve.rows] == [1, 2, 20]
+    assert [count for count, _ in curve.pipelined] == [1, 2]
+    assert arena.decode.path_counts == {"ragged": 3}
+    assert [(c.held, c.reserved) for c in arena.pool.settle()] == [(0, 0)] * len(arena.spec.groups)
+
+
+def test_a_slow_model_has_a_curve_of_few_rows(monkeypatch: pytest.MonkeyPatch) -> None:
+    seconds = itertools.count()
+    monkeypatch.setattr(measuring.time, "perf_counter", lambda: float(next(seconds)))
+    model = make_model("llama")
+    curve = measure_curve(model, open_pool(model, 40_000_000), seconds=1.0)
+    assert curve is not None
+    assert [count for count, _ in curve.rows] == [1, 2, 4, 8, 16]
+    assert [count for count, _ in curve.pipelined] == [1, 2, 4, 8]
+
+
+@pytest.mark.usefixtures("few_cases")
+@pytest.mark.parametrize("name", ["lfm2", "llama4"])
+def test_the_curve_of_a_model_that_verifies_one_sequence_alone(name: str) -> None:
+    model = pooled.make_model(name)
+    arena = open_pool(model, 40_000_000)
+    arena.verifies = "alone"
+    curve = measure_curve(model, arena, seconds=1e9)
+    assert curve is not None
+    assert [count for count, _ in curve.rows] == [1, 2]
+    assert [count for count, _ in curve.pipelined] == ([1, 2] if arena.ragged else [1])
+    assert not any(c.held for c in arena.pool.settle())
+    assert arena.running_bytes == 0
+
+
+def test_a_small_pool_has_a_curve_of_fewer_members_or_none(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(measuring, "ROUNDS", 1)
+    model = make_model("llama")
+    block = spec_of_loaded(model).bytes_per_block(spec_of_loaded(model).groups[0])
+    arena = KVArena(spec_of_loaded(model), 3 * block)
+    assert attach(model, arena)
+    curve = measure_curve(model, arena, seconds=1e9)
+    assert curve is not None
+    assert [count for count, _ in curve.rows][-1] == 32
+    assert [count for count, _ in curve.pipelined] == [1, 2]
+    caches = [make_prompt_cache(model, arena) for _ in range(3)]
+    held = [model(mx.zeros((1, 1), mx.int32), cache=own) for own in caches]
+    mx.eval(held)
+    assert measure_curve(model, arena) is None

@@ -1,0 +1,96 @@
+"""Measuring decode paths: which groups are measured, what with, and that the model and its pool stay as they were."""
+
+from __future__ import annotations
+
+from itertools import count
+from types import SimpleNamespace
+
+import mlx.core as mx
+import pytest
+from models import make_model
+
+from mlx_blockpool.config import KVBits
+from mlx_blockpool.kv import path_measuring
+from mlx_blockpool.kv.arena import KVArena
+from mlx_blockpool.kv.attach import bind
+from mlx_blockpool.kv.factory import spec_of_loaded
+from mlx_blockpool.kv.path_costs import PathCosts, Shape
+from mlx_blockpool.kv.path_measuring import measure_paths
+from mlx_blockpool.spec import WindowLayer
+
+FEW = (Shape(0, (16,) * 2), Shape(0, (16, 64)), Shape(256, (16,) * 2), Shape(256, (300, 16, 16)))
+
+
+@pytest.fixture
+def ticking(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Few shapes, and a clock that counts how often it is read: every reading is as long, whatever the machine does."""
+    ticks = count()
+    monkeypatch.setattr(path_measuring, "SHAPES", FEW)
+    monkeypatch.setattr(path_measuring, "clock", lambda: next(ticks) * 1e-3)
+    monkeypatch.setattr(path_measuring, "time", SimpleNamespace(perf_counter=lambda: 0.0))
+    # One pass over them.
+    monkeypatch.setattr(path_measuring.measure_paths, "__defaults__", (0.05,))
+
+
+def pool_of(name: str, bits: KVBits | None = None) -> tuple[object, KVArena]:
+    model = make_model(name, **({"hidden_size": 128, "head_dim": 32} if bits else {}))
+    arena = KVArena(spec_of_loaded(model).with_bits(bits), 30_000_000)
+    arena.ragged = bind(model) > 0
+    return model, arena
+
+
+@pytest.mark.usefixtures("ticking")
+@pytest.mark.parametrize(
+    ("name", "bits"), [("qwen2", None), ("gemma3_text", None), ("gpt_oss", None), ("lfm2", None), ("llama", KVBits())]
+)
+def test_full_layers_are_measured_and_windows_are_not(name: str, bits: KVBits | None) -> None:
+    model, arena = pool_of(name, bits)
+    found = measure_paths(model, arena)
+    assert set(found) == {g for g, group in enumerate(arena.spec.groups) if not isinstance(group.layer, WindowLayer)}
+    for costs in found.values():
+        assert PathCosts.from_json(costs.to_json()).of_padded([16, 16]) > 0
+        assert costs.of_cluster(Shape(256, (16, 16))) > 0
+
+
+@pytest.mark.usefixtures("ticking")
+def test_a_pool_is_left_as_it_was() -> None:
+    model, arena = pool_of("llama")
+    before = {group.group: group.free for group in arena.pool.settle()}
+    measure_paths(model, arena)
+    arena.pool.check()
+    assert all(counts.held == 0 for counts in arena.pool.settle())
+    assert set(before) == {counts.group for counts in arena.pool.settle()}
+    assert (arena.decode.path, arena.decode.path_counts, arena.decode.costs) == ("auto", {}, {})
+
+
+@pytest.mark.usefixtures("ticking")
+def test_the_queries_are_those_of_the_model(monkeypatch: pytest.MonkeyPatch) -> None:
+    asked: list[path_measuring.Asked] = []
+    readings = path_measuring._readings
+    monkeypatch.setattr(path_measuring, "_readings", lambda *given: asked.append(given[2]) or readings(*given))
+    measure_paths(*pool_of("gpt_oss"))
+    (found,) = asked
+    assert (found.queries.shape, found.queries.dtype, found.scale) == ((1, 4, 1, 16), mx.float32, 0.25)
+    assert found.sinks is not None
+    assert found.sinks.shape == (4,)
+
+
+@pytest.mark.usefixtures("ticking")
+def test_a_model_that_is_too_slow_is_not_measured() -> None:
+    assert measure_paths(*pool_of("llama"), seconds=1e-3) == {}
+
+
+def test_batches_that_are_not_ragged_are_not_measured() -> None:
+    model, arena = pool_of("llama")
+    arena.ragged = False
+    assert measure_paths(model, arena) == {}
+
+
+@pytest.mark.usefixtures("ticking")
+def test_a_pool_without_room_for_a_sequence_is_not_measured() -> None:
+    model, arena = pool_of("llama")
+    blocks = arena.pool.groups[0]
+    table = arena.pool.open_table(0)
+    arena.pool.reserve([table], [arena.pool.pool_bytes // blocks.bytes_per_block])
+    assert measure_paths(model, arena) == {}
+    arena.pool.check()
