@@ -60,7 +60,9 @@ class PoolConfig:
     slabs: int = 4  # an ordinary slab takes at most 1/slabs of the budget, ...
     slab_blocks: int = 64  # ... and at most this many blocks. Larger slabs give longer runs, smaller ones are allocated later
     max_tokens: int = 512  # room that acquire() reserves after a prompt in scripts that pass no other number
-    decode_path: str = "auto"  # how a batch reads keys and values; auto: by a measured rule (kv/decode_policy.py)
+    decode_path: str = (
+        "auto"  # how a batch reads keys and values; auto: by what each path costs where that was measured, else ragged
+    )
     bits: KVBits | None = None  # how blocks hold keys and values; None: as the model computes them
     state_bytes: int | None = None  # limit in pool_bytes for a hybrid model's states, running and cached; None: a quarter, ...
     states: int = 16  # ... or up to half if a quarter would hold fewer than this many
@@ -78,6 +80,12 @@ class EngineConfig:
     decode_share: float = 0.5  # the fraction of the time for decode while prompts wait for prefill; 0 to below 1
     max_members: int = 32  # the most requests that hold caches at a time
     shared_tokens: int = 64  # a shared prefix shorter than this is computed again instead of awaited
+    forced_tokens: int = 4  # a run of at least so many tokens that a form forces is appended at once instead of one by one
+    measures: bool = False  # whether the speed of a model is measured when it is loaded, unless the prompt store's folder has it
+    # How many tokens are drafted for a request in a step. auto: as many as pay by what forwards cost on this device; off: none; a
+    # number: up to so many, whatever they cost.
+    drafts: str | int = "off"
+    most_drafted: int = 16  # the most tokens that are drafted for a request in a step
     join_seconds: float = 0.01  # requests that arrive within this time of each other start together
     stall_seconds: float = 120.0  # a server with work that computes nothing for this long reports itself unhealthy
     # Metal keeps these bytes from being paged out while an engine runs; None: what the device recommends, as in mlx-lm; 0: the
@@ -91,6 +99,10 @@ class EngineConfig:
     # its start.
     alone_tokens: int = 4096
     endless_tokens: int = 32768  # the same limit if neither the pool nor the model has one
+
+    def __post_init__(self) -> None:
+        if self.drafts not in ("auto", "off") and not (isinstance(self.drafts, int) and self.drafts > 0):
+            raise BlockpoolError(f"Drafts of {self.drafts!r} tokens are not possible. Choose auto, off or a number from 1 on.")
 
 
 @dataclass(frozen=True)
@@ -175,6 +187,38 @@ class RequestConfig:
     salt_characters: int = 1_024
     choices: int = 32
     top_logprobs: int = 20
+    prediction_characters: int = 1 << 18
+
+
+@dataclass(frozen=True)
+class FormConfig:
+    """What the form of one reply may take, and what the server keeps of forms."""
+
+    schema_bytes: int = 256 << 10  # of one schema as JSON
+    text_bytes: int = 64 << 10  # of one regular expression or grammar
+    values: int = 20_000  # in one schema
+    depth: int = 64  # of one schema
+    enum_values: int = 10_000  # of one enum
+    properties: int = 2_000  # of one object, ...
+    optional_properties: int = 400  # ... and those of them that may be left out
+    # llguidance's limits: of what it builds of a grammar, and of what one mask may cost. The worst masks take 10 ms and 40 MB.
+    grammar_symbols: int = 200_000
+    initial_fuel: int = 1_000_000
+    step_fuel: int = 100_000
+    step_items: int = 30_000
+    row_items: int = 2_000
+    # All replies in a grammar share its states, of up to 4 KB each: it is compiled anew after so many replies.
+    # They bound what a text of one value may force in a step too, which takes a millisecond for each thousand.
+    lexer_states: int = 20_000
+    replies: int = 1_000
+    compile_seconds: float = 1.0  # processor time for compiling one grammar
+    compiled: int = 128  # grammars that stay compiled, ...
+    compiled_bytes: int = 8 << 20  # ... of at most so many bytes of text, ...
+    # ... and so much processor time of compiling, which leaves up to 430 MB a second; the least recently used are dropped first.
+    kept_seconds: float = 0.5
+    # Replies add up to 260 MB for each second that their forms take: behind so many, all are dropped.
+    reply_seconds: float = 0.8
+    forced_bytes: int = 20_000  # that a grammar may begin with where it leaves no choice
 
 
 @dataclass(frozen=True)
@@ -233,6 +277,18 @@ class KVEventsConfig:
 
 
 @dataclass(frozen=True)
+class RankConfig:
+    """When the ranks of a group exchange what they have to agree on, and when one of them counts as lost."""
+
+    seconds: float = 20.0  # a rank whose turn takes longer ends its process, as the others do then
+    load_seconds: float = 600.0  # the same for a turn that loads a model
+    lease_seconds: float = 0.02  # about as long goes on without an exchange while replies are in decode, ...
+    most_turns: int = 16  # ... in at most so many steps
+    nap_ms: tuple[int, ...] = (5, 20, 50)  # without work, ranks sleep between two exchanges, longer after each calm_seconds
+    calm_seconds: float = 1.0
+
+
+@dataclass(frozen=True)
 class ServerConfig:
     """Everything that a server is started with beside its default model."""
 
@@ -244,6 +300,8 @@ class ServerConfig:
     prompts: PromptConfig = PromptConfig()
     images: ImageConfig = ImageConfig()
     kv_events: KVEventsConfig | None = None  # None: no events are published
+    forms: FormConfig = FormConfig()
+    ranks: RankConfig = RankConfig()
 
 
 def kv_bits(bits: int | None, keys: int | None, values: int | None, group_size: int) -> KVBits | None:

@@ -9,11 +9,15 @@
     ├── ReleasedCacheError           caches were used after their blocks had returned to the pool
     ├── RequestTooLargeError         the request does not fit even in an empty pool
     │   └── TooManyPositionsError    the prompt has more tokens than the model has positions
+    ├── FormError                    a reply cannot be held to the form that was asked for
     ├── PromptError                  the prompt cannot be rendered or tokenized within the server's limits
     ├── ModelNotFoundError           no model has this name, or it may not be loaded
     ├── BadModelError                mlx-lm cannot load the model's files
     ├── LoadError                    the model could not be loaded now, although its files are right
     ├── UnavailableError             the server cannot answer now: it is stopping, or has computed nothing for too long
+    ├── GroupError                   the ranks of a group cannot work together
+    │   ├── GroupLostError           a rank was lost; also an UnavailableError
+    │   └── DisagreeError            the ranks have come to different results
     └── StoreError                   the prompt store cannot do what was requested
         ├── NoRoomError              the disk has no room for an incoming file; it may have later
         └── BadRecordError           a file is not the record that was looked for: a miss, and the file is quarantined
@@ -92,6 +96,15 @@ class TooManyPositionsError(RequestTooLargeError):
         )
 
 
+class FormError(BlockpoolError):
+    """A form that cannot be kept, or a reply that broke off in one. `place`: what it is about in the request's body."""
+
+    def __init__(self, why: str, place: str = "") -> None:
+        self.place = place
+        self.why = why
+        super().__init__(f"{place}: {why}" if place else why)
+
+
 class PromptError(BlockpoolError):
     pass
 
@@ -109,6 +122,23 @@ class LoadError(BlockpoolError, RuntimeError):
 
 
 class UnavailableError(BlockpoolError, RuntimeError):
+    pass
+
+
+class GroupError(BlockpoolError):
+    pass
+
+
+class GroupLostError(GroupError, UnavailableError):
+    """A rank was lost, or has left. `rank`: which one, if that is known. `why`: the error, if there was one."""
+
+    def __init__(self, rank: int | None = None, why: str = "") -> None:
+        self.rank = rank
+        which = "A rank" if rank is None else f"Rank {rank}"
+        super().__init__(f"{which} was lost{f' ({why})' if why else ''}. The server starts again; send the request again.")
+
+
+class DisagreeError(GroupError):
     pass
 
 

@@ -6,6 +6,7 @@ from typing import Any
 
 import pluggy
 
+from .drafts.draft import SourceFactory
 from .messages import Normaliser
 from .spec import ModelCacheSpec
 
@@ -25,3 +26,11 @@ def model_cache_spec(model: Any, config: dict[str, Any], model_id: str) -> Model
 @hookspec
 def prompt_normalisers() -> list[Normaliser]:  # type: ignore[empty-body]
     """Normalisers for volatile parts of prompts; each is off unless a user names it or it is_default."""
+
+
+@hookspec
+def draft_sources(model: Any, config: dict[str, Any]) -> list[SourceFactory]:  # type: ignore[empty-body]
+    """Functions that make a draft source for each request from its prompt, or None; called once for each loaded model.
+
+    `model` is the loaded mlx-lm model, and `config` its config.json.
+    """

@@ -174,9 +174,7 @@ def _group_memory(spec: ModelCacheSpec, group: LayerGroup, lengths: Sequence[int
         assert held >= least, f"{group.name}: {held} blocks held < {least} of the longest sequence, {longest} tokens"
         pool = _shared(sequences, held * BLOCK_TOKENS)
         tokens = Comparison(tokens.padded, tokens.grown, pool, tokens.padded.used - pool.used)
-    pool_bytes, padded_bytes = (
-        len(group.layers) * of.bytes_per_token_per_layer(group.layer) for of in (spec, spec.with_bits(None))
-    )
+    pool_bytes, padded_bytes = (of.bytes_per_block(group) // BLOCK_TOKENS for of in (spec, spec.with_bits(None)))
     return GroupMemory(group, pool_bytes, padded_bytes, sequences, tokens)
 
 

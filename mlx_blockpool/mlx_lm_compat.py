@@ -60,6 +60,11 @@ IMPORTED: dict[str, StockName] = {
         "loads a model; the copy of _load() keeps the weights lazy",
         "(path_or_hf_repo, tokenizer_config, model_config, adapter_path, lazy, return_config, revision, trust_remote_code)",
     ),
+    "utils.sharded_load": StockName(
+        "loads one rank's share of a model; its copy leaves the barrier at the end out",
+        "(repo, pipeline_group, tensor_group, return_config, *, tokenizer_config, trust_remote_code)",
+        ("mx",),
+    ),
     "server.CompletionRequest": StockName("ChatRequest extends it", "(request_type, prompt, messages, tools, role_mapping)"),
     "server.GenerationArguments": StockName(
         "our protocols build it",
@@ -113,7 +118,11 @@ STOCK: dict[str, StockName] = IMPORTED | {
     "server.ResponseGenerator._make_state_machine": StockName(
         "the stop sequences and text states of a request", "(self, model_key, tokenizer, stop_words)"
     ),
-    "server.ResponseGenerator._serve_single": StockName("serves a request alone: drafts, images", "(self, request, stream)"),
+    "server.ResponseGenerator._serve_single": StockName(
+        "serves a request alone: drafts, images; its copy holds the reply to a form",
+        "(self, request, stream)",
+        ("_make_logits_processors",),
+    ),
     "server.ResponseGenerator.generate": StockName(
         "the handler calls it; ours prepares the prompt first", "(self, request, generation_args, progress_callback)"
     ),
@@ -143,13 +152,16 @@ STOCK: dict[str, StockName] = IMPORTED | {
     "server.APIHandler.stream": StockName("whether an error goes into a stream"),
     # ModelProvider, which BlockpoolModelProvider extends.
     "server.ModelProvider._load": StockName(
-        "its copy loads lazily", "(self, model_path, adapter_path, draft_model_path)", ("load",)
+        "its copy loads lazily, or one rank's share",
+        "(self, model_path, adapter_path, draft_model_path)",
+        ("load", "sharded_load"),
     ),
     "server.ModelProvider._model_map": StockName("names of models; the bundled ones are added"),
     "server.ModelProvider._tokenizer_config": StockName("options of the tokenizer, for the processes that tokenize"),
     "server.ModelProvider.cli_args": StockName("the parsed options"),
     "server.ModelProvider.draft_model": StockName("its weights count as the model's"),
-    "server.ModelProvider.is_distributed": StockName("refused: the pool serves one machine"),
+    "server.ModelProvider.is_distributed": StockName("whether it loads one rank's share of a model"),
+    "server.ModelProvider.pipeline_group": StockName("whether ranks share a model layer by layer"),
     "server.ModelProvider.model": StockName("the loaded model"),
     "server.ModelProvider.model_key": StockName("what is loaded: model, adapter, draft"),
     # Models and tokenizers.
@@ -163,6 +175,7 @@ STOCK: dict[str, StockName] = IMPORTED | {
     "models.cache.LRUPromptCache.insert_cache": StockName(
         "ours cuts caches that are ahead of their tokens", "(self, model, tokens, prompt_cache, *, cache_type)"
     ),
+    "generate.StopSequences._root": StockName("the sequences, which other ranks need"),
     "models.cache.RotatingKVCache._temporal_order": StockName("a ring in the order of its tokens", "(self, v)"),
     "models.cache.save_prompt_cache": StockName(
         "its copy hands over what it would write", "(file_name, cache, metadata)", ("mx",)

@@ -16,6 +16,7 @@ from typing import Any
 import pluggy
 
 from . import hookspecs
+from .drafts.draft import SourceFactory
 from .errors import BlockpoolError, PluginError, SpecError
 from .spec import CompositeLayer, FullLayer, LayerSpec, ModelCacheSpec, StateLayer
 
@@ -68,12 +69,18 @@ def spec_of_model(
         raise PluginError(f"{error} The spec is from {_source(manager, model, config, model_id)}.") from error
 
 
+def traced_spec(model: Any, model_id: str) -> ModelCacheSpec:
+    """Describe a loaded model by its caches alone. No config.json describes the part that one rank has. Raises SpecError."""
+    found: ModelCacheSpec = importlib.import_module(f"{PACKAGE}.default").trace(model, model_id)
+    return found
+
+
 def check_spec(spec: ModelCacheSpec, model: Any) -> ModelCacheSpec:
     """The spec with the model's dtype, if it agrees with the model. For authors of plugins.
 
     Raises PluginError that names the first layer that differs.
     """
-    traced = importlib.import_module(f"{PACKAGE}.default").trace(model, spec.model_id)
+    traced = traced_spec(model, spec.model_id)
     if len(spec.layers) != len(traced.layers):
         raise PluginError(
             f"{spec.model_id}: the spec has {len(spec.layers)} layers and the model makes {len(traced.layers)} caches."
@@ -112,6 +119,28 @@ def provided_spec(manager: pluggy.PluginManager, model: Any, config: dict[str, A
             f"{model_id}: {_source(manager, model, config, model_id)} returned {problem} instead of a ModelCacheSpec or None."
         )
     assert found is None or isinstance(found, ModelCacheSpec)
+    return found
+
+
+def source_factories(model: Any, config: dict[str, Any], manager: pluggy.PluginManager | None = None) -> list[SourceFactory]:
+    """What plugins offer to draft with for a loaded model.
+
+    Raises PluginError that names a plugin which raises or returns something else.
+    """
+    manager = manager or make_plugin_manager()
+    given = {"model": model, "config": config}
+    found: list[SourceFactory] = []
+    for impl in reversed(manager.hook.draft_sources.get_hookimpls()):
+        name = name_of(manager, impl.plugin)
+        try:
+            factories: list[Any] = list(impl.function(*(given[argument] for argument in impl.argnames)) or ())  # type: ignore[call-overload]
+        except Exception as error:
+            # As in provided_spec().
+            raise PluginError(f"{name} raised {type(error).__name__}: {error}, in draft_sources. Fix or uninstall it.") from error
+        for factory in factories:
+            if not callable(factory):
+                raise PluginError(f"{name} returned a {type(factory).__name__} among its draft sources instead of a function.")
+        found += factories
     return found
 
 

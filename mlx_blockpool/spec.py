@@ -10,7 +10,7 @@ import hashlib
 import json
 import math
 from collections.abc import Iterator
-from dataclasses import asdict, dataclass, replace
+from dataclasses import asdict, dataclass, field, replace
 from functools import cached_property
 from typing import ClassVar, NamedTuple, TypeAlias
 
@@ -102,10 +102,29 @@ class LayerGroup:
     layers: tuple[int, ...]
 
     @property
+    def kind(self) -> str:
+        """What must be alike in the groups of all ranks: all but the number of layers."""
+        return f"{self.layer.kind} {self.layer}"
+
+    @property
     def name(self) -> str:
         window = f" {self.layer.max_size}" if isinstance(self.layer, WindowLayer) else ""
         dims = f"{self.layer.key_dim}" + ("" if self.layer.key_dim == self.layer.value_dim else f"/{self.layer.value_dim}")
         return f"{self.layer.kind}{window} x{len(self.layers)} ({self.layer.kv_heads} heads, dim {dims})"
+
+
+@dataclass(frozen=True)
+class Counted:
+    """Bytes as all ranks of a group count them, the most that any of them has: then all have as many blocks, and evict the same.
+
+    kinds:   the kind of each layer group, in the order that all ranks have them in.
+    blocks:  the bytes of a block of each.
+    state:   the bytes of the states of one sequence.
+    """
+
+    kinds: tuple[str, ...]
+    blocks: tuple[int, ...]
+    state: int
 
 
 def blocks_for(tokens: int) -> int:
@@ -121,6 +140,7 @@ class ModelCacheSpec:
     batches:     whether a batch gives the replies that each sequence gives alone; if not, the model never runs several.
     max_kv_size: mlx-lm's option that bounds full layers, which are windows then.
     bits:        how blocks hold keys and values; None: in `dtype`. Providers leave it None. States are never quantised.
+    counted:     in a group of ranks, what its blocks and states are counted with. Providers leave it None.
 
     Sizes are bytes, as blocks hold them.
     """
@@ -131,6 +151,7 @@ class ModelCacheSpec:
     batches: bool = True
     max_kv_size: int | None = None
     bits: KVBits | None = None
+    counted: Counted | None = field(default=None, repr=False)
 
     def __post_init__(self) -> None:
         if self.dtype not in DTYPE_BYTES:
@@ -145,13 +166,17 @@ class ModelCacheSpec:
 
     @cached_property
     def groups(self) -> tuple[LayerGroup, ...]:
-        """Groups of the leaves that are kept in blocks, in order of their first leaf."""
+        """Groups of the leaves that are kept in blocks, in order of their first leaf, or in the order of all ranks."""
         members: dict[FullLayer, list[int]] = {}
         for index, layer in enumerate(self.leaves):
             # A model may make caches that it never uses.
             if isinstance(layer, FullLayer) and layer.values_per_token:
                 members.setdefault(layer, []).append(index)
-        return tuple(LayerGroup(layer, tuple(layers)) for layer, layers in members.items())
+        groups = [LayerGroup(layer, tuple(layers)) for layer, layers in members.items()]
+        if self.counted is not None:
+            kinds = self.counted.kinds
+            groups.sort(key=lambda group: kinds.index(group.kind))
+        return tuple(groups)
 
     @property
     def needs_checkpoints(self) -> bool:
@@ -177,6 +202,8 @@ class ModelCacheSpec:
 
     def bytes_per_block(self, group: LayerGroup) -> int:
         """One block in all layers of its group."""
+        if self.counted is not None:
+            return self.counted.blocks[self.groups.index(group)]
         return len(group.layers) * self.bytes_per_block_per_layer(group.layer)
 
     def bytes_per_token(self) -> int:
@@ -186,6 +213,8 @@ class ModelCacheSpec:
 
     def fixed_bytes_per_agent(self) -> int:
         """The state arrays of one sequence."""
+        if self.counted is not None:
+            return self.counted.state
         return sum(leaf.nbytes for leaf in self.leaves if isinstance(leaf, StateLayer))
 
     def bytes_per_checkpoint(self) -> int:
@@ -210,8 +239,14 @@ class ModelCacheSpec:
             content.append([self.forms(leaf) for leaf in self.leaves if isinstance(leaf, FullLayer)])
         return hashlib.blake2b(json.dumps(content, sort_keys=True).encode(), digest_size=16).hexdigest()
 
+    def kinds(self) -> str:
+        """What must be alike in the parts of one model that the ranks of a group have, whatever the number of layers."""
+        groups = sorted(group.kind for group in self.groups)
+        has_states = any(isinstance(leaf, StateLayer) for leaf in self.leaves)
+        return json.dumps([groups, has_states, self.dtype, self.batches, self.max_kv_size, repr(self.bits)])
+
     def with_dtype(self, dtype: str) -> ModelCacheSpec:
-        return replace(self, dtype=dtype)
+        return replace(self, dtype=dtype, counted=None)
 
     def with_windows(self, max_kv_size: int, keep: int) -> ModelCacheSpec:
         """The same model with windows of `max_kv_size` tokens in place of full layers."""
@@ -219,12 +254,14 @@ class ModelCacheSpec:
             WindowLayer(layer.kv_heads, layer.key_dim, layer.value_dim, max_kv_size, keep) if type(layer) is FullLayer else layer
             for layer in self.layers
         )
-        return replace(self, layers=layers, max_kv_size=max_kv_size)
+        return replace(self, layers=layers, max_kv_size=max_kv_size, counted=None)
 
     def with_bits(self, bits: KVBits | None) -> ModelCacheSpec:
         """The same model with blocks of `bits`; its own `bits` are None if nothing of it can be quantised that way."""
-        found = replace(self, bits=bits)
-        return found if any(form for group in found.groups for form in found.forms(group.layer)) else replace(self, bits=None)
+        if bits == self.bits:
+            return self
+        found = replace(self, bits=bits, counted=None)
+        return found if any(form for group in found.groups for form in found.forms(group.layer)) else replace(found, bits=None)
 
 
 def form_of(dim: int, bits: int | None, group_size: int) -> Form | None:

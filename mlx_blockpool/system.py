@@ -1,4 +1,4 @@
-"""The memory of this machine."""
+"""The memory of this machine, and what of it Metal may wire."""
 
 from __future__ import annotations
 
@@ -22,3 +22,30 @@ def trim_memory() -> None:
         trim = getattr(ctypes.CDLL(None), "malloc_trim", None)
         if trim is not None:
             trim(0)
+
+
+class WiredLimit:
+    """How much memory Metal keeps from being paged out, until restore().
+
+    n_bytes: None: what the device recommends, as mlx-lm does; 0: the limit is left alone.
+    """
+
+    def __init__(self, n_bytes: int | None) -> None:
+        import mlx.core as mx
+        from mlx_lm.utils import maybe_set_recommended_wired_limit
+
+        # None where nothing was set.
+        self._before: int | None = None
+        if n_bytes is None:
+            self._before = maybe_set_recommended_wired_limit()
+        elif n_bytes and mx.metal.is_available():
+            self._before = int(mx.set_wired_limit(n_bytes))
+
+    def restore(self) -> None:
+        """Give back the limit that was there before. Waits for the device."""
+        import mlx.core as mx
+
+        if self._before is not None:
+            mx.synchronize()
+            mx.set_wired_limit(self._before)
+            self._before = None

@@ -168,7 +168,7 @@ def describe_stats(report: Report) -> str:
     lines = [f"{report['folder']}: {records_text(report['total'])}", ""]
     if report["models"]:
         rows = [["model", "namespace", "bits", "records", "tokens", "size", "oldest use (UTC)", "newest use (UTC)", "orphans"]]
-        rows += [[_name(model), model["namespace"], _bits(model), *_cells(model)] for model in report["models"]]
+        rows += [[_name_and_ranks(model), model["namespace"], _bits(model), *_cells(model)] for model in report["models"]]
         rows += [["all", "", "", *_cells(report["total"])]]
         lines += [*table(rows, left=3), ""]
     parts = [
@@ -183,6 +183,12 @@ def describe_stats(report: Report) -> str:
 
 def _name(model: Report) -> str:
     return str((model["model"] or {}).get("model_id", "unknown"))
+
+
+def _name_and_ranks(model: Report) -> str:
+    """The name of a model, and whose records of it these are where several ranks share it."""
+    ranks = (model["model"] or {}).get("ranks")
+    return f"{_name(model)} ({ranks})" if ranks else _name(model)
 
 
 def _bits(model: Report) -> str:

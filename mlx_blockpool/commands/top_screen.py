@@ -120,7 +120,12 @@ def _budgets(facts: Report, width: int) -> list[RenderableType]:
         words += f"; first token after {ttft['median']:.2f} s, {ttft['p95']:.2f} s at the 95th percentile"
     engine = cache.get("engine") or {}
     counts = {"decode_steps": "steps", "tokens": "tokens", "swapped_out": "preempted"}
+    if engine.get("jumps"):
+        counts |= {"forced_tokens": "forced by forms", "jumps": "jumps"}
     steps = ", ".join(f"{engine.get(name, 0):,} {word}" for name, word in counts.items())
+    drafts = cache.get("drafts") or {}
+    if drafts.get("drafted"):
+        steps += f", {_ratio(drafts['accepted'], drafts['drafted'])} of {drafts['drafted']:,} drafted tokens accepted"
     return [*lines, *(Text(line, no_wrap=True, overflow="ellipsis") for line in (words, f"{'engine':<{LABEL}}{steps}"))]
 
 

@@ -7,25 +7,30 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Hashable, Iterator, Mapping
+from zlib import crc32
 
 # The owner of what all requests without an agent compute.
 ANONYMOUS = "anonymous"
 
 
 class Accounting:
-    """Bytes by owner. What came from disk has no owner: None."""
+    """Bytes by owner. What came from disk has no owner: None.
+
+    digest:  a number of who owns how much, in whatever order that came.
+    """
 
     def __init__(self) -> None:
         # In the order of use: (owner, bytes).
         self._charges: dict[Hashable, tuple[str | None, int]] = {}
         self._sums: Counter[str | None] = Counter()
+        self.digest = 0
 
     def charge(self, item: Hashable, n_bytes: int, owner: str | None) -> str | None:
         """Account for a new item; one that has an owner keeps it. Returns the owner."""
         if item in self._charges:
             return self._charges[item][0]
         self._charges[item] = owner, n_bytes
-        self._sums[owner] += n_bytes
+        self._add(owner, n_bytes)
         return owner
 
     def use(self, item: Hashable) -> None:
@@ -36,9 +41,13 @@ class Accounting:
     def release(self, item: Hashable) -> None:
         """Stop accounting for an item that is no longer cached."""
         owner, n_bytes = self._charges.pop(item)
-        self._sums[owner] -= n_bytes
+        self._add(owner, -n_bytes)
         if not self._sums[owner]:
             del self._sums[owner]
+
+    def _add(self, owner: str | None, n_bytes: int) -> None:
+        self._sums[owner] += n_bytes
+        self.digest += n_bytes * crc32((owner or "").encode())
 
     def owner_of(self, item: Hashable) -> str | None:
         """The owner; None too for an item that is not accounted for."""

@@ -1,7 +1,8 @@
 """Admission: room for sequences, made by evicting cached blocks that no sequence holds.
 
     admit(sequence)              reserve all that a request may need; its prompt's blocks are taken at once
-    ensure_next_blocks(batch)    reserve the block of each sequence's next token
+    ensure_next_blocks(batch)    reserve the blocks of each sequence's next tokens
+    try_reserve_rows(sequence)   reserve those of drafts, if there is room
     reserve, try_reserve         evict as needed and reserve, all or none
     trim_to                      evict down to a size
 
@@ -10,7 +11,7 @@ Owned by the generation thread.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from typing import Any
 
 from ..errors import PoolExhaustedError
@@ -19,6 +20,7 @@ from ..kv.blocks import BlockTable, by_group
 from ..kv.intake import Intake
 from ..kv.layer_caches import PooledLayer
 from ..kv.parts import leaves_of
+from ..kv.row_attention import missing_row_blocks
 from ..kv.sequence import SequenceBlocks
 from ..spec import BLOCK_TOKENS, blocks_for
 from .index import KVIndex, Pin
@@ -84,17 +86,37 @@ class Admission:
         needed = sum(count * groups[group].bytes_per_block for group, count in by_group(tables, counts).items())
         return needed <= usable + self.pool.pool_bytes - self.pool.nbytes
 
-    def ensure_next_blocks(self, batch: Iterable[list[Any]]) -> None:
-        """Reserve the blocks of each sequence's next token; a sequence is its layer caches. Raises PoolExhaustedError."""
-        tables = []
+    def ensure_next_blocks(self, batch: Iterable[list[Any]], tokens: int = 1) -> None:
+        """Reserve the blocks of each sequence's next `tokens`; a sequence is its layer caches. Raises PoolExhaustedError."""
+        tables, counts = [], []
+        for cache in self._firsts_of_groups(batch):
+            missing = cache.missing_blocks(tokens)
+            if missing:
+                tables.append(cache.sequence.tables[cache.place.group])
+                counts.append(missing)
+        if tables:
+            self.reserve(tables, counts)
+
+    def try_reserve_rows(self, caches: list[Any], rows: int) -> bool:
+        """Reserve the blocks of a sequence's next tokens, computed by rows; nothing is unpinned. Returns whether it could."""
+        firsts = list(self._firsts_of_groups([caches]))
+        counts = [missing_row_blocks(cache, rows) for cache in firsts]
+        if not any(counts):
+            return True
+        tables = [cache.sequence.tables[cache.place.group] for cache in firsts]
+        capacities = [table.capacity for table in tables]
+        if not self.try_reserve(tables, counts):
+            return False
+        for table, capacity in zip(tables, capacities, strict=True):
+            # The blocks of rows that are not kept go back to all sequences.
+            table.capacity = capacity
+        return True
+
+    def _firsts_of_groups(self, batch: Iterable[list[Any]]) -> Iterator[PooledLayer]:
+        """The cache of each sequence's first layer in each group."""
         for caches in batch:
             leaves = leaves_of(caches)
-            for layer in (group.layers[0] for group in self.arena.spec.groups):
-                cache: PooledLayer = leaves[layer]
-                if cache.needs_block():
-                    tables.append(cache.sequence.tables[cache.place.group])
-        if tables:
-            self.reserve(tables, [1] * len(tables))
+            yield from (leaves[group.layers[0]] for group in self.arena.spec.groups)
 
     def need_spare(self, blocks: int) -> None:
         """Make sure that each full group has room for `blocks` more. Raises PoolExhaustedError."""

@@ -20,6 +20,7 @@ from __future__ import annotations
 
 import logging
 from collections import Counter
+from collections.abc import Callable
 from collections.abc import Sequence as Tokens
 from dataclasses import dataclass
 from itertools import takewhile
@@ -368,6 +369,10 @@ class PrefixCache:
         """Keep the cached part of `tokens` in memory for `seconds` after each use, within the limits. `start` as in match()."""
         self.retention.pins.pin(pin_of(self.arena, self.match(tokens, salt, start)), seconds)
 
+    def use_clock(self, clock: Callable[[], float]) -> None:
+        """Measure by `clock` from now on how long pins last; by default by time.monotonic(). Nothing is pinned yet."""
+        self.retention.pins.clock = self.retention.days.clock = clock
+
     def keep_up(self) -> None:
         """Between two steps: unpin what has been kept for long enough. Cheap."""
         self.retention.expire()
@@ -385,6 +390,14 @@ class PrefixCache:
         self.index.clear()
 
     # -- figures -------------------------------------------------------------------------------------------------------
+
+    def figures(self) -> list[int]:
+        """Numbers of all that steers what is found, kept and evicted, equal on all ranks of a group. Cheap."""
+        index, found = self.index, [self.num_lookups, self.num_hit_tokens, *self.retention.figures()]
+        found += index.digest.value, index.pin_digest.value, index.accounting.digest, index.state_bytes, index.num_merged
+        for each in self.pool.groups:
+            found += len(each.blocks), each.free.count, len(each.evictable), each.reserved, each.num_evicted
+        return found
 
     @property
     def alarm(self) -> str | None:

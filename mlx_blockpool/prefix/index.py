@@ -15,7 +15,7 @@ from ..kv.pool import BlockPool
 from ..spec import BLOCK_TOKENS
 from ..store.record import BLOCK, STATE, WINDOW, Key
 from .accounting import Accounting
-from .changes import DISK, MEMORY, AllCleared, BlocksRemoved, Change, Changes, removed, stored
+from .changes import CHECKPOINT, DISK, MEMORY, PIN, AllCleared, BlocksRemoved, Change, Changes, Digest, removed, stored
 from .eviction_order import EvictionOrder
 from .residency import Checkpoint, Owned, Residency
 from .trie import Node, PrefixRef, Trie
@@ -59,6 +59,7 @@ class KVIndex:
     num_merged:   how often a longer edge has taken the place of shorter ones.
     unreachable:  records that no cached prefix leads to any more; the tier removes their files.
     changes:      takes what is stored and removed; by default nothing is kept of it.
+    digest:       of what is in memory and on disk, checkpoints in memory included; `pin_digest`: of what is pinned.
     """
 
     def __init__(self, pool: BlockPool, full_groups: list[int], namespace: str) -> None:
@@ -69,7 +70,9 @@ class KVIndex:
         self.state_bytes = self.num_merged = 0
         self.unreachable: list[Key] = []
         self.changes: Changes = deque[Change](maxlen=0)
-        self._readers: dict[Owned, set[Node]] = {}
+        self.digest, self.pin_digest = Digest(), Digest()
+        # In the order in which they came to read it: no decision may hang on addresses, which differ between processes.
+        self._readers: dict[Owned, dict[Node, None]] = {}
         self._pins: dict[Node, set[Pin]] = {}
         # Of a node that is not on disk, the shorter edges whose records serve until it is.
         self._superseded: dict[Node, list[Node]] = {}
@@ -92,11 +95,11 @@ class KVIndex:
         new, shorter = self.trie.add(parent, edge, Residency(blocks, kind=kind))
         self.num_merged += bool(shorter)
         self._cache_blocks(new, owner)
-        self._note_removed(shorter)
-        self.changes.append(stored([new], MEMORY))
+        self._note(*removed(shorter), stored([new], MEMORY))
         for old in shorter:
             for owned in old.residency.ring_blocks:
-                self._readers[owned] = self._readers[owned] - {old} | {new}
+                self._readers[owned].pop(old, None)
+                self._readers[owned][new] = None
             new.residency.take_over(old.residency)
             if pins := self._pins.pop(old, None):
                 self._pins.setdefault(new, set()).update(pins)
@@ -110,7 +113,7 @@ class KVIndex:
     def add_stored(self, parent: Node, edge: bytes, kind: str) -> Node:
         """A new child edge whose blocks are on disk only."""
         new, shorter = self.trie.add(parent, edge, Residency(in_memory=not self.full_groups, on_disk=True, kind=kind))
-        self._note_removed(shorter)
+        self._note(*removed(shorter))
         self._note_stored(new)
         for old in shorter:
             new.residency.take_over(old.residency)
@@ -121,7 +124,7 @@ class KVIndex:
         """A node is on disk now. The records of the shorter edges that it supersedes become unreachable."""
         if not node.residency.on_disk:
             node.residency.on_disk = True
-            self.changes.append(stored([node], DISK))
+            self._note(stored([node], DISK))
         self.unreachable += [Key(BLOCK, old.hash) for old in self._superseded.pop(node, ())]
 
     def lost(self, node: Node) -> None:
@@ -129,20 +132,24 @@ class KVIndex:
         node.residency.on_disk = False
         if node.removed or node.merged_into is not None:
             return
-        self.changes.append(BlocksRemoved((node.hash,), DISK, node.salt))
+        self._note(BlocksRemoved((node.hash,), DISK, node.salt))
         if not node.residency.in_memory:
             self.remove(node)
 
     def revive(self, node: Node, blocks: tuple[int, ...], owner: str | None = None) -> None:
         """A node whose blocks were on disk only has these held blocks now; computed by `owner`, or read from disk (None)."""
         node.residency.blocks, node.residency.in_memory = blocks, True
-        self.changes.append(stored([node], MEMORY))
+        self._note(stored([node], MEMORY))
         self._cache_blocks(node, node.residency.owner if owner is None else owner)
         self._pin_blocks(node)
 
     def add_checkpoint(self, node: Node, checkpoint: Checkpoint) -> None:
         """A checkpoint whose rings are in held blocks."""
+        if checkpoint.states and self.pool.spec.counted is not None:
+            # Ranks have unlike states, and evict alike.
+            checkpoint.nbytes = self.pool.spec.counted.state
         node.residency.checkpoints[checkpoint.position] = checkpoint
+        self.digest.count([node.hash_at(checkpoint.position)], CHECKPOINT)
         self.state_bytes += checkpoint.nbytes
         self.accounting.charge(checkpoint, checkpoint.nbytes, checkpoint.owner)
         for owned in checkpoint.ring_blocks:
@@ -162,8 +169,10 @@ class KVIndex:
         for node in pin.nodes:
             self._pins.setdefault(node, set()).add(pin)
             self._pin_blocks(node)
+        self.pin_digest.count(pin.ref.hashes[-1:], PIN)
 
     def unpin(self, pin: Pin) -> None:
+        self.pin_digest.count(pin.ref.hashes[-1:], PIN, -1)
         for node in pin.nodes:
             pins = self._pins.get(node, set())
             pins.discard(pin)
@@ -217,7 +226,7 @@ class KVIndex:
             return
         blocks = self._blocks(node)
         node.residency.blocks, node.residency.in_memory = (), False
-        self.changes.append(BlocksRemoved((node.hash,), MEMORY, node.salt))
+        self._note(BlocksRemoved((node.hash,), MEMORY, node.salt))
         self._uncache(node, blocks, gone)
 
     def evict_state(self) -> bool:
@@ -237,7 +246,7 @@ class KVIndex:
         """Remove a node and all below it; `gone` blocks are free already. The longest edge that it superseded comes back."""
         superseded, was = self._superseded.pop(node, []), node.residency
         subtree = self.trie.remove(node)
-        self._note_removed(subtree)
+        self._note(*removed(subtree))
         for below in subtree:
             self._evicted[below.hash] = None
             on_disk = [*self._superseded.pop(below, ()), *([below] if below.residency.on_disk else [])]
@@ -267,7 +276,7 @@ class KVIndex:
             residency = node.residency
             if residency.blocks or node.children or residency.checkpoints or residency.on_disk:
                 return
-            self._note_removed(self.trie.remove(node))
+            self._note(*removed(self.trie.remove(node)))
             self._pins.pop(node, None)
             self._bring_back(node, residency, self._superseded.pop(node, []))
             node = node.parent
@@ -277,7 +286,7 @@ class KVIndex:
         for root in self.trie.roots():
             while root.children:
                 self.remove(root.children[0])
-        self.changes.append(AllCleared())
+        self._note(AllCleared())
 
     def _bring_back(self, node: Node, was: Residency, superseded: list[Node]) -> None:
         """Of the edges that a removed node superseded, put the longest back, or merge it into another node that contains it."""
@@ -310,13 +319,12 @@ class KVIndex:
     def _note_stored(self, node: Node) -> None:
         """Note a node that is on disk, and in memory if the model has nothing to hold there."""
         tiers = (DISK, MEMORY) if node.residency.in_memory else (DISK,)
-        for tier in tiers:
-            self.changes.append(stored([node], tier))
+        self._note(*(stored([node], tier) for tier in tiers))
 
-    def _note_removed(self, nodes: list[Node]) -> None:
-        if nodes:
-            for change in removed(nodes):
-                self.changes.append(change)
+    def _note(self, *changes: Change) -> None:
+        for change in changes:
+            self.changes.append(change)
+            self.digest.note(change)
 
     # -- figures -------------------------------------------------------------------------------------------------------
 
@@ -359,12 +367,13 @@ class KVIndex:
         """The invariants of trie, pool and the index between them. Raises AssertionError."""
         self.trie.check()
         self.pool.check()
-        readers: dict[Owned, set[Node]] = {}
+        self.digest.check(self.trie)
+        readers: dict[Owned, dict[Node, None]] = {}
         for node in self.trie:
             outside = [p for p in node.residency.checkpoints if not node.start < p <= node.end]
             assert not outside, f"checkpoints {outside} outside of ({node.start}, {node.end}]"
             for owned in self.blocks_of(node):
-                readers.setdefault(owned, set()).add(node)
+                readers.setdefault(owned, {})[node] = None
         assert readers == self._readers, f"{len(readers)} blocks in the trie != {len(self._readers)} in the index"
         states = {c for node in self.trie for c in node.residency.checkpoints.values() if c.states}
         self._order.check(states)
@@ -406,7 +415,7 @@ class KVIndex:
     def _cache(self, node: Node, owned: Owned, tokens: int, owner: str | None) -> str | None:
         """Returns the block's owner."""
         self.pool.groups[owned[0]].cache(owned[1], tokens)
-        self._readers.setdefault(owned, set()).add(node)
+        self._readers.setdefault(owned, {})[node] = None
         return self.accounting.charge(owned, self._sizes[owned[0]], owner)
 
     def _uncache(self, node: Node, blocks: list[Owned], gone: Collection[Owned]) -> None:
@@ -415,7 +424,7 @@ class KVIndex:
             if owned not in gone:
                 self.pool.groups[owned[0]].uncache(owned[1])
             if owned in self._readers and owned not in still:
-                self._readers[owned].discard(node)
+                self._readers[owned].pop(node, None)
                 if not self._readers[owned]:
                     del self._readers[owned]
                     self.accounting.release(owned)
@@ -424,6 +433,7 @@ class KVIndex:
 
     def _remove_checkpoint(self, node: Node, checkpoint: Checkpoint, gone: Collection[Owned]) -> None:
         del node.residency.checkpoints[checkpoint.position]
+        self.digest.count([node.hash_at(checkpoint.position)], CHECKPOINT, -1)
         self.accounting.release(checkpoint)
         self._order.remove(checkpoint)
         self.state_bytes -= checkpoint.nbytes

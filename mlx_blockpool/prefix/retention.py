@@ -6,7 +6,7 @@ Knows prefixes, sizes and the time; no arrays. Owned by the generation thread.
 from __future__ import annotations
 
 import time
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -58,11 +58,7 @@ class Retention:
         self.quotas = Quotas(index, config.agent_bytes, config.anonymous_bytes)
         # The changes of pins that were passed to the store, and whether it spares any record for them.
         self._passed_on, self._spares = 0, False
-        spec = index.pool.spec
-        sizes = [spec.bytes_per_block(group) for group in spec.groups]
-        full = sum(sizes[group] for group in index.full_groups)
-        # Of records that are not written yet, about.
-        self._record_bytes = {BLOCK: full, WINDOW: sum(sizes) - full, STATE: spec.fixed_bytes_per_agent()}
+        self._record_bytes = record_bytes(index)
 
     def use(self, path: Sequence[Node], hit: int) -> None:
         """The first `hit` tokens of a path are used again."""
@@ -106,6 +102,11 @@ class Retention:
     def clear(self) -> None:
         self.pins.clear()
         self.days.clear()
+
+    def figures(self) -> list[int]:
+        """Numbers that are equal on all ranks of a group."""
+        counts = [len(self.pins), self.pins.changes, len(self.days), self.days.changes]
+        return [*counts, self.pins.num_gave_way, self.pins.num_refused, self.quotas.num_evicted]
 
     def report(self) -> dict[str, Any]:
         """Figures for people; sizes in bytes."""
@@ -193,7 +194,7 @@ class TimedPins:
     """Pins that end by `clock`, the one that ends soonest first. `changes` counts those that were added and removed."""
 
     def __init__(self) -> None:
-        self.clock = time.monotonic
+        self.clock: Callable[[], float] = time.monotonic
         self.changes = 0
         self._all: dict[bytes, Pin] = {}
         self._soonest = 0.0
@@ -261,7 +262,7 @@ class Pins(TimedPins):
         self.index = index
         self.most_bytes = most_bytes
         self.most_state_bytes = most_state_bytes
-        self._endless: set[Pin] = set()
+        self._endless: dict[Pin, None] = {}
         self.num_gave_way = self.num_refused = 0
 
     def pin(self, pin: Pin, seconds: float) -> None:
@@ -288,12 +289,12 @@ class Pins(TimedPins):
         if self._is_too_much([*self._endless, pin]):
             self.index.unpin(pin)
             return False
-        self._endless.add(pin)
+        self._endless[pin] = None
         return True
 
     def unpin(self, pin: Pin) -> None:
         """Take back hold()."""
-        self._endless.discard(pin)
+        self._endless.pop(pin, None)
         self.index.unpin(pin)
 
     def use(self, path: Sequence[Node], hit: int) -> None:
@@ -332,6 +333,14 @@ class Pins(TimedPins):
     def _is_too_much(self, pins: Iterable[Pin]) -> bool:
         blocks, states = self.index.pinned_bytes(pins)
         return blocks > self.most_bytes or states > self.most_state_bytes
+
+
+def record_bytes(index: KVIndex) -> dict[str, int]:
+    """About how large a record of each kind is before it is written."""
+    spec = index.pool.spec
+    sizes = [spec.bytes_per_block(group) for group in spec.groups]
+    full = sum(sizes[group] for group in index.full_groups)
+    return {BLOCK: full, WINDOW: sum(sizes) - full, STATE: spec.fixed_bytes_per_agent()}
 
 
 def _end(pin: Pin) -> float:

@@ -1,7 +1,8 @@
 """Cached prefixes: a tree whose edges are blocks of 256 tokens.
 
     match(tokens)      the longest cached prefix of a prompt
-    find(ref)          the same for a prefix that is known by its hashes
+    following(tokens)  what has come behind a prompt before
+    find(ref)          the same as match() for a prefix that is known by its hashes
     add(node, edge)    a new edge; shorter siblings that it contains are merged into it
     remove(node)       a node and all below it
 
@@ -38,6 +39,7 @@ class Node:
     salt:         that of its root.
     merged_into:  the longer edge that has taken its place.
     removed:      whether remove() has cut it off.
+    number:       higher than those of the edges that were added before it.
     """
 
     parent: Node | None = field(repr=False)
@@ -49,6 +51,7 @@ class Node:
     residency: Residency = field(default_factory=Residency, repr=False)
     merged_into: Node | None = field(default=None, repr=False)
     removed: bool = False
+    number: int = 0
 
     @property
     def end(self) -> int:
@@ -178,6 +181,7 @@ class Trie:
         self._salted: WeakValueDictionary[bytes, Node] = WeakValueDictionary()
         # Every edge by its hash, and some that are no longer part of the tree.
         self._by_hash: WeakValueDictionary[bytes, Node] = WeakValueDictionary()
+        self._num_added = 0
 
     def __iter__(self) -> Iterator[Node]:
         for root in self.roots():
@@ -229,6 +233,24 @@ class Trie:
             node = child
         return PrefixRef.of(nodes, node.end, salt)
 
+    def following(self, tokens: Sequence[int], at_most: int, salt: bytes = SHARED, start: PrefixRef | None = None) -> list[int]:
+        """Up to `at_most` tokens that have followed all of `tokens` under a salt; of several continuations the one added last.
+
+        `start`: as in match(). Empty where `tokens` are not cached as a whole, or nothing follows them.
+        """
+        match = self.match(tokens, salt, start)
+        if not match.path or match.tokens < len(tokens):
+            return []
+        node, found = match.path[-1], list[int]()
+        if match.tokens < node.end:
+            alike = (near for near, end in node.near_siblings() if end >= match.tokens)
+            node = max(alike, key=_number)
+            found = decode(node.tokens[(match.tokens - node.start) * TOKEN_BYTES :])
+        while len(found) < at_most and node.children:
+            node = max(node.children, key=_number)
+            found += decode(node.tokens)
+        return found[:at_most]
+
     def find(self, ref: PrefixRef) -> PrefixRef:
         """As much of a prefix as is cached, found by its hashes."""
         nodes: list[Node] = []
@@ -273,7 +295,8 @@ class Trie:
     def add(self, node: Node, edge: bytes, residency: Residency | None = None) -> tuple[Node, list[Node]]:
         """A new child. Returns it and the shorter siblings that it contains: they are merged into it and out of the tree."""
         residency = Residency() if residency is None else residency
-        new = Node(node, node.end, edge, edge_hash(node.hash, edge), node.salt, [], residency)
+        self._num_added += 1
+        new = Node(node, node.end, edge, edge_hash(node.hash, edge), node.salt, [], residency, number=self._num_added)
         shorter = [c for c in node.children if len(c.tokens) < len(edge) and edge.startswith(c.tokens)]
         for old in shorter:
             old.merged_into = new
@@ -322,6 +345,10 @@ def _starts_with(node: Node, digest: bytes, size: int) -> bool:
 
 def _tokens(node: Node) -> bytes:
     return node.tokens
+
+
+def _number(node: Node) -> int:
+    return node.number
 
 
 def _longest_match(node: Node, edge: bytes) -> tuple[Node | None, int]:

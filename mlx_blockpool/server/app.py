@@ -14,11 +14,12 @@ from collections.abc import Callable, Sequence
 from http.server import ThreadingHTTPServer
 from typing import Any
 
+import mlx.core as mx
 from mlx_lm.utils import maybe_set_recommended_wired_limit
 
-from ..config import AccessConfig, EngineConfig
+from ..config import AccessConfig, EngineConfig, RankConfig
 from ..demo import model_path
-from ..errors import BlockpoolError
+from ..errors import BlockpoolError, GroupError
 from ..mlx_lm_compat import main as server_main
 from ..mlx_lm_compat import rebind, run_http_server
 from ..plugins import make_plugin_manager
@@ -36,6 +37,7 @@ from .models.inspection import inspect
 from .models.provider import BlockpoolModelProvider
 from .normalise import Normalisers
 from .prompts.workers import fork_server
+from .ranked.follower import follow
 from .terminal import Bars, first_words
 
 # How long a stopping process waits for the responses that say why requests have ended.
@@ -51,13 +53,13 @@ class BlockpoolHTTPServer(ThreadingHTTPServer):
 
     request_queue_size = AccessConfig.backlog
     daemon_threads = True
-    # Called with the port once the server listens.
-    listening: Callable[[int], None] | None = None
+    # Called once the server listens, with the port and what stops the server.
+    listening: Callable[[int, Callable[[], None]], None] | None = None
 
     def server_activate(self) -> None:
         super().server_activate()
         if self.listening is not None:
-            self.listening(self.server_address[1])
+            self.listening(self.server_address[1], self.shutdown)
 
     def process_request(self, request: Any, client_address: Any) -> None:
         """Start the connection's thread, and give it a moment: a hundred that parse at once would hold up a decode step."""
@@ -70,7 +72,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     arguments = sys.argv[1:] if argv is None else list(argv)
     # What was imported is no garbage: collections, of which a load makes some, are the shorter without it.
     gc.freeze()
-    names: dict[str, Any] = {"argparse": _argparse_with(arguments), "ModelProvider": BlockpoolModelProvider, "run": run}
+    names: dict[str, Any] = {"argparse": _argparse_with(arguments), "ModelProvider": BlockpoolModelProvider, "run": run_rank}
     names["maybe_set_recommended_wired_limit"] = _open_device
     if "_run_cache_backend" in server_main.__globals__:
         # A patched mlx-lm has chosen its backend by now.
@@ -84,9 +86,31 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 
 def _open_device() -> int | None:
-    """mlx-lm's first use of the device, and before it the fork of the prompt workers, which have no device."""
+    """mlx-lm's first use of the device, and before it the fork of the prompt workers, which have no device and no connections."""
     fork_server().start_here()
+    _join()
     return maybe_set_recommended_wired_limit()  # type: ignore[no-any-return]
+
+
+def _join() -> None:
+    """Wait for the other ranks, if there are any. Ctrl-C ends the process meanwhile: nothing is open yet."""
+    usual = signal.signal(signal.SIGINT, signal.SIG_DFL)
+    try:
+        mx.distributed.init()
+    except (RuntimeError, ValueError) as error:
+        hint = "Start every rank, with the same file of hosts."
+        raise GroupError(f"The other ranks cannot be reached: {error}. {hint}") from error
+    finally:
+        signal.signal(signal.SIGINT, usual)
+
+
+def run_rank(host: str, port: int, model_provider: BlockpoolModelProvider, **http: Any) -> None:
+    """run() on rank 0, or follow() on another one of a group. Raises BlockpoolError as they do."""
+    if model_provider.ranks.rank == 0:
+        run(host, port, model_provider, **http)
+    else:
+        check_default(model_provider)
+        follow(model_provider, options.server_config(model_provider.cli_args))
 
 
 def run(host: str, port: int, model_provider: BlockpoolModelProvider, **http: Any) -> None:
@@ -106,10 +130,11 @@ def run(host: str, port: int, model_provider: BlockpoolModelProvider, **http: An
     generator = bars = None
     try:
         # From here on a signal may arrive between any two lines.
-        end_on_signals(EngineConfig.exit_seconds)
+        end_on_signals(EngineConfig.exit_seconds, hang_up=model_provider.ranks.size > 1)
         generator = make_generator(model_provider)
-        # Ends the process if its generation thread hangs.
-        Watchdog(lambda: generator.health.seconds_stalled(generator.has_waiting), EngineConfig.end_seconds).start()
+        # Ends the process if its generation thread hangs. A group reads a model in one turn.
+        most = EngineConfig.end_seconds if model_provider.ranks.size == 1 else RankConfig.load_seconds
+        Watchdog(lambda: generator.health.seconds_stalled(generator.has_waiting), most).start()
         bars = Bars(generator)
         bars.start()
         generator.wait_until_loaded()
@@ -131,9 +156,10 @@ def run(host: str, port: int, model_provider: BlockpoolModelProvider, **http: An
 
 
 def _server_class(generator: BlockpoolGenerator, host: str) -> type[BlockpoolHTTPServer]:
-    """A server that logs its first words once it listens."""
+    """A server that logs its first words once it listens, and stops when another rank asks for it."""
 
-    def greet(port: int) -> None:
+    def greet(port: int, stop: Callable[[], None]) -> None:
+        generator.turns.stop = stop
         logging.info("%s", first_words(generator, host, port))
 
     return type("BlockpoolHTTPServer", (BlockpoolHTTPServer,), {"listening": staticmethod(greet)})

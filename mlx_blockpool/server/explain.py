@@ -20,8 +20,8 @@ from typing import Any
 
 from ..formatting import plain
 from ..messages import Message
-from ..prefix.lookup import CAUSES, Lookup
-from ..prefix.salts import SHARED
+from ..prefix.lookup import CAUSES, Lookup, beside
+from ..prefix.salts import SHARED, is_of_one_client
 from ..store.agent_files import Agent
 from .access import shown
 from .divergence import Chat, Difference
@@ -317,3 +317,14 @@ def answer_about(path: str, explanations: Explanations, asker: Asker) -> tuple[i
         advice = f"Take an id from the header X-Request-Id of a response; the last {MOST:,} since the start are kept."
         return 404, {"error": f"There is no explanation of the request {shown(request_id)}. {advice}"}
     return 200, found.as_dict()
+
+
+def explain_hit(served: Any, explained: Explained, prompt: list[int], cached: int, lookup: Lookup | None) -> None:
+    """Explain the cached tokens of a request that has its caches, which the LoadedModel `served` has found by `lookup`."""
+    agents, is_own, last = served.agents, is_of_one_client(explained.salt), served.last_turn(explained.noted_as)
+    explained.is_salted_anew = last is not None and last.salt != explained.salt
+    if lookup is not None and lookup.expected and not is_own:
+        own = [] if last is None or explained.is_salted_anew else served.prefix.index.trie.find(last).token_ids()
+        lookup, is_own = beside(lookup, prompt, own)
+    namespace = None if agents is None else agents.namespace
+    explained.start(served.provider.name, namespace, served.provider.tokenizer, prompt, cached, lookup, is_own)

@@ -17,7 +17,7 @@ import mlx.core as mx
 
 from ..config import ServerConfig
 from ..engine.stock import GuardedPromptCache
-from ..errors import BlockpoolError, LoadError, UnavailableError
+from ..errors import BlockpoolError, GroupError, GroupLostError, LoadError, UnavailableError
 from ..mlx_lm_compat import ResponseGenerator
 from ..store.agent_files import Agents
 from ..store.paths import default_folder
@@ -25,6 +25,7 @@ from ..store.spool import Spool
 from .access import AccessPolicy, ByteBudget
 from .api.responses_kept import KeptResponses
 from .explain import Explanations
+from .forms import Forms
 from .health import Health
 from .jobs import Job
 from .live.snapshot import Snapshots
@@ -36,13 +37,13 @@ from .page.cache_map import CacheMaps
 from .page.hour import Hour
 from .prompts.preparation import PromptPreparation, Turns
 from .prompts.workers import PromptWorkers
+from .ranked.leader import turns_of
 from .replies import Choices, HangUps, Reply, fit, replies_to
 from .sampling import check_sampling
-from .sequential import SequentialCache, SequentialReply, tokenized
+from .sequential import SequentialCache, serve_alone, tokenized
 
 log = logging.getLogger(__name__)
 
-IDLE_SECONDS = 0.1
 # How often the thread looks at requests that wait for a disk, and at a model that is being loaded.
 CHANGE_SECONDS = 0.005
 REPORT_SECONDS = 0.5
@@ -60,9 +61,9 @@ class BlockpoolGenerator(ResponseGenerator):  # type: ignore[misc]
 
     model:        the one whose request has started last; mlx-lm reads its `model_provider` and `prompt_cache`.
     normalisers, access, warm_up, responses, spool: for the socket threads, as is `pixels`, the budget for all images.
-    explanations: how the last requests used the cache.
+    explanations: how the last requests used the cache. forms: compiles the forms of requests.
     maps, hour:   what the page shows. snapshots: what readers of events begin with.
-    agent_files:  the agents' files in the store's folder; None without a store.
+    turns:        how the models compute, with other ranks or without. agent_files: those of the store; None without one.
     """
 
     prompt_cache: SequentialCache
@@ -86,9 +87,11 @@ class BlockpoolGenerator(ResponseGenerator):  # type: ignore[misc]
         self.hang_ups = HangUps()
         self.registry = ModelRegistry(model_provider, config)
         self.snapshots = Snapshots(self)
+        self.forms = Forms(config.forms)
         self.prompts = PromptWorkers(config.prompts)
         self.pixels = ByteBudget(config.images.pixel_bytes)
-        self.preparation = PromptPreparation(self.prompts, config.images, self.registry)
+        self.preparation = PromptPreparation(self.prompts, config.images, self.registry, self.forms)
+        self.turns = turns_of(self, config)
         self._order = Turns()
         self._config = config.engine
         self._reported = 0.0
@@ -155,6 +158,12 @@ class BlockpoolGenerator(ResponseGenerator):  # type: ignore[misc]
         if error is not None:
             raise error
 
+    def give_up(self, error: Exception) -> None:
+        """Fail all requests, while the generation thread hangs or after it has failed for good."""
+        self._stop = True
+        for item in [*self._live, *self.registry.queue.clear(), *self.requests.queue]:
+            item.fail(error)
+
     def stop_and_join(self) -> None:
         """End the generation thread. One that hangs in a model's files is left: nothing of a model that comes is to be saved."""
         self.prompts.close()
@@ -198,6 +207,7 @@ class BlockpoolGenerator(ResponseGenerator):  # type: ignore[misc]
 
     def _recover(self, error: BaseException) -> None:
         """After an exception: fail the running requests, or all of them where that fails or the thread was to exit."""
+        self.turns.lose(error)
         log.exception("generation failed for %d requests", len(self._live), exc_info=error)
         cause = f"{type(error).__name__}: {error}"
         try:
@@ -220,6 +230,7 @@ class BlockpoolGenerator(ResponseGenerator):  # type: ignore[misc]
 
     def _load_default(self) -> Exception | None:
         try:
+            self.turns.begin()
             key = self.registry.catalog.default
             if key is None:
                 return None
@@ -233,13 +244,15 @@ class BlockpoolGenerator(ResponseGenerator):  # type: ignore[misc]
             return swap.error
         except Exception as error:
             # wait_until_loaded() raises whatever is wrong with a model's files.
+            if isinstance(error, GroupLostError):
+                self.turns.lose(error)
             return error
 
     def _take_arrivals(self) -> None:
         """Take what has arrived. An idle thread waits for the first request, and a moment more for others that come with it."""
         idle = not (self._live or self.registry.queue or self.registry.swap)
         computes = any(served.live and not served.is_blocked for served in self._models)
-        wait = IDLE_SECONDS if idle else 0.0 if computes else CHANGE_SECONDS
+        wait = self.turns.nap_seconds if idle else 0.0 if computes else CHANGE_SECONDS
         until = time.monotonic()
         # What comes meanwhile waits for the next turn: jobs that follow each other must not hold up a step.
         left = self.requests.qsize()
@@ -272,6 +285,7 @@ class BlockpoolGenerator(ResponseGenerator):  # type: ignore[misc]
                 continue
             if reply.is_left:
                 self.registry.queue.remove(place)
+                self.turns.drop(place.key, reply)
                 reply.leave()
             elif reply.sequence is None and place.key not in self.registry.loaded:
                 seconds = self.registry.config.wait_seconds
@@ -282,8 +296,7 @@ class BlockpoolGenerator(ResponseGenerator):  # type: ignore[misc]
     def _drop_stalled(self) -> None:
         """Fail all requests after a turn that has computed nothing for too long, so that the next ones are served."""
         seconds = self.health.stall_seconds
-        failed = len(self._live) + len(self.registry.queue)
-        log.error("nothing was computed for %g seconds; %d requests have failed", seconds, failed)
+        log.error("nothing was computed for %g seconds; all requests have failed", seconds)
         self.health.restarts += 1
         self.health.mark()
         self._fail_all(UnavailableError(f"Nothing was computed for {seconds:g} seconds while the request waited. Try again."))
@@ -298,6 +311,7 @@ class BlockpoolGenerator(ResponseGenerator):  # type: ignore[misc]
     def _shut_down(self) -> None:
         while not self.requests.empty():
             self._arrive(self.requests.get())
+        self.turns.end()
         self._fail_all(UnavailableError(STOPS))
         # Models and caches must be dropped on this thread, under its stream.
         self.registry.close()
@@ -316,6 +330,9 @@ class BlockpoolGenerator(ResponseGenerator):  # type: ignore[misc]
             return
         # They refer to tokenizers.
         self._state_machine_cache.clear()
+        for key in (swap.load, swap.unload):
+            if key is not None:
+                self.forms.drop(key)
         used_last = max(self._models, key=lambda served: served.used, default=None)
         if used_last is not None:
             self._choose(used_last)
@@ -375,15 +392,9 @@ class BlockpoolGenerator(ResponseGenerator):  # type: ignore[misc]
             served.insert(reply, stop, text_sm)
 
     def _serve_alone(self, served: LoadedModel, reply: Reply, stream: mx.Stream) -> None:
-        """Through mlx-lm's sequential path, with room for what a draft writes and takes back."""
-        cache, explained = served.sequential, reply.explained
+        """Through mlx-lm's sequential path."""
         self.health.doing("a request alone")
-        cache.max_tokens, cache.lookup, cache.salt = reply.args.max_tokens, None, served.salt_of(reply.request.options)
-        if explained is not None:
-            explained.salt = cache.salt
-
-        queue = SequentialReply(reply, cache, self.health.mark, served.explain)
-        self._serve_single((queue, reply.request, reply.args), stream)
+        serve_alone(self, served, reply, stream)
         self.health.idle()
         self._report()
         # What has arrived meanwhile goes before the next choice of this request.
@@ -409,12 +420,18 @@ class BlockpoolGenerator(ResponseGenerator):  # type: ignore[misc]
         turn = min((served for served in busy if served not in blocked), key=lambda served: served.spent, default=None)
         for served in [*blocked, *([] if turn is None else [turn])]:
             try:
-                if served.step():
+                if self.turns.step(served):
                     self.health.mark()
+            except GroupError:
+                raise
             except Exception as error:
                 # It was the requests of this model, and not the next ones.
                 log.exception("generation failed for %d requests", len(served.live))
                 served.fail(RuntimeError(f"The batch failed: {type(error).__name__}: {error}"))
+            if served.has_met_limits:
+                # Of those that all replies in a grammar share.
+                self.forms.drop(served.key)
+                served.has_met_limits = False
             if not served.live:
                 served.update_report()
 
@@ -423,13 +440,11 @@ class BlockpoolGenerator(ResponseGenerator):  # type: ignore[misc]
             self.health.idle()
         elif self.registry.swap is None:
             self.health.doing("waiting for a model")
-        for served in self._models:
-            served.idle()
+        self.turns.idle(self._models, rests=True)
 
     def _report(self) -> None:
         """Update the figures of all models; idle ones write behind meanwhile."""
         self._reported = time.monotonic()
+        self.turns.idle(self._models)
         for served in self._models:
-            if not served.live:
-                served.idle()
             served.update_report()

@@ -18,7 +18,7 @@ from http import HTTPStatus
 from typing import Any
 from urllib.parse import parse_qs, urlsplit
 
-from ..errors import BlockpoolError, ModelNotFoundError, PromptError, UnavailableError
+from ..errors import BlockpoolError, FormError, ModelNotFoundError, PromptError, UnavailableError
 from ..mlx_lm_compat import APIHandler
 from .access import COMPLETIONS, FILES, HELLO, AccessPolicy, BudgetShare, Rejected, cause_of, is_model, own_figures, shown
 from .agents.http import PATH as AGENTS
@@ -245,7 +245,8 @@ class BlockpoolHandler(APIHandler):  # type: ignore[misc]
                 send_page(self)
             elif self.route == "/v1/cache":
                 report = own_figures(scope.owner, cache_report(generator.registry, generator.report))
-                self.send_json(200, {**report, "prompts": generator.prompts.counts, "health": self._health()[1]})
+                counts = {"prompts": generator.prompts.counts, "forms": generator.forms.report}
+                self.send_json(200, {**report, **counts, "health": self._health()[1]})
             elif self.route in LIVE:
                 answer_live(self)
             elif self.route == MAP:
@@ -312,12 +313,15 @@ class BlockpoolHandler(APIHandler):  # type: ignore[misc]
         if isinstance(error, UnavailableError):
             log.warning("%s: %s", shown(self.path), error)
             return 503, {"error": str(error)}
+        if isinstance(error, FormError):
+            return 400, {"error": str(error)}
         log.exception("%s failed", shown(self.path))
         return 500, {"error": cause_of(error)}
 
     def _health(self) -> tuple[int, dict[str, Any]]:
         generator = self._generator
-        return generator.health.report(generator.is_healthy, generator.has_waiting)
+        status, body = generator.health.report(generator.is_healthy, generator.has_waiting)
+        return status, body | generator.turns.condition.report()
 
     def _models(self) -> None:
         try:

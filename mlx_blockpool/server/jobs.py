@@ -9,6 +9,8 @@ from collections.abc import Callable
 from queue import Queue
 from typing import Any, Generic, TypeVar
 
+from ..ranks.group import as_loss
+
 T = TypeVar("T")
 
 
@@ -27,7 +29,11 @@ class Job(Generic[T]):
         except Exception as error:
             # Whatever the act raises, the generation thread continues. Frames and causes hold caches and with them blocks.
             error.__cause__ = error.__context__ = None
-            self.results.put((None, error.with_traceback(None)))
+            self.results.put((None, as_loss(error).with_traceback(None)))
+
+    def fail(self, error: Exception) -> None:
+        """Put an error in place of a result: the job will not run."""
+        self.results.put((None, error.with_traceback(None)))
 
 
 def run_on_generation_thread(generator: Any, act: Callable[[], T]) -> T:

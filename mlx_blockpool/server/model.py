@@ -9,8 +9,8 @@ import gc
 import logging
 import math
 import time
-from collections import Counter
 from collections.abc import Iterator, Sequence
+from pathlib import Path
 from typing import Any
 
 import mlx.core as mx
@@ -19,24 +19,29 @@ from mlx_lm.generate import StopSequences
 from ..config import ServerConfig, StoreConfig
 from ..engine.caches import PooledCaches
 from ..engine.engine import BlockPoolBatchEngine
+from ..engine.measuring import measured
 from ..engine.opening import open_arena, open_pooled
+from ..engine.ranked import RankedEngine
 from ..engine.request import Event, Failed, Progress, Restoring, Started, Token
+from ..engine.sequence import Sequence as Suspended
 from ..engine.stock import GuardedPromptCache, StockCaches
-from ..errors import StoreError
+from ..errors import FormError
 from ..kv.attach import batches_padded
 from ..modelfile import positions_of
 from ..prefix.changes import AllCleared
-from ..prefix.lookup import Lookup, beside
-from ..prefix.salts import SHARED, is_of_one_client
+from ..prefix.lookup import Lookup
+from ..prefix.salts import SHARED
 from ..prefix.trie import PrefixRef
+from ..ranks.head import TurnClock
 from ..spec import ModelCacheSpec
-from ..store.paths import FOLDERS
-from ..store.prompt_store import PromptStore
-from ..store.record import Key
+from ..store.measurements import Measurements
 from ..system import trim_memory
 from ..tier.cache import TieredPrefixCache
-from ..tier.opening import digests_of, open_store
+from ..tier.opening import digests_of
+from ..tier.path_acts import PathActs
 from .agents.served import ServedAgents
+from .explain import explain_hit
+from .forms import FormTokens, tokens_of
 from .live.log import ModelEvents
 from .live.snapshot import publish
 from .models import caches
@@ -52,25 +57,33 @@ class LoadedModel:
     """A model from prepare() to close().
 
     engine:        None if requests run one by one through mlx-lm, with `sequential` as their prompt cache.
-    prefix:        None without a pool.
+    prefix:        None without a pool. acts: what is done to its paths beside requests; None without agents.
     weights_bytes: of arrays, of which `read_bytes` are in memory. pool_bytes: the limit of its pool.
     ready, used:   when it was loaded, and when a request of it last started or ended, by time.monotonic().
     idle_seconds:  how long it stays loaded without a request.
+    ranks, number: those that share the model, and its number among their loads. `suspended`: requests from before an unload.
     num_embedding: how many requests for embeddings it serves; `live` has the others.
     spent:         seconds of the generation thread that its requests took, which decide which model steps next.
     report:        the figures for GET /v1/cache.
     events:        the server's log of events.
+    form_tokens:   what forms need of its tokenizer; None: its replies keep no forms.
+    has_met_limits: whether a reply has met the limits of its form, since the generator has last set it back.
     """
 
-    def __init__(self, key: ModelKey, provider: BlockpoolModelProvider, config: ServerConfig, events: ModelEvents) -> None:
+    def __init__(
+        self, key: ModelKey, provider: BlockpoolModelProvider, config: ServerConfig, events: ModelEvents, remembered: Measurements
+    ) -> None:
         self.key = key
         self.provider = provider
+        self.ranks, self.number, self.clock = provider.ranks, -1, TurnClock()
+        self.suspended: dict[int, Suspended] = {}
         self.events = events
         self.engine: BlockPoolBatchEngine | None = None
         self.caches: PooledCaches | StockCaches | None = None
         self.prefix: TieredPrefixCache | None = None
         self.sequential = SequentialCache(GuardedPromptCache(provider.cli_args.prompt_cache_size))
         self.agents: ServedAgents | None = None
+        self.acts: PathActs | None = None
         self.live: dict[int, Reply] = {}
         self.num_embedding = 0
         self.vocab_size = 0
@@ -79,7 +92,9 @@ class LoadedModel:
         self.idle_seconds = math.inf
         self.spent = 0.0
         self.report: dict[str, Any] = {"backend": None}
-        self._config = config
+        self.form_tokens: FormTokens | None = None
+        self.has_met_limits = False
+        self._config, self._measurements = config, remembered
         self._spec: ModelCacheSpec | None = None
         self._drafted: DraftedPrefix | None = None
         self.hashing: WeightsHash | None = None
@@ -90,10 +105,12 @@ class LoadedModel:
     def prepare(self, pool_bytes: int | None) -> None:
         """Take the steps that need no memory. Raises what the model's files and mlx-lm raise.
 
-        Raises PoolExhaustedError if `pool_bytes` are too few for this model.
+        Raises PoolExhaustedError if `pool_bytes` are too few for a model that one rank has to itself.
         """
         provider = self.provider
         provider.prepare(self.key)
+        if self.ranks.size > 1:
+            return
         self._spec = caches.describe(provider.model, provider.config, provider.name)
         caches.leave_out_draft(provider, self._spec)
         self.weights_bytes = sum(array.nbytes for array in provider.weights())
@@ -106,19 +123,28 @@ class LoadedModel:
             self.read_bytes = done
             yield
 
+    def load_share(self) -> None:
+        """Load this rank's share of the model, by itself. Raises what the model's files and mlx-lm raise."""
+        self.provider.load_share(self.key)
+        self.weights_bytes = self.read_bytes = sum(array.nbytes for array in self.provider.weights())
+
     def begin_hashing(self) -> WeightsHash | None:
         """Begin to hash the weights in a thread, if the model will have a store. close() stops it."""
         provider, config = self.provider, self._config.store
-        if config is not None and self._spec is not None and provider.draft_model is None:
-            self.hashing = WeightsHash(provider.folder, provider.adapter_folder, provider.stamps, digests_of(config))
+        if config is not None and (self._spec is not None or self.ranks.size > 1) and provider.draft_model is None:
+            adapter = None if self.key.adapter is None else Path(self.key.adapter)
+            self.hashing = WeightsHash(provider.folder, adapter, provider.stamps, digests_of(config))
         return self.hashing
 
     def open(self, pool_bytes: int) -> None:
         """Open the pool and the engine: from now on the model serves."""
         self.pool_bytes = pool_bytes
+        if self.ranks.size > 1:
+            self._spec = caches.describe_share(self.provider.model, self.ranks)
         self._open_caches(pool_bytes)
         log.info("%s is served with %s", self.provider.name, self.how)
         self.vocab_size = self.provider.model(mx.zeros((1, 1), mx.int32)).shape[-1]
+        self.form_tokens = tokens_of(self.provider.tokenizer, self.provider.name)
         self.open_engine()
         if self.prefix is not None:
             publish(self.prefix.index, self.events)
@@ -147,34 +173,25 @@ class LoadedModel:
         self.sequential = SequentialCache(stock, self._drafted or self.prefix, config.max_tokens)
 
     def _open_pooled(self, spec: ModelCacheSpec, pool_bytes: int) -> None:
-        arena = open_arena(self.provider.model, spec, pool_bytes, self._config.pool)
-        store = self._open_store(arena.spec)
+        arena = open_arena(self.provider.model, spec, pool_bytes, self._config.pool, self.ranks)
+        store = caches.store_of(self.provider, self._config.store, arena.spec, self.hashing)
+        if self.ranks.rank == 0:
+            # Before the store is opened, so that its budget spares the records of pinned agents.
+            self.agents = ServedAgents(self.provider.name, store)
         try:
-            self.caches = open_pooled(self.provider.model, arena, pool_bytes, self._config.pool, store)
+            opened = open_pooled(self.provider.model, arena, pool_bytes, self._config.pool, store, self.ranks)
+            self.caches = measured(self.provider.model, opened, self._config.engine, self._measurements, self.provider.name)
         except Exception:
             # Nothing else refers to the store's threads.
             if store is not None:
                 store.close()
             raise
+        self.caches.sources = caches.draft_sources(self.provider, self._config.engine)
         self.prefix = self.caches.prefix
-        self.agents = self.agents or ServedAgents(self.provider.name, None)
-        self.agents.attend(self.prefix)
+        self.acts = PathActs(self.prefix, self.ranks)
+        if self.agents is not None:
+            self.agents.attend(self.acts)
         caches.warn_of_few_checkpoints(self.prefix)
-
-    def _open_store(self, spec: ModelCacheSpec) -> PromptStore | None:
-        provider = self.provider
-        if self._config.store is None:
-            return None
-        try:
-            provider.weights_name = weights = None if self.hashing is None else self.hashing.result()
-            store = open_store(self._config.store, provider.folder, provider.adapter_folder, spec, provider.name, weights)
-            # Before the store is opened, so that its budget spares pinned records.
-            self.agents = ServedAgents(provider.name, store)
-            self._spare_pinned(store)
-            return store
-        except StoreError as error:
-            log.warning("Nothing of %s is kept on disk: %s", provider.name, error)
-            return None
 
     @property
     def how(self) -> str:
@@ -190,7 +207,11 @@ class LoadedModel:
     def open_engine(self) -> None:
         """Open an engine, if the model runs with one and has none."""
         if self.engine is None and self.caches is not None:
-            self.engine = BlockPoolBatchEngine(self.provider.model, self.caches, self._config.engine)
+            model, config = self.provider.model, self._config.engine
+            if self.ranks.size == 1 or isinstance(self.caches, StockCaches):
+                self.engine = BlockPoolBatchEngine(model, self.caches, config)
+            else:
+                self.engine = RankedEngine(model, self.caches, config, self.ranks, self.clock, self.suspended)
 
     def close_engine(self) -> None:
         if self.engine is not None:
@@ -211,7 +232,9 @@ class LoadedModel:
             self.events.append(AllCleared())
         if self.agents is not None:
             self.agents.close(max(0.0, until - time.monotonic()))
-        self.agents = self.prefix = self.caches = self._drafted = self._spec = None
+        if self.acts is not None:
+            self.acts.close()
+        self.acts = self.agents = self.prefix = self.caches = self._drafted = self._spec = None
         self.sequential.close()
         self.report = {"backend": None}
         self.provider.reset()
@@ -266,12 +289,11 @@ class LoadedModel:
                 self.prefix.stored.write_behind()
 
     def note_turns(self) -> None:
-        """Note the agents whose turns have ended, and have the store spare their pinned records."""
-        if self.agents is not None and isinstance(self.caches, PooledCaches):
+        """Note the agents whose turns have ended."""
+        if isinstance(self.caches, PooledCaches):
             turns, self.caches.turns = self.caches.turns, {}
-            self.agents.follow(turns)
-            if self.prefix is not None and self.prefix.stored is not None:
-                self._spare_pinned(self.prefix.stored.store)
+            if self.agents is not None:
+                self.agents.follow(turns)
 
     def _note_ended_turns(self) -> None:
         """Note the turns that have ended with this step, also while other requests run."""
@@ -282,23 +304,12 @@ class LoadedModel:
             # The turn's own request has ended, and the others continue.
             log.exception("turns of agents could not be noted")
 
-    def _spare_pinned(self, store: PromptStore) -> None:
-        """Have the store's budget spare the records of pinned agents."""
-        assert self.agents is not None
-        pinned = {Key(kind, digest) for digest in self.agents.pinned_hashes() for kind in FOLDERS}
-        if pinned != store.pinned:
-            store.pinned = pinned
-
-    def _last_turn(self, agent: str | None) -> PrefixRef | None:
+    def last_turn(self, agent: str | None) -> PrefixRef | None:
         """The path of an agent's last turn; None of an agent without a name."""
         if agent is None or self.agents is None or self.prefix is None:
             return None
         turns = self.caches.turns if isinstance(self.caches, PooledCaches) else {}
         return turns.get(agent) or self.agents.path_of(agent)
-
-    def _tokens_of(self, path: PrefixRef) -> list[int]:
-        """The cached tokens of a path."""
-        return [] if self.prefix is None else self.prefix.index.trie.find(path).token_ids()
 
     # -- requests ------------------------------------------------------------------------------------------------------
 
@@ -357,16 +368,7 @@ class LoadedModel:
         before, live = engine.progress, len(self.live)
         events = engine.next()
         for event in events:
-            if event.uid not in self.live:
-                # It has failed with an earlier event of this step.
-                continue
-            try:
-                self._deliver(event)
-            except Exception as error:
-                # A reply whose text cannot be made fails one request, not the batch.
-                log.exception("request %d failed", event.uid)
-                engine.cancel(event.uid)
-                self.live.pop(event.uid).fail(error)
+            self.deliver(event)
         for uid in [uid for uid, live in self.live.items() if live.is_left]:
             engine.cancel(uid)
             self.live.pop(uid).leave()
@@ -379,42 +381,44 @@ class LoadedModel:
         has_started = any(isinstance(event, Started) for event in events)
         return engine.progress != before or len(self.live) != live or has_started
 
-    def _deliver(self, event: Event) -> None:
-        """Put an event of the engine on the queue of its request."""
-        reply = self.live[event.uid]
-        if isinstance(event, Token):
-            reply.emit(event)
-            if event.finish_reason is not None:
-                del self.live[event.uid]
-        elif isinstance(event, Progress):
-            reply.put((event.done, event.total))
-        elif isinstance(event, Started):
-            self.explain(reply, event.cached, event.why)
-            reply.begin(event.cached)
-        elif isinstance(event, Restoring):
-            if not reply.is_begun:
-                # So many tokens unless the disk fails. A client that receives nothing would give up.
-                if reply.explained is not None:
-                    tokens = len(reply.request.prepared.tokens)
-                    reply.explained.restore(self.provider.name, tokens, event.total)
-                reply.begin(event.total)
-            reply.put((event.done, event.total))
-        elif isinstance(event, Failed):
-            self.live.pop(event.uid).fail(event.error)
-        reply.watch.follow(event)
+    def deliver(self, event: Event) -> None:
+        """Put an event of the engine on the queue of its request, if that has not failed with an earlier one."""
+        if event.uid not in self.live:
+            return
+        try:
+            reply = self.live[event.uid]
+            if isinstance(event, Token):
+                reply.emit(event)
+                if event.finish_reason is not None:
+                    del self.live[event.uid]
+            elif isinstance(event, Progress):
+                reply.put((event.done, event.total))
+            elif isinstance(event, Started):
+                self.explain(reply, event.cached, event.why)
+                reply.begin(event.cached)
+            elif isinstance(event, Restoring):
+                if not reply.is_begun:
+                    # So many tokens unless the disk fails. A client that receives nothing would give up.
+                    if reply.explained is not None:
+                        tokens = len(reply.request.prepared.tokens)
+                        reply.explained.restore(self.provider.name, tokens, event.total)
+                    reply.begin(event.total)
+                reply.put((event.done, event.total))
+            elif isinstance(event, Failed):
+                self.has_met_limits |= isinstance(event.error, FormError)
+                self.live.pop(event.uid).fail(event.error)
+            reply.watch.follow(event)
+        except Exception as error:
+            # A reply whose text cannot be made fails one request, not the batch.
+            log.exception("request %d failed", event.uid)
+            if self.engine is not None:
+                self.engine.cancel(event.uid)
+            self.live.pop(event.uid).fail(error)
 
     def explain(self, reply: Reply, cached: int, lookup: Lookup | None) -> None:
         """Explain the cached tokens of a request that has its caches."""
-        explained, prompt = reply.explained, reply.request.prepared.tokens
-        if explained is None:
-            return
-        agents, is_own, last = self.agents, is_of_one_client(explained.salt), self._last_turn(explained.noted_as)
-        explained.is_salted_anew = last is not None and last.salt != explained.salt
-        if lookup is not None and lookup.expected and not is_own:
-            own = [] if last is None or explained.is_salted_anew else self._tokens_of(last)
-            lookup, is_own = beside(lookup, prompt, own)
-        namespace = None if agents is None else agents.namespace
-        explained.start(self.provider.name, namespace, self.provider.tokenizer, prompt, cached, lookup, is_own)
+        if reply.explained is not None:
+            explain_hit(self, reply.explained, reply.request.prepared.tokens, cached, lookup)
 
     def fail(self, error: Exception) -> None:
         """Fail the requests that have caches, which cannot be trusted after an error; without an engine all requests."""
@@ -427,20 +431,19 @@ class LoadedModel:
         self.update_report()
 
     def fail_all(self, error: Exception) -> None:
-        """Fail all requests; the next one opens a new engine."""
+        """Fail all requests; the next one opens a new engine, or has that of all ranks, which cancel these."""
+        if self.ranks.size > 1 and self.engine is not None:
+            for uid in list(self.live):
+                self.engine.cancel(uid)
+                self.live.pop(uid).fail(error)
+            return
         self.close_engine()
         self.fail(error)
 
     def update_report(self) -> None:
         """Replace the figures for GET /v1/cache."""
-        stock, engine = self.sequential.stock, self.engine
-        if self.prefix is None:
-            report: dict[str, Any] = {"backend": "mlx-lm", "sequences": len(stock), "known_bytes": stock.nbytes}
-        else:
-            report = caches.pool_report(self.prefix)
-        alarm = report.get("alarm")
+        self.report = caches.report(self.prefix, self.sequential.stock, self.engine)
+        alarm = self.report.get("alarm")
         if alarm is not None and not self._alarmed:
             log.warning("Almost nothing is reused: %s", alarm)
         self._alarmed = alarm is not None
-        live, counts = ([], Counter[str]()) if engine is None else (engine.live, engine.counts)
-        self.report = report | {"batch": caches.batch_report(self.prefix, live), "engine": dict(counts)}

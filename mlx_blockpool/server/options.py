@@ -61,8 +61,12 @@ def _add_pool_options(add: Callable[..., Any]) -> None:
     for what in ("keys", "values"):
         own = f"The bits of {what} where they differ from --kv-bits; 16: as the model computes them"
         add(f"--kv-bits-{what}", type=int, choices=(16, *KV_BITS), help=own)
-    path = "How a batch reads its keys and values; auto (default): by a measured rule"
+    path = "How a batch reads its keys and values; auto (default): by what each costs (--measure)"
     add("--decode-path", choices=DECODE_PATHS, default=PoolConfig.decode_path, help=path)
+    measure = "Measure what steps cost when a model is first loaded, and remember it (auto, the default); off: neither"
+    add("--measure", choices=("auto", "off"), default="auto", help=measure)
+    drafts = "Draft tokens from what is known: auto, as many as pay on this device; off; or up to N (default: %(default)s)"
+    add("--drafts", type=_drafts, default=EngineConfig.drafts, metavar="N", help=drafts)
     wired = "Memory that macOS must not page out; auto (default): what the device recommends; off: leave the limit alone"
     add("--wired-limit", type=_or_word(parse_bytes, auto=None, off=0), metavar="SIZE", help=wired)
 
@@ -159,6 +163,14 @@ def _seconds(text: str) -> float:
         raise argparse.ArgumentTypeError(str(error)) from error
 
 
+def _drafts(text: str) -> str | int:
+    if text in ("auto", "off"):
+        return text
+    if not text.isdecimal() or not 1 <= int(text) <= EngineConfig.most_drafted:
+        raise argparse.ArgumentTypeError(f"{text} is neither auto nor off nor a number from 1 to {EngineConfig.most_drafted}")
+    return int(text)
+
+
 def _share(text: str) -> float:
     share = float(text)
     if not 0 <= share <= 0.95:
@@ -231,6 +243,8 @@ def server_config(args: Any) -> ServerConfig:
             prefill_rows=args.prompt_concurrency,
             decode_share=args.decode_share,
             max_members=args.decode_concurrency,
+            drafts=args.drafts,
+            measures=args.measure == "auto",
             max_positions=args.max_positions,
             wired_bytes=args.wired_limit,
         ),

@@ -20,10 +20,13 @@ import numpy as np
 from mlx_lm.generate import StopSequences
 
 from ..config import WHAT_FITS, EngineConfig
+from ..drafts.draft import Prediction
+from ..drafts.index import SuffixIndex
 from ..engine.request import KIND, Request, Token
 from ..engine.sequence import Sequence
 from ..errors import RequestTooLargeError, TooManyPositionsError
 from ..mlx_lm_compat import GenerationContext, Response, make_logits_processors
+from ..ranks.group import as_loss
 from .explain import Explained
 from .live.log import ModelEvents
 from .live.watch import RequestWatch
@@ -108,7 +111,7 @@ class Reply(Queue[Any]):
     def fail(self, error: Exception) -> None:
         self.watch.ended("abort" if isinstance(error, ConnectionError) else "error")
         # Without its traceback, whose frames hold caches and with them blocks.
-        self.put(error.with_traceback(None))
+        self.put(as_loss(error).with_traceback(None))
 
     def start(self, tokenizer: Any, text_sm: Any, stop: StopSequences, needs_checkpoints: bool, salt: bytes) -> Request:
         """The request as the engine takes it. `needs_checkpoints`: its caches can be resumed only where a checkpoint was made."""
@@ -122,6 +125,10 @@ class Reply(Queue[Any]):
             initial_state=prepared.initial_state,
             prompt=prepared.tokens,
         )
+        form = None if self.request.compiled is None else self.request.compiled.copy()
+        if form is not None:
+            # A forced token has no logprobs of others.
+            form.jumps = not (self.args.logprobs or self.args.top_logprobs > 0)
         breakpoints = list(zip(accumulate(prepared.segments), prepared.types, strict=True))
         if needs_checkpoints:
             breakpoints = sorted({**{end: KIND for end, _ in prepared.breakpoints}, **dict(prepared.checkpoints or ())}.items())
@@ -139,7 +146,18 @@ class Reply(Queue[Any]):
             group=options.id if self.request.choices > 1 else None,
             priority=options.priority,
             salt=salt,
+            form=form,
+            prediction=self._prediction(),
         )
+
+    def _prediction(self) -> Prediction | None:
+        """What the client expects this choice to be, in one text for all choices; None: it expects nothing."""
+        if not self.request.prediction:
+            return None
+        counted = self.request.predictions
+        own = Prediction(counted[0].text if counted else SuffixIndex(self.request.prepared.prediction))
+        counted.append(own)
+        return own
 
     def begin(self, cached: int) -> None:
         """Let the client's thread answer: progress and tokens follow. `cached` tokens of the prompt need not be computed."""
@@ -151,13 +169,14 @@ class Reply(Queue[Any]):
 
     def emit(self, event: Token) -> None:
         """Send a token to the client, with the text that it adds."""
+        logprobs = event.logprobs
         self.put(
             Response(
                 text_of(self._detokenizer, event),
                 event.token,
-                event.logprobs[event.token].item(),
+                0.0 if logprobs is None else logprobs[event.token].item(),
                 event.finish_reason,
-                most_likely(event.logprobs, self.args.top_logprobs),
+                () if logprobs is None else most_likely(logprobs, self.args.top_logprobs),
             )
         )
         if event.finish_reason is not None:

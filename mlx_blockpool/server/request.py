@@ -12,6 +12,9 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, Literal
 
+from ..drafts.draft import Prediction
+from ..forms.form import Form
+from ..forms.wanted import Wanted, WantedTool
 from ..messages import Message
 from ..mlx_lm_compat import CompletionRequest, GenerationArguments
 from ..prefix.salts import SHARED
@@ -79,6 +82,9 @@ class PromptRequest(CompletionRequest):  # type: ignore[misc]
     choices:     how many replies are generated for the prompt.
     tokenizer:   of the model that serves it, from the first part of its reply on.
     prepared:    the rendered prompt; empty until PromptPreparation has prepared it.
+    form:        the form that the content of the reply keeps; None: it is free.
+    prediction:  text that the client expects in the reply; "": none. predictions: its tokens and counts, one for each choice.
+    compiled:    this form, or that of the reply's calls, of which each choice follows a copy; None: the reply has none.
     """
 
     options: RequestOptions = field(default_factory=RequestOptions)
@@ -89,6 +95,10 @@ class PromptRequest(CompletionRequest):  # type: ignore[misc]
     choices: int = 1
     tokenizer: Any = None
     prepared: PreparedPrompt = field(default_factory=PreparedPrompt)
+    compiled: Form | None = None
+    form: Wanted | None = None
+    prediction: str = ""
+    predictions: list[Prediction] = field(default_factory=list)
 
 
 @dataclass
@@ -99,12 +109,14 @@ class ChatRequest(PromptRequest):
     calls:       whether the reply may call tools, must begin with a call, or never calls one.
     begin:       text that the reply begins with; it is part of the prompt.
     only_count:  nothing is generated, only the prompt's tokens are counted.
+    held:        the tools to whose schemas calls are held: all that the model sees, or none.
     """
 
     tool_breakpoints: tuple[Breakpoint, ...] = ()
     calls: Literal["may", "must", "never"] = "may"
     begin: str = ""
     only_count: bool = False
+    held: tuple[WantedTool, ...] = ()
 
 
 @dataclass(frozen=True)

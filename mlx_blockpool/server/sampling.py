@@ -8,7 +8,8 @@ import mlx.core as mx
 from mlx_lm import sample_utils
 
 from .. import mlx_lm_compat
-from ..engine.decode import mend_random_state
+from ..engine.draws import mend_random_state
+from ..engine.request import Sampler
 from ..mlx_lm_compat import rebind
 
 
@@ -18,7 +19,10 @@ def make_sampler(args: Any, tokenizer: Any) -> Any:
         return mlx_lm_compat.make_sampler(args, tokenizer)
     own = OwnRandomness(args.seed)
     make = rebind(sample_utils.make_sampler, categorical_sampling=own.categorical, apply_xtc=own.xtc)
-    return rebind(mlx_lm_compat.make_sampler, make_sampler=make)(args, tokenizer)
+    draw = rebind(mlx_lm_compat.make_sampler, make_sampler=make)(args, tokenizer)
+    if draw is sample_utils.greedy_sampler:
+        return draw
+    return SeededSampler(draw, own, keys=2 if args.sampling.xtc_probability > 0 else 1)
 
 
 def check_sampling(args: Any, tokenizer: Any, vocab_size: int) -> None:
@@ -56,6 +60,27 @@ class OwnRandomness:
         applied = sample_utils.apply_xtc(logits, 1.0, threshold, special_tokens)
         return mx.where(mx.random.uniform(0, 1, key=self._next()) > probability, logits, applied)
 
+    def skip(self, keys: int) -> None:
+        """Leave out so many keys."""
+        for _ in range(keys):
+            self._next()
+
     def _next(self) -> mx.array:
         self._key, drawn = mx.random.split(self._key)
         return drawn
+
+
+class SeededSampler:
+    """mlx-lm's sampler over a random state of its own, of which every draw takes as many `keys`."""
+
+    def __init__(self, draw: Sampler, randomness: OwnRandomness, keys: int) -> None:
+        self._draw = draw
+        self._randomness = randomness
+        self._keys = keys
+
+    def __call__(self, logprobs: mx.array) -> mx.array:
+        return self._draw(logprobs)
+
+    def skip(self, draws: int) -> None:
+        """Continue as if so many draws had been made."""
+        self._randomness.skip(draws * self._keys)

@@ -7,14 +7,17 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import replace
+from functools import partial
 from typing import Any
 
 import mlx.core as mx
 from mlx_lm.models.cache import can_trim_prompt_cache, trim_prompt_cache
 
+from ..engine.masks import FormProcessor
 from ..engine.stock import GuardedPromptCache
 from ..errors import BlockpoolError
-from ..mlx_lm_compat import GenerationContext, Vision
+from ..forms.form import Form
+from ..mlx_lm_compat import GenerationContext, ResponseGenerator, Vision, make_logits_processors, rebind
 from ..prefix.cache import ORDINARY, Acquired
 from ..prefix.lookup import Lookup
 from ..prefix.retention import RetentionPolicy
@@ -171,6 +174,27 @@ class SequentialReply:
             self._reply.watch.progress(*item)
         else:
             self._reply.watch.token(item.finish_reason)
+
+
+def serve_alone(generator: Any, served: Any, reply: Reply, stream: mx.Stream) -> None:
+    """Serve one request of the LoadedModel `served` to its end, with room for what a draft writes and takes back."""
+    cache, explained = served.sequential, reply.explained
+    cache.max_tokens, cache.lookup, cache.salt = reply.args.max_tokens, None, served.salt_of(reply.request.options)
+    if explained is not None:
+        explained.salt = cache.salt
+    queue = SequentialReply(reply, cache, generator.health.mark, served.explain)
+    compiled = reply.request.compiled
+    serve = generator._serve_single if compiled is None else partial(serving_in(compiled), generator)
+    serve((queue, reply.request, reply.args), stream)
+
+
+def serving_in(form: Form) -> Callable[..., None]:
+    """A copy of mlx-lm's _serve_single() that holds the reply to a form, after what the request's own processors have done."""
+
+    def processors(args: Any) -> list[Any]:
+        return [*make_logits_processors(args), FormProcessor(form)]
+
+    return rebind(ResponseGenerator._serve_single, _make_logits_processors=processors)
 
 
 def tokenized(prepared: PreparedPrompt) -> Any:

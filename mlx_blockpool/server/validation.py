@@ -37,7 +37,6 @@ T = TypeVar("T")
 
 # mlx takes integers of 64 bits; Python's may be larger.
 LARGEST = 2**63 - 1
-NO_FORMAT = "mlx-lm cannot hold a reply to a format; describe it in the prompt, or use a tool"
 
 
 class _FailFast(FailFast):
@@ -143,16 +142,6 @@ class AllSampling(Sampling):
     logprobs: bool = False
     top_logprobs: Annotated[Int, Field(ge=-1, le=RequestConfig.top_logprobs)] = -1
     seed: Annotated[int, Field(ge=-LARGEST, lt=2**64)] | None = None
-
-
-def _is_text(shape: dict[str, Any]) -> dict[str, Any]:
-    if shape.get("type") not in (None, "text"):
-        raise ValueError(f"{_short(shape['type'])} is not supported; {NO_FORMAT}")
-    return shape
-
-
-# The format of a reply in both of OpenAI's protocols.
-ReplyFormat = Annotated[Object, AfterValidator(_is_text)]
 
 
 def dotted(path: Sequence[Any]) -> str:

@@ -94,6 +94,7 @@ class _Requests:
                 if isinstance(event, Failed):
                     raise event.error
                 if isinstance(event, Token):
+                    assert event.logprobs is not None, "a request without a form has a token that was not drawn"
                     self.emitted[event.uid].append((event.token, event.logprobs))
                 elif isinstance(event, Started):
                     self.cached[event.uid] = event.cached

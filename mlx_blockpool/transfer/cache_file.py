@@ -11,9 +11,8 @@ import math
 import os
 from collections.abc import Iterator, Sequence
 from contextlib import suppress
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
-from types import SimpleNamespace
 from typing import Any
 
 import mlx.core as mx
@@ -25,7 +24,6 @@ from mlx_lm.models.cache import (
     RotatingKVCache,
     load_prompt_cache,
     make_prompt_cache,
-    save_prompt_cache,
 )
 
 from ..claims import head_of
@@ -33,14 +31,13 @@ from ..config import KVBits, kv_bits
 from ..dtypes import ITEM_BYTES, safetensors_name
 from ..errors import BlockpoolError, StoreError
 from ..formatting import Report, line_of
-from ..kv.block_bytes import as_bytes
-from ..kv.parts import as_stock, leaves_of, sequence_of
+from ..kv.parts import leaves_of
 from ..kv.rows import as_rows, columns, dense
-from ..mlx_lm_compat import rebind
 from ..prefix.salts import MARK_BYTES, SHARED, is_of_import, mark_of
 from ..spec import ChunkLayer, FullLayer, LayerSpec, ModelCacheSpec, StateLayer, WindowLayer
 from ..store.agent_files import shown
 from ..store.signing import UNSIGNED, is_signed
+from ..tier.pieces import CachePieces, as_saved
 
 # Of a file whose metadata names no weights, these many tokens are computed and compared ...
 COMPARED_TOKENS = 16
@@ -76,30 +73,42 @@ def check_agent(agent: str, salt: bytes | None, why: str) -> None:
 # -- writing -----------------------------------------------------------------------------------------------------------
 
 
-class CacheFileWriter:
-    """A safetensors file of `nbytes` bytes, in pieces. The caches must not change until close() gives their blocks back.
+@dataclass(frozen=True)
+class Place:
+    """Where a piece is in a file: one head of an array; None: all of it. It begins `start` bytes from the file's beginning for
+    the first rank, and `stride` bytes later for each other one.
+    """
 
-    `caches`: pooled ones, of one sequence that holds `tokens`; `spec`, `bits`: of their pool and of its store; `salt`: what they
-    are cached under. A piece is one head of one array, so that no view of a slab outlives the step that copies it. Owned by the
-    generation thread.
+    name: str
+    head: int | None
+    start: int
+    stride: int
+
+    def offset(self, rank: int) -> int:
+        return self.start + rank * self.stride
+
+
+class CacheFileWriter:
+    """A safetensors file of `nbytes` bytes, in pieces: `head`, then those at `places`. close() gives the caches' blocks back.
+
+    `pieces`: of one sequence that holds `tokens`; `spec`, `bits`: of their pool and of its store; `salt`: what they are cached
+    under; `ranks`: so many have as many heads of each array. Owned by the generation thread.
     """
 
     def __init__(
         self,
-        caches: list[Any],
+        pieces: CachePieces,
         model: str,
         weights: str,
         spec: ModelCacheSpec,
         bits: int | None,
         tokens: Sequence[int],
         salt: bytes = SHARED,
+        ranks: int = 1,
     ) -> None:
-        self._caches = caches
-        # Dequantising one head takes as long as all: the array is kept for the next one.
-        self._keeps = loses_words(spec)
-        self._kept: dict[str, mx.array] = {}
-        arrays, texts = _as_saved(
-            caches,
+        self._pieces = pieces
+        arrays, texts = as_saved(
+            pieces.caches,
             {
                 # mlx-lm's generate reads the first two; the others prove later whose keys and values these are.
                 "model": model,
@@ -112,41 +121,41 @@ class CacheFileWriter:
             | ({MARK: mark_of(salt).hex()} if mark_of(salt) else {})
             | ({} if spec.bits is None else {POOL_BITS: _text_of(spec.bits)}),
         )
-        described: dict[str, Any] = {"__metadata__": texts}
-        end = 0
-        self._pieces: list[tuple[str, int | None]] = []
-        for name, array in arrays.items():
-            start, end = end, end + array.nbytes
-            described[name] = {"dtype": safetensors_name(array.dtype), "shape": list(array.shape), "data_offsets": [start, end]}
-            by_head = array.ndim == 4 and array.shape[0] == 1
-            self._pieces += [(name, head) for head in range(array.shape[1])] if by_head else [(name, None)]
-        text = json.dumps(described).encode()
+        described, places, end = _laid_out(arrays, ranks)
+        text = json.dumps({"__metadata__": texts, **described}).encode()
         text += b" " * (math.ceil(len(text) / ALIGNMENT) * ALIGNMENT - len(text))
-        self._head = len(text).to_bytes(8, "little") + text
-        self.nbytes = len(self._head) + end
+        self.head = len(text).to_bytes(8, "little") + text
+        self.nbytes = len(self.head) + end
+        self.places = [replace(place, start=len(self.head) + place.start) for place in places]
 
     def __iter__(self) -> Iterator[bytes]:
-        """The bytes of the file, in order."""
-        yield self._head
-        yield from (self._piece(name, head) for name, head in self._pieces)
+        """The bytes of the file of one rank, in order."""
+        yield self.head
+        yield from (self._pieces.piece(place.name, place.head) for place in self.places)
 
     def close(self) -> None:
-        """Give the blocks of the caches back. May be called again."""
-        sequence = sequence_of(self._caches)
-        if sequence is not None:
-            sequence.release()
-        self._caches = []
-        self._kept = {}
+        """May be called again."""
+        self._pieces.close()
 
-    def _piece(self, name: str, head: int | None) -> bytes:
-        array = self._kept[name] if name in self._kept else _as_saved(self._caches, {})[0][name]
-        if self._keeps and name not in self._kept:
-            # A copy, and no view of a slab.
-            self._kept = {name: mx.contiguous(array)}
-            array = self._kept[name]
-        part = mx.contiguous(array if head is None else array[:, head])
-        mx.eval(part)
-        return bytes(as_bytes(part))
+
+def _laid_out(arrays: dict[str, mx.array], ranks: int) -> tuple[dict[str, Any], list[Place], int]:
+    """The arrays as a header describes them, the places of their pieces from the header's end on, and the bytes of all."""
+    described: dict[str, Any] = {}
+    places: list[Place] = []
+    end = 0
+    for name, array in arrays.items():
+        shape, start = list(array.shape), end
+        by_head = array.ndim == 4 and array.shape[0] == 1
+        if by_head:
+            size = array.nbytes // shape[1]
+            places += [Place(name, head, start + head * size, array.nbytes) for head in range(shape[1])]
+            shape[1] *= ranks
+        else:
+            # Equal on all ranks.
+            places.append(Place(name, None, start, 0))
+        end += array.nbytes * (ranks if by_head else 1)
+        described[name] = {"dtype": safetensors_name(array.dtype), "shape": shape, "data_offsets": [start, end]}
+    return described, places, end
 
 
 def loses_words(spec: ModelCacheSpec) -> bool:
@@ -165,14 +174,6 @@ def _stock_of(spec: ModelCacheSpec, leaf: LayerSpec) -> Any:
 
 def _text_of(bits: KVBits) -> str:
     return f"{bits.keys or 16},{bits.values or 16},{bits.group_size}"
-
-
-def _as_saved(caches: list[Any], metadata: dict[str, str]) -> tuple[dict[str, mx.array], dict[str, str]]:
-    """What mlx-lm would write: arrays, not evaluated, and texts, by name."""
-    found: list[tuple[dict[str, mx.array], dict[str, str]]] = []
-    writer = SimpleNamespace(array=mx.array, save_safetensors=lambda _, arrays, texts: found.append((arrays, texts)))
-    rebind(save_prompt_cache, mx=writer)("", as_stock(caches), metadata)
-    return found[0]
 
 
 # -- reading -----------------------------------------------------------------------------------------------------------

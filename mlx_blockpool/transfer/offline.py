@@ -17,7 +17,8 @@ from ..store.agent_files import Agents
 from ..store.record import SUFFIX
 from ..store.signing import export_key, sign
 from ..tier.cache import TieredPrefixCache
-from .cache_file import CacheFile, CacheFileWriter, check_agent, privacy_report
+from ..tier.pieces import CachePieces
+from .cache_file import CacheFile, CacheFileWriter, check_agent, loses_words, privacy_report
 from .model_source import Prompt, Source
 
 
@@ -44,7 +45,8 @@ def export(source: Source, prompt: Prompt, file: Path, agent: str | None = None)
                 f"{source.config.folder} has nothing of these {len(tokens)} tokens under {source.spec.model_id}. Give a prompt "
                 "that a server with the same model, adapter, --kv-bits and --store-bits has kept."
             )
-        writer = CacheFileWriter(hit.caches, source.name, source.weights, source.spec, source.config.bits, tokens[:held], salt)
+        pieces = CachePieces(hit.caches, loses_words(source.spec))
+        writer = CacheFileWriter(pieces, source.name, source.weights, source.spec, source.config.bits, tokens[:held], salt)
         _write(writer, path, None if is_of_import(salt) else export_key(source.root))
         writer.close()
     finally:

@@ -10,7 +10,7 @@ from pathlib import Path
 from ...clients import settings
 from ...errors import BlockpoolError
 from ...formatting import Report
-from . import bench, device, installation, model
+from . import bench, device, drafts, installation, model
 from .finding import Check, Finding, looked_at, status_of
 
 MARKS = {"ok": "ok", "note": "note", "warning": "WARNING", "problem": "PROBLEM"}
@@ -61,6 +61,7 @@ def examine(name: str | None, port: int, store_dir: Path | None) -> list[Finding
     measured: list[tuple[str, Check]] = [
         ("device", device.device),
         ("decode path", device.decode),
+        (drafts.ABOUT, partial(drafts.remembered, store_dir)),
         ("disk speed", partial(device.disk, store_dir)),
     ]
     findings += [finding for about, check in measured for finding in looked_at(about, check)]

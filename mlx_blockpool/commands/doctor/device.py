@@ -49,10 +49,11 @@ def decode() -> list[Finding]:
     """Measure whether a step in flight copies slabs, and which decode path is the fastest for agents on one shared prefix."""
     import mlx.core as mx
 
+    from ...config import EngineConfig
     from ...engine.engine import BlockPoolBatchEngine
     from ...engine.request import Request, Token
 
-    engine = BlockPoolBatchEngine.open(_tiny_model(), 200_000_000)
+    engine = BlockPoolBatchEngine.open(_tiny_model(), 200_000_000, config=EngineConfig(measures=True))
     arena: Any = engine.caches.prefix.arena  # type: ignore[attr-defined]
     draw = random.Random(0)
     shared = [draw.randrange(1, 500) for _ in range(PREFIX)]
@@ -92,7 +93,7 @@ def _tiny_model() -> Any:
 
 
 def _chosen(engine: Any, arena: Any) -> str:
-    """The path that the server's rule takes for this batch."""
+    """The path that the server takes for this batch, by what it has measured at the start."""
     arena.decode.path_counts.clear()
     engine.next()
     ((path, _),) = arena.decode.path_counts.most_common(1)
@@ -113,7 +114,7 @@ def _fastest(milliseconds: dict[str, float], chosen: str) -> Finding:
     text = f"A step of {MEMBERS} sequences on a prefix of {PREFIX:,} tokens: {shown}. The server takes {chosen}."
     if milliseconds[chosen] <= CLEARLY * milliseconds[best]:
         return Finding("decode path", "ok", text, figures=figures)
-    advice = f"Try serve --decode-path {best}, and send in the file of doctor --bench: the rule was measured on other devices."
+    advice = f"Try serve --decode-path {best}, and send in the file of doctor --bench: the server has measured otherwise."
     return Finding("decode path", "warning", text, advice, figures)
 
 

@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+from functools import partial
 from typing import Any
 
 from ... import modelfile
 from ...formatting import human_bytes
 from ...system import memory_bytes
-from .finding import Finding
+from . import drafts
+from .finding import Finding, looked_at
 
 # Of the prompts, whose first block is full; of each reply; and how much of each prompt the two have in common.
 PROMPTS, REPLY, SHARED = (300, 290), 24, 280
@@ -34,10 +36,11 @@ def files(model: str) -> list[Finding]:
 
 
 def against_stock(model: str) -> list[Finding]:
-    """Greedy tokens of two requests that run together, against mlx-lm's own caches one by one."""
+    """Greedy tokens of two requests that run together, against mlx-lm's own caches one by one; and what drafts bring."""
     import mlx.core as mx
     from mlx_lm import load
 
+    from ...engine.caches import PooledCaches
     from ...engine.engine import BlockPoolBatchEngine
 
     loaded: Any = load(str(modelfile.find(model).path.parent))
@@ -48,9 +51,12 @@ def against_stock(model: str) -> list[Finding]:
     engine = BlockPoolBatchEngine.open(network, POOL_BYTES)
     how = "in ragged batches" if engine.caches.ragged else "in padded batches" if engine.caches.merges else "one by one"
     found = _pooled(engine, prompts)
-    engine.close()
     is_exact = network(mx.zeros((1, 1), mx.int32)).dtype == mx.float32
-    return [_compared(expected, found, how, EXACT if is_exact else COARSE)]
+    findings = [_compared(expected, found, how, EXACT if is_exact else COARSE)]
+    if isinstance(engine.caches, PooledCaches):
+        findings += looked_at(drafts.ABOUT, partial(drafts.measured, network, engine.caches.prefix.arena))
+    engine.close()
+    return findings
 
 
 def _stock(network: Any, prompt: list[int]) -> list[Drawn]:
@@ -70,6 +76,7 @@ def _pooled(engine: Any, prompts: list[list[int]]) -> list[list[Drawn]]:
     while len(engine):
         for event in engine.next():
             if isinstance(event, Token):
+                assert event.logprobs is not None, "a request without a form has a token that was not drawn"
                 found[event.uid].append((event.token, event.logprobs[event.token].item()))
     return [found[uid] for uid in uids]
 

@@ -17,13 +17,14 @@ from typing import TypeVar
 
 from ...config import StoreConfig
 from ...errors import BlockpoolError, LoadError
-from ...prefix.index import Pin
-from ...prefix.resume import pin_of
 from ...prefix.salts import SHARED, is_of_import
 from ...prefix.trie import PrefixRef
+from ...ranks.facts import Pin, Spare, Unpin
 from ...store.agent_files import Agent, Agents, turn_of
+from ...store.paths import FOLDERS
 from ...store.prompt_store import PromptStore
-from ...tier.cache import TieredPrefixCache
+from ...store.record import Key
+from ...tier.path_acts import PathActs, Then, name_of
 from .conversation_id import is_conversation_id
 
 log = logging.getLogger(__name__)
@@ -39,19 +40,22 @@ class ServedAgents:
     """Agents of the model `model_id`, in memory and, with a `store`, in its folder.
 
     noted:     each with its last turn, by name, the least recently used first; the pins of the files are in `pinned`.
-    pinned:    names, and what keeps each path in memory; None: nothing does.
+    pinned:    names, and whether the path of each is pinned in memory.
     failures:  how many turns could not be noted on disk; the replies themselves are not touched by that.
     """
 
     def __init__(self, model_id: str, store: PromptStore | None) -> None:
         self.model_id = model_id
         self.noted: OrderedDict[str, Agent] = OrderedDict()
-        self.pinned: dict[str, Pin | None] = {}
+        self.pinned: dict[str, bool] = {}
         self.failures = 0
         self.files = None if store is None else Agents(store.root)
         self._store = store
         self._config = StoreConfig() if store is None else store.config
-        self._prefix: TieredPrefixCache | None = None
+        self._acts: PathActs | None = None
+        # Of the pinned agents: what is pinned.
+        self._pinned_paths: dict[str, PrefixRef] = {}
+        self._spared: set[bytes] | None = None
         self._pending: dict[str, Agent] = {}
         self._changing = threading.Lock()
         self._writer = ThreadPoolExecutor(1, "agents")
@@ -60,6 +64,7 @@ class ServedAgents:
         self._is_looking = False
         self._looked = 0.0
         self._look()
+        self._spare_pinned()
 
     @property
     def namespace(self) -> str | None:
@@ -68,9 +73,10 @@ class ServedAgents:
 
     # -- the generation thread -----------------------------------------------------------------------------------------
 
-    def attend(self, prefix: TieredPrefixCache) -> None:
+    def attend(self, acts: PathActs) -> None:
         """Take the prefixes of the loaded model, to which the paths refer."""
-        self._prefix = prefix
+        self._acts = acts
+        self._spared = None
         self.follow({})
 
     def follow(self, turns: Mapping[str, PrefixRef]) -> None:
@@ -80,6 +86,7 @@ class ServedAgents:
         if self._applied is not self._seen:
             self._applied = self._seen
             self._take_over(self._applied)
+        self._spare_pinned()
         if self.files is not None and not self._is_looking and time.monotonic() - self._looked > LOOK_SECONDS:
             self._is_looking = True
             self._writer.submit(self._look)
@@ -113,23 +120,25 @@ class ServedAgents:
         path = self.path_of(name)
         return path.salt if path is not None and is_of_import(path.salt) else SHARED
 
-    def pin(self, name: str, path: PrefixRef) -> bool:
-        """Keep an agent's path and those of its later turns. Returns whether its blocks are pinned in memory."""
-        assert self._prefix is not None
-        pins = self._prefix.retention.pins
-        before, pin = self.pinned.get(name), pin_of(self._prefix.arena, self._prefix.index.trie.find(path))
-        if before is not None:
-            pins.unpin(before)
-        is_held = pins.hold(pin)
-        self.pinned[name] = pin if is_held else None
-        if not is_held:
-            log.warning("agents: no more blocks or states of the pool can be pinned; one agent's path may leave memory")
-        return is_held
+    def pin(self, name: str, path: PrefixRef, then: Then = lambda is_held: None) -> None:
+        """Keep an agent's path and those of its later turns. `then` gets whether its blocks are pinned in memory."""
+        assert self._acts is not None
+        self.pinned.setdefault(name, False)
+        self._pinned_paths[name] = path
+
+        def noted(is_held: bool | None) -> None:
+            if self._pinned_paths.get(name) is path:
+                self.pinned[name] = bool(is_held)
+            if is_held is False:
+                log.warning("agents: no more blocks or states of the pool can be pinned; one agent's path may leave memory")
+            then(is_held)
+
+        self._acts.propose(Pin(name, name_of(path)), noted)
 
     def unpin(self, name: str) -> None:
-        pin = self.pinned.pop(name, None)
-        if pin is not None and self._prefix is not None:
-            self._prefix.retention.pins.unpin(pin)
+        if self.pinned.pop(name, None) is not None and self._acts is not None:
+            del self._pinned_paths[name]
+            self._acts.propose(Unpin(name))
 
     def pinned_hashes(self) -> set[bytes]:
         """The hashes of all pinned paths, from the files as last read and from the last turns."""
@@ -141,7 +150,9 @@ class ServedAgents:
         if old in self.noted:
             self.noted[new] = replace(self.noted.pop(old), name=new)
         if old in self.pinned:
-            self.pinned[new] = self.pinned.pop(old)
+            # What both names pin counts once.
+            self.pin(new, self._pinned_paths[old])
+            self.unpin(old)
 
     def fork(self, new: str, path: PrefixRef) -> None:
         """A second agent that continues from the end of a path."""
@@ -159,13 +170,24 @@ class ServedAgents:
 
     def _take_over(self, seen: list[Agent]) -> None:
         """Apply the pins that the files have."""
-        if self.files is None or self._prefix is None:
+        if self.files is None or self._acts is None:
             return
         pinned = {agent.name: agent for agent in seen if agent.pinned}
         for name in self.pinned.keys() - pinned.keys():
             self.unpin(name)
         for name in pinned.keys() - self.pinned.keys():
             self.pin(name, path_of(self.noted.get(name, pinned[name])))
+
+    def _spare_pinned(self) -> None:
+        """Have the stores' budgets spare the records of pinned agents."""
+        if self._store is None:
+            return
+        pinned = self.pinned_hashes()
+        if self._acts is None:
+            self._store.pinned = {Key(kind, digest) for digest in pinned for kind in FOLDERS}
+        elif pinned != self._spared:
+            before, self._spared = self._spared or set(), pinned
+            self._acts.propose(Spare(tuple(pinned - before), tuple(before - pinned)))
 
     def _bound_memory(self) -> None:
         limits = ((True, self._config.conversations), (False, self._config.agents))

@@ -10,19 +10,22 @@ from collections import Counter
 from collections.abc import Callable
 from dataclasses import dataclass, replace
 from pathlib import Path
+from queue import Queue
 from typing import Any, TypeVar
 
 from ...config import StoreConfig
 from ...errors import StoreError
 from ...formatting import Report
 from ...prefix.trie import PrefixRef
-from ...prefix.uncache import SharedPaths, Uncached, exclusive_from, kept_hashes, uncache
+from ...prefix.uncache import SharedPaths, exclusive_from
+from ...ranks.facts import Discard, Uncache
 from ...store.agent_files import Agent, Agents, shown
 from ...store.agent_records import AgentRecords, PathRecords
 from ...store.fs import safe_name
 from ...store.paths import key_of
 from ...store.prompt_store import PromptStore
 from ...tier.cache import TieredPrefixCache
+from ...tier.path_acts import PathActs, TakenOut, Then, name_of
 from ..access import LONGEST_AGENT, belongs, own_name
 from ..api.errors import StatusError
 from ..jobs import run_on_generation_thread
@@ -163,7 +166,7 @@ class AgentService:
         """Keep its path on disk, and in memory as far as half of the pool allows."""
         view = self.need(name)
         self._change_file(view, lambda files: files.pin(view.name))
-        in_memory = view.home is not None and self.at(view.home, lambda served, _: _pin(served, view))
+        in_memory = view.home is not None and self.agree(view.home, lambda served, _, then: _pin(served, view, then))
         return {"agent": view.name, "pinned": True, "pinned_in_memory": in_memory, "pinned_on_disk": view.has_file}
 
     def unpin(self, name: str) -> Report:
@@ -229,14 +232,16 @@ class AgentService:
             self.do(lambda: self.refuse_if_busy(view.name))
         else:
             shared = shared_with(view.home, views)
-            freed, kept = self.at(view.home, lambda served, prefix: self._forget(served, prefix, view, shared))
-            share = PathRecords([file for file in share.own if bytes.fromhex(file.path.stem) not in kept], share.stays)
+            taken: TakenOut = self.agree(view.home, lambda served, prefix, then: self._forget(served, prefix, view, shared, then))
+            freed = taken.uncached
+            share = PathRecords([file for file in share.own if bytes.fromhex(file.path.stem) not in taken.kept], share.stays)
             report["memory"] = {"blocks": freed.blocks, "bytes": freed.bytes, "kept": freed.kept}
             report["clean"] = self.at(view.home, lambda _, prefix: len(prefix.index.trie.find(view.path).path) <= freed.kept)
         if records is not None:
             if view.home is not None:
+                self.agree(view.home, lambda served, _, then: acts_of(served).propose(_discard(share), then))
                 # flush() waits for the writer's thread, which any thread may do.
-                self.at(view.home, lambda _, prefix: _forget_records(prefix, share)).flush()
+                self.at(view.home, lambda _, prefix: store_of(prefix)).flush()
             # The store does not know records that another process has written.
             self._change_file(view, lambda _: records.remove(view.name, share))
             proof = records.proof(share)
@@ -247,20 +252,20 @@ class AgentService:
         return dict(json.loads(json.dumps(report).replace(json.dumps(f"{self.root}/")[1:-1], "")))
 
     def _forget(
-        self, served: LoadedModel, prefix: TieredPrefixCache, view: AgentView, shared: SharedPaths
-    ) -> tuple[Uncached, set[bytes]]:
-        """Forget the path in memory as far as no other agent or request needs it. Returns also the hashes of the rest.
-
-        On the generation thread.
-        """
+        self,
+        served: LoadedModel,
+        prefix: TieredPrefixCache,
+        view: AgentView,
+        shared: SharedPaths,
+        then: Then,
+    ) -> None:
+        """Forget the path in memory as far as no other agent or request needs it. On the generation thread."""
         self.refuse_if_busy(view.name)
         agents_of(served).forget(view.name)
         live = [] if served.engine is None else served.engine.sequences
         in_use = [(sequence.tokens, sequence.policy.salt) for sequence in live if sequence.request.name != view.name]
-        freed = uncache(prefix.index, view.path, exclusive_from(prefix.index, view.path, shared, in_use))
-        if prefix.stored is not None:
-            prefix.stored.write_behind(0)
-        return freed, kept_hashes(prefix.index, view.path)
+        own = exclusive_from(prefix.index, view.path, shared, in_use)
+        acts_of(served).propose(Uncache(name_of(view.path), own), then)
 
     # -- the generation thread -----------------------------------------------------------------------------------------
 
@@ -272,11 +277,20 @@ class AgentService:
         """do() with a model, unless it has been unloaded."""
         return self.do(lambda: act(*self.served(home)))
 
+    def agree(self, home: Home, act: Callable[[LoadedModel, TieredPrefixCache, Then], object]) -> Any:
+        """at() with an act that proposes a fact to all ranks. Returns what it passes on once they have applied it."""
+        results: Queue[Any] = Queue()
+        self.at(home, lambda served, prefix: act(served, prefix, results.put))
+        result = self.scope.generator.receive(results)
+        if result is None:
+            raise _unloaded(home)
+        return result
+
     def served(self, home: Home) -> tuple[LoadedModel, TieredPrefixCache]:
         """The model and its prefixes, unless it has been unloaded. On the generation thread."""
         served = self._registry.loaded.get(home.key)
         if served is None or served.agents is not home.agents or served.prefix is None:
-            raise StatusError(409, f"Model {shown(home.agents.model_id)} was unloaded in the meantime. Try again.")
+            raise _unloaded(home)
         return served, served.prefix
 
     def _homes(self) -> list[Home]:
@@ -285,8 +299,8 @@ class AgentService:
             served.note_turns()
             agents = served.agents
             if agents is not None:
-                pinned = {name: pin is not None for name, pin in agents.pinned.items()}
-                homes.append(Home(key, self._registry.catalog.id_of(key.model), agents, dict(agents.noted), pinned))
+                model = self._registry.catalog.id_of(key.model)
+                homes.append(Home(key, model, agents, dict(agents.noted), dict(agents.pinned)))
         return homes
 
     def _requests(self) -> tuple[Counter[str | None], Counter[str | None]]:
@@ -312,6 +326,18 @@ def agents_of(served: LoadedModel) -> ServedAgents:
     return served.agents
 
 
+def acts_of(served: LoadedModel) -> PathActs:
+    """The acts on the cached paths of a loaded model that has agents."""
+    assert served.acts is not None
+    return served.acts
+
+
+def store_of(prefix: TieredPrefixCache) -> PromptStore:
+    """The store of a loaded model, some of whose records are on disk."""
+    assert prefix.stored is not None
+    return prefix.stored.store
+
+
 def shared_with(home: Home, views: dict[str, AgentView]) -> SharedPaths:
     """The paths of all agents of one loaded model."""
     return SharedPaths(view.path for view in views.values() if view.home is home)
@@ -328,12 +354,15 @@ def _view(name: str, homes: list[Home], file: Agent | None) -> AgentView:
     return AgentView(replace(home.noted[name], pinned=name in home.pinned), home, has_file=False)
 
 
-def _pin(served: LoadedModel, view: AgentView) -> bool:
+def _unloaded(home: Home) -> StatusError:
+    return StatusError(409, f"Model {shown(home.agents.model_id)} was unloaded in the meantime. Try again.")
+
+
+def _pin(served: LoadedModel, view: AgentView, then: Then) -> None:
     # It may have had another turn since look().
     path = path_of(agents_of(served).noted.get(view.name, view.agent))
-    is_pinned = agents_of(served).pin(view.name, path)
+    agents_of(served).pin(view.name, path, then)
     served.note_turns()
-    return is_pinned
 
 
 def _unpin(served: LoadedModel, name: str) -> None:
@@ -341,7 +370,6 @@ def _unpin(served: LoadedModel, name: str) -> None:
     served.note_turns()
 
 
-def _forget_records(prefix: TieredPrefixCache, share: PathRecords) -> PromptStore:
-    assert prefix.stored is not None
-    prefix.stored.store.remove([key for file in share.own if (key := key_of(file.name)) is not None])
-    return prefix.stored.store
+def _discard(share: PathRecords) -> Discard:
+    keys = (key_of(file.name) for file in share.own)
+    return Discard(tuple((key.kind, key.hash) for key in keys if key is not None))

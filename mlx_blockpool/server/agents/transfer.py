@@ -9,8 +9,9 @@ from __future__ import annotations
 import secrets
 import time
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import asdict, dataclass
+from itertools import count
 from pathlib import Path
 from typing import Any
 
@@ -20,10 +21,11 @@ from ...errors import PoolExhaustedError, StoreError
 from ...formatting import Report
 from ...kv.intake import Intake
 from ...kv.parts import leaves_of
-from ...prefix.resume import in_memory, lay_out_to_read, pin_of, resumable
+from ...prefix.resume import in_memory, pin_of, resumable
 from ...prefix.retention import RetentionPolicy
 from ...prefix.salts import SHARED, is_of_import, salt_marked, salt_of_import
 from ...prefix.trie import PrefixRef
+from ...ranks.facts import BringBack, Gather, GatherEnd, GatherPart, Save, WriteOut
 from ...spec import ModelCacheSpec
 from ...store.agent_files import shown
 from ...store.identity import Digests, check_unchanged, identity
@@ -31,6 +33,7 @@ from ...store.limits import OVER_BUDGET
 from ...store.prompt_store import PromptStore
 from ...store.signing import KEY_BYTES, export_key, sign
 from ...tier.cache import Measure, TieredPrefixCache
+from ...tier.path_acts import PathFact, name_of
 from ...tier.restore import RestoreJob
 from ...tier.write_behind import StoredPrefixes
 from ...transfer.cache_file import CacheFile, CacheFileWriter, check_agent, privacy_report
@@ -39,17 +42,30 @@ from ..model import LoadedModel
 from ..models.provider import BlockpoolModelProvider
 from .conversation_id import is_conversation_id
 from .served import path_of
-from .service import AgentService, AgentView, Home, agents_of
+from .service import AgentService, AgentView, Home, acts_of, agents_of
 
 # Records are copied into the pool for this long between two decode steps.
 RESTORE_SECONDS = 0.02
 PAUSE_SECONDS = 0.005
 # Signs what servers without a store export, as long as they run.
 _OWN_KEY = secrets.token_bytes(KEY_BYTES)
+# Of exports.
+_numbers = count(1)
 
 
 def _measure(service: AgentService, home: Home, path: PrefixRef) -> Measure:
     return service.at(home, lambda _, prefix: prefix.measure(path, 0))
+
+
+def _refuse_on_several_ranks(service: AgentService, home: Home, why: str) -> None:
+    """Raise StatusError with a reason if several ranks share the model, of which each has a part of every cache."""
+    if service.at(home, lambda served, _: acts_of(served).ranks.size) > 1:
+        raise StatusError(400, f"Several ranks share {shown(home.model)}: {why}")
+
+
+def _agreed(service: AgentService, home: Home, fact: PathFact) -> Any:
+    """What all ranks make of a fact."""
+    return service.agree(home, lambda served, _, then: acts_of(served).propose(fact, then))
 
 
 def _stored(prefix: TieredPrefixCache) -> StoredPrefixes:
@@ -82,14 +98,15 @@ def save(service: AgentService, name: str) -> Report:
     """Write all of an agent's path to disk, with its partial last block, windows and states. Raises StatusError."""
     view, home = service.need_home(name)
     path, start = view.path, time.monotonic()
-    store, refused = service.at(home, lambda _, prefix: _begin_save(prefix, path))
-    before, now = None, service.at(home, lambda _, prefix: _saved(prefix, path))
+    store, refused = service.at(home, lambda _, prefix: _store_of(prefix))
+    _agreed(service, home, Save(name_of(path)))
+    before, now = None, _saved(service, home, path)
     while now != before:
         if store.problem is not None:
             raise StatusError(503, f"The store cannot write: {store.problem}. Free some space or repair the disk, and try again.")
         # Waits for the writer's thread, which any thread may do.
         store.flush()
-        before, now = now, service.at(home, lambda _, prefix: _saved(prefix, path))
+        before, now = now, _saved(service, home, path)
     found, is_full = now.measure, now.refused > refused
     is_whole = found.tokens_on_disk == path.tokens
     if not is_whole or (is_full and found.resumes_from_disk < now.position):
@@ -97,19 +114,20 @@ def save(service: AgentService, name: str) -> Report:
     return {"agent": view.name, "saved": True, "seconds": _since(start), "tokens": path.tokens} | asdict(found)
 
 
-def _begin_save(prefix: TieredPrefixCache, path: PrefixRef) -> tuple[PromptStore, int]:
-    """Queue what is not on disk yet. Returns the store, and how many records its budget has rejected so far."""
-    stored, match = _stored(prefix), prefix.index.trie.find(path)
-    stored.note_path(match.path, match.tokens)
-    for node in match.path:
-        for checkpoint in node.residency.checkpoints.values():
-            stored.checkpoints.note(node, checkpoint)
-    return stored.store, stored.store.counts[OVER_BUDGET]
+def _store_of(prefix: TieredPrefixCache) -> tuple[PromptStore, int]:
+    """The store, and how many records its budget has rejected so far."""
+    store = _stored(prefix).store
+    return store, store.counts[OVER_BUDGET]
 
 
-def _saved(prefix: TieredPrefixCache, path: PrefixRef) -> _Saved:
+def _saved(service: AgentService, home: Home, path: PrefixRef) -> _Saved:
+    """Write what is queued, and look how far the path is on disk."""
+    _agreed(service, home, WriteOut())
+    return service.at(home, lambda _, prefix: _look(prefix, path))
+
+
+def _look(prefix: TieredPrefixCache, path: PrefixRef) -> _Saved:
     stored = _stored(prefix)
-    stored.write_behind(at_once=True)
     position = pin_of(prefix.arena, in_memory(prefix.index.trie.find(path))).position
     report, counts = stored.report(), stored.store.counts
     return _Saved(
@@ -151,26 +169,17 @@ def restore(service: AgentService, name: str) -> Report:
 
 def bring_back(service: AgentService, home: Home, view: AgentView) -> int:
     """Bring records that are only on disk into memory. Returns their bytes."""
+    begun = _agreed(service, home, BringBack(name_of(view.path)))
+    if isinstance(begun, PoolExhaustedError):
+        raise StatusError(503, f"No room to bring agent {shown(view.name)} back: {begun}") from begun
+    if not isinstance(begun, RestoreJob):
+        return 0
     try:
-        job, n_bytes = service.at(home, lambda _, prefix: _begin_restore(prefix, view.path))
-        if job is None:
-            return 0
-        try:
-            while not service.at(home, lambda served, _: _advance(served, job)):
-                time.sleep(PAUSE_SECONDS)
-        finally:
-            service.do(lambda: _end_restore(service, home, view, job))
-    except PoolExhaustedError as error:
-        raise StatusError(503, f"No room to bring agent {shown(view.name)} back: {error}") from error
-    return n_bytes
-
-
-def _begin_restore(prefix: TieredPrefixCache, path: PrefixRef) -> tuple[RestoreJob | None, int]:
-    """The job that brings back what is missing in memory, and its bytes; None: there is nothing to do."""
-    stored, match = prefix.stored, prefix.index.trie.find(path)
-    have = resumable(prefix.arena, in_memory(match), match.tokens)[0]
-    plan = None if stored is None else stored.restores.plan(match, match.tokens, have)
-    return (None, 0) if stored is None or plan is None else (stored.restores.begin(plan), stored.restores.size_of(plan))
+        while not service.at(home, lambda served, _: _advance(served, begun)):
+            time.sleep(PAUSE_SECONDS)
+    finally:
+        service.do(lambda: _end_restore(service, home, view, begun))
+    return begun.n_bytes
 
 
 def _advance(served: LoadedModel, job: RestoreJob) -> bool:
@@ -179,8 +188,8 @@ def _advance(served: LoadedModel, job: RestoreJob) -> bool:
 
 
 def _end_restore(service: AgentService, home: Home, view: AgentView, job: RestoreJob) -> None:
-    """Release the blocks, which a pinned agent keeps in memory from now on."""
-    job.release()
+    """Let the blocks go, which a pinned agent keeps in memory from now on."""
+    job.let_go()
     agents = agents_of(service.served(home)[0])
     if view.name in agents.pinned:
         agents.pin(view.name, path_of(agents.noted.get(view.name, view.agent)))
@@ -191,37 +200,62 @@ def _end_restore(service: AgentService, home: Home, view: AgentView, job: Restor
 
 @contextmanager
 def export(service: AgentService, name: str) -> Iterator[Path]:
-    """A prompt-cache file of mlx-lm with an agent's longest prefix that can be resumed; it is gone after the block."""
+    """A prompt-cache file of mlx-lm with an agent's longest prefix that can be resumed; it is gone after the block.
+
+    Of several ranks each has some heads of every layer, which are put together.
+    """
     view, home = service.need_home(name)
+    service.at(home, _check_heads)
     bring_back(service, home, view)
     weights = _weights(service, service.at(home, lambda served, _: served.provider))
-    writer = service.at(home, lambda served, prefix: _begin_export(served, prefix, view, weights))
+    number = next(_numbers)
     try:
+        writer = _begin_export(service, home, view, number, weights)
         with service.scope.generator.spool.file(writer.nbytes) as file:
             with file.open("wb") as out:
-                pieces = iter(writer)
-                while (piece := service.at(home, lambda *_: next(pieces, None))) is not None:
-                    out.write(piece)
-            service.do(writer.close)
+                out.write(writer.head)
+                for place in writer.places:
+                    part = GatherPart(number, place.name, place.head)
+                    for rank, piece in enumerate(_agreed(service, home, part)):
+                        out.seek(place.offset(rank))
+                        out.write(piece)
+            _end_export(service, home, number)
             if not is_of_import(view.agent.salt):
                 sign(file, _key(service))
             yield file
     finally:
-        service.do(writer.close)
+        _end_export(service, home, number)
+
+
+def _check_heads(served: LoadedModel, prefix: TieredPrefixCache) -> None:
+    """Raise StatusError unless the ranks, if there are several, have parts of equal layers that can be put together."""
+    ranks, arena = acts_of(served).ranks, prefix.arena
+    if ranks.size > 1 and (ranks.kind != "tensor" or not arena.ragged or arena.state_leaves):
+        why = "are stages of a pipeline" if ranks.kind == "pipeline" else "share layers whose caches cannot be put together"
+        raise StatusError(400, f"The ranks {why}. Export from a server of one rank.")
+
+
+def _begin_export(service: AgentService, home: Home, view: AgentView, number: int, weights: str) -> CacheFileWriter:
+    found = _agreed(service, home, Gather(number, name_of(view.path)))
+    if found is False:
+        raise StatusError(409, f"Nothing of agent {shown(view.name)} is in memory or on disk. Its next turn computes it again.")
+    pieces, hit = found
+
+    def begin(served: LoadedModel, prefix: TieredPrefixCache) -> CacheFileWriter:
+        name, spec, tokens = served.provider.public_name, prefix.arena.spec, prefix.index.trie.find(view.path).token_ids()[:hit]
+        return CacheFileWriter(pieces, name, weights, spec, _bits(prefix), tokens, view.agent.salt, acts_of(served).ranks.size)
+
+    return service.at(home, begin)
+
+
+def _end_export(service: AgentService, home: Home, number: int) -> None:
+    with suppress(StatusError):
+        # A model that was unloaded holds nothing any more.
+        _agreed(service, home, GatherEnd(number))
 
 
 def _key(service: AgentService) -> bytes:
     return _OWN_KEY if service.root is None else export_key(service.root)
-
-
-def _begin_export(served: LoadedModel, prefix: TieredPrefixCache, view: AgentView, weights: str) -> CacheFileWriter:
-    match = in_memory(prefix.index.trie.find(view.path))
-    hit, checkpoint = resumable(prefix.arena, match, match.tokens)
-    if not hit:
-        raise StatusError(409, f"Nothing of agent {shown(view.name)} is in memory or on disk. Its next turn computes it again.")
-    caches = lay_out_to_read(prefix.arena, match, hit, checkpoint)
-    name, spec, tokens = served.provider.public_name, prefix.arena.spec, match.token_ids()[:hit]
-    return CacheFileWriter(caches, name, weights, spec, _bits(prefix), tokens, view.agent.salt)
 
 
 def _bits(prefix: TieredPrefixCache) -> int | None:
@@ -286,6 +320,7 @@ def _home_of(service: AgentService, file: CacheFile) -> tuple[Home, bool, ModelC
     homes = service.homes()
     refusals = []
     for home in homes:
+        _refuse_on_several_ranks(service, home, "each takes a part of every cache. Import into a server of one rank.")
         provider, vocab_size = service.at(home, lambda served, _: (served.provider, served.vocab_size))
         spec, bits = service.at(home, lambda _, prefix: (prefix.arena.spec, _bits(prefix)))
         try:

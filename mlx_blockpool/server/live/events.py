@@ -45,13 +45,16 @@ class RequestProgress(NamedTuple):
 
 
 class RequestEnded(NamedTuple):
-    """`ttft`: seconds to its first token, None if there was none; `seconds`: in all."""
+    """`forced_tokens`: of the generated ones, those that its form forced. `ttft`: seconds to the first token, None if there was
+    none; `seconds`: in all.
+    """
 
     who: Who
     reason: str
     prompt_tokens: int
     cached_tokens: int
     completion_tokens: int
+    forced_tokens: int
     ttft: float | None
     seconds: float
 

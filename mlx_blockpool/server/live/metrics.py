@@ -16,6 +16,7 @@ from prometheus_client.exposition import choose_encoder
 
 from ... import __version__
 from ..model import LoadedModel
+from ..ranked.condition import RankCondition
 from .tally import Buckets, Tally
 
 PATH = "/metrics"
@@ -134,6 +135,10 @@ def by_label(read: Callable[[Tally], dict[str, Any]]) -> Callable[[ModelFigures]
     return lambda model: each(read(model.tally).copy().items())
 
 
+def of_ranks(read: Callable[[RankCondition], Value]) -> Callable[[Any], Samples]:
+    return lambda server: each((str(rank.rank), read(rank)) for rank in server.turns.condition.ranks)
+
+
 OF_MODELS: tuple[Figure, ...] = (
     gauge("vllm:num_requests_running", "Requests that have their caches.", of_tally(lambda t: t.num_running)),
     gauge("vllm:num_requests_waiting", "Requests that wait to start or to go on.", of_tally(lambda t: t.num_waiting)),
@@ -143,6 +148,13 @@ OF_MODELS: tuple[Figure, ...] = (
     counter("vllm:num_preemptions", "Sequences that gave their blocks to others.", of_tally(lambda t: t.swaps["out"])),
     counter("vllm:prompt_tokens", "Tokens of the prompts of started requests.", of_tally(lambda t: t.prompt_tokens)),
     counter("vllm:generation_tokens", "Tokens that were generated.", of_tally(lambda t: t.generated_tokens)),
+    counter("vllm:spec_decode_num_draft_tokens", "Tokens that were drafted, by source.", by_label(lambda t: t.drafted), "source"),
+    counter(
+        "vllm:spec_decode_num_accepted_tokens",
+        "Drafted tokens that were accepted, by source.",
+        by_label(lambda t: t.accepted),
+        "source",
+    ),
     counter(
         "vllm:request_success",
         "Requests that have ended: stop, length, abort or error.",
@@ -187,6 +199,9 @@ OF_MODELS: tuple[Figure, ...] = (
     histogram(
         "blockpool_step_seconds", "Seconds of a step: a chunk of prefill, or one of decode.", by_label(lambda t: t.steps), "kind"
     ),
+    counter("blockpool_forced_tokens", "Generated tokens that forms forced.", of_tally(lambda t: t.forced_tokens)),
+    counter("blockpool_jumps", "Times that tokens forced by a form were computed together.", of_tally(lambda t: t.jumps)),
+    counter("blockpool_verifications", "Forwards that verified drafts.", of_tally(lambda t: t.verifications)),
     gauge("blockpool_agents", "Agents with a cached turn.", agents),
     gauge("blockpool_pins", "Prefixes that stay, by what keeps them: an agent's pin or a breakpoint.", pins, "kind"),
     gauge("blockpool_model_loaded", "Whether the model is loaded.", lambda model: one(model.served is not None)),
@@ -201,6 +216,12 @@ OF_SERVER: tuple[Figure, ...] = (
         "change",
     ),
     counter(
+        "blockpool_forms",
+        "Forms of requests: compiled, compiled before (cached), or refused by the compiler.",
+        lambda server: each(server.forms.counts.items()),
+        "result",
+    ),
+    counter(
         "blockpool_generation_stalls", "Times without progress for a second or longer.", lambda server: one(server.health.stalls)
     ),
     counter("blockpool_generation_stalled_seconds", "Seconds of such times.", lambda server: one(server.health.stalled_seconds)),
@@ -211,6 +232,19 @@ OF_SERVER: tuple[Figure, ...] = (
         "blockpool_generation_stall_seconds",
         "Seconds since the last progress while requests wait; 0 without any.",
         lambda server: one(server.health.seconds_stalled(server.has_waiting)),
+    ),
+    counter(
+        "blockpool_rank_exchanges",
+        "Exchanges of several ranks.",
+        lambda server: one(server.turns.condition.num_exchanges) if server.turns.condition.ranks else (),
+    ),
+    gauge("blockpool_rank_memory_bytes", "Memory that mlx has left on a rank.", of_ranks(lambda rank: rank.free_bytes), "rank"),
+    gauge("blockpool_rank_store_takes", "Whether a rank's disk takes records now.", of_ranks(lambda rank: rank.takes), "rank"),
+    gauge(
+        "blockpool_rank_store_error",
+        "The error of a rank's disk, as a number of errno; 0: none.",
+        of_ranks(lambda rank: rank.problem),
+        "rank",
     ),
 )
 

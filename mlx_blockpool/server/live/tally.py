@@ -65,13 +65,16 @@ class Tally:
     ended:       requests by the reason of their end.      queried:     tokens of the prompts that were looked up.
     hits:        tokens of prompts by the tier that had them. misses, missed_tokens: by the cause, where not all were cached.
     swaps:       preempted and resumed sequences.          steps:       seconds of chunks of prefill and of decode steps.
+    forced_tokens, jumps: tokens that a form forced and that were computed together, and how often that happened.
+    drafted, accepted: tokens of drafts that were verified, and those of them that were accepted, by source.
+    verifications: forwards that verified drafts.
     paths:       how often the model's batches took each decode path. drifts: of the times of these paths.
     """
 
     def __init__(self) -> None:
         self._changing = threading.Lock()
         self.num_begun = self.num_ended = self.num_running = 0
-        self.prompt_tokens = self.generated_tokens = self.queried = 0
+        self.prompt_tokens = self.generated_tokens = self.queried = self.forced_tokens = self.jumps = 0
         self.restored_tokens = self.restored_bytes = self.num_restores = 0
         self.ended: Counter[str] = Counter()
         self.hits: Counter[str] = Counter(memory=0, disk=0)
@@ -85,8 +88,13 @@ class Tally:
         self.paths: Mapping[str, int] = {}
         self.drifts: dict[str, Drift] = {}
         self._paths: dict[str, int] = {}
-        # Chunks, decode steps and tokens of the engine after the last step.
+        self.verifications = 0
+        self.drafted: Counter[str] = Counter()
+        self.accepted: Counter[str] = Counter()
+        # Chunks, decode steps and tokens of the engine after the last step, its jumps, and what it has counted of drafts.
         self._counted = 0, 0, 0
+        self._jumps = 0
+        self._drafts: dict[str, int] = {}
 
     @property
     def num_waiting(self) -> int:
@@ -116,6 +124,12 @@ class Tally:
     def stepped(self, counts: Mapping[str, int], seconds: float) -> None:
         """Count a step of `seconds`. `counts`: those of the engine."""
         before, self._counted = self._counted, (counts["chunks"], counts["decode_steps"], counts["tokens"])
+        jumps, self._jumps = self._jumps, counts.get("jumps", 0)
+        # A new engine begins at zero.
+        self.jumps += max(0, self._jumps - jumps)
+        verifies = counts.get("verifications", 0) != self._drafts.get("verifications", 0)
+        if verifies:
+            self._count_drafts(counts)
         if self._counted[0] != before[0]:
             self.steps["prefill"].observe(seconds)
         elif self._counted[1] != before[1]:
@@ -123,4 +137,21 @@ class Tally:
             for path, count in self.paths.items():
                 if count != self._paths.get(path):
                     self._paths[path] = count
+                    if self._jumps != jumps or verifies:
+                        # It has computed more than a token of each member.
+                        continue
                     self.drifts.setdefault(path, Drift()).observe(seconds / max(1, self._counted[2] - before[2]))
+
+    def _count_drafts(self, counts: Mapping[str, int]) -> None:
+        # A new engine begins at zero.
+        before = self._drafts if counts.get("verifications", 0) >= self._drafts.get("verifications", 0) else {}
+        self._drafts = {
+            name: count for name, count in counts.items() if name.startswith(("verifications", "drafted ", "accepted "))
+        }
+        for name, count in self._drafts.items():
+            new = count - before.get(name, 0)
+            what, _, source = name.partition(" ")
+            if what == "verifications":
+                self.verifications += new
+            else:
+                (self.drafted if what == "drafted" else self.accepted)[source] += new

@@ -34,7 +34,7 @@ class RequestWatch:
         self._events, self._tally = events, events.tally
         self._who = who_of(options)
         self._prompt_tokens = prompt_tokens
-        self._cached_tokens = self._num_tokens = 0
+        self._cached_tokens = self._num_tokens = self._num_forced = 0
         self._begun = self._shown = time.monotonic()
         self._first: float | None = None
         self._last = 0.0
@@ -46,7 +46,7 @@ class RequestWatch:
         """Note an event of the engine; that of a failure comes with the end."""
         match event:
             case engine.Token():
-                self.token(event.finish_reason)
+                self.token(event.finish_reason, is_forced=event.logprobs is None)
             case engine.Progress():
                 self.progress(event.done, event.total)
             case engine.Started():
@@ -77,8 +77,8 @@ class RequestWatch:
             self._shown = now
             self._events.append(RequestProgress(self._who, done, total))
 
-    def token(self, finish_reason: str | None = None) -> None:
-        """Note a generated token; `finish_reason`: of the last one."""
+    def token(self, finish_reason: str | None = None, is_forced: bool = False) -> None:
+        """Note a generated token. `finish_reason`: of the last one; `is_forced`: by a form, and not drawn."""
         now = time.monotonic()
         if self._first is None:
             self._first = now
@@ -88,6 +88,9 @@ class RequestWatch:
         self._last = now
         self._num_tokens += 1
         self._tally.generated_tokens += 1
+        if is_forced:
+            self._num_forced += 1
+            self._tally.forced_tokens += 1
         if finish_reason is not None:
             self.ended(finish_reason)
 
@@ -107,7 +110,7 @@ class RequestWatch:
         self._tally.ended[reason] += 1
         self._tally.whole.observe(now - self._begun)
         ttft = None if first is None else round(first - self._begun, 4)
-        tokens = self._prompt_tokens, self._cached_tokens, self._num_tokens
+        tokens = self._prompt_tokens, self._cached_tokens, self._num_tokens, self._num_forced
         self._events.append(RequestEnded(self._who, reason, *tokens, ttft, round(now - self._begun, 4)))
 
     def _swapped(self, is_in: bool) -> None:

@@ -1,4 +1,4 @@
-"""The spec of a loaded model, the pools of a model with a draft, and the figures of pools. For the generation thread."""
+"""The spec and the store of a loaded model, the pools of one with a draft, the figures of pools. For the generation thread."""
 
 from __future__ import annotations
 
@@ -8,19 +8,28 @@ from pathlib import Path
 from typing import Any
 
 from ... import plugins
-from ...config import PoolConfig
+from ...config import EngineConfig, PoolConfig, StoreConfig
+from ...drafts.draft import SourceFactory
+from ...engine.engine import BlockPoolBatchEngine
 from ...engine.sequence import Sequence
-from ...errors import PluginError, SpecError
+from ...engine.stock import GuardedPromptCache
+from ...errors import PluginError, SpecError, StoreError
 from ...kv.arena import KVArena, state_share
 from ...kv.attach import may_read_quantised
+from ...kv.factory import spec_of_loaded
 from ...kv.parts import sequence_of
 from ...kv.pool import BlockPool
+from ...kv.shards import agreed
 from ...memory import batch_memory
+from ...ranks.group import Ranks
 from ...spec import FullLayer, ModelCacheSpec
+from ...store.identity import identity
+from ...store.prompt_store import PromptStore
 from ...tier.cache import TieredPrefixCache
+from ...tier.opening import digests_of, open_store
 from ..access import without_folders
 from ..sequential import DraftedPrefix
-from .provider import BlockpoolModelProvider
+from .provider import BlockpoolModelProvider, WeightsHash
 
 log = logging.getLogger(__name__)
 
@@ -35,6 +44,42 @@ def describe(model: Any, config: dict[str, Any], model_id: str) -> ModelCacheSpe
     except (PluginError, SpecError) as error:
         log.warning("No pool for %s: %s", model_id, error)
         return None
+
+
+def draft_sources(provider: BlockpoolModelProvider, config: EngineConfig) -> list[SourceFactory]:
+    """What plugins offer to draft with for a loaded model; none, which is logged, where one of them fails."""
+    if config.drafts == "off" or provider.ranks.size > 1:
+        return []
+    try:
+        return plugins.source_factories(provider.model, provider.config)
+    except PluginError as error:
+        log.warning("No drafts of plugins for %s: %s", provider.name, error)
+        return []
+
+
+def describe_share(model: Any, ranks: Ranks) -> ModelCacheSpec:
+    """The spec of this rank's share of a model, with sizes that all ranks count alike. Raises GroupError on all ranks or none."""
+    return agreed(lambda: spec_of_loaded(model, None, ranks), ranks)
+
+
+def store_of(
+    provider: BlockpoolModelProvider, config: StoreConfig | None, spec: ModelCacheSpec, hashing: WeightsHash | None
+) -> PromptStore | None:
+    """The store of a model; None, which is logged, if its weights cannot be distinguished from others, on this or another rank.
+
+    `hashing`: has hashed them; None: they are hashed here.
+    """
+    if config is None:
+        return None
+    folder, adapter, ranks, weights = provider.folder, provider.adapter_folder, provider.ranks, ""
+    try:
+        weights = identity(folder, adapter, digests_of(config)) if hashing is None else hashing.result()
+    except StoreError as error:
+        log.warning("Nothing of %s is kept on disk: %s", provider.name, error)
+    if not ranks.least([bool(weights)])[0]:
+        return None
+    provider.weights_name = weights
+    return open_store(config, folder, adapter, spec, provider.name, weights, ranks)
 
 
 def leave_out_draft(provider: BlockpoolModelProvider, spec: ModelCacheSpec | None) -> None:
@@ -115,8 +160,36 @@ def pool_report(prefix: TieredPrefixCache) -> dict[str, Any]:
         "groups": [asdict(c) for c in pool.settle()],
         "fragmentation": [round(blocks.fragmentation, 3) for blocks in pool.groups],
         "decode_paths": dict(prefix.arena.decode.path_counts),
+        "decode_costs": {str(group): costs.to_json() for group, costs in prefix.arena.decode.costs.items()},
         "store": store,
         **prefix.retention.report(),
+    }
+
+
+def report(prefix: TieredPrefixCache | None, stock: GuardedPromptCache, engine: BlockPoolBatchEngine | None) -> dict[str, Any]:
+    """The figures of a model for GET /v1/cache."""
+    if prefix is None:
+        found: dict[str, Any] = {"backend": "mlx-lm", "sequences": len(stock), "known_bytes": stock.nbytes}
+    else:
+        found = pool_report(prefix)
+    if engine is None:
+        return found | {"batch": None, "engine": {}, "drafts": None}
+    return found | {"batch": batch_report(prefix, engine.live), "engine": dict(engine.counts), "drafts": draft_report(engine)}
+
+
+def draft_report(engine: BlockPoolBatchEngine) -> dict[str, Any]:
+    """How an engine drafts, and what its drafts have brought, by source."""
+    curve, counts = engine.caches.curve, engine.counts
+    sources = sorted({name.partition(" ")[2] for name in counts if name.startswith("drafted ")})
+    by_source = {name: {what: counts[f"{what} {name}"] for what in ("drafted", "accepted")} for name in sources}
+    return {
+        "mode": engine.config.drafts,
+        "off": engine.steps.off,
+        "verifies": engine.caches.verifies,
+        "curve": None if curve is None else curve.to_json(),
+        "verifications": counts["verifications"],
+        **{what: sum(own[what] for own in by_source.values()) for what in ("drafted", "accepted")},
+        "sources": by_source,
     }
 
 

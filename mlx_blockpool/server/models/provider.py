@@ -6,8 +6,10 @@ the generation thread; the thread of a WeightsHash knows files alone.
 
 from __future__ import annotations
 
+import json
 import logging
 import threading
+import types
 from collections.abc import Iterator
 from concurrent import futures
 from pathlib import Path
@@ -15,15 +17,19 @@ from typing import Any, NamedTuple
 
 import mlx.core as mx
 from mlx.utils import tree_flatten
-from mlx_lm.utils import load_config
+from mlx_lm.utils import load_config, load_model
 
 from ...demo import NAMES, model_path
-from ...errors import BlockpoolError, StoreError
-from ...mlx_lm_compat import ModelProvider, load, rebind
-from ...modelfile import local_folder
-from ...store.identity import Digests, Stamps, check_unchanged, identity, stamps_of
+from ...errors import GroupError, LoadError, StoreError
+from ...mlx_lm_compat import ModelProvider, load, rebind, sharded_load
+from ...modelfile import INDEX, local_folder
+from ...ranks.group import Joined, Ranks
+from ...store.identity import Digests, Stamps, check_unchanged, identity, sample, stamps_of
 
 log = logging.getLogger(__name__)
+
+# What attentions in mlx-lm's models call the number of their heads.
+HEADS = ("n_heads", "n_kv_heads", "num_heads", "num_kv_heads", "num_attention_heads", "num_key_value_heads")
 
 
 class ModelKey(NamedTuple):
@@ -37,17 +43,25 @@ class ModelKey(NamedTuple):
 class BlockpoolModelProvider(ModelProvider):  # type: ignore[misc]
     """mlx-lm's provider for one model; the bundled ones go by their names (demo.NAMES).
 
-    `stamps`: of the files of the weights, taken before mlx-lm opened them. `weights_name`: the hash of the weights, once a store
-    or an export has needed it; one thread at a time computes it under `naming`.
+    `ranks`: those that share the model; by default all that were launched together. `stamps`: of the files of the weights, taken
+    before mlx-lm opened them. `content`: equal on all ranks with the same model, of its config and a sample of its weights.
+    `weights_name`: the hash of the weights, once a store or an export has needed it; one thread at a time computes it under
+    `naming`.
     """
 
-    def __init__(self, cli_args: Any) -> None:
+    def __init__(self, cli_args: Any, ranks: Ranks | None = None) -> None:
         super().__init__(cli_args)
-        if self.is_distributed:
-            raise BlockpoolError("The block pool serves one machine. Use mlx_lm.server for a distributed run.")
+        self.ranks = ranks or Joined.of(mx.distributed.init(), "tensor" if self.pipeline_group is None else "pipeline")
+        if self.ranks.size > 1:
+            for option, given in (("--adapter-path", cli_args.adapter_path), ("--draft-model", cli_args.draft_model)):
+                if given:
+                    raise GroupError(
+                        f"{option} needs a server of one rank. Leave it out, or start the server without mlx.launch."
+                    )
         self.config: dict[str, Any] = {}
         self.folder = Path()
         self.stamps: Stamps = {}
+        self.content = b""
         self.weights_name: str | None = None
         self.naming = threading.Lock()
         self._model_map |= {name: model_path(name) for name in NAMES}
@@ -64,7 +78,8 @@ class BlockpoolModelProvider(ModelProvider):  # type: ignore[misc]
 
     @property
     def adapter_folder(self) -> Path | None:
-        adapter = self.model_key[1]
+        # A group hashes the weights before mlx-lm knows their key.
+        adapter = None if self.model_key is None else self.model_key[1]
         return Path(adapter) if adapter else None
 
     def default_key(self) -> ModelKey | None:
@@ -75,15 +90,26 @@ class BlockpoolModelProvider(ModelProvider):  # type: ignore[misc]
         return ModelKey(canonical(self._model_map.get(model, model)), adapter and canonical(adapter), draft and canonical(draft))
 
     def prepare(self, key: ModelKey) -> None:
-        """Load config, tokenizer, and the model with all arrays checked and not yet read.
+        """Load config, tokenizer, and the model with all arrays checked and not yet read; for several ranks the config alone.
 
         Raises whatever mlx-lm and the model's files raise.
         """
         folder = local_folder(key.model)
         config = load_config(folder)
         self.stamps = stamps_of(folder, Path(key.adapter) if key.adapter else None)
-        rebind(ModelProvider._load, load=_load_lazily)(self, *key)
+        if self.ranks.size == 1:
+            rebind(ModelProvider._load, load=_load_lazily)(self, *key)
+        else:
+            self.content = json.dumps(config, sort_keys=True).encode() + sample(folder)
         self.config, self.folder = config, folder
+
+    def load_share(self, key: ModelKey) -> None:
+        """Load the tokenizer, and of the model what this rank holds. Raises whatever mlx-lm and the model's files raise.
+
+        Nothing is sent to other ranks: one that fails leaves none of them waiting.
+        """
+        rebind(ModelProvider._load, load=_load_lazily, sharded_load=_load_share)(self, *key)
+        mx.eval(self.model.parameters())
 
     def weights(self) -> list[mx.array]:
         models = [model for model in (self.model, self.draft_model) if model is not None]
@@ -156,6 +182,52 @@ def _load_lazily(name: str, **options: Any) -> Any:
     # mlx-lm loads drafts without options; code in their folders is not to be run either.
     options.setdefault("tokenizer_config", {"trust_remote_code": False})
     return load(str(local_folder(name)), lazy=True, **options)
+
+
+def _load_share(name: str, **options: Any) -> Any:
+    # The ranks wait for each other where they agree on the load, which also those reach whose load has failed.
+    unsynchronised = types.SimpleNamespace(init=mx.distributed.init, all_sum=lambda x, stream: x)
+    known = types.SimpleNamespace(eval=mx.eval, array=mx.array, cpu=mx.cpu, distributed=unsynchronised)
+    group = options["tensor_group"]
+    whole: list[dict[tuple[str, str], int]] = []
+
+    def load_whole(*args: Any, **more: Any) -> Any:
+        model, config = load_model(*args, **more)
+        whole.append(_heads_of(model))
+        return model, config
+
+    try:
+        loaded = rebind(sharded_load, mx=known, load_model=load_whole)(str(local_folder(name)), **options)
+    except FileNotFoundError as error:
+        if INDEX not in str(error.filename):
+            raise
+        raise LoadError(
+            f"A pipeline finds the files of each layer in {INDEX}, which this model lacks. "
+            "Write the model anew with mlx_lm.convert, or leave out --pipeline."
+        ) from error
+    except ValueError as error:
+        if "does not support" in str(error):
+            other = "Add" if group is not None else "Leave out"
+            raise LoadError(
+                f"mlx-lm cannot share this model that way: {error}. {other} --pipeline, or start one rank."
+            ) from error
+        if group is None or "shard" not in str(error):
+            raise
+        raise LoadError(f"{_indivisible(group)} ({error})") from error
+    if group is not None and any(each * group.size() < whole[0][where] for where, each in _heads_of(loaded[0]).items()):
+        raise LoadError(_indivisible(group))
+    return loaded
+
+
+def _heads_of(model: Any) -> dict[tuple[str, str], int]:
+    """How many heads the attentions of a model have."""
+    found = ((path, name, getattr(each, name, None)) for path, each in model.named_modules() for name in HEADS)
+    return {(path, name): count for path, name, count in found if isinstance(count, int)}
+
+
+def _indivisible(group: Any) -> str:
+    size = group.size()
+    return f"The heads of this model cannot be divided by {size} ranks. Start as many as divide them, or add --pipeline."
 
 
 def canonical(name: str) -> str:

@@ -11,7 +11,7 @@ import time
 from collections import Counter
 from dataclasses import dataclass
 from queue import Queue
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import mlx.core as mx
 
@@ -19,6 +19,8 @@ from ... import system
 from ...config import ServerConfig
 from ...errors import BadModelError, LoadError, ModelNotFoundError
 from ...kv.factory import default_pool_bytes
+from ...tier.opening import measurements_of
+from ..bodies import InvalidRequestError
 from ..live.log import EventLog, ModelEvents
 from ..model import LoadedModel
 from .catalog import Catalog
@@ -26,6 +28,9 @@ from .inspection import inspect
 from .provider import BlockpoolModelProvider, ModelKey
 from .queue import ModelQueue, ModelUsage, Plan
 from .swap import ModelSwap
+
+if TYPE_CHECKING:
+    from ..ranked.leader import Leader
 
 log = logging.getLogger(__name__)
 
@@ -56,6 +61,7 @@ class ModelRegistry:
     own_bytes: the pool of each model takes at most this; None: that depends on what is free once the model is loaded.
     sizes:     bytes of weights by key.
     log:       the events of the server.
+    leader:    takes the turns of rank 0 with other ranks; None: there are none.
     failures:  by key, why a model could not be loaded, and until when it is not tried again.
     """
 
@@ -70,10 +76,12 @@ class ModelRegistry:
         self.swap: ModelSwap | None = None
         self.plan = Plan()
         self.log = EventLog()
+        self.leader: Leader | None = None
         self.counts = Counter(loads=0, unloads=0, swaps=0, failures=0)
         self.sizes: dict[ModelKey, int] = {}
         self.failures: dict[ModelKey, tuple[Exception, float]] = {}
         self._server = server
+        self._measurements = measurements_of(server.store)
         # Commands to unload, and when they arrived.
         self._unloads: list[tuple[LoadCommand, float]] = []
 
@@ -86,6 +94,12 @@ class ModelRegistry:
         """
         key = self.catalog.key_of(wanted, with_aliases=not again)
         return key if key in self.loaded else self.check_files(key, again)
+
+    def need_one_rank(self, place: str, what: str) -> None:
+        """Raises InvalidRequestError at `place` of a request if several ranks share the models: they compute no `what`."""
+        if self.template.ranks.size > 1:
+            why = f"a server of several ranks computes no {what}; start one without mlx.launch for them"
+            raise InvalidRequestError(place, why)
 
     def check_files(self, key: ModelKey, again: bool = False) -> ModelKey:
         """Check the files of a model that may be loaded, and return its key. Raises what find() raises."""
@@ -127,7 +141,8 @@ class ModelRegistry:
     # -- changes -------------------------------------------------------------------------------------------------------
 
     def make(self, key: ModelKey) -> LoadedModel:
-        return LoadedModel(key, BlockpoolModelProvider(self.template.cli_args), self._server, self.events_of(key))
+        provider = BlockpoolModelProvider(self.template.cli_args, self.template.ranks)
+        return LoadedModel(key, provider, self._server, self.events_of(key), self._measurements)
 
     def add(self, model: LoadedModel) -> None:
         self.use(model, None)

@@ -10,7 +10,7 @@ import time
 from collections.abc import Generator, Iterator
 from typing import TYPE_CHECKING
 
-from ...errors import BadModelError, LoadError, PoolExhaustedError
+from ...errors import BadModelError, DisagreeError, GroupLostError, LoadError, PoolExhaustedError
 from ..live.events import ModelLoaded, ModelLoading, ModelUnloaded
 from ..model import LoadedModel
 from .provider import ModelKey, WeightsHash
@@ -87,12 +87,15 @@ class ModelSwap:
         return failure
 
     def _take_out(self, key: ModelKey) -> Iterator[None]:
+        leader = self._models.leader
+        if leader is not None:
+            leader.unload(self._models.loaded[key])
         self.leaving = self._models.take_out(key)
         for suspended in self.leaving.suspend():
             self._models.queue.add(key, suspended)
         self._enter("saving")
         yield
-        if self._models.loaded:
+        if self._models.loaded and leader is None:
             # The other models run between the parts.
             yield from self.leaving.save()
         self.leaving.close()
@@ -107,13 +110,16 @@ class ModelSwap:
         events = self.coming.events
         events.append(ModelLoading())
         try:
-            hashing = self.coming.begin_hashing()
-            yield from self.coming.read(self._models.piece_bytes)
-            if hashing is not None:
-                yield from self._wait_for(hashing)
-            self._enter("warming")
-            yield
-            self.coming.open(self._models.share())
+            if self._models.leader is not None:
+                yield
+                self._models.leader.load(self.coming)
+            else:
+                yield from self._read(self.coming)
+                self._enter("warming")
+                yield
+                self.coming.open(self._models.share())
+        except (GroupLostError, DisagreeError):
+            raise
         except (Exception, SystemExit) as error:
             read = f"{self.coming.read_bytes} of {self.coming.weights_bytes} bytes of its weights were read"
             failure = LoadError(self._hide(f"Cannot load {key.model} now: {type(error).__name__}: {error} ({read})", key))
@@ -125,6 +131,12 @@ class ModelSwap:
             self._drop_coming()
             events.append(ModelUnloaded())
         return failure
+
+    def _read(self, coming: LoadedModel) -> Iterator[None]:
+        hashing = coming.begin_hashing()
+        yield from coming.read(self._models.piece_bytes)
+        if hashing is not None:
+            yield from self._wait_for(hashing)
 
     def _wait_for(self, hashing: WeightsHash) -> Iterator[None]:
         """Wait for the hash of the weights, which names the model's records on disk. Other models run meanwhile."""

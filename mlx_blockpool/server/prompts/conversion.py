@@ -5,22 +5,18 @@ Runs in a worker process, beside the renderer of prompts.
 
 from __future__ import annotations
 
-import functools
 import json
-import re
 from array import array
 from typing import Any
 
 from jinja2 import TemplateError
 
 from ...mlx_lm_compat import convert_chat
+from ...token_bytes import byte_letters, spelled_bytes
 from .job import TokenizerJob, TokenizerResult
 from .renderer import PromptRenderer
 from .templates import Template, without_later_system
 
-# How vocabularies of SentencePiece's kind write one byte, and a space.
-BYTE = re.compile(r"<0x([0-9A-Fa-f]{2})>")
-SPACE = "\u2581"
 # The most tokens of one result, which the server holds until its client has read them.
 MOST_TOKENS = 1_000_000
 
@@ -111,18 +107,3 @@ def _pieces(tokenizer: Any, tokens: list[int]) -> list[Any]:
 
 def _bytes_of(string: str, letters: dict[str, int]) -> bytes:
     return bytes(letters[letter] for letter in string if letter in letters) if letters else spelled_bytes(string)
-
-
-def spelled_bytes(string: str) -> bytes:
-    """The bytes of a token of SentencePiece's kind."""
-    if (byte := BYTE.fullmatch(string)) is not None:
-        return bytes.fromhex(byte[1])
-    return string.replace(SPACE, " ").encode()
-
-
-@functools.cache
-def byte_letters() -> dict[str, int]:
-    """The byte for each letter of a byte-level vocabulary: printable ones stand for themselves, as in GPT-2's."""
-    printable = [*range(0x21, 0x7F), *range(0xA1, 0xAD), *range(0xAE, 0x100)]
-    others = [byte for byte in range(256) if byte not in printable]
-    return {chr(byte): byte for byte in printable} | {chr(256 + i): byte for i, byte in enumerate(others)}

@@ -57,12 +57,14 @@ class PromptJob:
     stop_words:   their tokens are wanted too.
     tool_breakpoints: (tools, seconds) of the breakpoints on tools; those on messages are in the messages.
     calls, begin: as in ChatRequest.
+    holds_calls:  whether calls are held to their tools' parameters, and PreparedPrompt.call_spelling is wanted.
     is_chat_request: whether `calls`, `begin` and breakpoints on whole messages count; mlx-lm's own requests have those of parts.
     checkpoints:  whether the ends of the system prompt and of the conversation are wanted.
     capacity:     the most tokens that the prompt may have; None: not known.
     processor:    mlx-lm's name of the image processor for the images in the messages; None: they have none.
     image_at:     where the client's first image is.
     only_count:   only the number of tokens is wanted: the result has no images.
+    prediction:   text that the client expects in the reply; "": none.
     """
 
     source: TokenizerSource
@@ -76,12 +78,14 @@ class PromptJob:
     tool_breakpoints: list[tuple[int, int]] = field(default_factory=list)
     calls: str = "may"
     begin: str = ""
+    holds_calls: bool = False
     is_chat_request: bool = False
     checkpoints: bool = True
     capacity: int | None = None
     processor: str | None = None
     image_at: str = "messages"
     only_count: bool = False
+    prediction: str = ""
 
 
 @dataclass
@@ -152,8 +156,10 @@ class PreparedPrompt:
     checkpoints:  (tokens, kind) of the beginnings that other prompts will have too; None: not wanted.
     stops:        the tokens of each stop word.
     call:         what stands before and after a tool call.
+    call_spelling: a call with a sample's arguments as the model's template writes it between the two; "": unknown or not wanted.
     never:        the token that must not be drawn, so that no call begins.
     images:       None for a prompt without.
+    prediction:   the tokens of what the client expects in the reply.
     """
 
     tokens: list[int] = field(default_factory=list)
@@ -164,8 +170,10 @@ class PreparedPrompt:
     checkpoints: list[tuple[int, str]] | None = None
     stops: list[tuple[tuple[int, ...], str]] = field(default_factory=list)
     call: tuple[str, str] = ("", "")
+    call_spelling: str = ""
     never: int | None = None
     images: PreparedImages | None = None
+    prediction: list[int] = field(default_factory=list)
 
     def pack(self) -> Pieces:
         """Pack the prompt for the pipe. The pixels are not copied."""

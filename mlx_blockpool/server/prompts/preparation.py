@@ -15,10 +15,11 @@ from ...config import ImageConfig, RequestConfig
 from ...errors import BlockpoolError, RequestTooLargeError, TooManyPositionsError
 from ...mlx_lm_compat import image_parts
 from ...modelfile import local_folder, positions_of
+from ..forms import Forms, FormTokens, has_form
 from ..images import processor_of, take_images
 from ..models.provider import ModelKey
 from ..models.registry import ModelRegistry
-from ..request import ChatRequest
+from ..request import ChatRequest, PromptRequest
 from ..validation import check_bounds
 from .job import PreparedPrompt, PromptJob, TokenizerJob, TokenizerResult, TokenizerSource
 from .template_options import check_template_options
@@ -41,8 +42,9 @@ class Counted(Exception):  # noqa: N818
 class PromptPreparation:
     """Checks requests and fills in their prompts, for the models of `registry`. Any thread may call prepare()."""
 
-    def __init__(self, workers: PromptWorkers, images: ImageConfig, registry: ModelRegistry) -> None:
+    def __init__(self, workers: PromptWorkers, images: ImageConfig, registry: ModelRegistry, forms: Forms) -> None:
         self._workers = workers
+        self._forms = forms
         self._images = images
         self._registry = registry
 
@@ -52,10 +54,10 @@ class PromptPreparation:
         check_template_options(args.chat_template_kwargs, self._workers.config.template_kwargs)
 
     def prepare(self, request: Any, args: Any) -> Any:
-        """Set `request.prepared`. Returns mlx-lm's arguments, changed where the prompt needs it.
+        """Set `request.prepared` and `request.compiled`. Returns mlx-lm's arguments, changed where the prompt needs it.
 
         `args.model` is a ModelKey. Raises Counted for a request that only asks for the length of its prompt, ValueError for what
-        requests may not ask for and the model cannot do, and what PromptWorkers.prepare() and HeldPixels.hold() raise.
+        requests may not ask for and the model cannot do, FormError, and what PromptWorkers.prepare() and HeldPixels.hold() raise.
         """
         job = self._job(request, args)
         is_chat_request = isinstance(request, ChatRequest)
@@ -63,6 +65,7 @@ class PromptPreparation:
             job.processor = self._processor(args.model)
         if job.processor is not None:
             job.image_at = request.image_at or "messages"
+            self._registry.need_one_rank(job.image_at, "images")
             take_images(job.messages, job.image_at, self._images)
         elif is_chat_request and request.image_at is not None:
             raise ValueError(f"{request.image_at}: this model takes no images")
@@ -72,6 +75,11 @@ class PromptPreparation:
         if prepared.images is not None and request.pixels is not None:
             request.pixels.hold(prepared.images, job.image_at)
         request.prepared = prepared
+        if isinstance(request, PromptRequest) and has_form(request):
+            request.compiled = self._forms.of(request, args.model, self._form_tokens(args.model))
+            if request.compiled is not None:
+                # A long run of forced tokens is found here, and not while other replies wait.
+                request.compiled.forced()
         return args if prepared.never is None else never_drawing(prepared.never, args)
 
     def convert(self, job: TokenizerJob, model: Any) -> TokenizerResult:
@@ -93,6 +101,10 @@ class PromptPreparation:
             self._workers.load(self._source(key))
         except (BlockpoolError, OSError, ValueError, RuntimeError) as error:
             log.debug("the tokenizer of %s is loaded with its first prompt: %s", key.model, error)
+
+    def _form_tokens(self, key: ModelKey) -> FormTokens | None:
+        served = self._registry.loaded.get(key)
+        return self._forms.tokens_before(key, self._source(key)) if served is None else served.form_tokens
 
     def _processor(self, key: ModelKey) -> str | None:
         """The name of a model's image processor, also before the model is loaded; None: it takes no images."""
@@ -131,9 +143,9 @@ class PromptPreparation:
             job.checkpoints = served.engine is None or served.engine.caches.needs_checkpoints
         if isinstance(request, ChatRequest):
             job.is_chat_request = True
-            job.stop_words = list(args.stop_words)
+            job.stop_words, job.prediction = list(args.stop_words), request.prediction
             job.tool_breakpoints = [(point.parts or 0, point.seconds) for point in request.tool_breakpoints]
-            job.calls, job.begin = request.calls, request.begin
+            job.calls, job.begin, job.holds_calls = request.calls, request.begin, bool(request.held)
             if request.only_count:
                 job.capacity, job.checkpoints, job.only_count = None, False, True
         return job

@@ -6,6 +6,7 @@ Runs in a worker process, and knows nothing of pipes and limits.
 from __future__ import annotations
 
 import copy
+import functools
 import logging
 import types
 from collections.abc import Sequence
@@ -25,7 +26,7 @@ from ..request import Breakpoint, message_breakpoints
 from .breakpoints import breakpoint_positions, checkpoint_positions
 from .job import PreparedImages, PreparedPrompt, PromptJob
 from .replay import Replay
-from .templates import Template, without_later_system
+from .templates import Template, sample_call, without_later_system
 
 log = logging.getLogger(__name__)
 
@@ -109,10 +110,17 @@ class PromptRenderer:
         prepared = PreparedPrompt(list(prompt), [len(segment) for segment in segments], list(kinds), initial_state, never=never)
         if vision is not None and not job.only_count:
             prepared.images = PreparedImages(vision.pixel_values, vision.starts, vision.cache_key)
+        prepared.prediction = list(encode(job.prediction, add_special_tokens=False)) if job.prediction else []
         prepared.stops = [(tuple(encode(word, add_special_tokens=False)), word) for word in job.stop_words]
         if self.tokenizer.has_tool_calling:
             prepared.call = self.tokenizer.tool_call_start, self.tokenizer.tool_call_end or ""
+        if job.holds_calls:
+            prepared.call_spelling = self._call_spelling
         return prepared
+
+    @functools.cached_property
+    def _call_spelling(self) -> str:
+        return sample_call(self.tokenizer)
 
     def _find_breakpoints(self, job: PromptJob, original: list[Message], prepared: PreparedPrompt) -> None:
         breakpoints: list[Breakpoint] = [

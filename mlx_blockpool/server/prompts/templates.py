@@ -9,6 +9,7 @@ from typing import Any
 
 from jinja2 import TemplateError
 
+from ...forms.tags import SAMPLE, SAMPLE_NAME
 from ...messages import Message, parts_of
 from ...mlx_lm_compat import process_message_content
 
@@ -29,6 +30,25 @@ class Template:
         joined = copy.deepcopy(list(messages))
         process_message_content(joined)
         return str(self.tokenizer.apply_chat_template(joined, tools=self.tools or None, tokenize=False, **self.options, **more))
+
+
+def sample_call(tokenizer: Any) -> str:
+    """What the model's own template writes between the markers of a call with the sample's arguments; "" where it writes none."""
+    if not (tokenizer.has_chat_template and tokenizer.has_tool_calling):
+        return ""
+    parameters = {"type": "object", "properties": {key: {"type": "string"} for key in SAMPLE}}
+    tool = {"type": "function", "function": {"name": SAMPLE_NAME, "description": "A sample.", "parameters": parameters}}
+    # Mistral's templates take ids of nine characters.
+    call = {"id": "sample000", "type": "function", "function": {"name": SAMPLE_NAME, "arguments": dict(SAMPLE)}}
+    chat: list[Message] = [{"role": "user", "content": "Hello"}, {"role": "assistant", "content": "", "tool_calls": [call]}]
+    try:
+        text = Template(tokenizer, [tool], {}).text(chat)
+    except REFUSED:
+        return ""
+    start, end = tokenizer.tool_call_start, tokenizer.tool_call_end
+    first, last = sorted(text.find(value) for value in SAMPLE.values())
+    begin, stop = text.rfind(start, 0, max(first, 0)), text.find(end, last) if end else len(text)
+    return text[begin + len(start) : stop] if begin >= 0 and stop >= 0 else ""
 
 
 def without_later_system(messages: list[Message]) -> list[Message]:

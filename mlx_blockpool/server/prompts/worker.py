@@ -56,9 +56,9 @@ class Tokenizers:
 
     def get(self, source: TokenizerSource) -> PromptRenderer:
         """Raises whatever mlx-lm and the files raise."""
-        key = source.folder, repr(source.config), source.use_default_chat_template, _stamp(Path(source.folder))
+        key = source.folder, repr(source.config), source.use_default_chat_template, stamp_of(Path(source.folder))
         if key not in self._renderers:
-            self._renderers[key] = PromptRenderer(_load(source))
+            self._renderers[key] = PromptRenderer(load_tokenizer_of(source))
             while len(self._renderers) > MOST_TOKENIZERS:
                 self._renderers.popitem(last=False)
         self._renderers.move_to_end(key)
@@ -106,7 +106,7 @@ def _result(tokenizers: Tokenizers, limits: Limits, job: Job) -> Pieces:
         return pack_error(error)
 
 
-def _load(source: TokenizerSource) -> TokenizerWrapper:
+def load_tokenizer_of(source: TokenizerSource) -> TokenizerWrapper:
     """As mlx-lm's ModelProvider does."""
     folder = Path(source.folder)
     end = load_config(folder).get("eos_token_id", None)
@@ -116,7 +116,7 @@ def _load(source: TokenizerSource) -> TokenizerWrapper:
     return tokenizer
 
 
-def _stamp(folder: Path) -> tuple[tuple[str, int, int], ...]:
+def stamp_of(folder: Path) -> tuple[tuple[str, int, int], ...]:
     """A value that changes with every file beside the weights."""
     found = []
     with os.scandir(folder) as entries:
