@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import gc
 import os
+import signal
 import sys
 import tempfile
 from collections.abc import Iterator
@@ -21,6 +22,9 @@ os.environ["XDG_CACHE_HOME"] = CACHES.name
 # Without bytecode on disk each process would compile what it imports, and each run would rewrite the tests' asserts.
 os.environ.pop("PYTHONDONTWRITEBYTECODE", None)
 sys.dont_write_bytecode = False
+# Whoever runs the tests in the background or under nohup has these ignored, and all programs of the tests would ignore them too.
+signal.signal(signal.SIGINT, signal.default_int_handler)
+signal.signal(signal.SIGHUP, signal.SIG_DFL)
 
 # How fast a shared machine is at the moment says nothing about the code.
 settings.register_profile("shared machine", deadline=None, suppress_health_check=[HealthCheck.too_slow])

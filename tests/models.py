@@ -9,15 +9,21 @@ from typing import Any
 
 import mlx.core as mx
 from mlx.utils import tree_flatten, tree_map
-from tokenizers import Tokenizer
+from tokenizers import AddedToken, Tokenizer
 from tokenizers.decoders import ByteLevel as ByteLevelDecoder
 from tokenizers.models import BPE
 from tokenizers.pre_tokenizers import ByteLevel
+from tokenizers.trainers import BpeTrainer
 
 CHAT_TEMPLATE = (
     "{% for m in messages %}<|im_start|>{{ m['role'] }}\n{{ m['content'] }}<|im_end|>\n{% endfor %}"
     "{% if add_generation_prompt %}<|im_start|>assistant\n{% endif %}"
 )
+
+# As Qwen's tokenizers have them: added, but not special.
+MARKERS = ("<think>", "</think>", "<tool_call>", "</tool_call>")
+# Logits of a random model that are moved, by token.
+ENDING = {'"': 4.0, "}": 4.0, "]": 4.0, "<|im_end|>": 4.0, "<think>": -20.0}
 
 SMALL = {
     "hidden_size": 32,
@@ -81,6 +87,16 @@ CONFIGS: dict[str, dict[str, Any]] = {
         "query_pre_attn_scalar": 16,
         "torch_dtype": "float32",
     },
+    "phi": {
+        "model_type": "phi",
+        "vocab_size": 131,
+        "hidden_size": 32,
+        "num_attention_heads": 2,
+        "num_key_value_heads": 2,
+        "num_hidden_layers": 2,
+        "intermediate_size": 48,
+        "torch_dtype": "float32",
+    },
 }
 
 
@@ -131,6 +147,43 @@ def save_endless(folder: Path, seed: int = 0) -> Path:
             array[end] = 0
     mx.save_safetensors(str(folder / "model.safetensors"), weights, {"format": "mlx"})
     return folder
+
+
+def make_ending(tokenizer: Tokenizer, seed: int = 0) -> Any:
+    """A random phi that ends what it writes: what closes a string, a list or an object, and the end of a turn, is likelier.
+
+    Of mlx-lm's models phi has biases in its last layer.
+    """
+    model = make_model("phi", seed, vocab_size=tokenizer.get_vocab_size())
+    biases = [0.0] * tokenizer.get_vocab_size()
+    for text, bias in ENDING.items():
+        biases[tokenizer.token_to_id(text)] = bias
+    model.lm_head.bias = mx.array(biases)
+    mx.eval(model.parameters())
+    return model
+
+
+def save_ending(folder: Path, template: str = CHAT_TEMPLATE, seed: int = 0) -> Path:
+    """make_ending() with byte_tokenizer() in a model folder."""
+    tokenizer = byte_tokenizer()
+    config = {**CONFIGS["phi"], "vocab_size": tokenizer.get_vocab_size()}
+    return write_model(folder, make_ending(tokenizer, seed), config, template, tokenizer)
+
+
+def byte_tokenizer() -> Tokenizer:
+    """A BPE over all bytes with some merges as JSON has them, and the tokens of thinking and calls: it can write any text."""
+    tokenizer = Tokenizer(BPE())
+    tokenizer.pre_tokenizer = ByteLevel(add_prefix_space=False)
+    tokenizer.decoder = ByteLevelDecoder()
+    texts = [
+        '{"name": "value", "number": 10, "items": [true, false, null]}',
+        '{"name":"value","number":10,"items":[true,false,null]}',
+    ]
+    alphabet = sorted(ByteLevel.alphabet())
+    tokenizer.train_from_iterator(texts, BpeTrainer(vocab_size=300, initial_alphabet=alphabet, show_progress=False))
+    tokenizer.add_special_tokens(["<|im_start|>", "<|im_end|>"])
+    tokenizer.add_tokens([AddedToken(text, special=False, normalized=False) for text in MARKERS])
+    return tokenizer
 
 
 def character_tokenizer() -> Tokenizer:

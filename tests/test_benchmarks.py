@@ -9,6 +9,7 @@ from pathlib import Path
 from types import ModuleType
 from typing import Any
 
+import mlx.core as mx
 import pytest
 from documents import ROOT, TEXTS
 
@@ -41,7 +42,7 @@ def test_the_figures_of_the_readmes_are_those_of_the_results(runner: ModuleType)
     figures = module.Figures(machines)
     for document in module.DOCUMENTS:
         assert figures.written(TEXTS[document], document == "README.md") == TEXTS[document]
-    assert len(set(re.findall("<!-- (?:end of )?.* -->", TEXTS["benchmarks/README.md"]))) == 8
+    assert len(set(re.findall("<!-- (?:end of )?.* -->", TEXTS["benchmarks/README.md"]))) == 10
     assert "<!-- answers -->" in TEXTS["mlx_blockpool/server/README.md"]
 
 
@@ -103,6 +104,27 @@ def test_the_order_of_eviction_is_between_plain_lru_and_the_optimum(bench: Modul
     assert 0.9 * optimum <= ours <= blocks.known
 
 
+def test_a_router_that_knows_blocks_sends_a_prompt_where_they_are() -> None:
+    module = imported("bench_routers", BENCHMARKS)
+    chosen, requests = module.rows(DIVISOR, SESSIONS), list(module.recorded(SESSIONS, DIVISOR))
+    known, room = module.Blocks(requests), 1 << 40
+    reused = {}
+    for name, router in module.ROUTERS.items():
+        with module.machines_of(2, room) as machines:
+            routed = router(machines)
+            first_tokens = module.simulate(chosen, requests, machines, routed)
+            reused[name] = sum(machine.cached for machine in machines)
+            assert len(first_tokens) == len(requests)
+            if name == "by prefix":
+                # One that only the events can have told it.
+                last = requests[-1].prompt.tolist()
+                routed.choose(requests[-1], 0.0)
+                found = [machine.caches.prefix.index.trie.match(last).tokens // 256 * 256 for machine in machines]
+                assert routed.cached(module.encode(last)) == found
+    assert reused["in turns"] < min(reused["by session"], reused["by prefix"])
+    assert reused["by prefix"] >= 0.99 * known.known
+
+
 class Echo:
     """Stands for a server that has cached all of a prompt's beginning that it has seen, in tokens of a mark or a word."""
 
@@ -144,3 +166,36 @@ def test_requests_without_a_reply_are_counted() -> None:
     requests, client = replayed(Echo(broken=True))
     assert client.failures == ["TimeoutError: no token"] * len(requests)
     assert not any(turn.reply for turn in client.turns.values())
+
+
+@pytest.mark.thorough
+def test_an_edit_is_the_part_of_a_file_with_one_name_replaced() -> None:
+    module = imported("edits", BENCHMARKS)
+    (work,) = module.edits([100])
+    old, new = re.fullmatch(r".*: (\w+) -> (\w+)", work.name).groups()  # type: ignore[union-attr]
+    size, text = len(work.reply), module.tokenizer().decode
+    assert work.reply[-1] == module.END
+    header = work.prompt[work.prompt.index(module.END) + 1 :]
+    file = work.prompt[-size - len(header) : -len(header)]
+    assert work.prompt[7:] == [*header, *file, *header]
+    assert text(work.reply) == re.sub(rf"\b{old}\b", new, text(file)) != text(file)
+
+
+@pytest.mark.thorough
+def test_the_editor_writes_the_edit_and_the_text_that_it_reads() -> None:
+    editor, module = imported("editor", BENCHMARKS), imported("edits", BENCHMARKS)
+    model = editor.new_model()
+    for work in module.edits([100]) + module.prose(60):
+        logits = model(mx.array([[*work.prompt, *work.reply[:-1]]]))[0, len(work.prompt) - 1 :]
+        assert mx.argmax(logits, axis=-1).tolist() == work.reply
+
+
+def test_the_bound_takes_what_pays_of_the_tokens_that_will_be_accepted() -> None:
+    bench = imported("bench_drafts", BENCHMARKS)
+    work = bench.Work("twice", [*range(8), 100], [*range(6), 99])
+    runs = bench.accepted_runs(work, 4)
+    # Three tokens have to come again first.
+    assert runs == [0, 0, 3, 2, 1, 0, 0]
+    free, dear = bench.CostCurve.of({1: 1.0, 4: 1.0}), bench.CostCurve.of({1: 1.0, 2: 2.0, 4: 4.0})
+    assert bench.bound([runs], free) == pytest.approx(7 / 4)
+    assert bench.bound([runs], dear) == pytest.approx(1.0)

@@ -22,6 +22,7 @@ from mlx_lm.utils import load
 from models import save_model
 from platformdirs.macos import MacOS
 from platformdirs.unix import Unix
+from ranks.threads import ThreadRanks, on_ranks
 
 from mlx_blockpool.cli import main
 from mlx_blockpool.commands import store as store_command
@@ -191,6 +192,18 @@ def test_stats_say_in_how_many_bits_keys_and_values_are(capsys: pytest.CaptureFi
     assert sorted(row[2] for row in rows) == sorted(forms.values())
     with pytest.raises(BlockpoolError, match="Leave it out"):
         open_store(StoreConfig(tmp_path, bits=8), tmp_path, None, spec.with_bits(KVBits(8, 8)), "alpha", "w")
+
+
+def test_stats_name_the_rank_whose_records_they_are(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
+    def open_one(ranks: ThreadRanks) -> None:
+        spec = ModelCacheSpec("alpha", (FullLayer(2, 64, 64),), "bfloat16")
+        prompts = open_store(StoreConfig(tmp_path, min_free_bytes=0), tmp_path, None, spec, "alpha", "w", ranks)
+        prompts.open()
+        prompts.close()
+
+    on_ranks(2, open_one, "pipeline")
+    rows = said(capsys, tmp_path, "stats").splitlines()[3:5]
+    assert sorted(row.partition("  ")[0] for row in rows) == ["alpha (pipeline 0 of 2)", "alpha (pipeline 1 of 2)"]
 
 
 def test_stats_count_what_is_of_no_use(capsys: pytest.CaptureFixture[str], root: Path) -> None:

@@ -19,7 +19,15 @@ from published import GEMMA_12B, GPT_OSS_20B, LLAMA_8B, QWEN_14B
 from mlx_blockpool.config import KVBits
 from mlx_blockpool.errors import PluginError, SpecError
 from mlx_blockpool.hookspecs import hookimpl
-from mlx_blockpool.plugins import BUNDLED, check_spec, empty_plugin_manager, make_plugin_manager, spec_from_config, spec_of_model
+from mlx_blockpool.plugins import (
+    BUNDLED,
+    check_spec,
+    empty_plugin_manager,
+    make_plugin_manager,
+    source_factories,
+    spec_from_config,
+    spec_of_model,
+)
 from mlx_blockpool.spec import CompositeLayer, FullLayer, ModelCacheSpec, WindowLayer
 
 GEMMA_12B_TEXT = {
@@ -357,3 +365,43 @@ def test_a_cache_class_without_layer_kind_is_named(monkeypatch: pytest.MonkeyPat
     monkeypatch.setattr(type(model), "make_cache", lambda self: [OddCache(), OddCache()], raising=False)
     with pytest.raises(SpecError, match=r"no layer kind has the cache class .*OddCache"):
         default.trace(model, "m")
+
+
+# -- draft sources -----------------------------------------------------------------------------------------------------
+
+
+class Drafting:
+    """A plugin with these draft sources."""
+
+    def __init__(self, answer: Any) -> None:
+        self.answer = answer
+
+    @hookimpl
+    def draft_sources(self, config: dict[str, Any]) -> Any:
+        if isinstance(self.answer, Exception):
+            raise self.answer
+        return self.answer
+
+
+def no_source(prompt: Any) -> None:
+    return None
+
+
+def test_draft_sources_are_those_of_all_plugins() -> None:
+    manager = manager_with(Drafting([no_source]))
+    manager.register(Drafting([]))
+    assert source_factories(None, {}, manager) == [no_source]
+    assert source_factories(None, {}) == []
+
+
+@pytest.mark.parametrize(
+    ("answer", "message"),
+    [
+        (RuntimeError("no head"), "raised RuntimeError: no head, in draft_sources"),
+        (3, "raised TypeError: .* in draft_sources"),
+        (["x"], "returned a str among its draft sources instead of a function"),
+    ],
+)
+def test_a_plugin_with_bad_draft_sources_is_named(answer: Any, message: str) -> None:
+    with pytest.raises(PluginError, match=rf"provider \(\S*Drafting, .*\) {message}"):
+        source_factories(None, {}, manager_with(Drafting(answer)))

@@ -134,7 +134,9 @@ def test_every_command_is_one_that_a_test_runs() -> None:
         ".venv/bin/aiperf profile",
         ".venv/bin/python -m mlx_blockpool.demo.",
     )
-    assert [c for c in COMMANDS if not c.startswith(tested)] == []
+    # In tests of the server of several ranks, with the command that it starts again.
+    (loop,) = (c for c in COMMANDS if c.startswith("while "))
+    assert [c for c in COMMANDS if not c.startswith(tested) and c not in loop] == []
 
 
 @contextmanager
@@ -237,6 +239,7 @@ def test_the_requests_are_answered(served: tuple[int, dict[str, Any]]) -> None:
         return found
 
     assert "256 tokens" in answer("/v1/chat/completions", "a block?")["choices"][0]["message"]["content"]
+    assert json.loads(answer("response_format")["choices"][0]["message"]["content"]) in ("yes", "no")
     assert answer("/v1/cache ")["backend"] == "blockpool"
     assert answer("/health")["status"] == "ok"
     assert "slab" in answer("X-Agent-Id: ann")["choices"][0]["message"]["content"]

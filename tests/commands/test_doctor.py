@@ -9,6 +9,7 @@ from collections.abc import Iterator
 from http.server import BaseHTTPRequestHandler, HTTPServer
 from pathlib import Path
 from threading import Thread
+from types import SimpleNamespace
 from typing import Any, ClassVar
 
 import pytest
@@ -16,9 +17,13 @@ import pytest
 from mlx_blockpool.cli import main
 from mlx_blockpool.clients import settings
 from mlx_blockpool.commands import patch
-from mlx_blockpool.commands.doctor import bench, command, device, installation, model
+from mlx_blockpool.commands.doctor import bench, command, device, drafts, installation, model
 from mlx_blockpool.commands.doctor.finding import Finding, looked_at, status_of
+from mlx_blockpool.drafts.curve import CostCurve
+from mlx_blockpool.engine.measuring import device_name
 from mlx_blockpool.errors import BlockpoolError
+from mlx_blockpool.kv import measuring
+from mlx_blockpool.store.measurements import MeasuredOn, Measurements
 
 
 @pytest.fixture
@@ -26,6 +31,8 @@ def quickly(monkeypatch: pytest.MonkeyPatch) -> None:
     """Small sizes of everything that is measured."""
     for name, size in (("PREFIX", 256), ("TAIL", 8), ("MEMBERS", 2), ("STEPS", 1), ("ROUNDS", 1), ("DISK_BYTES", 4 << 20)):
         monkeypatch.setattr(device, name, size)
+    monkeypatch.setattr(measuring, "ROUNDS", 1)
+    monkeypatch.setattr(measuring, "ROWS", (1, 2))
 
 
 @pytest.fixture
@@ -60,6 +67,7 @@ def test_a_whole_examination(port: int, tmp_path: Path, capsys: pytest.CaptureFi
         "disk",
         "model",
         "against",
+        "drafts",
     ]
     assert [finding["about"].split()[0] for finding in report["findings"]] == order
     assert found["against mlx-lm"]["figures"]["equal_tokens"] == 48
@@ -69,6 +77,41 @@ def test_a_whole_examination(port: int, tmp_path: Path, capsys: pytest.CaptureFi
     assert not any(tmp_path.iterdir())
     assert f"http://127.0.0.1:{port}/v1" in report["clients"]["Codex"]
     assert f"CLAUDE_CODE_MAX_CONTEXT_TOKENS={found['model']['figures']['context']}" in report["clients"]["Claude Code"]
+
+
+CURVE = CostCurve.of({1: 0.01, 2: 0.012, 4: 0.02, 8: 0.04, 16: 0.16}, {1: 0.01})
+
+
+def test_the_curve_says_what_drafts_bring_at_each_acceptance() -> None:
+    found = drafts.described(CURVE, "This model")
+    assert found.text == (
+        "This model: against a forward of 1 row (10.0 ms) 2 rows 1.2, 4 rows 2.0, 8 rows 4.0, 16 rows 16.0. "
+        "Drafts bring 1.2x at an acceptance of 0.5 (1 token), 1.5x at an acceptance of 0.8 (2 tokens), "
+        "1.9x at an acceptance of 0.95 (3 tokens)."
+    )
+    assert {share: len(found) for share, found in found.figures["speed_up"].items()} == {"0.5": 16, "0.8": 16, "0.95": 16}
+    assert found.figures["speed_up"]["0.5"][0] == 1.25
+    steep = drafts.described(CostCurve.of({1: 0.01, 2: 0.1}), "This model")
+    assert steep.text.endswith("Drafts bring nothing at 0.5, nothing at 0.8, nothing at 0.95.")
+
+
+def test_curves_that_servers_have_measured_on_this_device_are_shown(tmp_path: Path) -> None:
+    here, other = MeasuredOn(device_name(), "v", "s", "w"), MeasuredOn("another device", "v", "s", "w")
+    for name, on, figures in (
+        ("tiny", here, {"curve": CURVE.to_json()}),
+        ("elsewhere", other, {"curve": CURVE.to_json()}),
+        ("bad", here._replace(weights="x"), {"curve": []}),
+    ):
+        Measurements(tmp_path).save(on, name, figures)
+    (found,) = drafts.remembered(tmp_path)
+    assert found.text.startswith("tiny, as measured 20")
+    assert (found.figures["device"], found.figures["curve"]) == (device_name(), CURVE.to_json())
+
+
+def test_a_model_that_cannot_take_tokens_back_has_no_drafts() -> None:
+    model_, arena = object(), SimpleNamespace(verifies=None)
+    (found,) = drafts.measured(model_, arena)
+    assert (found.state, found.text) == ("note", "Nothing is drafted for this model: its caches cannot take tokens back.")
 
 
 def test_the_words_name_what_is_to_be_mended() -> None:

@@ -53,6 +53,7 @@ FACTS: dict[str, Any] = {
         "groups": [{"group": "full x4", "total": 100, "held": 1, "pinned": 20, "evictable": 29, "free": 50}],
         "store": {"bytes": 1000, "store_bytes": 10_000, "problem": "the disk\nis full"},
         "engine": {"decode_steps": 1234, "tokens": 99, "swapped_out": 2},
+        "drafts": {"drafted": 2000, "accepted": 1500},
     },
     "agents": {"agents": [
         {"name": name, "shown": name, "used": used, "running": running, "waiting": 0, "pinned": name == "ann",
@@ -100,7 +101,7 @@ def test_the_words_have_every_fact() -> None:
         "changing models: draining, demo -> big",
         "3.0 MB of 4.0 MB, 8-bit keys and 4-bit values",
         "75 % of 40 prompt tokens reused; first token after 0.50 s, 1.25 s at the 95th percentile",
-        "1,234 steps, 99 tokens, 2 preempted",
+        "1,234 steps, 99 tokens, 2 preempted, 75 % of 2,000 drafted tokens accepted",
         "1 held, 20 pinned, 29 cached, 50 free: full x4",
         "10 of 2,000",
         "03:04:05 ann",

@@ -17,6 +17,7 @@ from mlx_blockpool.config import PoolConfig
 from mlx_blockpool.kv.arena import KVArena
 from mlx_blockpool.prefix.cache import Acquired
 from mlx_blockpool.prefix.retention import RetentionPolicy
+from mlx_blockpool.ranks.group import ALONE, Ranks
 from mlx_blockpool.spec import CompositeLayer, FullLayer, ModelCacheSpec, StateLayer, WindowLayer
 from mlx_blockpool.store.fs import Disk
 from mlx_blockpool.store.prompt_store import PromptStore
@@ -53,13 +54,14 @@ class Life:
         folder: Path | None = None,
         disk: Disk | None = None,
         pool_bytes: int = 5_000_000,
+        ranks: Ranks = ALONE,
         **config: Any,
     ) -> None:
         settings = PoolConfig(**{"state_bytes": 100_000, **{name: config.pop(name) for name in POOL_FIELDS & config.keys()}})
         self.arena = KVArena(spec, pool_bytes, settings)
         self.arena.ragged = True
         store = None if folder is None else open_store(folder, disk, **config)
-        self.prefix = TieredPrefixCache(self.arena, store=store, config=settings)
+        self.prefix = TieredPrefixCache(self.arena, store=store, config=settings, ranks=ranks)
 
     @property
     def stored(self) -> StoredPrefixes:

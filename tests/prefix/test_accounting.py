@@ -70,7 +70,7 @@ def test_what_comes_from_disk_is_nobodys_unless_it_is_known_whose(tmp_path: Path
     assert first.agents == {"a": 3 * BLOCK, "b": BLOCK}
     first.prefix.close()
     again = Keeper(SPECS["full"], 20, tmp_path)
-    assert again.ask([*prompt, 1], policy=B) == 768
+    assert again.ask([*prompt, 1, 2], policy=B) == 769
     assert again.agents == {}
 
 

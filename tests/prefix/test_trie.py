@@ -115,6 +115,37 @@ def test_siblings_may_start_alike() -> None:
     assert trie.match([*A[:100], 9]).tokens == 100
 
 
+# -- what follows ------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("length", [1, 255, 256, 257, 599])
+def test_what_has_followed_a_prompt_is_found(length: int) -> None:
+    trie = trie_of(A)
+    assert trie.following(A[:length], 10) == A[length : length + 10]
+    assert trie.following(A[:length], 10_000) == A[length:]
+
+
+def test_nothing_follows_a_prompt_that_ends_a_sequence_or_is_not_cached_as_a_whole() -> None:
+    trie = trie_of(A)
+    assert trie.following(A, 10) == []
+    assert trie.following([*A[:300], 7], 10) == []
+    assert trie.following([7], 10) == []
+
+
+def test_the_continuation_that_was_added_last_follows() -> None:
+    trie = trie_of([*A[:300], 5, 6], [*A[:300], 3, 4], [*A[:256], 1])
+    assert trie.following(A[:300], 10) == [3, 4]
+    insert(trie, [*A[:300], 4, 4])
+    assert trie.following(A[:300], 10) == [4, 4]
+    assert trie.following(A[:256], 100) == [*A[256:300], 4, 4]
+    assert trie.following([*A[:300], 5], 10) == [6]
+
+
+def test_what_follows_is_of_the_same_salt() -> None:
+    trie = trie_of(A)
+    assert trie.following(A[:100], 10, bytes(32)) == []
+
+
 def test_a_full_edge_is_chosen_before_a_sibling_that_starts_alike() -> None:
     trie = trie_of([*A[:255], 1, 50], [*A[:255], 2, 60], [*A[:255], 3, 70])
     match = trie.match([*A[:255], 2, 60])

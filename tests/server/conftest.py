@@ -58,7 +58,13 @@ def say(monkeypatch: pytest.MonkeyPatch) -> Say:
             if id(args.sampling) not in said:
                 said[id(args.sampling)] = args.sampling, left.pop(0) if len(left) > 1 else left[0]
             tokens = iter(tokenizer.encode(said[id(args.sampling)][1], add_special_tokens=False))
-            return lambda logprobs: mx.array([next(tokens, tokenizer.eos_token_id)])
+
+            def draw(logprobs: mx.array) -> mx.array:
+                return mx.array([next(tokens, tokenizer.eos_token_id)])
+
+            # What a form forces is said without a draw.
+            draw.skip = lambda draws: [next(tokens, None) for _ in range(draws)]  # type: ignore[attr-defined]
+            return draw
 
         monkeypatch.setattr(mlx_lm.server, "_make_sampler", make_sampler)
 

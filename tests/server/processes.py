@@ -22,8 +22,8 @@ needs_proc = pytest.mark.skipif(not Path("/proc/self/net/tcp").exists(), reason=
 @contextmanager
 def process(model: Path, store: Path, *options: str, before: str = "") -> Iterator[tuple[int, Program]]:
     """A server process of its own, which runs the statements `before` first, and its port."""
-    arguments = ["--model", str(model), "--port", "0", "--pool-bytes", "60MB", "--store-dir", str(store), *options]
-    with server_forks().start(f"{before}\n{SERVE}", *arguments).ended() as started:
+    arguments = ["--model", str(model), "--port", "0", "--pool-bytes", "60MB", "--store-dir", str(store), "--measure", "off"]
+    with server_forks().start(f"{before}\n{SERVE}", *arguments, *options).ended() as started:
         started.read_until("Starting httpd at")
         yield port_of(started.pid), started
 

@@ -45,6 +45,12 @@ class Client:
         assert status == 200, answer
         return answer  # type: ignore[no-any-return]
 
+    def capacity(self) -> int:
+        """The tokens that the pool has for one request. Loads the model if no request has done so yet."""
+        if self.generator.model is None:
+            self.send("/v1/completions", {"prompt": "y", "max_tokens": 1})
+        return self.generator.model.capacity()  # type: ignore[no-any-return]
+
     def settle(self) -> None:
         """Wait until the generation thread has nothing to do, then check every invariant of pool and trie."""
         generator = self.generator
@@ -59,8 +65,12 @@ class Client:
 
 
 def parse(arguments: list[str]) -> Any:
-    """The options of our server as its main() parses them. A reply whose request names no limit has 512 tokens, as stock's."""
-    arguments = [*([] if "--max-tokens" in arguments else ["--max-tokens", "512"]), *arguments]
+    """The options of our server as its main() parses them.
+
+    A reply whose request names no limit has 512 tokens, as stock's. Nothing is measured unless the options say so.
+    """
+    for option, value in (("--max-tokens", "512"), ("--measure", "off")):
+        arguments = arguments if option in arguments else [option, value, *arguments]
     parsed: list[Any] = []
     names = {"argparse": app._argparse_with(arguments), "ModelProvider": lambda args: args}
     if hasattr(server, "_run_cache_backend"):
@@ -73,19 +83,19 @@ def parse(arguments: list[str]) -> Any:
 def blockpool_server(model: Path | str, *arguments: str) -> Iterator[Client]:
     stored = [] if "--store-dir" in arguments else ["--no-store"]
     args = parse(["--model", str(model), *stored, *arguments])
-    with _listening(app.make_generator(BlockpoolModelProvider(args)), BlockpoolHandler) as client:
+    with listening(app.make_generator(BlockpoolModelProvider(args)), BlockpoolHandler) as client:
         yield client
 
 
 @contextmanager
 def stock_server(model: Path | str, *arguments: str) -> Iterator[Client]:
     args = parse(["--model", str(model), *arguments])
-    with _listening(server.ResponseGenerator(server.ModelProvider(args), LRUPromptCache(10)), server.APIHandler) as client:
+    with listening(server.ResponseGenerator(server.ModelProvider(args), LRUPromptCache(10)), server.APIHandler) as client:
         yield client
 
 
 @contextmanager
-def _listening(generator: Any, handler: Any) -> Iterator[Client]:
+def listening(generator: Any, handler: Any) -> Iterator[Client]:
     http = app.BlockpoolHTTPServer(("127.0.0.1", 0), lambda *args: handler(generator, *args, system_fingerprint="test"))
     thread = threading.Thread(target=http.serve_forever, kwargs={"poll_interval": 0.02})
     thread.start()

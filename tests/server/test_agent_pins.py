@@ -7,6 +7,7 @@ from prefix.lives import STATED as SPECS
 from prefix.lives import Life
 
 from mlx_blockpool.server.agents.served import ServedAgents
+from mlx_blockpool.tier.path_acts import PathActs
 
 PROMPTS = [list(range(100 * n, 100 * n + 40)) for n in range(1, 13)]
 
@@ -14,13 +15,12 @@ PROMPTS = [list(range(100 * n, 100 * n + 40)) for n in range(1, 13)]
 def pinned(life: Life) -> tuple[ServedAgents, list[bool]]:
     """All prompts are answered and pinned, each under a name of its own, as far as they may be."""
     agents = ServedAgents("m", None)
-    agents.attend(life.prefix)
-    found = []
+    agents.attend(PathActs(life.prefix))
     for n, prompt in enumerate(PROMPTS):
         life.answer(prompt)
-        found.append(agents.pin(f"agent {n}", life.prefix.index.trie.match(prompt).detached()))
+        agents.pin(f"agent {n}", life.prefix.index.trie.match(prompt).detached())
     agents.close(60)
-    return agents, found
+    return agents, list(agents.pinned.values())
 
 
 @pytest.mark.parametrize("name", SPECS)
@@ -29,7 +29,7 @@ def test_pinned_agents_leave_half_of_the_states_to_requests(name: str) -> None:
     life = Life(SPECS[name], state_bytes=10 * own)
     agents, found = pinned(life)
     assert found == [True] * 5 + [False] * 7
-    assert sum(pin is not None for pin in agents.pinned.values()) == 5
+    assert sum(agents.pinned.values()) == 5
     new = list(range(3000, 3040))
     assert life.answer(new) == 0
     assert life.answer([*new, 1, 2]) == len(new)
@@ -42,4 +42,5 @@ def test_a_refused_pin_holds_once_another_has_gone() -> None:
     assert found == [True, True] + [False] * 10
     agents.unpin("agent 0")
     life.answer(PROMPTS[11])
-    assert agents.pin("agent 11", life.prefix.index.trie.match(PROMPTS[11]).detached())
+    agents.pin("agent 11", life.prefix.index.trie.match(PROMPTS[11]).detached())
+    assert agents.pinned["agent 11"]

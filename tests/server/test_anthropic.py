@@ -140,7 +140,7 @@ def test_a_message_without_a_word_has_an_empty_block(claude: anthropic.Anthropic
 
 
 def test_more_tokens_than_the_pool_has_room_for(small: Client, say: Say) -> None:
-    capacity = small.generator.model.capacity()
+    capacity = small.capacity()
     say("x" * 100)
     message = ask(anthropic_client(small), "y" * (capacity - 60), max_tokens=1000)
     assert message.stop_reason == "model_context_window_exceeded"
@@ -424,7 +424,7 @@ def test_counted_tokens_are_those_of_the_request(claude: anthropic.Anthropic) ->
 
 
 def test_a_prompt_that_does_not_fit_can_be_counted(small: Client) -> None:
-    text = "y" * (small.generator.model.capacity() + 100)
+    text = "y" * (small.capacity() + 100)
     counted = anthropic_client(small).messages.count_tokens(model="default_model", messages=[{"role": "user", "content": text}])
     assert counted.input_tokens > len(text)
 
@@ -500,7 +500,7 @@ def test_errors_have_the_protocols_shape(claude: anthropic.Anthropic) -> None:
 
 
 def test_a_prompt_that_does_not_fit_is_told_in_the_words_that_clients_look_for(small: Client) -> None:
-    capacity = small.generator.model.capacity()
+    capacity = small.capacity()
     with pytest.raises(anthropic.BadRequestError, match=rf"prompt is too long: \d+ tokens > {capacity} maximum"):
         ask(anthropic_client(small), "y" * (capacity + 10))
 

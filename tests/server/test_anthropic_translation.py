@@ -17,11 +17,12 @@ from mlx_lm.server import CompletionRequest, ResponseGenerator
 from mlx_lm.tokenizer_utils import load as load_tokenizer
 from thorough import only, tried
 
-from mlx_blockpool.config import ImageConfig
+from mlx_blockpool.config import FormConfig, ImageConfig
 from mlx_blockpool.server.api.anthropic_request import parse
 from mlx_blockpool.server.api.errors import anthropic_status
 from mlx_blockpool.server.api.thinking import signature_of, thinking_in
 from mlx_blockpool.server.bodies import InvalidRequestError
+from mlx_blockpool.server.forms import Forms
 from mlx_blockpool.server.models.provider import ModelKey
 from mlx_blockpool.server.prompts.preparation import Counted, PromptPreparation
 from mlx_blockpool.server.prompts.renderer import PromptRenderer
@@ -48,7 +49,7 @@ class Tokenizing:
         self.model_provider = Namespace(processor=None, cli_args=OPTIONS)
         registry: Any = Namespace(template=Namespace(_tokenizer_config={}, cli_args=OPTIONS), loaded={})
         workers: Any = Namespace(prepare=PromptRenderer(self.tokenizer).render)
-        self.preparation = PromptPreparation(workers, ImageConfig(), registry)
+        self.preparation = PromptPreparation(workers, ImageConfig(), registry, Forms(FormConfig()))
         self.folder = folder
 
     def ours(self, body: dict[str, Any]) -> tuple[list[int], Any]:
@@ -327,8 +328,6 @@ def test_unknown_values_of_optional_fields_have_no_effect_and_are_logged(caplog:
         ({"thinking": {"type": "deep"}}, "thinking.type: 'deep'"),
         ({"output_config": {"effort": "some"}}, "output_config.effort: 'some'"),
         ({"cache_control": {"type": "lasting", "ttl": "1d"}}, "cache_control.ttl: '1d'"),
-        ({"output_config": {"format": {"type": "json_schema", "schema": {}}}}, "output_config.format has no effect"),
-        ({"output_format": {"type": "json_schema", "schema": {}}}, "output_format has no effect"),
     ]
     for body, logged in newer:
         caplog.clear()
@@ -526,3 +525,11 @@ def test_spoilt_bodies(server: Client, count: int) -> None:
     assert min(statuses.count(200), statuses.count(400)) > count // 10
     server.settle()
     assert server.send("/health")[1]["status"] == "ok"
+
+
+def test_a_sample_of_the_models_calls_comes_with_prompts_whose_calls_are_held(prompts: Tokenizing) -> None:
+    tool = {"name": "look_up", "input_schema": {"type": "object", "properties": {}}}
+    body = {"messages": [{"role": "user", "content": "Hello"}]}
+    for strict in (True, False):
+        _, request = prompts.ours({**body, "tools": [{**tool, "strict": strict}]})
+        assert ('"name": "sample_function"' in request.prepared.call_spelling, request.compiled is not None) == (strict, strict)

@@ -183,8 +183,8 @@ def test_without_batches_requests_take_turns_choice_by_choice(sequential: Client
 
     def watched(self: SequentialReply, item: Any) -> None:
         """The first choice ends when the other request has arrived."""
-        while not began and not generator.requests.qsize():
-            first.set()
+        first.set()
+        while not began and not any(isinstance(waiting, Reply) for waiting in list(generator.requests.queue)):
             threading.Event().wait(0.01)
         put(self, item)
 

@@ -1,4 +1,4 @@
-"""A server that is asked to stop ends soon, whatever hangs; one that hangs by itself ends with a status."""
+"""A server that is asked to stop ends soon, whatever hangs; one that hangs, or has lost its group, ends with a status."""
 
 from __future__ import annotations
 
@@ -6,18 +6,31 @@ import http.client
 import json
 import signal
 import threading
+from collections.abc import Callable
 from contextlib import AbstractContextManager
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
+from unittest.mock import Mock
 
 import pytest
 from forks import Program, server_forks
 from models import save_endless
+from store.disks import QuickDisk
+from store.records import make_buffers, make_record
 from thorough import only
 
-from mlx_blockpool.config import EngineConfig
+from mlx_blockpool.config import EngineConfig, RankConfig, ServerConfig, StoreConfig
+from mlx_blockpool.errors import DisagreeError, GroupLostError
+from mlx_blockpool.ranks.group import ALONE
+from mlx_blockpool.ranks.head import Head
+from mlx_blockpool.server.api.errors import STATUSES
+from mlx_blockpool.server.ending import LOST, Loss
 from mlx_blockpool.server.health import HUNG, Watchdog
-from server.processes import needs_proc, port_of
+from mlx_blockpool.server.ranked.leader import Leader
+from mlx_blockpool.server.ranked.replica import Replica
+from mlx_blockpool.store.prompt_store import PromptStore
+from server.processes import SERVE, needs_proc, port_of
 
 # What hangs, as code that runs in the server's process before it starts.
 HANGS = {
@@ -136,3 +149,199 @@ def test_the_watchdog_ends_what_has_hung_for_long_enough_and_nothing_else() -> N
     stalled[0] += 1
     watchdog.look()
     assert ended == [HUNG]
+
+
+# A rank without requests: it ends in order with its first turn after a signal.
+FOLLOWER = """
+import os, signal, sys, time
+from mlx_blockpool.server.ending import end_on_signals
+{}
+stop = []
+end_on_signals(60, lambda: stop.append(True), hang_up=True)
+{}
+os.write(2, b"it follows\\n")
+# The handler runs in this thread, which may hold no lock that it takes.
+while not stop:
+    time.sleep(0.01)
+{}
+"""
+# Signals that come before the turn in which the rank ends.
+MORE = "os.kill(os.getpid(), signal.{})"
+
+
+@pytest.mark.parametrize(
+    ("which", "more", "status"),
+    [
+        ("SIGINT", "", 0),
+        ("SIGTERM", "", 0),
+        ("SIGHUP", "SIGTERM", 0),
+        ("SIGINT", "SIGHUP", 0),
+        ("SIGHUP", "SIGHUP", 0),
+        ("SIGTERM", "SIGTERM", 1),
+    ],
+)
+def test_a_rank_ends_in_order_on_a_signal_and_the_ends_of_its_launcher_and_of_ssh_are_one(
+    which: str, more: str, status: int
+) -> None:
+    with server_forks().start(FOLLOWER.format("", "", MORE.format(more) if more else "")).ended() as rank:
+        rank.read_until("it follows")
+        rank.send_signal(signal.Signals[which])
+        assert rank.wait(timeout=60) == status
+
+
+def test_a_rank_that_nohup_has_started_outlives_its_terminal() -> None:
+    ignored, hung_up = (
+        "signal.signal(signal.SIGHUP, signal.SIG_IGN)",
+        "os.kill(os.getpid(), signal.SIGHUP); assert not stop",
+    )
+    with server_forks().start(FOLLOWER.format(ignored, hung_up, "")).ended() as rank:
+        rank.read_until("it follows")
+
+
+class Left(BaseException):
+    """The process would have ended with this status."""
+
+
+def leaving(events: list[Any]) -> Callable[[int], None]:
+    def leave(status: int) -> None:
+        events.append(status)
+        raise Left(status)
+
+    return leave
+
+
+ERROR = GroupLostError(1)
+
+
+class GatedDisk(QuickDisk):
+    """Begins no file while the gate is closed."""
+
+    def __init__(self) -> None:
+        self.gate = threading.Event()
+        self.gate.set()
+
+    def create(self, path: Path) -> int:
+        assert self.gate.wait(30)
+        return super().create(path)
+
+
+def test_a_rank_that_has_lost_its_group_answers_its_clients_and_writes_what_waits_for_the_writer(tmp_path: Path) -> None:
+    disk, events = GatedDisk(), list[Any]()
+    store = PromptStore(StoreConfig(tmp_path, min_free_bytes=0), "a model", {}, disk)
+    store.open()
+    disk.gate.clear()
+    records = [make_record((number, number + 1)) for number in range(3)]
+    for record in records:
+        store.write(record, make_buffers(record))
+
+    def fail(error: Exception) -> None:
+        # The clients know it before the disk is waited for.
+        events.append(error)
+        disk.gate.set()
+
+    loss = Loss(
+        lambda: events.append("no collective"),
+        lambda: [store],
+        30,
+        fail,
+        lambda: events.append("answered"),
+        end_process=leaving(events),
+    )
+    with pytest.raises(Left):
+        loss.end(ERROR)
+    assert events == ["no collective", ERROR, "answered", LOST]
+    assert len([path for path in store.root.rglob("*") if path.suffix == ".safetensors"]) == len(records)
+    store.close()
+
+
+def test_the_log_of_a_lost_rank_has_the_error_that_it_was_lost_by(caplog: pytest.LogCaptureFixture) -> None:
+    def compute() -> None:
+        raise MemoryError("no memory for a step")
+
+    with pytest.raises(MemoryError) as caught:
+        compute()
+    with pytest.raises(Left):
+        Loss(lambda: None, list, 1, end_process=leaving([])).end(caught.value)
+    assert "in compute" in caplog.text
+    assert "no memory for a step" in caplog.text
+
+
+def test_clients_get_an_error_that_says_to_send_the_request_again_whatever_the_group_was_lost_by() -> None:
+    errors: list[Exception] = []
+    with pytest.raises(Left):
+        Loss(lambda: None, list, 1, errors.append, end_process=leaving([])).end(DisagreeError("The ranks disagree."))
+    assert next(statuses for kind, *statuses in STATUSES if isinstance(errors[0], kind)) == [503, 503]
+    assert "The ranks disagree." in str(errors[0])
+    assert "send the request again" in str(errors[0])
+
+
+def test_no_error_on_the_way_keeps_a_lost_rank_from_its_end() -> None:
+    events: list[Any] = []
+
+    def fails(*_: Any) -> None:
+        events.append("failed")
+        raise RuntimeError("this fails too")
+
+    with pytest.raises(Left):
+        Loss(fails, fails, 1, fails, fails, end_process=leaving(events)).end(ERROR)
+    assert events == ["failed"] * 4 + [LOST]
+
+
+def test_a_lost_rank_ends_whatever_hangs_and_only_once() -> None:
+    hangs, ended = threading.Event(), threading.Event()
+    events: list[int] = []
+
+    def leave(status: int) -> None:
+        events.append(status)
+        ended.set()
+
+    loss = Loss(lambda: None, list, 0, lambda error: hangs.wait(), grace=0, end_process=leave)
+    for _ in range(2):
+        # The thread that computes and the lookout.
+        threading.Thread(target=loss.end, args=[ERROR], daemon=True).start()
+    assert ended.wait(30)
+    assert events == [LOST]
+
+
+JOINS = """
+import os, sys
+os.environ.update(MLX_RANK="1", MLX_HOSTFILE=sys.argv.pop(1))
+"""
+
+
+def test_a_rank_that_cannot_join_the_others_says_what_to_do(tmp_path: Path) -> None:
+    hosts = tmp_path / "hosts.json"
+    hosts.write_text("no hosts")
+    ran = server_forks().run(f"{JOINS}{SERVE}", str(hosts), "--model", "demo")
+    assert ran.returncode == 1
+    assert ran.stderr.startswith("mlx-blockpool: The other ranks cannot be reached: ")
+    assert "Start every rank, with the same file of hosts." in ran.stderr
+
+
+def test_rank_0_stops_in_order_where_another_rank_has_ended_before() -> None:
+    replica: Any = SimpleNamespace(exchange=Mock(side_effect=GroupLostError(1)), agree=Mock())
+    loss = Loss(lambda: None, list, 0, end_process=leaving([]))
+    leader = Leader(replica, RankConfig(), loss)
+    leader.begin()
+    leader.end()
+    assert replica.exchange.call_count == 1
+
+
+def test_ranks_that_disagree_at_the_stop_end_as_at_any_other_time() -> None:
+    replica: Any = SimpleNamespace(exchange=Mock(side_effect=DisagreeError("The ranks have come to different results.")))
+    ended: list[int] = []
+    leader = Leader(replica, RankConfig(), Loss(lambda: None, list, 0, end_process=ended.append))
+    replica.agree = Mock()
+    leader.begin()
+    leader.end()
+    assert ended == [LOST]
+
+
+def test_only_the_first_exchange_may_take_as_long_as_a_load() -> None:
+    """Also while no model is loaded, as after the idle ones were unloaded, a rank that hangs is noticed soon."""
+    registry: Any = SimpleNamespace(loaded={}, catalog=None)
+    lookout = Mock()
+    replica = Replica(ALONE, registry, ServerConfig(), lookout)
+    for _ in range(2):
+        replica.exchange(Head())
+    assert [call.args for call in lookout.begin.call_args_list] == [("an exchange", 600.0), ("an exchange", None)]

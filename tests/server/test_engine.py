@@ -18,6 +18,7 @@ from mlx_blockpool.engine.engine import BlockPoolBatchEngine
 from mlx_blockpool.server import generator as generator_module
 from mlx_blockpool.server.generator import BlockpoolGenerator
 from mlx_blockpool.server.model import LoadedModel
+from mlx_blockpool.server.ranked.leader import Solo
 from server.serving import Client, at_once, blockpool_server, stock_server
 
 
@@ -107,6 +108,7 @@ def test_those_that_arrive_within_a_moment_start_together() -> None:
         _arrive=arrived.append,
         registry=types.SimpleNamespace(queue=(), swap=None),
         requests=Queue(),
+        turns=Solo(),
     )
     thread.requests.put("first")
     late = threading.Timer(0.05, lambda: thread.requests.put("second"))

@@ -192,7 +192,8 @@ def test_a_request_ends_once_and_its_progress_is_told_now_and_then() -> None:
     ]
     assert ended is not None
     assert 0 <= ended.pop("ttft") <= ended.pop("seconds")
-    assert ended == {"id": "req_1", "reason": "stop", "prompt_tokens": 1000, "cached_tokens": 200, "completion_tokens": 2}
+    counts = {"prompt_tokens": 1000, "cached_tokens": 200, "completion_tokens": 2, "forced_tokens": 0}
+    assert ended == {"id": "req_1", "reason": "stop", **counts}
 
 
 # -- snapshots ---------------------------------------------------------------------------------------------------------

@@ -111,6 +111,35 @@ OLLAMA_CHAT: dict[str, Any] = {
 }  # fmt: skip
 EMBEDDED = {"input": ["Hello", "you"], "dimensions": 4, "encoding_format": "float"}
 OLLAMA_PROMPT = {"prompt": "Hello", "system": "Be brief.", "raw": False, "options": {"num_predict": 2}, "suffix": ""}
+FORM = {
+    "type": "object", "$defs": {"word": {"enum": ["a", "b", 3, None]}}, "required": ["a"], "additionalProperties": False,
+    "properties": {"a": {"$ref": "#/$defs/word"}, "b": {"type": "string", "maxLength": 3, "pattern": "^[a-z]*$"},
+                   "c": {"items": {"anyOf": [{"type": "integer", "minimum": 3}, {"format": "date"}]}, "maxItems": 2}},
+}  # fmt: skip
+STRICT = {**FUNCTION, "strict": True}
+LONGER = {"max_tokens": 12}
+OPENAI_FORM = {"type": "json_schema", "json_schema": {"name": "f", "schema": FORM, "strict": True}}
+OLLAMA_LONGER = {"options": {"num_predict": 12}}
+# Bodies that ask for forms, by endpoint.
+FORMS: dict[str, tuple[dict[str, Any], ...]] = {
+    "chat": (
+        {**CHAT, **LONGER, "response_format": OPENAI_FORM},
+        {**CHAT, **LONGER, **HELLO, "tools": [{"type": "function", "function": STRICT}], "tool_choice": "required"},
+    ),
+    "completions": (
+        {**COMPLETION, **LONGER, "structured_outputs": {"grammar": 'start: "a" /[0-9]/ | start start'}, "best_of": 2},
+        {**COMPLETION, **LONGER, "guided_choice": ["yes", "no"], "guided_regex": None, "guided_json": None},
+    ),
+    "messages": (
+        {**MESSAGE, **LONGER, "tools": [{**LOOK_UP, "strict": True}],
+         "output_config": {"format": {"type": "json_schema", "schema": FORM}, "effort": "low"}},
+    ),
+    "responses": (
+        {**RESPONSE, "max_output_tokens": 12, "tools": [{"type": "function", **STRICT}],
+         "text": {"format": {"type": "json_schema", "name": "f", "schema": FORM, "strict": True}}},
+    ),
+    "ollama": ({**OLLAMA_CHAT, **OLLAMA_LONGER, "format": FORM}, {**OLLAMA_PROMPT, **OLLAMA_LONGER, "format": "json"}),
+}  # fmt: skip
 ACTS = ("pin", "unpin", "fork", "rename", "save", "restore", "import", "export", "nothing")
 AGENTS = ("fuzz", "ann", "scout", "%00", "..", "%2e%2e%2fx", "a%20b", "%ff", "\xe9", "x" * 300, "content-3f2a9c", "")
 
@@ -193,8 +222,10 @@ def check(sent: Sent, answer: Answer | None) -> None:
 
 @pytest.mark.parametrize("name", ENDPOINTS)
 def test_nothing_that_is_nearly_right_hurts(name: str, server: Client, expected: str) -> None:
+    methods, paths, bodies = ENDPOINTS[name]
+
     @SETTINGS
-    @given(st.lists(requests(*ENDPOINTS[name]), min_size=AT_ONCE, max_size=AT_ONCE))
+    @given(st.lists(requests(methods, paths, bodies + FORMS.get(name, ())), min_size=AT_ONCE, max_size=AT_ONCE))
     def all_are_answered(several: list[Sent]) -> None:
         for sent, answer in zip(several, at_once([lambda s=s: send(server.port, s) for s in several]), strict=True):
             check(sent, answer)

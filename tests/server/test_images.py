@@ -307,6 +307,10 @@ def test_a_request_with_images_is_rendered_before_it_is_queued(seeing: Path, mon
         broken = shown(data_url(20, 30)[:-40])
         status, answer = client.send("/v1/chat/completions", {"messages": broken, "max_tokens": 4})
         assert (status, answer["error"]["message"][:13]) == (400, "messages[0]: ")
+        monkeypatch.setattr(client.generator.registry.template, "ranks", SimpleNamespace(size=2))
+        status, answer = client.send("/v1/chat/completions", body)
+        refused = "messages[0]: a server of several ranks computes no images; start one without mlx.launch for them"
+        assert (status, answer["error"]["message"]) == (400, refused)
     ((tokens, *_, vision),) = served
     assert vision.pixel_values[0].shape[0] == 3
     assert len(vision.cache_key) == len(tokens)

@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 from models import save_model
 
-from mlx_blockpool.errors import PoolExhaustedError
+from mlx_blockpool.errors import GroupLostError, PoolExhaustedError
 from mlx_blockpool.server.agents.service import AgentService
 from mlx_blockpool.server.api.errors import StatusError
 from mlx_blockpool.server.jobs import Job, run_on_generation_thread
@@ -34,6 +34,14 @@ def test_they_run_on_the_thread_that_owns_the_caches(client: Client) -> None:
         == client.generator._generation_thread.ident
         != threading.get_ident()
     )
+
+
+def test_what_mlx_raises_for_a_lost_rank_is_its_loss(client: Client) -> None:
+    def fail() -> None:
+        raise RuntimeError("[ring] connection to a peer was lost")
+
+    with pytest.raises(GroupLostError, match="A rank was lost"):
+        run_on_generation_thread(client.generator, fail)
 
 
 def test_what_they_raise_is_for_who_asked_and_refers_to_no_frames(client: Client) -> None:
@@ -90,3 +98,24 @@ def test_nobody_waits_for_a_thread_that_has_ended(folder: Path) -> None:
         generator = client.generator
     with pytest.raises(RuntimeError, match="shutting down"):
         run_on_generation_thread(generator, lambda: 1)
+
+
+def test_what_waits_for_a_thread_that_hangs_can_be_failed_by_another(tmp_path: Path) -> None:
+    with blockpool_server(save_model(tmp_path, "llama"), "--pool-bytes", "20MB") as server:
+        hangs, ends = threading.Event(), threading.Event()
+        generator, waiting = server.generator, Job(threading.get_ident)
+        generator.requests.put(Job(lambda: (hangs.set(), ends.wait(30))))
+        assert hangs.wait(30)
+        answers: list[tuple[int, object]] = []
+        body = {"messages": [{"role": "user", "content": "go on"}]}
+        client = threading.Thread(target=lambda: answers.append(server.send("/v1/chat/completions", body)))
+        client.start()
+        while not generator.requests.qsize():
+            pass
+        generator.requests.put(waiting)
+        generator.give_up(GroupLostError(1))
+        client.join()
+        ends.set()
+        assert answers[0][0] == 503
+        assert "Rank 1 was lost" in str(answers[0][1])
+        assert str(waiting.results.get()[1]).startswith("Rank 1 was lost")

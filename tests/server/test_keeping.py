@@ -77,7 +77,7 @@ def marked(text: str, **control: str) -> list[dict[str, Any]]:
 
 def press(client: Client, name: str) -> None:
     """Others ask for more than the pool can hold."""
-    size = client.generator.model.capacity() // 3
+    size = client.capacity() // 3
     for n in range(4):
         client.chat([{"role": "user", "content": f"{n} {name} " + chr(65 + n) * size}], max_tokens=1)
 
@@ -136,7 +136,7 @@ def test_marks_on_openais_messages_do_the_same(client: Client) -> None:
 @pytest.mark.parametrize("server", only(MODELS, "lfm2"), indirect=True)
 def test_a_pool_full_of_marks_serves_everybody(client: Client) -> None:
     """What is pinned is bounded, and gives way; who does not fit beside the others waits."""
-    size = client.generator.model.capacity() // 4
+    size = client.capacity() // 4
 
     def job(n: int) -> Any:
         return lambda: message(client, marked(f"{n} " + chr(97 + n) * size), "and?", max_tokens=8)

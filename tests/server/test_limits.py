@@ -56,7 +56,7 @@ def test_a_reply_without_a_limit_ends_where_the_pool_is_full(tmp_path: Path) -> 
     """A model whose config.json names no limit."""
     with blockpool_server(save_model(tmp_path / "m", "llama"), "--pool-bytes", "500KB", "--max-tokens", "auto") as ours:
         answer = complete(ours)
-        capacity = ours.generator.model.capacity()
+        capacity = ours.capacity()
         ours.settle()
     assert answer["usage"]["total_tokens"] == capacity > 512 + len(PROMPT)
 

@@ -12,8 +12,9 @@ import openai
 import pytest
 from mlx_lm.tokenizer_utils import BPEStreamingDetokenizer, NaiveStreamingDetokenizer, SPMStreamingDetokenizer
 
-from mlx_blockpool.server.api.logprobs import LOWEST, Logprobs, TokenTexts
+from mlx_blockpool.server.api.logprobs import LOWEST, Logprobs
 from mlx_blockpool.server.replies import most_likely
+from mlx_blockpool.token_bytes import bytes_of
 from server.scripted import Say
 from server.serving import Client, at_once, stock_server
 from server.test_choices import chat, complete, said
@@ -110,9 +111,9 @@ def test_a_response_has_those_of_its_text(gpt: openai.OpenAI, say: Say, text: st
 )
 def test_the_bytes_of_tokens(kind: type, written: str | None, needed: bytes) -> None:
     tokenizer = SimpleNamespace(
-        detokenizer=kind.__new__(kind), convert_ids_to_tokens=lambda token: written, decode=lambda tokens: "decoded"
+        detokenizer=kind.__new__(kind), convert_ids_to_tokens=lambda tokens: [written], decode=lambda tokens: "decoded"
     )
-    assert TokenTexts(tokenizer).bytes_of(7) == needed
+    assert bytes_of(tokenizer, [7]) == [needed]
     logprobs = Logprobs(tokenizer, 0)
     logprobs.add(SimpleNamespace(token=7, logprob=-math.inf, top_tokens=()))
     (entry,) = logprobs.take()

@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+import errno
 import http.client
 import json
 import math
+import os
 import threading
 from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 import metrics_table
 import pytest
@@ -18,9 +21,11 @@ from prometheus_client.openmetrics import parser as openmetrics
 from prometheus_client.parser import text_string_to_metric_families
 from promql import Query
 
+from mlx_blockpool.ranks.head import Head
 from mlx_blockpool.server.health import PAUSE_SECONDS, Health
 from mlx_blockpool.server.jobs import Job
 from mlx_blockpool.server.live.metrics import OF_MODELS, OF_SERVER, PATH
+from mlx_blockpool.server.ranked.condition import Condition
 from server.serving import Client, blockpool_server
 
 TEXT = "There is a long story about a block. " * 8
@@ -139,6 +144,32 @@ def test_every_metric_is_reported_with_its_labels_and_help(server: Client) -> No
             assert not math.isnan(sample.value)
     ours = {name for name in families if not name.startswith("process_")}
     assert ours == {figure.name for figure in (*OF_MODELS, *OF_SERVER)}
+
+
+def test_what_ranks_say_of_themselves_is_reported(server: Client, monkeypatch: pytest.MonkeyPatch) -> None:
+    def health() -> dict[str, Any]:
+        found: dict[str, Any] = server.send("/health", headers={"x-api-key": "the-key"})[1]
+        return found
+
+    assert not any(name.startswith("blockpool_rank_") for name, _ in samples(server))
+    assert "ranks" not in health()
+    now = [0.0]
+    condition = Condition(lambda: now[0])
+    monkeypatch.setattr(server.generator.turns, "condition", condition)
+    condition.note([Head(free_mb=3), Head(free_mb=2, takes=False)])
+    condition.note([Head(free_mb=3), Head(free_mb=2, takes=False, problem=errno.ENOSPC, restore=7)])
+    now[0] = 1.5
+    found = samples(server)
+    assert total(found, "blockpool_rank_exchanges_total") == 2
+    assert total(found, "blockpool_rank_memory_bytes", rank="1") == 2 << 20
+    takes = [total(found, "blockpool_rank_store_takes", rank=rank) for rank in "01"]
+    errors = [total(found, "blockpool_rank_store_error", rank=rank) for rank in "01"]
+    assert (takes, errors) == ([1, 0], [0, errno.ENOSPC])
+    first = {"rank": 0, "store": "ok", "free_memory_bytes": 3 << 20, "restoring": False}
+    second = {"rank": 1, "store": os.strerror(errno.ENOSPC), "free_memory_bytes": 2 << 20, "restoring": True}
+    assert (health()["ranks"], health()["seconds_since_exchange"]) == ([first, second], 1.5)
+    condition.note([Head(), Head(takes=False)])
+    assert [rank["store"] for rank in health()["ranks"]] == ["ok", "takes nothing now"]
 
 
 def test_the_table_of_metrics_is_that_of_the_code() -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import time
 from itertools import pairwise
 from pathlib import Path
 from typing import Any
@@ -126,8 +127,18 @@ def test_the_oldest_replies_are_forgotten() -> None:
     assert list(replies.sampled([{"role": "assistant", "content": "5"}])[0]) == [5]
 
 
-def test_a_reply_is_put_back_with_the_thinking_that_its_client_has_dropped(tmp_path: Path, say: Say) -> None:
+def test_a_reply_is_put_back_with_the_thinking_that_its_client_has_dropped(
+    tmp_path: Path, say: Say, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """The next prompt begins with this one and all that was sampled; without it the client's text parts from it at once."""
+    remember = RememberedReplies.remember
+
+    def late(*args: Any, **named: Any) -> None:
+        """Clients send the next turn as soon as they have read the reply, so it is remembered before."""
+        time.sleep(0.2)
+        remember(*args, **named)
+
+    monkeypatch.setattr(RememberedReplies, "remember", late)
     with blockpool_server(save_agent(tmp_path), "--pool-bytes", "20MB") as ours:
         say("<think>\nA long thought of what a pool may be.\n</think>\n\nYes.")
         for header, is_put_back in (("none", False), ("none,replay", True)):

@@ -14,6 +14,7 @@ from store.stores import open_store
 
 from mlx_blockpool.config import ServerConfig, StoreConfig
 from mlx_blockpool.prefix.trie import PrefixRef
+from mlx_blockpool.ranks.group import ALONE
 from mlx_blockpool.server import model as model_module
 from mlx_blockpool.server.agents.conversation_id import is_conversation_id
 from mlx_blockpool.server.agents.served import ServedAgents
@@ -22,6 +23,7 @@ from mlx_blockpool.server.model import LoadedModel
 from mlx_blockpool.server.models.provider import ModelKey
 from mlx_blockpool.store.agent_files import Agents
 from mlx_blockpool.store.fs import Disk
+from mlx_blockpool.store.measurements import Measurements
 from server.serving import Client, at_once, blockpool_server
 
 
@@ -117,9 +119,9 @@ def test_the_store_and_the_notes_of_a_model_have_one_time_to_be_written(
 ) -> None:
     now, given = [100.0], list[float]()
     monkeypatch.setattr(model_module, "time", SimpleNamespace(monotonic=lambda: now[0]))
-    provider: Any = SimpleNamespace(cli_args=SimpleNamespace(prompt_cache_size=10), reset=lambda: None)
+    provider: Any = SimpleNamespace(ranks=ALONE, cli_args=SimpleNamespace(prompt_cache_size=10), reset=lambda: None)
     events = EventLog().of("m")
-    loaded = LoadedModel(ModelKey("m"), provider, ServerConfig(store=StoreConfig(flush_seconds=3.0)), events)
+    loaded = LoadedModel(ModelKey("m"), provider, ServerConfig(store=StoreConfig(flush_seconds=3.0)), events, Measurements(None))
     monkeypatch.setattr(loaded, "prefix", SimpleNamespace(close=lambda: now.insert(0, now[0] + taken)))
     monkeypatch.setattr(loaded, "agents", SimpleNamespace(close=given.append))
     loaded.close()

@@ -194,8 +194,8 @@ def test_a_probe_finds_a_server(well: Client) -> None:
 @pytest.mark.parametrize(
     ("path", "body", "status", "says"),
     [
-        ("/api/chat", {"messages": CHAT, "format": "json"}, 400, "format: 'json' is not supported; mlx-lm cannot"),
-        ("/api/chat", {"messages": CHAT, "format": {"type": "object"}}, 400, "format: a dictionary is not supported; mlx-lm"),
+        ("/api/chat", {"messages": CHAT, "format": "yaml"}, 400, "format: Input should be 'json' or a JSON schema; found 'yaml'"),
+        ("/api/chat", {"messages": CHAT, "format": {"not": {}}}, 400, "format.not: not"),
         ("/api/chat", {"messages": CHAT, "options": {"top_p": 2}}, 400, "options.top_p: Input should be less than or equal to 1"),
         ("/api/chat", {"messages": CHAT, "think": "much"}, 400, "think: Input should be 'low', 'medium', 'high' or 'max'"),
         ("/api/chat", {"messages": [{"role": "bot", "content": "a"}]}, 400, "messages[0].role: Input should be 'system'"),

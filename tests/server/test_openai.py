@@ -138,10 +138,11 @@ def test_choices_of_tools(gpt: openai.OpenAI, say: Say) -> None:
     assert calls(parallel_tool_calls=False) == ["look_up"]
     assert calls(tool_choice="none") == []
     # What is said here stands behind the beginning of a call.
-    say('\n{"name": "look_up", "arguments": {"word": "a"}}\n</tool_call>')
-    for choice in ("required", {"type": "function", "function": {"name": "look_up"}}):
+    say(f'\n{{"name": "look_up", "arguments": {{"word": "a"}}}}\n</tool_call>\n{CALL}')
+    for choice, words in (("required", ["a", "pool"]), ({"type": "function", "function": {"name": "look_up"}}, ["a"])):
         forced = chat(gpt, **asked, tool_choice=choice).choices[0]
-        assert (forced.message.tool_calls[0].function.arguments, forced.finish_reason) == ('{"word": "a"}', "tool_calls")
+        arguments = [call.function.arguments for call in forced.message.tool_calls]
+        assert (arguments, forced.finish_reason) == ([json.dumps({"word": word}) for word in words], "tool_calls")
 
 
 @pytest.mark.parametrize(
@@ -150,9 +151,10 @@ def test_choices_of_tools(gpt: openai.OpenAI, say: Say) -> None:
         ({"n": 33}, "n", "less than or equal to 32; found 33"),
         ({"n": 0}, "n", "greater than or equal to 1; found 0"),
         ({"n": "2"}, "n", "valid integer"),
-        ({"response_format": {"type": "json_object"}}, "response_format", "'json_object' is not supported; mlx-lm"),
-        ({"response_format": {"type": "json_schema", "json_schema": {}}}, "response_format", "use a tool"),
+        ({"response_format": {"type": "structural_tag"}}, "response_format.type", "'text' or 'json_object' or 'json_schema'"),
+        ({"response_format": {"type": "json_schema", "json_schema": {}}}, "response_format.json_schema.schema", "Field required"),
         ({"response_format": "json"}, "response_format", "valid dictionary"),
+        ({"guided_json": {"properties": {"a": {"not": {}}}}}, "guided_json.properties.a.not", "not"),
         ({"tool_choice": "any"}, "tool_choice", "'auto', 'none' or 'required'; found 'any'"),
         ({"tool_choice": "required"}, "tool_choice", "needs tools"),
         ({"tool_choice": {"type": "custom"}}, "tool_choice.type", "'function'"),
@@ -350,7 +352,7 @@ def test_a_bad_request_is_told_in_the_protocols_shape(gpt: openai.OpenAI, option
 
 def test_what_programs_look_for_has_a_code(server: Client, gpt: openai.OpenAI) -> None:
     with pytest.raises(openai.BadRequestError) as long:
-        chat(gpt, [{"role": "user", "content": "y" * (server.generator.model.capacity() + 50)}])
+        chat(gpt, [{"role": "user", "content": "y" * (server.capacity() + 50)}])
     assert long.value.code == "context_length_exceeded"
     with pytest.raises(openai.NotFoundError) as missing:
         chat(gpt, model="no/such")

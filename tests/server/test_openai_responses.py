@@ -135,6 +135,8 @@ def test_the_events_come_in_the_protocols_order(server: Client, say: Say) -> Non
     say(f"<think>\nHm.\n</think>\n\nOk.\n{CALL}")
     events = raw_events(server, input="Go.", tools=[TOOL])
     kinds = [e["type"].removeprefix("response.") for e in events]
+    # On a busy machine a reply may wait, and says at any place that it goes on.
+    kinds[2:] = [kind for kind in kinds[2:] if kind != "in_progress"]
     assert [kind for kind, before in zip(kinds, [None, *kinds], strict=False) if kind != before] == [
         "created", "in_progress",
         "output_item.added", "content_part.added", "reasoning_text.delta", "reasoning_text.done", "content_part.done",
@@ -349,10 +351,12 @@ def test_choices_of_tools(gpt: openai.OpenAI, say: Say) -> None:
     assert [i["type"] for i in shown(ask(gpt, "Go.", tools=[TOOL], parallel_tool_calls=False))] == ["function_call"]
     assert [i["type"] for i in shown(ask(gpt, "Go.", tools=[TOOL], tool_choice="none"))] == ["message"]
     # What is said here stands behind the beginning of a call.
-    say('\n{"name": "look_up", "arguments": {"word": "a"}}\n</tool_call>')
-    for choice in ("required", {"type": "function", "name": "look_up"}):
+    say(f'\n{{"name": "look_up", "arguments": {{"word": "a"}}}}\n</tool_call>\n{CALL}')
+    for choice, words in (("required", ["a", "pool"]), ({"type": "function", "name": "look_up"}, ["a"])):
         forced = ask(gpt, "Go.", tools=[TOOL, ADD, SPAWN], tool_choice=choice)
-        assert [(i["type"], i["arguments"]) for i in shown(forced)] == [("function_call", '{"word": "a"}')]
+        assert [(i["type"], i["arguments"]) for i in shown(forced)] == [
+            ("function_call", json.dumps({"word": word})) for word in words
+        ]
         assert forced.to_dict()["tool_choice"] == choice
 
 
@@ -422,7 +426,17 @@ def test_both_protocols_and_all_roles_make_one_prompt(server: Client, gpt: opena
         ({"tool_choice": "required"}, "tool_choice", "needs tools"),
         ({"tool_choice": "any"}, "tool_choice", "'auto', 'none' or 'required'; found 'any'"),
         ({"tool_choice": {"type": "function", "name": "x"}}, "tool_choice.name", "not found"),
-        ({"text": {"format": {"type": "json_schema", "name": "x", "schema": {}}}}, "text.format", "use a tool"),
+        ({"text": {"format": {"type": "json_schema", "name": "x"}}}, "text.format.schema", "Field required"),
+        (
+            {"text": {"format": {"type": "json_schema", "schema": {"anyOf": [{"not": {}}]}}}},
+            "text.format.schema.anyOf[0].not",
+            "not",
+        ),
+        (
+            {"tools": [{"type": "function", "name": "a", "strict": True, "parameters": {"not": {}}}]},
+            "tools[0].parameters.not",
+            "not",
+        ),
         ({"reasoning": {"effort": 7}}, "reasoning.effort", "valid string"),
         ({"max_output_tokens": 0}, "max_output_tokens", "greater"),
         ({"temperature": -1}, "temperature", "greater"),
@@ -449,7 +463,7 @@ def test_images_need_a_model_that_sees(gpt: openai.OpenAI) -> None:
 
 
 def test_other_errors(server: Client, gpt: openai.OpenAI) -> None:
-    capacity = server.generator.model.capacity()
+    capacity = server.capacity()
     with pytest.raises(openai.BadRequestError, match=str(capacity)) as long:
         ask(gpt, "y" * (capacity + 50))
     assert long.value.code == "context_length_exceeded"

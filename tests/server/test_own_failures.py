@@ -7,6 +7,7 @@ import json
 import socket
 from collections.abc import Iterator
 from contextlib import contextmanager
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -114,3 +115,36 @@ def test_a_path_in_the_log_changes_no_terminal(
         assert b" 500 " in connection.recv(100)
     assert r"/v1/cache/hour?\x1b[2J" in caplog.text
     assert "\x1b" not in caplog.text
+
+
+class Broken:
+    """The logprobs of a step whose rank was lost, as they are read."""
+
+    def __getitem__(self, token: int) -> Any:
+        raise RuntimeError("[ring] connection to a peer was lost")
+
+
+@pytest.mark.parametrize(
+    ("path", "body"),
+    [
+        ("/v1/completions", {"prompt": "12345", "max_tokens": 3}),
+        ("/v1/chat/completions", {"messages": [{"role": "user", "content": "1"}], "max_tokens": 3}),
+        ("/v1/messages", {"messages": [{"role": "user", "content": "1"}], "max_tokens": 3}),
+        ("/v1/responses", {"input": "1", "max_output_tokens": 3}),
+        ("/api/generate", {"prompt": "1", "options": {"num_predict": 3}}),
+    ],
+)
+def test_what_mlx_raises_for_a_lost_rank_is_an_answer_in_words(
+    client: Client, monkeypatch: pytest.MonkeyPatch, path: str, body: dict[str, Any]
+) -> None:
+    emit = Reply.emit
+    monkeypatch.setattr(Reply, "emit", lambda reply, token: emit(reply, replace(token, logprobs=Broken())))
+    status, answer = client.send(path, {"model": "m", **body, "stream": False})
+    assert status == 503
+    assert "A rank was lost" in json.dumps(answer)
+    connection = http.client.HTTPConnection("127.0.0.1", client.port, timeout=60)
+    connection.request("POST", path, json.dumps({"model": "m", **body, "stream": True}))
+    streamed = connection.getresponse().read()
+    connection.close()
+    assert b"A rank was lost" in streamed
+    assert b"send the request again" in streamed

@@ -217,6 +217,8 @@ def test_the_next_survey_waits_for_a_multiple_of_what_the_last_one_took(
 
 def test_a_survey_ends_where_models_change(server: Client, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(cache_map, "STEP_SECONDS", -1.0)
+    # A survey of several steps.
+    ask(server, "ann", "/v1/completions", {"prompt": "A prompt. " * 40, "max_tokens": 1})
     generator, maps = server.generator, CacheMaps(server.generator)
     put = generator.requests.put
 

@@ -60,7 +60,10 @@ def chromium() -> Iterator[Any]:
 
 @pytest.fixture
 def visit(chromium: Any) -> Iterator[Callable[..., Any]]:
-    """visit(client): a tab with the page. In the end no tab may have had an error, a violation of the policy or an alert."""
+    """visit(client): a tab with the page. In the end no tab may have had an error, a violation of the policy or an alert.
+
+    A test that starts a server of its own closes the tab before that server ends: a lost connection is an error of the tab.
+    """
     faults: list[str] = []
     contexts = []
 
@@ -257,6 +260,7 @@ def test_each_change_is_shown_within_a_second_while_eight_sequences_decode(
         assert server.send("/admin/load", {"model": other.name})[0] == 200
         clock.pass_a_second(after=server)
         expect(tab.locator("#models .chip-loaded")).to_have_count(2)
+        tab.close()
 
 
 def pin_until_full(server: Client) -> str:
@@ -380,6 +384,7 @@ def test_the_key_is_asked_for_once(model: Path, visit: Callable[..., Any]) -> No
         assert tab.evaluate("localStorage.length + document.cookie.length") == 0
         tab.locator("#forget").click()
         expect(tab.locator("#key")).to_be_visible()
+        tab.close()
 
 
 @pytest.mark.thorough

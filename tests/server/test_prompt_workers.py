@@ -90,8 +90,8 @@ def test_images_that_are_packed_come_back() -> None:
 
 
 def test_a_tokenizer_is_loaded_before_the_first_prompt_asks_for_it(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    loads, load, limits, tokenizers = [], worker._load, Limits(60, 20, 3 << 30), worker.Tokenizers()
-    monkeypatch.setattr(worker, "_load", lambda source: loads.append(source.folder) or load(source))
+    loads, load, limits, tokenizers = [], worker.load_tokenizer_of, Limits(60, 20, 3 << 30), worker.Tokenizers()
+    monkeypatch.setattr(worker, "load_tokenizer_of", lambda source: loads.append(source.folder) or load(source))
     assert unpack(worker._result(tokenizers, limits, job(folder).source)) == PreparedPrompt()
     assert loads == [str(folder)]
     assert len(unpack(worker._result(tokenizers, limits, job(folder))).tokens) == HELLO_TOKENS

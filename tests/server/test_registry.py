@@ -23,6 +23,7 @@ from mlx_blockpool.server.health import Health
 from mlx_blockpool.server.model import LoadedModel
 from mlx_blockpool.server.models.provider import ModelKey
 from mlx_blockpool.server.models.registry import ModelRegistry
+from mlx_blockpool.server.ranked.leader import Solo
 from server.serving import Client, at_once, blockpool_server, stock_server
 
 AGENTS, TURNS, REPLY = 3, 3, 12
@@ -157,9 +158,10 @@ def test_an_idle_model_is_unloaded_and_loaded_again_on_demand(
         usages = []
         for number in range(TURNS):
             usages.append(turn(ours, talk, 0))
-            while counts(ours)["unloads"] <= number:
+            # On a slow machine the model may have been unloaded once more before its turn.
+            while set(states(ours).values()) != {"available"}:
                 threading.Event().wait(0.01)
-            assert set(states(ours).values()) == {"available"}
+            assert counts(ours)["unloads"] > number
             assert ours.send("/v1/cache")[1]["backend"] is None
         assert counts(ours)["swaps"] == 0
     assert talk == expected[0][0]
@@ -175,11 +177,11 @@ def test_models_take_turns_by_the_time_that_their_steps_take() -> None:
             taken.append(name)
             served.spent += seconds
 
-        served = types.SimpleNamespace(live={1: None}, spent=0.0, step=step, is_blocked=False)
+        served = types.SimpleNamespace(live={1: None}, spent=0.0, step=step, is_blocked=False, has_met_limits=False)
         return served
 
     models = [model("short", 1.0), model("long", 3.0)]
-    thread = types.SimpleNamespace(_models=models, _reported=math.inf, health=Health(10))
+    thread = types.SimpleNamespace(_models=models, _reported=math.inf, health=Health(10), turns=Solo())
     for _ in range(40):
         BlockpoolGenerator._step(thread)  # type: ignore[arg-type]
     assert taken.count("short") == 3 * taken.count("long") == 30

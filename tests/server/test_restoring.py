@@ -41,14 +41,14 @@ def test_a_streaming_client_is_told_while_its_prompt_comes_from_disk(tmp_path: P
     monkeypatch.setattr(caches_module, "RESTORE_SECONDS", 0)
     monkeypatch.setattr(caches_module, "REPORT_SECONDS", 0)
     shown = []
-    tell = model_module.LoadedModel._deliver
+    tell = model_module.LoadedModel.deliver
 
     def told(served: Any, event: Any) -> None:
         if isinstance(event, Restoring):
             shown.append(served.prefix.stored.report()["restoring"])
         tell(served, event)
 
-    monkeypatch.setattr(model_module.LoadedModel, "_deliver", told)
+    monkeypatch.setattr(model_module.LoadedModel, "deliver", told)
     with blockpool_server(folder, *stored) as server:
         found, usage = streamed(server)
         server.settle()

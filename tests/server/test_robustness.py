@@ -88,7 +88,7 @@ def test_empty_content_and_empty_prompt(client: Client) -> None:
 
 
 def test_prompt_longer_than_the_pool_is_refused_with_both_figures(client: Client) -> None:
-    capacity = client.generator.model.capacity()
+    capacity = client.capacity()
     status, answer = client.send("/v1/completions", {"prompt": "y" * (capacity + 50), "max_tokens": 5})
     assert status == 400
     assert str(capacity + 51) in answer["error"]["message"]
@@ -98,7 +98,7 @@ def test_prompt_longer_than_the_pool_is_refused_with_both_figures(client: Client
 def test_max_tokens_beyond_the_pool_is_served_as_far_as_it_goes(client: Client) -> None:
     answer = complete(client, "z" * 1700, 100_000)
     assert answer["choices"][0]["finish_reason"] in ("length", "stop")
-    assert answer["usage"]["total_tokens"] <= client.generator.model.capacity()
+    assert answer["usage"]["total_tokens"] <= client.capacity()
 
 
 def test_more_work_than_fits_waits(client: Client) -> None:

@@ -87,6 +87,37 @@ def test_steps_are_told_apart_by_what_the_engine_has_counted() -> None:
     assert tally.drifts["ragged"].ratio == tally.drifts["shared"].ratio == 1.0
 
 
+def test_the_jumps_of_all_engines_are_counted() -> None:
+    tally, counts = Tally(), {"chunks": 0, "decode_steps": 0, "tokens": 0}
+    for jumps in (2, 5, 0, 1):
+        tally.stepped({**counts, "jumps": jumps}, 0.1)
+    assert tally.jumps == 6
+
+
+def test_the_drafts_of_all_engines_are_counted_by_source() -> None:
+    tally, counts = Tally(), {"chunks": 0, "decode_steps": 0, "tokens": 0}
+    tally.stepped({**counts, "verifications": 1, "drafted context": 4, "accepted context": 3}, 0.1)
+    tally.stepped({**counts, "verifications": 2, "drafted context": 4, "accepted context": 3, "drafted prefix": 8}, 0.1)
+    assert (tally.verifications, tally.drafted, tally.accepted) == (2, {"context": 4, "prefix": 8}, {"context": 3})
+    # A new engine, whose first verification is seen with its first step or later.
+    tally.stepped({**counts, "verifications": 1, "drafted context": 5, "accepted context": 1}, 0.1)
+    tally.stepped(counts, 0.1)
+    tally.stepped({**counts, "verifications": 1, "drafted context": 7, "accepted context": 7}, 0.1)
+    assert (tally.verifications, tally.drafted, tally.accepted) == (4, {"context": 16, "prefix": 8}, {"context": 11})
+
+
+@pytest.mark.parametrize("more", [{"jumps": 3}, {"verifications": 1}])
+def test_a_step_of_several_tokens_is_no_measure_of_drift(more: dict[str, int]) -> None:
+    tally = Tally()
+    # More than are averaged lately.
+    for step in range(1, 2 * LATELY):
+        tally.paths = {"ragged": step}
+        tally.stepped({"chunks": 0, "decode_steps": step, "tokens": 8 * step, "jumps": 0}, 0.5)
+    tally.paths = {"ragged": 2 * LATELY}
+    tally.stepped({"chunks": 0, "decode_steps": 2 * LATELY, "tokens": 16 * LATELY + 92, **more}, 20.0)
+    assert (tally.drifts["ragged"].ratio, tally.steps["decode"].sum) == (1.0, LATELY - 0.5 + 20.0)
+
+
 def test_drift_shows_steps_that_take_longer_than_they_did() -> None:
     drift = Drift()
     assert drift.ratio == 1.0

@@ -11,9 +11,10 @@ from mlx_lm.utils import load_tokenizer
 
 from mlx_blockpool.demo import model_path
 from mlx_blockpool.server.prompts import conversion
-from mlx_blockpool.server.prompts.conversion import byte_letters, convert
+from mlx_blockpool.server.prompts.conversion import convert
 from mlx_blockpool.server.prompts.job import TokenizerJob, TokenizerSource, unpack
 from mlx_blockpool.server.prompts.renderer import PromptRenderer
+from mlx_blockpool.token_bytes import byte_letters
 from server.serving import Client
 
 CHAT: list[dict[str, Any]] = [

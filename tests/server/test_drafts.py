@@ -1,0 +1,134 @@
+"""Drafts through the server: replies are the same, what they bring is shown, and a model is measured at its first load."""
+
+from __future__ import annotations
+
+import argparse
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+from models import save_endless
+
+from mlx_blockpool.drafts.curve import CostCurve
+from mlx_blockpool.engine import measuring
+from mlx_blockpool.kv.path_costs import PathCosts
+from mlx_blockpool.server.options import server_config
+from mlx_blockpool.store.measurements import Measurements
+from server.serving import Client, at_once, blockpool_server, parse
+
+# Sixteen rows cost little more than one.
+FLAT = CostCurve.of({1: 0.010, 2: 0.011, 20: 0.012}, {1: 0.010, 2: 0.011})
+# Of decode paths.
+COSTS = PathCosts(1e-4, 1e-6, (1e-4, 1e-4, 0.0, 1e-6, 1e-6, 0.0))
+QUESTION = [{"role": "user", "content": "Once more. " * 12}]
+
+
+@pytest.fixture(scope="module")
+def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return save_endless(tmp_path_factory.mktemp("endless"))
+
+
+@pytest.fixture
+def measured(monkeypatch: pytest.MonkeyPatch) -> list[Any]:
+    """The pools that are measured, each with the same result."""
+    found: list[Any] = []
+
+    def measure(model: Any, arena: Any) -> CostCurve:
+        found.append(arena)
+        return FLAT
+
+    monkeypatch.setattr(measuring, "measure_curve", measure)
+    monkeypatch.setattr(measuring, "measure_paths", lambda *_: {0: COSTS})
+    return found
+
+
+def report(client: Client) -> dict[str, Any]:
+    found: dict[str, Any] = client.send("/v1/cache")[1]["drafts"]
+    return found
+
+
+def replies(client: Client) -> list[str]:
+    """Greedy and seeded replies to one question, twice: the second time it is known what has followed the question."""
+    options: list[dict[str, Any]] = [{"user": "ann"}, {"temperature": 0.7, "seed": 5}, {"logprobs": True}]
+    jobs = [lambda own=own: client.chat(QUESTION, max_tokens=120, **own) for own in options]
+    found = [answer["choices"][0]["message"]["content"] for answer in [*at_once(jobs), *at_once(jobs)]]
+    client.settle()
+    return found
+
+
+def test_replies_with_drafts_are_those_without_and_the_figures_say_what_was_drafted(model: Path) -> None:
+    with blockpool_server(model, "--pool-bytes", "20MB") as client:
+        expected = replies(client)
+        assert report(client) == {
+            "mode": "off",
+            "off": "drafts are off",
+            "verifies": "rows",
+            "curve": None,
+            "verifications": 0,
+            "drafted": 0,
+            "accepted": 0,
+            "sources": {},
+        }
+    with blockpool_server(model, "--pool-bytes", "20MB", "--drafts", "6") as client:
+        assert replies(client) == expected
+        found = report(client)
+        assert (found["mode"], found["off"], found["curve"]) == (6, None, None)
+        sources = found["sources"]
+        assert 0 < found["accepted"] == sum(source["accepted"] for source in sources.values())
+        assert found["accepted"] <= found["drafted"] == sum(source["drafted"] for source in sources.values())
+        assert 0 < found["verifications"] <= found["drafted"]
+        tally = client.generator.model.events.tally
+        assert tally.drafted == {name: source["drafted"] for name, source in sources.items()}
+        assert tally.accepted == {name: source["accepted"] for name, source in sources.items()}
+        assert tally.verifications == found["verifications"]
+
+
+def test_a_model_is_measured_at_its_first_load_and_drafts_as_that_says(model: Path, tmp_path: Path, measured: list[Any]) -> None:
+    options = ("--pool-bytes", "20MB", "--drafts", "auto", "--measure", "auto", "--store-dir", str(tmp_path))
+    for _ in range(2):
+        with blockpool_server(model, *options) as client:
+            replies(client)
+            found = report(client)
+            assert (found["mode"], found["off"], found["curve"]) == ("auto", None, FLAT.to_json())
+            assert found["accepted"] > 0
+            assert client.send("/v1/cache")[1]["decode_costs"] == json.loads(json.dumps({"0": COSTS.to_json()}))
+        assert len(measured) == 1
+    (remembered,) = Measurements(tmp_path).load()
+    assert remembered.model == model.name
+
+
+def test_nothing_is_drafted_by_a_curve_that_was_not_measured(model: Path, measured: list[Any]) -> None:
+    with blockpool_server(model, "--pool-bytes", "20MB", "--drafts", "auto") as client:
+        replies(client)
+        found = report(client)
+        assert (found["off"], found["drafted"]) == ("it was not measured what forwards cost", 0)
+    assert measured == []
+
+
+def test_nothing_is_measured_for_drafts_that_are_off_and_without_a_store_each_server_measures_once(
+    model: Path, tmp_path: Path, measured: list[Any]
+) -> None:
+    with blockpool_server(model, "--pool-bytes", "20MB", "--measure", "auto", "--store-dir", str(tmp_path)) as client:
+        client.capacity()
+    assert measured == []
+    assert [list(found.figures) for found in Measurements(tmp_path).load()] == [["paths"]]
+    for count in (1, 2):
+        with blockpool_server(model, "--pool-bytes", "20MB", "--drafts", "3", "--measure", "auto") as client:
+            client.chat(QUESTION, max_tokens=1)
+            assert client.send("/admin/unload", {"model": str(model)})[0] == 200
+            client.chat(QUESTION, max_tokens=1)
+            assert client.generator.registry.counts["loads"] == 2
+        assert len(measured) == count
+
+
+@pytest.mark.parametrize(("text", "drafts"), [("auto", "auto"), ("off", "off"), ("1", 1), ("16", 16)])
+def test_the_option_is_auto_off_or_a_number(text: str, drafts: Any) -> None:
+    assert server_config(parse(["--drafts", text])).engine.drafts == drafts
+
+
+@pytest.mark.parametrize("text", ["0", "17", "-1", "on", "", "1.5"])
+def test_another_word_or_number_is_refused(text: str, capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises((SystemExit, argparse.ArgumentTypeError)):
+        parse(["--drafts", text])
+    assert "neither auto nor off nor a number from 1 to 16" in capsys.readouterr().err
