@@ -33,6 +33,8 @@ PER_AGENT = 3
 SYSTEM = "you are one of several agents, and all of them begin with this text, which says nothing of any of them. " * 6
 LONGEST = 4000
 HANG_UP = 0.15
+# Seconds.
+PATIENCE = 120
 
 
 class Failed(Exception):  # noqa: N818
@@ -42,10 +44,11 @@ class Failed(Exception):  # noqa: N818
 class Run:
     """What the agents share."""
 
-    def __init__(self, server: Server, protocols: list[Protocol], until: float) -> None:
+    def __init__(self, server: Server, protocols: list[Protocol], until: float, kills: int = 0, samples: int = 0) -> None:
         self.server = server
         self.protocols = protocols
         self.until = until
+        self.kills, self.samples = kills, samples
         self.counts: Counter[str] = Counter()
         self.failures: Counter[str] = Counter()
         self.told: list[str] = []
@@ -55,7 +58,13 @@ class Run:
         self._changing = threading.Lock()
 
     def goes_on(self) -> bool:
-        return time.monotonic() < self.until and not self.failures
+        """Until the time is over, on a busy machine until there is something to compare, and never beyond PATIENCE."""
+        now = time.monotonic()
+        return not self.failures and (now < self.until or (now < self.until + PATIENCE and not self._is_enough()))
+
+    def _is_enough(self) -> bool:
+        is_read = self.tokens["cached_after_kill"] > 0 or not self.kills
+        return is_read and self.tokens["own_letters"] > 0 and self.counts["requests"] >= self.samples
 
     def count(self, counter: Counter[str], **figures: int) -> None:
         with self._changing:
@@ -158,7 +167,7 @@ def drive(args: argparse.Namespace, model: Path, folder: Path) -> tuple[dict[str
     with Server(model, folder, args.pool_bytes) as server:
         spoken = [protocol for protocol in PROTOCOLS if server.speaks(protocol.path)]
         begin = time.monotonic()
-        run = Run(server, spoken, begin + args.seconds)
+        run = Run(server, spoken, begin + args.seconds, args.kills, args.samples)
         # All kills are in the first half, so that the last life is long enough to see memory grow.
         kills = [begin + args.seconds * (n + 1) / (2 * args.kills + 2) for n in range(args.kills)]
         with ThreadPoolExecutor(args.agents + 1) as pool:

@@ -86,7 +86,7 @@ def replay(requests: Iterator[Recorded], caches: PooledCaches) -> Replay:
     found = Replay()
     for uid, request in enumerate(requests):
         prompt = request.prompt.tolist()
-        sequence = Sequence(uid, Request(prompt, len(request.output), breakpoints=breakpoints_of(request)))
+        sequence = Sequence(uid, Request(prompt, len(request.output), breakpoints=breakpoints_of(request)), 0.0)
         if len(prompt) + len(request.output) > (caches.capacity() or 0):
             found.refused += 1
             continue
@@ -120,7 +120,7 @@ def run(sequence: Sequence, output: list[int], caches: PooledCaches) -> None:
             continue
         compute(sequence, end, caches)
         if end in sequence.breakpoints:
-            caches.insert(sequence, sequence.breakpoints[end])
+            caches.insert(sequence, sequence.breakpoints[end], end)
     sequence.tokens += output
     while sequence.in_prefill:
         try:

@@ -20,6 +20,7 @@ from mlx_lm.models.cache import make_prompt_cache as stock_prompt_cache
 
 from mlx_blockpool.kv.attach import bind
 from mlx_blockpool.kv.factory import make_prompt_cache, open_pool
+from mlx_blockpool.kv.path_measuring import measure_paths
 from mlx_blockpool.spec import BLOCK_TOKENS
 
 SEQUENCES, OWN, HEADS, KV_HEADS, DIM = 8, 128, 8, 4, 64
@@ -38,6 +39,7 @@ class System:
         self.pool = open_pool(self.model, 4 * blocks * size, attach=False) if pooled else None
         if self.pool is not None:
             self.pool.ragged = bind(self.model) > 0
+            self.pool.decode.costs = measure_paths(self.model, self.pool)
         self.batch = [type(layer[0]).merge(list(layer)) for layer in zip(*self._sequences(), strict=True)]
 
     def _sequences(self) -> list[list[Any]]:

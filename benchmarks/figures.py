@@ -101,6 +101,10 @@ ROWS = (
         ("attention, float32", "attention, float16"), "{auto_ms:.0f} ms", "{stock_ms:.0f} ms", RATIO, first=True,
     ),
     Row(
+        "the decode path that is chosen, against the fastest of three, for 30 kinds of batches: worst / median (processor time)",
+        "paths", ("30 kinds of batches",), ratio="{worst_share:.3f} / {median_share:.3f}",
+    ),
+    Row(
         "keys and values in 8 bits, beside mlx-lm's quantised caches: decode of one sequence at 4k, float32 / bfloat16 "
         "(processor time)", "quantised", ("decode at 4096, float32", "decode at 4096, bfloat16"),
         "{ours_cpu_ms:.1f} ms", "{stock_cpu_ms:.1f} ms", "{ratio_stock_cpu:.2f}x",
@@ -130,6 +134,19 @@ ROWS = (
     Row(
         "a decode step of 8 streams while the page, Prometheus and a reader of events watch, against unwatched", "watching",
         ("events, metrics and the page",), "{step_watched_ms:.1f} ms", "{step_unwatched_ms:.1f} ms", "{step_ratio:.2f}x",
+    ),
+    Row(
+        "masks of forms at 128k tokens, 1 / 8 rows, against the logprobs of the same step (processor time)", "forms",
+        ("the mask of 1 row", "the mask of 8 rows"), "{mask_us:.0f} us", ratio="{share_of_logprobs:.2f} of {logprobs_us:.0f} us",
+    ),
+    Row(
+        "a decode step of 8 at 128k tokens, all in a form, against none in one (processor time)", "forms",
+        ("steps of eight, of which none, one and all have a form",), "{eight_ms:.0f} ms", "{none_ms:.0f} ms",
+        "{ratio_eight:.2f}x",
+    ),
+    Row(
+        "steps of a tool call with long names, against its tokens", "forms", ("a call of qwen3_coder with long names",),
+        "{steps} for {tokens}",
     ),
     Row(
         "5 agents of 2k to 8k tokens: room wasted by blocks, by padding", "engine", ("5 agents of 2000 to 8000 tokens",),
@@ -171,6 +188,14 @@ REPLAYED = (
 )
 REFUSED = "At 25 % {full} prompts are longer than the pool and are rejected, {hybrid} for `hybrid`."
 
+# The columns of the table of routers.
+ROUTED = (
+    ("reused", "{reused:.3f}"),
+    ("tokens computed", "{computed_tokens:,}"),
+    ("first token, mean", "{ttft_mean_s:.0f} s"),
+    ("95th percentile", "{ttft_p95_s:.0f} s"),
+    ("busiest machine", "{busiest:.2f}"),
+)
 ANSWERS = (
     "`bench_answers` compares two small models with themselves: the demo model's answers to {questions} questions that it was not"
     " trained on, and the calls of one that has to copy random numbers from earlier results, in {sessions} sessions of {turns}"
@@ -240,12 +265,17 @@ class Figures:
         ]
         return _wrapped(ANSWERS.format(**{**asked, **called})) + "\n\n" + _table(head, rows)
 
+    def routers(self) -> str:
+        lines = [line for (bench, _), (_, line) in self._lines.items() if bench == "routers"]
+        return _table(["machines", "router", *(head for head, _ in ROUTED)], [_routed(line) for line in lines])
+
     def written(self, text: str, first: bool = False) -> str:
         """A README with the parts between its marks made anew."""
         parts = {
             "figures": lambda: self.table(first),
             "agents": self.agents,
             "sessions": self.sessions,
+            "routers": self.routers,
             "answers": self.answers,
         }
         for name, part in parts.items():
@@ -266,6 +296,11 @@ def write(machines: dict[str, list[Line]]) -> None:
 def _with_quotients(line: Line) -> dict[str, Any]:
     pairs = [(name[5:], line.get("stock_" + name[5:]), ours) for name, ours in line.items() if name.startswith("ours_")]
     return {**line, **{f"times_{name}": stock / ours for name, stock, ours in pairs if isinstance(stock, (int, float)) and ours}}
+
+
+def _routed(line: Line) -> list[str]:
+    number, _, router = line["case"].partition(" machines, ")
+    return [number, "" if number == "1" else router, *(cell.format(**line) for _, cell in ROUTED)]
 
 
 def _table(head: list[str], rows: Iterable[list[str]]) -> str:
