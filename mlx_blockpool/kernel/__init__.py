@@ -1,0 +1,1 @@
+"""One kernel for the attention of a step, on Metal and CUDA. Knows arrays and numbers, no sequences and no slabs."""
