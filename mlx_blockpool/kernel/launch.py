@@ -53,8 +53,8 @@ class RaggedKernel:
     ) -> mx.array:
         """softmax(scale * q k^T) v for queries [rows, heads, key_dim]; [rows, heads, value_dim] in their type.
 
-        sources: keys and values, where the plan's sources say how they lie: whole slabs [1, kv_heads, tokens, dim], which are read
-        in place, or a few rows [rows, kv_heads, 1, dim]. sinks: [heads].
+        sources: keys and values, which lie as the plan's sources say: whole slabs [1, kv_heads, tokens, dim], which are read in
+        place, or a few rows [rows, kv_heads, 1, dim]. sinks: [heads].
         """
         assert len(sources) == len(plan.sources), (
             f"{len(sources)} != {len(plan.sources)}: sources of the layer, sources of the plan"

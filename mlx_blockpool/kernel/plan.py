@@ -117,7 +117,8 @@ class Plan:
 def plan_of(pieces: Sequence[Piece], sources: Sequence[Source], rows: int, group: int, kv_heads: int, fill: int) -> Plan:
     """The plan of a step of `rows` rows whose attention is that to all pieces together.
 
-    fill: threadgroups that keep the device busy. Pieces are cut only where fewer would be at work, or one much longer than others.
+    fill: threadgroups that keep the device busy. Pieces are cut only where fewer would be at work, or where one is much longer
+    than the others.
     """
     queries = _best_queries(pieces, group)
     spans = [len(_spans(len(piece.rows) * group, queries)) for piece in pieces]
