@@ -17,7 +17,7 @@ _UNITS = {"": 1, "B": 1} | {
 # A max_tokens that never limits a reply: it may have as many tokens as fit.
 WHAT_FITS = 1 << 40
 
-DECODE_PATHS = ("auto", "ragged", "shared", "padded")
+DECODE_PATHS = ("auto", "ragged", "shared", "padded", "kernel")
 
 KV_BITS = (8, 4)
 GROUP_SIZES = (32, 64, 128)

@@ -88,7 +88,9 @@ def paths_of(model: Any, arena: KVArena, measurements: Measurements, name: str |
         found = measurements.figures(on).get(PATHS)
         if not isinstance(found, dict):
             raise ValueError("not measured")
-        return {int(group): PathCosts.from_json(costs) for group, costs in found.items()}
+        remembered = {int(group): PathCosts.from_json(costs) for group, costs in found.items()}
+        if all(group in remembered and remembered[group].kernel for group in arena.decode.trusted):
+            return remembered
     except ValueError:
         log.debug("the decode paths of %s are measured", arena.spec.model_id)
     costs = measure_paths(model, arena)

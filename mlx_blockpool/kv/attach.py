@@ -23,6 +23,7 @@ from ..spec import ChunkLayer, ModelCacheSpec, StateLayer
 from .alone import Unsettled, takes_back
 from .arena import KVArena
 from .factory import make_prompt_cache
+from .kernel_trial import try_kernel
 from .parts import batch_of, begin_rows, commit_rows
 from .rounded import rounded
 from .rows import Quantised, Rows
@@ -103,9 +104,9 @@ def detach(model: Any) -> None:
 def attach(model: Any, arena: KVArena, ranks: Ranks = ALONE) -> bool:
     """Attach, and keep it if a ragged batch of random tokens gives the logits of single sequences, on all ranks.
 
-    Sets arena.ragged, and arena.verifies where several tokens of each sequence in one forward do so too. A model that does not
-    pass is as it was before, and batches through mlx-lm's padded caches, unless the pool is quantised: nothing else reads its
-    blocks. Raises PoolExhaustedError where the pool has no room for two short sequences.
+    Sets arena.ragged, arena.verifies where several tokens of each sequence in one forward do so too, and the layer groups whose
+    kernel is trusted. A model that does not pass is as it was before, and batches through mlx-lm's padded caches, unless the pool
+    is quantised: nothing else reads its blocks. Raises PoolExhaustedError where the pool has no room for two short sequences.
     """
     spec = arena.spec
     agrees = False
@@ -125,6 +126,8 @@ def attach(model: Any, arena: KVArena, ranks: Ranks = ALONE) -> bool:
             arena.verifies = "rows"
         elif agrees:
             verify_alone_if_near(model, arena, ranks)
+        arena.ragged = agrees
+        try_kernel(model, arena, ranks)
     finally:
         arena.ragged = agrees
         arena.decode.path_counts.clear()

@@ -117,7 +117,7 @@ class PooledBatchCache(BaseCache):  # type: ignore[misc]
         """Attention of queries [members, heads, n, dim], each member to its own keys and values."""
         if self._rows is not None and self._new is not None:
             first = self.members[0]
-            first.sequence.arena.decode.path_counts["rows"] += 1
+            first.sequence.arena.decode.path_counts[self._rows.path] += 1
             return self._rows.attend(first.place.index, queries, self._new, scale, sinks)
         if self._step is None:
             return self._attend_prompts(queries, values, scale, sinks)

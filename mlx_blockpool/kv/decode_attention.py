@@ -12,6 +12,7 @@ import mlx.core as mx
 
 from .arena import KVArena
 from .decode_policy import Share, device, divide
+from .kernel_attention import KernelAttention
 from .layer_caches import PooledLayer
 from .path_costs import PathCosts, Shape
 from .readings import MOST_STREAMS, Pieces, Reading, Readings, clusters_of, pieces_of, tokens_of
@@ -61,11 +62,16 @@ class Step:
         clusters = clusters_of(members, self.sizes) if arena.decode.may_share(group) else []
         self.path = arena.decode.choose(group, self.sizes, clusters)
         pieces = [m.sequence.slab_runs(group, size) for m, size in zip(members, self.sizes, strict=True)]
+        self._kernel: KernelAttention | None = None
         if self.path == "padded":
             self._pieces = pieces
             self._mask = _padding_mask(self.sizes)
             return
-        together = pieces_of(pieces, clusters if self.path == "shared" else [])
+        together = pieces_of(pieces, clusters if self.path in ("shared", "kernel") else [])
+        if self.path == "kernel":
+            assert arena.decode.launch is not None, "the kernel of a device without one is trusted"
+            self._kernel = KernelAttention(arena.spec, self.layer, arena.decode.launch, together, [1] * len(members))
+            return
         costs = arena.decode.costs_of(group, self.layer.kv_heads)
         loads = self._divide(together, costs, min(arena.decode.streams, MOST_STREAMS))
         self._readings = Readings(loads, together, self.layer.kv_heads, [1] * len(members))
@@ -87,6 +93,8 @@ class Step:
         if self.path == "padded":
             keys, values = _gather(self._pieces, self.sizes, index)
             return mx.fast.scaled_dot_product_attention(queries, keys, values, scale=scale, mask=self._mask, sinks=sinks)
+        if self._kernel is not None:
+            return self._kernel.attend(index, queries, scale, sinks)
         batch, heads, _, _ = queries.shape
         grouped = group_queries(queries, self.layer.kv_heads, scale)
         sinks = None if sinks is None else sinks.reshape(self.layer.kv_heads, -1)

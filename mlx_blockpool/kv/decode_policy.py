@@ -2,6 +2,7 @@
 
 ragged: each member reads its own runs. shared: members whose tables begin with the same blocks read those once, together.
 padded: keys and values of all members are gathered into one padded array.
+kernel: one kernel reads the runs of all members where they lie, and those that members share once.
 """
 
 from __future__ import annotations
@@ -15,8 +16,9 @@ from itertools import pairwise, takewhile
 
 import mlx.core as mx
 
+from ..kernel.launch import Launcher, device_launcher
 from ..spec import BLOCK_TOKENS
-from .path_costs import PathCosts, Shape
+from .path_costs import KernelWork, PathCosts, Shape
 
 
 @dataclass(frozen=True)
@@ -75,6 +77,9 @@ class DecodePolicy:
     streams:      how many streams the attention of a batch is divided between; more than one on a CPU with several cores.
     synchronous:  whether a step must have ended before the next one writes, or mlx would copy slabs.
     path_counts:  each attend of a batch, per layer and step, under the path that it took.
+    launch:       what runs kernels on this device; None: nothing does.
+    trusted:      the layer groups whose kernel was tried here, and was right.
+    no_kernel:    why other groups do without it, in words.
     """
 
     path: str
@@ -82,20 +87,32 @@ class DecodePolicy:
     streams: int = field(default_factory=default_streams)
     synchronous: bool = False
     path_counts: Counter[str] = field(default_factory=Counter)
+    launch: Launcher | None = field(default_factory=lambda: device_launcher())
+    trusted: frozenset[int] = frozenset()
+    no_kernel: dict[int, str] = field(default_factory=dict)
 
-    def choose(self, group: int, sizes: Sequence[int], clusters: Sequence[Cluster]) -> str:
+    def choose(self, group: int, sizes: Sequence[int], clusters: Sequence[Cluster], counts: Sequence[int] | None = None) -> str:
         """The path of a step of a layer group, by the same answer every time; `sizes` are the tokens that each member reads.
 
-        What was not measured takes the ragged path, whose kernels are those of a single sequence.
+        counts: rows of each member; None: its next token. What was not measured takes the ragged path, whose kernels are those of
+        a single sequence.
         """
-        if self.path == "shared" and not clusters:
+        if (self.path == "shared" and not clusters) or (self.path == "kernel" and group not in self.trusted):
             return "ragged"
         if self.path != "auto":
             return self.path
         costs = self.costs.get(group)
-        return "ragged" if costs is None or len(sizes) == 1 else cheapest(costs, sizes, clusters)
+        if costs is None:
+            return "ragged"
+        found = costs_of_paths(costs, sizes, clusters, counts)
+        if group not in self.trusted:
+            del found["kernel"]
+        return min(found, key=lambda path: found[path])
 
     def may_share(self, group: int) -> bool:
+        """Whether members that begin with the same blocks may read those once."""
+        if self.path == "kernel":
+            return group in self.trusted
         return self.path == "shared" or (self.path == "auto" and group in self.costs)
 
     def costs_of(self, group: int, kv_heads: int) -> PathCosts:
@@ -103,14 +120,26 @@ class DecodePolicy:
         return self.costs.get(group) or nominal(kv_heads)
 
 
-def cheapest(costs: PathCosts, sizes: Sequence[int], clusters: Sequence[Cluster]) -> str:
-    """The path with the least costs; ragged where others are hardly any cheaper."""
-    found = {"ragged": (1 - NEAR) * costs.of_ragged(sizes), "padded": costs.of_padded(sizes)}
+def costs_of_paths(
+    costs: PathCosts, sizes: Sequence[int], clusters: Sequence[Cluster], counts: Sequence[int] | None = None
+) -> dict[str, float]:
+    """What a step costs on each path that it can take. Of ragged a little is taken off: others have to be clearly cheaper.
+
+    Several rows of a member are not gathered, and each of them takes as long for a token as a member of its own.
+    """
+    rows = counts or [1] * len(sizes)
+    by_rows = sum(count * size for count, size in zip(rows, sizes, strict=True))
+    more = costs.token * (by_rows - sum(sizes))
+    found = {"ragged": (1 - NEAR) * (costs.of_ragged(sizes) + more)}
+    saved = sum(c.saved for c in clusters) * BLOCK_TOKENS
+    found["kernel"] = costs.of_kernel(KernelWork(sum(rows), sum(sizes) - saved, by_rows))
+    if counts is None and len(sizes) > 1:
+        found["padded"] = costs.of_padded(sizes)
     if clusters:
         clustered = {i for c in clusters for i in c.members}
         alone = [size for i, size in enumerate(sizes) if i not in clustered]
-        found["shared"] = costs.of_ragged(alone) + sum(costs.of_cluster(_shape(c, sizes)) for c in clusters)
-    return min(found, key=lambda path: found[path])
+        found["shared"] = costs.of_ragged(alone) + more + sum(costs.of_cluster(_shape(c, sizes)) for c in clusters)
+    return found
 
 
 def _shape(cluster: Cluster, sizes: Sequence[int]) -> Shape:

@@ -13,8 +13,8 @@ from typing import Any, NamedTuple
 # Rounds of descent; six unknowns need fewer.
 DESCENTS = 2000
 
-# How many amounts the shared and the padded path have.
-SHARED, PADDED = 6, 3
+# How many amounts each path has.
+SHARED, PADDED, KERNEL = 6, 3, 4
 
 
 class Shape(NamedTuple):
@@ -26,6 +26,14 @@ class Shape(NamedTuple):
     @property
     def sizes(self) -> tuple[int, ...]:
         return tuple(self.shared + own for own in self.own)
+
+
+class KernelWork(NamedTuple):
+    """What the kernel has to do: rows that attend, tokens that are read once for all of them, and the tokens of each row."""
+
+    rows: int
+    tokens: int
+    by_rows: int
 
 
 class Reading(NamedTuple):
@@ -43,22 +51,29 @@ class PathCosts:
     read:    of a member that reads alone, beside its tokens.
     token:   of each token that it reads.
     shared:  of members that read together, by shared_amounts().
-    padded:  of a step that gathers, by padded_amounts(); nothing: not measured.
+    padded:  of a step that gathers, by padded_amounts().
+    kernel:  of a step of the kernel, by kernel_amounts().
+
+    Nothing of a path: not measured.
     """
 
     read: float
     token: float
     shared: tuple[float, ...]
     padded: tuple[float, ...] = ()
+    kernel: tuple[float, ...] = ()
 
     def of_ragged(self, sizes: Sequence[int]) -> float:
         return self.read * len(sizes) + self.token * sum(sizes)
 
     def of_cluster(self, shape: Shape) -> float:
-        return _product(self.shared, shared_amounts(shape))
+        return _product(self.shared, shared_amounts(shape)) if self.shared else math.inf
 
     def of_padded(self, sizes: Sequence[int]) -> float:
         return _product(self.padded, padded_amounts(sizes)) if self.padded else math.inf
+
+    def of_kernel(self, work: KernelWork) -> float:
+        return _product(self.kernel, kernel_amounts(work)) if self.kernel else math.inf
 
     def to_json(self) -> dict[str, Any]:
         return asdict(self)
@@ -67,12 +82,13 @@ class PathCosts:
     def from_json(cls, found: Any) -> PathCosts:
         """Raises ValueError for anything that to_json() did not make."""
         try:
-            shared, padded = (tuple(map(float, found[name])) for name in ("shared", "padded"))
-            costs = cls(float(found["read"]), float(found["token"]), shared, padded)
+            shared, padded, kernel = (tuple(map(float, found[name])) for name in ("shared", "padded", "kernel"))
+            costs = cls(float(found["read"]), float(found["token"]), shared, padded, kernel)
         except (KeyError, TypeError, ValueError, OverflowError) as error:
             raise ValueError(f"These are no costs of decode paths: {error!r}.") from error
-        are_seconds = all(0 <= seconds < math.inf for seconds in (costs.read, costs.token, *shared, *padded))
-        if not are_seconds or len(shared) != SHARED or len(padded) not in (0, PADDED):
+        are_seconds = all(0 <= seconds < math.inf for seconds in (costs.read, costs.token, *shared, *padded, *kernel))
+        counts = zip((shared, padded, kernel), (SHARED, PADDED, KERNEL), strict=True)
+        if not are_seconds or any(len(amounts) not in (0, count) for amounts, count in counts):
             raise ValueError(f"These are no costs of decode paths: {found!r}.")
         return costs
 
@@ -89,6 +105,16 @@ def padded_amounts(sizes: Sequence[int]) -> tuple[float, ...]:
     return 1, len(sizes), len(sizes) * max(sizes)
 
 
+def kernel_amounts(work: KernelWork) -> tuple[float, ...]:
+    """The step, its rows, tokens that are read, and what all rows compute with."""
+    return 1, *work
+
+
+def kernel_work(shape: Shape) -> KernelWork:
+    """What a step of a shape is for the kernel."""
+    return KernelWork(len(shape.own), shape.shared + sum(shape.own), sum(shape.sizes))
+
+
 def fitted(readings: Sequence[Reading]) -> PathCosts:
     """The costs that come closest to readings, each of them off by so many percent.
 
@@ -103,7 +129,12 @@ def fitted(readings: Sequence[Reading]) -> PathCosts:
         seconds = [r.ratios[path] * alone.of_ragged(r.shape.sizes) for r in taken]
         return tuple(least_squares([amounts(r.shape) for r in taken], seconds)) if taken else ()
 
-    return replace(alone, shared=of("shared", shared_amounts), padded=of("padded", lambda shape: padded_amounts(shape.sizes)))
+    return replace(
+        alone,
+        shared=of("shared", shared_amounts),
+        padded=of("padded", lambda shape: padded_amounts(shape.sizes)),
+        kernel=of("kernel", lambda shape: kernel_amounts(kernel_work(shape))),
+    )
 
 
 def least_squares(rows: Sequence[Sequence[float]], values: Sequence[float]) -> list[float]:

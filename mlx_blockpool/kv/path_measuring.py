@@ -8,8 +8,6 @@ from __future__ import annotations
 
 import copy
 import time
-from dataclasses import dataclass
-from functools import partial
 from statistics import median
 from typing import Any
 
@@ -17,14 +15,13 @@ import mlx.core as mx
 
 from ..config import PoolConfig
 from ..errors import PoolExhaustedError
-from ..spec import FullLayer, ModelCacheSpec, blocks_for
+from ..spec import FullLayer, ModelCacheSpec, WindowLayer, blocks_for
 from .arena import KVArena
-from .batch_cache import PooledBatchCache
+from .asked import Asked, asked_of
 from .decode_policy import device
-from .factory import make_prompt_cache, pooled_caches
-from .parts import batch_of, leaves_of
+from .factory import pooled_caches
+from .parts import batch_of
 from .path_costs import PathCosts, Reading, Shape, fitted
-from .shards import apart
 
 # Shared prefixes and members' own tokens, from where operations count to where tokens do.
 SHAPES = (
@@ -44,6 +41,10 @@ SHAPES = (
     Shape(4096, (64,) * 2),
     Shape(3072, (256,) * 8),
 )
+# Of the kernel, which also pays for a request alone: contexts of one member, and more of several lengths.
+KERNEL_SHAPES = (Shape(0, (300,)), Shape(0, (4000,)), Shape(0, (300, 1000, 2500, 4000)), Shape(0, (2000,) * 8))
+# Windows share nothing: members, and tokens of each where the window has so many.
+WINDOWS = tuple((members, tokens) for members in (1, 2, 8) for tokens in (16, 128, 512, 4096))
 # Longer contexts are not gathered here: it takes longest where nobody would.
 GATHERED_TOKENS = 600
 # Layers of short contexts, one after the other, as the first of them works out what the others share.
@@ -55,64 +56,51 @@ SHORTEST = 1e-3
 MOST_STEPS = 8
 
 
-@dataclass(frozen=True)
-class Asked:
-    """What the attention of a layer is asked with: queries [1, heads, 1, dim], their scale, and sinks [heads]."""
-
-    queries: mx.array
-    scale: float
-    sinks: mx.array | None
-
-
 def measure_paths(model: Any, arena: KVArena, seconds: float = 0.5) -> dict[int, PathCosts]:
-    """The costs of each full layer group of an attached model, for arena.decode.costs.
+    """The costs of each full layer group of an attached model, and of windows that have a kernel, for arena.decode.costs.
 
-    Takes about `seconds`, and up to three times as long where one reading of each shape takes that; a model for which that is
-    too short is not measured. Neither are windows, which share nothing, models whose batches are not ragged, and pools without
-    room for a sequence.
+    Takes about `seconds`, twice that where there are kernels, and up to three times as long where one reading of each shape takes
+    that; a model for which that is too short is not measured. Neither are models whose batches are not ragged, and pools without
+    room for a sequence. Other windows have one path only, as they share nothing.
     """
     if not arena.ragged:
         return {}
     try:
-        every = _asked(model, arena)
+        every = asked_of(model, arena)
     except PoolExhaustedError:
         return {}
-    asked = {group: each for group, each in every.items() if type(arena.spec.groups[group].layer) is FullLayer}
-    found = {group: _readings(arena, group, each, seconds / len(asked)) for group, each in asked.items()}
+    asked = {group: each[0] for group, each in every.items() if _has_paths(arena, group)}
+    seconds = seconds * (2 if arena.decode.trusted else 1) / max(1, len(asked))
+    found = {group: _readings(arena, group, each, seconds) for group, each in asked.items()}
     # What the trials have allocated.
     mx.clear_cache()
     return {group: fitted(readings) for group, readings in found.items() if readings}
 
 
-def _asked(model: Any, arena: KVArena) -> dict[int, Asked]:
-    """What each layer group is asked with when a model decodes one token."""
-    found: dict[int, Asked] = {}
+def _has_paths(arena: KVArena, group: int) -> bool:
+    """Whether there is something to choose."""
+    return type(arena.spec.groups[group].layer) is FullLayer or group in arena.decode.trusted
 
-    def note(cache: PooledBatchCache, queries: mx.array, keys: Any, values: Any, scale: float, mask: Any, sinks: Any) -> mx.array:
-        found.setdefault(cache.members[0].place.group, Asked(queries, scale, sinks))
-        return PooledBatchCache.attend(cache, queries, keys, values, scale, mask, sinks)
 
-    with apart(model):
-        caches = make_prompt_cache(model, arena)
-        mx.eval(model(mx.array([[1, 2]]), cache=caches))
-        batch = batch_of([caches])
-        for leaf in leaves_of(batch):
-            if isinstance(leaf, PooledBatchCache):
-                leaf.attend = partial(note, leaf)  # type: ignore[method-assign]
-        mx.eval(model(mx.array([[1]]), cache=batch))
-        mx.eval([each.queries for each in found.values()])
-    arena.decode.path_counts.clear()
-    return found
+def _shapes(arena: KVArena, group: int) -> tuple[Shape, ...]:
+    """What a layer group is measured with."""
+    layer = arena.spec.groups[group].layer
+    if isinstance(layer, WindowLayer):
+        return tuple(dict.fromkeys(Shape(0, (min(tokens, layer.max_size),) * members) for members, tokens in WINDOWS))
+    return SHAPES + KERNEL_SHAPES if group in arena.decode.trusted else SHAPES
 
 
 def _readings(arena: KVArena, group: int, asked: Asked, seconds: float) -> list[Reading]:
     """A reading of each shape, the median of as many passes over all as there is time for; nothing if there is none for one."""
+    times = {shape: _Times() for shape in _shapes(arena, group)}
+    if group in arena.decode.trusted:
+        for shape in times:
+            _Trial(arena, group, asked, shape).compile()
     begun, on_the_wall = clock(), time.perf_counter()
-    times = {shape: _Times() for shape in SHAPES}
     taken = 0.0
     while not taken or clock() - begun + taken < seconds:
         first = clock()
-        for shape in SHAPES:
+        for shape in times:
             if clock() - begun > 3 * seconds or time.perf_counter() - on_the_wall > 10 * seconds:
                 return []
             _Trial(arena, group, asked, shape).run(times[shape])
@@ -145,7 +133,9 @@ class _Trial:
         size = blocks * own.bytes_per_block(own.groups[0])
         self.arena = KVArena(own, size, PoolConfig(slabs=1, slab_blocks=blocks))
         self.arena.ragged = True
-        self.arena.decode.synchronous, self.arena.decode.streams = arena.decode.synchronous, arena.decode.streams
+        own_policy, policy = self.arena.decode, arena.decode
+        own_policy.synchronous, own_policy.streams, own_policy.launch = policy.synchronous, policy.streams, policy.launch
+        own_policy.trusted = frozenset([0]) if group in policy.trusted else frozenset()
         self.asked, self.shape, self.layer = asked, shape, layer
         members = len(shape.own)
         self._queries = mx.repeat(asked.queries, members, axis=0)
@@ -162,12 +152,18 @@ class _Trial:
             cache.write(*(mx.zeros((1, self.layer.kv_heads, tokens, dim), self.arena.dtype) for dim in self._dims))
         return caches
 
+    def compile(self) -> None:
+        """Run the kernel once: a device compiles its text for some kinds of batches, which takes longer than all steps."""
+        self._seconds("kernel", 1)
+
     def run(self, times: _Times) -> None:
         """Time each path in turns."""
         mx.eval(self.arena.arrays(), self._queries, self._keys, self._values)
         names = ["ragged"]
         names += ["shared"] if self.shape.shared else []
-        names += ["padded"] if max(self.shape.sizes) <= GATHERED_TOKENS else []
+        is_gathered = type(self.layer) is FullLayer and len(self.shape.own) > 1 and max(self.shape.sizes) <= GATHERED_TOKENS
+        names += ["padded"] if is_gathered else []
+        names += ["kernel"] if self.arena.decode.trusted else []
         rounds = [{name: self._seconds(name, 1) for name in names}]
         steps = min(MOST_STEPS, 1 + int(SHORTEST / max(rounds[0].values())))
         # Of short steps the first ones are not counted: a device may compile what they need.
@@ -190,7 +186,9 @@ class _Trial:
         mx.eval(waiting)
         taken = clock() - start
         for cache in self._batch:
-            cache.trim(steps)
+            # A window that is full stays so.
+            if cache.is_trimmable():
+                cache.trim(steps)
         return taken / steps / len(self._batch)
 
     def _step(self) -> mx.array:

@@ -99,13 +99,13 @@ def clusters_of(members: Sequence[PooledLayer], sizes: Sequence[int]) -> list[Cl
 
 def pieces_of(runs: list[list[SlabRun]], clusters: Sequence[Cluster]) -> dict[tuple[int, ...], Pieces]:
     """Members -> what they read together and what each reads alone; a member of no cluster reads everything alone."""
-    found = {c.members: _cut([runs[i] for i in c.members], c.blocks * BLOCK_TOKENS) for c in clusters}
+    found = {c.members: cut([runs[i] for i in c.members], c.blocks * BLOCK_TOKENS) for c in clusters}
     clustered = {i for together in found for i in together}
     found.update({(i,): ([], [mine]) for i, mine in enumerate(runs) if i not in clustered})
     return found
 
 
-def _cut(runs: list[list[SlabRun]], shared: int) -> Pieces:
+def cut(runs: list[list[SlabRun]], shared: int) -> Pieces:
     """The first `shared` tokens, which are the same for all, and what follows them for each."""
     together: list[SlabRun] = []
     own: list[list[SlabRun]] = []

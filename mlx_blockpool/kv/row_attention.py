@@ -18,6 +18,7 @@ from ..errors import PoolExhaustedError
 from ..spec import BLOCK_TOKENS, WindowLayer
 from .decode_attention import PARALLEL_SECONDS
 from .decode_policy import Share, device, divide
+from .kernel_attention import KernelAttention
 from .layer_caches import PooledLayer
 from .path_costs import PathCosts
 from .readings import MOST_STREAMS, Pieces, Reading, Readings, clusters_of, pieces_of
@@ -101,10 +102,13 @@ class RowStep:
     key:         what the step depends on.
     counts:      rows of each member.
     offsets:     the position of each row in its sequence.
+    path:        what a batch's attention is counted as: rows, or kernel_rows.
     has_kernel:  whether mlx's own attention is faster than two products, and has the mask of these rows.
+    is_beside:   whether the new rows are read beside the table and not in it.
     """
 
     has_kernel = False
+    is_beside = False
 
     def __init__(self, members: Sequence[PooledLayer], counts: Sequence[int]) -> None:
         arena, self.group = members[0].sequence.arena, members[0].place.group
@@ -118,9 +122,16 @@ class RowStep:
         # The rows of each member.
         self._rows = [slice(start, end) for start, end in pairwise(accumulate(self.counts, initial=0))]
         clusters = clusters_of(members, [m.offset for m in members]) if arena.decode.may_share(self.group) else []
-        is_shared = arena.decode.choose(self.group, self.sizes, clusters) == "shared"
+        path = arena.decode.choose(self.group, self.sizes, clusters, self.counts)
         self._runs = [m.sequence.slab_runs(self.group, size) for m, size in zip(members, self.sizes, strict=True)]
-        pieces = pieces_of(self._runs, clusters if is_shared else [])
+        pieces = pieces_of(self._runs, clusters if path in ("shared", "kernel") else [])
+        self.path = "kernel_rows" if path == "kernel" else "rows"
+        self._kernel: KernelAttention | None = None
+        if path == "kernel":
+            assert arena.decode.launch is not None, "the kernel of a device without one is trusted"
+            layer = members[0].place.layer
+            self._kernel = KernelAttention(arena.spec, layer, arena.decode.launch, pieces, self.counts, self.sees, self.is_beside)
+            return
         loads = self._divide(pieces, arena.decode.costs_of(self.group, self.kv_heads), min(arena.decode.streams, MOST_STREAMS))
         self._readings = Readings(loads, pieces, self.kv_heads, self.counts)
         self._masks: dict[int, mx.array | None] = {}
@@ -147,6 +158,8 @@ class RowStep:
 
     def attend(self, index: int, queries: mx.array, new: View, scale: float, sinks: mx.array | None) -> mx.array:
         """Attention of queries [rows, heads, 1, dim] in the group's layer `index`, after its write()."""
+        if self._kernel is not None:
+            return self._kernel.attend(index, queries, scale, sinks, new if self.is_beside else None)
         rows, heads, _, _ = queries.shape
         grouped = group_queries(queries, self.kv_heads, scale)
         sinks = None if sinks is None else sinks.reshape(self.kv_heads, -1)
@@ -222,6 +235,8 @@ class FullRows(RowStep):
 
 class RingRows(RowStep):
     """Rows of windows. They are read beside the ring, and those that are kept go into it at last."""
+
+    is_beside = True
 
     def __init__(self, members: Sequence[PooledLayer], counts: Sequence[int]) -> None:
         super().__init__(members, counts)

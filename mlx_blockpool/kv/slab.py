@@ -57,6 +57,10 @@ class Slab:
         put(self.keys[index], where, keys)
         put(self.values[index], where, values)
 
+    def whole(self, index: int) -> View:
+        """Keys and values of all tokens of the group's layer `index`: the arrays themselves."""
+        return self.keys[index], self.values[index]
+
     def read(self, index: int, start: int, count: int, first: int = 0, last: int | None = None) -> View:
         """Views of tokens [start, start + count) and heads [first, last) of the group's layer `index`."""
         where = (slice(None), slice(first, last), slice(start, start + count))

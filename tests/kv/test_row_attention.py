@@ -15,6 +15,8 @@ import pytest
 from architectures.pooled import make_model as make_architecture
 from hypothesis import given
 from hypothesis import strategies as st
+from kernel.emulation import why_not
+from kernel.trusted import trust
 from kv.arrays import HEADS, KEY_DIM, VALUE_DIM, make_slabs
 from mlx_lm.models.cache import KVCache, RotatingKVCache
 from mlx_lm.models.cache import make_prompt_cache as stock_prompt_cache
@@ -33,6 +35,8 @@ from mlx_blockpool.kv.runs import attend_causally, attend_cluster
 from mlx_blockpool.spec import FullLayer, WindowLayer, blocks_for
 
 MODELS = ["llama", "qwen2", "gemma3_text", "gpt_oss"]
+# The kernel is emulated.
+PATHS = ["auto", "ragged", "shared", *([] if why_not() else ["kernel"])]
 # Rows of models that are quantised have groups of 32.
 WIDE = {"hidden_size": 128, "head_dim": 32}
 
@@ -115,6 +119,22 @@ def test_rows_have_the_logits_of_single_tokens(name: str) -> None:
     batch.arena.pool.check()
 
 
+@pytest.mark.skipif(why_not() is not None, reason=str(why_not()))
+@pytest.mark.parametrize("name", MODELS)
+@pytest.mark.parametrize("bits", only([None, KVBits(8, 8), KVBits(4, 4, 32), KVBits(8, None)], None, KVBits(4, 4, 32)), ids=str)
+def test_rows_of_the_kernel_have_the_logits_of_single_tokens(name: str, bits: KVBits | None) -> None:
+    """Forks share blocks; windows are before, at and after their wrap."""
+    batch = Verified(name, bits)
+    trust(batch.arena)
+    batch.prefill(drawn(296), drawn(122, 1), forks=2)
+    batch.verify([drawn(n, 4 + n) for n in (1, 9, 3, 5)], [1, 3, 0, 5])
+    batch.step([7, 8, 9, 10])
+    batch.verify([drawn(n, 5 + n) for n in (17, 2, 4, 1)], [17, 2, 3, 1])
+    layers = len(batch.batch)
+    assert batch.arena.decode.path_counts == {"kernel_rows": 2 * layers, "kernel": layers}
+    batch.arena.pool.check()
+
+
 @pytest.mark.parametrize("name", ["llama", "gpt_oss"])
 def test_rows_through_the_kernel_of_other_devices(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("mlx_blockpool.kv.row_attention.device", lambda: "metal")
@@ -152,7 +172,7 @@ def test_forks_read_what_they_share_together(name: str, monkeypatch: pytest.Monk
 @given(
     seed=st.integers(0, 10_000),
     name=st.sampled_from(MODELS),
-    path=st.sampled_from(["auto", "ragged", "shared"]),
+    path=st.sampled_from(PATHS),
     streams=st.integers(1, 2),
     bits=st.sampled_from([None, KVBits(8, 8), KVBits(4, 4, 32), KVBits(8, 4), KVBits(None, 4)]),
     max_kv_size=st.sampled_from([None, None, 24, 262]),
@@ -164,6 +184,8 @@ def test_random_rows_answer_as_stock(
     # Models with windows make their own caches, whatever max_kv_size says.
     batch = Verified(name, bits, max_kv_size if name in ("llama", "qwen2") else None)
     batch.arena.decode.path, batch.arena.decode.streams = path, streams
+    if path == "kernel":
+        trust(batch.arena)
     lengths = rng.sample([3, 20, 126, 127, 128, 250, 256, 290, 300, 511], 2)
     batch.prefill(*(drawn(n, n + seed) for n in lengths), forks=rng.randrange(1, 3))
     members = len(batch.needed)
@@ -249,9 +271,13 @@ def addresses(arena: KVArena) -> list[int]:
     return [np.asarray(memoryview(array.view(mx.uint8))).ctypes.data for array in arena.arrays()]
 
 
+@pytest.mark.parametrize("path", PATHS[1:])
 @pytest.mark.parametrize(("name", "bits"), [("llama", None), ("gemma3_text", None), ("gpt_oss", KVBits(8, 4))], ids=str)
-def test_rows_move_no_slab(name: str, bits: KVBits | None) -> None:
+def test_rows_move_no_slab(name: str, bits: KVBits | None, path: str) -> None:
     batch = Verified(name, bits)
+    batch.arena.decode.path = path
+    if path == "kernel":
+        trust(batch.arena)
     batch.prefill(drawn(290), drawn(125, 1))
     before = addresses(batch.arena)
     for step in range(6):

@@ -161,6 +161,7 @@ def pool_report(prefix: TieredPrefixCache) -> dict[str, Any]:
         "fragmentation": [round(blocks.fragmentation, 3) for blocks in pool.groups],
         "decode_paths": dict(prefix.arena.decode.path_counts),
         "decode_costs": {str(group): costs.to_json() for group, costs in prefix.arena.decode.costs.items()},
+        "no_kernel": {str(group): why for group, why in prefix.arena.decode.no_kernel.items()},
         "store": store,
         **prefix.retention.report(),
     }
