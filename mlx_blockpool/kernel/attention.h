@@ -4,7 +4,7 @@
 // the three spell differently: swap() between the lanes of a simdgroup, barrier(), power2(), words as floats.
 //
 // Constants of a text: ELEMENT, KEY_DIM, VALUE_DIM, KV_HEADS, GROUP, KEY_BITS, KEY_GROUP_SIZE, VALUE_BITS, VALUE_GROUP_SIZE,
-// LANES, PARTS, QUERIES, KEYS, HAS_SINKS. Everything that changes from step to step is data.
+// EIGHTS, QUERIES, HAS_SINKS. Everything that changes from step to step is data.
 
 #define FLOAT32 0
 #define FLOAT16 1
@@ -24,6 +24,8 @@
 #define SHARED threadgroup
 #define FUNCTION inline
 #define UNROLL _Pragma("clang loop unroll(full)")
+// A thread has 128 registers at most.
+#define MOST_PARTS 1
 
 namespace ragged {
 
@@ -62,6 +64,8 @@ FUNCTION void swap_lanes(thread const float *mine, thread float *theirs, int apa
 #define SHARED __shared__
 #define FUNCTION __device__ __forceinline__
 #define UNROLL _Pragma("unroll")
+// A thread has 255 registers: sixteen elements in a lane halve what lanes exchange.
+#define MOST_PARTS 2
 
 namespace ragged {
 
@@ -102,15 +106,17 @@ FUNCTION void swap_lanes(const float *mine, float *theirs, int apart) {
 
 namespace ragged {
 
-// 16 bytes of 16-bit elements are 8 of them: what a lane loads at once. A lane holds PARTS times 8 elements of a row.
+// 16 bytes of 16-bit elements are 8 of them: what a lane loads at once. LANES lanes have PARTS times 8 elements of a row each.
+#define PARTS (EIGHTS < MOST_PARTS ? EIGHTS : MOST_PARTS)
+#define LANES (EIGHTS / PARTS)
 #define WIDTH (8 * PARTS)
-// Keys that a simdgroup reads side by side, and in one pass of its loop.
+// Keys that a simdgroup reads side by side, and how often in one pass of its loop.
 #define ABREAST (32 / LANES)
+#define KEYS 2
 #define STRIDE (KEYS * ABREAST)
-// Vectors that are merged at a time through the memory of a threadgroup, and what one of a simdgroup takes there.
-#define BATCH (QUERIES < 4 ? QUERIES : 4)
+// What a vector takes of the memory of a threadgroup, and all vectors of all simdgroups.
 #define PLACE (LANES * WIDTH + 2)
-#define MEMORY (SIMDGROUPS * BATCH * PLACE)
+#define MEMORY (SIMDGROUPS * QUERIES * PLACE)
 
 struct Eight {
   float at[8];
@@ -383,23 +389,25 @@ FUNCTION void weigh(THREAD State &state, THREAD float *scores) {
   }
 }
 
-// One pass: KEYS keys of each group of LANES lanes. Loads of keys beyond the last one are of that one again.
-FUNCTION void read(
-    THREAD State &state, const DEVICE int *work, Rows keys, Rows values, Item item, Share share, uint row, int start, int lane) {
-  Packed<KEY_BITS> key[KEYS * PARTS];
-  Packed<VALUE_BITS> value[KEYS * PARTS];
-  float scores[KEYS * QUERIES], others[KEYS * QUERIES];
-  int token = start + lane / LANES;
+// The row of key `k` of a pass that begins with token `start`. Beyond the last one it is that one again: loads need no branch.
+FUNCTION size_t row_of(Item item, uint row, int start, int k, int lane) {
+  int token = start + lane / LANES + k * ABREAST;
+  return row + uint(token < item.count ? token : item.count - 1) * uint(item.token_stride);
+}
+
+template <int DIM, int BITS, int GROUP_SIZE>
+FUNCTION void load_pass(THREAD Packed<BITS> *into, Rows rows, Item item, uint row, int start, int lane) {
   UNROLL
   for (int k = 0; k < KEYS; k++) {
-    int read = token + k * ABREAST < item.count ? token + k * ABREAST : item.count - 1;
-    size_t at = row + uint(read) * uint(item.token_stride);
+    size_t at = row_of(item, row, start, k, lane) * (DIM / 8);
     UNROLL
-    for (int p = 0; p < PARTS; p++) {
-      load<KEY_GROUP_SIZE>(key[k * PARTS + p], keys, at * (KEY_DIM / 8) + part_of<KEY_DIM>(p, lane));
-      load<VALUE_GROUP_SIZE>(value[k * PARTS + p], values, at * (VALUE_DIM / 8) + part_of<VALUE_DIM>(p, lane));
-    }
+    for (int p = 0; p < PARTS; p++) load<GROUP_SIZE>(into[k * PARTS + p], rows, at + part_of<DIM>(p, lane));
   }
+}
+
+// Scores of one pass, each summed over the lanes of its key.
+FUNCTION void score(THREAD const State &state, THREAD const Packed<KEY_BITS> *key, THREAD float *scores) {
+  float others[KEYS * QUERIES];
   UNROLL
   for (int k = 0; k < KEYS; k++) multiply(state, key + k * PARTS, scores + k * QUERIES);
   UNROLL
@@ -408,16 +416,41 @@ FUNCTION void read(
     UNROLL
     for (int i = 0; i < KEYS * QUERIES; i++) scores[i] += others[i];
   }
+}
+
+// Scores of tokens that are hidden, or beyond the last one.
+FUNCTION void hide_pass(THREAD float *scores, const DEVICE int *work, Item item, Share share, int start, int lane) {
   UNROLL
   for (int k = 0; k < KEYS; k++) {
-    bool is_beyond = token + k * ABREAST >= item.count;
-    if (item.mask >= 0 && !is_beyond) hide(scores + k * QUERIES, work, item, share, token + k * ABREAST);
+    int token = start + lane / LANES + k * ABREAST;
+    bool is_beyond = token >= item.count;
+    if (item.mask >= 0 && !is_beyond) hide(scores + k * QUERIES, work, item, share, token);
     UNROLL
     for (int q = 0; q < QUERIES; q++) scores[k * QUERIES + q] = is_beyond ? LOWEST : scores[k * QUERIES + q];
   }
-  weigh(state, scores);
-  UNROLL
-  for (int k = 0; k < KEYS; k++) add(state, value + k * PARTS, scores + k * QUERIES);
+}
+
+// All passes of a simdgroup, KEYS keys of each group of LANES lanes in each. What the next pass needs is loaded as soon as there is
+// room for it: keys once the scores are known, values once they are added.
+FUNCTION void read(
+    THREAD State &state, const DEVICE int *work, Rows keys, Rows values, Item item, Share share, uint row, int lane) {
+  Packed<KEY_BITS> key[KEYS * PARTS];
+  Packed<VALUE_BITS> value[KEYS * PARTS];
+  float scores[KEYS * QUERIES];
+  int start = share.stripe * STRIDE;
+  load_pass<KEY_DIM, KEY_BITS, KEY_GROUP_SIZE>(key, keys, item, row, start, lane);
+  load_pass<VALUE_DIM, VALUE_BITS, VALUE_GROUP_SIZE>(value, values, item, row, start, lane);
+  while (start < item.count) {
+    int next = start + share.stripes * STRIDE;
+    score(state, key, scores);
+    load_pass<KEY_DIM, KEY_BITS, KEY_GROUP_SIZE>(key, keys, item, row, next, lane);
+    hide_pass(scores, work, item, share, start, lane);
+    weigh(state, scores);
+    UNROLL
+    for (int k = 0; k < KEYS; k++) add(state, value + k * PARTS, scores + k * QUERIES);
+    load_pass<VALUE_DIM, VALUE_BITS, VALUE_GROUP_SIZE>(value, values, item, row, next, lane);
+    start = next;
+  }
 }
 
 // The groups of LANES lanes become one: afterwards all of them hold the same.
@@ -491,23 +524,18 @@ FUNCTION void take(const THREADGROUP float *place, int stripes, int apart, DEVIC
 FUNCTION void merge_simdgroups(
     THREAD const State &state, DEVICE float *sums, DEVICE float *stats, THREADGROUP float *memory, Item item, Share share, int head,
     int lane) {
-  UNROLL
-  for (int first = 0; first < QUERIES; first += BATCH) {
-    THREADGROUP float *mine = memory + (share.set * share.stripes + share.stripe) * (BATCH * PLACE);
-    if (first) barrier();
-    if (lane < LANES) {
-      UNROLL
-      for (int q = 0; q < BATCH; q++)
-        put(mine + q * PLACE, state.sum[first + q], state.total[first + q], state.most[first + q], lane);
-    }
-    barrier();
-    for (int q = share.stripe; q < BATCH; q += share.stripes) {
-      int vector = share.first + first + q;
-      if (vector >= item.vectors || lane >= LANES) break;
-      size_t place = size_t(item.place + vector) * KV_HEADS + head;
-      const THREADGROUP float *from = memory + share.set * share.stripes * (BATCH * PLACE) + q * PLACE;
-      take(from, share.stripes, BATCH * PLACE, sums + place * VALUE_DIM, stats + place * 2, lane);
-    }
+  THREADGROUP float *mine = memory + (share.set * share.stripes + share.stripe) * (QUERIES * PLACE);
+  if (lane < LANES) {
+    UNROLL
+    for (int q = 0; q < QUERIES; q++) put(mine + q * PLACE, state.sum[q], state.total[q], state.most[q], lane);
+  }
+  barrier();
+  for (int q = share.stripe; q < QUERIES; q += share.stripes) {
+    int vector = share.first + q;
+    if (vector >= item.vectors || lane >= LANES) break;
+    size_t place = size_t(item.place + vector) * KV_HEADS + head;
+    const THREADGROUP float *from = memory + share.set * share.stripes * (QUERIES * PLACE) + q * PLACE;
+    take(from, share.stripes, QUERIES * PLACE, sums + place * VALUE_DIM, stats + place * 2, lane);
   }
 }
 
@@ -524,9 +552,7 @@ FUNCTION void attend(
   // Rows of a source are fewer than 2^31; offsets of elements have 64 bits.
   uint row = uint(head) * uint(item.head_stride) + uint(item.first) * uint(item.token_stride);
   // A set without vectors only takes part in the barriers.
-  int count = share.first < item.vectors ? item.count : 0;
-  for (int start = share.stripe * STRIDE; start < count; start += share.stripes * STRIDE)
-    read(state, work, keys, values, item, share, row, start, lane);
+  if (share.first < item.vectors) read(state, work, keys, values, item, share, row, lane);
   merge_lanes(state);
   merge_simdgroups(state, sums, stats, memory, item, share, head, lane);
 }

@@ -34,8 +34,8 @@ class KernelForm(NamedTuple):
     value_form: Form | None = None
 
     @property
-    def lanes(self) -> int:
-        """Lanes of a simdgroup that read one row together, eight elements each: a power of two."""
+    def eights(self) -> int:
+        """Lanes that would read one row together, eight elements each: a power of two."""
         return 1 << (max(self.key_dim, self.value_dim) // 8 - 1).bit_length()
 
     @property

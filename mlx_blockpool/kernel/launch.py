@@ -65,7 +65,7 @@ class RaggedKernel:
         sums, stats = outputs[0] if len(outputs) == 1 else [mx.concatenate(list(parts)) for parts in zip(*outputs, strict=True)]
         heads = self.form.kv_heads * self.form.group
         text = merge_text(self.form, sinks is not None)
-        inputs = [plan.places, sums, stats, *([] if sinks is None else [_padded(sinks)])]
+        inputs = [plan.places, sums, _padded(stats), *([] if sinks is None else [_padded(sinks)])]
         grid, threads = (plan.rows * heads * MERGE_THREADS, 1, 1), (MERGE_THREADS, 1, 1)
         (out,) = self._launch(text, inputs, grid, threads, [(plan.rows, heads, self.form.value_dim)], [self.form.dtype])
         return out

@@ -22,9 +22,11 @@ SIMDGROUPS = 4
 LEAST_TOKENS = 256
 # Cuts are where whole passes of a threadgroup end.
 CUT_TOKENS = 64
-# What reading and unpacking a key costs, in scores of one vector; and the cost of holding eight vectors, which leaves room for
-# fewer threads on a core.
-KEY_COST, EIGHT_COST = 0.7, 1.25
+# Vectors that a simdgroup can hold in registers. Eight would leave each lane eight elements of a row instead of sixteen, and on
+# Metal no registers at all.
+QUERIES = (1, 2, 4)
+# What reading and unpacking a key costs, in scores of one vector.
+KEY_COST = 1.0
 
 
 class Source(NamedTuple):
@@ -134,9 +136,9 @@ def _best_queries(pieces: Sequence[Piece], group: int) -> int:
         shares = sum(
             piece.count * _sets(count, queries) for piece in pieces for _, count in _spans(len(piece.rows) * group, queries)
         )
-        return shares * (KEY_COST + queries) * (EIGHT_COST if queries == 8 else 1.0)
+        return shares * (KEY_COST + queries)
 
-    return min((1, 2, 4, 8), key=cost)
+    return min(QUERIES, key=cost)
 
 
 def _sets(vectors: int, queries: int) -> int:

@@ -98,11 +98,8 @@ def _header(form: KernelForm, queries: int, has_sinks: bool = False) -> str:
         "VALUE_DIM": form.value_dim,
         "KV_HEADS": form.kv_heads,
         "GROUP": form.group,
-        "LANES": form.lanes,
-        "PARTS": 1,
+        "EIGHTS": form.eights,
         "QUERIES": queries,
-        # More loads in flight would take the registers of the vectors.
-        "KEYS": 4 if queries <= 4 else 2,
         "HAS_SINKS": int(has_sinks),
     }
     for name, quantised in (("KEY", form.key_form), ("VALUE", form.value_form)):

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import ctypes
 import hashlib
+import math
 import os
 import re
 import shutil
@@ -30,6 +31,12 @@ FLAGS = ("-std=c++17", "-w", "-fno-strict-aliasing", f"-I{HERE}")
 LIBRARY = ("-O2", "-fPIC", "-shared")
 # Elements of results that no thread has written are these.
 GARBAGE = {mx.float32: (np.float32, np.nan), mx.float16: (np.float16, np.nan), mx.bfloat16: (np.uint16, 0x7FC0)}
+# Fibers have stacks of their own. What a program leaves behind goes with its process.
+ENVIRONMENT = {
+    **os.environ,
+    "ASAN_OPTIONS": "detect_leaks=0:detect_stack_use_after_return=0",
+    "UBSAN_OPTIONS": "print_stacktrace=1",
+}
 # What a fiber knows of itself, by Metal's names.
 ATTRIBUTES = {
     "threadgroup_position_in_grid": "position.group",
@@ -152,22 +159,29 @@ def compiled(source: str, flags: Sequence[str], suffix: str) -> Path:
     path = folder() / (key + suffix)
     if not path.exists():
         with tempfile.TemporaryDirectory(dir=folder()) as made:
-            (Path(made) / "kernel.cpp").write_text(source, encoding="utf-8")
-            command = [str(compiler()), *FLAGS, *flags, "kernel.cpp", "-o", "made"]
-            done = subprocess.run(command, cwd=made, capture_output=True, text=True, check=False)
-            assert done.returncode == 0, done.stderr[:4000]
+            compile_source(source, Path(made), flags)
             os.replace(Path(made) / "made", path)
     return path
 
 
-class Emulator:
-    """Runs kernels as soon as they are called. turn: in which order threads run, 0 forward, 1 backward, else a seed.
+def compile_source(source: str, folder: Path, flags: Sequence[str]) -> None:
+    """Makes the file `made` in a folder. Raises AssertionError with what the compiler says."""
+    (folder / "kernel.cpp").write_text(source, encoding="utf-8")
+    command = [str(compiler()), *FLAGS, *flags, "kernel.cpp", "-o", "made"]
+    done = subprocess.run(command, cwd=folder, capture_output=True, text=True, check=False)
+    assert done.returncode == 0, done.stderr[:4000]
 
+
+class Emulator:
+    """Runs kernels as soon as they are called.
+
+    turn:  in which order threads run: 0 forward, 1 backward, else a seed.
+    parts: how many times eight elements of a row a lane has at most: 1 on Metal, 2 on CUDA.
     calls: how often each text has run.
     """
 
-    def __init__(self, turn: int = 0) -> None:
-        self.turn = turn
+    def __init__(self, turn: int = 0, parts: int = 1) -> None:
+        self.turn, self.flags = turn, (*LIBRARY, f"-DMOST_PARTS={parts}")
         self.calls: dict[str, int] = {}
         self._runs: dict[Any, Any] = {}
 
@@ -198,8 +212,57 @@ class Emulator:
             found = printed(text, inputs, outputs)
             check_buffers(text, found)
             # Calls hold the interpreter's lock: fibers and the threadgroup's memory are the library's, for one thread.
-            self._runs[key] = ctypes.PyDLL(str(compiled(program(found), LIBRARY, ".so"))).run
+            self._runs[key] = ctypes.PyDLL(str(compiled(program(found), self.flags, ".so"))).run
         return self._runs[key]
+
+
+class Programs:
+    """A launcher that runs each call in a process of its own, from files: for sanitizers, and to count what is run.
+
+    Every input and output is a piece of the heap of exactly its size. folder: where programs are made and kept.
+    """
+
+    def __init__(self, folder: Path, flags: Sequence[str], parts: int = 1) -> None:
+        self.folder, self.flags = folder, (*flags, f"-DMOST_PARTS={parts}")
+        self._made: dict[Any, Path] = {}
+
+    def __call__(
+        self,
+        text: KernelText,
+        inputs: Sequence[mx.array],
+        grid: Size,
+        threadgroup: Size,
+        output_shapes: Sequence[tuple[int, ...]],
+        output_dtypes: Sequence[mx.Dtype],
+    ) -> list[mx.array]:
+        mx.eval(*inputs)
+        made = self._program_of(text, inputs, output_dtypes)
+        sizes = [math.prod(shape) * t.size for shape, t in zip(output_shapes, output_dtypes, strict=True)]
+        raw = [bytes(memoryview(array.view(mx.uint8))) for array in inputs]
+        numbers = np.array([grid[0], grid[1], threadgroup[0], 2, len(raw), len(sizes), *map(len, raw), *sizes], np.int64)
+        (made / "in").write_bytes(numbers.tobytes() + b"".join(raw))
+        done = subprocess.run(
+            [made / "made", "in", "out"], cwd=made, capture_output=True, text=True, check=False, env=ENVIRONMENT
+        )
+        assert done.returncode == 0, done.stderr[:4000]
+        out, results, start = (made / "out").read_bytes(), [], 0
+        for shape, dtype, size in zip(output_shapes, output_dtypes, sizes, strict=True):
+            results.append(mx.array(np.frombuffer(out, np.uint8, size, start)).view(dtype).reshape(shape))
+            start += size
+        return results
+
+    def _program_of(self, text: KernelText, inputs: Sequence[mx.array], outputs: Sequence[mx.Dtype]) -> Path:
+        key = (text, *[(array.dtype, array.size >= LEAST_SIZE) for array in inputs])
+        if key not in self._made:
+            found = printed(text, inputs, outputs)
+            body = text.header[text.header.index("// Attention of") :]
+            # Lines are counted as those of the file.
+            source = program(found).replace(body, f'#line 1 "attention.h"\n{body}\n#line 1 "call.cpp"\n')
+            made = self.folder / str(len(self._made))
+            made.mkdir(parents=True)
+            compile_source(source + (HERE / "main.cpp").read_text(encoding="utf-8"), made, self.flags)
+            self._made[key] = made
+        return self._made[key]
 
 
 class _Tensor(ctypes.Structure):

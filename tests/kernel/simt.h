@@ -25,6 +25,9 @@
 #define SHARED static
 #define FUNCTION static inline
 #define UNROLL
+#if !defined(MOST_PARTS)
+#define MOST_PARTS 1
+#endif
 
 typedef unsigned int uint;
 struct uint3 { uint x, y, z; };
@@ -86,21 +89,49 @@ struct bfloat16_t {
 
 namespace simt {
 
-const int LANE_COUNT = 32, MOST_THREADS = 128, STACK_BYTES = 256 * 1024;
+const int LANE_COUNT = 32, MOST_THREADS = 128, MOST_VALUES = 32, STACK_BYTES = 256 * 1024;
 enum Stage { RUNS, WAITS_FOR_SIMDGROUP, WAITS_FOR_THREADGROUP, GONE };
+
+// How fibers are switched: as sanitizers can follow, in a few instructions, or by the C library, which takes ten times as long.
+#if defined(SIMT_SANITIZED)
+#define SIMT_BY_CONTEXT 1
+#elif defined(__x86_64__) && !defined(SIMT_BY_LIBRARY)
+#define SIMT_BY_STACK 1
+extern "C" void simt_switch(void **from, void *to);
+asm(R"(
+.text
+.local simt_switch
+simt_switch:
+  pushq %rbp
+  pushq %rbx
+  pushq %r12
+  pushq %r13
+  pushq %r14
+  pushq %r15
+  movq %rsp, (%rdi)
+  movq %rsi, %rsp
+  popq %r15
+  popq %r14
+  popq %r13
+  popq %r12
+  popq %rbx
+  popq %rbp
+  ret
+)");
+#endif
 
 struct Fiber {
   ucontext_t context;
   jmp_buf at;
+  void *top;
   int stage, phase, index;
   char *stack;
   void *fake_stack;
 };
 
 struct Simdgroup {
-  int arrived;
-  float *values[2];
-  int count[2], capacity;
+  int arrived, count;
+  float values[2][LANE_COUNT * MOST_VALUES];
 };
 
 // What a kernel is called with: its threadgroup, and the fiber's place in it.
@@ -117,6 +148,7 @@ static int order[MOST_THREADS];
 static int thread_count, gone_count, barrier_count, running;
 static Fiber *current;
 static Fiber outside;
+static size_t outside_bytes;
 static Kernel kernel;
 static void **kernel_buffers;
 static uint3 kernel_group;
@@ -129,10 +161,12 @@ static uint3 kernel_group;
 static __attribute__((noinline)) void switch_to(Fiber *next) {
   Fiber *previous = current;
   current = next;
-#if defined(SIMT_SANITIZED)
-  __sanitizer_start_switch_fiber(&previous->fake_stack, next->stack, next == &outside ? 0 : STACK_BYTES);
+#if defined(SIMT_BY_CONTEXT)
+  __sanitizer_start_switch_fiber(&previous->fake_stack, next->stack, next == &outside ? outside_bytes : STACK_BYTES);
   swapcontext(&previous->context, &next->context);
   __sanitizer_finish_switch_fiber(previous->fake_stack, 0, 0);
+#elif defined(SIMT_BY_STACK)
+  simt_switch(&previous->top, next->top);
 #else
   if (!_setjmp(previous->at)) _longjmp(next->at, 1);
 #endif
@@ -167,9 +201,16 @@ static void live() {
 }
 
 static void start(int number) {
-#if defined(SIMT_SANITIZED)
-  __sanitizer_finish_switch_fiber(0, 0, 0);
-#else
+#if defined(SIMT_BY_CONTEXT)
+  const void *stack;
+  size_t bytes;
+  __sanitizer_finish_switch_fiber(0, &stack, &bytes);
+  // The first of all fibers is begun from outside.
+  if (!outside.stack) {
+    outside.stack = (char *)stack;
+    outside_bytes = bytes;
+  }
+#elif !defined(SIMT_BY_STACK)
   if (!_setjmp(fibers[number].at)) _longjmp(outside.at, 1);
 #endif
   live();
@@ -179,14 +220,22 @@ static void make_fibers() {
   for (int i = 0; i < MOST_THREADS; i++) {
     Fiber *fiber = &fibers[i];
     fiber->stack = (char *)malloc(STACK_BYTES);
+#if defined(SIMT_BY_STACK)
+    // As if live() had been called, with room for six registers below its address.
+    // Tops at the same place of each memory page would take the same few lines of the cache.
+    void **top = (void **)(fiber->stack + STACK_BYTES - i % LANE_COUNT * 1600) - 2;
+    *top = (void *)live;
+    fiber->top = top - 6;
+#else
     getcontext(&fiber->context);
     fiber->context.uc_stack.ss_sp = fiber->stack;
     fiber->context.uc_stack.ss_size = STACK_BYTES;
     fiber->context.uc_link = 0;
     makecontext(&fiber->context, (void (*)())start, 1, i);
-#if !defined(SIMT_SANITIZED)
+#if !defined(SIMT_BY_CONTEXT)
     // It goes up to its first _setjmp() and comes back.
     if (!_setjmp(outside.at)) setcontext(&fiber->context);
+#endif
 #endif
   }
 }
@@ -243,18 +292,19 @@ static void run_threadgroups(Kernel function, void **buffers, int width, int hei
 }
 
 // Each lane gets the values of the lane `apart` from it. One meeting suffices, as the values of two are kept.
-static void swap_values(const float *mine, float *theirs, int count, int apart) {
+template <int COUNT>
+static void swap_values(const float *mine, float *theirs, int apart) {
+  struct Values {
+    float at[COUNT];
+  };
+  static_assert(COUNT <= MOST_VALUES, "more values than there is room for");
   Fiber *me = current;
   int number = int(me - fibers), lane = number % LANE_COUNT, phase = me->phase;
   Simdgroup *group = &simdgroups[number / LANE_COUNT];
-  if (group->capacity < count) {
-    for (int i = 0; i < 2; i++) group->values[i] = (float *)realloc(group->values[i], sizeof(float) * LANE_COUNT * count);
-    group->capacity = count;
-  }
-  float *values = group->values[phase];
-  memcpy(values + lane * count, mine, sizeof(float) * count);
-  if (group->arrived && group->count[phase] != count) fail("lanes of a simdgroup swap different values");
-  group->count[phase] = count;
+  Values *values = (Values *)group->values[phase];
+  memcpy(values + lane, mine, sizeof(Values));
+  if (group->arrived && group->count != COUNT) fail("lanes of a simdgroup swap different values");
+  group->count = COUNT;
   me->phase = !phase;
   if (++group->arrived < LANE_COUNT) {
     me->stage = WAITS_FOR_SIMDGROUP;
@@ -263,7 +313,7 @@ static void swap_values(const float *mine, float *theirs, int count, int apart) 
     group->arrived = 0;
     for (int i = 0; i < LANE_COUNT; i++) fibers[number - lane + i].stage = RUNS;
   }
-  memcpy(theirs, group->values[phase] + (lane ^ apart) * count, sizeof(float) * count);
+  memcpy(theirs, values + (lane ^ apart), sizeof(Values));
 }
 
 static void wait_for_threadgroup() {
@@ -296,7 +346,7 @@ FUNCTION void barrier() { simt::wait_for_threadgroup(); }
 
 template <int COUNT>
 FUNCTION void swap_lanes(const float *mine, float *theirs, int apart) {
-  simt::swap_values(mine, theirs, COUNT, apart);
+  simt::swap_values<COUNT>(mine, theirs, apart);
 }
 
 }  // namespace ragged
