@@ -5,6 +5,7 @@ from __future__ import annotations
 from functools import cache
 
 from kernel.emulation import Emulator
+
 from mlx_blockpool.kv.arena import KVArena
 
 
