@@ -109,6 +109,10 @@ class PromptError(BlockpoolError):
     pass
 
 
+class MeasuringStoppedError(BlockpoolError):
+    """Something else needs the thread that measures a model."""
+
+
 class ModelNotFoundError(BlockpoolError, FileNotFoundError):
     pass
 

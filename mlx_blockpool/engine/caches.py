@@ -51,6 +51,7 @@ class Caches(Protocol):
     needs_checkpoints: a prompt can be resumed only where a checkpoint was kept.
     keeps_chunks:      keeping costs nothing and serves at any token, so that every chunk is kept.
     curve:             the seconds of forwards by their rows, where they were measured.
+    is_unmeasured:     something of the model's speed is still to be measured.
     sources:           what plugins draft with.
     """
 
@@ -59,6 +60,7 @@ class Caches(Protocol):
     needs_checkpoints: bool
     keeps_chunks: bool
     curve: CostCurve | None = None
+    is_unmeasured: bool = False
     sources: Collection[SourceFactory] = ()
 
     @property

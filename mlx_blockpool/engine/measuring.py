@@ -5,6 +5,8 @@ from __future__ import annotations
 import hashlib
 import logging
 import os
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from importlib.metadata import version
 from typing import Any, TypeVar
 
@@ -13,9 +15,10 @@ from mlx.utils import tree_flatten
 
 from ..config import EngineConfig
 from ..drafts.curve import CostCurve
+from ..errors import MeasuringStoppedError
 from ..kv.arena import KVArena
 from ..kv.decode_policy import device
-from ..kv.measuring import measure_curve
+from ..kv.measuring import measure_curve, proceed
 from ..kv.path_costs import PathCosts
 from ..kv.path_measuring import measure_paths
 from ..store.measurements import MeasuredOn, Measurements
@@ -41,29 +44,48 @@ def measured_on(model: Any, arena: KVArena) -> MeasuredOn:
 
 
 def measured(
-    model: Any, caches: C, config: EngineConfig | None, measurements: Measurements | None = None, name: str | None = None
+    model: Any,
+    caches: C,
+    config: EngineConfig | None,
+    measurements: Measurements | None = None,
+    name: str | None = None,
+    look: Callable[[], None] = proceed,
 ) -> C:
     """The caches of an engine with the figures that it decides by, if `config` wants them: as remembered, or measured now.
 
-    What is measured is added to `measurements`, under `name`; None: it is not remembered.
+    What is measured is added to `measurements`, under `name`; None: it is not remembered. `look` is called before and between
+    readings. Where it raises MeasuringStoppedError, what is not known yet is left for another call, and `is_unmeasured` says so.
     """
     config = config or EngineConfig()
-    if not config.measures or not isinstance(caches, PooledCaches):
+    # Ranks would have to measure together: each has figures of its own, and none takes as many readings as another.
+    if not config.measures or not isinstance(caches, PooledCaches) or caches.prefix.ranks.size > 1:
         return caches
     arena, remembered = caches.prefix.arena, measurements or Measurements(None)
+    caches.is_unmeasured = False
     limit = WiredLimit(config.wired_bytes)
     try:
-        if config.drafts != "off":
-            caches.curve = curve_of(model, arena, remembered, name)
-        # Ranks would have to measure together: each has figures of its own.
-        if arena.decode.path == "auto" and caches.prefix.ranks.size == 1:
-            arena.decode.costs = paths_of(model, arena, remembered, name)
+        if config.drafts != "off" and caches.curve is None:
+            with _left_where_stopped(caches):
+                caches.curve = curve_of(model, arena, remembered, name, look)
+        if arena.decode.path == "auto" and not arena.decode.costs:
+            with _left_where_stopped(caches):
+                arena.decode.costs = paths_of(model, arena, remembered, name, look)
     finally:
         limit.restore()
     return caches
 
 
-def curve_of(model: Any, arena: KVArena, measurements: Measurements, name: str | None = None) -> CostCurve | None:
+@contextmanager
+def _left_where_stopped(caches: PooledCaches) -> Iterator[None]:
+    try:
+        yield
+    except MeasuringStoppedError:
+        caches.is_unmeasured = True
+
+
+def curve_of(
+    model: Any, arena: KVArena, measurements: Measurements, name: str | None = None, look: Callable[[], None] = proceed
+) -> CostCurve | None:
     """The cost curve of a model that verifies drafts; None for another one, and for a pool without room to measure in."""
     if arena.verifies is None:
         return None
@@ -72,13 +94,16 @@ def curve_of(model: Any, arena: KVArena, measurements: Measurements, name: str |
         return CostCurve.from_json(measurements.figures(on).get(CURVE))
     except ValueError:
         log.debug("the cost curve of %s is measured", arena.spec.model_id)
-    curve = measure_curve(model, arena)
+    look()
+    curve = measure_curve(model, arena, look=look)
     if curve is not None:
         measurements.save(on, name or arena.spec.model_id, {CURVE: curve.to_json()})
     return curve
 
 
-def paths_of(model: Any, arena: KVArena, measurements: Measurements, name: str | None = None) -> dict[int, PathCosts]:
+def paths_of(
+    model: Any, arena: KVArena, measurements: Measurements, name: str | None = None, look: Callable[[], None] = proceed
+) -> dict[int, PathCosts]:
     """The costs of decode paths, by layer group; nothing for groups that are not measured.
 
     What is measured is added to `measurements`, under `name`; a machine that was too busy to measure tries again next time.
@@ -93,7 +118,8 @@ def paths_of(model: Any, arena: KVArena, measurements: Measurements, name: str |
             return remembered
     except ValueError:
         log.debug("the decode paths of %s are measured", arena.spec.model_id)
-    costs = measure_paths(model, arena)
+    look()
+    costs = measure_paths(model, arena, look=look)
     if costs:
         measurements.save(on, name or arena.spec.model_id, {PATHS: {str(group): each.to_json() for group, each in costs.items()}})
     return costs

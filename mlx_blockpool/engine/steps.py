@@ -35,12 +35,18 @@ class DecodeSteps:
     def __init__(self, config: EngineConfig, caches: Caches, ranks: Ranks, counts: Counter[str]) -> None:
         self.counts = counts
         self._caches = caches
-        self._forced_tokens = config.forced_tokens
-        self.off = _why_off(config, caches, ranks)
+        self._config, self._ranks = config, ranks
         self.drafting: Drafting | None = None
-        if self.off is None:
-            self.drafting = Drafting(config.drafts, config.most_drafted, caches.curve, counts, caches.sources)
-        elif config.drafts != "off":
+        self.off: str | None = None
+        self.decide()
+
+    def decide(self) -> None:
+        """Decide whether to draft, by what the caches know now; once more of that is known, decide again."""
+        config, caches = self._config, self._caches
+        self.off = _why_off(config, caches, self._ranks)
+        if self.off is None and self.drafting is None:
+            self.drafting = Drafting(config.drafts, config.most_drafted, caches.curve, self.counts, caches.sources)
+        elif self.off is not None and config.drafts != "off":
             log.info("Nothing is drafted: %s", self.off)
 
     def start(self, sequence: Sequence) -> None:
@@ -80,7 +86,7 @@ class DecodeSteps:
         return runs
 
     def _least_forced(self, batch: DecodeBatch) -> int:
-        return max(self._forced_tokens, len(batch))
+        return max(self._config.forced_tokens, len(batch))
 
     def _choose(self, batch: DecodeBatch, drafting: Drafting) -> dict[Sequence, Draft]:
         """The drafts of those members for which they pay in this step."""
@@ -110,5 +116,5 @@ def _why_off(config: EngineConfig, caches: Caches, ranks: Ranks) -> str | None:
     if caches.verifies is None:
         return "the model does not compute several tokens of a sequence as it computes them one by one"
     if config.drafts == "auto" and caches.curve is None:
-        return "it was not measured what forwards cost"
+        return "it is measured later what forwards cost" if caches.is_unmeasured else "it was not measured what forwards cost"
     return None

@@ -38,6 +38,7 @@ def asked_of(model: Any, arena: KVArena) -> dict[int, list[Asked]]:
     Raises PoolExhaustedError where the pool has no room for a sequence.
     """
     found: dict[int, dict[tuple[Any, ...], Asked]] = {}
+    counts = dict(arena.decode.path_counts)
 
     def note(cache: PooledBatchCache, queries: mx.array, keys: Any, values: Any, scale: float, mask: Any, sinks: Any) -> mx.array:
         asked = Asked(queries, scale, sinks)
@@ -48,11 +49,15 @@ def asked_of(model: Any, arena: KVArena) -> dict[int, list[Asked]]:
         caches = make_prompt_cache(model, arena)
         mx.eval(model(mx.array([[1, 2]]), cache=caches))
         batch = batch_of([caches])
-        for leaf in leaves_of(batch):
-            if isinstance(leaf, PooledBatchCache):
-                leaf.attend = partial(note, leaf)  # type: ignore[method-assign]
+        leaves = [leaf for leaf in leaves_of(batch) if isinstance(leaf, PooledBatchCache)]
+        for leaf in leaves:
+            leaf.attend = partial(note, leaf)  # type: ignore[method-assign]
         mx.eval(model(mx.array([[1]]), cache=batch))
+        for leaf in leaves:
+            # It refers to itself, and would keep its blocks.
+            del leaf.attend
         kinds = {group: list(each.values()) for group, each in found.items()}
         mx.eval([asked.queries for each in kinds.values() for asked in each])
     arena.decode.path_counts.clear()
+    arena.decode.path_counts.update(counts)
     return kinds

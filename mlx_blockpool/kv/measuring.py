@@ -41,33 +41,51 @@ ROWS_OF_MEMBER = 17
 LEAST_CASES = 9
 
 
-def medians(cases: Mapping[K, Callable[[], float]], seconds: float, rounds: int = ROUNDS, at_least: int = 1) -> dict[K, float]:
+def proceed() -> None:
+    """Between two readings, where nothing else needs the thread."""
+
+
+def medians(
+    cases: Mapping[K, Callable[[], float]],
+    seconds: float,
+    rounds: int = ROUNDS,
+    at_least: int = 1,
+    look: Callable[[], None] = proceed,
+) -> dict[K, float]:
     """The median of what each case returns, measured in about so many seconds. They take turns, as devices slow down at times.
 
     `cases` begin with the cheapest. Those whose turn comes when half of the time is over are left out, but for the first
-    `at_least`. Each case runs once before it is measured, since devices compile what they have not run yet.
+    `at_least`. Each case runs once before it is measured, since devices compile what they have not run yet. `look` is called
+    before each run, and what it raises ends the measuring.
     """
     start = time.perf_counter()
     found: dict[K, list[float]] = {}
     for case, run in cases.items():
         if len(found) >= at_least and time.perf_counter() - start > seconds / 2:
             break
+        look()
         run()
         found[case] = []
     for done in range(rounds):
         if done and time.perf_counter() - start > seconds:
             break
         for case, taken in found.items():
+            look()
             taken.append(cases[case]())
     return {case: statistics.median(taken) for case, taken in found.items()}
 
 
-def measure_curve(model: Any, arena: KVArena, seconds: float = SECONDS) -> CostCurve | None:
-    """The cost curve of a model that verifies drafts, measured in about so many seconds; None: a sequence has no room."""
+def measure_curve(
+    model: Any, arena: KVArena, seconds: float = SECONDS, *, look: Callable[[], None] = proceed
+) -> CostCurve | None:
+    """The cost curve of a model that verifies drafts, measured in about so many seconds; None: a sequence has no room.
+
+    `look` is called between forwards. What it raises ends the measuring, and the pool has its blocks back.
+    """
     assert arena.verifies is not None, "this model verifies no drafts"
     counts = dict(arena.decode.path_counts)
     try:
-        found = medians(_cases(Scratch(model, arena), arena), seconds, at_least=LEAST_CASES)
+        found = medians(_cases(Scratch(model, arena, look), arena), seconds, at_least=LEAST_CASES, look=look)
     except PoolExhaustedError:
         return None
     finally:
@@ -121,7 +139,7 @@ class Scratch:
     A step computes random tokens, so that experts are chosen as in a batch of unlike texts, and its method returns its seconds.
     """
 
-    def __init__(self, model: Any, arena: KVArena) -> None:
+    def __init__(self, model: Any, arena: KVArena, look: Callable[[], None] = proceed) -> None:
         self._model = model
         self._draw = random.Random(0)
         self._vocabulary: int = model(mx.zeros((1, 1), mx.int32)).shape[-1]
@@ -130,6 +148,7 @@ class Scratch:
         self._sequences = [first]
         self._ragged = arena.ragged
         while self._ragged and len(self._sequences) < MEMBERS[-1]:
+            look()
             try:
                 self._sequences.append(self._fork())
             except PoolExhaustedError:

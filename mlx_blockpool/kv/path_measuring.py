@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import copy
 import time
+from collections.abc import Callable
 from statistics import median
 from typing import Any
 
@@ -20,6 +21,7 @@ from .arena import KVArena
 from .asked import Asked, asked_of
 from .decode_policy import device
 from .factory import pooled_caches
+from .measuring import proceed
 from .parts import batch_of
 from .path_costs import PathCosts, Reading, Shape, fitted
 
@@ -56,12 +58,15 @@ SHORTEST = 1e-3
 MOST_STEPS = 8
 
 
-def measure_paths(model: Any, arena: KVArena, seconds: float = 0.5) -> dict[int, PathCosts]:
+def measure_paths(
+    model: Any, arena: KVArena, seconds: float = 0.5, *, look: Callable[[], None] = proceed
+) -> dict[int, PathCosts]:
     """The costs of each full layer group of an attached model, and of windows that have a kernel, for arena.decode.costs.
 
     Takes about `seconds`, twice that where there are kernels, and up to three times as long where one reading of each shape takes
     that; a model for which that is too short is not measured. Neither are models whose batches are not ragged, and pools without
-    room for a sequence. Other windows have one path only, as they share nothing.
+    room for a sequence. Other windows have one path only, as they share nothing. `look` is called between readings, and what it
+    raises ends the measuring.
     """
     if not arena.ragged:
         return {}
@@ -71,9 +76,11 @@ def measure_paths(model: Any, arena: KVArena, seconds: float = 0.5) -> dict[int,
         return {}
     asked = {group: each[0] for group, each in every.items() if _has_paths(arena, group)}
     seconds = seconds * (2 if arena.decode.trusted else 1) / max(1, len(asked))
-    found = {group: _readings(arena, group, each, seconds) for group, each in asked.items()}
-    # What the trials have allocated.
-    mx.clear_cache()
+    try:
+        found = {group: _readings(arena, group, each, seconds, look) for group, each in asked.items()}
+    finally:
+        # What the trials have allocated.
+        mx.clear_cache()
     return {group: fitted(readings) for group, readings in found.items() if readings}
 
 
@@ -90,11 +97,12 @@ def _shapes(arena: KVArena, group: int) -> tuple[Shape, ...]:
     return SHAPES + KERNEL_SHAPES if group in arena.decode.trusted else SHAPES
 
 
-def _readings(arena: KVArena, group: int, asked: Asked, seconds: float) -> list[Reading]:
+def _readings(arena: KVArena, group: int, asked: Asked, seconds: float, look: Callable[[], None]) -> list[Reading]:
     """A reading of each shape, the median of as many passes over all as there is time for; nothing if there is none for one."""
     times = {shape: _Times() for shape in _shapes(arena, group)}
     if group in arena.decode.trusted:
         for shape in times:
+            look()
             _Trial(arena, group, asked, shape).compile()
     begun, on_the_wall = clock(), time.perf_counter()
     taken = 0.0
@@ -103,6 +111,7 @@ def _readings(arena: KVArena, group: int, asked: Asked, seconds: float) -> list[
         for shape in times:
             if clock() - begun > 3 * seconds or time.perf_counter() - on_the_wall > 10 * seconds:
                 return []
+            look()
             _Trial(arena, group, asked, shape).run(times[shape])
         taken = clock() - first
     return [each.reading(shape) for shape, each in times.items()]

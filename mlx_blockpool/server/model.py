@@ -19,7 +19,6 @@ from mlx_lm.generate import StopSequences
 from ..config import ServerConfig, StoreConfig
 from ..engine.caches import PooledCaches
 from ..engine.engine import BlockPoolBatchEngine
-from ..engine.measuring import measured
 from ..engine.opening import open_arena, open_pooled
 from ..engine.ranked import RankedEngine
 from ..engine.request import Event, Failed, Progress, Restoring, Started, Token
@@ -34,7 +33,6 @@ from ..prefix.salts import SHARED
 from ..prefix.trie import PrefixRef
 from ..ranks.head import TurnClock
 from ..spec import ModelCacheSpec
-from ..store.measurements import Measurements
 from ..system import trim_memory
 from ..tier.cache import TieredPrefixCache
 from ..tier.opening import digests_of
@@ -46,6 +44,7 @@ from .live.log import ModelEvents
 from .live.snapshot import publish
 from .models import caches
 from .models.provider import BlockpoolModelProvider, ModelKey, WeightsHash
+from .models.speeds import ModelSpeeds
 from .replies import Reply
 from .request import RequestOptions
 from .sequential import DraftedPrefix, SequentialCache
@@ -71,7 +70,7 @@ class LoadedModel:
     """
 
     def __init__(
-        self, key: ModelKey, provider: BlockpoolModelProvider, config: ServerConfig, events: ModelEvents, remembered: Measurements
+        self, key: ModelKey, provider: BlockpoolModelProvider, config: ServerConfig, events: ModelEvents, speeds: ModelSpeeds
     ) -> None:
         self.key = key
         self.provider = provider
@@ -94,7 +93,7 @@ class LoadedModel:
         self.report: dict[str, Any] = {"backend": None}
         self.form_tokens: FormTokens | None = None
         self.has_met_limits = False
-        self._config, self._measurements = config, remembered
+        self._config, self._speeds = config, speeds
         self._spec: ModelCacheSpec | None = None
         self._drafted: DraftedPrefix | None = None
         self.hashing: WeightsHash | None = None
@@ -180,7 +179,7 @@ class LoadedModel:
             self.agents = ServedAgents(self.provider.name, store)
         try:
             opened = open_pooled(self.provider.model, arena, pool_bytes, self._config.pool, store, self.ranks)
-            self.caches = measured(self.provider.model, opened, self._config.engine, self._measurements, self.provider.name)
+            self.caches = self._speeds.at_load(self, opened)
         except Exception:
             # Nothing else refers to the store's threads.
             if store is not None:

@@ -16,6 +16,7 @@ from mlx_blockpool.drafts.curve import CostCurve
 from mlx_blockpool.engine import measuring
 from mlx_blockpool.engine.measuring import curve_of, measured_on, paths_of
 from mlx_blockpool.engine.opening import open_pooled
+from mlx_blockpool.errors import MeasuringStoppedError
 from mlx_blockpool.kv.arena import KVArena
 from mlx_blockpool.kv.factory import open_pool
 from mlx_blockpool.kv.path_costs import PathCosts
@@ -30,7 +31,7 @@ def measured(monkeypatch: pytest.MonkeyPatch) -> list[Any]:
     """The models that are measured, each with the same result."""
     found: list[Any] = []
 
-    def measure(model: Any, arena: KVArena) -> CostCurve:
+    def measure(model: Any, arena: KVArena, **_: Any) -> CostCurve:
         found.append(model)
         return CURVE
 
@@ -88,7 +89,7 @@ def measured_paths(monkeypatch: pytest.MonkeyPatch) -> list[Any]:
     """The pools whose decode paths are measured, each with the same result."""
     found: list[Any] = []
 
-    def measure(model: Any, arena: KVArena) -> dict[int, PathCosts]:
+    def measure(model: Any, arena: KVArena, **_: Any) -> dict[int, PathCosts]:
         found.append(arena)
         return {0: COSTS}
 
@@ -105,7 +106,7 @@ def test_decode_paths_are_measured_once(tmp_path: Path, measured_paths: list[Any
 
 def test_decode_paths_that_could_not_be_measured_are_tried_again(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     found = [{}, {0: COSTS}]
-    monkeypatch.setattr(measuring, "measure_paths", lambda *_: found.pop(0))
+    monkeypatch.setattr(measuring, "measure_paths", lambda *_, **__: found.pop(0))
     assert paths_of(*opened(), Measurements(tmp_path)) == {}
     assert paths_of(*opened(), Measurements(tmp_path)) == {0: COSTS}
 
@@ -136,9 +137,45 @@ def test_an_engine_measures_what_it_decides_by(measures: bool, drafts: str, path
 
 
 @pytest.mark.usefixtures("measured", "measured_paths")
-def test_ranks_measure_no_decode_paths(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_ranks_measure_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
     model, arena = opened()
     caches = open_pooled(model, arena, 20_000_000)
     monkeypatch.setattr(caches.prefix, "ranks", SimpleNamespace(size=2))
-    measuring.measured(model, caches, EngineConfig(measures=True))
-    assert arena.decode.costs == {}
+    measuring.measured(model, caches, EngineConfig(measures=True, drafts="auto"))
+    assert (caches.curve, arena.decode.costs, caches.is_unmeasured) == (None, {}, False)
+
+
+AUTO = EngineConfig(measures=True, drafts="auto")
+
+
+def is_needed() -> None:
+    raise MeasuringStoppedError
+
+
+def test_where_the_thread_is_needed_nothing_is_measured_until_another_call(
+    tmp_path: Path, measured: list[Any], measured_paths: list[Any]
+) -> None:
+    model, arena = opened()
+    caches = open_pooled(model, arena, 20_000_000)
+    measuring.measured(model, caches, AUTO, Measurements(tmp_path), look=is_needed)
+    assert (caches.curve, arena.decode.costs, caches.is_unmeasured) == (None, {}, True)
+    assert (measured, measured_paths, Measurements(tmp_path).load()) == ([], [], [])
+    measuring.measured(model, caches, AUTO, Measurements(tmp_path))
+    assert (caches.curve, arena.decode.costs, caches.is_unmeasured) == (CURVE, {0: COSTS}, False)
+    assert set(Measurements(tmp_path).figures(measured_on(model, arena))) == {"curve", "paths"}
+
+
+@pytest.mark.parametrize("remembered", ["curve", "paths"])
+def test_what_is_remembered_is_taken_where_the_rest_is_not_measured(
+    remembered: str, tmp_path: Path, measured: list[Any], measured_paths: list[Any]
+) -> None:
+    model, arena = opened()
+    figures = {"curve": CURVE.to_json(), "paths": {"0": COSTS.to_json()}}
+    Measurements(tmp_path).save(measured_on(model, arena), "tiny", {remembered: figures[remembered]})
+    caches = open_pooled(model, arena, 20_000_000)
+    measuring.measured(model, caches, AUTO, Measurements(tmp_path), look=is_needed)
+    found = {"curve": caches.curve == CURVE, "paths": arena.decode.costs == {0: COSTS}}
+    assert [name for name, is_found in found.items() if is_found] == [remembered]
+    assert caches.is_unmeasured
+    measuring.measured(model, caches, AUTO, Measurements(tmp_path))
+    assert (len(measured), len(measured_paths)) == ((0, 1) if remembered == "curve" else (1, 0))

@@ -93,6 +93,22 @@ def test_auto_drafts_where_it_pays_by_the_measured_curve() -> None:
     assert found["dear"] == (61, 0)
 
 
+def test_drafts_begin_once_it_is_known_what_forwards_cost() -> None:
+    engine = measured(None)
+    engine.caches.is_unmeasured = True
+    engine.steps.decide()
+    assert engine.steps.off == "it is measured later what forwards cost"
+    again(engine)
+    engine.caches.curve, engine.caches.is_unmeasured = CostCurve.of({1: 1.0, 32: 1.1}), False
+    engine.steps.decide()
+    assert engine.steps.off is None
+    _, steps = again(engine)
+    assert steps < 20
+    drafting = engine.steps.drafting
+    engine.steps.decide()
+    assert engine.steps.drafting is drafting, "it keeps what it has learned"
+
+
 def test_drafts_that_are_off_say_why() -> None:
     class Two(Ranks):
         size = 2

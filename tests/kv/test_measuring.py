@@ -49,6 +49,31 @@ def test_cases_take_turns_and_the_first_run_of_each_does_not_count(clock: list[f
     assert found == {"a": 3.01, "b": 3.01}
 
 
+class StoppedError(Exception):
+    """What the thread is needed for."""
+
+
+def stops_after(times: int) -> Callable[[], None]:
+    left = itertools.count(times, -1)
+
+    def look() -> None:
+        if next(left) == 0:
+            raise StoppedError
+
+    return look
+
+
+def test_something_else_goes_before_each_run(clock: list[float]) -> None:
+    ran: list[Any] = []
+    cases = {name: taking(0.01, clock, ran, name) for name in "ab"}
+    for times in range(6):
+        ran.clear()
+        with pytest.raises(StoppedError):
+            medians(cases, 1.0, rounds=2, look=stops_after(times))
+        assert ran == [*"ababab"][:times]
+    assert set(medians(cases, 1.0, rounds=2, look=stops_after(6))) == {"a", "b"}
+
+
 def test_what_has_no_time_is_left_out_and_the_rest_is_measured_once_at_least(clock: list[float]) -> None:
     ran: list[Any] = []
     found = medians({count: taking(0.2 * count, clock, ran, count) for count in (1, 2, 4, 8)}, 1.0)
@@ -82,6 +107,22 @@ def test_the_curve_of_a_model_that_verifies_by_rows(name: str) -> None:
     assert [count for count, _ in curve.pipelined] == [1, 2]
     assert arena.decode.path_counts == {"ragged": 3}
     assert [(c.held, c.reserved) for c in arena.pool.settle()] == [(0, 0)] * len(arena.spec.groups)
+
+
+@pytest.mark.usefixtures("few_cases")
+@pytest.mark.parametrize("name", ["llama", "gpt_oss", "lfm2"])
+@pytest.mark.parametrize("times", [0, 3, 10])
+def test_a_pool_has_its_blocks_back_when_measuring_is_stopped(name: str, times: int) -> None:
+    model = pooled.make_model(name)
+    arena = open_pool(model, 40_000_000)
+    assert arena.verifies is not None
+    arena.decode.path_counts["ragged"] = 3
+    with pytest.raises(StoppedError):
+        measure_curve(model, arena, seconds=1e9, look=stops_after(times))
+    arena.pool.check()
+    assert not any(c.held or c.reserved for c in arena.pool.settle())
+    assert (arena.running_bytes, arena.decode.path_counts) == (0, {"ragged": 3})
+    assert measure_curve(model, arena, seconds=1e9) is not None
 
 
 def test_a_slow_model_has_a_curve_of_few_rows(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -64,6 +64,25 @@ def test_a_pool_is_left_as_it_was() -> None:
 
 
 @pytest.mark.usefixtures("ticking")
+def test_something_else_goes_before_each_trial_and_leaves_the_pool_as_it_was() -> None:
+    model, arena = pool_of("llama")
+    arena.decode.path_counts["ragged"] = 3
+    looked = count()
+
+    def look() -> None:
+        if next(looked) == 2:
+            raise InterruptedError
+
+    with pytest.raises(InterruptedError):
+        measure_paths(model, arena, look=look)
+    arena.pool.check()
+    assert all(counts.held == 0 for counts in arena.pool.settle())
+    assert (arena.decode.path, arena.decode.path_counts) == ("auto", {"ragged": 3})
+    assert set(measure_paths(model, arena, look=look)) == {0}
+    assert arena.decode.path_counts == {"ragged": 3}
+
+
+@pytest.mark.usefixtures("ticking")
 def test_the_queries_are_those_of_the_model(monkeypatch: pytest.MonkeyPatch) -> None:
     asked: list[path_measuring.Asked] = []
     readings = path_measuring._readings

@@ -34,12 +34,12 @@ def measured(monkeypatch: pytest.MonkeyPatch) -> list[Any]:
     """The pools that are measured, each with the same result."""
     found: list[Any] = []
 
-    def measure(model: Any, arena: Any) -> CostCurve:
+    def measure(model: Any, arena: Any, **_: Any) -> CostCurve:
         found.append(arena)
         return FLAT
 
     monkeypatch.setattr(measuring, "measure_curve", measure)
-    monkeypatch.setattr(measuring, "measure_paths", lambda *_: {0: COSTS})
+    monkeypatch.setattr(measuring, "measure_paths", lambda *_, **__: {0: COSTS})
     return found
 
 

@@ -23,7 +23,6 @@ from mlx_blockpool.server.model import LoadedModel
 from mlx_blockpool.server.models.provider import ModelKey
 from mlx_blockpool.store.agent_files import Agents
 from mlx_blockpool.store.fs import Disk
-from mlx_blockpool.store.measurements import Measurements
 from server.serving import Client, at_once, blockpool_server
 
 
@@ -121,7 +120,7 @@ def test_the_store_and_the_notes_of_a_model_have_one_time_to_be_written(
     monkeypatch.setattr(model_module, "time", SimpleNamespace(monotonic=lambda: now[0]))
     provider: Any = SimpleNamespace(ranks=ALONE, cli_args=SimpleNamespace(prompt_cache_size=10), reset=lambda: None)
     events = EventLog().of("m")
-    loaded = LoadedModel(ModelKey("m"), provider, ServerConfig(store=StoreConfig(flush_seconds=3.0)), events, Measurements(None))
+    loaded = LoadedModel(ModelKey("m"), provider, ServerConfig(store=StoreConfig(flush_seconds=3.0)), events, None)  # type: ignore[arg-type]
     monkeypatch.setattr(loaded, "prefix", SimpleNamespace(close=lambda: now.insert(0, now[0] + taken)))
     monkeypatch.setattr(loaded, "agents", SimpleNamespace(close=given.append))
     loaded.close()

@@ -27,6 +27,7 @@ from .catalog import Catalog
 from .inspection import inspect
 from .provider import BlockpoolModelProvider, ModelKey
 from .queue import ModelQueue, ModelUsage, Plan
+from .speeds import ModelSpeeds
 from .swap import ModelSwap
 
 if TYPE_CHECKING:
@@ -60,6 +61,7 @@ class ModelRegistry:
     swap:      the change of models in progress. plan: the next one, which begins once the model that it unloads is not busy.
     own_bytes: the pool of each model takes at most this; None: that depends on what is free once the model is loaded.
     sizes:     bytes of weights by key.
+    speeds:    measures how fast the models are.
     log:       the events of the server.
     leader:    takes the turns of rank 0 with other ranks; None: there are none.
     failures:  by key, why a model could not be loaded, and until when it is not tried again.
@@ -81,7 +83,7 @@ class ModelRegistry:
         self.sizes: dict[ModelKey, int] = {}
         self.failures: dict[ModelKey, tuple[Exception, float]] = {}
         self._server = server
-        self._measurements = measurements_of(server.store)
+        self.speeds = ModelSpeeds(self, server.engine, measurements_of(server.store))
         # Commands to unload, and when they arrived.
         self._unloads: list[tuple[LoadCommand, float]] = []
 
@@ -142,7 +144,7 @@ class ModelRegistry:
 
     def make(self, key: ModelKey) -> LoadedModel:
         provider = BlockpoolModelProvider(self.template.cli_args, self.template.ranks)
-        return LoadedModel(key, provider, self._server, self.events_of(key), self._measurements)
+        return LoadedModel(key, provider, self._server, self.events_of(key), self.speeds)
 
     def add(self, model: LoadedModel) -> None:
         self.use(model, None)

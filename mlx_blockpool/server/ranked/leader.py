@@ -70,13 +70,14 @@ class Turns(Protocol):
 
 
 class Solo:
-    """Turns of one rank."""
+    """Turns of one rank. `catch_up`: work that waits until there is no other."""
 
     nap_seconds = IDLE_SECONDS
     stop: Callable[[], None] | None = None
 
-    def __init__(self) -> None:
+    def __init__(self, catch_up: Callable[[], None] = lambda: None) -> None:
         self.condition = Condition()
+        self._catch_up = catch_up
 
     def begin(self) -> None:
         pass
@@ -88,6 +89,8 @@ class Solo:
         for served in models:
             if not served.live:
                 served.idle()
+        if rests:
+            self._catch_up()
 
     def drop(self, key: ModelKey, reply: Reply) -> None:
         pass
@@ -200,7 +203,8 @@ def turns_of(generator: BlockpoolGenerator, config: ServerConfig) -> Solo | Lead
     """The turns of a server, alone or as rank 0."""
     registry, ranks = generator.registry, generator.registry.template.ranks
     if ranks.size == 1:
-        return Solo()
+        registry.speeds.has_arrivals = lambda: generator._stop or not generator.requests.empty()
+        return Solo(registry.speeds.catch_up)
     loss = loss_of(registry, config, generator.give_up, lambda: generator.access.wait_until_empty(LAST_WORDS_SECONDS))
     lookout = Lookout(config.ranks.seconds, loss.end)
     lookout.start()
