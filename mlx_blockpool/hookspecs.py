@@ -32,5 +32,6 @@ def prompt_normalisers() -> list[Normaliser]:  # type: ignore[empty-body]
 def draft_sources(model: Any, config: dict[str, Any]) -> list[SourceFactory]:  # type: ignore[empty-body]
     """Functions that make a draft source for each request from its prompt, or None; called once for each loaded model.
 
-    `model` is the loaded mlx-lm model, and `config` its config.json.
+    `model` is the loaded mlx-lm model, and `config` its config.json. The functions and their sources are called between the steps
+    of all requests: slow ones are given up once their call returns, and one that never returns holds up the server.
     """

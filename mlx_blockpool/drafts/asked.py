@@ -21,6 +21,11 @@ PROBED_TOKENS, PROBE_EVERY = 4, 64
 LEAST_CHANCE = 0.5
 # The seconds of a guess are a running mean of about so many.
 MEAN_OF = 8
+# All requests wait for a call, so that a source which takes longer for one drafts no more for its request. It may take longer to
+# begin, for a draft model computes the prompt in its first guess.
+MOST_SECONDS, MOST_SECONDS_TO_BEGIN = 0.5, 5.0
+# Where that has happened to so many requests, the source is made for no more of them.
+MOST_SLOW = 3
 
 
 class AskedSource:
@@ -29,14 +34,21 @@ class AskedSource:
     In place of a match length, acceptance goes by how many tokens of the guess were right already.
     seconds: what it takes to guess a token, by `clock`; None: it was not asked yet. The first guess counts until the second,
     for a draft model computes the prompt in it.
+    note_slow: called once where it has taken too long.
     """
 
-    def __init__(self, source: DraftSource, acceptance: Acceptance, clock: Callable[[], float] = time.perf_counter) -> None:
+    def __init__(
+        self,
+        source: DraftSource,
+        acceptance: Acceptance,
+        clock: Callable[[], float] = time.perf_counter,
+        note_slow: Callable[[], None] = lambda: None,
+    ) -> None:
         self.name = source.name
         self.acceptance = acceptance
         self.seconds: float | None = None
         self._source: DraftSource | None = source
-        self._clock = clock
+        self._clock, self._note_slow = clock, note_slow
         # The last guess as far as it was not compared yet, behind so many tokens that were known; how much of it was right.
         self._guessed: list[int] = []
         self._num_known = self._num_right = 0
@@ -61,10 +73,12 @@ class AskedSource:
             if not is_right:
                 self._guessed = []
         self._until_probe -= 1
+        start = self._clock()
         try:
             self._source.observe((token,))
         except Exception as error:
             self._give_up(error)
+        self._check(self._clock() - start, MOST_SECONDS)
         if self._until_probe <= 0 and not self._guessed:
             self._ask((), PROBED_TOKENS)
 
@@ -90,13 +104,27 @@ class AskedSource:
         except Exception as error:
             self._give_up(error)
             return []
-        seconds = (self._clock() - start) / max(1, len(tokens))
+        taken = self._clock() - start
+        self._check(taken, MOST_SECONDS if self._num_guesses else MOST_SECONDS_TO_BEGIN)
+        seconds = taken / max(1, len(tokens))
         self._num_guesses += 1
         mean = seconds if self.seconds is None or self._num_guesses == 2 else self.seconds
         self.seconds = mean + (seconds - mean) / MEAN_OF
         self._guessed, self._num_known, self._num_right = list(tokens), len(next_tokens), 0
         self._until_probe = PROBE_EVERY
         return tokens
+
+    def _check(self, taken: float, most: float) -> None:
+        """Give a source up that has taken more than `most` seconds. What it has guessed in them counts."""
+        if taken > most and self._source is not None:
+            log.warning(
+                "Draft source %s took %.1f s, and %g at most are allowed. It drafts no more for its request.",
+                self.name,
+                taken,
+                most,
+            )
+            self._source = None
+            self._note_slow()
 
     def _give_up(self, error: Exception) -> None:
         # Code from anywhere may raise anything, and the reply does not depend on it.

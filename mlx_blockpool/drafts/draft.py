@@ -20,7 +20,11 @@ class Guess:
 
 
 class DraftSource(Protocol):
-    """Guesses the tokens of one request, which it was made for. What it raises ends its guesses and not the request."""
+    """Guesses the tokens of one request, which it was made for. What it raises ends its guesses and not the request.
+
+    All requests wait for each call. One that takes more than half a second, or five in the first guess, ends its guesses too, but
+    only once it returns: a call that never does cannot be ended.
+    """
 
     name: str
 

@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+import time
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 
 from .acceptance import Acceptance
 from .asked import AskedSource
@@ -46,9 +47,14 @@ class Drafter:
         self._indexes.append(prediction.text)
         self.sources.insert(0, TextSource(PREDICTION, prediction.text, self.text, self._acceptance(PREDICTION), place=0))
 
-    def ask(self, source: DraftSource) -> None:
-        """Add the source of a plugin."""
-        self.asked.append(AskedSource(source, self._acceptance(source.name)))
+    def ask(
+        self,
+        source: DraftSource,
+        clock: Callable[[], float] = time.perf_counter,
+        note_slow: Callable[[], None] = lambda: None,
+    ) -> None:
+        """Add the source of a plugin. `clock`, `note_slow`: as AskedSource has them."""
+        self.asked.append(AskedSource(source, self._acceptance(source.name), clock, note_slow))
 
     def _acceptance(self, name: str) -> Acceptance:
         found = Acceptance(self._priors.get(name))

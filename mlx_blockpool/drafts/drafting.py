@@ -3,9 +3,12 @@
 from __future__ import annotations
 
 import logging
+import time
 from collections import Counter, OrderedDict
-from collections.abc import Collection, Sequence
+from collections.abc import Callable, Collection, Sequence
+from functools import partial
 
+from .asked import MOST_SECONDS_TO_BEGIN, MOST_SLOW
 from .curve import CostCurve
 from .draft import NOTHING, Draft, Prediction, SourceFactory
 from .drafter import Drafter
@@ -30,7 +33,7 @@ class Drafting:
     counts:  tokens `drafted <source>` and `accepted <source>`.
     priors:  what is known of each source's acceptance, by its name.
     replies: the last replies of agents.
-    factories: make the sources of plugins for each request.
+    factories: make the sources of plugins for each request. `clock`: seconds, by which they are timed.
     """
 
     def __init__(
@@ -40,6 +43,7 @@ class Drafting:
         curve: CostCurve | None = None,
         counts: Counter[str] | None = None,
         factories: Collection[SourceFactory] = (),
+        clock: Callable[[], float] = time.perf_counter,
     ) -> None:
         assert drafts == "auto" or isinstance(drafts, int), f"drafts are {drafts!r}"
         self.fixed = None if isinstance(drafts, str) else drafts
@@ -48,7 +52,10 @@ class Drafting:
         self.counts: Counter[str] = Counter() if counts is None else counts
         self.priors: dict[str, list[float]] = {}
         self.replies = ReplyMemory()
-        self.factories = factories
+        self.factories = list(factories)
+        self._clock = clock
+        # Of how many requests the sources were too slow, by factory.
+        self._num_slow: Counter[SourceFactory] = Counter()
         # The least chance of a next token behind which drafts can pay, by the number of members.
         self._least: dict[int, float] = {}
 
@@ -69,15 +76,28 @@ class Drafting:
             made.follow("replies", replies)
         if prediction is not None and prediction.text.tokens:
             made.expect(prediction)
-        for factory in self.factories:
-            try:
-                source = factory(prompt)
-                if source is not None:
-                    made.ask(source)
-            except Exception as error:
-                # As where a source is asked.
-                log.warning("A draft source raised %s: %s. A request does without it.", type(error).__name__, error)
+        for factory in list(self.factories):
+            self._make_source(factory, prompt, made)
         return made
+
+    def _make_source(self, factory: SourceFactory, prompt: Sequence[int], drafter: Drafter) -> None:
+        start, source = self._clock(), None
+        try:
+            source = factory(prompt)
+            if source is not None:
+                drafter.ask(source, self._clock, partial(self._note_slow, factory))
+        except Exception as error:
+            # As where a source is asked.
+            log.warning("A draft source raised %s: %s. A request does without it.", type(error).__name__, error)
+        if self._clock() - start > MOST_SECONDS_TO_BEGIN:
+            self._note_slow(factory)
+
+    def _note_slow(self, factory: SourceFactory) -> None:
+        """Count a request that a source has held up; one that does so again and again is made no more."""
+        self._num_slow[factory] += 1
+        if self._num_slow[factory] == MOST_SLOW:
+            self.factories.remove(factory)
+            log.warning("A draft source has held up %d requests. It is made for no more of this model.", MOST_SLOW)
 
     def expects(self, drafters: Sequence[Drafter | None]) -> bool:
         """Whether it is likely to pay to read the tokens in flight of a batch, and to draft behind them. Takes microseconds."""

@@ -4,11 +4,20 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Iterator, Sequence
+from typing import Any
 
 import pytest
 
 from mlx_blockpool.drafts.acceptance import Acceptance
-from mlx_blockpool.drafts.asked import MEAN_OF, PROBE_EVERY, PROBED_TOKENS, AskedSource
+from mlx_blockpool.drafts.asked import (
+    MEAN_OF,
+    MOST_SECONDS,
+    MOST_SECONDS_TO_BEGIN,
+    MOST_SLOW,
+    PROBE_EVERY,
+    PROBED_TOKENS,
+    AskedSource,
+)
 from mlx_blockpool.drafts.curve import CostCurve
 from mlx_blockpool.drafts.draft import NOTHING, DraftSource, Guess
 from mlx_blockpool.drafts.drafting import Drafting
@@ -32,6 +41,26 @@ class Counting:
         self.asked.append((last, at_most))
         tokens = range(last + 1, last + 1 + at_most + 5)
         return Guess([-1 if self.wrong and token % self.wrong == 0 else token for token in tokens])
+
+
+class Slow(Counting):
+    """Takes so many seconds to observe a token and, one after the other, to guess; then none."""
+
+    def __init__(self, guesses: Sequence[float] = (), observing: float = 0.0, now: list[float] | None = None) -> None:
+        super().__init__()
+        self.guesses, self.observing = list(guesses), observing
+        self.now = [0.0] if now is None else now
+
+    def clock(self) -> float:
+        return self.now[0]
+
+    def observe(self, tokens: Sequence[int]) -> None:
+        super().observe(tokens)
+        self.now[0] += self.observing
+
+    def guess(self, next_tokens: Sequence[int], at_most: int) -> Guess | None:
+        self.now[0] += self.guesses.pop(0) if self.guesses else 0.0
+        return super().guess(next_tokens, at_most)
 
 
 def clock_of(seconds: float) -> Iterator[float]:
@@ -97,16 +126,68 @@ def test_slow_sources_are_not_asked_for_drafts() -> None:
 
 
 def test_the_first_guess_may_compute_the_prompt() -> None:
-    # Before and after each guess.
-    ticks = iter((0.0, 400.0, 400.0, 404.0, 404.0, 440.0))
-    asked = AskedSource(Counting(), Acceptance(), lambda: next(ticks))
+    source = Slow(guesses=[4.0, 0.04, 0.4])
+    asked = AskedSource(source, Acceptance(), source.clock)
     found = []
     for token in range(1, 2 + 2 * PROBE_EVERY):
         asked.observe(token)
         found.append(asked.seconds)
-    assert found[0] == found[PROBE_EVERY - 1] == 400 / PROBED_TOKENS
-    assert found[PROBE_EVERY] == found[2 * PROBE_EVERY - 1] == 4 / PROBED_TOKENS
-    assert found[-1] == (4 + (36 - 4) / MEAN_OF) / PROBED_TOKENS
+    expected = [4.0, 0.04, 0.04 + (0.4 - 0.04) / MEAN_OF]
+    assert [found[0], found[PROBE_EVERY], found[-1]] == pytest.approx([seconds / PROBED_TOKENS for seconds in expected])
+    assert (found[0], found[PROBE_EVERY]) == (found[PROBE_EVERY - 1], found[2 * PROBE_EVERY - 1])
+
+
+@pytest.mark.parametrize(
+    ("times", "allowed"),
+    [
+        ({"guesses": [MOST_SECONDS_TO_BEGIN, MOST_SECONDS, MOST_SECONDS]}, True),
+        ({"observing": MOST_SECONDS}, True),
+        ({"guesses": [1.01 * MOST_SECONDS_TO_BEGIN]}, False),
+        ({"guesses": [0.0, 1.01 * MOST_SECONDS]}, False),
+        ({"observing": 1.01 * MOST_SECONDS}, False),
+    ],
+)
+def test_a_source_that_takes_too_long_drafts_no_more(
+    times: dict[str, Any], allowed: bool, caplog: pytest.LogCaptureFixture
+) -> None:
+    source, noted = Slow(**times), list[str]()
+    asked = AskedSource(source, Acceptance(), source.clock, lambda: noted.append("slow"))
+    for token in range(1, 2 * PROBE_EVERY):
+        asked.observe(token)
+    assert (noted, len(caplog.records)) == (([], 0) if allowed else (["slow"], 1))
+    assert (asked.chance > 0) is allowed
+    if not allowed:
+        assert "Draft source counting took" in caplog.text
+        assert (asked.guess(500, 4), len(source.seen)) == (NOTHING, len(source.seen))
+
+
+def test_the_sources_of_a_factory_that_are_too_slow_again_and_again_are_made_no_more(caplog: pytest.LogCaptureFixture) -> None:
+    now, made = [0.0], list[DraftSource]()
+
+    def make(prompt: Sequence[int]) -> DraftSource:
+        made.append(Slow(guesses=[9.0], now=now))
+        return made[-1]
+
+    drafting = Drafting(2, factories=[make, lambda prompt: Counting()], clock=lambda: now[0])
+    for number in range(1, MOST_SLOW + 3):
+        drafter = drafting.drafter([1, 2])
+        drafter.observe([3, 4])
+        assert [source.chance > 0 for source in drafter.asked] == ([False, True] if number <= MOST_SLOW else [True])
+    assert len(made) == MOST_SLOW
+    assert caplog.text.count("It is made for no more of this model") == 1
+
+
+def test_a_factory_that_takes_too_long_counts_too() -> None:
+    now, made = [0.0], list[int]()
+
+    def make(prompt: Sequence[int]) -> None:
+        made.append(1)
+        now[0] += 1.01 * MOST_SECONDS_TO_BEGIN
+
+    drafting = Drafting(2, factories=[make], clock=lambda: now[0])
+    for _ in range(MOST_SLOW + 2):
+        assert drafting.drafter([1]).asked == []
+    assert len(made) == MOST_SLOW
 
 
 class Failing(Counting):
