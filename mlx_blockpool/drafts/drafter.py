@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import time
 from collections import Counter
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 
 from .acceptance import Acceptance
 from .asked import AskedSource
@@ -20,13 +20,19 @@ class Drafter:
 
     priors: the acceptance of each source in all requests, by its name, which this one starts from and adds to.
     counts: tokens drafted and accepted, by source: `drafted <source>` and `accepted <source>`.
+    learned: the acceptance of each source in this request, by its name; given, it goes on from there.
     is_behind: whether catch_up() has something to index.
     """
 
     def __init__(
-        self, prompt: Sequence[int], priors: dict[str, list[float]] | None = None, counts: Counter[str] | None = None
+        self,
+        prompt: Sequence[int],
+        priors: dict[str, list[float]] | None = None,
+        counts: Counter[str] | None = None,
+        learned: Mapping[str, Acceptance] | None = None,
     ) -> None:
         self._priors = {} if priors is None else priors
+        self.learned = dict(learned or {})
         self.counts: Counter[str] = Counter() if counts is None else counts
         self.text = SuffixIndex(prompt)
         self._prediction: Prediction | None = None
@@ -57,8 +63,10 @@ class Drafter:
         self.asked.append(AskedSource(source, self._acceptance(source.name), clock, note_slow))
 
     def _acceptance(self, name: str) -> Acceptance:
-        found = Acceptance(self._priors.get(name))
-        self._priors[name] = found.prior
+        found = self.learned.get(name)
+        if found is None:
+            found = self.learned[name] = Acceptance(self._priors.get(name))
+        found.prior = self._priors.setdefault(name, found.prior)
         return found
 
     def catch_up(self, at_most: int) -> int:

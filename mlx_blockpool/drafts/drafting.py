@@ -5,9 +5,10 @@ from __future__ import annotations
 import logging
 import time
 from collections import Counter, OrderedDict
-from collections.abc import Callable, Collection, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from functools import partial
 
+from .acceptance import Acceptance
 from .asked import MOST_SECONDS_TO_BEGIN, MOST_SLOW
 from .curve import CostCurve
 from .draft import NOTHING, Draft, Prediction, SourceFactory
@@ -66,9 +67,13 @@ class Drafting:
         salt: bytes = b"",
         following: Sequence[int] = (),
         prediction: Prediction | None = None,
+        learned: Mapping[str, Acceptance] | None = None,
     ) -> Drafter:
-        """A drafter for one request. `following`: tokens that are known to have followed this very prompt."""
-        made = Drafter(prompt, self.priors, self.counts)
+        """A drafter for one request. `following`: tokens that are known to have followed this very prompt.
+
+        `learned`: that of an earlier drafter of the request.
+        """
+        made = Drafter(prompt, self.priors, self.counts, learned)
         if following:
             made.follow("prefix", SuffixIndex(following), place=0)
         replies = None if agent is None else self.replies.recall(agent, salt)

@@ -168,8 +168,7 @@ class BlockPoolBatchEngine:
         for sequence in self.waiting:
             self.caches.abandon(sequence)
         for sequence in suspended:
-            # They are of this trie and its records, and of this engine's drafts; the sequence may continue beside other ones.
-            sequence.prefix = sequence.agreed = sequence.drafter = None
+            sequence.suspend()
         self.waiting = []
         return suspended
 

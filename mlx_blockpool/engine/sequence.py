@@ -11,6 +11,7 @@ from typing import Any
 
 import mlx.core as mx
 
+from ..drafts.acceptance import Acceptance
 from ..drafts.drafter import Drafter
 from ..prefix.retention import RetentionPolicy
 from ..prefix.trie import PrefixRef
@@ -41,6 +42,7 @@ class Sequence:
     policy:     its retention: how long, and for whom, what it computes stays cached.
     agreed:    how many of `tokens` the ranks of a group have agreed to read from disk before it starts; None: they did not vote.
     drafter:    guesses its next tokens, and sees those that are emitted; None: nothing is drafted for it.
+    learned:    what its drafter in an earlier engine has learned of its sources.
     preemptions, has_waited: how often it was preempted, and whether it waited for another's prefill.
     """
 
@@ -64,6 +66,7 @@ class Sequence:
         # The pins of `request` that are not set yet.
         self.pins = list(request.pins)
         self.drafter: Drafter | None = None
+        self.learned: dict[str, Acceptance] = {}
         self.preemptions = 0
         self.has_waited = False
         self._produced = 0
@@ -72,6 +75,12 @@ class Sequence:
     def come_again(self, now: float) -> None:
         """Count as having arrived `now`."""
         self.due = now + delay_of(self.request.priority)
+
+    def suspend(self) -> None:
+        """Drop what is of the trie, its records and its engine's drafts: it may continue beside other ones."""
+        if self.drafter is not None:
+            self.learned = self.drafter.learned
+        self.prefix = self.agreed = self.drafter = None
 
     def start(self, caches: list[Any], computed: int) -> None:
         """Continue from caches that hold the first `computed` tokens."""

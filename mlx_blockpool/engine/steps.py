@@ -54,7 +54,9 @@ class DecodeSteps:
         if self.drafting is not None and sequence.drafter is None:
             request, known = sequence.request, sequence.tokens[: sequence.emitted]
             following = self._caches.following(sequence, MOST_FOLLOWING)
-            sequence.drafter = self.drafting.drafter(known, request.agent, request.salt, following, request.prediction)
+            sequence.drafter = self.drafting.drafter(
+                known, request.agent, request.salt, following, request.prediction, sequence.learned
+            )
 
     def end(self, sequence: Sequence) -> None:
         """Remember the reply of a sequence that has ended, for its agent's next one."""

@@ -30,6 +30,25 @@ def test_a_repeated_beginning_is_continued() -> None:
     assert draft.source == "context"
 
 
+def test_another_drafter_of_a_request_goes_on_with_what_it_has_learned() -> None:
+    first = Drafter([*STORY, 7])
+    first.follow("prefix", SuffixIndex(range(8)), place=0)
+    first.catch_up(99)
+    first.observe([0, 1, 2, *STORY[:20]])
+    rates = {source.name: source.acceptance.rates for source in first.sources}
+    priors: dict[str, list[float]] = {"context": [0.5] * len(first.sources[0].acceptance.prior)}
+    other = Drafter([*STORY, 7, 0, 1, 2, *STORY[:20]], priors, learned=first.learned)
+    other.follow("prefix", SuffixIndex(range(8)))
+    other.follow("replies", SuffixIndex(range(8)))
+    assert {source.name: source.acceptance.rates for source in other.sources[:2]} == rates
+    assert other.sources[2].acceptance.rates == Drafter([1]).sources[0].acceptance.rates != rates["context"]
+    other.catch_up(99)
+    # What all requests have in common is that of where it goes on.
+    other.observe(STORY[20:30])
+    assert other.sources[0].acceptance.prior is priors["context"] != [0.5] * len(priors["context"])
+    assert set(priors) == {"context", "prefix", "replies"}
+
+
 def test_nothing_is_guessed_of_what_has_not_come_before() -> None:
     drafter = drafter_of(STORY)
     drafter.observe([1, 2, 3])

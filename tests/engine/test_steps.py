@@ -135,10 +135,17 @@ def test_a_request_that_goes_on_in_another_engine_is_drafted_and_counted_there()
     engine.insert(Request(PROMPT, 60))
     told = drive(engine, after=lambda told: engine.counts["accepted prefix"] > 0)
     before = dict(engine.counts)
+    (drafter,) = (sequence.drafter for sequence in engine.sequences)
+    assert drafter is not None
+    rates = {source.name: source.acceptance.rates for source in drafter.sources}
     (suspended,) = engine.suspend()
+    assert suspended.drafter is None
+    assert {name: acceptance.rates for name, acceptance in suspended.learned.items()} == rates
     other = BlockPoolBatchEngine(attached("llama")[0], PooledCaches(prefix), EngineConfig(drafts=8))
     uid = other.resume(suspended)
     later = drive(other)
+    assert suspended.drafter is not None
+    assert suspended.drafter.sources[0].acceptance is suspended.learned["context"] is drafter.sources[0].acceptance
     assert told.tokens[2] + later.tokens[uid] == first.tokens[1]
     # From its first step on, as the trie knows what follows the token that was drawn last.
     assert other.counts["decode_steps"] == -(-len(later.tokens[uid]) // 9)
