@@ -13,6 +13,7 @@ from types import SimpleNamespace
 from typing import Any, ClassVar
 
 import pytest
+from models import make_model
 
 from mlx_blockpool.cli import main
 from mlx_blockpool.clients import settings
@@ -23,6 +24,7 @@ from mlx_blockpool.drafts.curve import CostCurve
 from mlx_blockpool.engine.measuring import device_name
 from mlx_blockpool.errors import BlockpoolError
 from mlx_blockpool.kv import measuring
+from mlx_blockpool.kv.factory import open_pool
 from mlx_blockpool.store.measurements import MeasuredOn, Measurements
 
 
@@ -112,6 +114,18 @@ def test_a_model_that_cannot_take_tokens_back_has_no_drafts() -> None:
     model_, arena = object(), SimpleNamespace(verifies=None)
     (found,) = drafts.measured(model_, arena)
     assert (found.state, found.text) == ("note", "Nothing is drafted for this model: its caches cannot take tokens back.")
+
+
+def test_a_pool_without_room_is_not_a_model_that_cannot_take_tokens_back() -> None:
+    network = make_model("llama")
+    arena = open_pool(network, 20_000_000)
+    table = arena.pool.open_table(0)
+    arena.pool.reserve([table], [arena.pool.pool_bytes // arena.pool.groups[0].bytes_per_block])
+    (found,) = drafts.measured(network, arena)
+    assert (found.state, found.text) == (
+        "note",
+        "What drafts bring was not measured: a pool of 20.0 MB has no room for a sequence.",
+    )
 
 
 def test_the_words_name_what_is_to_be_mended() -> None:

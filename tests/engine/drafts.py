@@ -8,6 +8,7 @@ from typing import Any
 import mlx.core as mx
 from engine.engines import VOCABULARY, Told, drive, make_engine
 
+from mlx_blockpool.drafts.acceptance import Acceptance
 from mlx_blockpool.drafts.draft import NOTHING, Draft
 from mlx_blockpool.engine.engine import BlockPoolBatchEngine
 from mlx_blockpool.engine.request import Request
@@ -36,6 +37,7 @@ class Script:
         self.length = length
         self.is_wrong = is_wrong
         self.observed: list[int] = []
+        self.learned: dict[str, Acceptance] = {}
         self.proposed: list[int] = []
         self.accepted: list[int] = []
 
