@@ -11,8 +11,11 @@ from pathlib import Path
 from threading import Thread
 from types import SimpleNamespace
 from typing import Any, ClassVar
+from unittest.mock import Mock
 
 import pytest
+from kernel.emulation import why_not
+from kernel.trusted import emulator
 from models import make_model
 
 from mlx_blockpool.cli import main
@@ -23,7 +26,7 @@ from mlx_blockpool.commands.doctor.finding import Finding, looked_at, status_of
 from mlx_blockpool.drafts.curve import CostCurve
 from mlx_blockpool.engine.measuring import device_name
 from mlx_blockpool.errors import BlockpoolError
-from mlx_blockpool.kv import measuring
+from mlx_blockpool.kv import decode_policy, measuring, path_measuring
 from mlx_blockpool.kv.factory import open_pool
 from mlx_blockpool.store.measurements import MeasuredOn, Measurements
 
@@ -65,6 +68,7 @@ def test_a_whole_examination(port: int, tmp_path: Path, capsys: pytest.CaptureFi
         "device",
         "wired",
         "steps",
+        "kernel",
         "decode",
         "disk",
         "model",
@@ -75,6 +79,8 @@ def test_a_whole_examination(port: int, tmp_path: Path, capsys: pytest.CaptureFi
     assert found["against mlx-lm"]["figures"]["equal_tokens"] == 48
     assert found["against mlx-lm"]["figures"]["served"] == "in ragged batches"
     assert set(found["decode path"]["figures"]["milliseconds"]) == {"ragged", "shared", "padded"}
+    assert found["kernel"]["state"] == "note"
+    assert found["kernel"]["text"] == "Decode steps do without the kernel: mlx computes on the CPU, which has no kernel."
     assert found["disk speed"]["figures"]["write_bytes_per_s"] > 0
     assert not any(tmp_path.iterdir())
     assert f"http://127.0.0.1:{port}/v1" in report["clients"]["Codex"]
@@ -228,6 +234,28 @@ def test_the_port_of_a_server_of_ours_and_of_another(answering: HTTPServer, monk
     (other,) = installation.port_state(taken)
     assert (other.state, other.advice) == ("problem", f"Give serve another one: --port {taken + 1}")
     assert installation.port_state(port)[0].state == "ok"
+
+
+@pytest.mark.usefixtures("quickly")
+def test_a_kernel_that_is_right_is_among_the_paths(monkeypatch: pytest.MonkeyPatch) -> None:
+    if why_not():
+        pytest.skip(str(why_not()))
+    monkeypatch.setattr(decode_policy, "device_launcher", emulator)
+    monkeypatch.setattr(device, "_tiny_model", lambda: make_model("llama"))
+    monkeypatch.setattr(path_measuring, "measure_paths", lambda *_: {})
+    found = device.decode()
+    assert only(found, "kernel").state == "ok"
+    assert set(only(found, "decode path").figures["milliseconds"]) == {"ragged", "shared", "padded", "kernel"}
+
+
+@pytest.mark.usefixtures("quickly")
+def test_a_kernel_that_fails_is_a_warning_and_no_path(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(decode_policy, "device_launcher", lambda: Mock(side_effect=RuntimeError("no such function")))
+    monkeypatch.setattr(device, "_tiny_model", lambda: make_model("llama"))
+    found = device.decode()
+    assert only(found, "kernel").state == "warning"
+    assert only(found, "kernel").text == "Decode steps do without the kernel: it failed: RuntimeError: no such function."
+    assert set(only(found, "decode path").figures["milliseconds"]) == {"ragged", "shared", "padded"}
 
 
 def test_a_slower_path_is_said(monkeypatch: pytest.MonkeyPatch) -> None:

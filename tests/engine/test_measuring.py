@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -23,7 +24,7 @@ from mlx_blockpool.kv.path_costs import PathCosts
 from mlx_blockpool.store.measurements import MeasuredOn, Measurements
 
 CURVE = CostCurve.of({1: 0.5, 2: 0.75}, {1: 0.25})
-COSTS = PathCosts(1e-4, 1e-6, (1e-4, 1e-4, 0.0, 1e-6, 1e-6, 0.0))
+COSTS = PathCosts(1e-4, 1e-6, (1e-4, 1e-4, 0.0, 1e-6, 1e-6, 0.0), kernel=(1e-5, 1e-5, 1e-7, 1e-8))
 
 
 @pytest.fixture
@@ -111,7 +112,22 @@ def test_decode_paths_that_could_not_be_measured_are_tried_again(tmp_path: Path,
     assert paths_of(*opened(), Measurements(tmp_path)) == {0: COSTS}
 
 
-@pytest.mark.parametrize("figures", [None, [], {"0": {}}, {"x": COSTS.to_json()}, {"0": {**COSTS.to_json(), "read": -1.0}}])
+def test_costs_without_those_of_a_kernel_that_is_trusted_are_measured_again(tmp_path: Path, measured_paths: list[Any]) -> None:
+    model, arena = opened()
+    Measurements(tmp_path).save(measured_on(model, arena), "tiny", {"paths": {"0": replace(COSTS, kernel=()).to_json()}})
+    paths_of(model, arena, Measurements(tmp_path))
+    assert measured_paths == [], "no kernel is trusted"
+    arena.decode.trusted = frozenset([0])
+    assert paths_of(model, arena, Measurements(tmp_path)) == paths_of(model, arena, Measurements(tmp_path)) == {0: COSTS}
+    assert measured_paths == [arena]
+
+
+OLDER = {name: costs for name, costs in COSTS.to_json().items() if name != "kernel"}
+
+
+@pytest.mark.parametrize(
+    "figures", [None, [], {"0": {}}, {"0": OLDER}, {"x": COSTS.to_json()}, {"0": {**COSTS.to_json(), "read": -1.0}}]
+)
 def test_figures_that_are_no_costs_are_measured_again(tmp_path: Path, measured_paths: list[Any], figures: Any) -> None:
     model, arena = opened()
     Measurements(tmp_path).save(measured_on(model, arena), "tiny", {"paths": figures, "curve": CURVE.to_json()})

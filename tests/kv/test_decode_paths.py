@@ -5,6 +5,7 @@ from __future__ import annotations
 import copy
 import functools
 import random
+from dataclasses import replace
 from typing import Any
 
 import mlx.core as mx
@@ -109,6 +110,37 @@ def test_members_outside_of_clusters_are_counted_as_reading_alone() -> None:
     policy = DecodePolicy("auto", {0: COSTS})
     assert policy.choose(0, [300, 300, 9000], [Cluster((0, 1), 1)]) == "ragged", "saved 342 of 9900"
     assert policy.choose(0, [900, 900, 900], [Cluster((0, 1), 3)]) == "shared"
+
+
+# What a step of the kernel costs is less than two members alone, and a token of another row costs nearly nothing.
+KERNEL = replace(COSTS, kernel=(150.0, 1.0, 1.0, 0.05))
+
+
+def kernel_policy(path: str = "auto", costs: PathCosts = KERNEL) -> DecodePolicy:
+    return DecodePolicy(path, {0: costs, 1: costs}, trusted=frozenset([0]))
+
+
+def test_the_kernel_is_chosen_where_it_costs_less() -> None:
+    policy = kernel_policy()
+    assert policy.choose(0, [300, 300], []) == "kernel"
+    assert policy.choose(0, [300], []) == "ragged"
+    assert policy.choose(0, [5000, 5000], []) == "ragged", "the kernel's tokens cost a twentieth more"
+    assert policy.choose(0, [5000] * 8, [Cluster(tuple(range(8)), 16)]) == "kernel"
+    assert kernel_policy(costs=COSTS).choose(0, [300, 300], []) == "ragged", "it was not measured"
+
+
+def test_a_kernel_that_is_not_trusted_is_never_chosen() -> None:
+    assert kernel_policy().choose(1, [300, 300], []) == "ragged"
+    assert kernel_policy("kernel").choose(1, [300, 300], []) == "ragged"
+    assert kernel_policy("kernel").choose(0, [300, 300], []) == "kernel"
+    assert [kernel_policy("kernel").may_share(group) for group in (0, 1)] == [True, False]
+
+
+def test_rows_of_one_member_are_never_gathered_and_count_for_the_kernel() -> None:
+    assert DecodePolicy("auto", {0: COSTS}).choose(0, [45, 45], [], [2, 1]) == "ragged"
+    policy = kernel_policy(costs=replace(COSTS, kernel=(100.0, 1.0, 1.0, 0.01)))
+    assert policy.choose(0, [300], [], [1]) == "ragged"
+    assert policy.choose(0, [300], [], [9]) == "kernel"
 
 
 def test_a_path_that_is_asked_for_is_taken_whatever_it_costs() -> None:

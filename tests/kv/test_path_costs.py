@@ -9,17 +9,28 @@ from typing import Any
 
 import pytest
 
-from mlx_blockpool.kv.path_costs import PathCosts, Reading, Shape, fitted, least_squares, padded_amounts, shared_amounts
+from mlx_blockpool.kv.path_costs import (
+    KernelWork,
+    PathCosts,
+    Reading,
+    Shape,
+    fitted,
+    kernel_amounts,
+    kernel_work,
+    least_squares,
+    padded_amounts,
+    shared_amounts,
+)
 from mlx_blockpool.kv.path_measuring import SHAPES
 
-COSTS = PathCosts(1e-4, 1e-6, (2e-4, 6e-5, 4e-7, 6e-7, 9e-7, 2e-7), (5e-5, 8e-5, 2e-6))
+COSTS = PathCosts(1e-4, 1e-6, (2e-4, 6e-5, 4e-7, 6e-7, 9e-7, 2e-7), (5e-5, 8e-5, 2e-6), (6e-5, 3e-6, 2e-7, 4e-8))
 
 
 def reading(shape: Shape, noise: float = 0.0, drift: float = 1.0, rng: random.Random | None = None) -> Reading:
     """What a machine with COSTS would read, `drift` times as slow as it mostly is, each path wrong by up to `noise`."""
     rng = rng or random.Random(0)
     alone = COSTS.of_ragged(shape.sizes)
-    ratios = {"padded": COSTS.of_padded(shape.sizes) / alone}
+    ratios = {"padded": COSTS.of_padded(shape.sizes) / alone, "kernel": COSTS.of_kernel(kernel_work(shape)) / alone}
     if shape.shared:
         ratios["shared"] = COSTS.of_cluster(shape) / alone
     ratios = {path: ratio * (1 + rng.uniform(-noise, noise)) for path, ratio in ratios.items()}
@@ -34,6 +45,10 @@ def test_amounts_of_a_gathered_batch() -> None:
     assert padded_amounts([10, 30, 20]) == (1, 3, 90)
 
 
+def test_amounts_of_the_kernel() -> None:
+    assert kernel_amounts(kernel_work(Shape(512, (10, 30)))) == (1, 2, 552, 1064)
+
+
 def test_readings_without_noise_give_the_costs_back() -> None:
     found = fitted([reading(shape) for shape in SHAPES])
     assert found.read == pytest.approx(COSTS.read, rel=1e-3)
@@ -42,6 +57,7 @@ def test_readings_without_noise_give_the_costs_back() -> None:
         if shape.shared:
             assert found.of_cluster(shape) == pytest.approx(COSTS.of_cluster(shape), rel=1e-2)
         assert found.of_padded(shape.sizes) == pytest.approx(COSTS.of_padded(shape.sizes), rel=1e-2)
+        assert found.of_kernel(kernel_work(shape)) == pytest.approx(COSTS.of_kernel(kernel_work(shape)), rel=1e-2)
 
 
 def test_a_machine_whose_speed_changes_between_readings_gives_nearly_the_same_costs() -> None:
@@ -51,6 +67,8 @@ def test_a_machine_whose_speed_changes_between_readings_gives_nearly_the_same_co
     for shape in (Shape(512, (64,) * 8), Shape(4096, (40,) * 2), Shape(4096, (2000,) * 8), Shape(1024, (60, 2000, 300, 1200))):
         expected = COSTS.of_cluster(shape) / COSTS.of_ragged(shape.sizes)
         assert found.of_cluster(shape) / found.of_ragged(shape.sizes) == pytest.approx(expected, rel=0.05)
+        expected = COSTS.of_kernel(kernel_work(shape)) / COSTS.of_ragged(shape.sizes)
+        assert found.of_kernel(kernel_work(shape)) / found.of_ragged(shape.sizes) == pytest.approx(expected, rel=0.05)
 
 
 def test_costs_are_never_negative() -> None:
@@ -58,8 +76,8 @@ def test_costs_are_never_negative() -> None:
 
 
 def test_a_path_that_was_not_read_is_never_the_cheapest() -> None:
-    readings = [Reading(r.shape, r.seconds, {k: v for k, v in r.ratios.items() if k != "padded"}) for r in map(reading, SHAPES)]
-    assert fitted(readings).of_padded([1, 1]) == math.inf
+    found = fitted([Reading(r.shape, r.seconds, {}) for r in map(reading, SHAPES)])
+    assert found.of_padded([1, 1]) == found.of_cluster(Shape(256, (1, 1))) == found.of_kernel(KernelWork(1, 1, 1)) == math.inf
 
 
 def test_costs_survive_json() -> None:
@@ -76,6 +94,8 @@ def test_costs_survive_json() -> None:
         {**COSTS.to_json(), "shared": [1.0]},
         {**COSTS.to_json(), "shared": ["x"] * 6},
         {**COSTS.to_json(), "padded": [1.0, -1.0, 1.0]},
+        {**COSTS.to_json(), "kernel": [1.0]},
+        {name: costs for name, costs in COSTS.to_json().items() if name != "kernel"},
         {**COSTS.to_json(), "read": math.nan},
         {**COSTS.to_json(), "token": math.inf},
         {**COSTS.to_json(), "read": None},

@@ -4,9 +4,12 @@ from __future__ import annotations
 
 from itertools import count
 from types import SimpleNamespace
+from unittest.mock import Mock
 
 import mlx.core as mx
 import pytest
+from kernel.emulation import why_not
+from kernel.trusted import trust
 from models import make_model
 
 from mlx_blockpool.config import KVBits
@@ -14,7 +17,7 @@ from mlx_blockpool.kv import path_measuring
 from mlx_blockpool.kv.arena import KVArena
 from mlx_blockpool.kv.attach import bind
 from mlx_blockpool.kv.factory import spec_of_loaded
-from mlx_blockpool.kv.path_costs import PathCosts, Shape
+from mlx_blockpool.kv.path_costs import KernelWork, PathCosts, Shape
 from mlx_blockpool.kv.path_measuring import measure_paths
 from mlx_blockpool.spec import WindowLayer
 
@@ -26,6 +29,7 @@ def ticking(monkeypatch: pytest.MonkeyPatch) -> None:
     """Few shapes, and a clock that counts how often it is read: every reading is as long, whatever the machine does."""
     ticks = count()
     monkeypatch.setattr(path_measuring, "SHAPES", FEW)
+    monkeypatch.setattr(path_measuring, "KERNEL_SHAPES", (Shape(0, (40,)), Shape(0, (20, 300))))
     monkeypatch.setattr(path_measuring, "clock", lambda: next(ticks) * 1e-3)
     monkeypatch.setattr(path_measuring, "time", SimpleNamespace(perf_counter=lambda: 0.0))
     # One pass over them.
@@ -50,6 +54,28 @@ def test_full_layers_are_measured_and_windows_are_not(name: str, bits: KVBits | 
     for costs in found.values():
         assert PathCosts.from_json(costs.to_json()).of_padded([16, 16]) > 0
         assert costs.of_cluster(Shape(256, (16, 16))) > 0
+
+
+@pytest.mark.skipif(why_not() is not None, reason=str(why_not()))
+@pytest.mark.usefixtures("ticking")
+@pytest.mark.parametrize(("name", "bits"), [("gemma3_text", None), ("gpt_oss", KVBits(8, 4))], ids=str)
+def test_a_kernel_that_is_trusted_is_measured_in_windows_too(name: str, bits: KVBits | None) -> None:
+    model, arena = pool_of(name, bits)
+    trust(arena, path=None)
+    found = measure_paths(model, arena)
+    assert set(found) == {0, 1}
+    for group, costs in found.items():
+        is_window = isinstance(arena.spec.groups[group].layer, WindowLayer)
+        assert PathCosts.from_json(costs.to_json()).of_kernel(KernelWork(2, 32, 32)) > 0
+        assert (costs.padded == (), costs.shared == ()) == (is_window, is_window)
+
+
+@pytest.mark.usefixtures("ticking")
+def test_a_kernel_of_one_layer_group_is_not_measured_in_others() -> None:
+    model, arena = pool_of("llama")
+    arena.decode.launch = Mock(side_effect=AssertionError)
+    (costs,) = measure_paths(model, arena).values()
+    assert costs.kernel == ()
 
 
 @pytest.mark.usefixtures("ticking")

@@ -46,7 +46,10 @@ def device() -> list[Finding]:
 
 
 def decode() -> list[Finding]:
-    """Measure whether a step in flight copies slabs, and which decode path is the fastest for agents on one shared prefix."""
+    """Measure whether a step in flight copies slabs, and which decode path is the fastest for agents on one shared prefix.
+
+    The kernel is one of the paths where it was tried and is right.
+    """
     import mlx.core as mx
 
     from ...config import EngineConfig
@@ -63,9 +66,10 @@ def decode() -> list[Finding]:
     while len(decoding) < MEMBERS:
         decoding |= {event.uid for event in engine.next() if isinstance(event, Token)}
     chosen = _chosen(engine, arena)
-    times: dict[str, list[float]] = {path: [] for path in PATHS}
+    paths = PATHS if arena.decode.no_kernel else (*PATHS, "kernel")
+    times: dict[str, list[float]] = {path: [] for path in paths}
     for _ in range(ROUNDS):
-        for path in PATHS:
+        for path in paths:
             arena.decode.path = path
             engine.next()
             start = time.perf_counter()
@@ -75,7 +79,8 @@ def decode() -> list[Finding]:
     copies = arena.decode.synchronous
     engine.close()
     mx.clear_cache()
-    return [_copies(copies), _fastest({path: min(found) for path, found in times.items()}, chosen)]
+    fastest = _fastest({path: min(found) for path, found in times.items()}, chosen)
+    return [_copies(copies), _kernel(arena.decode.no_kernel, arena.decode.launch is not None), fastest]
 
 
 def _tiny_model() -> Any:
@@ -105,6 +110,19 @@ def _copies(copies: bool) -> Finding:
         text = "A decode step that is encoded while another runs would copy slabs: steps run one at a time here."
         return Finding("steps in flight", "note", text, figures={"copies": True})
     return Finding("steps in flight", "ok", "Decode steps overlap and copy no slab.", figures={"copies": False})
+
+
+def _kernel(refusals: dict[int, str], has_kernels: bool) -> Finding:
+    """Whether the kernel of this device is right."""
+    if not refusals:
+        text = "The kernel for decode steps gives what mlx's own operations give here. A server takes it where it is faster."
+        return Finding("kernel", "ok", text, figures={"trusted": True})
+    text = f"Decode steps do without the kernel: {'; '.join(sorted(set(refusals.values())))}."
+    figures = {"trusted": False, "why": sorted(set(refusals.values()))}
+    if not has_kernels:
+        return Finding("kernel", "note", text, figures=figures)
+    advice = "Replies are right without it. Report this line, with the versions above."
+    return Finding("kernel", "warning", text, advice, figures)
 
 
 def _fastest(milliseconds: dict[str, float], chosen: str) -> Finding:
