@@ -52,7 +52,7 @@ def run(name: str, requests: list[Arrival], promised: int, **more: Any) -> None:
     assert_nothing_held(prefix)
 
 
-@tried(4, 160)
+@tried(4, 240)
 @given(name=st.sampled_from(NAMES), **SCHEDULES)
 def test_replies_of_a_schedule_on_the_kernel_are_those_of_single_stock_sequences(
     name: str, requests: list[Arrival], **more: Any
@@ -60,13 +60,13 @@ def test_replies_of_a_schedule_on_the_kernel_are_those_of_single_stock_sequences
     run(name, requests, **more)
 
 
-@tried(2, 60)
+@tried(2, 80)
 @given(name=st.sampled_from(NAMES), **CROWDS)
 def test_replies_of_a_swapped_out_crowd_on_the_kernel_are_too(name: str, requests: list[Arrival], **more: Any) -> None:
     run(name, requests, **more)
 
 
-@tried(3, 80)
+@tried(3, 100)
 @given(name=st.sampled_from(PLAIN), **{**SCHEDULES, **DRAFTED, "requests": arrivals(**{**PARTS, "schema": st.none()})})
 def test_replies_with_drafts_on_the_kernel_are_those_without_both(
     name: str, requests: list[Arrival], promised: int, sources: list[str], seed: int, **more: Any
