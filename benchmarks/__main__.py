@@ -27,7 +27,7 @@ FOLDER = Path(__file__).parent
 RESULTS, PLOTS = FOLDER / "results", FOLDER / "plots"
 # The others run for minutes beside a server and are started by themselves.
 NAMES = (
-    *("pool", "prefix", "cache", "batch", "shared", "paths", "quantised", "engine", "store", "server", "churn"),
+    *("pool", "prefix", "cache", "batch", "shared", "paths", "kernel", "quantised", "engine", "store", "server", "churn"),
     *("sessions", "sessions_http", "routers", "ranks", "aiperf", "watching", "answers", "forms", "drafts"),
 )
 

@@ -10,7 +10,8 @@ from __future__ import annotations
 import copy
 import statistics
 import time
-from dataclasses import dataclass
+from collections import Counter
+from dataclasses import dataclass, replace
 from typing import Any
 
 import mlx.core as mx
@@ -18,8 +19,10 @@ from measure import llama, options, report
 
 from mlx_blockpool.config import KVBits
 from mlx_blockpool.kv.arena import KVArena
-from mlx_blockpool.kv.attach import bind
+from mlx_blockpool.kv.attach import bind, step_synchronously_if_copied
+from mlx_blockpool.kv.decode_policy import device
 from mlx_blockpool.kv.factory import make_prompt_cache, spec_of_loaded
+from mlx_blockpool.kv.kernel_trial import try_kernel
 from mlx_blockpool.kv.parts import batch_of
 from mlx_blockpool.kv.path_measuring import clock, measure_paths
 from mlx_blockpool.spec import blocks_for
@@ -29,7 +32,8 @@ OWN = {"short": [40] * 8, "long": [2000] * 8, "mixed": [60, 2000, 300, 1200, 100
 PREFIXES, BATCHES = (0, 512, 4096), (2, 4, 8)
 # A path that takes this many times as long as ragged is read once.
 HOPELESS = 1.5
-STEPS = 2
+# On a GPU a step of these sizes is short.
+STEPS = 2 if device() == "cpu" else 8
 
 
 @dataclass(frozen=True)
@@ -103,15 +107,16 @@ class Batch:
         return path
 
 
-def bench(args: Any, case: Case, model: Any, costs: dict[int, Any], rounds: int, scale: int) -> float:
-    """Report one case. Returns the share of the best path's speed that the chosen one has."""
+def bench(args: Any, case: Case, model: Any, measured: KVArena, rounds: int, scale: int) -> float:
+    """Report one case, decided by what was measured in another pool. Returns the share of the best path's speed that the chosen
+    one has."""
     spec = spec_of_loaded(model).with_bits(FORMS[case.form][1])
     tokens = case.prefix + 256 * 2 * case.batch + sum(OWN[case.contexts][: case.batch])
     arena = KVArena(spec, 2 * blocks_for(tokens) * spec.bytes_per_block(spec.groups[0]))
-    arena.ragged, arena.decode.costs = True, costs
+    arena.ragged, arena.decode = True, replace(measured.decode, path_counts=Counter())
     batch = Batch(model, arena, case, scale)
     chosen = batch.path()
-    paths = ["ragged", "padded", *(["shared"] if case.prefix else [])]
+    paths = ["ragged", "padded"] + ["shared"] * bool(case.prefix) + ["kernel"] * bool(arena.decode.trusted)
     readings = {path: [batch.seconds(path)] for path in paths}
     paths = [path for path in paths if readings[path][0][0] < HOPELESS * readings["ragged"][0][0]]
     for _ in range(rounds):
@@ -141,14 +146,17 @@ def main() -> None:
         bind(model)
         arena = KVArena(spec_of_loaded(model).with_bits(bits), 50_000_000)
         arena.ragged = True
+        step_synchronously_if_copied(model, arena)
+        try_kernel(model, arena)
         start = clock()
-        costs = measure_paths(model, arena)
-        taken = clock() - start
+        arena.decode.costs = measure_paths(model, arena)
         report(
-            args, "paths", f"measuring, {form}", seconds=round(taken, 2), costs={str(g): c.to_json() for g, c in costs.items()}
-        )
+            args, "paths", f"measuring, {form}", seconds=round(clock() - start, 2),
+            costs={str(group): costs.to_json() for group, costs in arena.decode.costs.items()},
+            kernel=arena.decode.no_kernel.get(0, "trusted"),
+        )  # fmt: skip
         own = [case for case in cases() if case.form == form]
-        shares += [bench(args, case, model, costs, rounds, scale) for case in (own[:3] if args.quick else own)]
+        shares += [bench(args, case, model, arena, rounds, scale) for case in (own[:3] if args.quick else own)]
     report(
         args, "paths", f"{len(shares)} kinds of batches", worst_share=round(min(shares), 3),
         median_share=round(statistics.median(shares), 3), right=sum(share >= 0.97 for share in shares),

@@ -41,6 +41,7 @@ AIPERF = ("aiperf", ("5 conversations of 4 turns with 300 tokens each",))
 CONTEXTS = (256, 1024, 4096, 16384)
 PREFILLS = tuple(f"prefill of {context}, hidden {256 if context <= 4096 else 64}" for context in CONTEXTS)
 RATIO = "{ratio:.1f}x"
+KERNEL_RATIO = "{ratio_stock:.1f}x ({ratio_ragged:.1f}x of a call for each member)"
 
 ROWS = (
     Row(
@@ -103,6 +104,16 @@ ROWS = (
     Row(
         "the decode path that is chosen, against the fastest of three, for 30 kinds of batches: worst / median (processor time)",
         "paths", ("30 kinds of batches",), ratio="{worst_share:.3f} / {median_share:.3f}",
+    ),
+    Row(
+        "attention of one layer by the kernel, bfloat16, 8 sequences of 4,096 / 300 to 4,000 tokens; part of the bandwidth",
+        "kernel", tuple(f"attention, 8 of {tokens} tokens" for tokens in ("4,096", "300 to 4,000")),
+        "{kernel_ms:.3f} ms ({kernel_share:.0%})", "{stock_ms:.3f} ms", KERNEL_RATIO,
+    ),
+    Row(
+        "the same: a step of a model with 8 layers", "kernel",
+        tuple(f"step, 8 of {tokens} tokens" for tokens in ("4,096", "300 to 4,000")),
+        "{kernel_ms:.2f} ms", "{stock_ms:.2f} ms", KERNEL_RATIO,
     ),
     Row(
         "keys and values in 8 bits, beside mlx-lm's quantised caches: decode of one sequence at 4k, float32 / bfloat16 "
@@ -216,7 +227,7 @@ class Figures:
     def __init__(self, machines: dict[str, list[Line]]) -> None:
         self._lines: dict[tuple[str, str], tuple[str, Line]] = {}
         for machine in sorted(machines, key=lambda name: name == MACHINE):
-            for line in latest(machines[machine]):
+            for line in latest(line for line in machines[machine] if not line.get("quick")):
                 self._lines[line["bench"], line["case"]] = machine, line
 
     def row(self, row: Row) -> list[str]:

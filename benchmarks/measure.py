@@ -37,8 +37,9 @@ def interleave(systems: dict[str, Callable[[], float]], rounds: int) -> dict[str
 
 
 def report(args: argparse.Namespace, bench: str, case: str, **figures: Any) -> None:
-    """One JSON line: the case, its figures, the versions and the device."""
-    line = json.dumps({"bench": bench, "case": case, **figures, **environment()})
+    """One JSON line: the case, its figures, the versions and the device, and whether the sizes are the small ones."""
+    quick = {"quick": True} if getattr(args, "quick", False) else {}
+    line = json.dumps({"bench": bench, "case": case, **quick, **figures, **environment()})
     print(line, flush=True)
     if args.out:
         with open(args.out, "a") as out:

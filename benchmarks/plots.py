@@ -21,8 +21,9 @@ CURVES = {
 
 
 def latest(lines: Iterable[Line]) -> list[Line]:
-    """The last line of each case."""
-    return list({(line["bench"], line["case"]): line for line in lines}.values())
+    """The last line of each case; those of small sizes only where there is no other."""
+    ordered = sorted(lines, key=lambda line: not line.get("quick"))
+    return list({(line["bench"], line["case"]): line for line in ordered}.values())
 
 
 def session_table(lines: Iterable[Line]) -> list[list[str]]:

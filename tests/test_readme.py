@@ -134,6 +134,8 @@ def test_every_command_is_one_that_a_test_runs() -> None:
         ".venv/bin/aiperf profile",
         ".venv/bin/python -m mlx_blockpool.demo.",
     )
+    # In tests/test_gpu.py.
+    tested += ("benchmarks/gpu.sh",)
     # In tests of the server of several ranks, with the command that it starts again.
     (loop,) = (c for c in COMMANDS if c.startswith("while "))
     assert [c for c in COMMANDS if not c.startswith(tested) and c not in loop] == []
@@ -372,7 +374,7 @@ def test_several_agents_talk_and_go_on_after_a_kill(tmp_path: Path) -> None:
         server.kill()
 
 
-BENCHMARKS = [c for c in COMMANDS if "benchmarks" in c]
+BENCHMARKS = [c for c in COMMANDS if "python" in c and "benchmarks" in c]
 
 
 @pytest.mark.parametrize("command", only(BENCHMARKS, BENCHMARKS[0]))

@@ -22,7 +22,7 @@ from ...errors import BlockpoolError
 from ...formatting import Report
 
 # Those that compare with mlx-lm, or whose figures decide rules of the server; the others take longer by design.
-BENCHMARKS = ("pool", "prefix", "cache", "batch", "shared", "paths", "quantised", "engine", "store", "churn", "server")
+BENCHMARKS = ("pool", "prefix", "cache", "batch", "shared", "paths", "kernel", "quantised", "engine", "store", "churn", "server")
 SECONDS = 300.0
 
 
