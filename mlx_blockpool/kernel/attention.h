@@ -431,15 +431,19 @@ FUNCTION void hide_pass(THREAD float *scores, const DEVICE int *work, Item item,
 }
 
 // All passes of a simdgroup, KEYS keys of each group of LANES lanes in each. What the next pass needs is loaded as soon as there is
-// room for it: keys once the scores are known, values once they are added.
+// room for it: keys once the scores are known, values once they are added; and the first ones before the queries.
 FUNCTION void read(
-    THREAD State &state, const DEVICE int *work, Rows keys, Rows values, Item item, Share share, uint row, int lane) {
+    THREAD State &state, const DEVICE int *work, const DEVICE Element *queries, Rows keys, Rows values, Item item, Share share,
+    float scale, int head, int lane) {
   Packed<KEY_BITS> key[KEYS * PARTS];
   Packed<VALUE_BITS> value[KEYS * PARTS];
   float scores[KEYS * QUERIES];
+  // Rows of a source are fewer than 2^31; offsets of elements have 64 bits.
+  uint row = uint(head) * uint(item.head_stride) + uint(item.first) * uint(item.token_stride);
   int start = share.stripe * STRIDE;
   load_pass<KEY_DIM, KEY_BITS, KEY_GROUP_SIZE>(key, keys, item, row, start, lane);
   load_pass<VALUE_DIM, VALUE_BITS, VALUE_GROUP_SIZE>(value, values, item, row, start, lane);
+  begin(state, work, queries, item, share, scale, head, lane);
   while (start < item.count) {
     int next = start + share.stripes * STRIDE;
     score(state, key, scores);
@@ -520,41 +524,33 @@ FUNCTION void take(const THREADGROUP float *place, int stripes, int apart, DEVIC
   }
 }
 
-// The simdgroups that have the same vectors become one, through the memory of the threadgroup.
-FUNCTION void merge_simdgroups(
-    THREAD const State &state, DEVICE float *sums, DEVICE float *stats, THREADGROUP float *memory, Item item, Share share, int head,
-    int lane) {
-  THREADGROUP float *mine = memory + (share.set * share.stripes + share.stripe) * (QUERIES * PLACE);
-  if (lane < LANES) {
-    UNROLL
-    for (int q = 0; q < QUERIES; q++) put(mine + q * PLACE, state.sum[q], state.total[q], state.most[q], lane);
-  }
-  barrier();
-  for (int q = share.stripe; q < QUERIES; q += share.stripes) {
-    int vector = share.first + q;
-    if (vector >= item.vectors || lane >= LANES) break;
-    size_t place = size_t(item.place + vector) * KV_HEADS + head;
-    const THREADGROUP float *from = memory + share.set * share.stripes * (QUERIES * PLACE) + q * PLACE;
-    take(from, share.stripes, QUERIES * PLACE, sums + place * VALUE_DIM, stats + place * 2, lane);
-  }
-}
-
 // One item for one kv head, by a threadgroup of SIMDGROUPS simdgroups of 32 lanes.
 // queries: [rows, KV_HEADS * GROUP, KEY_DIM]; sums: [places, KV_HEADS, VALUE_DIM]; stats: [places, KV_HEADS, 2], the largest score
-// in base 2 and the sum of weights against it.
+// in base 2 and the sum of weights against it. memory: of the threadgroup, MEMORY floats.
 FUNCTION void attend(
     const DEVICE int *work, const DEVICE float *params, const DEVICE Element *queries, Rows keys, Rows values, DEVICE float *sums,
     DEVICE float *stats, THREADGROUP float *memory, int number, int head, int simdgroup, int lane) {
   Item item = item_of(work, number);
   Share share = share_of(item.vectors, simdgroup);
-  State state;
-  begin(state, work, queries, item, share, params[0], head, lane);
-  // Rows of a source are fewer than 2^31; offsets of elements have 64 bits.
-  uint row = uint(head) * uint(item.head_stride) + uint(item.first) * uint(item.token_stride);
-  // A set without vectors only takes part in the barriers.
-  if (share.first < item.vectors) read(state, work, keys, values, item, share, row, lane);
-  merge_lanes(state);
-  merge_simdgroups(state, sums, stats, memory, item, share, head, lane);
+  // Those that have the same vectors are next to each other.
+  THREADGROUP float *set = memory + share.set * share.stripes * (QUERIES * PLACE);
+  // A set without vectors only takes part in the barrier.
+  if (share.first < item.vectors) {
+    State state;
+    read(state, work, queries, keys, values, item, share, params[0], head, lane);
+    merge_lanes(state);
+    THREADGROUP float *mine = set + share.stripe * (QUERIES * PLACE);
+    UNROLL
+    for (int q = 0; q < QUERIES; q++) {
+      if (lane < LANES) put(mine + q * PLACE, state.sum[q], state.total[q], state.most[q], lane);
+    }
+  }
+  barrier();
+  for (int q = share.stripe; q < QUERIES; q += share.stripes) {
+    if (share.first + q >= item.vectors || lane >= LANES) break;
+    size_t place = size_t(item.place + share.first + q) * KV_HEADS + head;
+    take(set + q * PLACE, share.stripes, QUERIES * PLACE, sums + place * VALUE_DIM, stats + place * 2, lane);
+  }
 }
 
 FUNCTION float largest_of_lanes(float x) {

@@ -43,6 +43,10 @@ class KernelForm(NamedTuple):
         """Sources that one launch can take."""
         return SOURCE_ARRAYS // sum(1 if form is None else 3 for form in (self.key_form, self.value_form))
 
+    def rounded_sources(self, count: int) -> int:
+        """Sources that the text for `count` of them has: 1, 2, 4, 8 or the most, so that few texts are compiled."""
+        return min(1 << (count - 1).bit_length(), self.most_sources)
+
     @property
     def name(self) -> str:
         """Of kernels, different for different forms."""

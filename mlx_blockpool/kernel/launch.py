@@ -75,8 +75,10 @@ class RaggedKernel:
     ) -> list[mx.array]:
         """Sums [places, kv_heads, value_dim] and stats [places, kv_heads, 2] of one launch, in float32."""
         form = self.form
-        text = attend_text(form, plan.queries, len(launch.sources))
+        count = form.rounded_sources(len(launch.sources))
+        text = attend_text(form, plan.queries, count)
         arrays = [array for number in launch.sources for rows in sources[number] for array in _arrays(rows)]
+        arrays += _nothing(form) * (count - len(launch.sources))
         shape = (launch.places, form.kv_heads)
         return self._launch(
             text,
@@ -129,6 +131,18 @@ def _arrays(rows: Rows) -> list[mx.array]:
     """The arrays that hold rows: slabs as they are; a few rows one behind the other, which may be a part of something."""
     arrays = list(rows[:3]) if isinstance(rows, tuple) else [rows]
     return arrays if arrays[0].shape[0] == 1 and arrays[0].shape[2] > 1 else [_padded(mx.contiguous(array)) for array in arrays]
+
+
+@cache
+def _nothing(form: KernelForm) -> list[mx.array]:
+    """The arrays of a source of which nothing is read."""
+    kinds = [
+        [form.dtype] if quantised is None else [mx.uint32, form.dtype, form.dtype]
+        for quantised in (form.key_form, form.value_form)
+    ]
+    arrays = [mx.zeros(LEAST_SIZE, dtype) for dtypes in kinds for dtype in dtypes]
+    mx.eval(arrays)
+    return arrays
 
 
 def _padded(array: mx.array) -> mx.array:

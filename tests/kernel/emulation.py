@@ -180,8 +180,8 @@ class Emulator:
     calls: how often each text has run.
     """
 
-    def __init__(self, turn: int = 0, parts: int = 1) -> None:
-        self.turn, self.flags = turn, (*LIBRARY, f"-DMOST_PARTS={parts}")
+    def __init__(self, turn: int = 0, parts: int = 1, flags: Sequence[str] = ()) -> None:
+        self.turn, self.flags = turn, (*LIBRARY, f"-DMOST_PARTS={parts}", *flags)
         self.calls: dict[str, int] = {}
         self._runs: dict[Any, Any] = {}
 
