@@ -52,6 +52,8 @@ GATHERED_TOKENS = 600
 # Layers of short contexts, one after the other, as the first of them works out what the others share.
 LAYERS = 2
 SHORT_TOKENS = 4096
+# A GPU computes while the next layers are encoded: there it is as many as the group has, up to these, in so many bytes.
+GPU_LAYERS, GPU_BYTES = 8, 256 * 2**20
 ROUNDS = 3
 # A reading takes so many steps that it is no shorter than this, in seconds.
 SHORTEST = 1e-3
@@ -136,9 +138,9 @@ class _Trial:
     def __init__(self, arena: KVArena, group: int, asked: Asked, shape: Shape) -> None:
         spec, layer = arena.spec, arena.spec.groups[group].layer
         # Only its own layers, and blocks for what is appended too.
-        layers = LAYERS if sum(shape.sizes) < SHORT_TOKENS else 1
-        own = ModelCacheSpec(spec.model_id, (layer,) * layers, spec.dtype, bits=spec.bits)
         blocks = blocks_for(shape.shared) + sum(blocks_for(tokens + MOST_STEPS) for tokens in shape.own)
+        layers = _layers(spec, group, shape, blocks)
+        own = ModelCacheSpec(spec.model_id, (layer,) * layers, spec.dtype, bits=spec.bits)
         size = blocks * own.bytes_per_block(own.groups[0])
         self.arena = KVArena(own, size, PoolConfig(slabs=1, slab_blocks=blocks))
         self.arena.ragged = True
@@ -209,6 +211,15 @@ class _Trial:
             out = cache.attend(queries, keys, values, self.asked.scale, None, self.asked.sinks)
             before = out[:, :1, :, :1].astype(self.arena.dtype)
         return before
+
+
+def _layers(spec: ModelCacheSpec, group: int, shape: Shape, blocks: int) -> int:
+    """Layers of a trial with so many blocks in each. The first one works out what the others share, and they divide its time."""
+    if device() == "cpu":
+        return LAYERS if sum(shape.sizes) < SHORT_TOKENS else 1
+    layers = spec.groups[group]
+    fitting = GPU_BYTES // (blocks * spec.bytes_per_block_per_layer(layers.layer))
+    return max(1, min(len(layers.layers), GPU_LAYERS, fitting))
 
 
 def clock() -> float:

@@ -19,7 +19,8 @@ from mlx_blockpool.config import KVBits, PoolConfig
 from mlx_blockpool.kernel.source import KernelText
 from mlx_blockpool.kv import decode_policy
 from mlx_blockpool.kv.arena import KVArena
-from mlx_blockpool.kv.factory import open_pool
+from mlx_blockpool.kv.factory import open_pool, spec_of_loaded
+from mlx_blockpool.kv.kernel_trial import try_kernel
 
 MODELS = ["llama", "qwen2", "gemma3_text", "gpt_oss"]
 BITS = [None, KVBits(8, 8), KVBits(4, 4, 32), KVBits(8, None), KVBits(None, 4)]
@@ -134,6 +135,16 @@ def test_batches_that_are_not_ragged_have_no_kernel(monkeypatch: pytest.MonkeyPa
     arena = open_pool(make_architecture("gemma2"), 60_000_000)
     assert not arena.ragged
     assert set(arena.decode.no_kernel.values()) == {"batches of this model are not ragged"}
+
+
+def test_several_ranks_have_no_kernel(monkeypatch: pytest.MonkeyPatch) -> None:
+    model = make_model("llama")
+    monkeypatch.setattr(decode_policy, "device_launcher", lambda: Mock(side_effect=AssertionError))
+    arena = KVArena(spec_of_loaded(model), 60_000_000)
+    arena.ragged = True
+    try_kernel(model, arena, Mock(size=2))
+    assert arena.decode.no_kernel == {0: "several ranks compute together, whose kernels are not tried"}
+    assert arena.decode.trusted == set()
 
 
 @pytest.mark.parametrize(("path", "warned"), [("kernel", 1), ("auto", 0)])

@@ -19,7 +19,7 @@ from mlx_blockpool.kv.attach import bind
 from mlx_blockpool.kv.factory import spec_of_loaded
 from mlx_blockpool.kv.path_costs import KernelWork, PathCosts, Shape
 from mlx_blockpool.kv.path_measuring import measure_paths
-from mlx_blockpool.spec import WindowLayer
+from mlx_blockpool.spec import FullLayer, ModelCacheSpec, WindowLayer
 
 FEW = (Shape(0, (16,) * 2), Shape(0, (16, 64)), Shape(256, (16,) * 2), Shape(256, (300, 16, 16)))
 
@@ -76,6 +76,16 @@ def test_a_kernel_of_one_layer_group_is_not_measured_in_others() -> None:
     arena.decode.launch = Mock(side_effect=AssertionError)
     (costs,) = measure_paths(model, arena).values()
     assert costs.kernel == ()
+
+
+def test_a_gpu_is_measured_with_the_layers_of_the_group_as_far_as_they_fit(monkeypatch: pytest.MonkeyPatch) -> None:
+    layer = FullLayer(8, 128, 128)
+    spec = ModelCacheSpec("of a GPU", (layer,) * 32, "float16")
+    shapes = [(FEW[0], 2), (Shape(0, (4000,) * 2), 32), (Shape(0, (4000,) * 32), 512)]
+    assert [path_measuring._layers(spec, 0, *each) for each in shapes] == [2, 1, 1]
+    monkeypatch.setattr(path_measuring, "device", lambda: "metal")
+    assert [path_measuring._layers(spec, 0, *each) for each in shapes] == [8, 8, 1]
+    assert path_measuring._layers(ModelCacheSpec("small", (layer,) * 3, "float16"), 0, *shapes[0]) == 3
 
 
 @pytest.mark.usefixtures("ticking")
