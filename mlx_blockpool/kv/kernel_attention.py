@@ -6,6 +6,7 @@ Knows where tokens lie and which rows see them, not how they are read. Owned by 
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
+from functools import cache
 from itertools import accumulate, pairwise
 from typing import Any, TypeAlias
 
@@ -17,9 +18,8 @@ from ..kernel.launch import Launcher, RaggedKernel
 from ..kernel.plan import Piece, Plan, Source, plan_of
 from ..spec import FullLayer, ModelCacheSpec
 from .readings import Pieces, cut, tokens_of
-from .rows import View
+from .rows import View, arrays_of, as_rows, columns
 from .sequence import SlabRun
-from .slab import Slab
 
 Seen: TypeAlias = np.ndarray[Any, np.dtype[np.bool_]]
 
@@ -27,6 +27,8 @@ Seen: TypeAlias = np.ndarray[Any, np.dtype[np.bool_]]
 FILL = 512
 # Of a longer run only the last tokens have masks, which are words of each row.
 MASKED_TOKENS = 256
+# No array of theirs has fewer than eight elements, which mlx would pass in another way.
+SPARE_TOKENS = 8
 
 
 def kernel_form(spec: ModelCacheSpec, layer: FullLayer, heads: int) -> KernelForm:
@@ -62,7 +64,7 @@ class KernelAttention:
         self._numbers = {id(slab): number for number, slab in enumerate(self._slabs)}
         self._pieces = [piece for members, each in pieces.items() for piece in self._pieces_of(members, each, sees)]
         # Layers of one group may have other numbers of query heads.
-        self._kernels: dict[int, tuple[RaggedKernel, Plan]] = {}
+        self._kernels: dict[int, tuple[RaggedKernel, Plan, list[View]]] = {}
 
     def attend(self, index: int, queries: mx.array, scale: float, sinks: mx.array | None, new: View | None = None) -> mx.array:
         """Attention of queries [rows, heads, 1, dim] in the group's layer `index`.
@@ -70,20 +72,23 @@ class KernelAttention:
         new: keys and values [rows, kv_heads, 1, dim] of rows that are in no slab yet.
         """
         rows, heads, _, dim = queries.shape
-        kernel, plan = self._kernels.get(heads) or self._kernel_of(heads)
+        kernel, plan, spares = self._kernels.get(heads) or self._kernel_of(heads)
         sources = [slab.whole(index) for slab in self._slabs]
         if self._is_beside:
             assert new is not None, "rows beside a ring were not passed"
             sources.append(new)
-        return kernel.attend(plan, queries.reshape(rows, heads, dim), sources, scale, sinks).reshape(rows, heads, 1, -1)
+        out = kernel.attend(plan, queries.reshape(rows, heads, dim), sources + spares, scale, sinks)
+        return out.reshape(rows, heads, 1, -1)
 
-    def _kernel_of(self, heads: int) -> tuple[RaggedKernel, Plan]:
+    def _kernel_of(self, heads: int) -> tuple[RaggedKernel, Plan, list[View]]:
         form = kernel_form(self._spec, self._layer, heads)
-        sources = [Source(_tokens_in(slab), 1) for slab in self._slabs]
+        sources = [Source(slab.keys[0].shape[2], 1) for slab in self._slabs]
         if self._is_beside:
             sources.append(Source(1, form.kv_heads))
+        spares = [_spare(form, number) for number in range(num_spares(len(sources), form.most_sources))]
+        sources += [Source(SPARE_TOKENS, 1)] * len(spares)
         plan = plan_of(self._pieces, sources, self._rows[-1].stop, form.group, form.kv_heads, FILL)
-        self._kernels[heads] = RaggedKernel(form, self._launch), plan
+        self._kernels[heads] = RaggedKernel(form, self._launch), plan, spares
         return self._kernels[heads]
 
     def _pieces_of(self, members: tuple[int, ...], pieces: Pieces, sees: Callable[[int], Seen] | None) -> list[Piece]:
@@ -110,8 +115,25 @@ class KernelAttention:
         return found + [Piece(*where, tuple(rows), mask) for where, mask in zip(lasts, masks, strict=True)]
 
 
-def _tokens_in(slab: Slab) -> int:
-    return slab.keys[0].shape[2]
+def num_spares(sources: int, most: int) -> int:
+    """How many sources are added to those of a step, of which a launch takes `most`.
+
+    A device compiles a text for each number of sources, which takes longer than many steps: it gets to see powers of two.
+    """
+    rest = sources % most
+    return min(most, 1 << (rest - 1).bit_length()) - rest if rest else 0
+
+
+@cache
+def _spare(form: KernelForm, number: int) -> View:
+    """Rows that nothing reads."""
+    shape = (1, form.kv_heads, SPARE_TOKENS)
+    keys, values = (
+        as_rows([mx.zeros((*shape, width), of) for width, of in columns(dim, form.dtype, quantised)], quantised)
+        for dim, quantised in ((form.key_dim, form.key_form), (form.value_dim, form.value_form))
+    )
+    mx.eval(arrays_of(keys), arrays_of(values))
+    return keys, values
 
 
 def _masks(seen: Seen | None, counts: list[int]) -> list[Seen | None]:
