@@ -156,6 +156,7 @@ def test_work_ends_the_measuring_which_begins_again_when_the_server_is_quiet(wor
     world.speeds.catch_up()
     assert world.readings == ["b"]
     assert model.caches.is_unmeasured
+    assert model.engine.steps.decided == 0
     world.speeds.catch_up()
     assert world.readings == ["b"], "the work is still there"
     world.during = lambda number: None

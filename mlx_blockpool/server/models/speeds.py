@@ -55,11 +55,12 @@ class ModelSpeeds:
         caches = model.caches
         assert isinstance(caches, PooledCaches)
         self._measured(model, caches, self._look)
+        if caches.is_unmeasured:
+            return
+        log.info("measured what steps of %s cost", model.provider.name)
         if model.engine is not None:
             model.engine.steps.decide()
         model.update_report()
-        if not caches.is_unmeasured:
-            log.info("measured what steps of %s cost", model.provider.name)
 
     def _measured(self, model: LoadedModel, caches: PooledCaches, look: Callable[[], None]) -> PooledCaches:
         return measured(model.provider.model, caches, self._config, self._measurements, model.provider.name, look)
