@@ -18,6 +18,8 @@ from . import figures
 from .__main__ import RESULTS, keep, machine, read
 from .plots import Line
 
+# What the summary has of each case of bench_kernel, where it has that.
+SHOWN = ("kernel_ms", "ragged_ms", "stock_ms", "kernel_share", "ratio_ragged", "ratio_shared", "ratio_stock")
 # The part of the best path's speed that the chosen one has to reach for all kinds of batches.
 LEAST_SHARE = 0.97
 
@@ -44,10 +46,15 @@ def verdicts(lines: Iterable[Line]) -> list[Verdict]:
 
 
 def summary(lines: list[Line]) -> tuple[str, bool]:
-    """What each step ended with, each figure beside what is asked for, and whether all is well."""
+    """What each step ended with, the kernel's figures, those of which something is asked beside that, and whether all is well."""
     steps = [line for line in lines if line["bench"] == "gpu"]
     judged = verdicts(line for line in lines if not line.get("quick"))
     words = [f"{line['case']}: {'ended well' if not line['status'] else 'failed'} after {line['seconds']} s" for line in steps]
+    words += [
+        f"{line['case']}: " + ", ".join(f"{name} {line[name]:g}" for name in SHOWN if name in line)
+        for line in lines
+        if line["bench"] == "kernel"
+    ]
     words += [f"{v.what} {v.found:g}, needed {v.needed:g}: {'holds' if v.holds else 'DOES NOT HOLD'}" for v in judged]
     well = bool(steps) and not any(line["status"] for line in steps) and all(verdict.holds for verdict in judged)
     return "\n".join(words), well

@@ -92,7 +92,7 @@ step() {
 }
 
 step doctor "$python" -m mlx_blockpool.cli doctor --model demo --port $((20000 + RANDOM % 20000)) --store-dir "$folder"
-step tests "$python" -m pytest -n 0 tests/kernel
+step tests "$python" -m pytest -n 0 tests/kernel/test_on_device.py
 step kernel "$python" benchmarks/bench_kernel.py --out "$lines" ${quick[@]+"${quick[@]}"}
 step paths "$python" benchmarks/bench_paths.py --out "$lines" ${quick[@]+"${quick[@]}"}
 step drafts "$python" benchmarks/bench_drafts.py --out "$lines" --quick

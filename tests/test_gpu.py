@@ -128,7 +128,7 @@ def test_all_steps_run_in_the_environment_that_it_makes(tmp_path: Path, system: 
     ran = [line.replace(str(tmp_path), "T") for line in machine.log.read_text().splitlines()]
     assert ran[0] == f"-m pip install --quiet --editable {installed}"
     assert re.match(r"-m mlx_blockpool.cli doctor --model demo --port \d+ --store-dir T", ran[2])
-    assert ran[3] == "-m pytest -n 0 tests/kernel"
+    assert ran[3] == "-m pytest -n 0 tests/kernel/test_on_device.py"
     assert [line.split()[0] for line in ran[4:7]] == [f"benchmarks/bench_{name}.py" for name in ("kernel", "paths", "drafts")]
     assert all(line.endswith("--quick") for line in ran[4:])
     assert "tests: ended well after" in found.stdout
@@ -152,7 +152,7 @@ def lines(status: int, worst: float, share: float) -> list[dict[str, Any]]:
         {"bench": "gpu", "case": "tests", "status": status, "seconds": 4},
         {"bench": "paths", "case": "30 kinds of batches", "worst_share": worst},
         {"bench": "kernel", "case": "attention", "kernel_share": share, "needed": {"kernel_share": 0.7}},
-        {"bench": "kernel", "case": "step", "ratio_stock": 0.1},
+        {"bench": "kernel", "case": "step", "kernel_ms": 0.5, "ratio_stock": 0.1},
         {"bench": "drafts", "case": "x", "quick": True, "needed": {"no": 1}},
     ]
 
@@ -166,6 +166,7 @@ def test_all_figures_have_to_be_what_they_are_needed_to_be(gpu: ModuleType, figu
     assert found == well
     assert words.count("DOES NOT HOLD") == (figures[1] < 0.97) + (figures[2] < 0.7)
     assert f"kernel, attention: kernel_share {figures[2]:g}, needed 0.7" in words
+    assert "step: kernel_ms 0.5, ratio_stock 0.1\n" in words
     assert not gpu.summary([])[1]
 
 
@@ -184,6 +185,18 @@ def test_figures_are_kept_with_those_of_their_machine(
     assert [line["bench"] for line in gpu.read(tmp_path / "gpu-a-card.jsonl")] == ["drafts", "gpu", "paths", "kernel", "kernel"]
     assert list(written[0]) == ["gpu-a-card"]
     assert "gpu-a-card.jsonl" in capsys.readouterr().out
+
+
+def test_the_tables_show_what_a_gpu_has_measured(gpu: ModuleType, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.syspath_prepend(str(BENCHMARKS))
+    cases = [f"{work}, {case.name}" for case in importlib.import_module("bench_kernel").CASES for work in ("attention", "step")]
+    line = {"bench": "kernel", "device": "a card", "kernel_ms": 0.25, "kernel_share": 0.8, "stock_ms": 1.0}
+    measured = [{**line, "case": case, "ratio_stock": 4.0, "ratio_ragged": 2.0} for case in cases]
+    attention, step = (gpu.figures.Figures({"gpu": measured}).row(row) for row in gpu.figures.ROWS if row.bench == "kernel")
+    ratio = "4.0x (2.0x of a call for each member)"
+    assert attention[0].endswith("; part of the bandwidth (a card)")
+    assert attention[1:] == ["0.250 ms (80%) / 0.250 ms (80%)", "1.000 ms / 1.000 ms", f"{ratio} / {ratio}"]
+    assert step[1:] == ["0.25 ms / 0.25 ms", "1.00 ms / 1.00 ms", f"{ratio} / {ratio}"]
 
 
 def test_small_sizes_take_the_place_of_no_figure(gpu: ModuleType, capsys: pytest.CaptureFixture[str]) -> None:
