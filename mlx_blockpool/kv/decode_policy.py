@@ -125,20 +125,20 @@ def costs_of_paths(
 ) -> dict[str, float]:
     """What a step costs on each path that it can take. Of ragged a little is taken off: others have to be clearly cheaper.
 
-    Several rows of a member are not gathered, and each of them takes as long for a token as a member of its own.
+    counts: rows of each member; they are never gathered, and other paths are to each other as they are for one row.
     """
     rows = counts or [1] * len(sizes)
     by_rows = sum(count * size for count, size in zip(rows, sizes, strict=True))
-    more = costs.token * (by_rows - sum(sizes))
-    found = {"ragged": (1 - NEAR) * (costs.of_ragged(sizes) + more)}
-    saved = sum(c.saved for c in clusters) * BLOCK_TOKENS
-    found["kernel"] = costs.of_kernel(KernelWork(sum(rows), sum(sizes) - saved, by_rows))
+    work = KernelWork(sum(rows), sum(sizes) - sum(c.saved for c in clusters) * BLOCK_TOKENS, by_rows)
+    alone = costs.of_ragged(sizes)
+    found = {"ragged": (1 - NEAR) * alone}
+    found["kernel"] = costs.of_kernel(work) if counts is None else alone * costs.rows_ratio(sizes, work)
     if counts is None and len(sizes) > 1:
         found["padded"] = costs.of_padded(sizes)
     if clusters:
         clustered = {i for c in clusters for i in c.members}
-        alone = [size for i, size in enumerate(sizes) if i not in clustered]
-        found["shared"] = costs.of_ragged(alone) + more + sum(costs.of_cluster(_shape(c, sizes)) for c in clusters)
+        apart = [size for i, size in enumerate(sizes) if i not in clustered]
+        found["shared"] = costs.of_ragged(apart) + sum(costs.of_cluster(_shape(c, sizes)) for c in clusters)
     return found
 
 

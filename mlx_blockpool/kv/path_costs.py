@@ -14,14 +14,18 @@ from typing import Any, NamedTuple
 DESCENTS = 2000
 
 # How many amounts each path has.
-SHARED, PADDED, KERNEL = 6, 3, 4
+AMOUNTS = {"shared": 6, "padded": 3, "kernel": 4, "rows": 3, "kernel_rows": 4}
 
 
 class Shape(NamedTuple):
-    """Members that begin with the same `shared` tokens, and how many tokens each of them reads beyond those."""
+    """Members that begin with the same `shared` tokens, and how many tokens each of them reads beyond those.
+
+    rows: tokens of each member that are computed in one forward.
+    """
 
     shared: int
     own: tuple[int, ...]
+    rows: int = 1
 
     @property
     def sizes(self) -> tuple[int, ...]:
@@ -53,6 +57,7 @@ class PathCosts:
     shared:  of members that read together, by shared_amounts().
     padded:  of a step that gathers, by padded_amounts().
     kernel:  of a step of the kernel, by kernel_amounts().
+    rows:    of several rows of each member, where each member reads alone, by row_amounts(); kernel_rows: of the kernel.
 
     Nothing of a path: not measured.
     """
@@ -62,6 +67,8 @@ class PathCosts:
     shared: tuple[float, ...]
     padded: tuple[float, ...] = ()
     kernel: tuple[float, ...] = ()
+    rows: tuple[float, ...] = ()
+    kernel_rows: tuple[float, ...] = ()
 
     def of_ragged(self, sizes: Sequence[int]) -> float:
         return self.read * len(sizes) + self.token * sum(sizes)
@@ -75,6 +82,11 @@ class PathCosts:
     def of_kernel(self, work: KernelWork) -> float:
         return _product(self.kernel, kernel_amounts(work)) if self.kernel else math.inf
 
+    def rows_ratio(self, sizes: Sequence[int], work: KernelWork) -> float:
+        """What the kernel costs for several rows of each member, as a multiple of what reading alone does."""
+        alone = _product(self.rows, row_amounts(sizes, work.by_rows)) if self.rows else 0.0
+        return _product(self.kernel_rows, kernel_amounts(work)) / alone if alone and self.kernel_rows else math.inf
+
     def to_json(self) -> dict[str, Any]:
         return asdict(self)
 
@@ -82,13 +94,13 @@ class PathCosts:
     def from_json(cls, found: Any) -> PathCosts:
         """Raises ValueError for anything that to_json() did not make."""
         try:
-            shared, padded, kernel = (tuple(map(float, found[name])) for name in ("shared", "padded", "kernel"))
-            costs = cls(float(found["read"]), float(found["token"]), shared, padded, kernel)
+            amounts = {name: tuple(map(float, found[name])) for name in AMOUNTS}
+            costs = cls(float(found["read"]), float(found["token"]), **amounts)
         except (KeyError, TypeError, ValueError, OverflowError) as error:
             raise ValueError(f"These are no costs of decode paths: {error!r}.") from error
-        are_seconds = all(0 <= seconds < math.inf for seconds in (costs.read, costs.token, *shared, *padded, *kernel))
-        counts = zip((shared, padded, kernel), (SHARED, PADDED, KERNEL), strict=True)
-        if not are_seconds or any(len(amounts) not in (0, count) for amounts, count in counts):
+        every = (costs.read, costs.token, *(seconds for each in amounts.values() for seconds in each))
+        are_seconds = all(0 <= seconds < math.inf for seconds in every)
+        if not are_seconds or any(len(amounts[name]) not in (0, count) for name, count in AMOUNTS.items()):
             raise ValueError(f"These are no costs of decode paths: {found!r}.")
         return costs
 
@@ -110,9 +122,14 @@ def kernel_amounts(work: KernelWork) -> tuple[float, ...]:
     return 1, *work
 
 
+def row_amounts(sizes: Sequence[int], by_rows: int) -> tuple[float, ...]:
+    """The members, their tokens, and the tokens of each row."""
+    return len(sizes), sum(sizes), by_rows
+
+
 def kernel_work(shape: Shape) -> KernelWork:
     """What a step of a shape is for the kernel."""
-    return KernelWork(len(shape.own), shape.shared + sum(shape.own), sum(shape.sizes))
+    return KernelWork(shape.rows * len(shape.own), shape.shared + sum(shape.own), shape.rows * sum(shape.sizes))
 
 
 def fitted(readings: Sequence[Reading]) -> PathCosts:
@@ -120,6 +137,7 @@ def fitted(readings: Sequence[Reading]) -> PathCosts:
 
     Other paths are fitted by their ratio to the ragged one: a machine that is slower for some milliseconds is so for both.
     """
+    by_rows, readings = [r for r in readings if r.shape.rows > 1], [r for r in readings if r.shape.rows == 1]
     ragged = [(1.0 * len(r.shape.own), 1.0 * sum(r.shape.sizes)) for r in readings]
     read, token = least_squares(ragged, [r.seconds for r in readings])
     alone = PathCosts(read, token, ())
@@ -129,12 +147,24 @@ def fitted(readings: Sequence[Reading]) -> PathCosts:
         seconds = [r.ratios[path] * alone.of_ragged(r.shape.sizes) for r in taken]
         return tuple(least_squares([amounts(r.shape) for r in taken], seconds)) if taken else ()
 
+    rows, kernel_rows = _fitted_rows(by_rows) if by_rows else ((), ())
     return replace(
         alone,
+        rows=rows,
+        kernel_rows=kernel_rows,
         shared=of("shared", shared_amounts),
         padded=of("padded", lambda shape: padded_amounts(shape.sizes)),
         kernel=of("kernel", lambda shape: kernel_amounts(kernel_work(shape))),
     )
+
+
+def _fitted_rows(readings: Sequence[Reading]) -> tuple[tuple[float, ...], tuple[float, ...]]:
+    """What several rows of each member cost where members read alone, and by the kernel."""
+    works = [kernel_work(r.shape) for r in readings]
+    amounts = [row_amounts(r.shape.sizes, work.by_rows) for r, work in zip(readings, works, strict=True)]
+    rows = tuple(least_squares(amounts, [r.seconds for r in readings]))
+    seconds = [r.ratios["kernel"] * _product(rows, each) for r, each in zip(readings, amounts, strict=True)]
+    return rows, tuple(least_squares([kernel_amounts(work) for work in works], seconds))
 
 
 def least_squares(rows: Sequence[Sequence[float]], values: Sequence[float]) -> list[float]:

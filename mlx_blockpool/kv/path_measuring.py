@@ -22,7 +22,7 @@ from .asked import Asked, asked_of
 from .decode_policy import device
 from .factory import pooled_caches
 from .measuring import proceed
-from .parts import batch_of
+from .parts import batch_of, begin_rows, commit_rows
 from .path_costs import PathCosts, Reading, Shape, fitted
 
 # Shared prefixes and members' own tokens, from where operations count to where tokens do.
@@ -45,6 +45,8 @@ SHAPES = (
 )
 # Of the kernel, which also pays for a request alone: contexts of one member, and more of several lengths.
 KERNEL_SHAPES = (Shape(0, (300,)), Shape(0, (4000,)), Shape(0, (300, 1000, 2500, 4000)), Shape(0, (2000,) * 8))
+# Rows of drafts, which the kernel reads together: members, their tokens, and rows of each.
+ROWS = ((1, 300, 5), (1, 300, 17), (1, 3000, 2), (1, 3000, 17), (4, 300, 2), (4, 300, 17), (4, 2000, 5), (4, 2000, 17))
 # Windows share nothing: members, and tokens of each where the window has so many.
 WINDOWS = tuple((members, tokens) for members in (1, 2, 8) for tokens in (16, 128, 512, 4096))
 # Longer contexts are not gathered here: it takes longest where nobody would.
@@ -93,10 +95,14 @@ def _has_paths(arena: KVArena, group: int) -> bool:
 
 def _shapes(arena: KVArena, group: int) -> tuple[Shape, ...]:
     """What a layer group is measured with."""
-    layer = arena.spec.groups[group].layer
-    if isinstance(layer, WindowLayer):
-        return tuple(dict.fromkeys(Shape(0, (min(tokens, layer.max_size),) * members) for members, tokens in WINDOWS))
-    return SHAPES + KERNEL_SHAPES if group in arena.decode.trusted else SHAPES
+    if group not in arena.decode.trusted:
+        return SHAPES
+    layer, rows = arena.spec.groups[group].layer, [Shape(0, (tokens,) * members, rows) for members, tokens, rows in ROWS]
+    if not isinstance(layer, WindowLayer):
+        return (*SHAPES, *KERNEL_SHAPES, *rows)
+    single = [Shape(0, (tokens,) * members) for members, tokens in WINDOWS]
+    # No member holds more than the window.
+    return tuple({each._replace(own=tuple(min(tokens, layer.max_size) for tokens in each.own)): None for each in single + rows})
 
 
 def _readings(arena: KVArena, group: int, asked: Asked, seconds: float, look: Callable[[], None]) -> list[Reading]:
@@ -138,7 +144,7 @@ class _Trial:
     def __init__(self, arena: KVArena, group: int, asked: Asked, shape: Shape) -> None:
         spec, layer = arena.spec, arena.spec.groups[group].layer
         # Only its own layers, and blocks for what is appended too.
-        blocks = blocks_for(shape.shared) + sum(blocks_for(tokens + MOST_STEPS) for tokens in shape.own)
+        blocks = blocks_for(shape.shared) + sum(blocks_for(tokens + MOST_STEPS + shape.rows) for tokens in shape.own)
         layers = _layers(spec, group, shape, blocks)
         own = ModelCacheSpec(spec.model_id, (layer,) * layers, spec.dtype, bits=spec.bits)
         size = blocks * own.bytes_per_block(own.groups[0])
@@ -148,9 +154,9 @@ class _Trial:
         own_policy.synchronous, own_policy.streams, own_policy.launch = policy.synchronous, policy.streams, policy.launch
         own_policy.trusted = frozenset([0]) if group in policy.trusted else frozenset()
         self.asked, self.shape, self.layer = asked, shape, layer
-        members = len(shape.own)
-        self._queries = mx.repeat(asked.queries, members, axis=0)
-        self._keys, self._values = (mx.zeros((members, layer.kv_heads, 1, dim), self.arena.dtype) for dim in self._dims)
+        self._rows = len(shape.own) * shape.rows
+        self._queries = mx.repeat(asked.queries, self._rows, axis=0)
+        self._keys, self._values = (mx.zeros((self._rows, layer.kv_heads, 1, dim), self.arena.dtype) for dim in self._dims)
         prefix = self._appended(pooled_caches(self.arena), shape.shared)
         self._batch = batch_of(self._appended(copy.deepcopy(prefix), tokens) for tokens in shape.own)
 
@@ -172,8 +178,7 @@ class _Trial:
         mx.eval(self.arena.arrays(), self._queries, self._keys, self._values)
         names = ["ragged"]
         names += ["shared"] if self.shape.shared else []
-        is_gathered = type(self.layer) is FullLayer and len(self.shape.own) > 1 and max(self.shape.sizes) <= GATHERED_TOKENS
-        names += ["padded"] if is_gathered else []
+        names += ["padded"] if self._is_gathered() else []
         names += ["kernel"] if self.arena.decode.trusted else []
         rounds = [{name: self._seconds(name, 1) for name in names}]
         steps = min(MOST_STEPS, 1 + int(SHORTEST / max(rounds[0].values())))
@@ -184,9 +189,27 @@ class _Trial:
             rounds.append({name: self._seconds(name, steps) for name in names})
         times.rounds += rounds
 
+    def _is_gathered(self) -> bool:
+        many = len(self.shape.own) > 1 and self.shape.rows == 1
+        return many and type(self.layer) is FullLayer and max(self.shape.sizes) <= GATHERED_TOKENS
+
     def _seconds(self, name: str, steps: int) -> float:
         """Seconds of one step of one layer. The tokens that it appends are taken back."""
         self.arena.decode.path = name
+        run = self._run_steps if self.shape.rows == 1 else self._run_rows
+        return run(steps) / steps / len(self._batch)
+
+    def _run_rows(self, steps: int) -> float:
+        """Seconds of some forwards of rows, of which none is kept."""
+        start, members = clock(), len(self.shape.own)
+        for _ in range(steps):
+            begin_rows(self._batch, [self.shape.rows] * members)
+            mx.eval(self._step())
+            commit_rows(self._batch, [0] * members)
+        return clock() - start
+
+    def _run_steps(self, steps: int) -> float:
+        """Seconds of some decode steps."""
         start, waiting = clock(), None
         for _ in range(steps):
             following = self._step()
@@ -200,11 +223,11 @@ class _Trial:
             # A window that is full stays so.
             if cache.is_trimmable():
                 cache.trim(steps)
-        return taken / steps / len(self._batch)
+        return taken
 
     def _step(self) -> mx.array:
         """One step of all layers, each of which waits for the one before it."""
-        before = mx.zeros((len(self.shape.own), 1, 1, 1), self.arena.dtype)
+        before = mx.zeros((self._rows, 1, 1, 1), self.arena.dtype)
         for cache in self._batch:
             keys, values = cache.update_and_fetch(self._keys + before, self._values + before)
             queries = self._queries + before.astype(self._queries.dtype)

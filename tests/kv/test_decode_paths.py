@@ -138,7 +138,8 @@ def test_a_kernel_that_is_not_trusted_is_never_chosen() -> None:
 
 def test_rows_of_one_member_are_never_gathered_and_count_for_the_kernel() -> None:
     assert DecodePolicy("auto", {0: COSTS}).choose(0, [45, 45], [], [2, 1]) == "ragged"
-    policy = kernel_policy(costs=replace(COSTS, kernel=(100.0, 1.0, 1.0, 0.01)))
+    assert kernel_policy().choose(0, [300], [], [9]) == "ragged", "rows were not measured"
+    policy = kernel_policy(costs=replace(KERNEL, rows=(100.0, 0.0, 1.0), kernel_rows=(300.0, 1.0, 1.0, 0.1)))
     assert policy.choose(0, [300], [], [1]) == "ragged"
     assert policy.choose(0, [300], [], [9]) == "kernel"
 

@@ -19,17 +19,29 @@ from mlx_blockpool.kv.path_costs import (
     kernel_work,
     least_squares,
     padded_amounts,
+    row_amounts,
     shared_amounts,
 )
-from mlx_blockpool.kv.path_measuring import SHAPES
+from mlx_blockpool.kv.path_measuring import ROWS, SHAPES
 
-COSTS = PathCosts(1e-4, 1e-6, (2e-4, 6e-5, 4e-7, 6e-7, 9e-7, 2e-7), (5e-5, 8e-5, 2e-6), (6e-5, 3e-6, 2e-7, 4e-8))
+COSTS = PathCosts(
+    1e-4,
+    1e-6,
+    shared=(2e-4, 6e-5, 4e-7, 6e-7, 9e-7, 2e-7),
+    padded=(5e-5, 8e-5, 2e-6),
+    kernel=(6e-5, 3e-6, 2e-7, 4e-8),
+    rows=(1e-4, 4e-7, 2e-7),
+    kernel_rows=(2e-4, 2e-6, 3e-7, 5e-8),
+)
 
 
 def reading(shape: Shape, noise: float = 0.0, drift: float = 1.0, rng: random.Random | None = None) -> Reading:
     """What a machine with COSTS would read, `drift` times as slow as it mostly is, each path wrong by up to `noise`."""
     rng = rng or random.Random(0)
     alone = COSTS.of_ragged(shape.sizes)
+    if shape.rows > 1:
+        seconds = sum(a * b for a, b in zip(COSTS.rows, row_amounts(shape.sizes, kernel_work(shape).by_rows), strict=True))
+        return Reading(shape, drift * seconds, {"kernel": COSTS.rows_ratio(shape.sizes, kernel_work(shape))})
     ratios = {"padded": COSTS.of_padded(shape.sizes) / alone, "kernel": COSTS.of_kernel(kernel_work(shape)) / alone}
     if shape.shared:
         ratios["shared"] = COSTS.of_cluster(shape) / alone
@@ -60,6 +72,15 @@ def test_readings_without_noise_give_the_costs_back() -> None:
         assert found.of_kernel(kernel_work(shape)) == pytest.approx(COSTS.of_kernel(kernel_work(shape)), rel=1e-2)
 
 
+def test_rows_are_fitted_by_themselves() -> None:
+    shapes = [Shape(0, (tokens,) * members, rows) for members, tokens, rows in ROWS]
+    found = fitted([reading(shape) for shape in (*SHAPES, *shapes)])
+    assert found.of_kernel(KernelWork(8, 4000, 4000)) == pytest.approx(COSTS.of_kernel(KernelWork(8, 4000, 4000)), rel=1e-2)
+    for shape in (*shapes, Shape(0, (700, 90), 9)):
+        work = kernel_work(shape)
+        assert found.rows_ratio(shape.sizes, work) == pytest.approx(COSTS.rows_ratio(shape.sizes, work), rel=1e-2)
+
+
 def test_a_machine_whose_speed_changes_between_readings_gives_nearly_the_same_costs() -> None:
     """Half of the readings at 1.6 times the time, as beside a busy neighbour, and paths that are wrong by up to 5 %."""
     rng = random.Random(1)
@@ -77,6 +98,7 @@ def test_costs_are_never_negative() -> None:
 
 def test_a_path_that_was_not_read_is_never_the_cheapest() -> None:
     found = fitted([Reading(r.shape, r.seconds, {}) for r in map(reading, SHAPES)])
+    assert found.rows_ratio([1], KernelWork(2, 1, 2)) == math.inf
     assert found.of_padded([1, 1]) == found.of_cluster(Shape(256, (1, 1))) == found.of_kernel(KernelWork(1, 1, 1)) == math.inf
 
 
@@ -95,6 +117,7 @@ def test_costs_survive_json() -> None:
         {**COSTS.to_json(), "shared": ["x"] * 6},
         {**COSTS.to_json(), "padded": [1.0, -1.0, 1.0]},
         {**COSTS.to_json(), "kernel": [1.0]},
+        {**COSTS.to_json(), "rows": [1.0]},
         {name: costs for name, costs in COSTS.to_json().items() if name != "kernel"},
         {**COSTS.to_json(), "read": math.nan},
         {**COSTS.to_json(), "token": math.inf},

@@ -30,6 +30,8 @@ def ticking(monkeypatch: pytest.MonkeyPatch) -> None:
     ticks = count()
     monkeypatch.setattr(path_measuring, "SHAPES", FEW)
     monkeypatch.setattr(path_measuring, "KERNEL_SHAPES", (Shape(0, (40,)), Shape(0, (20, 300))))
+    monkeypatch.setattr(path_measuring, "ROWS", ((1, 300, 5), (2, 40, 17)))
+    monkeypatch.setattr(path_measuring, "WINDOWS", ((1, 16), (2, 40), (2, 4096)))
     monkeypatch.setattr(path_measuring, "clock", lambda: next(ticks) * 1e-3)
     monkeypatch.setattr(path_measuring, "time", SimpleNamespace(perf_counter=lambda: 0.0))
     # One pass over them.
@@ -62,11 +64,12 @@ def test_full_layers_are_measured_and_windows_are_not(name: str, bits: KVBits | 
 def test_a_kernel_that_is_trusted_is_measured_in_windows_too(name: str, bits: KVBits | None) -> None:
     model, arena = pool_of(name, bits)
     trust(arena, path=None)
-    found = measure_paths(model, arena)
+    found = measure_paths(model, arena, seconds=0.3)
     assert set(found) == {0, 1}
     for group, costs in found.items():
         is_window = isinstance(arena.spec.groups[group].layer, WindowLayer)
         assert PathCosts.from_json(costs.to_json()).of_kernel(KernelWork(2, 32, 32)) > 0
+        assert costs.rows_ratio([100], KernelWork(5, 100, 500)) > 0
         assert (costs.padded == (), costs.shared == ()) == (is_window, is_window)
 
 
