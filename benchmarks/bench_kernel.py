@@ -1,9 +1,9 @@
 """Decode steps on the kernel beside the paths that mlx's own operations take, mlx-lm's padded batch and the device's bandwidth.
 
-A llama type with the heads of Llama 3 8B, in one run and in turns. Attention alone is built before the clock starts: its time is
-the device's. A whole step has the time of Python in it, and a step is encoded while the one before it runs, as an engine does.
-`share` is the part of the bandwidth that reads each key and value once in that time. A CPU has no kernel: there the other paths
-are measured, in small sizes.
+A llama type with the heads of Llama 3 8B, in one run and in turns. Attention alone is built before the clock starts, and what it
+appends is written then: its time is the device's. A whole step has the time of Python in it, and is encoded while the one before
+it runs, as an engine does. `share` is the part of the bandwidth that reads each key and value once in that time. A CPU has no
+kernel: there the other paths are measured, in small sizes.
 """
 
 from __future__ import annotations
@@ -122,13 +122,19 @@ class System:
         return caches
 
     def attention(self) -> mx.array:
-        """Attention in every layer, each of which waits for the one before it; not evaluated."""
+        """Attention in every layer, each of which waits for the one before it. It is not evaluated; what is appended is."""
         batch, length = self.rows
         x = mx.ones((batch, self.size.heads, length, self.size.dim), mx.bfloat16)
-        for cache in self.batch:
-            mask = create_attention_mask(mx.zeros((batch, length, 1)), cache)
-            keys, values = cache.update_and_fetch(*[x[:, : self.size.kv_heads]] * 2)
-            x = x + scaled_dot_product_attention(x, keys, values, cache, self.size.dim**-0.5, mask)
+        new = x[:, : self.size.kv_heads]
+        # As a model does: one mask for all layers with the same window, or with none.
+        windows = [getattr(cache, "max_size", None) for cache in self.batch]
+        firsts = dict(zip(windows[::-1], self.batch[::-1], strict=True))
+        hidden = mx.zeros((batch, length, 1))
+        masks = {window: create_attention_mask(hidden, cache) for window, cache in firsts.items()}
+        views = [cache.update_and_fetch(new, new) for cache in self.batch]
+        mx.eval(x, masks, views, [cache.state for cache in self.batch])
+        for cache, window, (keys, values) in zip(self.batch, windows, views, strict=True):
+            x = x + scaled_dot_product_attention(x, keys, values, cache, self.size.dim**-0.5, masks[window])
         return x
 
     def step(self) -> mx.array:

@@ -16,6 +16,10 @@ from kernel.emulation import why_not
 from kernel.trusted import trust
 
 from mlx_blockpool.kv import decode_policy
+from mlx_blockpool.kv.arena import KVArena
+from mlx_blockpool.kv.attach import bind
+from mlx_blockpool.kv.factory import spec_of_loaded
+from mlx_blockpool.kv.path_costs import KERNEL, PADDED, SHARED, PathCosts
 
 OPTIONS = argparse.Namespace(quick=True, out=None)
 
@@ -151,6 +155,24 @@ def test_lines_with_the_kernel(
         assert {name.removeprefix("ratio_") for name in line if name.startswith("ratio_")} == paths - {"kernel"}
     assert attention.get("needed") == (dict(case.needed) or None)
     assert set(attention.get("needed", {})) <= attention.keys()
+
+
+@pytest.mark.skipif(why_not() is not None, reason=str(why_not()))
+def test_the_kernel_is_one_of_the_paths_of_the_grid(
+    bench: ModuleType, size: Any, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    grid = importlib.import_module("bench_paths")
+    monkeypatch.setattr(grid, "STEPS", 1)
+    model = bench.llama(size.hidden, size.layers, size.heads, size.kv_heads)
+    bind(model)
+    measured = trust(KVArena(spec_of_loaded(model), 10_000_000), None)
+    # Costs with which the kernel is free.
+    measured.decode.costs = {0: PathCosts(1.0, 1.0, (1.0,) * SHARED, (1.0,) * PADDED, (0.0,) * KERNEL)}
+    for prefix, paths in ((0, {"ragged", "padded", "kernel"}), (512, {"ragged", "padded", "kernel", "shared"})):
+        assert grid.bench(OPTIONS, grid.Case("float32", "short", prefix, 2, 2), model, measured, 1, 4) <= 1.0
+        line = json.loads(capsys.readouterr().out)
+        assert line["chosen"] == "kernel"
+        assert {name.removesuffix("_wall_ms") for name in line if name.endswith("_wall_ms")} == paths
 
 
 def test_a_kernel_that_is_not_trusted_is_not_measured(
