@@ -19,7 +19,7 @@ from mlx_blockpool.kv import decode_policy
 from mlx_blockpool.kv.arena import KVArena
 from mlx_blockpool.kv.attach import bind
 from mlx_blockpool.kv.factory import spec_of_loaded
-from mlx_blockpool.kv.path_costs import KERNEL, PADDED, SHARED, PathCosts
+from mlx_blockpool.kv.path_costs import AMOUNTS, PathCosts
 
 OPTIONS = argparse.Namespace(quick=True, out=None)
 
@@ -167,7 +167,7 @@ def test_the_kernel_is_one_of_the_paths_of_the_grid(
     bind(model)
     measured = trust(KVArena(spec_of_loaded(model), 10_000_000), None)
     # Costs with which the kernel is free.
-    measured.decode.costs = {0: PathCosts(1.0, 1.0, (1.0,) * SHARED, (1.0,) * PADDED, (0.0,) * KERNEL)}
+    measured.decode.costs = {0: PathCosts(1.0, 1.0, (), kernel=(0.0,) * AMOUNTS["kernel"])}
     for prefix, paths in ((0, {"ragged", "padded", "kernel"}), (512, {"ragged", "padded", "kernel", "shared"})):
         assert grid.bench(OPTIONS, grid.Case("float32", "short", prefix, 2, 2), model, measured, 1, 4) <= 1.0
         line = json.loads(capsys.readouterr().out)
