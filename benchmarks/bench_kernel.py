@@ -292,8 +292,9 @@ def bench(args: Any, case: Case, size: Size) -> str | None:
             figures |= {f"{name}_share": round(read / taken[name] / speed, 3) for name in runs}
             figures |= {"bandwidth_gb_s": round(speed / 1e9, 1), "read_mb": round(read / 1e6, 2)}
             figures |= {"needed": dict(case.needed)} if case.needed and why is None else {}
-        name = f"{work}, {case.name}" + ("" if why is None else ", without the kernel")
-        report(args, "kernel", name, layers=size.layers, divisor=size.divisor, rounds=size.rounds, **figures)
+        name = f"{work}, {case.name}" + ("" if size.divisor == 1 else f", divided by {size.divisor}")
+        name += "" if why is None else ", without the kernel"
+        report(args, "kernel", name, layers=size.layers, rounds=size.rounds, **figures)
     return why
 
 

@@ -117,7 +117,7 @@ def test_lines_without_a_kernel(
 ) -> None:
     bench.bench(OPTIONS, bench.CASES[number], replace(size, divisor=16, steps=1))
     attention, step = (json.loads(line) for line in capsys.readouterr().out.splitlines())
-    assert step["case"] == f"step, {bench.CASES[number].name}, without the kernel"
+    assert step["case"] == f"step, {bench.CASES[number].name}, divided by 16, without the kernel"
     for line in (attention, step):
         assert {name.removesuffix("_ms") for name in line if name.endswith("_ms")} == fields
         assert {name.removeprefix("ratio_") for name in line if name.startswith("ratio_")} == fields - {"ragged"}
