@@ -122,21 +122,25 @@ def plan_of(pieces: Sequence[Piece], sources: Sequence[Source], rows: int, group
     fill: threadgroups that keep the device busy. Pieces are cut only where fewer would be at work, or where one is much longer
     than the others.
     """
-    queries = _best_queries(pieces, group)
-    spans = [len(_spans(len(piece.rows) * group, queries)) for piece in pieces]
-    tokens = sum(piece.count * count for piece, count in zip(pieces, spans, strict=True))
-    most = max(LEAST_TOKENS, -(-tokens * kv_heads // fill))
+    for source in sources:
+        assert kv_heads * max(source) < 2**31, f"{kv_heads} * {max(source)}: rows of a source that 32 bits cannot count"
+    # Vectors of a piece -> tokens of all such pieces.
+    tokens: dict[int, int] = {}
+    for piece in pieces:
+        vectors = len(piece.rows) * group
+        tokens[vectors] = tokens.get(vectors, 0) + piece.count
+    queries = _best_queries(tokens)
+    work = sum(count * len(_spans(vectors, queries)) for vectors, count in tokens.items())
+    most = max(LEAST_TOKENS, -(-work * kv_heads // fill))
     return Plan(rows, group, queries, sources, [part for piece in pieces for part in _parts(piece, most)])
 
 
-def _best_queries(pieces: Sequence[Piece], group: int) -> int:
+def _best_queries(tokens: dict[int, int]) -> int:
     """How many vectors a simdgroup holds: what makes the least work of all pieces."""
 
     def cost(queries: int) -> float:
-        shares = sum(
-            piece.count * _sets(count, queries) for piece in pieces for _, count in _spans(len(piece.rows) * group, queries)
-        )
-        return shares * (KEY_COST + queries)
+        sets = (count * _sets(size, queries) for vectors, count in tokens.items() for _, size in _spans(vectors, queries))
+        return sum(sets) * (KEY_COST + queries)
 
     return min(QUERIES, key=cost)
 
