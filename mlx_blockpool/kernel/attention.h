@@ -249,30 +249,23 @@ FUNCTION int part_of(int part, int lane) {
 }
 
 // One item of the work list: a piece of keys for up to 4 * QUERIES vectors of each kv head.
-struct Item {
-  int head_stride, token_stride, first, count;  // of the rows in the source
-  int rows, first_vector, vectors;              // where the numbers of its rows are; vector i is row i / GROUP, head i % GROUP
-  int mask, mask_words;                         // where the bits of its rows are, or -1; words of one row
-  int place;                                    // of the partial sums of its first vector
+enum {
+  SOURCE,
+  HEAD_STRIDE,   // of the rows in the source
+  TOKEN_STRIDE,
+  FIRST,         // token
+  COUNT,         // of tokens
+  ROWS,          // where the numbers of its rows are
+  FIRST_VECTOR,  // vector i is row i / GROUP, head i % GROUP
+  VECTORS,
+  MASK,          // where the bits of its rows are, or -1
+  MASK_WORDS,    // of one row
+  ITEM_PLACE,    // of the partial sums of its first vector
+  ITEM_INTS = 12
 };
 
-#define ITEM_INTS 12
-
-FUNCTION Item item_of(const DEVICE int *work, int number) {
-  const DEVICE int *from = work + number * ITEM_INTS;
-  Item item;
-  item.head_stride = from[1];
-  item.token_stride = from[2];
-  item.first = from[3];
-  item.count = from[4];
-  item.rows = from[5];
-  item.first_vector = from[6];
-  item.vectors = from[7];
-  item.mask = from[8];
-  item.mask_words = from[9];
-  item.place = from[10];
-  return item;
-}
+// What is needed again after many keys is read again: it would take registers meanwhile.
+FUNCTION int again(const DEVICE int *item, int field) { return ((const volatile DEVICE int *)item)[field]; }
 
 // Which vectors and which keys a simdgroup has: those of set `set`, and every `stripes`-th pass over the keys.
 struct Share {
@@ -297,20 +290,20 @@ struct State {
   float total[QUERIES];
 };
 
-// The row in the item's list of vector `query` of a simdgroup. Vectors beyond the last are that one again.
-FUNCTION int vector_of(Item item, Share share, int query) {
+// The number in the item's list of rows of vector `query` of a simdgroup. Vectors beyond the last are that one again.
+FUNCTION int vector_of(int first, int count, Share share, int query) {
   int vector = share.first + query;
-  return item.first_vector + (vector < item.vectors ? vector : item.vectors - 1);
+  return first + (vector < count ? vector : count - 1);
 }
 
 FUNCTION void begin(
-    THREAD State &state, const DEVICE int *work, const DEVICE Element *queries, Item item, Share share, float scale, int head,
-    int lane) {
+    THREAD State &state, const DEVICE int *work, const DEVICE Element *queries, const DEVICE int *item, Share share,
+    float scale, int head, int lane) {
   Rows rows = rows_of(queries);
   UNROLL
   for (int q = 0; q < QUERIES; q++) {
-    int vector = vector_of(item, share, q);
-    size_t row = size_t(work[item.rows + vector / GROUP]) * (KV_HEADS * GROUP) + head * GROUP + vector % GROUP;
+    int vector = vector_of(item[FIRST_VECTOR], item[VECTORS], share, q);
+    size_t row = size_t(work[item[ROWS] + vector / GROUP]) * (KV_HEADS * GROUP) + head * GROUP + vector % GROUP;
     UNROLL
     for (int p = 0; p < PARTS; p++) {
       Packed<ELEMENT == FLOAT32 ? 32 : 16> packed;
@@ -359,11 +352,12 @@ FUNCTION void add(THREAD State &state, THREAD const Packed<VALUE_BITS> *packed, 
 }
 
 // Scores of token `token` that the masks of its rows hide.
-FUNCTION void hide(THREAD float *scores, const DEVICE int *work, Item item, Share share, int token) {
+FUNCTION void hide(THREAD float *scores, const DEVICE int *work, const DEVICE int *item, Share share, int token) {
+  int first = again(item, FIRST_VECTOR), count = again(item, VECTORS);
+  const DEVICE int *mask = work + again(item, MASK) + token / 32;
   UNROLL
   for (int q = 0; q < QUERIES; q++) {
-    int row = vector_of(item, share, q) / GROUP;
-    uint word = uint(work[item.mask + row * item.mask_words + token / 32]);
+    uint word = uint(mask[vector_of(first, count, share, q) / GROUP * again(item, MASK_WORDS)]);
     scores[q] = (word >> (token % 32)) & 1u ? scores[q] : LOWEST;
   }
 }
@@ -389,19 +383,22 @@ FUNCTION void weigh(THREAD State &state, THREAD float *scores) {
   }
 }
 
-// The row of key `k` of a pass that begins with token `start`. Beyond the last one it is that one again: loads need no branch.
-FUNCTION size_t row_of(Item item, uint row, int start, int k, int lane) {
-  int token = start + lane / LANES + k * ABREAST;
-  return row + uint(token < item.count ? token : item.count - 1) * uint(item.token_stride);
-}
+// The part of a piece that a kv head has: its first row in the source, and how far apart the rows of `count` tokens are.
+struct Run {
+  uint row, stride;
+  int count;
+};
 
+// Keys or values of the pass that begins with token `start`. Those beyond the last one are that one again: loads need no branch.
 template <int DIM, int BITS, int GROUP_SIZE>
-FUNCTION void load_pass(THREAD Packed<BITS> *into, Rows rows, Item item, uint row, int start, int lane) {
+FUNCTION void load_pass(THREAD Packed<BITS> *into, Rows rows, Run run, int start, int lane) {
   UNROLL
   for (int k = 0; k < KEYS; k++) {
-    size_t at = row_of(item, row, start, k, lane) * (DIM / 8);
+    int token = start + lane / LANES + k * ABREAST;
+    // Rows of a source are fewer than 2^31; offsets of elements have 64 bits.
+    size_t row = run.row + uint(token < run.count ? token : run.count - 1) * run.stride;
     UNROLL
-    for (int p = 0; p < PARTS; p++) load<GROUP_SIZE>(into[k * PARTS + p], rows, at + part_of<DIM>(p, lane));
+    for (int p = 0; p < PARTS; p++) load<GROUP_SIZE>(into[k * PARTS + p], rows, row * (DIM / 8) + part_of<DIM>(p, lane));
   }
 }
 
@@ -418,13 +415,11 @@ FUNCTION void score(THREAD const State &state, THREAD const Packed<KEY_BITS> *ke
   }
 }
 
-// Scores of tokens that are hidden, or beyond the last one.
-FUNCTION void hide_pass(THREAD float *scores, const DEVICE int *work, Item item, Share share, int start, int lane) {
+// Scores of tokens that are beyond the last one.
+FUNCTION void hide_beyond(THREAD float *scores, int count, int start, int lane) {
   UNROLL
   for (int k = 0; k < KEYS; k++) {
-    int token = start + lane / LANES + k * ABREAST;
-    bool is_beyond = token >= item.count;
-    if (item.mask >= 0 && !is_beyond) hide(scores + k * QUERIES, work, item, share, token);
+    bool is_beyond = start + lane / LANES + k * ABREAST >= count;
     UNROLL
     for (int q = 0; q < QUERIES; q++) scores[k * QUERIES + q] = is_beyond ? LOWEST : scores[k * QUERIES + q];
   }
@@ -433,26 +428,34 @@ FUNCTION void hide_pass(THREAD float *scores, const DEVICE int *work, Item item,
 // All passes of a simdgroup, KEYS keys of each group of LANES lanes in each. What the next pass needs is loaded as soon as there is
 // room for it: keys once the scores are known, values once they are added; and the first ones before the queries.
 FUNCTION void read(
-    THREAD State &state, const DEVICE int *work, const DEVICE Element *queries, Rows keys, Rows values, Item item, Share share,
-    float scale, int head, int lane) {
+    THREAD State &state, const DEVICE int *work, const DEVICE Element *queries, Rows keys, Rows values, const DEVICE int *item,
+    Share share, float scale, int head, int lane) {
   Packed<KEY_BITS> key[KEYS * PARTS];
   Packed<VALUE_BITS> value[KEYS * PARTS];
   float scores[KEYS * QUERIES];
-  // Rows of a source are fewer than 2^31; offsets of elements have 64 bits.
-  uint row = uint(head) * uint(item.head_stride) + uint(item.first) * uint(item.token_stride);
+  Run run;
+  run.row = uint(head) * uint(item[HEAD_STRIDE]) + uint(item[FIRST]) * uint(item[TOKEN_STRIDE]);
+  run.stride = uint(item[TOKEN_STRIDE]);
+  run.count = item[COUNT];
+  bool has_mask = item[MASK] >= 0;
   int start = share.stripe * STRIDE;
-  load_pass<KEY_DIM, KEY_BITS, KEY_GROUP_SIZE>(key, keys, item, row, start, lane);
-  load_pass<VALUE_DIM, VALUE_BITS, VALUE_GROUP_SIZE>(value, values, item, row, start, lane);
+  load_pass<KEY_DIM, KEY_BITS, KEY_GROUP_SIZE>(key, keys, run, start, lane);
+  load_pass<VALUE_DIM, VALUE_BITS, VALUE_GROUP_SIZE>(value, values, run, start, lane);
   begin(state, work, queries, item, share, scale, head, lane);
-  while (start < item.count) {
+  while (start < run.count) {
     int next = start + share.stripes * STRIDE;
     score(state, key, scores);
-    load_pass<KEY_DIM, KEY_BITS, KEY_GROUP_SIZE>(key, keys, item, row, next, lane);
-    hide_pass(scores, work, item, share, start, lane);
+    load_pass<KEY_DIM, KEY_BITS, KEY_GROUP_SIZE>(key, keys, run, next, lane);
+    hide_beyond(scores, run.count, start, lane);
+    UNROLL
+    for (int k = 0; has_mask && k < KEYS; k++) {
+      int token = start + lane / LANES + k * ABREAST;
+      if (token < run.count) hide(scores + k * QUERIES, work, item, share, token);
+    }
     weigh(state, scores);
     UNROLL
     for (int k = 0; k < KEYS; k++) add(state, value + k * PARTS, scores + k * QUERIES);
-    load_pass<VALUE_DIM, VALUE_BITS, VALUE_GROUP_SIZE>(value, values, item, row, next, lane);
+    load_pass<VALUE_DIM, VALUE_BITS, VALUE_GROUP_SIZE>(value, values, run, next, lane);
     start = next;
   }
 }
@@ -530,12 +533,12 @@ FUNCTION void take(const THREADGROUP float *place, int stripes, int apart, DEVIC
 FUNCTION void attend(
     const DEVICE int *work, const DEVICE float *params, const DEVICE Element *queries, Rows keys, Rows values, DEVICE float *sums,
     DEVICE float *stats, THREADGROUP float *memory, int number, int head, int simdgroup, int lane) {
-  Item item = item_of(work, number);
-  Share share = share_of(item.vectors, simdgroup);
+  const DEVICE int *item = work + number * ITEM_INTS;
+  Share share = share_of(item[VECTORS], simdgroup);
   // Those that have the same vectors are next to each other.
   THREADGROUP float *set = memory + share.set * share.stripes * (QUERIES * PLACE);
   // A set without vectors only takes part in the barrier.
-  if (share.first < item.vectors) {
+  if (share.first < item[VECTORS]) {
     State state;
     read(state, work, queries, keys, values, item, share, params[0], head, lane);
     merge_lanes(state);
@@ -547,8 +550,8 @@ FUNCTION void attend(
   }
   barrier();
   for (int q = share.stripe; q < QUERIES; q += share.stripes) {
-    if (share.first + q >= item.vectors || lane >= LANES) break;
-    size_t place = size_t(item.place + share.first + q) * KV_HEADS + head;
+    if (share.first + q >= again(item, VECTORS) || lane >= LANES) break;
+    size_t place = size_t(again(item, ITEM_PLACE) + share.first + q) * KV_HEADS + head;
     take(set + q * PLACE, share.stripes, QUERIES * PLACE, sums + place * VALUE_DIM, stats + place * 2, lane);
   }
 }

@@ -75,7 +75,7 @@ def _arrays(kind: str, number: int, form: Form | None) -> list[str]:
 
 
 def _attend_lines(names: list[list[str]], choose: str, position: str, simdgroup: str, lane: str) -> str:
-    choice = f"  switch (work[{position}.x * ITEM_INTS]) {{\n{choose}\n    default: break;\n  }}\n" if choose else ""
+    choice = f"  switch (work[{position}.x * ragged::ITEM_INTS]) {{\n{choose}\n    default: break;\n  }}\n" if choose else ""
     return (
         "  SHARED float memory[MEMORY];\n"
         f"  ragged::Rows keys = ragged::rows_of({', '.join(names[0])});\n"

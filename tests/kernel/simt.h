@@ -92,10 +92,9 @@ namespace simt {
 const int LANE_COUNT = 32, MOST_THREADS = 128, MOST_VALUES = 32, STACK_BYTES = 256 * 1024;
 enum Stage { RUNS, WAITS_FOR_SIMDGROUP, WAITS_FOR_THREADGROUP, GONE };
 
-// How fibers are switched: as sanitizers can follow, in a few instructions, or by the C library, which takes ten times as long.
-#if defined(SIMT_SANITIZED)
-#define SIMT_BY_CONTEXT 1
-#elif defined(__x86_64__) && !defined(SIMT_BY_LIBRARY)
+// How fibers are switched: in a few instructions; or by the C library, which takes ten times as long, and longer still in a way that
+// sanitizers can follow.
+#if defined(__x86_64__) && !defined(SIMT_BY_LIBRARY)
 #define SIMT_BY_STACK 1
 extern "C" void simt_switch(void **from, void *to);
 asm(R"(
@@ -118,6 +117,8 @@ simt_switch:
   popq %rbp
   ret
 )");
+#elif defined(SIMT_SANITIZED)
+#define SIMT_BY_CONTEXT 1
 #endif
 
 struct Fiber {
@@ -161,14 +162,18 @@ static uint3 kernel_group;
 static __attribute__((noinline)) void switch_to(Fiber *next) {
   Fiber *previous = current;
   current = next;
-#if defined(SIMT_BY_CONTEXT)
+#if defined(SIMT_SANITIZED)
   __sanitizer_start_switch_fiber(&previous->fake_stack, next->stack, next == &outside ? outside_bytes : STACK_BYTES);
-  swapcontext(&previous->context, &next->context);
-  __sanitizer_finish_switch_fiber(previous->fake_stack, 0, 0);
-#elif defined(SIMT_BY_STACK)
+#endif
+#if defined(SIMT_BY_STACK)
   simt_switch(&previous->top, next->top);
+#elif defined(SIMT_BY_CONTEXT)
+  swapcontext(&previous->context, &next->context);
 #else
   if (!_setjmp(previous->at)) _longjmp(next->at, 1);
+#endif
+#if defined(SIMT_SANITIZED)
+  __sanitizer_finish_switch_fiber(previous->fake_stack, 0, 0);
 #endif
 }
 
@@ -189,7 +194,18 @@ static void run_others() {
   switch_to(&outside);
 }
 
+// The life of a fiber, which runs one kernel after the other.
 static void live() {
+#if defined(SIMT_SANITIZED)
+  const void *stack;
+  size_t bytes;
+  __sanitizer_finish_switch_fiber(0, &stack, &bytes);
+  // The first of all fibers is begun from outside.
+  if (!outside.stack) {
+    outside.stack = (char *)stack;
+    outside_bytes = bytes;
+  }
+#endif
   for (;;) {
     Fiber *me = current;
     Position position = {kernel_group, uint(me - fibers)};
@@ -201,16 +217,8 @@ static void live() {
 }
 
 static void start(int number) {
-#if defined(SIMT_BY_CONTEXT)
-  const void *stack;
-  size_t bytes;
-  __sanitizer_finish_switch_fiber(0, &stack, &bytes);
-  // The first of all fibers is begun from outside.
-  if (!outside.stack) {
-    outside.stack = (char *)stack;
-    outside_bytes = bytes;
-  }
-#elif !defined(SIMT_BY_STACK)
+#if !defined(SIMT_BY_STACK) && !defined(SIMT_BY_CONTEXT)
+  // Up to here and back when it is made.
   if (!_setjmp(fibers[number].at)) _longjmp(outside.at, 1);
 #endif
   live();
@@ -233,7 +241,6 @@ static void make_fibers() {
     fiber->context.uc_link = 0;
     makecontext(&fiber->context, (void (*)())start, 1, i);
 #if !defined(SIMT_BY_CONTEXT)
-    // It goes up to its first _setjmp() and comes back.
     if (!_setjmp(outside.at)) setcontext(&fiber->context);
 #endif
 #endif
