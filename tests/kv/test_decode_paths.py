@@ -168,6 +168,18 @@ def test_forks_read_what_they_have_in_common_together_where_that_was_measured_as
     assert batch.took() == {path}
 
 
+@pytest.mark.skipif(why_not() is not None, reason=str(why_not()))
+def test_layer_groups_take_the_kernel_where_it_was_measured_as_cheaper() -> None:
+    batch = Batch("gemma3_text", "auto", costs=KERNEL)
+    trust(batch.arena, path=None)
+    batch.join(*batch.prefill(prompt(280)), 5)
+    batch.step()
+    assert batch.took() == {"ragged"}
+    batch.join(*batch.prefill(prompt(290, 1)), 6)
+    batch.step()
+    assert batch.arena.decode.path_counts == {"kernel": 2, "ragged": 2}, "windows were not measured"
+
+
 @given(st.lists(st.tuples(st.integers(1, 5000), st.integers(1, 4)), min_size=1, max_size=9), st.integers(1, 8), st.integers(1, 3))
 def test_dividing_keeps_every_head_of_every_member_once(readings: list[tuple[int, int]], heads: int, streams: int) -> None:
     shares = [Share((i,), cost * n, (0, heads)) for i, (cost, n) in enumerate(readings)]
