@@ -107,6 +107,12 @@ def bound(runs: list[list[int]], curve: CostCurve) -> float:
     return plain / min(_seconds(runs, curve, worth) for worth in worths)
 
 
+def behind(works: list[Work], curve: CostCurve) -> CostCurve:
+    """The curve of a batch behind its contexts, half of each reply included."""
+    contexts = [len(work.prompt) + len(work.reply) // 2 for work in works]
+    return curve.behind(sum(contexts) // len(contexts), len(works))
+
+
 def _seconds(runs: list[list[int]], curve: CostCurve, worth: float) -> float:
     """Seconds of a batch of which each forward takes the drafted tokens that maximise their `worth` less its seconds."""
     at, taken = [0] * len(runs), 0.0
@@ -151,7 +157,7 @@ def bench_edits(args: Any, name: str, model: Any, batches: list[list[Work]], cur
                 forwards += system.engine.counts["decode_steps"] - before["decode_steps"]
                 counts.update(system.engine.counts)
     most = EngineConfig().most_drafted
-    bounds = [bound([accepted_runs(work, most) for work in works], curve) for works in batches]
+    bounds = [bound([accepted_runs(work, most) for work in works], behind(works, curve)) for works in batches]
     shares = [off / auto / allowed for off, auto, allowed in zip(*wall.values(), bounds, strict=True)]
     drafted, accepted = (sum(n for what, n in counts.items() if what.startswith(f"{verb} ")) for verb in ("drafted", "accepted"))
     report(

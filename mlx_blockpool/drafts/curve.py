@@ -1,4 +1,4 @@
-"""CostCurve: the seconds of a forward by its number of rows, as measured on one device with one model."""
+"""CostCurve: the seconds of a forward by its rows and what they read, as measured on one device with one model."""
 
 from __future__ import annotations
 
@@ -8,25 +8,40 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from itertools import accumulate
-from typing import Any
+from typing import Any, NamedTuple
 
+# Tokens of the contexts behind which curves are measured.
+CONTEXT = 32
 # More tokens than any forward has, and few enough for floats.
 MOST_ROWS = 1 << 30
 
 
+class TokenCosts(NamedTuple):
+    """Seconds of one more token of context: of a member and of a row of a verification forward, and of a member of a plain step."""
+
+    member: float = 0.0
+    row: float = 0.0
+    plain: float = 0.0
+
+
+NOTHING_MORE = TokenCosts()
+
+
 @dataclass(frozen=True)
 class CostCurve:
-    """Measured medians, in seconds.
+    """Measured medians, in seconds, behind contexts of `CONTEXT` tokens.
 
     rows:      numbers of rows and the seconds of a verification forward with so many, ascending.
     pipelined: numbers of members and the seconds of a step that decodes one token of each without drafts, ascending; empty: as
                verification forwards with as many rows.
+    token:     what longer contexts cost.
 
     More rows never count as cheaper than fewer: where that was measured, it was noise.
     """
 
     rows: tuple[tuple[int, float], ...]
     pipelined: tuple[tuple[int, float], ...] = ()
+    token: TokenCosts = NOTHING_MORE
 
     def __post_init__(self) -> None:
         for points in (self.rows, self.pipelined):
@@ -34,13 +49,23 @@ class CostCurve:
             is_ascending = counts == sorted(set(counts)) and all(0 < count <= MOST_ROWS for count in counts)
             if not is_ascending or not all(0 < seconds < math.inf for _, seconds in points):
                 raise ValueError(f"A cost curve has the points {points}. Give ascending counts from 1, each with its seconds.")
+        if not all(0 <= seconds < math.inf for seconds in self.token):
+            raise ValueError(f"A cost curve has {self.token}. Give seconds from 0.")
         if not self.rows:
             raise ValueError("A cost curve has no points. Give the seconds of at least one number of rows.")
 
     @staticmethod
-    def of(rows: Mapping[int, float], pipelined: Mapping[int, float] | None = None) -> CostCurve:
+    def of(
+        rows: Mapping[int, float], pipelined: Mapping[int, float] | None = None, token: TokenCosts = NOTHING_MORE
+    ) -> CostCurve:
         """A curve of measured points, in any order."""
-        return CostCurve(tuple(sorted(rows.items())), tuple(sorted((pipelined or {}).items())))
+        return CostCurve(tuple(sorted(rows.items())), tuple(sorted((pipelined or {}).items())), token)
+
+    def behind(self, context: int, members: int) -> CostCurve:
+        """The curve of a batch of so many members whose contexts are `context` tokens on average."""
+        more = max(0, context - CONTEXT)
+        rows = tuple((n, seconds + more * (self.token.member * min(n, members) + self.token.row * n)) for n, seconds in self.rows)
+        return CostCurve(rows, tuple((n, seconds + more * self.token.plain * n) for n, seconds in self.pipelined))
 
     def seconds(self, rows: int) -> float:
         """Seconds of a verification forward with so many rows: between measured ones by a power law, beyond them on a line."""
@@ -70,16 +95,20 @@ class CostCurve:
         return _rising(self.pipelined)
 
     def to_json(self) -> dict[str, Any]:
-        return {"rows": [list(point) for point in self.rows], "pipelined": [list(point) for point in self.pipelined]}
+        points = {name: [list(point) for point in getattr(self, name)] for name in ("rows", "pipelined")}
+        return points | {"token": self.token._asdict()}
 
     @staticmethod
     def from_json(data: Any) -> CostCurve:
         """Raises ValueError for anything else than to_json() returns."""
         try:
-            points = [tuple((int(count), float(seconds)) for count, seconds in data[name]) for name in ("rows", "pipelined")]
+            rows, pipelined = (
+                tuple((int(count), float(seconds)) for count, seconds in data[name]) for name in ("rows", "pipelined")
+            )
+            token = TokenCosts(*(float(data["token"][name]) for name in TokenCosts._fields))
         except (KeyError, TypeError, ValueError, OverflowError) as error:
             raise ValueError(f"{data!r} is no cost curve: {error!r}.") from error
-        return CostCurve(*points)
+        return CostCurve(rows, pipelined, token)
 
 
 def _rising(points: Sequence[tuple[int, float]]) -> list[tuple[int, float]]:

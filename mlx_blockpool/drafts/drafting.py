@@ -21,6 +21,8 @@ log = logging.getLogger(__name__)
 
 # Tokens of prompts that are indexed between two steps, of all requests together: about 5 ms.
 STEP_TOKENS = 8192
+# Contexts of batches are told apart by so many tokens.
+CONTEXT_TOKENS = 512
 # Agents that are remembered, and the tokens of the replies of each.
 MOST_AGENTS = 64
 MOST_TOKENS = 8192
@@ -57,8 +59,9 @@ class Drafting:
         self._clock = clock
         # Of how many requests the sources were too slow, by factory.
         self._num_slow: Counter[SourceFactory] = Counter()
-        # The least chance of a next token behind which drafts can pay, by the number of members.
-        self._least: dict[int, float] = {}
+        # Of batches of so many members behind contexts of so many CONTEXT_TOKENS: the curve, and the least chance of a next token
+        # behind which drafts can pay.
+        self._curves: dict[tuple[int, int], tuple[CostCurve, float]] = {}
 
     def drafter(
         self,
@@ -111,13 +114,10 @@ class Drafting:
             return self.most > 0 and any(drafter is not None and drafter.expects() > 0 for drafter in drafters)
         if self.curve is None:
             return False
-        members = len(drafters)
-        least = self._least.get(members)
-        if least is None:
-            least = self._least[members] = least_chance(self.curve, members, self.most)
+        curve, least = self._curve_of(self.curve, drafters)
         found = [each.outlook(self.most, least) for each in drafters if each is not None]
         chances = [each for each, _ in found]
-        return any(chances) and any(choose_lengths(chances, self.curve, members, [seconds for _, seconds in found]))
+        return any(chances) and any(choose_lengths(chances, curve, len(drafters), [seconds for _, seconds in found]))
 
     def propose(self, drafters: Sequence[Drafter | None], next_tokens: Sequence[int], at_most: Sequence[int]) -> list[Draft]:
         """A draft for each member behind its next token, as long as pays; all empty: nothing does.
@@ -128,14 +128,25 @@ class Drafting:
         drafts = [
             NOTHING if drafter is None else drafter.propose(token, min(most, self.most)) for drafter, token, most in members
         ]
-        return [draft.first(count) for draft, count in zip(drafts, self._lengths(drafts), strict=True)]
+        return [draft.first(count) for draft, count in zip(drafts, self._lengths(drafters, drafts), strict=True)]
 
-    def _lengths(self, drafts: list[Draft]) -> list[int]:
+    def _lengths(self, drafters: Sequence[Drafter | None], drafts: list[Draft]) -> list[int]:
         if self.fixed is not None:
             return [len(draft) for draft in drafts]
         if self.curve is None:
             return [0] * len(drafts)
-        return choose_lengths([draft.chances for draft in drafts], self.curve, len(drafts))
+        curve, _ = self._curve_of(self.curve, drafters)
+        return choose_lengths([draft.chances for draft in drafts], curve, len(drafts))
+
+    def _curve_of(self, measured: CostCurve, drafters: Sequence[Drafter | None]) -> tuple[CostCurve, float]:
+        """The curve of a batch, and the least chance that pays by it. Members without a drafter count as the others do."""
+        members, known = len(drafters), [len(drafter.text) for drafter in drafters if drafter is not None]
+        stretch = sum(known) // max(1, len(known)) // CONTEXT_TOKENS
+        found = self._curves.get((members, stretch))
+        if found is None:
+            curve = measured.behind(stretch * CONTEXT_TOKENS, members)
+            found = self._curves[members, stretch] = curve, least_chance(curve, members, self.most)
+        return found
 
     def _catch_up(self, drafters: Sequence[Drafter | None]) -> None:
         left = STEP_TOKENS

@@ -17,28 +17,32 @@ from typing import Any, TypeVar
 
 import mlx.core as mx
 
-from ..drafts.curve import CostCurve
+from ..drafts.curve import CONTEXT, CostCurve, TokenCosts
 from ..errors import PoolExhaustedError
+from ..spec import FullLayer
 from .alone import Unsettled
 from .arena import KVArena
 from .decode_policy import device
 from .factory import make_prompt_cache
-from .parts import batch_of, begin_rows, commit_rows, member_of
+from .layer_caches import PooledLayer
+from .parts import batch_of, begin_rows, commit_rows, leaves_of, member_of
 
 K = TypeVar("K")
 
 SECONDS = 2.0
 ROUNDS = 9
-# Tokens that each scratch sequence begins with, and steps of decode that are measured together: through all rounds a sequence
-# stays within its first block.
-CONTEXT, STEPS = 32, 3
+# Steps of decode that are measured together: through all rounds a sequence that begins with CONTEXT tokens stays within its first
+# block.
+STEPS = 3
+# What longer contexts cost is measured behind so many tokens more, with one row and with these.
+MORE_CONTEXT, MORE_ROWS = 1024, 16
 MEMBERS = (1, 2, 4, 8)
 ROWS = (1, 2, 4, 8, 16, 32, 64, 136)
 # More rows than these are those of several members.
 ROWS_OF_MEMBER = 17
-# Cases that are measured however long they take: up to 8 members and 16 rows. A curve of fewer would be remembered, and little
-# drafted by it.
-LEAST_CASES = 9
+# Cases that are measured however long they take: up to 8 members and 16 rows, and those behind a long context. A curve of fewer
+# would be remembered, and little drafted by it.
+LEAST_CASES = 12
 
 
 def proceed() -> None:
@@ -85,7 +89,8 @@ def measure_curve(
     assert arena.verifies is not None, "this model verifies no drafts"
     counts = dict(arena.decode.path_counts)
     try:
-        found = medians(_cases(Scratch(model, arena, look), arena), seconds, at_least=LEAST_CASES, look=look)
+        cases = _cases(Scratch(model, arena, look), arena, _long(model, arena, look))
+        found = medians(cases, seconds, at_least=LEAST_CASES, look=look)
     except PoolExhaustedError:
         return None
     finally:
@@ -94,10 +99,31 @@ def measure_curve(
         arena.decode.path_counts.update(counts)
         mx.clear_cache()
     rows, members = ({count: value for (kind, count), value in found.items() if kind == name} for name in ("rows", "members"))
-    return CostCurve.of(rows, members)
+    return CostCurve.of(rows, members, _token_costs(found))
 
 
-def _cases(scratch: Scratch, arena: KVArena) -> dict[tuple[str, int], Callable[[], float]]:
+def _token_costs(found: Mapping[tuple[str, int], float]) -> TokenCosts:
+    """What is more behind a long context; nothing, where that was not measured."""
+
+    def more(kind: str, count: int) -> float:
+        return (found[f"long {kind}", count] - found[kind, count]) / MORE_CONTEXT
+
+    if ("long rows", MORE_ROWS) not in found:
+        return TokenCosts()
+    one, many = more("rows", 1), more("rows", MORE_ROWS)
+    row = max(0.0, (many - one) / (MORE_ROWS - 1))
+    return TokenCosts(max(0.0, one - row), row, max(0.0, more("members", 1)))
+
+
+def _long(model: Any, arena: KVArena, look: Callable[[], None]) -> Scratch | None:
+    """A sequence with a longer context; None: there is no room for it."""
+    try:
+        return Scratch(model, arena, look, members=1, more=MORE_CONTEXT)
+    except PoolExhaustedError:
+        return None
+
+
+def _cases(scratch: Scratch, arena: KVArena, long: Scratch | None) -> dict[tuple[str, int], Callable[[], float]]:
     """Decode steps by their members and verification forwards by their rows, for as many members as have room."""
     by_rows, cases = arena.verifies == "rows", dict[tuple[str, int], Callable[[], float]]()
     for count in ROWS:
@@ -107,6 +133,10 @@ def _cases(scratch: Scratch, arena: KVArena) -> dict[tuple[str, int], Callable[[
             cases["rows", count] = partial(scratch.verify_rows, count)
         elif not by_rows and count <= ROWS_OF_MEMBER:
             cases["rows", count] = partial(scratch.verify_alone, count)
+        if count == MORE_ROWS and long is not None:
+            cases["long members", 1] = partial(long.decode, 1)
+            for more in (1, MORE_ROWS):
+                cases["long rows", more] = partial(long.verify_rows if by_rows else long.verify_alone, more)
     return cases
 
 
@@ -134,20 +164,24 @@ class Stopwatch:
 
 
 class Scratch:
-    """Sequences of random tokens to measure steps on. Raises PoolExhaustedError where not even one has room.
+    """Sequences to measure steps on: of random tokens, and of `more` zeros in their full layers, as no time depends on them.
 
+    There are as many as have room, up to `members`. Raises PoolExhaustedError where not even one has.
     A step computes random tokens, so that experts are chosen as in a batch of unlike texts, and its method returns its seconds.
     """
 
-    def __init__(self, model: Any, arena: KVArena, look: Callable[[], None] = proceed) -> None:
+    def __init__(
+        self, model: Any, arena: KVArena, look: Callable[[], None] = proceed, members: int = MEMBERS[-1], more: int = 0
+    ) -> None:
         self._model = model
         self._draw = random.Random(0)
         self._vocabulary: int = model(mx.zeros((1, 1), mx.int32)).shape[-1]
         first = make_prompt_cache(model, arena)
         mx.eval(model(self._tokens(1, CONTEXT), cache=first))
+        self._lengthen(first, more)
         self._sequences = [first]
         self._ragged = arena.ragged
-        while self._ragged and len(self._sequences) < MEMBERS[-1]:
+        while self._ragged and len(self._sequences) < members:
             look()
             try:
                 self._sequences.append(self._fork())
@@ -197,6 +231,14 @@ class Scratch:
             mx.eval(mx.argmax(found.logits, axis=-1))
             found.settle((count + 1) // 2)
         return watch.seconds
+
+    def _lengthen(self, caches: list[Any], tokens: int) -> None:
+        """Append zeros to the layers that keep all tokens."""
+        for leaf in leaves_of(caches) if tokens else []:
+            if isinstance(leaf, PooledLayer) and type(leaf.place.layer) is FullLayer:
+                layer, arena = leaf.place.layer, leaf.sequence.arena
+                leaf.write(*(mx.zeros((1, layer.kv_heads, tokens, dim), arena.dtype) for dim in (layer.key_dim, layer.value_dim)))
+                mx.eval(arena.arrays())
 
     def _fork(self) -> list[Any]:
         """A sequence like the first one, with blocks of its own."""

@@ -7,7 +7,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from thorough import tried
 
-from mlx_blockpool.drafts.curve import CostCurve
+from mlx_blockpool.drafts.curve import CostCurve, TokenCosts
 from mlx_blockpool.drafts.draft import NOTHING
 from mlx_blockpool.drafts.drafter import Drafter
 from mlx_blockpool.drafts.drafting import STEP_TOKENS, Drafting, ReplyMemory
@@ -47,6 +47,18 @@ def test_nothing_is_drafted_where_it_does_not_pay_or_nothing_was_measured() -> N
         drafter = story_of(drafting)
         assert not drafting.expects([drafter])
         assert drafting.propose([drafter], [STORY[10]], [5]) == [NOTHING]
+
+
+def test_behind_a_long_context_less_is_drafted_where_each_row_reads_all_of_it() -> None:
+    rows_cost = CostCurve.of(dict(CHEAP.rows), token=TokenCosts(row=1e-3))
+    members_cost = CostCurve.of(dict(CHEAP.rows), token=TokenCosts(member=1e-3))
+    for curve, length in ((rows_cost, 0), (members_cost, 5)):
+        drafting = Drafting(curve=curve)
+        short, long = story_of(drafting), drafting.drafter([*range(1000, 6000), *STORY, 7])
+        long.catch_up(STEP_TOKENS)
+        long.observe(STORY[:10])
+        assert [len(drafting.propose([drafter], [STORY[10]], [5])[0]) for drafter in (short, long)] == [5, length]
+        assert [drafting.expects([drafter]) for drafter in (short, long)] == [True, length > 0]
 
 
 def test_fixed_drafts_ask_no_curve() -> None:

@@ -13,7 +13,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from thorough import tried
 
-from mlx_blockpool.drafts.curve import CostCurve
+from mlx_blockpool.drafts.curve import CONTEXT, CostCurve, TokenCosts
 from mlx_blockpool.drafts.lengths import LEAST_GAIN, choose_lengths, least_chance, speed_up
 
 # Measured on a CPU: seconds of 1 to 16 rows beside those of one.
@@ -150,10 +150,20 @@ def test_a_curve_comes_back_from_json(curve: CostCurve) -> None:
     assert CostCurve.from_json(json.loads(json.dumps(curve.to_json()))) == curve
 
 
-BAD = [None, {}, {"rows": 3}, {"rows": [[1]], "pipelined": []}, {"rows": [[1, "x"]], "pipelined": []}]
-BAD += [{"rows": rows, "pipelined": []} for rows in ([], [[0, 1.0]], [[2, 1.0], [1, 2.0]], [[1, -1.0]], [[1, math.inf]])]
-BAD += [{"rows": [[1, 1.0], [10**400, 2.0]], "pipelined": []}, {"rows": [[1, 10**400]], "pipelined": []}]
-BAD += [{"rows": [[1, math.nan]], "pipelined": []}, {"rows": [[math.inf, 1.0]], "pipelined": []}]
+GOOD = CostCurve.of({1: 1.0, 2: 1.5}, {1: 0.9}, TokenCosts(1e-3, 1e-4, 1e-3)).to_json()
+BAD = [None, {}, {"rows": 3}, GOOD | {"token": None}, GOOD | {"token": {"row": 1.0}}]
+BAD += [GOOD | {"token": {"member": 0.0, "plain": 0.0, "row": seconds}} for seconds in (-1.0, math.inf, math.nan, 10**400)]
+BAD += [GOOD | {"rows": rows} for rows in ([], [[0, 1.0]], [[2, 1.0], [1, 2.0]], [[1, -1.0]], [[1, math.inf]], [[1]], [[1, "x"]])]
+BAD += [GOOD | {"rows": rows} for rows in ([[1, 1.0], [10**400, 2.0]], [[1, 10**400]], [[1, math.nan]], [[math.inf, 1.0]])]
+
+
+def test_longer_contexts_cost_what_their_members_and_rows_read() -> None:
+    curve = CostCurve.of({1: 1.0, 4: 2.0, 16: 6.0}, {1: 0.9, 4: 1.5}, TokenCosts(member=1e-3, row=1e-4, plain=2e-3))
+    assert curve.behind(CONTEXT, 2) == CostCurve(curve.rows, curve.pipelined)
+    long = curve.behind(CONTEXT + 1000, 2)
+    assert [count for count, _ in long.rows] == [1, 4, 16]
+    assert [seconds for _, seconds in long.rows] == pytest.approx([1.0 + 1.1, 2.0 + 2.4, 6.0 + 3.6])
+    assert [seconds for _, seconds in long.pipelined] == pytest.approx([0.9 + 2.0, 1.5 + 8.0])
 
 
 @pytest.mark.parametrize("data", BAD)

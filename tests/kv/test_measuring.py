@@ -163,3 +163,30 @@ def test_a_small_pool_has_a_curve_of_fewer_members_or_none(monkeypatch: pytest.M
     held = [model(mx.zeros((1, 1), mx.int32), cache=own) for own in caches]
     mx.eval(held)
     assert measure_curve(model, arena) is None
+
+
+@pytest.mark.parametrize(("name", "kinds"), [("llama", "rows"), ("lfm2", "alone")])
+def test_what_a_longer_context_costs_is_measured_with_one_row_and_with_many(
+    name: str, kinds: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    measured = {("members", 1): 1.0, ("rows", 1): 1.2, ("rows", 16): 5.0}
+    measured |= {("long members", 1): 3.0, ("long rows", 1): 3.3, ("long rows", 16): 12.0}
+    ran: list[tuple[str, int]] = []
+
+    def read(cases: dict[Any, Callable[[], float]], *_: Any, **__: Any) -> dict[Any, float]:
+        for case, run in cases.items():
+            assert run() > 0
+            ran.append(case)
+        return {case: measured[case] for case in cases}
+
+    for attribute, value in (("ROWS", (1, 16)), ("MEMBERS", (1,)), ("medians", read)):
+        monkeypatch.setattr(measuring, attribute, value)
+    model = pooled.make_model(name)
+    arena = open_pool(model, 40_000_000)
+    assert arena.verifies == kinds
+    curve = measure_curve(model, arena)
+    assert sorted(ran) == sorted(measured)
+    assert curve is not None
+    row = (7.0 - 2.1) / 15
+    assert [seconds * measuring.MORE_CONTEXT for seconds in curve.token] == pytest.approx([2.1 - row, row, 2.0])
+    assert [(c.held, c.reserved) for c in arena.pool.settle()] == [(0, 0)] * len(arena.spec.groups)
