@@ -425,8 +425,8 @@ FUNCTION void hide_beyond(THREAD float *scores, int count, int start, int lane) 
   }
 }
 
-// All passes of a simdgroup, KEYS keys of each group of LANES lanes in each. What the next pass needs is loaded as soon as there is
-// room for it: keys once the scores are known, values once they are added; and the first ones before the queries.
+// All passes of a simdgroup, KEYS keys of each group of LANES lanes in each. What the next pass needs is loaded as soon as there
+// is room for it: keys once the scores are known, values once they are added; and the first ones before the queries.
 FUNCTION void read(
     THREAD State &state, const DEVICE int *work, const DEVICE Element *queries, Rows keys, Rows values, const DEVICE int *item,
     Share share, float scale, int head, int lane) {
@@ -504,7 +504,8 @@ FUNCTION void store(DEVICE float *to, THREAD const float *from) {
   ((DEVICE float4 *)to)[1] = high;
 }
 
-// A vector's sums of all stripes: the partial sums of an item. `place`: of the first stripe, the others follow `apart` floats apart.
+// A vector's sums of all stripes: the partial sums of an item. `place`: of the first stripe; the others follow, `apart` floats
+// from each other.
 FUNCTION void take(const THREADGROUP float *place, int stripes, int apart, DEVICE float *sums, DEVICE float *stats, int lane) {
   float sum[WIDTH], total = 0.0f, most = LOWEST;
   for (int s = 0; s < stripes; s++) most = larger(most, place[s * apart + LANES * WIDTH + 1]);
@@ -531,8 +532,8 @@ FUNCTION void take(const THREADGROUP float *place, int stripes, int apart, DEVIC
 // queries: [rows, KV_HEADS * GROUP, KEY_DIM]; sums: [places, KV_HEADS, VALUE_DIM]; stats: [places, KV_HEADS, 2], the largest score
 // in base 2 and the sum of weights against it. memory: of the threadgroup, MEMORY floats.
 FUNCTION void attend(
-    const DEVICE int *work, const DEVICE float *params, const DEVICE Element *queries, Rows keys, Rows values, DEVICE float *sums,
-    DEVICE float *stats, THREADGROUP float *memory, int number, int head, int simdgroup, int lane) {
+    const DEVICE int *work, const DEVICE float *params, const DEVICE Element *queries, Rows keys, Rows values,
+    DEVICE float *sums, DEVICE float *stats, THREADGROUP float *memory, int number, int head, int simdgroup, int lane) {
   const DEVICE int *item = work + number * ITEM_INTS;
   Share share = share_of(item[VECTORS], simdgroup);
   // Those that have the same vectors are next to each other.

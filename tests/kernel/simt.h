@@ -92,8 +92,8 @@ namespace simt {
 const int LANE_COUNT = 32, MOST_THREADS = 128, MOST_VALUES = 32, STACK_BYTES = 256 * 1024;
 enum Stage { RUNS, WAITS_FOR_SIMDGROUP, WAITS_FOR_THREADGROUP, GONE };
 
-// How fibers are switched: in a few instructions; or by the C library, which takes ten times as long, and longer still in a way that
-// sanitizers can follow.
+// How fibers are switched: in a few instructions; or by the C library, which takes ten times as long, and longer still in a way
+// that sanitizers can follow.
 #if defined(__x86_64__) && !defined(SIMT_BY_LIBRARY)
 #define SIMT_BY_STACK 1
 extern "C" void simt_switch(void **from, void *to);
