@@ -17,7 +17,7 @@ MOST_ROWS = 1 << 30
 
 
 class TokenCosts(NamedTuple):
-    """Seconds of one more token of context: of a member and of a row of a verification forward, and of a member of a plain step."""
+    """Seconds of one more token of context: of a member and a row of a verification forward, and of a member of a plain step."""
 
     member: float = 0.0
     row: float = 0.0

@@ -529,8 +529,8 @@ FUNCTION void take(const THREADGROUP float *place, int stripes, int apart, DEVIC
 }
 
 // One item for one kv head, by a threadgroup of SIMDGROUPS simdgroups of 32 lanes.
-// queries: [rows, KV_HEADS * GROUP, KEY_DIM]; sums: [places, KV_HEADS, VALUE_DIM]; stats: [places, KV_HEADS, 2], the largest score
-// in base 2 and the sum of weights against it. memory: of the threadgroup, MEMORY floats.
+// queries: [rows, KV_HEADS * GROUP, KEY_DIM]; sums: [places, KV_HEADS, VALUE_DIM]; stats: [places, KV_HEADS, 2],
+// the largest score in base 2 and the sum of weights against it. memory: of the threadgroup, MEMORY floats.
 FUNCTION void attend(
     const DEVICE int *work, const DEVICE float *params, const DEVICE Element *queries, Rows keys, Rows values,
     DEVICE float *sums, DEVICE float *stats, THREADGROUP float *memory, int number, int head, int simdgroup, int lane) {
