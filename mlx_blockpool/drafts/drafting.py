@@ -109,12 +109,16 @@ class Drafting:
 
     def expects(self, drafters: Sequence[Drafter | None]) -> bool:
         """Whether it is likely to pay to read the tokens in flight of a batch, and to draft behind them. Takes microseconds."""
-        self._catch_up(drafters)
         if self.fixed is not None:
+            self._catch_up(drafters)
             return self.most > 0 and any(drafter is not None and drafter.expects() > 0 for drafter in drafters)
         if self.curve is None:
             return False
         curve, least = self._curve_of(self.curve, drafters)
+        if least > 1:
+            # Not even tokens that are sure to be right would pay, so that nothing is indexed.
+            return False
+        self._catch_up(drafters)
         found = [each.outlook(self.most, least) for each in drafters if each is not None]
         chances = [each for each, _ in found]
         return any(chances) and any(choose_lengths(chances, curve, len(drafters), [seconds for _, seconds in found]))
