@@ -84,7 +84,7 @@ class EngineConfig:
     measures: bool = False  # whether the speed of a model is measured when it is loaded, unless the prompt store's folder has it
     # How many tokens are drafted for a request in a step. auto: as many as pay by what forwards cost on this device; off: none; a
     # number: up to so many, whatever they cost.
-    drafts: str | int = "off"
+    drafts: str | int = "auto"
     most_drafted: int = 16  # the most tokens that are drafted for a request in a step
     join_seconds: float = 0.01  # requests that arrive within this time of each other start together
     stall_seconds: float = 120.0  # a server with work that computes nothing for this long reports itself unhealthy

@@ -85,7 +85,7 @@ def test_drafts_that_are_right_take_one_forward_for_all_their_tokens() -> None:
 
 
 def test_nothing_is_drafted_where_nobody_guesses_or_drafts_are_off() -> None:
-    for config, off in (({"drafts": 4}, None), ({}, "drafts are off")):
+    for config, off in (({"drafts": 4}, None), ({"drafts": "off"}, "drafts are off")):
         engine, _ = make_engine("llama", **config)
         engine.insert(Request(tuple(range(100)), 5))
         drive(engine)

@@ -116,7 +116,7 @@ def test_drafts_that_are_off_say_why() -> None:
     caches = PooledCaches(open_prefix("llama"))
     model = attached("llama")[0]
     assert measured(None).steps.off == "it was not measured what forwards cost"
-    assert BlockPoolBatchEngine(model, caches).steps.off == "drafts are off"
+    assert BlockPoolBatchEngine(model, caches, EngineConfig(drafts="off")).steps.off == "drafts are off"
     assert BlockPoolBatchEngine(model, caches, EngineConfig(drafts=4), Two()).steps.off == "several ranks run the model together"
     caches.prefix.arena.verifies = None
     off = BlockPoolBatchEngine(model, caches, EngineConfig(drafts=4)).steps.off

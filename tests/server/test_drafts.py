@@ -58,7 +58,7 @@ def replies(client: Client) -> list[str]:
 
 
 def test_replies_with_drafts_are_those_without_and_the_figures_say_what_was_drafted(model: Path) -> None:
-    with blockpool_server(model, "--pool-bytes", "20MB") as client:
+    with blockpool_server(model, "--pool-bytes", "20MB", "--drafts", "off") as client:
         expected = replies(client)
         assert report(client) == {
             "mode": "off",
@@ -85,7 +85,7 @@ def test_replies_with_drafts_are_those_without_and_the_figures_say_what_was_draf
 
 
 def test_a_model_is_measured_at_its_first_load_and_drafts_as_that_says(model: Path, tmp_path: Path, measured: list[Any]) -> None:
-    options = ("--pool-bytes", "20MB", "--drafts", "auto", "--measure", "auto", "--store-dir", str(tmp_path))
+    options = ("--pool-bytes", "20MB", "--measure", "auto", "--store-dir", str(tmp_path))
     for _ in range(2):
         with blockpool_server(model, *options) as client:
             replies(client)
@@ -99,7 +99,7 @@ def test_a_model_is_measured_at_its_first_load_and_drafts_as_that_says(model: Pa
 
 
 def test_nothing_is_drafted_by_a_curve_that_was_not_measured(model: Path, measured: list[Any]) -> None:
-    with blockpool_server(model, "--pool-bytes", "20MB", "--drafts", "auto") as client:
+    with blockpool_server(model, "--pool-bytes", "20MB") as client:
         replies(client)
         found = report(client)
         assert (found["off"], found["drafted"]) == ("it was not measured what forwards cost", 0)
@@ -109,7 +109,8 @@ def test_nothing_is_drafted_by_a_curve_that_was_not_measured(model: Path, measur
 def test_nothing_is_measured_for_drafts_that_are_off_and_without_a_store_each_server_measures_once(
     model: Path, tmp_path: Path, measured: list[Any]
 ) -> None:
-    with blockpool_server(model, "--pool-bytes", "20MB", "--measure", "auto", "--store-dir", str(tmp_path)) as client:
+    options = ("--pool-bytes", "20MB", "--measure", "auto", "--drafts", "off", "--store-dir", str(tmp_path))
+    with blockpool_server(model, *options) as client:
         client.capacity()
     assert measured == []
     assert [list(found.figures) for found in Measurements(tmp_path).load()] == [["paths"]]
@@ -124,6 +125,7 @@ def test_nothing_is_measured_for_drafts_that_are_off_and_without_a_store_each_se
 
 @pytest.mark.parametrize(("text", "drafts"), [("auto", "auto"), ("off", "off"), ("1", 1), ("16", 16)])
 def test_the_option_is_auto_off_or_a_number(text: str, drafts: Any) -> None:
+    assert server_config(parse([])).engine.drafts == "auto"
     assert server_config(parse(["--drafts", text])).engine.drafts == drafts
 
 
