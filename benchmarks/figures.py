@@ -131,6 +131,14 @@ ROWS = (
         "{ours_peak_mb:.0f} MB", "{stock_peak_mb:.0f} MB", "{ratio_stock_cpu:.2f}x",
     ),
     Row(
+        "replies that edit a file, bfloat16, one / four at a time: decode with drafts, and what the cost curve allows",
+        "drafts", ("edits, bfloat16, one at a time", "edits, bfloat16, batches of 4"), ratio="{speed:.2f}x of {bound:.2f}x",
+    ),
+    Row(
+        "the same: text of which the prompt has nothing", "drafts",
+        ("fresh text, bfloat16, one at a time", "fresh text, bfloat16, batches of 4"), ratio="{ratio:.3f}x",
+    ),
+    Row(
         "a request of 200 tokens during a prefill of 8k: speed of its decode", "engine",
         ("200 tokens during a prefill of 8192",), "{speed_kept:.2f} of alone",
     ),

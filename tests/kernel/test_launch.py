@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import mlx.core as mx
 import pytest
-
 from kernel.emulation import Emulator, why_not
+
 from mlx_blockpool.kernel.form import KernelForm
 from mlx_blockpool.kernel.launch import RaggedKernel, device_launcher
 from mlx_blockpool.kernel.plan import Piece, Source, plan_of
