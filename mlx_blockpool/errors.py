@@ -11,6 +11,8 @@
     │   └── TooManyPositionsError    the prompt has more tokens than the model has positions
     ├── FormError                    a reply cannot be held to the form that was asked for
     ├── PromptError                  the prompt cannot be rendered or tokenized within the server's limits
+    ├── MeasuringStoppedError        something else needs the thread that measures a model
+    ├── UnmeasurableError            it cannot be measured how fast a model is
     ├── ModelNotFoundError           no model has this name, or it may not be loaded
     ├── BadModelError                mlx-lm cannot load the model's files
     ├── LoadError                    the model could not be loaded now, although its files are right
@@ -111,6 +113,10 @@ class PromptError(BlockpoolError):
 
 class MeasuringStoppedError(BlockpoolError):
     """Something else needs the thread that measures a model."""
+
+
+class UnmeasurableError(BlockpoolError):
+    """It cannot be measured how fast a model is. The message says why, behind which a reader knows what was to be measured."""
 
 
 class ModelNotFoundError(BlockpoolError, FileNotFoundError):

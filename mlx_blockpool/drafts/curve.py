@@ -35,6 +35,7 @@ class CostCurve:
     pipelined: numbers of members and the seconds of a step that decodes one token of each without drafts, ascending; empty: as
                verification forwards with as many rows.
     token:     what longer contexts cost.
+    is_whole:  False: the pool had no room for some of what is measured, so that the curve is used and not remembered.
 
     More rows never count as cheaper than fewer: where that was measured, it was noise.
     """
@@ -42,6 +43,7 @@ class CostCurve:
     rows: tuple[tuple[int, float], ...]
     pipelined: tuple[tuple[int, float], ...] = ()
     token: TokenCosts = NOTHING_MORE
+    is_whole: bool = True
 
     def __post_init__(self) -> None:
         for points in (self.rows, self.pipelined):
@@ -56,10 +58,13 @@ class CostCurve:
 
     @staticmethod
     def of(
-        rows: Mapping[int, float], pipelined: Mapping[int, float] | None = None, token: TokenCosts = NOTHING_MORE
+        rows: Mapping[int, float],
+        pipelined: Mapping[int, float] | None = None,
+        token: TokenCosts = NOTHING_MORE,
+        is_whole: bool = True,
     ) -> CostCurve:
         """A curve of measured points, in any order."""
-        return CostCurve(tuple(sorted(rows.items())), tuple(sorted((pipelined or {}).items())), token)
+        return CostCurve(tuple(sorted(rows.items())), tuple(sorted((pipelined or {}).items())), token, is_whole)
 
     def behind(self, context: int, members: int) -> CostCurve:
         """The curve of a batch of so many members whose contexts are `context` tokens on average."""

@@ -6,8 +6,9 @@ The engine takes caches and, before each step, room from here, and gives back wh
 from __future__ import annotations
 
 import time
-from collections.abc import Collection
+from collections.abc import Collection, Mapping
 from dataclasses import dataclass, replace
+from types import MappingProxyType
 from typing import Any, Literal, Protocol
 
 from ..drafts.curve import CostCurve
@@ -52,6 +53,7 @@ class Caches(Protocol):
     keeps_chunks:      keeping costs nothing and serves at any token, so that every chunk is kept.
     curve:             the seconds of forwards by their rows, where they were measured.
     is_unmeasured:     something of the model's speed is still to be measured.
+    unmeasurable:      what of it will not be measured for this load, and why.
     sources:           what plugins draft with.
     """
 
@@ -61,6 +63,7 @@ class Caches(Protocol):
     keeps_chunks: bool
     curve: CostCurve | None = None
     is_unmeasured: bool = False
+    unmeasurable: Mapping[str, str] = MappingProxyType({})
     sources: Collection[SourceFactory] = ()
 
     @property
@@ -192,6 +195,11 @@ class PooledCaches(Caches):
         stored = self.prefix.stored
         is_restoring = stored is not None and bool(stored.restores.jobs) and not stored.restores.is_stuck
         return is_restoring or self.prefix.num_lent > 0
+
+    @property
+    def is_writing(self) -> bool:
+        """True while records wait for the store's writer."""
+        return self.prefix.stored is not None and self.prefix.stored.store.is_writing
 
     @property
     def verifies(self) -> Literal["rows", "alone"] | None:

@@ -5,8 +5,7 @@ from __future__ import annotations
 import hashlib
 import logging
 import os
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable
 from importlib.metadata import version
 from typing import Any, TypeVar
 
@@ -15,10 +14,10 @@ from mlx.utils import tree_flatten
 
 from ..config import EngineConfig
 from ..drafts.curve import CostCurve
-from ..errors import MeasuringStoppedError
+from ..errors import MeasuringStoppedError, PoolExhaustedError, UnmeasurableError
 from ..kv.arena import KVArena
 from ..kv.decode_policy import device
-from ..kv.measuring import measure_curve, proceed
+from ..kv.measuring import SECONDS, measure_curve, proceed
 from ..kv.path_costs import PathCosts
 from ..kv.path_measuring import measure_paths
 from ..store.measurements import MeasuredOn, Measurements
@@ -30,6 +29,7 @@ log = logging.getLogger(__name__)
 CURVE, PATHS = "curve", "paths"
 
 C = TypeVar("C", bound=Caches)
+Figures = TypeVar("Figures")
 
 
 def device_name() -> str:
@@ -53,8 +53,10 @@ def measured(
 ) -> C:
     """The caches of an engine with the figures that it decides by, if `config` wants them: as remembered, or measured now.
 
-    What is measured is added to `measurements`, under `name`; None: it is not remembered. `look` is called before and between
-    readings. Where it raises MeasuringStoppedError, what is not known yet is left for another call, and `is_unmeasured` says so.
+    What is measured is added to `measurements`, under `name`; None: it is not remembered. It takes free blocks only and evicts
+    nothing. `look` is called before and between readings. Where it raises MeasuringStoppedError, or where blocks are in use or
+    cached and too few are free, what is not known yet is left for another call, and `is_unmeasured` says so. Whatever else is
+    raised is logged and ends the measuring for this load: a model serves without its figures.
     """
     config = config or EngineConfig()
     # Ranks would have to measure together: each has figures of its own, and none takes as many readings as another.
@@ -64,29 +66,56 @@ def measured(
     caches.is_unmeasured = False
     limit = WiredLimit(config.wired_bytes)
     try:
-        if config.drafts != "off" and caches.curve is None:
-            with _left_where_stopped(caches):
-                caches.curve = curve_of(model, arena, remembered, name, look)
-        if arena.decode.path == "auto" and not arena.decode.costs:
-            with _left_where_stopped(caches):
-                arena.decode.costs = paths_of(model, arena, remembered, name, look)
+        with arena.evicting_nothing():
+            # Paths first, as the forwards of the curve take those that are chosen.
+            if arena.decode.path == "auto" and not arena.decode.costs:
+                found = _tried(PATHS, lambda: paths_of(model, arena, remembered, name, look), caches)
+                arena.decode.costs = found or arena.decode.costs
+            if config.drafts == "auto" and caches.curve is None:
+                caches.curve = _tried(CURVE, lambda: curve_of(model, arena, remembered, name, look), caches)
     finally:
         limit.restore()
     return caches
 
 
-@contextmanager
-def _left_where_stopped(caches: PooledCaches) -> Iterator[None]:
+def _tried(what: str, measure: Callable[[], Figures], caches: PooledCaches) -> Figures | None:
+    """What `measure` returns; None where it raises, or has failed for this load before."""
+    if what in caches.unmeasurable:
+        return None
+    arena, why = caches.prefix.arena, ""
+    model, was_empty = arena.spec.model_id, _is_empty(arena)
     try:
-        yield
+        return measure()
     except MeasuringStoppedError:
         caches.is_unmeasured = True
+    except PoolExhaustedError:
+        if was_empty:
+            why = "the pool is too small"
+        else:
+            caches.is_unmeasured = True
+    except UnmeasurableError as error:
+        why = str(error)
+        log.info("the %s of %s is not measured: %s", what, model, why)
+    except Exception as error:
+        # The model's own code ran, on batches that no request may ever ask for.
+        why = f"{type(error).__name__}: {error}"
+        log.warning("measuring the %s of %s has failed, and it is served without: %s", what, model, why)
+    if why:
+        caches.unmeasurable = {**caches.unmeasurable, what: why}
+    return None
+
+
+def _is_empty(arena: KVArena) -> bool:
+    return not any(counts.held or counts.evictable for counts in arena.pool.settle())
 
 
 def curve_of(
     model: Any, arena: KVArena, measurements: Measurements, name: str | None = None, look: Callable[[], None] = proceed
 ) -> CostCurve | None:
-    """The cost curve of a model that verifies drafts; None for another one, and for a pool without room to measure in."""
+    """The cost curve of a model that verifies drafts; None for another one.
+
+    What is measured with room for all of it is added to `measurements`, under `name`. Raises what measure_curve() raises.
+    """
     if arena.verifies is None:
         return None
     on = measured_on(model, arena)
@@ -95,8 +124,9 @@ def curve_of(
     except ValueError:
         log.debug("the cost curve of %s is measured", arena.spec.model_id)
     look()
+    log.info("measuring what forwards of %s cost: about %g seconds", name or arena.spec.model_id, SECONDS)
     curve = measure_curve(model, arena, look=look)
-    if curve is not None:
+    if curve.is_whole:
         measurements.save(on, name or arena.spec.model_id, {CURVE: curve.to_json()})
     return curve
 
@@ -107,6 +137,7 @@ def paths_of(
     """The costs of decode paths, by layer group; nothing for groups that are not measured.
 
     What is measured is added to `measurements`, under `name`; a machine that was too busy to measure tries again next time.
+    Raises PoolExhaustedError where not even one block of each group is free.
     """
     on = measured_on(model, arena)
     try:
@@ -119,10 +150,19 @@ def paths_of(
     except ValueError:
         log.debug("the decode paths of %s are measured", arena.spec.model_id)
     look()
+    _need_room(arena)
+    log.info("measuring decode paths of %s: about a second", name or arena.spec.model_id)
     costs = measure_paths(model, arena, look=look)
     if costs:
         measurements.save(on, name or arena.spec.model_id, {PATHS: {str(group): each.to_json() for group, each in costs.items()}})
     return costs
+
+
+def _need_room(arena: KVArena) -> None:
+    tables = [arena.pool.open_table(group) for group in range(len(arena.spec.groups))]
+    arena.pool.reserve(tables, [1] * len(tables))
+    for table in tables:
+        arena.pool.release(table)
 
 
 def _digest(model: Any) -> str:

@@ -118,5 +118,8 @@ def _why_off(config: EngineConfig, caches: Caches, ranks: Ranks) -> str | None:
     if caches.verifies is None:
         return "the model does not compute several tokens of a sequence as it computes them one by one"
     if config.drafts == "auto" and caches.curve is None:
+        why = caches.unmeasurable.get("curve")
+        if why is not None:
+            return f"it was not measured what forwards cost: {why}"
         return "it is measured later what forwards cost" if caches.is_unmeasured else "it was not measured what forwards cost"
     return None

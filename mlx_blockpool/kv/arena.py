@@ -8,7 +8,8 @@ from __future__ import annotations
 
 import weakref
 from collections import deque
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any, Literal, Protocol
 
@@ -121,6 +122,15 @@ class KVArena:
     def evict_with(self, evictor: Evictor) -> None:
         """Let make_room() evict through `evictor` as long as it lives."""
         self._evictor = weakref.ref(evictor)
+
+    @contextmanager
+    def evicting_nothing(self) -> Iterator[None]:
+        """Within this context make_room() evicts nothing, so that writes take free blocks only."""
+        evictor, self._evictor = self._evictor, None
+        try:
+            yield
+        finally:
+            self._evictor = evictor
 
     def make_room(self, counts: Mapping[int, int]) -> None:
         """Have the evictor make room for counts[group] more blocks, if there is one and it can."""

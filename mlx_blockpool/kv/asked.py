@@ -52,10 +52,12 @@ def asked_of(model: Any, arena: KVArena) -> dict[int, list[Asked]]:
         leaves = [leaf for leaf in leaves_of(batch) if isinstance(leaf, PooledBatchCache)]
         for leaf in leaves:
             leaf.attend = partial(note, leaf)  # type: ignore[method-assign]
-        mx.eval(model(mx.array([[1]]), cache=batch))
-        for leaf in leaves:
-            # It refers to itself, and would keep its blocks.
-            del leaf.attend
+        try:
+            mx.eval(model(mx.array([[1]]), cache=batch))
+        finally:
+            for leaf in leaves:
+                # It refers to itself, and would keep its blocks.
+                del leaf.attend
         kinds = {group: list(each.values()) for group, each in found.items()}
         mx.eval([asked.queries for each in kinds.values() for asked in each])
     arena.decode.path_counts.clear()

@@ -18,7 +18,7 @@ from typing import Any, TypeVar
 import mlx.core as mx
 
 from ..drafts.curve import CONTEXT, CostCurve, TokenCosts
-from ..errors import PoolExhaustedError
+from ..errors import PoolExhaustedError, UnmeasurableError
 from ..spec import FullLayer
 from .alone import Unsettled
 from .arena import KVArena
@@ -40,9 +40,12 @@ MEMBERS = (1, 2, 4, 8)
 ROWS = (1, 2, 4, 8, 16, 32, 64, 136)
 # More rows than these are those of several members.
 ROWS_OF_MEMBER = 17
-# Cases that are measured however long they take: up to 8 members and 16 rows, and those behind a long context. A curve of fewer
-# would be remembered, and little drafted by it.
-LEAST_CASES = 12
+# Cases that are measured though they take up to LONGEST times the seconds: up to 8 members and 16 rows, and those behind a long
+# context. A curve of fewer would be remembered, and little drafted by it.
+LEAST_CASES, LONGEST = 12, 5
+# A model is not measured if a forward of one token takes more than this share of the seconds: the least cases are 22 forwards of
+# 1 to 16 tokens, and each runs twice.
+SLOW = 0.1
 
 
 def proceed() -> None:
@@ -59,13 +62,14 @@ def medians(
     """The median of what each case returns, measured in about so many seconds. They take turns, as devices slow down at times.
 
     `cases` begin with the cheapest. Those whose turn comes when half of the time is over are left out, but for the first
-    `at_least`. Each case runs once before it is measured, since devices compile what they have not run yet. `look` is called
-    before each run, and what it raises ends the measuring.
+    `at_least`, for which there is LONGEST times as much. Each case runs once before it is measured, since devices compile what
+    they have not run yet. `look` is called before each run, and what it raises ends the measuring.
     """
     start = time.perf_counter()
     found: dict[K, list[float]] = {}
     for case, run in cases.items():
-        if len(found) >= at_least and time.perf_counter() - start > seconds / 2:
+        half = seconds / 2 * (LONGEST if len(found) < at_least else 1)
+        if found and time.perf_counter() - start > half:
             break
         look()
         run()
@@ -79,27 +83,30 @@ def medians(
     return {case: statistics.median(taken) for case, taken in found.items()}
 
 
-def measure_curve(
-    model: Any, arena: KVArena, seconds: float = SECONDS, *, look: Callable[[], None] = proceed
-) -> CostCurve | None:
-    """The cost curve of a model that verifies drafts, measured in about so many seconds; None: a sequence has no room.
+def measure_curve(model: Any, arena: KVArena, seconds: float = SECONDS, *, look: Callable[[], None] = proceed) -> CostCurve:
+    """The cost curve of a model that verifies drafts, measured in about so many seconds, LONGEST times as many at most.
 
-    `look` is called between forwards. What it raises ends the measuring, and the pool has its blocks back.
+    Raises PoolExhaustedError where a sequence has no room, and UnmeasurableError for a model that is too slow. `look` is called
+    between forwards. What it raises ends the measuring, and the pool has its blocks back.
     """
     assert arena.verifies is not None, "this model verifies no drafts"
     counts = dict(arena.decode.path_counts)
     try:
-        cases = _cases(Scratch(model, arena, look), arena, _long(model, arena, look))
-        found = medians(cases, seconds, at_least=LEAST_CASES, look=look)
-    except PoolExhaustedError:
-        return None
+        scratch = Scratch(model, arena)
+        taken = scratch.forward_seconds()
+        if taken > SLOW * seconds:
+            raise UnmeasurableError(f"a forward of one token takes {taken:.2g} seconds, too long to measure others")
+        scratch.add(MEMBERS[-1], look)
+        long = _long(model, arena)
+        found = medians(_cases(scratch, arena, long), seconds, at_least=LEAST_CASES, look=look)
     finally:
         arena.pool.settle()
         arena.decode.path_counts.clear()
         arena.decode.path_counts.update(counts)
         mx.clear_cache()
     rows, members = ({count: value for (kind, count), value in found.items() if kind == name} for name in ("rows", "members"))
-    return CostCurve.of(rows, members, _token_costs(found))
+    has_room = long is not None and (scratch.members >= MEMBERS[-1] or not arena.ragged)
+    return CostCurve.of(rows, members, _token_costs(found), is_whole=has_room)
 
 
 def _token_costs(found: Mapping[tuple[str, int], float]) -> TokenCosts:
@@ -115,10 +122,10 @@ def _token_costs(found: Mapping[tuple[str, int], float]) -> TokenCosts:
     return TokenCosts(max(0.0, one - row), row, max(0.0, more("members", 1)))
 
 
-def _long(model: Any, arena: KVArena, look: Callable[[], None]) -> Scratch | None:
+def _long(model: Any, arena: KVArena) -> Scratch | None:
     """A sequence with a longer context; None: there is no room for it."""
     try:
-        return Scratch(model, arena, look, members=1, more=MORE_CONTEXT)
+        return Scratch(model, arena, more=MORE_CONTEXT)
     except PoolExhaustedError:
         return None
 
@@ -127,12 +134,12 @@ def _cases(scratch: Scratch, arena: KVArena, long: Scratch | None) -> dict[tuple
     """Decode steps by their members and verification forwards by their rows, for as many members as have room."""
     by_rows, cases = arena.verifies == "rows", dict[tuple[str, int], Callable[[], float]]()
     for count in ROWS:
-        if count in MEMBERS and count <= scratch.members:
-            cases["members", count] = partial(scratch.decode, count)
         if by_rows and count <= ROWS_OF_MEMBER * scratch.members:
             cases["rows", count] = partial(scratch.verify_rows, count)
         elif not by_rows and count <= ROWS_OF_MEMBER:
             cases["rows", count] = partial(scratch.verify_alone, count)
+        if count in MEMBERS and count <= scratch.members:
+            cases["members", count] = partial(scratch.decode, count)
         if count == MORE_ROWS and long is not None:
             cases["long members", 1] = partial(long.decode, 1)
             for more in (1, MORE_ROWS):
@@ -166,13 +173,11 @@ class Stopwatch:
 class Scratch:
     """Sequences to measure steps on: of random tokens, and of `more` zeros in their full layers, as no time depends on them.
 
-    There are as many as have room, up to `members`. Raises PoolExhaustedError where not even one has.
+    There is one at first. Raises PoolExhaustedError where it has no room.
     A step computes random tokens, so that experts are chosen as in a batch of unlike texts, and its method returns its seconds.
     """
 
-    def __init__(
-        self, model: Any, arena: KVArena, look: Callable[[], None] = proceed, members: int = MEMBERS[-1], more: int = 0
-    ) -> None:
+    def __init__(self, model: Any, arena: KVArena, more: int = 0) -> None:
         self._model = model
         self._draw = random.Random(0)
         self._vocabulary: int = model(mx.zeros((1, 1), mx.int32)).shape[-1]
@@ -181,6 +186,9 @@ class Scratch:
         self._lengthen(first, more)
         self._sequences = [first]
         self._ragged = arena.ragged
+
+    def add(self, members: int, look: Callable[[], None] = proceed) -> None:
+        """Add sequences until there are `members`, or as many as have room; none where batches are not ragged."""
         while self._ragged and len(self._sequences) < members:
             look()
             try:
@@ -192,6 +200,14 @@ class Scratch:
     def members(self) -> int:
         """How many sequences there are."""
         return len(self._sequences)
+
+    def forward_seconds(self) -> float:
+        """Seconds of a forward of one token behind another one, as devices compile what they have not run yet."""
+        for _ in range(2):
+            tokens = self._tokens(1, 1)
+            with Stopwatch() as watch:
+                mx.eval(self._model(tokens, cache=self._sequences[0]))
+        return watch.seconds
 
     def decode(self, members: int) -> float:
         """A decode step of so many members, encoded before the one before it is read, as the engine does."""

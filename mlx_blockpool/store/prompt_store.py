@@ -323,6 +323,11 @@ class PromptStore:
         }
 
     @property
+    def is_writing(self) -> bool:
+        """Return whether records wait for the writer."""
+        return self._writer.queued_bytes > 0
+
+    @property
     def problem(self) -> str | None:
         """Why the disk is left alone at present."""
         return None if self._limits.failure is None else str(self._limits.failure)

@@ -24,9 +24,10 @@ from mlx_blockpool.commands import patch
 from mlx_blockpool.commands.doctor import bench, command, device, drafts, installation, model
 from mlx_blockpool.commands.doctor.finding import Finding, looked_at, status_of
 from mlx_blockpool.drafts.curve import CostCurve
+from mlx_blockpool.engine import measuring as engine_measuring
 from mlx_blockpool.engine.measuring import device_name
-from mlx_blockpool.errors import BlockpoolError
-from mlx_blockpool.kv import decode_policy, measuring, path_measuring
+from mlx_blockpool.errors import BlockpoolError, UnmeasurableError
+from mlx_blockpool.kv import decode_policy, measuring
 from mlx_blockpool.kv.factory import open_pool
 from mlx_blockpool.store.measurements import MeasuredOn, Measurements
 
@@ -132,6 +133,13 @@ def test_a_pool_without_room_is_not_a_model_that_cannot_take_tokens_back() -> No
         "note",
         "What drafts bring was not measured: a pool of 20.0 MB has no room for a sequence.",
     )
+
+
+def test_a_model_that_is_too_slow_to_measure_is_said(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(engine_measuring, "measure_curve", Mock(side_effect=UnmeasurableError("a forward takes 9 seconds")))
+    network = make_model("llama")
+    (found,) = drafts.measured(network, open_pool(network, 20_000_000))
+    assert (found.state, found.text) == ("note", "What drafts bring was not measured: a forward takes 9 seconds.")
 
 
 def test_the_words_name_what_is_to_be_mended() -> None:
@@ -242,7 +250,7 @@ def test_a_kernel_that_is_right_is_among_the_paths(monkeypatch: pytest.MonkeyPat
         pytest.skip(str(why_not()))
     monkeypatch.setattr(decode_policy, "device_launcher", emulator)
     monkeypatch.setattr(device, "_tiny_model", lambda: make_model("llama"))
-    monkeypatch.setattr(path_measuring, "measure_paths", lambda *_: {})
+    monkeypatch.setattr(engine_measuring, "measure_paths", lambda *_, **__: {})
     found = device.decode()
     assert only(found, "kernel").state == "ok"
     assert set(only(found, "decode path").figures["milliseconds"]) == {"ragged", "shared", "padded", "kernel"}
@@ -252,7 +260,10 @@ def test_a_kernel_that_is_right_is_among_the_paths(monkeypatch: pytest.MonkeyPat
 def test_a_kernel_that_fails_is_a_warning_and_no_path(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(decode_policy, "device_launcher", lambda: Mock(side_effect=RuntimeError("no such function")))
     monkeypatch.setattr(device, "_tiny_model", lambda: make_model("llama"))
+    measure_curve = Mock()
+    monkeypatch.setattr(engine_measuring, "measure_curve", measure_curve)
     found = device.decode()
+    assert not measure_curve.called, "steps are timed without drafts"
     assert only(found, "kernel").state == "warning"
     assert only(found, "kernel").text == "Decode steps do without the kernel: it failed: RuntimeError: no such function."
     assert set(only(found, "decode path").figures["milliseconds"]) == {"ragged", "shared", "padded"}

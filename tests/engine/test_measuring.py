@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import gc
+from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
@@ -15,12 +17,16 @@ from mlx.utils import tree_map
 from mlx_blockpool.config import EngineConfig, KVBits, PoolConfig
 from mlx_blockpool.drafts.curve import CostCurve
 from mlx_blockpool.engine import measuring
+from mlx_blockpool.engine.caches import PooledCaches
+from mlx_blockpool.engine.engine import BlockPoolBatchEngine
 from mlx_blockpool.engine.measuring import curve_of, measured_on, paths_of
-from mlx_blockpool.engine.opening import open_pooled
-from mlx_blockpool.errors import MeasuringStoppedError
+from mlx_blockpool.engine.opening import open_arena, open_pooled
+from mlx_blockpool.errors import MeasuringStoppedError, PoolExhaustedError, UnmeasurableError
+from mlx_blockpool.kv import measuring as kv_measuring
 from mlx_blockpool.kv.arena import KVArena
-from mlx_blockpool.kv.factory import open_pool
+from mlx_blockpool.kv.factory import open_pool, spec_of_loaded
 from mlx_blockpool.kv.path_costs import PathCosts
+from mlx_blockpool.spec import BLOCK_TOKENS
 from mlx_blockpool.store.measurements import MeasuredOn, Measurements
 
 CURVE = CostCurve.of({1: 0.5, 2: 0.75}, {1: 0.25})
@@ -141,12 +147,13 @@ def test_figures_that_are_no_costs_are_measured_again(tmp_path: Path, measured_p
     [
         (False, "auto", "auto", (None, {})),
         (True, "off", "auto", (None, {0: COSTS})),
+        (True, 4, "auto", (None, {0: COSTS})),
         (True, "auto", "auto", (CURVE, {0: COSTS})),
         (True, "auto", "ragged", (CURVE, {})),
     ],
 )
 @pytest.mark.usefixtures("measured", "measured_paths")
-def test_an_engine_measures_what_it_decides_by(measures: bool, drafts: str, path: str, found: Any) -> None:
+def test_an_engine_measures_what_it_decides_by(measures: bool, drafts: Any, path: str, found: Any) -> None:
     model, arena = opened(decode_path=path)
     caches = measuring.measured(model, open_pooled(model, arena, 20_000_000), EngineConfig(measures=measures, drafts=drafts))
     assert (caches.curve, arena.decode.costs) == found
@@ -195,3 +202,128 @@ def test_what_is_remembered_is_taken_where_the_rest_is_not_measured(
     assert caches.is_unmeasured
     measuring.measured(model, caches, AUTO, Measurements(tmp_path))
     assert (len(measured), len(measured_paths)) == ((0, 1) if remembered == "curve" else (1, 0))
+
+
+def test_paths_are_measured_first_so_that_the_forwards_of_the_curve_take_them(monkeypatch: pytest.MonkeyPatch) -> None:
+    known: list[dict[int, PathCosts]] = []
+    monkeypatch.setattr(measuring, "measure_curve", lambda _, arena, **__: known.append(dict(arena.decode.costs)) or CURVE)
+    monkeypatch.setattr(measuring, "measure_paths", lambda *_, **__: {0: COSTS})
+    model, arena = opened()
+    measuring.measured(model, open_pooled(model, arena, 20_000_000), AUTO)
+    assert known == [{0: COSTS}]
+
+
+def test_a_curve_without_room_for_all_of_it_is_used_and_not_remembered(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    part = replace(CURVE, is_whole=False)
+    monkeypatch.setattr(measuring, "measure_curve", lambda *_, **__: part)
+    assert curve_of(*opened(), Measurements(tmp_path)) is part
+    assert Measurements(tmp_path).load() == []
+
+
+BLOCKS = 6
+
+
+def open_small(cached: int) -> tuple[Any, PooledCaches]:
+    """A model and its caches in a pool of BLOCKS, of which so many are cached and the others free."""
+    model = new_model("llama")
+    spec = spec_of_loaded(model)
+    caches = open_pooled(model, open_arena(model, spec, BLOCKS * spec.bytes_per_block(spec.groups[0])), 0)
+    tokens = [1 + i % 100 for i in range(BLOCK_TOKENS * cached)]
+    if tokens:
+        acquired = caches.prefix.acquire(tokens, 0)
+        mx.eval(model(mx.array([tokens]), cache=acquired.caches))
+        caches.prefix.release(tokens, acquired.caches)
+    return model, caches
+
+
+def counts_of(caches: PooledCaches) -> tuple[int, int, int]:
+    (counts,) = caches.prefix.pool.settle()
+    return counts.held, counts.evictable, counts.evicted
+
+
+@pytest.fixture
+def few_cases(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(kv_measuring, "ROUNDS", 1)
+    monkeypatch.setattr(kv_measuring, "ROWS", (1, 2))
+
+
+@pytest.mark.usefixtures("few_cases", "measured_paths")
+def test_a_pool_whose_blocks_are_all_cached_keeps_them_and_is_measured_once_some_are_free(tmp_path: Path) -> None:
+    model, caches = open_small(cached=BLOCKS)
+    for _ in range(2):
+        measuring.measured(model, caches, AUTO, Measurements(tmp_path))
+        assert (caches.curve, caches.prefix.arena.decode.costs, caches.is_unmeasured) == (None, {}, True)
+        assert counts_of(caches) == (0, BLOCKS, 0)
+        assert not caches.unmeasurable
+    caches.prefix.clear()
+    measuring.measured(model, caches, AUTO, Measurements(tmp_path))
+    assert caches.curve is not None
+    assert (caches.prefix.arena.decode.costs, caches.is_unmeasured) == ({0: COSTS}, False)
+
+
+@pytest.mark.usefixtures("few_cases", "measured_paths")
+def test_measuring_takes_the_blocks_that_are_free_and_evicts_none(tmp_path: Path) -> None:
+    model, caches = open_small(cached=BLOCKS - 3)
+    measuring.measured(model, caches, AUTO, Measurements(tmp_path))
+    assert caches.curve is not None
+    assert [count for count, _ in caches.curve.pipelined] == [1, 2]
+    assert counts_of(caches) == (0, BLOCKS - 3, 0)
+    assert [set(found.figures) for found in Measurements(tmp_path).load()] == [{"paths"}]
+
+
+def raising(error: Exception, calls: list[Any]) -> Callable[..., Any]:
+    def measure(model: Any, *_: Any, **__: Any) -> Any:
+        calls.append(model)
+        raise error
+
+    return measure
+
+
+@pytest.mark.parametrize(
+    ("error", "why", "level"),
+    [
+        (PoolExhaustedError(1, 0, 0, "full"), "the pool is too small", None),
+        (UnmeasurableError("a forward takes too long"), "a forward takes too long", "INFO"),
+        (RuntimeError("[metal::malloc] no memory"), "RuntimeError: [metal::malloc] no memory", "WARNING"),
+    ],
+)
+def test_a_model_that_cannot_be_measured_is_served_without_and_not_tried_again(
+    error: Exception, why: str, level: str | None, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    caplog.set_level("INFO")
+    calls: list[Any] = []
+    for name in ("measure_curve", "measure_paths"):
+        monkeypatch.setattr(measuring, name, raising(error, calls))
+    model, arena = opened()
+    caches = open_pooled(model, arena, 20_000_000)
+    for _ in range(2):
+        measuring.measured(model, caches, AUTO)
+        assert len(calls) == 2
+    assert (caches.curve, arena.decode.costs, caches.is_unmeasured) == (None, {}, False)
+    assert caches.unmeasurable == {"curve": why, "paths": why}
+    levels = [record.levelname for record in caplog.records if why in record.message]
+    assert levels == ([] if level is None else [level] * 2)
+    off = BlockPoolBatchEngine(model, caches, AUTO).steps.off
+    assert off == f"it was not measured what forwards cost: {why}"
+
+
+@pytest.mark.parametrize(("shape", "what"), [((2, 1), "curve"), ((1, 1), "paths")])
+def test_a_model_that_fails_on_some_batch_has_its_blocks_back(shape: Any, what: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(measuring, "measure_paths" if what == "curve" else "measure_curve", lambda *_, **__: None)
+    model, arena = opened()
+    caches = open_pooled(model, arena, 20_000_000)
+    forward = type(model).__call__
+
+    def fail(self: Any, inputs: mx.array, cache: Any = None, **more: Any) -> Any:
+        if inputs.shape == shape and cache is not None:
+            raise ValueError("such a batch")
+        return forward(self, inputs, cache=cache, **more)
+
+    monkeypatch.setattr(type(model), "__call__", fail)
+    gc.disable()
+    try:
+        measuring.measured(model, caches, AUTO)
+        assert caches.unmeasurable[what] == "ValueError: such a batch"
+        assert [(counts.held, counts.reserved) for counts in arena.pool.settle()] == [(0, 0)]
+    finally:
+        gc.enable()

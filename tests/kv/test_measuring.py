@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import itertools
 from collections.abc import Callable
+from contextlib import nullcontext
+from types import SimpleNamespace
 from typing import Any
 
 import mlx.core as mx
@@ -11,11 +13,12 @@ import pytest
 from architectures import pooled
 from models import make_model
 
+from mlx_blockpool.errors import PoolExhaustedError, UnmeasurableError
 from mlx_blockpool.kv import measuring
 from mlx_blockpool.kv.arena import KVArena
 from mlx_blockpool.kv.attach import attach
 from mlx_blockpool.kv.factory import make_prompt_cache, open_pool, spec_of_loaded
-from mlx_blockpool.kv.measuring import Stopwatch, measure_curve, medians
+from mlx_blockpool.kv.measuring import Scratch, Stopwatch, measure_curve, medians
 
 
 @pytest.fixture
@@ -102,7 +105,6 @@ def test_the_curve_of_a_model_that_verifies_by_rows(name: str) -> None:
     arena = open_pool(model, 40_000_000)
     arena.decode.path_counts["ragged"] = 3
     curve = measure_curve(model, arena, seconds=1e9)
-    assert curve is not None
     assert [count for count, _ in curve.rows] == [1, 2, 20]
     assert [count for count, _ in curve.pipelined] == [1, 2]
     assert arena.decode.path_counts == {"ragged": 3}
@@ -122,17 +124,37 @@ def test_a_pool_has_its_blocks_back_when_measuring_is_stopped(name: str, times: 
     arena.pool.check()
     assert not any(c.held or c.reserved for c in arena.pool.settle())
     assert (arena.running_bytes, arena.decode.path_counts) == (0, {"ragged": 3})
-    assert measure_curve(model, arena, seconds=1e9) is not None
+    assert measure_curve(model, arena, seconds=1e9).is_whole
 
 
 def test_a_slow_model_has_a_curve_of_few_rows(monkeypatch: pytest.MonkeyPatch) -> None:
     seconds = itertools.count()
     monkeypatch.setattr(measuring.time, "perf_counter", lambda: float(next(seconds)))
     model = make_model("llama")
-    curve = measure_curve(model, open_pool(model, 40_000_000), seconds=1.0)
-    assert curve is not None
+    # The clock is read three times for each case.
+    curve = measure_curve(model, open_pool(model, 40_000_000), seconds=20.0)
     assert [count for count, _ in curve.rows] == [1, 2, 4, 8, 16]
     assert [count for count, _ in curve.pipelined] == [1, 2, 4, 8]
+
+
+def test_the_least_cases_have_five_times_as_long_and_no_more(clock: list[float]) -> None:
+    ran: list[Any] = []
+    cases = {count: taking(1.0, clock, ran, count) for count in range(20)}
+    assert list(medians(cases, 2.0, at_least=12)) == list(range(6))
+    assert ran == [*range(6)] * 2
+    assert list(medians(cases, 2.0, at_least=3)) == [0, 1, 2]
+
+
+def test_a_model_whose_forwards_take_too_long_is_not_measured(monkeypatch: pytest.MonkeyPatch) -> None:
+    model, forwards = make_model("llama"), list[Any]()
+    arena = open_pool(model, 40_000_000)
+    monkeypatch.setattr(measuring, "Stopwatch", lambda: nullcontext(SimpleNamespace(seconds=0.21)))
+    tokens = Scratch._tokens
+    monkeypatch.setattr(Scratch, "_tokens", lambda *given: forwards.append(given[1:]) or tokens(*given))
+    with pytest.raises(UnmeasurableError, match=r"^a forward of one token takes 0\.21 seconds, too long to measure others$"):
+        measure_curve(model, arena, seconds=2.0)
+    assert forwards == [(1, 32), (1, 1), (1, 1)]
+    assert [(c.held, c.reserved) for c in arena.pool.settle()] == [(0, 0)] * len(arena.spec.groups)
 
 
 @pytest.mark.usefixtures("few_cases")
@@ -142,7 +164,6 @@ def test_the_curve_of_a_model_that_verifies_one_sequence_alone(name: str) -> Non
     arena = open_pool(model, 40_000_000)
     arena.verifies = "alone"
     curve = measure_curve(model, arena, seconds=1e9)
-    assert curve is not None
     assert [count for count, _ in curve.rows] == [1, 2]
     assert [count for count, _ in curve.pipelined] == ([1, 2] if arena.ragged else [1])
     assert not any(c.held for c in arena.pool.settle())
@@ -156,13 +177,28 @@ def test_a_small_pool_has_a_curve_of_fewer_members_or_none(monkeypatch: pytest.M
     arena = KVArena(spec_of_loaded(model), 3 * block)
     assert attach(model, arena)
     curve = measure_curve(model, arena, seconds=1e9)
-    assert curve is not None
     assert [count for count, _ in curve.rows][-1] == 32
     assert [count for count, _ in curve.pipelined] == [1, 2]
+    assert not curve.is_whole
     caches = [make_prompt_cache(model, arena) for _ in range(3)]
     held = [model(mx.zeros((1, 1), mx.int32), cache=own) for own in caches]
     mx.eval(held)
-    assert measure_curve(model, arena) is None
+    with pytest.raises(PoolExhaustedError):
+        measure_curve(model, arena)
+
+
+@pytest.mark.parametrize(("blocks", "is_whole"), [(8, False), (8 + 4, False), (8 + 5, True)])
+def test_a_curve_is_whole_where_all_members_and_a_long_context_have_room(
+    blocks: int, is_whole: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(measuring, "medians", lambda cases, *_, **__: dict.fromkeys(cases, 1.0))
+    model = make_model("llama")
+    spec = spec_of_loaded(model)
+    arena = KVArena(spec, blocks * spec.bytes_per_block(spec.groups[0]))
+    assert attach(model, arena)
+    curve = measure_curve(model, arena)
+    assert [count for count, _ in curve.pipelined] == [1, 2, 4, 8]
+    assert curve.is_whole == is_whole
 
 
 @pytest.mark.parametrize(("name", "kinds"), [("llama", "rows"), ("lfm2", "alone")])
@@ -186,7 +222,6 @@ def test_what_a_longer_context_costs_is_measured_with_one_row_and_with_many(
     assert arena.verifies == kinds
     curve = measure_curve(model, arena)
     assert sorted(ran) == sorted(measured)
-    assert curve is not None
     row = (7.0 - 2.1) / 15
     assert [seconds * measuring.MORE_CONTEXT for seconds in curve.token] == pytest.approx([2.1 - row, row, 2.0])
     assert [(c.held, c.reserved) for c in arena.pool.settle()] == [(0, 0)] * len(arena.spec.groups)

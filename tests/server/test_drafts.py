@@ -106,6 +106,16 @@ def test_nothing_is_drafted_by_a_curve_that_was_not_measured(model: Path, measur
     assert measured == []
 
 
+def test_no_forwards_are_measured_for_drafts_whose_number_is_given(model: Path, measured: list[Any]) -> None:
+    with blockpool_server(model, "--pool-bytes", "20MB", "--drafts", "3", "--measure", "auto") as client:
+        replies(client)
+        found = report(client)
+        assert (found["mode"], found["off"], found["curve"]) == (3, None, None)
+        assert found["accepted"] > 0
+        assert client.send("/v1/cache")[1]["decode_costs"] == json.loads(json.dumps({"0": COSTS.to_json()}))
+    assert measured == []
+
+
 def test_nothing_is_measured_for_drafts_that_are_off_and_without_a_store_each_server_measures_once(
     model: Path, tmp_path: Path, measured: list[Any]
 ) -> None:
@@ -115,7 +125,7 @@ def test_nothing_is_measured_for_drafts_that_are_off_and_without_a_store_each_se
     assert measured == []
     assert [list(found.figures) for found in Measurements(tmp_path).load()] == [["paths"]]
     for count in (1, 2):
-        with blockpool_server(model, "--pool-bytes", "20MB", "--drafts", "3", "--measure", "auto") as client:
+        with blockpool_server(model, "--pool-bytes", "20MB", "--drafts", "auto", "--measure", "auto") as client:
             client.chat(QUESTION, max_tokens=1)
             assert client.send("/admin/unload", {"model": str(model)})[0] == 200
             client.chat(QUESTION, max_tokens=1)

@@ -56,7 +56,8 @@ def decode() -> list[Finding]:
     from ...engine.engine import BlockPoolBatchEngine
     from ...engine.request import Request, Token
 
-    engine = BlockPoolBatchEngine.open(_tiny_model(), 200_000_000, config=EngineConfig(measures=True))
+    config = EngineConfig(measures=True, drafts="off")
+    engine = BlockPoolBatchEngine.open(_tiny_model(), 200_000_000, config=config)
     arena: Any = engine.caches.prefix.arena  # type: ignore[attr-defined]
     draw = random.Random(0)
     shared = [draw.randrange(1, 500) for _ in range(PREFIX)]

@@ -11,6 +11,7 @@ from typing import Any
 from ...config import EngineConfig
 from ...drafts.curve import CostCurve
 from ...drafts.lengths import speed_up
+from ...errors import PoolExhaustedError, UnmeasurableError
 from ...formatting import human_bytes
 from ...store.measurements import Measurements
 from ...store.paths import default_folder
@@ -41,13 +42,16 @@ def measured(network: Any, arena: Any) -> list[Finding]:
     """Measure a loaded model in its pool. Nothing of it is remembered."""
     from ...engine.measuring import curve_of
 
-    curve = curve_of(network, arena, Measurements(None))
-    if curve is not None:
-        return [described(curve, "This model")]
-    if arena.verifies is None:
+    try:
+        curve = curve_of(network, arena, Measurements(None))
+    except UnmeasurableError as error:
+        return [Finding(ABOUT, "note", f"What drafts bring was not measured: {error}.")]
+    except PoolExhaustedError:
+        size = human_bytes(arena.pool.pool_bytes)
+        return [Finding(ABOUT, "note", f"What drafts bring was not measured: a pool of {size} has no room for a sequence.")]
+    if curve is None:
         return [Finding(ABOUT, "note", "Nothing is drafted for this model: its caches cannot take tokens back.")]
-    size = human_bytes(arena.pool.pool_bytes)
-    return [Finding(ABOUT, "note", f"What drafts bring was not measured: a pool of {size} has no room for a sequence.")]
+    return [described(curve, "This model")]
 
 
 def described(curve: CostCurve, whose: str, more: dict[str, Any] | None = None) -> Finding:
