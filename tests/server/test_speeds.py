@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import threading
+import time
 from collections.abc import Callable
 from pathlib import Path
 from types import SimpleNamespace
@@ -32,6 +33,9 @@ class World:
     def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
         self.now = 100.0
         self.readings: list[str] = []
+        # What is found, and whether something is left to measure.
+        self.finds: dict[str, Any] = {"curve": FLAT}
+        self.leaves = False
         self.during: Callable[[int], None] = lambda number: None
         self.arrivals = False
         self.queue = ModelQueue(1.0, clock=lambda: self.now)
@@ -41,30 +45,38 @@ class World:
         monkeypatch.setattr(speeds_module, "measured", self.measured)
 
     def measured(self, model: Any, caches: Any, config: Any, measurements: Any, name: str, look: Callable[[], None]) -> Any:
-        caches.is_unmeasured = False
+        caches.is_unmeasured = self.leaves
         try:
             for number in range(3):
                 self.during(number)
                 look()
                 self.readings.append(name)
+            caches.curve = self.finds.get("curve")
         except MeasuringStoppedError:
             caches.is_unmeasured = True
+        caches.prefix.arena.decode.costs = self.finds.get("costs", {})
         return caches
 
     def load(self, name: str) -> Any:
         model = make_model(name, self.now)
-        model.caches = self.speeds.at_load(model, PooledCaches.__new__(PooledCaches))
+        model.caches = self.speeds.at_load(model, make_caches())
         self.registry.loaded[name] = model
         return model
+
+
+def make_caches() -> PooledCaches:
+    caches = PooledCaches.__new__(PooledCaches)
+    caches.prefix = SimpleNamespace(arena=SimpleNamespace(decode=SimpleNamespace(costs={})), stored=None, num_lent=0)
+    return caches
 
 
 def make_model(name: str, now: float) -> Any:
     engine = SimpleNamespace(steps=SimpleNamespace(decided=0))
     engine.steps.decide = lambda: setattr(engine.steps, "decided", engine.steps.decided + 1)
     provider = SimpleNamespace(name=name, model=None)
-    return SimpleNamespace(
-        key=name, provider=provider, caches=None, engine=engine, is_busy=False, used=now, update_report=lambda: None
-    )
+    model = SimpleNamespace(key=name, provider=provider, caches=None, engine=engine, is_busy=False, used=now, reported=0)
+    model.update_report = lambda: setattr(model, "reported", model.reported + 1)
+    return model
 
 
 @pytest.fixture
@@ -134,7 +146,84 @@ def test_a_model_is_measured_once_the_server_is_quiet(world: World) -> None:
     world.speeds.catch_up()
     assert world.readings == ["b"] * 3
     assert not model.caches.is_unmeasured
-    assert model.engine.steps.decided == 1
+    assert (model.engine.steps.decided, model.reported) == (1, 1)
+    world.now += 1000
+    world.speeds.catch_up()
+    assert world.readings == ["b"] * 3
+
+
+def test_what_is_found_before_the_measuring_is_stopped_is_used_at_once(world: World) -> None:
+    model = unmeasured(world)
+    world.finds["costs"] = {0: "costs"}
+    world.during = lambda number: setattr(world, "arrivals", number == 2)
+    world.now += QUIET_SECONDS
+    world.speeds.catch_up()
+    assert model.caches.is_unmeasured
+    assert (model.engine.steps.decided, model.reported) == (1, 1)
+    world.arrivals, world.now = False, world.now + 1000
+    world.speeds.catch_up()
+    assert (model.engine.steps.decided, model.reported) == (1, 1), "nothing more was found"
+
+
+def test_each_time_that_measuring_is_stopped_the_server_has_to_be_quiet_for_twice_as_long(world: World) -> None:
+    model = unmeasured(world)
+    world.during = lambda number: setattr(world, "arrivals", number == 1)
+    waited = []
+    for _ in range(9):
+        world.arrivals, world.readings, start = False, [], world.now
+        while not world.readings:
+            world.now += 0.5
+            world.speeds.catch_up()
+        waited.append(world.now - start)
+        # An agent's next request has come and gone.
+        model.used = world.now
+    assert waited == [1, 2, 4, 8, 16, 32, 60, 60, 60]
+    world.load("b").caches.is_unmeasured = True
+    world.arrivals, world.readings, world.now = False, [], world.now + QUIET_SECONDS
+    world.speeds.catch_up()
+    assert world.readings == ["b"], "another load has begun anew"
+
+
+def test_what_asks_for_no_model_stops_the_measuring_for_a_while_too(world: World) -> None:
+    unmeasured(world)
+    world.during = lambda number: setattr(world, "arrivals", number == 1)
+    world.now += 100
+    world.speeds.catch_up()
+    assert world.readings == ["b"]
+    world.arrivals = False
+    world.now += 1.9 * QUIET_SECONDS
+    world.speeds.catch_up()
+    assert world.readings == ["b"]
+    world.now += 0.2 * QUIET_SECONDS
+    world.speeds.catch_up()
+    assert world.readings == ["b"] * 2
+
+
+def test_what_has_no_room_is_tried_again_later(world: World) -> None:
+    model = unmeasured(world)
+    world.finds, world.leaves = {}, True
+    tried = []
+    for second in range(40):
+        world.now += 1
+        world.readings.clear()
+        world.speeds.catch_up()
+        tried += [second + 1] if world.readings else []
+    assert tried == [1, 3, 7, 15, 31]
+    assert (model.engine.steps.decided, model.reported) == (0, 0)
+
+
+@pytest.mark.parametrize("why", ["lent", "restoring", "writing"])
+def test_a_server_that_reads_or_writes_records_is_not_quiet(world: World, why: str) -> None:
+    unmeasured(world)
+    prefix = world.registry.loaded["a"].caches.prefix
+    jobs = ["job"] if why == "restoring" else []
+    restores, store = SimpleNamespace(jobs=jobs, is_stuck=False), SimpleNamespace(is_writing=why == "writing")
+    prefix.stored, prefix.num_lent = SimpleNamespace(restores=restores, store=store), int(why == "lent")
+    world.now += QUIET_SECONDS
+    world.speeds.catch_up()
+    assert world.readings == []
+    prefix.num_lent, store.is_writing = 0, False
+    jobs.clear()
     world.speeds.catch_up()
     assert world.readings == ["b"] * 3
 
@@ -162,6 +251,7 @@ def test_work_ends_the_measuring_which_begins_again_when_the_server_is_quiet(wor
     world.during = lambda number: None
     world.registry.loaded["a"].is_busy, world.registry.swap, world.arrivals = False, None, False
     world.queue.clear()
+    world.now += 2 * QUIET_SECONDS
     world.speeds.catch_up()
     assert world.readings == ["b"] * 4
     assert not model.caches.is_unmeasured
@@ -184,8 +274,12 @@ def test_the_thread_catches_up_when_it_rests() -> None:
     assert called == ["caught up"]
 
 
-def until(is_so: Callable[[], bool]) -> None:
+def until(is_so: Callable[[], bool], what: str) -> None:
+    """Wait until it is so, for as long as the busiest machine may take."""
+    end = time.monotonic() + 120
     while not is_so():
+        if time.monotonic() > end:
+            pytest.fail(f"in 120 seconds it has not come to this: {what}")
         threading.Event().wait(0.01)
 
 
@@ -221,11 +315,11 @@ def test_a_second_model_is_served_unmeasured_beside_a_busy_one_and_measured_when
         assert drafts(client, two)["off"] == "it is measured later what forwards cost"
         assert len(measured) == 1
         first.num_embedding -= 1
-        until(lambda: drafts(client, two)["off"] is None)
+        until(lambda: drafts(client, two)["off"] is None, "the second model is measured")
         assert len(measured) == 2
         assert drafts(client, two)["curve"] == FLAT.to_json()
         again = client.chat(question, max_tokens=60, model=str(two))
         assert again["choices"][0]["message"] == plain["choices"][0]["message"]
         client.settle()
-        until(lambda: drafts(client, two)["accepted"] > 0)
+        until(lambda: drafts(client, two)["accepted"] > 0, "drafted tokens are accepted and reported")
     assert sorted(found.model for found in Measurements(tmp_path / "store").load()) == ["one", "two"]
