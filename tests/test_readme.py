@@ -34,6 +34,8 @@ from server.processes import process, written
 from thorough import only
 
 from mlx_blockpool import cli, hookspecs
+from mlx_blockpool.drafts.curve import CONTEXT
+from mlx_blockpool.kv import measuring, path_measuring
 from mlx_blockpool.server.options import CHANGED_OPTIONS
 
 BIN = Path(sys.executable).parent
@@ -110,6 +112,21 @@ def test_every_command_has_a_line(command: str, room: str, capsys: pytest.Captur
     lines = " ".join(row[0] for row in rows(section(f"mlx_blockpool/{room}README.md", "Commands")))
     assert names
     assert [name for name in names if f"{command.split()[-1]} {name}" not in lines] == []
+
+
+def test_what_is_measured_is_as_many_as_the_page_says() -> None:
+    names = ("Drafts", "Decode paths", "When a model is measured")
+    drafts, paths, when = (" ".join(section(SERVER, name).split()) for name in names)
+    rows, alone = measuring.ROWS[-1], max(count for count in measuring.ROWS if count <= measuring.ROWS_OF_MEMBER)
+    assert f"plain steps of 1 to {measuring.MEMBERS[-1]} requests, and forwards with 1 to {rows} tokens" in drafts
+    assert f"or with 1 to {alone} for models whose sequences are verified one by one" in drafts
+    kernel, rows = len(path_measuring.KERNEL_SHAPES), len(path_measuring.ROWS)
+    assert f"for {len(path_measuring.SHAPES)} kinds of batches, and where there is a kernel for {kernel + rows} more" in paths
+    assert f"for up to {len(path_measuring.WINDOWS) + rows} kinds of batches" in paths
+    slow = f"a forward of one token takes more than {measuring.SLOW * measuring.SECONDS:g} seconds"
+    assert slow in drafts
+    assert slow in when
+    assert f"{measuring.MEMBERS[-1]} requests and a context of {CONTEXT + measuring.MORE_CONTEXT:,} tokens" in when
 
 
 def test_the_normalisers_are_those_of_the_package() -> None:

@@ -145,10 +145,13 @@ def test_the_least_cases_have_five_times_as_long_and_no_more(clock: list[float])
     assert list(medians(cases, 2.0, at_least=3)) == [0, 1, 2]
 
 
-def test_a_model_whose_forwards_take_too_long_is_not_measured(monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize("counts", ["watch", "wall"])
+def test_a_model_whose_forwards_take_too_long_is_not_measured(counts: str, monkeypatch: pytest.MonkeyPatch) -> None:
     model, forwards = make_model("llama"), list[Any]()
     arena = open_pool(model, 40_000_000)
-    monkeypatch.setattr(measuring, "Stopwatch", lambda: nullcontext(SimpleNamespace(seconds=0.21)))
+    watched, ticks = (0.21, 9.0) if counts == "watch" else (9.0, 0.21)
+    monkeypatch.setattr(measuring, "Stopwatch", lambda: nullcontext(SimpleNamespace(seconds=watched)))
+    monkeypatch.setattr(measuring.time, "perf_counter", itertools.count(0.0, ticks).__next__)
     tokens = Scratch._tokens
     monkeypatch.setattr(Scratch, "_tokens", lambda *given: forwards.append(given[1:]) or tokens(*given))
     with pytest.raises(UnmeasurableError, match=r"^a forward of one token takes 0\.21 seconds, too long to measure others$"):

@@ -106,6 +106,22 @@ def test_nothing_is_drafted_by_a_curve_that_was_not_measured(model: Path, measur
     assert measured == []
 
 
+def test_a_model_that_fails_when_it_is_measured_is_served_without_figures(
+    model: Path, measured: list[Any], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def fail(*_: Any, **__: Any) -> CostCurve:
+        measured.append("failed")
+        raise RuntimeError("no such kernel")
+
+    monkeypatch.setattr(measuring, "measure_curve", fail)
+    with blockpool_server(model, "--pool-bytes", "20MB", "--measure", "auto") as client:
+        replies(client)
+        found = report(client)
+        assert (found["mode"], found["curve"], found["drafted"]) == ("auto", None, 0)
+        assert found["off"] == "it was not measured what forwards cost: RuntimeError: no such kernel"
+    assert measured == ["failed"]
+
+
 def test_no_forwards_are_measured_for_drafts_whose_number_is_given(model: Path, measured: list[Any]) -> None:
     with blockpool_server(model, "--pool-bytes", "20MB", "--drafts", "3", "--measure", "auto") as client:
         replies(client)
