@@ -158,11 +158,12 @@ class StoredPrefixes:
             self.forget(each)
         until = time.monotonic() + self.store.config.flush_seconds
         left, before = self._num_unwritten(), -1
-        # The queue takes a part at a time.
+        # The queue takes a part at a time, and nothing while it is full.
         while left not in (0, before) and time.monotonic() < until:
-            self.write_tails()
             self.store.flush(_seconds_until(until))
+            self.write_tails()
             left, before = self._num_unwritten(), left
+        self.store.flush(_seconds_until(until))
         # Remove files of nodes that left the trie since the last step, or that longer ones have just superseded.
         self._settle()
         return self.store.close(_seconds_until(until)) and left in (0, before)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import threading
 from collections.abc import Callable
 from pathlib import Path
 from types import SimpleNamespace
@@ -68,6 +69,16 @@ def test_a_shutdown_writes_everything_through_the_smallest_queue(tmp_path: Path)
     assert life.prefix.close()
     again = start(tmp_path)
     assert [again.acquired([*prompt, 1]) for prompt in prompts] == [len(prompt) for prompt in prompts]
+
+
+def test_a_shutdown_waits_for_a_queue_that_is_full(tmp_path: Path, gated: GatedDisk) -> None:
+    life = start(tmp_path, gated, queue_bytes=1, flush_seconds=60.0)
+    gated.writes.clear()
+    answer(life.prefix, ONE)
+    life.stored.write_behind()
+    threading.Timer(0.3, gated.writes.set).start()
+    assert life.prefix.close()
+    assert start(tmp_path).acquired([*ONE, 1]) == len(ONE)
 
 
 def test_a_shutdown_that_runs_out_of_time_says_so(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
