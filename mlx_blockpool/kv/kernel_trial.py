@@ -47,12 +47,18 @@ TOLERANCE = {mx.float32: 5e-3, mx.float16: 1e-2, mx.bfloat16: 4e-2}
 def try_kernel(model: Any, arena: KVArena, ranks: Ranks = ALONE) -> None:
     """Set which layer groups of an attached model decode.trusted has, and decode.no_kernel for the others.
 
-    Raises PoolExhaustedError where the pool has no room for a sequence.
+    A model or a pool that cannot be tried has no kernel: nothing is raised.
     """
     decode, groups = arena.decode, range(len(arena.spec.groups))
     why = _refusal(arena, ranks)
     if why is None:
-        asked = asked_of(model, arena)
+        try:
+            asked = asked_of(model, arena)
+        # The model is served without the kernel, and says what it has to say when it is asked for a reply.
+        except Exception as error:
+            log.info("the model could not be asked for its queries", exc_info=True)
+            why = f"a decode step of the model failed: {type(error).__name__}: {str(error)[:200]}"
+    if why is None:
         # Whatever the kernel needs is back before the model decodes.
         found = {group: _trial(arena, group, asked.get(group, [])) for group in groups}
         decode.no_kernel = {group: words for group, words in found.items() if words is not None}
@@ -60,7 +66,7 @@ def try_kernel(model: Any, arena: KVArena, ranks: Ranks = ALONE) -> None:
     else:
         decode.no_kernel = dict.fromkeys(groups, why)
     decode.trusted = frozenset(groups) - decode.no_kernel.keys()
-    if decode.no_kernel and (decode.launch is not None or decode.path == "kernel"):
+    if decode.no_kernel and (decode.path == "kernel" or (decode.path == "auto" and decode.launch is not None)):
         words = sorted(set(decode.no_kernel.values()))
         counts = f"{len(decode.no_kernel)} of {len(groups)}"
         log.warning("%s decodes without the kernel in %s layer groups: %s.", arena.spec.model_id, counts, "; ".join(words))
@@ -70,6 +76,8 @@ def _refusal(arena: KVArena, ranks: Ranks) -> str | None:
     """Why no layer group has a kernel, in words."""
     if arena.decode.launch is None:
         return "mlx computes on the CPU, which has no kernel"
+    if arena.decode.path not in ("auto", "kernel"):
+        return f"the decode path is set to {arena.decode.path}"
     if not arena.ragged:
         return "batches of this model are not ragged"
     return "several ranks compute together, whose kernels are not tried" if ranks.size > 1 else None

@@ -17,7 +17,7 @@ from thorough import only
 
 from mlx_blockpool.config import KVBits, PoolConfig
 from mlx_blockpool.kernel.source import KernelText
-from mlx_blockpool.kv import decode_policy
+from mlx_blockpool.kv import decode_policy, kernel_trial
 from mlx_blockpool.kv.arena import KVArena
 from mlx_blockpool.kv.factory import open_pool, spec_of_loaded
 from mlx_blockpool.kv.kernel_trial import try_kernel
@@ -123,6 +123,21 @@ def test_a_kernel_that_raises_is_not_trusted(monkeypatch: pytest.MonkeyPatch) ->
     assert arena.decode.no_kernel == {0: "it failed: RuntimeError: no such function"}
     assert arena.decode.trusted == set()
     assert arena.ragged
+
+
+def test_a_model_that_cannot_be_asked_is_loaded_without(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(kernel_trial, "asked_of", Mock(side_effect=RuntimeError("out of memory")))
+    arena = opened(monkeypatch, Mock(side_effect=AssertionError))
+    assert arena.decode.no_kernel == {0: "a decode step of the model failed: RuntimeError: out of memory"}
+    assert arena.decode.trusted == set()
+    assert arena.ragged
+
+
+def test_nothing_is_tried_where_another_path_is_set(monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture) -> None:
+    with caplog.at_level(logging.WARNING):
+        decode = opened(monkeypatch, Mock(side_effect=AssertionError), path="ragged").decode
+    assert (decode.trusted, decode.no_kernel) == (set(), {0: "the decode path is set to ragged"})
+    assert "kernel" not in caplog.text
 
 
 def test_dims_without_a_kernel_are_named(monkeypatch: pytest.MonkeyPatch) -> None:
